@@ -107,7 +107,8 @@ def test_epochs_reach_the_samplers() -> None:
     assert Sampler.epochs == [5, 5]
 
 
-def test_a_sampler_is_told_once_that_an_epoch_begins() -> None:
+@pytest.mark.parametrize("anew", [0, 1])
+def test_a_sampler_is_told_once_that_an_epoch_begins(anew: int) -> None:
     class Sampler(SequentialSampler):
         epochs: list[int] = []
 
@@ -115,7 +116,8 @@ def test_a_sampler_is_told_once_that_an_epoch_begins() -> None:
             self.epochs.append(epoch)
 
     dataset = data(4).dataset
-    ours(max_epochs=3).fit(Classifier(), DataLoader(dataset, sampler=Sampler(dataset)), data(4))
+    loader = DataLoader(dataset, sampler=Sampler(dataset))
+    ours(max_epochs=3, reload_dataloaders_every_n_epochs=anew).fit(Classifier(), loader, data(4))
     assert Sampler.epochs == [0, 1, 2]
 
 

@@ -81,7 +81,7 @@ class _CheckpointedForward(OwnForward):
             return self._forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # a compiled graph writes to buffers once, at its end
             return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
-        # torch keeps the random states of those devices alone whose tensors it finds in positional arguments
+        # torch keeps the random state of a device if a positional argument has a tensor there: a parameter always does
         there = next(self._module.parameters(), None)
         contexts: dict[str, Any] = {"context_fn": self._contexts} if self._buffers else {}
         return checkpoint(self._run, args, kwargs, there, use_reentrant=False, **contexts)

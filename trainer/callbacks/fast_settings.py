@@ -185,7 +185,7 @@ def _convolutions(module: nn.Module) -> list[Any]:
 def _laid_out(value: Tensor) -> Tensor:
     """In ``channels_last``, as ``nn.Module.to`` does it, which sets the strides of a 1x1 kernel as well.
 
-    ``contiguous`` does not; its gradients would be strided otherwise than itself, of which DDP warns.
+    ``contiguous`` leaves those: the gradients would have other strides than the kernel, of which DDP warns.
     """
     return value.to(memory_format=torch.channels_last)
 

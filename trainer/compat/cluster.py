@@ -168,10 +168,11 @@ def check_addresses(environment: Any, num_nodes: int, processes: int) -> None:
 
 @contextmanager
 def port_held(environment: ClusterEnvironment) -> Iterator[None]:
-    """While processes are being started: nobody else is given the port at which they are to find each other.
+    """A context in which no other program is given the port at which spawned processes will find each other.
 
-    A spawned process takes seconds until it listens there. A socket that is bound to the port, and does not listen,
-    keeps the system from choosing it for others; who names it may listen, as torch's store does (``SO_REUSEADDR``).
+    A spawned process takes seconds until it listens there. A socket that is bound to the port and does not listen
+    keeps the system from choosing that port for others. A process that asks for this very port may still listen
+    there, as torch's store does: both set ``SO_REUSEADDR``.
     """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -178,7 +178,8 @@ class TrainingBatches:
                 '`FitLoop` does not support the `CombinedLoader(mode="sequential")` mode. Training takes one batch of'
                 ' each dataloader at a time: choose "max_size_cycle", "max_size" or "min_size".'
             )
-        if not (self._is_open and self._epoch == epoch):  # otherwise they know
+        was_told = renewed is not None or (self._is_open and self._epoch == epoch)  # when they were made
+        if not was_told:
             self.loaders.start_epoch(epoch)
         self._next_epoch, self._first, self._is_empty = epoch, skip, False
         if state.get("made_in", self.loaders.made_in) != self.loaders.made_in:

@@ -28,6 +28,7 @@ _GRAPHS = ("reduce-overhead", "max-autotune")
 _WITHOUT_GRAPHS = ("inductor", "eager", "aot_eager", "aot_eager_decomp_partition")
 """Backends of which it is known that they give memory away for good, where no mode says otherwise."""
 _CODES: WeakValueDictionary[str, CodeType] = WeakValueDictionary()
+"""What is compiled of torch's containers, by their structure: see :func:`_call_of`."""
 
 
 def is_compiled(module: nn.Module) -> bool:

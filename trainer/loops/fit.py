@@ -81,7 +81,7 @@ class FitLoop:
         self.resume: Callable[[], None] | None = None  # puts back what a checkpoint has; or writes the first one
         self.train: Callable[[Any, int, bool], None] = self.train_batch
         self.choose_path: Callable[[], Any] = as_it_is  # sets `train` again where exchanged optimizers need that
-        self.check_steps: Callable[[], Any] = as_it_is  # when an epoch starts: they are those that the fit began with
+        self.check_steps: Callable[[], Any] = as_it_is  # refuses other steps than those that the fit began with
         self.training_step: Callable[..., Any] = as_it_is
         self.backward: Hook | None = None  # None where the loop may do the usual thing itself; likewise:
         self.optimizer_zero_grad: Hook | None = None
@@ -155,12 +155,12 @@ class FitLoop:
         if is_new:
             progress.begin_epoch()
             self.hooks.on_train_epoch_start()
-        self.validates_this_epoch = self.validate is not None and self.limits.epoch_validates()
-        if is_new:
             self.check_steps()
             self.engine.follow_trained_parameters()
             if self.optimizers is not self.engine.optimizers:
                 self.take_optimizers()
+        self.validates_this_epoch = self.validate is not None and self.limits.epoch_validates()
+        if is_new:
             return
         if not progress.is_followed_up:
             self.follow_up()

@@ -99,7 +99,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         total: a multiplication and an addition are two.
         convolutions: of these, what convolutions took.
-        is_whole: whether no operation was among them that has others within (``flex_attention``) and no formula.
+        is_whole: False once an operation came that has no formula, and whose parts are not seen (``flex_attention``).
     """
 
     supports_higher_order_operators = True
@@ -111,7 +111,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Functions may be compiled within."""
+        """Let functions be compiled within: their compiler refuses to run inside of other modes."""
         return True
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
