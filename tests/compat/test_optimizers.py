@@ -91,6 +91,16 @@ def test_what_several_cannot_share(tmp_path, kind, message, error):
         make_trainer(tmp_path).fit(kind(), loader_of(make_batches(1)))
 
 
+@pytest.mark.parametrize("returned", [[], ([], [])])
+def test_automatic_optimization_needs_an_optimizer(tmp_path, returned):
+    class Without(Regression):
+        def configure_optimizers(self) -> Any:
+            return returned
+
+    with pytest.raises(ConfigurationError, match=r"from Without.configure_optimizers, expected at least one"):
+        make_trainer(tmp_path).fit(Without(), loader_of(make_batches(1)))
+
+
 def test_optimizer_idx_is_of_another_age(tmp_path):
     class Old(Halves):
         def training_step(self, batch: Any, batch_idx: int, optimizer_idx: int) -> Any:

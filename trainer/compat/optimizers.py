@@ -35,6 +35,7 @@ def set_up_optimizers(strategy: Strategy, trainer: Any) -> None:
     Raises:
         RuntimeError: ``training_step`` takes an ``optimizer_idx``, as it did in Lightning 1.
         MisconfigurationException: what was returned is no combination that Lightning knows.
+        ConfigurationError: it has no optimizer, in automatic optimization.
         MultipleOptimizersError: several in automatic optimization that share a parameter, or evaluate the loss.
     """
     module = strategy.lightning_module
@@ -45,6 +46,11 @@ def set_up_optimizers(strategy: Strategy, trainer: Any) -> None:
         rank_zero_warn("`LightningModule.configure_optimizers` returned `None`, this fit will run with no optimizer")
         returned = parsing._MockOptimizer()
     optimizers, schedules, monitor = parsing._configure_optimizers(returned)
+    if module.automatic_optimization and not optimizers:
+        raise ConfigurationError(
+            f"Got {returned!r} from {type(module).__name__}.configure_optimizers, expected at least one optimizer."
+            " Return None to run the training steps without any."
+        )
     configs = (
         _configure_schedules(schedules, monitor)
         if module.automatic_optimization
