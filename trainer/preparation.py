@@ -106,14 +106,14 @@ class Preparation:
             batches=batches,
             transfer=self._transfer(move_training_batch),
             schedules=self._schedules(),
-            clip_gradients=self._clipping() if self._module.automatic_optimization else None,
+            clip_gradients=self._clipping(),
             validate=validate,
             resume=resume,
         )
         self._choose_path()
         self._check_counts(loaders)
         loop.choose_path = self._follow_optimizers
-        loop.check_steps = partial(_check_steps, self._module, _own_steps(self._module))
+        loop.follow_changes = partial(self._follow_changes, _set_once(self._module))
         if (halving := self._halving) is not None:
             halving.check(self._path, isinstance(loaders, DrawnLoaderSet))
             parts = SplitBatches(loop, halving.limit, halving.measure, halving.split, halving.announce)
@@ -123,6 +123,14 @@ class Preparation:
         if profiling is not None:
             profiling.watch_fit(loop, self.hooks, self._path)
             self._session.callback(vars(loop).pop, "update_weights", None)
+
+    def _follow_changes(self, before: dict[str, Any]) -> None:
+        """Follow what has changed in callbacks and hooks since the fit began, or refuse it."""
+        trainer, loop = self._trainer, self._trainer.loop
+        _refuse_changes(self._module, before)
+        if self.hooks.follow(trainer.callbacks):
+            loop.clip_gradients = self._clipping()
+            loop.take_optimizers()
 
     def _choose_path(self) -> None:
         """Set the path of a batch that module, optimizers and engine want."""
@@ -180,14 +188,16 @@ class Preparation:
 
     def _clipping(self) -> Clip | None:
         """What clips the gradients: the module's own method, the callbacks, or nothing."""
-        own = self.hooks.override_of("configure_gradient_clipping")
-        if own is not None:
-            return partial(_clip_by_module, own, self._trainer)
+        if not self._module.automatic_optimization:
+            return None  # the module does
         gradients, callbacks = self._trainer.engine.gradients, self._trainer.callbacks
         clippers: list[Clip] = [partial(one.clip, gradients) for one in callbacks if isinstance(one, GradientClipping)]
-        if len(clippers) < 2:
-            return clippers[0] if clippers else None
-        return partial(_clip_in_turn, clippers)
+        if (own := self.hooks.override_of("configure_gradient_clipping")) is not None:
+            clippers = [partial(_clip_by_module, own, self._trainer)]
+        if not clippers:
+            return None
+        clip = clippers[0] if len(clippers) == 1 else partial(_clip_in_turn, clippers)
+        return clip if self._profiling is None else self._profiling.clipping(clip)
 
     def renewed_loaders(self) -> Loaders | None:
         """The training's dataloaders for an epoch that begins, if they are due to be made anew; otherwise None."""
@@ -308,20 +318,26 @@ class Preparation:
         )
 
 
-def _own_steps(module: LightningModule) -> dict[str, Any]:
-    """What a fit looks up in the module once, and a program may set on the instance."""
-    set_there = {name: vars(module).get(name) for name in ("training_step", "validation_step")}
+_LOOKED_UP_ONCE = (
+    "training_step", "validation_step", "backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step",
+    "configure_gradient_clipping", "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer",
+)  # fmt: skip
+"""What decides about the path of a batch, and a program may set on the module."""
+
+
+def _set_once(module: LightningModule) -> dict[str, Any]:
+    set_there = {name: vars(module).get(name) for name in _LOOKED_UP_ONCE}
     return set_there | {"automatic_optimization": module.automatic_optimization}
 
 
-def _check_steps(module: LightningModule, before: dict[str, Any]) -> None:
-    changed = [name for name, value in _own_steps(module).items() if value != before[name]]
+def _refuse_changes(module: LightningModule, before: dict[str, Any]) -> None:
+    changed = [name for name, value in _set_once(module).items() if value != before[name]]
     if changed:
         raise ConfigurationError(
             f"{type(module).__name__}.{changed[0]} was set during the fit, which goes on with what it began with:"
-            " expected it to be set before, in `setup` or `on_fit_start`. To train in phases, choose in one"
-            " `training_step` (`return self.warm_up(batch) if self.current_epoch < 2 else self.train_on(batch)`), or"
-            " call `fit` for each phase."
+            " expected it to be set before, in `setup` or `on_fit_start`. To train in phases, have it choose"
+            " (`return self.warm_up(batch) if self.current_epoch < 2 else self.train_on(batch)`), or call `fit` for"
+            " each phase."
         )
 
 

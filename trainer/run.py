@@ -219,6 +219,7 @@ class Run:
         preparation = self.preparation = Preparation(trainer, self.session)
         if fitting:
             preparation.hooks.on_fit_start()
+            preparation.hooks.follow(trainer.callbacks)
         if trainer.enable_autolog_hparams:
             hparams.log_hyper_parameters(trainer)
         if fitting and trainer.checkpoint_callbacks and trainer.is_global_zero:

@@ -11,6 +11,7 @@ import torch
 from tests.parity import Classifier, data, ours, run_both, weights
 from trainer.errors import ConfigurationError
 
+SET_ONCE = ("training_step", "validation_step", "automatic_optimization", "backward", "transfer_batch_to_device")
 FUNCTIONS = ("fit", "validate", "test", "predict")
 pytestmark = pytest.mark.filterwarnings("ignore:.*`val_dataloader`", "ignore:.*no `validation_step`")
 
@@ -114,9 +115,7 @@ def test_in_fit_validation_tracks_no_gradients_but_may_train_on() -> None:
     [
         ("training_step", "on_fit_start"),
         ("validation_step", "on_fit_start"),
-        *product(
-            ["training_step", "validation_step", "automatic_optimization"], ["on_train_start", "on_train_epoch_start"]
-        ),
+        *product(SET_ONCE, ["on_train_start", "on_train_epoch_start"]),
     ],
 )
 def test_a_step_that_is_set_during_a_fit_is_used_or_refused(what: str, when: str) -> None:

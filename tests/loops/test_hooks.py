@@ -24,6 +24,7 @@ from tests.parity import (
     recording,
     run_both,
 )
+from trainer.callbacks import GradientClipping
 from trainer.loops import hooks
 
 Calls = list[tuple[str, dict[str, Any], dict[str, Any]]]
@@ -323,6 +324,80 @@ def test_a_hook_set_on_the_instance_counts() -> None:
     callback.on_train_start = lambda *args: seen.append("callback")  # type: ignore[method-assign]
     ours(max_epochs=1, callbacks=[callback]).fit(module, data(2))
     assert seen == ["callback", "module"]
+
+
+class Director(Classifier):
+    """Changes callbacks or hooks once."""
+
+    change: Any = None
+
+    def direct(self) -> None:
+        change, self.change = self.change, None
+        if change is not None:
+            change(self)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+
+@pytest.mark.parametrize("profiler", [None, "simple"])
+@pytest.mark.parametrize("change", ["appended", "removed", "other list", "set on a callback", "set on the module"])
+@pytest.mark.parametrize("when", ["on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_epoch_end"])
+def test_what_changes_between_epochs_is_followed_as_by_lightning(when: str, change: str, profiler: Any) -> None:
+    def scenario(make: Any) -> Calls:
+        calls: Calls = []
+        first, later = (recording(Callback, CALLBACK_HOOKS, name)() for name in ("first", "later"))
+        silent = Callback()
+        vars(first)["calls"] = vars(later)["calls"] = calls
+
+        def batch_is_over(*_: Any) -> None:
+            calls.append(("set", {}, {}))
+
+        def do(module: LightningModule) -> None:
+            trainer = module.trainer
+            if change == "appended":
+                trainer.callbacks.append(later)
+            elif change == "removed":
+                trainer.callbacks.remove(first)
+            elif change == "other list":
+                trainer.callbacks = [later, *trainer.callbacks]
+            else:
+                owner: Any = silent if change == "set on a callback" else module
+                owner.on_train_batch_end = owner.on_validation_batch_end = batch_is_over
+
+        trainer = make(max_epochs=3, callbacks=[first, silent], profiler=profiler)
+        module = Director()
+        module.change = do
+        setattr(module, when, module.direct)
+        trainer.fit(module, data(4), data(2, seed=1))
+        return calls
+
+    theirs, mine = run_both(scenario)
+    assert_same(theirs, mine)
+    names = {name for name, *_ in mine}
+    if change == "removed":
+        assert "first.on_train_end" not in names
+    else:
+        assert ("set" if change.startswith("set") else "later.on_train_batch_end") in names
+
+
+def test_clipping_that_comes_and_goes_between_epochs_is_followed() -> None:
+    clipping = GradientClipping(1e-9)
+    moved: list[float] = []
+
+    class Sees(Learner):
+        def on_train_epoch_start(self) -> None:
+            self.before = self.net[0].weight.detach().clone()
+
+        def on_train_epoch_end(self) -> None:
+            moved.append(float((self.net[0].weight - self.before).abs().max().detach()))
+            callbacks = self.trainer.callbacks
+            (callbacks.remove if clipping in callbacks else callbacks.append)(clipping)
+
+    ours(max_epochs=3).fit(Sees(), data(4))
+    assert moved[0] > 1e-4
+    assert moved[1] < 1e-8
+    assert moved[2] > 1e-4
 
 
 def test_the_modules_on_train_batch_start_may_end_the_epoch() -> None:

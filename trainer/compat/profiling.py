@@ -58,6 +58,10 @@ class Profiling:
         with self._profiler.profile("run_training_epoch"):
             yield from batches
 
+    def clipping(self, call: Call) -> Call:
+        """``call``, timed as the module's clipping of gradients."""
+        return self.action(f"[LightningModule]{type(self._module).__name__}.configure_gradient_clipping", call)
+
     def watch_fit(self, loop: FitLoop, hooks: Hooks, path: object) -> None:
         """Time what a prepared fit loop does with a batch. Each run sets it anew, but for ``update_weights``."""
         module, strategy = f"[LightningModule]{type(self._module).__name__}", self._strategy
@@ -67,8 +71,6 @@ class Profiling:
         loop.optimizer_zero_grad = hooks.of_module("optimizer_zero_grad")
         backward = loop.backward or self._module.backward
         loop.backward = Hook("backward", hooks.scope, module=self.action(f"{strategy}.backward", backward))
-        if loop.clip_gradients is not None:
-            loop.clip_gradients = self.action(f"{module}.configure_gradient_clipping", loop.clip_gradients)
         vars(loop)["update_weights"] = self.action(f"{module}.optimizer_step", partial(FitLoop.update_weights, loop))
         if isinstance(path, ManualOptimization):
             loop.engine.module_calls = loop.engine.module_calls._replace(step=self.action("optimizer_step", path.step))

@@ -81,7 +81,7 @@ class FitLoop:
         self.resume: Callable[[], None] | None = None  # puts back what a checkpoint has; or writes the first one
         self.train: Callable[[Any, int, bool], None] = self.train_batch
         self.choose_path: Callable[[], Any] = as_it_is  # sets `train` again where exchanged optimizers need that
-        self.check_steps: Callable[[], Any] = as_it_is  # refuses other steps than those that the fit began with
+        self.follow_changes: Callable[[], Any] = as_it_is  # in callbacks and hooks, between epochs
         self.training_step: Callable[..., Any] = as_it_is
         self.backward: Hook | None = None  # None where the loop may do the usual thing itself; likewise:
         self.optimizer_zero_grad: Hook | None = None
@@ -103,7 +103,7 @@ class FitLoop:
         self.gradients.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of one
         self.unresolved, self.outcome, self.grad_norms = (), None, {}
         self.window.start_run(self.engine.data_parallel_size)
-        self.schedules, self.choose_path, self.check_steps = schedules, as_it_is, as_it_is
+        self.schedules, self.choose_path, self.follow_changes = schedules, as_it_is, as_it_is
         self.optimizer_zero_grad = hooks.override_of("optimizer_zero_grad")
         self.take_optimizers()
         self.clip_gradients, self.validate, self.resume = clip_gradients, validate, resume
@@ -151,11 +151,12 @@ class FitLoop:
         progress = self.progress
         self.skips_epoch = False
         self.batches.start_epoch(progress.epochs_trained, skip=progress.batches_this_epoch)
+        self.follow_changes()
         is_new = progress.batches_this_epoch == 0
         if is_new:
             progress.begin_epoch()
             self.hooks.on_train_epoch_start()
-            self.check_steps()
+            self.follow_changes()
             self.engine.follow_trained_parameters()
             if self.optimizers is not self.engine.optimizers:
                 self.take_optimizers()

@@ -43,7 +43,8 @@ have as well, ``+`` what Lightning does not have::
     test and predict are as validation, with their own names; predict has no loss and logs nothing.
     on_exception runs where anything above raises.
 
-Overrides are looked up once, when a run starts: a hook without any costs one test.
+Overrides are looked up when a run starts, and again as an epoch starts where callbacks have come or gone, or a hook has
+been set on one of them or on the module: a hook without any costs one test.
 """
 
 from __future__ import annotations
@@ -76,8 +77,12 @@ class Hook:
         after: Sequence[Call] = (),
     ) -> None:
         self.name = name
-        self.is_empty = not before and module is None and not after
         self._scope = scope
+        self.set(before, module, after)
+
+    def set(self, before: Sequence[Call], module: Call | None, after: Sequence[Call]) -> None:
+        """Call these from here on: of the callbacks, of the module, and of the callbacks that come after it."""
+        self.is_empty = not before and module is None and not after
         self._before = tuple(before)
         self._module = module
         self._after = tuple(after)
@@ -121,12 +126,10 @@ _SAVING = {"on_train_batch_end": "save_after_batch", "on_train_epoch_end": "save
 class Hooks:
     """The hooks of one run, each as an attribute: ``hooks.on_train_start()``.
 
-    Made anew for each run, so what a callback or a module overrides may change between runs but not inside one.
-
     Args:
         trainer: passed to callbacks as their first argument.
         module: the LightningModule; passed to callbacks as their second.
-        callbacks: in the order they are called.
+        callbacks: in the order they are called; see :meth:`follow`.
         scope: told the name of each hook that runs.
         overrides: whether an object has its own version of a named method.
         monitors: whether a callback's ``on_train_epoch_end`` waits for the module's, whose metrics it reads.
@@ -165,27 +168,45 @@ class Hooks:
         profile: Callable[[Any, str, Call], Call] | None = None,
     ) -> None:
         self.scope = scope
+        self._trainer = trainer
         self._module = module
         self._profile = profile
         self._overrides = overrides
-        callbacks = list(callbacks)
-
+        self._monitors = monitors
+        self._saves = saves
+        self._callbacks: list[Any] = []
+        self._known: list[tuple[int, dict[str, Any]]] = []
         for name in CALLBACK_HOOKS:
-            parts = ((c, self._part_of(c, name, trainer, module)) for c in callbacks)
+            setattr(self, name, Hook(name, scope))
+        for name, saving in _SAVING.items():
+            setattr(self, saving, Hook(name, scope))
+        self.follow(callbacks)
+
+    def follow(self, callbacks: Iterable[Any]) -> bool:
+        """Look up again what these callbacks and the module override, where that may have changed.
+
+        Returns:
+            Whether a callback has come or gone, or a hook has been set on one of them or on the module.
+        """
+        callbacks = list(callbacks)
+        known = [(id(owner), _set_on(owner)) for owner in (*callbacks, self._module)]
+        if known == self._known:
+            return False
+        self._callbacks, self._known = callbacks, known  # the callbacks, so that no other one gets their ids
+        for name in CALLBACK_HOOKS:
+            parts = ((c, self._part_of(c, name, self._trainer, self._module)) for c in callbacks)
             calls = [(c, call) for c, call in parts if call is not None]
             if name in _SAVING:
-                saving = [call for c, call in calls if saves(c)]
-                calls = [(c, call) for c, call in calls if not saves(c)]
-                setattr(self, _SAVING[name], Hook(name, scope, after=saving))
-            late = {"on_train_epoch_end": monitors, "on_validation_end": saves}.get(name, _never)
-            hook = Hook(
-                name,
-                scope,
-                before=[call for c, call in calls if not late(c)],
-                module=None if name in OF_CALLBACKS_ONLY else self._part_of(module, name),
-                after=[call for c, call in calls if late(c)],
+                saving = [call for c, call in calls if self._saves(c)]
+                calls = [(c, call) for c, call in calls if not self._saves(c)]
+                self.of(_SAVING[name]).set((), None, saving)
+            late = {"on_train_epoch_end": self._monitors, "on_validation_end": self._saves}.get(name, _never)
+            self.of(name).set(
+                [call for c, call in calls if not late(c)],
+                None if name in OF_CALLBACKS_ONLY else self._part_of(self._module, name),
+                [call for c, call in calls if late(c)],
             )
-            setattr(self, name, hook)
+        return True
 
     def of(self, name: str) -> Hook:
         """The hook called ``name``; the evaluation loop forms names from the stage it runs."""
@@ -218,6 +239,12 @@ def _nothing(*_: Any) -> None:
     pass
 
 
+def _set_on(owner: Any) -> dict[str, Any]:
+    """The hooks that have been set on the instance, beside those of its class."""
+    own = getattr(owner, "__dict__", {})
+    return {name: own[name] for name in _NAMES & own.keys()}
+
+
 CALLBACK_HOOKS = (
     *(name for name in Hooks.__annotations__ if name.startswith("on_")),
     *(
@@ -227,6 +254,7 @@ CALLBACK_HOOKS = (
     ),
 )
 """The hooks that callbacks and modules share, and that run inside the loops."""
+_NAMES = frozenset(CALLBACK_HOOKS)
 
 
 class _NoScope:
