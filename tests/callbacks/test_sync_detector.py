@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import _thread
 import inspect
+import threading
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import Callback
 from torch import Tensor
 
@@ -90,6 +94,127 @@ def test_planted_lines_are_found_and_counted(tmp_path, caplog, capsys, precision
         f"test_sync_detector.py:{number}: self.seen = loss.item()  # item (4 times); keep the tensor" in record.message
     )
     assert [fact["line"] for fact in detector.run_facts()["host_waits"]] == [wait.line for wait in detector.waits]
+
+
+# What a line does on a GPU, by `HostWaits` on a CPU; and by the simulated device, which has torch's own kernels ask.
+WAITING = {
+    # a size or a number that the host reads
+    "torch.allclose(x, x)": "allclose",
+    "torch.where(x > 0)": "nonzero",
+    "torch.masked_select(x, x > 0)": "masked_select",
+    "torch.repeat_interleave(x, labels + 1, dim=0)": "repeat_interleave",
+    "torch.linalg.inv(square)": "_linalg_check_errors",
+    "torch.linalg.cholesky(square)": "_linalg_check_errors",
+    "F.one_hot(labels)": "one_hot",
+    "x.masked_fill(x > 0, x[0, 0])": "masked_fill",
+    "0.5 in x": "__contains__",
+    "x[labels[0]]": "a number as an index",
+    "x[: labels[1]]": "a number as an index",
+    "x[x > 0]": "__getitem__",
+    "x.clone().__setitem__(x > 0, x[0, :1])": "__setitem__",
+    # what is on the host, and goes to the device
+    "x[torch.randperm(4)]": "an index on the host",
+    "x[[0, 1]]": "an index on the host",
+    "x[:, [0, 1]]": "an index on the host",
+    "x[np.array([0, 1])]": "an index on the host",
+    "x[torch.arange(4), labels % 3]": "an index on the host",
+    "x.clone().__setitem__(torch.tensor([0]), 1.0)": "an index on the host",
+    "x.clone().__setitem__(0, torch.ones(3))": "copy_",
+    "x.clone().copy_(torch.ones(4, 3))": "copy_",
+    "x.new_tensor([1.0])": "new_tensor",
+    "torch.as_tensor(torch.ones(2), device=x.device)": "as_tensor",
+    "torch.ones(3).to(x)": "to",
+    "torch.ones(3).type_as(x)": "type_as",
+    "torch.from_numpy(np.ones(3)).to(x.device)": "to",
+    # and from there
+    "f'{x}'": "__format__",
+    "x.to('cpu')": "cpu",
+    "x.type_as(torch.ones(3))": "cpu",
+    "torch.empty(4, 3).copy_(x)": "cpu",
+}
+QUIET = [
+    "F.one_hot(labels, 5)",
+    "F.one_hot(labels, num_classes=5)",
+    "torch.repeat_interleave(x, labels + 1, dim=0, output_size=8)",
+    "torch.repeat_interleave(x, 2, dim=0)",
+    "torch.linalg.cholesky_ex(square)",
+    "x.masked_fill(x > 0, 0.0)",
+    "x.masked_fill(x > 0, torch.tensor(0.0))",
+    "torch.where(x > 0, x, 0.0)",
+    "x.clone().__setitem__(x > 0, 0.0)",
+    "x.clone().__setitem__((slice(1, None), x[0] > 0), 0.0)",
+    "x.clone().__setitem__(0, torch.tensor(1.0))",
+    "x[labels]",
+    "x[torch.arange(4, device=x.device), labels % 3]",
+    "x[0, 1:][..., None]",
+    "x[np.int64(1)]",
+    "torch.ones(4)[[0, 1]]",
+    "torch.ones(4)[torch.randperm(4)]",
+    "torch.ones(3).to(x, non_blocking=True)",
+    "x.to(x.device).to(torch.float64).type_as(x)",
+    "x.new_zeros(3)",
+    "torch.as_tensor(x, device=x.device)",
+    "x * torch.tensor(2.0)",
+    "torch.from_numpy(np.ones(3)).sum().item()",
+    "torch.ones(3).to('cpu').tolist()",
+    "torch.empty(3).copy_(torch.ones(3)).tolist()",
+]
+
+
+def names_of(device: str) -> dict[str, Any]:
+    tensors = {
+        "x": torch.linspace(-1, 1, 12).view(4, 3),
+        "labels": torch.tensor([0, 1, 2, 1]),
+        "square": 2 * torch.eye(3),
+    }
+    return {name: tensor.to(device) for name, tensor in tensors.items()} | {"torch": torch, "np": np, "F": F}
+
+
+@pytest.mark.parametrize(("line", "what"), [*WAITING.items(), *((line, None) for line in QUIET)])
+def test_which_lines_wait(monkeypatch, line, what):
+    monkeypatch.setattr("trainer.callbacks.sync_detector._LOOPS", ("_pytest",))
+    found: dict[Any, Any] = {}
+    names = names_of("cpu")
+    from_numpy = torch.from_numpy
+    with HostWaits("cpu", found):
+        eval(line, names | {"__name__": "mine"})
+    assert [(one.what, one.count) for one in found.values()] == ([] if what is None else [(what, 1)])
+    assert all("leave it out of the step" not in one.instead for one in found.values())
+    assert torch.from_numpy is from_numpy
+
+
+def test_they_are_those_that_wait_on_the_simulated_device(cuda):
+    names = names_of("cuda")
+    for line in [*WAITING, *QUIET]:
+        with cuda.watch() as seen:
+            eval(line, names)
+        assert bool(seen.waits) is (line in WAITING), (line, seen.waits)
+
+
+def test_a_backward_pass_in_a_thread_of_autograds(monkeypatch):
+    """On a GPU it is; a CPU's is not. A thread of somebody else's is none of the step's."""
+    for name in ("get_sync_debug_mode", "set_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+    found: dict[Any, Any] = {}
+
+    def backward() -> None:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    def in_autograds() -> None:
+        try:
+            backward()
+        finally:
+            done.set()
+
+    with HostWaits("cuda", found):
+        done = threading.Event()
+        _thread.start_new_thread(in_autograds, ())
+        done.wait()
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+    (wait,) = found.values()
+    assert (wait.count, wait.code) == (1, 'warnings.warn("called a synchronizing CUDA operation", stacklevel=1)')
 
 
 class Clean(Regression):

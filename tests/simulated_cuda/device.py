@@ -61,8 +61,8 @@ _NO_KERNEL = {
 """Operators that compute nothing, beside those that make views."""
 
 _READS = {
-    *("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "bincount", "repeat_interleave"),
-    *("_unique2", "unique_dim", "unique_consecutive", "_linalg_check_errors"),
+    *("_local_scalar_dense", "is_nonzero", "equal", "allclose", "nonzero", "masked_select", "bincount"),
+    *("repeat_interleave", "_unique2", "unique_dim", "unique_consecutive", "_linalg_check_errors"),
 }
 """Operators whose result, or its shape, the host needs to know."""
 
@@ -363,8 +363,10 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_devices(name, tensors)
     if name in _READS and not (name == "repeat_interleave" and kwargs.get("output_size") is not None):
         DEVICE.wait(name.removeprefix("_"))
-    elif name in _INDEXING:
+    elif name in _INDEXING and not _fills(args):
         _note_indexing(args[1])
+    elif name in ("masked_fill", "masked_fill_") and isinstance(args[2], Simulated):
+        DEVICE.wait("a value to fill with")  # its kernel takes a number
     if func.is_view or name in _NO_KERNEL:
         return _computed(func, args, kwargs, simulated)
     number = _issue(func, name, args, kwargs, simulated)
@@ -468,6 +470,14 @@ def _check_devices(name: str, tensors: list[Tensor]) -> None:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but {name} got some of cuda:0 and some of the cpu"
             )
+
+
+def _fills(args: tuple[Any, ...]) -> bool:
+    """Whether this sets a number of the host's where a mask is true: that is not done by indices."""
+    masks = [index for index in args[1] or () if index is not None]
+    if len(masks) != 1 or masks[0].dtype not in (torch.bool, torch.uint8) or len(args) < 3:
+        return False
+    return bool(args[2].numel() == 1 and not isinstance(args[2], Simulated))
 
 
 def _note_indexing(indices: Any) -> None:

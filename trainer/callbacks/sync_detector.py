@@ -6,13 +6,14 @@ import inspect
 import linecache
 import logging
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -33,6 +34,11 @@ _TEXT = "print it every n-th step, or log it"
 _IF = "no `if` on a tensor: torch.where(condition, a, b), or multiply by the condition"
 _SIZE = "the host must learn the size of what comes out: torch.where, or a product with the mask, keeps the shape"
 _EQUAL = "compare on the device: (a == b).all() is a tensor"
+_CLASSES = "say how many there are: F.one_hot(labels, num_classes)"
+_CHECKED = "torch.linalg.inv_ex, cholesky_ex and solve_ex do not ask the GPU whether it went well"
+_FILLED = "torch.where(mask, value, x), which takes a tensor; a GPU fills with a number, and reads it first"
+_INDEX = "make the index on the device: torch.randperm(n, device=self.device); or keep it as a buffer"
+_BY_NUMBER = "index with a tensor that has a dimension: x[i[None]]; the host must know the ends of a slice"
 _SENT = (
     "make it on the device (torch.zeros(..., device=self.device)), keep it as a buffer, or send it from pinned memory:"
     " .pin_memory().to(device, non_blocking=True)"
@@ -42,20 +48,29 @@ _INSTEAD = {
     **dict.fromkeys(("item", "__float__", "__int__", "__index__", "_local_scalar_dense"), _NUMBER),
     **dict.fromkeys(("tolist", "cpu", "numpy", "__array__"), _COPY),
     **dict.fromkeys(("__repr__", "__str__", "__format__"), _TEXT),
-    **dict.fromkeys(("__bool__", "is_nonzero"), _IF),
+    **dict.fromkeys(("__bool__", "__contains__", "is_nonzero"), _IF),
     **dict.fromkeys(("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"), _SIZE),
     **dict.fromkeys(("__getitem__", "__setitem__", "index", "index_put", "index_put_", "repeat_interleave"), _SIZE),
     **dict.fromkeys(("equal", "allclose"), _EQUAL),
-    **dict.fromkeys(("tensor", "as_tensor", "to", "cuda"), _SENT),
+    **dict.fromkeys(("tensor", "as_tensor", "asarray", "new_tensor", "to", "cuda", "type_as", "copy_"), _SENT),
+    **dict.fromkeys(("masked_fill", "masked_fill_"), _FILLED),
+    "one_hot": _CLASSES,
+    "_linalg_check_errors": _CHECKED,
+    (_HOST_INDEX := "an index on the host"): _INDEX,
+    (_NUMBER_INDEX := "a number as an index"): _BY_NUMBER,
 }
 _SIZES_FROM_VALUES = frozenset(
     ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal",
-     "bincount", "repeat_interleave")
+     "allclose", "bincount", "repeat_interleave", "_linalg_check_errors")
 )  # fmt: skip
 """Operations whose result, or its size, the host reads from the device."""
 _BY_MASK = frozenset(("index", "index_put", "index_put_", "_index_put_impl_"))
-_COPIES = frozenset(("tolist", "cpu", "numpy", "__array__", "__repr__"))
+_FILLS = frozenset(("masked_fill", "masked_fill_"))
+_COPIES = frozenset(("tolist", "cpu", "numpy", "__array__", "__repr__", "__format__"))
 """Of a device's tensor to the host; a CPU does nothing there, or nothing that a mode sees."""
+_MAKES = frozenset(("tensor", "as_tensor", "asarray", "new_tensor"))
+"""Tensors of Python's values."""
+_TAKE_INDICES = frozenset(("__getitem__", "__setitem__", "index_put", "index_put_"))
 
 _LIBRARIES = frozenset(
     ("torch", "numpy", "torchmetrics", "lightning", "lightning_utilities", "lightning_fabric", "pytorch_lightning",
@@ -80,7 +95,7 @@ class Wait:
     Attributes:
         file, line: where.
         code: the line.
-        what: the function, as Python names it (``item``, ``__bool__``).
+        what: the function, as Python names it (``item``, ``__bool__``), or what of its arguments makes the host wait.
         count: how often, in all the steps that were watched.
     """
 
@@ -121,6 +136,8 @@ class SyncDetector(RunCallback):
     Raises:
         ConfigurationError: a number out of range.
     """
+
+    of_no_run: ClassVar = {"_watch": None}
 
     def __init__(self, batches: int = 10, after: int = 2) -> None:
         expect(batches >= 1 and after >= 0, "at least 1 and 0", batches=batches, after=after)
@@ -214,6 +231,10 @@ class HostWaits:
             torch.cuda.set_sync_debug_mode("warn")
         else:
             self._stack.enter_context(_Operations(self))
+            for name in ("from_numpy", "frombuffer"):  # which no mode sees
+                make = getattr(torch, name)
+                setattr(torch, name, _tagging(make))
+                self._stack.callback(setattr, torch, name, make)
         self._stack.enter_context(_Functions(self))
         return self
 
@@ -257,28 +278,26 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         watch, kwargs, name = self._watch, kwargs or {}, getattr(func, "__name__", "")
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        of_host = bool(tensors) and all(hasattr(one, _HOST) for one in tensors)
+        of_host = bool(tensors) and all(map(_is_host, tensors))
         watch.marked, marked = {}, watch.marked
         try:
-            copies = not watch.is_cuda and _copies(name, args, kwargs, of_host)
+            copies = "" if watch.is_cuda else _copied(name, args, kwargs, of_host)
             if copies:
-                watch.mark(name)
+                watch.mark(copies)
             result = func(*args, **kwargs)
-            if not of_host or copies:
+            if copies or not (of_host or _waits_on_a_cpu_only(name, args, kwargs)):
                 for line, what in watch.marked.items():
-                    watch.add(line, name if name in _INSTEAD else what)
+                    watch.add(line, copies or _named(name, what))
         finally:
             watch.marked = marked
         if watch.is_cuda or not isinstance(result, Tensor):
             return result
         if name in ("to", "cuda", "cpu"):
             result = result.view_as(result)  # a CPU gives the same tensor back, a GPU another one
-            of_host = name == "cpu" or (name == "to" and _said_to(args, kwargs) == "cpu")
+            of_host = name == "cpu" or _is_on_cpu(_said_to(args, kwargs))
         elif not tensors:
             of_host = kwargs.get("device") is None
-        if of_host:
-            setattr(result, _HOST, True)
-        return result
+        return _of_host(result) if of_host else result
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -290,16 +309,20 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in _SIZES_FROM_VALUES or (name in _BY_MASK and any(map(_is_mask, args[1]))):
+        if (
+            (name in _SIZES_FROM_VALUES and (kwargs or {}).get("output_size") is None)
+            or (name in _BY_MASK and any(map(_is_mask, args[1])))
+            or (name in _FILLS and isinstance(args[2], Tensor) and not _is_host(args[2]))
+        ):
             self._watch.mark(name)
         return func(*args, **(kwargs or {}))
 
 
 def users_line(frame: FrameType | None) -> tuple[str, int] | None:
     """File and number of the innermost line of a user's own, within a step; None where there is none."""
-    found = None
+    found, outermost = None, ""
     while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
+        module = outermost = str(frame.f_globals.get("__name__", ""))
         if module.startswith(_LOOPS):
             return found
         if module.startswith(_ON_THE_HOST) or frame.f_code.co_name == _BEFORE_TRANSFER:
@@ -311,25 +334,101 @@ def users_line(frame: FrameType | None) -> tuple[str, int] | None:
             if module.partition(".")[0] not in _LIBRARIES:
                 found = (frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
-    return None
+    # The backward pass on a GPU runs in a thread of autograd's, which Python has not started and no loop has called.
+    is_autograds = threading.get_ident() != threading.main_thread().ident and outermost != "threading"
+    return found if is_autograds else None
 
 
-def _copies(name: str, args: Any, kwargs: Any, of_host: bool) -> bool:
-    """Whether this would make the host wait for a copy, where a CPU has nothing to do."""
+def _copied(name: str, args: Any, kwargs: Any, of_host: bool) -> str:
+    """What would make the host wait for a copy, where a CPU has nothing to do; "" for nothing."""
     if name in _COPIES:
-        return not of_host
-    if name in ("tensor", "as_tensor"):
-        return kwargs.get("device") is not None and not isinstance(args[0] if args else None, Tensor)
-    if name not in ("to", "cuda") or kwargs.get("non_blocking") or True in args[2:4]:
+        return "" if of_host else name
+    if name in _MAKES:
+        return name if _is_made_on_the_device(name, args, kwargs) else ""
+    if name in _TAKE_INDICES:
+        if _is_host(args[0]):
+            return ""
+        if name == "__setitem__" and _is_host(args[2]) and args[2].dim() > 0:
+            return "copy_"
+        return _HOST_INDEX if _is_on_host(args[1]) else ""
+    if name not in ("to", "cuda", "type_as", "copy_") or kwargs.get("non_blocking"):
+        return ""
+    if any(one is True for one in args[2:4]):
+        return ""
+    if name == "copy_":
+        from_host, to_host = _is_host(args[1]), _is_host(args[0])
+    else:
+        said = _said_to(args, kwargs)
+        if name != "cuda" and not isinstance(said, (str, torch.device, Tensor)):
+            return ""
+        from_host, to_host = _is_host(args[0]), _is_on_cpu(said)
+    if from_host is to_host:
+        return ""
+    return "cpu" if to_host else name
+
+
+def _is_made_on_the_device(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a tensor there is made of what is on the host."""
+    data = args[1:2] if name == "new_tensor" else args[:1]
+    is_of_host = not data or not isinstance(data[0], Tensor) or _is_host(data[0])
+    is_there = not _is_host(args[0]) if name == "new_tensor" else kwargs.get("device") is not None
+    return is_of_host and is_there
+
+
+def _is_on_host(index: Any) -> bool:
+    """Whether something of an index has to be copied to the device: a host's tensor, an array, a list of numbers."""
+    for one in index if type(index) is tuple else (index,):
+        if isinstance(one, Tensor):
+            if _is_host(one) and one.dim() > 0:
+                return True
+        elif isinstance(one, (list, tuple, range)) or getattr(one, "ndim", 0) > 0:
+            return not any(isinstance(leaf, Tensor) and not _is_host(leaf) for leaf in tree_leaves(one))
+    return False
+
+
+def _named(name: str, what: str) -> str:
+    """How a wait is called: by the function, or by the operation in it where nothing is to be said of the function."""
+    if name in ("__getitem__", "__setitem__") and what == "_local_scalar_dense":
+        return _NUMBER_INDEX
+    return name if name in _INSTEAD else what
+
+
+def _waits_on_a_cpu_only(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a GPU does without what is read here.
+
+    ``one_hot`` with a number of classes looks on a CPU whether the labels fit; to set a number where a mask is true
+    (``x[mask] = 0.0``) fills.
+    """
+    if name == "one_hot":
+        return bool(kwargs.get("num_classes", args[1] if len(args) > 1 else -1) >= 0)
+    if name != "__setitem__" or not isinstance(args[2], (int, float, complex)):
         return False
-    said = _said_to(args, kwargs)
-    if said == "cpu":
-        return not of_host
-    return of_host and (name == "cuda" or isinstance(said, (str, torch.device)))
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    tensors = [one for one in index if isinstance(one, Tensor)]
+    return len(tensors) == 1 and _is_mask(tensors[0])
 
 
 def _said_to(args: Any, kwargs: Any) -> Any:
-    return kwargs.get("device", args[1] if len(args) > 1 else None)
+    return kwargs.get("device", kwargs.get("other", args[1] if len(args) > 1 else None))
+
+
+def _is_on_cpu(said: Any) -> bool:
+    """Whether this names the host. A ``torch.device`` of the CPU is taken for that of the module."""
+    return _is_host(said) or (isinstance(said, str) and said == "cpu")
+
+
+def _is_host(value: Any) -> bool:
+    return isinstance(value, Tensor) and hasattr(value, _HOST)
+
+
+def _of_host(tensor: Tensor) -> Tensor:
+    setattr(tensor, _HOST, True)
+    return tensor
+
+
+def _tagging(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function that makes tensors on the host, which are known from then on."""
+    return lambda *args, **kwargs: _of_host(make(*args, **kwargs))
 
 
 def _is_mask(index: Any) -> bool:
