@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
@@ -24,6 +25,8 @@ from trainer.precision import MixedPrecision
 HAS_FSDP2 = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 needs_fsdp2 = pytest.mark.skipif(not HAS_FSDP2, reason="of torch 2.13")
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+TORCH = Version(torch.__version__).release[:2]
+"""Such as (2, 15)."""
 AUTOCAST_DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -40,6 +43,14 @@ OPTIMIZERS = {
     "adamw": adamw,
     "adamw-fused": partial(adamw, fused=True),
 }
+
+
+def warned_by(*versions: tuple[int, int], message: str) -> pytest.MarkDecorator:
+    """Where torch is one of these: lets it give a warning of its own, about itself. Elsewhere that is an error."""
+    return pytest.mark.filterwarnings(*([f"ignore:{message}"] if TORCH in versions else []))
+
+
+imports_inductor = warned_by((2, 10), (2, 11), message="`torch.jit.script_method` is deprecated")
 
 
 def make_trainer(folder: Any, **arguments: Any) -> Trainer:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.support import Regression, loader_of, make_batches, make_trainer
+from tests.support import Regression, imports_inductor, loader_of, make_batches, make_trainer
 from trainer.precision import MixedPrecision
 from trainer.precision.cast_cache import loses_gradients
 from trainer.precision.cpu_fp16 import fast_fp16_kernels
@@ -525,7 +525,7 @@ def test_compiled_modules(tmp_path, graphs, precision, way, backend):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch 2.10's own
+@imports_inductor
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 def test_compiled_by_inductor(tmp_path, graphs, precision):
     mine, theirs = make(mlp)

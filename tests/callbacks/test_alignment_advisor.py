@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from tests.support import Regression, loader_of, make_batches, make_net, make_trainer
+from tests.support import Regression, imports_inductor, loader_of, make_batches, make_net, make_trainer
 from trainer.arguments import ARGUMENTS
 from trainer.callbacks import AlignmentAdvisor, alignment_advisor
 from trainer.callbacks.alignment_advisor import Misaligned, misaligned
@@ -51,6 +51,7 @@ def test_lazy_layers_have_no_size_yet():
     assert list(misaligned(nn.ModuleDict({"lazy": nn.LazyLinear(8)}))) == []
 
 
+@imports_inductor
 def test_a_line_names_the_layer_its_size_and_the_next_multiple():
     net = nn.ModuleDict({"body": nn.Sequential(nn.Linear(12, 10)), "stem": torch.compile(nn.Conv2d(20, 8, 1))})
     assert [str(each) for each in misaligned(net)] == [

@@ -26,6 +26,7 @@ from tests.support import (
     adamw,
     assert_same,
     fit_and_watch,
+    imports_inductor,
     loader_of,
     loss_of,
     make_batches,
@@ -40,7 +41,10 @@ from trainer.errors import ConfigurationError
 from trainer.precision import MixedPrecision
 from trainer.record.recorder import RunRecorder
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own look at its inputs
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # dynamo's own look at its inputs
+    imports_inductor,
+]
 
 
 @pytest.fixture(autouse=True)
@@ -637,7 +641,6 @@ def test_memory_of_a_run_is_freed(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch 2.10's own
 def test_inductor_compiles_a_small_network(tmp_path):
     mine, theirs = (nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)) for _ in range(2))
     theirs.load_state_dict(mine.state_dict())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support import OnMPS
+from tests.support import OnMPS, warned_by
 from trainer.precision.guard import StepGuard, _any_not_finite
 
 INF, NAN = float("inf"), float("nan")
@@ -57,6 +57,7 @@ def test_dtypes_beside_each_other() -> None:
         assert not steps(*good[:index], one * NAN, *good[index + 1 :], None)
 
 
+@warned_by((2, 11), message="Sparse invariant checks are implicitly disabled")  # where it is told to check them, too
 def test_sparse_gradients() -> None:
     def embedding(value: float) -> Tensor:
         return torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([[value, 1.0]]), (4, 2), check_invariants=True)
