@@ -449,13 +449,13 @@ def test_compiled_modules(compiled, has_hook, warm):
     with session(net, "head"):
         assert head_dtype(run) is torch.float32
         inside = run(torch.ones(2, 4))[1]
-        inside.sum().backward()
+    inside.sum().backward()  # outside of autocast, as in a run
     with autocast:
         assert head_dtype(run) is torch.bfloat16
     eager = Net()
     with session(eager, "head"):
         expected = eager(torch.ones(2, 4))[1]
-        expected.sum().backward()
+    expected.sum().backward()
     assert torch.equal(inside, expected)
     assert torch.equal(net.before.weight.grad, eager.before.weight.grad)
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trainer.errors import PrecisionError, expect
+from trainer.precision import compiled_backward
 from trainer.precision.autocast_ops import cuda_autocast_ops
 from trainer.precision.base import Precision
 from trainer.precision.cast_cache import with_trusted_cache
@@ -138,7 +139,7 @@ class MixedPrecision(Precision):
         kernels = float16_kernels(self.cpu_kernels, self.dtype, module, device)
         ops = cuda_autocast_ops() if self.autocast_ops == "cuda" and device.type == "cpu" else nullcontext()
         try:
-            with kernels, ops, in_float32(in_full, device.type):
+            with kernels, ops, in_float32(in_full, device.type), compiled_backward.without_autocast():
                 yield
         finally:
             self._autocast = None

@@ -1,0 +1,92 @@
+"""What is compiled trains to the weights that it trains to uncompiled, also where a part of it runs in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._functorch import config
+
+from tests.support import Regression, fit_and_watch, loader_of, make_batches, make_trainer, sgd
+from trainer.callbacks import Compile
+from trainer.precision import MixedPrecision
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own look at its inputs
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class InFloat32(nn.Sequential):
+    """A part that switches autocast off by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.float())
+
+
+def make_net(inner: type[nn.Module] = nn.Sequential) -> nn.Module:
+    torch.manual_seed(0)
+    middle = inner(nn.Linear(16, 16), nn.GELU())
+    return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), middle, nn.Linear(16, 3))
+
+
+def plugin(dtype: str, *fp32_modules: str) -> MixedPrecision:
+    kernels: Any = "native" if dtype == "float16" else "auto"
+    return MixedPrecision(dtype, init_scale=2.0**8, cpu_kernels=kernels, fp32_modules=fp32_modules)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("way", ["fp32_modules", "by itself"])
+def test_weights_are_those_of_the_uncompiled_run(tmp_path: Path, way: str, dtype: str) -> None:
+    weights = []
+    for callbacks in ([Compile(backend="aot_eager")], []):
+        module = Regression(make_net(InFloat32 if way == "by itself" else nn.Sequential), sgd)
+        precision = plugin(dtype, *(["net.3"] if way == "fp32_modules" else []))
+        _, trace = fit_and_watch(tmp_path, module, make_batches(4), callbacks=callbacks, precision=precision)
+        assert not any(trace.skipped)
+        weights.append(trace.weights)
+    assert all(torch.equal(*pair) for one, other in zip(*weights, strict=True) for pair in zip(one, other, strict=True))
+
+
+def test_gradients_of_a_part_in_float32_do_not_overflow(tmp_path: Path) -> None:
+    """In float16 the products of this backward pass would: 1e3 from the loss, times 100 of the weights."""
+
+    class Steep(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net(batch[0]).float().sum() * 1e3
+
+    for callbacks in ([], [Compile(backend="aot_eager")]):
+        net = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)))
+        for parameter in net[1].parameters():
+            nn.init.constant_(parameter, 100.0)
+        nn.init.constant_(net[0].weight, 0.0)
+        net[0].requires_grad_(False)
+        precision = MixedPrecision("float16", init_scale=1.0, cpu_kernels="native", fp32_modules=["net.1"])
+        trainer = make_trainer(tmp_path, precision=precision, callbacks=callbacks)
+        trainer.fit(Steep(net, sgd), loader_of(make_batches(2)))
+        assert trainer.skipped_steps == 0
+
+
+@pytest.mark.parametrize("users", [None, [{"device_type": "cpu"}]])
+def test_the_setting_is_the_runs_alone_and_a_users_stays(tmp_path: Path, users: Any) -> None:
+    seen = []
+
+    class Looking(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(config.backward_pass_autocast)
+            return super().training_step(batch, batch_idx)
+
+    with config.patch(backward_pass_autocast=users or config.backward_pass_autocast):
+        before = config.backward_pass_autocast
+        make_trainer(tmp_path, precision="bf16-mixed").fit(Looking(), loader_of(make_batches(1)))
+        assert config.backward_pass_autocast == before
+    assert seen == [users or "off"]
