@@ -16,6 +16,7 @@ from torch import nn
 
 from trainer.data.samples import batch_size
 from trainer.errors import expect
+from trainer.precision.devices import now
 from trainer.precision.dtypes import cast
 from trainer.record.measures import folder_of_files
 
@@ -146,12 +147,10 @@ class InferenceSpeed(Callback):
     def _round(self, trainer: "pl.Trainer", step: Callable[..., Any], batches: list[tuple[Any, ...]]) -> float:
         """Seconds that ``predict_step`` takes for all batches."""
         device = trainer.strategy.root_device
-        _wait_for(device)
-        started = self._clock()
+        started = now(device, self._clock)
         for arguments in batches:
             step(*arguments)
-        _wait_for(device)
-        return self._clock() - started
+        return now(device, self._clock) - started
 
 
 def in_words(result: dict[str, Any]) -> str:
@@ -177,8 +176,3 @@ def _in_float32(module: nn.Module) -> Iterator[None]:
         with torch.inference_mode(False), torch.no_grad():
             for one, data in others:
                 one.data = data
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)  # host-device synchronisation: the host is ahead of the device

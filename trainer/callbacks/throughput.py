@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from trainer.data.samples import batch_size, tensors_in
+from trainer.precision.devices import now
 from trainer.record.flops import FlopCounter, is_compiled, peak_flops
 from trainer.record.measures import data_parallel_size_of, tensor_cores_of
 
@@ -191,22 +192,14 @@ class Throughput(Callback):
         self._samples = self._batches = 0
 
     def _resume(self, trainer: "pl.Trainer") -> None:
-        self._resumed = self._left = self._now(trainer)
+        self._resumed = self._left = now(trainer.strategy.root_device, self._clock)
 
     def _stop(self, trainer: "pl.Trainer") -> None:
         assert self._resumed is not None
-        seconds = self._now(trainer) - self._resumed
+        seconds = now(trainer.strategy.root_device, self._clock) - self._resumed
         self._resumed = None
         self._seconds += seconds
         self.train_seconds += seconds
-
-    def _now(self, trainer: "pl.Trainer") -> float:
-        device = trainer.strategy.root_device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # host-device synchronisation: the host is ahead of the device
-        elif device.type != "cpu":
-            torch.accelerator.synchronize(device)  # likewise
-        return self._clock()
 
 
 def _peak(trainer: "pl.Trainer", convolves: bool) -> float | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -18,6 +20,15 @@ _CPU_BFLOAT16 = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16")
 # 1630 to 1660, GeForce MX450 and MX550, (Quadro) T400 to T2000, CMP 30HX. NVIDIA's Turing cards with Tensor Cores are
 # called RTX, T4, T10, T40, or CMP 40HX and 50HX.
 _TURING_WITHOUT = re.compile(r"\bGTX 16\d\d|\bMX[45]50\b|\bT([4-6][05]0|1000|1200|2000)\b|\bCMP 30HX", re.IGNORECASE)
+
+
+def now(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+    """The time, when ``device`` has done all that it was given to do: the host is ahead of it otherwise."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # host-device synchronisation: that is what is measured
+    elif device.type != "cpu":
+        torch.accelerator.synchronize(device)  # likewise
+    return clock()
 
 
 def native_bfloat16(device: torch.device) -> bool:

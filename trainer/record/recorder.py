@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from trainer import redaction
 from trainer.data.samples import batch_size
 from trainer.errors import memory_at
+from trainer.precision.devices import now
 from trainer.record.environment import environment
 from trainer.record.measures import (
     data_parallel_size_of,
@@ -187,7 +188,7 @@ class RunRecorder(Callback):
         self._begin_epoch(trainer)
         self._seconds_before = seconds[-1] if seconds else 0.0
         self._next_reading = 0.0
-        self._began = self._now(trainer)
+        self._began = now(trainer.strategy.root_device, self._clock)
         self._zero = self._began - self._seconds_before
         if self._writes_file and trainer.is_global_zero:
             before = self.usage.state_dict() if self.usage else None
@@ -247,7 +248,7 @@ class RunRecorder(Callback):
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Stops the clock, and notes what the training has logged up to here."""
         if self._began is not None:
-            self._paused = self._now(trainer)
+            self._paused = now(trainer.strategy.root_device, self._clock)
         self._known = dict(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -257,7 +258,7 @@ class RunRecorder(Callback):
         self._record_metrics(trainer, "val")
         self._write_now_and_then(trainer)
         if self._paused is not None:
-            self._zero += self._now(trainer) - self._paused
+            self._zero += now(trainer.strategy.root_device, self._clock) - self._paused
             self._paused = None
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -271,7 +272,7 @@ class RunRecorder(Callback):
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Stops the clock, before other callbacks draw and write."""
-        self._stop(self._now(trainer))
+        self._stop(now(trainer.strategy.root_device, self._clock))
 
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Completes the record of a fit that went through. Where no weight was ever updated, it has failed."""
@@ -332,12 +333,12 @@ class RunRecorder(Callback):
                 self._first_size * trainer.accumulate_grad_batches * data_parallel_size_of(trainer)
             )
         if self._began is not None:
-            now = self._ended or self._clock()
-            training = (self._paused or now) - self._zero - self._seconds_before
+            end = self._ended or self._clock()
+            training = (self._paused or end) - self._zero - self._seconds_before
             samples = self._samples_so_far() * data_parallel_size_of(trainer)
             rate = told.get("throughput", {}).get("samples_per_second")  # the callback Throughput's, without warm-up
             told |= {
-                "seconds": now - self._began,
+                "seconds": end - self._began,
                 "train_seconds": training,
                 "samples": samples or None,
                 "samples_per_second": rate or (samples / training if samples and training else None),
@@ -395,22 +396,15 @@ class RunRecorder(Callback):
         named = next((view.dirpath for view in self._views if view.dirpath), None)
         return folder_of_files(trainer, self._dirpath or named)
 
-    def _now(self, trainer: "pl.Trainer") -> float:
-        device = trainer.strategy.root_device
-        if device.type == "cuda":
-            # Host-device synchronisation: the host is ahead of the device. Twice per validation.
-            torch.cuda.synchronize(device)
-        return self._clock()
-
-    def _stop(self, now: float) -> None:
+    def _stop(self, at: float) -> None:
         if self.usage is not None:
             self.usage.stop()
         if self._began is None or self._ended is not None:
             return
         if self._paused is not None:
-            self._zero += now - self._paused
+            self._zero += at - self._paused
             self._paused = None
-        self._ended = now
+        self._ended = at
         self._end_epoch()
 
     def _begin_epoch(self, trainer: "pl.Trainer") -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.precision import cpu_fp16
+from trainer.precision.devices import now
 
 FLOAT32, FLOAT16, BFLOAT16, FLOAT16_OF_TORCH = "float32", "float16", "bfloat16", "float16 (torch's own)"
 _DTYPES = {
@@ -164,10 +165,3 @@ def _seconds(call: Call, device: torch.device, clock: Callable[[], float], repea
     for _ in range(repeats):
         call()
     return now(device, clock) - begun
-
-
-def now(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
-    """The time, when ``device`` has done all that it was given to do."""
-    if device.type in ("cuda", "mps", "xpu"):
-        torch.get_device_module(device).synchronize()  # host-device synchronisation: that is what is measured
-    return clock()

@@ -24,10 +24,10 @@ from lightning.pytorch import Callback
 from trainer import machine
 from trainer.cli.checks.findings import Recipe
 from trainer.cli.checks.layers import Done, Layers
-from trainer.cli.checks.speed import now
 from trainer.cli.processes import environment
 from trainer.cli.run import assemble
 from trainer.data.samples import batch_size, part_of
+from trainer.precision.devices import now
 from trainer.precision.float8 import Float8Precision
 from trainer.state import random_states
 

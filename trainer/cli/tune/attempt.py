@@ -29,6 +29,7 @@ from trainer.cli.tune.child import Message, Tell
 from trainer.cli.tune.lr_range import LearningRateSweep
 from trainer.data.samples import batch_size
 from trainer.errors import PrecisionError, is_out_of_memory
+from trainer.precision.devices import now
 from trainer.record.recorder import RunRecorder
 
 # Callbacks that are left out of a try: they save, log, stop, or handle an out-of-memory error. All others stay, because
@@ -147,13 +148,13 @@ class Meter(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Starts the clock."""
-        self._started = self._now()
+        self._started = now(self._device, time.perf_counter)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Stops the clock, and after the last update the fit."""
-        self._seconds += self._now() - self._started
+        self._seconds += now(self._device, time.perf_counter) - self._started
         samples = batch_size(batch)
         self._samples += samples
         self._batch = max(self._batch, samples)
@@ -186,11 +187,6 @@ class Meter(Callback):
             "samples": self._in_set,
             "skipped": self._skips,
         }
-
-    def _now(self) -> float:
-        if self._device.type in ("cuda", "mps", "xpu"):
-            torch.get_device_module(self._device).synchronize()  # host-device synchronisation: this is a measurement
-        return time.perf_counter()
 
 
 def samples_in(loader: Any) -> int | None:
