@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 from trainer._lazy import attribute_from
@@ -59,32 +60,9 @@ __all__ = [
     "Throughput",
 ]
 
-_HOMES = {
-    "ActivationCheckpointing": "trainer.callbacks.activation_checkpointing",
-    "AnomalyDetection": "trainer.callbacks.anomaly_detection",
-    "AlignmentAdvisor": "trainer.callbacks.alignment_advisor",
-    "BestCheckpoint": "trainer.callbacks.best_checkpoint",
-    "Compile": "trainer.callbacks.compile",
-    "Curves": "trainer.callbacks.curves",
-    "FastSettings": "trainer.callbacks.fast_settings",
-    "GradientAccumulation": "trainer.callbacks.gradient_accumulation",
-    "GradientCheck": "trainer.callbacks.gradient_check",
-    "GradientClipping": "trainer.callbacks.gradient_clipping",
-    "HalveOnOutOfMemory": "trainer.callbacks.halve_on_out_of_memory",
-    "InferenceSpeed": "trainer.callbacks.inference_speed",
-    "LayerNorms": "trainer.callbacks.layer_norms",
-    "MemoryHistory": "trainer.callbacks.memory_history",
-    "NonFiniteGuard": "trainer.callbacks.nonfinite_guard",
-    "OptunaPruning": "trainer.callbacks.optuna_pruning",
-    "OverflowReport": "trainer.callbacks.overflow_report",
-    "ProgressBar": "trainer.callbacks.progress_bar",
-    "RollBackOnLossSpike": "trainer.callbacks.roll_back_on_loss_spike",
-    "RunSummary": "trainer.callbacks.run_summary",
-    "ScaleMonitor": "trainer.callbacks.scale_monitor",
-    "ScalerCheckpoint": "trainer.callbacks.scaler_checkpoint",
-    "SyncDetector": "trainer.callbacks.sync_detector",
-    "Throughput": "trainer.callbacks.throughput",
-}
+# A class lies in the module that is called as it is: GradientClipping in gradient_clipping.
+_MODULES = {module.name.replace("_", ""): module.name for module in iter_modules(__path__)}
+_HOMES = {name: f"{__name__}.{_MODULES[name.lower()]}" for name in __all__}
 
 
 def __getattr__(name: str) -> Any:
