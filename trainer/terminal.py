@@ -1,19 +1,27 @@
-"""Tables of numbers: on the terminal, and in Markdown. Imports no torch."""
+"""What is printed on the terminal: tables, and lines. Also tables in Markdown. Imports no torch."""
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
-
-from trainer.cli.processes import is_quiet
 
 if TYPE_CHECKING:  # takes a moment to import
     from rich.console import Console
     from rich.table import Table as RichTable
 
-_STYLES = {"failed": "red", "interrupted": "red", "unsupported": "red", "emulated": "yellow", "pruned": "dim"}
+QUIET = "TRAINER_QUIET"
+"""The variable of the environment that says ``--quiet`` to every process of a command."""
+
+_STYLES = {
+    "failed": "red", "interrupted": "red", "unsupported": "red", "emulated": "yellow", "pruned": "dim", "wrong": "red",
+}  # fmt: skip
 """Of the rows with a cell that says so."""
+
+
+def is_quiet() -> bool:
+    """Whether the terminal gets warnings and the last line alone: no progress bar, no tables."""
+    return os.environ.get(QUIET, "") not in ("", "0")
 
 
 def four_digits(value: float) -> str:
@@ -36,7 +44,7 @@ class Table(NamedTuple):
     Args:
         title: above it.
         header: the columns' names; none for a list of facts.
-        rows: the cells.
+        rows: the cells; an empty one for a line between two rows.
         left: names of the columns that are aligned to the left, the others are numbers; None for all.
         spare: names of the columns that are left out, one after the other, while the terminal is too narrow for all.
     """
@@ -55,29 +63,40 @@ class Table(NamedTuple):
 
         shown_in, dropped = console(), list[str]()
         unlimited = shown_in.options.update(max_width=1000)
-        table = self._without(dropped)
+        table = self.drawn(dropped)
         for name in self.spare:
             if Measurement.get(shown_in, unlimited, table).maximum <= shown_in.width:
                 break
             dropped.append(name)
-            table = self._without(dropped)
+            table = self.drawn(dropped)
         shown_in.print(table)
 
-    def _without(self, dropped: Sequence[str]) -> RichTable:
+    def drawn(self, dropped: Sequence[str] = ()) -> RichTable:
+        """As rich has it, without the columns of these names."""
         from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        title, header = Text(self.title), self.header or [""] * len(self.rows[0])
-        table = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_header=bool(self.header))
+        has_header, header = bool(self.header), self.header or [""] * max(map(len, self.rows))
+        table = RichTable(
+            title=Text(self.title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
+            show_header=has_header, pad_edge=has_header,
+        )  # fmt: skip
         kept = [place for place, name in enumerate(header) if name not in dropped]
-        for name in (header[place] for place in kept):
-            is_number = self.left is not None and name not in self.left
+        for place in kept:
+            is_number = self.left is not None and header[place] not in self.left
+            is_label = not has_header and place == 0
             # when columns have been dropped, what is still too wide is a text, and no number is folded
-            no_wrap = bool(dropped) and is_number
-            table.add_column(Text(name), justify="right" if is_number else "left", overflow="fold", no_wrap=no_wrap)
+            no_wrap = is_label or (bool(dropped) and is_number)
+            table.add_column(
+                Text(header[place]), justify="right" if is_number else "left", overflow="fold", no_wrap=no_wrap,
+                style="dim" if is_label else None,
+            )  # fmt: skip
         for cells in self.rows:
-            table.add_row(*(Text(cells[place]) for place in kept), style=_style(cells))
+            if cells:
+                table.add_row(*(Text(cells[place]) for place in kept), style=_style(cells))
+            else:
+                table.add_section()
         return table
 
 
@@ -86,11 +105,16 @@ def tell(text: str, style: str | None = None) -> None:
     console().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def console() -> Console:
-    """A console as wide as a table wants where it is not a terminal's."""
+def console(given: Console | None = None, width: int = 160) -> Console:
+    """``given``, or rich's own, which writes to ``sys.stdout``; of so many columns where it is not a terminal's.
+
+    There rich assumes 80, and would break names and paths in two.
+    """
+    from rich import get_console
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 160)
+    shown_in = given or get_console()
+    return shown_in if shown_in.is_terminal else Console(file=shown_in.file, width=width)
 
 
 def _style(cells: Sequence[str]) -> str | None:

@@ -165,7 +165,7 @@ def test_compiled_names_are_those_of_the_config():
 def test_what_the_scaler_mends_by_itself_is_said_in_few_words():
     out = io.StringIO()
     it = backward()
-    Console(file=out, width=200).print(it.table())
+    Console(file=out, width=200).print(it.table().drawn())
     printed = " ".join(out.getvalue().split())
     assert it.verdict in printed
     assert "first output not finite" not in printed
@@ -177,7 +177,7 @@ def test_what_the_scaler_mends_by_itself_is_said_in_few_words():
 def test_the_table_has_all_of_it(width):
     out = io.StringIO()
     it = backward(largest_scale=2.0**-3)
-    Console(file=out, width=width).print(it.table())
+    Console(file=out, width=width).print(it.table().drawn())
     printed = " ".join(out.getvalue().split())
     for label, _ in it.rows():
         assert label in printed

@@ -13,9 +13,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
-from rich import box, get_console
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.autograd.gradcheck import GradcheckError, gradcheck
 from torch.func import functional_call
@@ -23,6 +20,7 @@ from torch.func import functional_call
 from trainer.data.samples import part_of
 from trainer.errors import ConfigurationError, GradientCheckError, did_you_mean, expect
 from trainer.postmortem.replay import silence, undisturbed
+from trainer.terminal import Table
 
 _ROWS = 20
 
@@ -310,29 +308,16 @@ def _unit(direction: Tensor) -> Tensor:
 def _print(results: Mapping[str, GradientVerdict], seconds: float) -> None:
     worst_first = sorted(results, key=lambda name: (results[name].passed, -results[name].relative_error))
     shown = [name for i, name in enumerate(worst_first) if i < _ROWS or not results[name].passed]
-    caption = f"{len(results)} parameters in {seconds:.1f} s"
+    title = f"Gradients against finite differences: {len(results)} parameters in {seconds:.1f} s"
     if len(shown) < len(results):
-        caption += f"; the {len(shown)} with the largest errors are shown"
-    table = Table(title="Gradients against finite differences", caption=caption, box=box.SIMPLE_HEAD)
-    for column in ("parameter", "verdict"):
-        table.add_column(column, overflow="fold")
-    for column in ("backward", "finite difference", "relative error"):
-        table.add_column(column, justify="right")
-    for name in shown:
-        verdict = results[name]
-        word = (
-            "ok"
-            if verdict.passed and verdict.has_gradient
-            else "ok, unused"
-            if verdict.passed
-            else "[bold red]wrong[/]"
-        )
+        title += f"; the {len(shown)} with the largest errors are shown"
+    rows = []
+    for name, verdict in ((name, results[name]) for name in shown):
+        word = "wrong" if not verdict.passed else "ok" if verdict.has_gradient else "ok, unused"
         numbers = (verdict.backward, verdict.finite_difference, verdict.relative_error)
-        table.add_row(name, word, *(f"{number:.3g}" for number in numbers))
-    console = get_console()
-    if not console.is_terminal:  # where a width of 80 is assumed, and would break every name in two
-        console = Console(file=console.file, width=160)
-    console.print(table)
+        rows.append([name, word, *(f"{number:.3g}" for number in numbers)])
+    texts = ("parameter", "verdict")
+    Table(title, (*texts, "backward", "finite difference", "relative error"), rows, texts).show()
 
 
 def _explain(wrong: Mapping[str, GradientVerdict], attempts: int) -> str:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule
-from rich import get_console
 from rich.console import Console
 from rich.text import Text
 from torch.optim import Optimizer
 
+from trainer import terminal
 from trainer.callbacks.run_callback import RunCallback
 from trainer.errors import LossScaleCollapse, expect
 from trainer.files import from_here, write_text
@@ -172,14 +172,12 @@ class OverflowReport(RunCallback):
         folder = self._folder(trainer)
         if not trainer.is_global_zero:
             return True
-        console = self._console or get_console()
-        if not console.is_terminal:  # where a width of 80 is assumed
-            console = Console(file=console.file, width=160)
+        console = terminal.console(self._console)
         path = None if trainer.fast_dev_run or folder is None else folder / f"overflow_report_step_{step}.md"
         if path is not None:
             _write(path, report.markdown())
         if not self._has_reported:  # once on a row of skips is enough; the file is there of both
-            console.print(report.table())
+            console.print(report.table().drawn())
             if path is not None:  # a line of its own, good to paste
                 console.print(Text(f" report        {from_here(path)}\n"), soft_wrap=True)
         return True

@@ -7,14 +7,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from rich import box, get_console
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from trainer import terminal
 from trainer.files import from_here
 from trainer.record.reader import RunRecord, without_twins
 from trainer.record.recorder import RecordView
+from trainer.terminal import Table
 
 _LABELS = 20
 """Columns that the labels, and what is around them, take up at the most."""
@@ -80,12 +80,10 @@ class RunSummary(RecordView):
     def show(self, record: RunRecord) -> None:
         """Prints the table."""
         self.summary = {name: fact for name, fact in record.facts.items() if name not in ("curves", "environment")}
-        console = self._console or get_console()
-        if not console.is_terminal:  # where a width of 80 is assumed, and would break every path in two
-            console = Console(file=console.file, width=250)
+        console = terminal.console(self._console, 250)
         rows = _paths(record.paths)
         room = console.width - _LABELS
-        console.print(_table(record, [row for row in rows if len(row[1]) <= room]))
+        console.print(_table(record, [row for row in rows if len(row[1]) <= room]).drawn())
         run = next((f"{path}{os.sep}" for name, path in rows if name == "run folder"), "")
         for name, path in (row for row in rows if len(row[1]) > room):  # lines of their own, good to paste
             own = path.removeprefix(run)
@@ -96,33 +94,14 @@ class RunSummary(RecordView):
 
 
 def _table(record: RunRecord, paths: list[tuple[str, str]]) -> Table:
-    title = f"fit {record.status}" + (f": {record.error}" if record.error else "")
-    table = Table(
-        title=Text(title),
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        show_header=False,
-        pad_edge=False,
-    )
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in _counters(record).items():
-        if value is not None:
-            table.add_row(name, str(value))
-    table.add_section()
-    for name in without_twins(record.metrics):
-        if name not in _TOLD:
-            table.add_row(Text(name), f"{record.metrics[name]:.4g}")
-    table.add_section()
+    counters = [(name, str(value)) for name, value in _counters(record).items() if value is not None]
+    metrics = [(name, f"{record.metrics[name]:.4g}") for name in without_twins(record.metrics) if name not in _TOLD]
+    best = []
     if record.monitor is not None and record.best_score is not None:
         metric, mode = record.monitor
-        table.add_row(
-            "best by", Text(f"{metric}, the {'lowest' if mode == 'min' else 'highest'}: {record.best_score:.4g}")
-        )
-    for name, value in paths:
-        table.add_row(name, Text(value))
-    return table
+        best = [("best by", f"{metric}, the {'lowest' if mode == 'min' else 'highest'}: {record.best_score:.4g}")]
+    title = f"fit {record.status}" + (f": {record.error}" if record.error else "")
+    return Table(title, (), [*counters, (), *metrics, (), *best, *paths])
 
 
 def _counters(record: RunRecord) -> dict[str, Any]:

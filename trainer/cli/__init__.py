@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 from trainer.cli import trusted
 from trainer.cli.arguments import COMMANDS, RUNS, TOOLS, Arguments, UsageError, read
 from trainer.cli.folders import search_here
-from trainer.cli.processes import DEBUG, QUIET, environment
+from trainer.cli.processes import DEBUG, environment
 from trainer.errors import ConfigurationError
+from trainer.terminal import QUIET
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

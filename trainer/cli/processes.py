@@ -15,8 +15,8 @@ from contextlib import contextmanager
 PARENT = "TRAINER_PARENT"
 """The variable with the process id of the sweep that has started this process, and that it ends with."""
 
-DEBUG, QUIET = "TRAINER_DEBUG", "TRAINER_QUIET"
-"""Variables of the environment that say ``--debug`` and ``--quiet`` to every process of a command."""
+DEBUG = "TRAINER_DEBUG"
+"""The variable of the environment that says ``--debug`` to every process of a command."""
 
 # What a launcher leaves behind for the processes of one run, and no other run may see.
 _LEAKS = (
@@ -147,8 +147,3 @@ def agree(folder: str) -> str:
 def is_debug() -> bool:
     """Whether errors are to be shown with their tracebacks."""
     return os.environ.get(DEBUG, "") not in ("", "0")
-
-
-def is_quiet() -> bool:
-    """Whether the terminal gets warnings and the last line alone: no progress bar, no tables."""
-    return os.environ.get(QUIET, "") not in ("", "0")

@@ -19,11 +19,12 @@ from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer
 from trainer.cli.failure import printable
 from trainer.cli.folders import packaged_conf
-from trainer.cli.processes import is_first, is_quiet
+from trainer.cli.processes import is_first
 from trainer.cli.workdir import quoted
 from trainer.files import from_here
 from trainer.record.checkpoints import find
 from trainer.record.reader import read_run
+from trainer.terminal import is_quiet
 
 _CONFIG = Path(".hydra", "config.yaml")
 _DEEPEST = 4

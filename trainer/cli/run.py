@@ -23,7 +23,7 @@ from trainer.cli.build import check, make
 from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
 from trainer.cli.objective import choose, monitored, value_of
-from trainer.cli.processes import PARENT, end_with_parent, imports_only, is_first, is_quiet
+from trainer.cli.processes import PARENT, end_with_parent, imports_only, is_first
 from trainer.cli.restore import recipe_of, run_of
 from trainer.cli.sweep import ENDED_WELL, worth_showing
 from trainer.cli.targets import Allowlist
@@ -34,6 +34,7 @@ from trainer.files import from_here
 from trainer.record.environment import environment
 from trainer.record.reader import RunRecord
 from trainer.record.run_file import RunFile, read
+from trainer.terminal import is_quiet
 
 ADVICE = "lightning.pytorch.advice"
 """The logger of advice, which conf/hydra/job_logging/trainer.yaml lets through to the terminal."""

@@ -16,8 +16,9 @@ from typing import Any
 
 from trainer import redaction
 from trainer.cli.arguments import UsageError
-from trainer.cli.processes import is_first, is_quiet
+from trainer.cli.processes import is_first
 from trainer.cli.report import private
+from trainer.terminal import is_quiet
 
 _STORE = Path("outputs", "mlflow.db")
 """MLflow's, of all runs in this folder, where nobody names another: one database is what its pages show at a time."""

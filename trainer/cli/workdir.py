@@ -20,7 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from trainer.cli.arguments import OURS, Arguments, UsageError
 from trainer.cli.failure import forget_last
 from trainer.cli.folders import packaged_conf
-from trainer.cli.processes import agree, is_first, is_quiet, slurm_step, under_torchrun
+from trainer.cli.processes import agree, is_first, slurm_step, under_torchrun
+from trainer.terminal import is_quiet
 
 _OF_RESUMING = ("resume", "exact_resume", "trainer.resume", "trainer.exact_resume")
 _OF_DEVICES = ("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy")

@@ -7,13 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
 from trainer.postmortem.examine import Finding
 from trainer.postmortem.probe import Call, Magnitude, Origin
 from trainer.precision.fp32_modules import plain_name
+from trainer.terminal import Table
 
 _LIMITS = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.40e38}
 _LOW = 100.0
@@ -187,19 +184,9 @@ class Report:
 
     def table(self) -> Table:
         """For the terminal; without the numbers where the overflow is harmless."""
-        table = Table(
-            title=Text(self.title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_header=False,
-            pad_edge=False,
-        )  # fmt: skip
-        table.add_column(style="dim", no_wrap=True)
-        table.add_column(overflow="fold")
-        table.add_row("verdict", Text(self.verdict, style="bold"))
-        for index, line in enumerate(self.advice):
-            table.add_row("" if index else "what to try", Text(line))
-        table.add_section()
-        for label, value in () if self.is_harmless else self.rows():
-            table.add_row(label, Text(value))
-        return table
+        advice = [("" if index else "what to try", line) for index, line in enumerate(self.advice)]
+        numbers = [] if self.is_harmless else self.rows()
+        return Table(self.title, (), [("verdict", self.verdict), *advice, (), *numbers])
 
     def markdown(self) -> str:
         """For a file."""

@@ -285,7 +285,7 @@ def test_what_it_shows(capsys):
 
 
 def test_a_narrow_terminal_does_without_columns_and_keeps_the_names(capsys, monkeypatch):
-    monkeypatch.setattr("trainer.cli.tables.console", lambda: Console(width=50))
+    monkeypatch.setattr("trainer.terminal.console", lambda: Console(width=50))
     assert main(["checks", "+recipe=mine"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "layer parameters largest gradient" in lines

@@ -13,8 +13,8 @@ from tests.cli.conftest import write
 from trainer.cli import main
 from trainer.cli.compare import Comparison, read_runs, report, unequal
 from trainer.cli.compare.verdict import Run, Thresholds
-from trainer.cli.processes import QUIET
 from trainer.record.reader import RunRecord, read_run
+from trainer.terminal import QUIET
 
 LINE = ["+recipe=line", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false"]
 

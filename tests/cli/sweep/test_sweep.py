@@ -180,7 +180,7 @@ def test_a_sweep_without_a_best_job_says_why(tmp_path, capsys, jobs, said):
     ],
 )
 def test_a_narrow_terminal_gets_fewer_columns_and_no_broken_words(tmp_path, monkeypatch, capsys, columns, shown):
-    monkeypatch.setattr("trainer.cli.tables.console", lambda: Console(width=columns))
+    monkeypatch.setattr("trainer.terminal.console", lambda: Console(width=columns))
     write(tmp_path, {f"{job}/run.json": json.dumps(result(job)) for job in (0, 1)})
     report(tmp_path)
     _, _, header, _, first, second, *_ = capsys.readouterr().out.splitlines()

@@ -26,11 +26,11 @@ from trainer.cli import failure
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.checks.findings import Findings, Recipe
 from trainer.cli.help import MISSING, version_of
-from trainer.cli.tables import Table, tell
 from trainer.cli.tune import plain
 from trainer.cli.validate import validate
 from trainer.errors import ConfigurationError, did_you_mean
 from trainer.machine import readable
+from trainer.terminal import Table, tell
 
 if TYPE_CHECKING:
     import torch

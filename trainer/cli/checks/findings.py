@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.cli.arguments import UsageError
-from trainer.cli.tables import Table
+from trainer.terminal import Table
 
 if TYPE_CHECKING:
     import torch

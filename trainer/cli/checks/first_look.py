@@ -15,10 +15,10 @@ from trainer.cli.checks import batch, loading, memory, steps
 from trainer.cli.checks.findings import Findings, Loaded, Recipe
 from trainer.cli.checks.layers import LARGEST, SCALE, Layer, Layers, largest_scale, shown
 from trainer.cli.checks.steps import Step
-from trainer.cli.tables import Table
 from trainer.data.samples import batch_size
 from trainer.errors import ConfigurationError
 from trainer.machine import readable
+from trainer.terminal import Table
 
 _PICTURES = Path("outputs", "checks")
 _ROWS = 8  # of the table of layers

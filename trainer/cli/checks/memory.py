@@ -20,13 +20,13 @@ from trainer.cli.checks.findings import Findings, Recipe
 from trainer.cli.checks.steps import undisturbed
 from trainer.cli.fused import fusing
 from trainer.cli.schema import read_settings, setting
-from trainer.cli.tables import Table
 from trainer.cli.targets import Allowlist
 from trainer.cli.tune import SIZE, bytes_in
 from trainer.engine.sharding import settings as sharding
 from trainer.machine import readable
 from trainer.precision.registry import resolve_precision
 from trainer.record.flops import FlopCounter
+from trainer.terminal import Table
 
 OVERHEAD = 2**30
 """Left for what no tensor of the training is in: CUDA's context, workspaces of its libraries, fragments."""

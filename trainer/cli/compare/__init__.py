@@ -19,11 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.compare.verdict import Run, Thresholds, Verdict, choose_metric, judge
 from trainer.cli.help import versions
-from trainer.cli.processes import is_quiet
 from trainer.cli.schema import read_settings
 from trainer.cli.sweep import MEASURING, own_overrides
-from trainer.cli.tables import Table, four_digits, markdown_table, tell
 from trainer.record.reader import jobs_of
+from trainer.terminal import Table, four_digits, is_quiet, markdown_table, tell
 
 _FEW_BATCHES = 20
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.callbacks.plotting import INK, PALETTE, canvas, fit_loss_axis, label_ends, smooth, style, without_spikes
 from trainer.cli.compare.verdict import Metric, Run
-from trainer.cli.tables import four_digits
+from trainer.terminal import four_digits
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes

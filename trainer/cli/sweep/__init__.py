@@ -13,8 +13,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 from trainer.cli.objective import best
-from trainer.cli.tables import Table, markdown_table, tell
 from trainer.record.reader import RunRecord, jobs_of, without_twins
+from trainer.terminal import Table, markdown_table, tell
 
 ENDED_WELL = ("completed", "pruned")
 """What a job's status is when nothing went wrong. A sweeper stops ("prunes") a job that is not worth finishing."""

@@ -28,11 +28,12 @@ from trainer.cli.compose import CONFIG_NAME
 from trainer.cli.folders import packaged_conf
 from trainer.cli.objective import value_of
 from trainer.cli.plugins import ELSEWHERE
-from trainer.cli.processes import PARENT, clean_environment, is_first, is_quiet
+from trainer.cli.processes import PARENT, clean_environment, is_first
 from trainer.cli.sweep import ENDED_WELL, shown
 from trainer.cli.workdir import quoted
 from trainer.record.reader import RunRecord, read_run
 from trainer.record.run_file import RUN, read, write
+from trainer.terminal import is_quiet
 
 CONSOLE = "console.log"
 """What a job would print, where it does not have the terminal for itself."""

@@ -23,12 +23,13 @@ from trainer import redaction
 from trainer.arguments import NUMBER, TEXT, WHOLE, Kind
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.compose import resolve
-from trainer.cli.processes import is_quiet, under_torchrun
+from trainer.cli.processes import under_torchrun
 from trainer.cli.schema import read_settings, setting
 from trainer.cli.validate import validate
 from trainer.cli.workdir import claim
 from trainer.errors import TrainerError, did_you_mean
 from trainer.files import from_here
+from trainer.terminal import is_quiet
 
 RESULT = "tune.json"
 LOG = "tune.log"

@@ -18,10 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 from trainer import machine
 from trainer.cli import tune
 from trainer.cli.arguments import COMPARED, Arguments, UsageError
-from trainer.cli.tables import Table, four_digits
 from trainer.cli.tune import LOG, Settings
 from trainer.cli.tune.child import Message, run_in_child
 from trainer.files import from_here
+from trainer.terminal import Table, four_digits
 
 _MARGIN = 0.9  # of the host's free memory: the rest is the system's, and what other processes grow by
 
