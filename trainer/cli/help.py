@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 import trainer
 from trainer.arguments import describe
 from trainer.cli.arguments import COMMANDS, FLAGS, GROUPS_TO_ADD, TOOLS
 from trainer.cli.keys import groups, keys, options
+from trainer.record.environment import version_of
 
 SUMMARY = {
     "fit": "train a model, validating as it goes",
@@ -219,7 +219,6 @@ _READ_ON = """\
 `trainer COMMAND --help` says all about a command; `trainer fit --help` lists the settings and flags.
 `python -m trainer` is the same program. Errors are short: --debug shows tracebacks, -q leaves one line of output."""
 
-MISSING = "not installed"
 _WIDTH = 118
 _NAMES = 36  # the width of the column of names, if they are not longer
 
@@ -313,17 +312,9 @@ def _wrapped(start: str, text: str) -> str:
 
 def versions() -> str:
     """The versions of this package and of those it stands on, without importing them."""
-    found = {name: version_of(name) for name in ("torch", "lightning", "torchmetrics", "hydra-core")}
-    lines = [f"{name} is {text}" if text == MISSING else f"{name} {text}" for name, text in found.items()]
+    names = ("torch", "lightning", "torchmetrics", "hydra-core")
+    lines = [f"{name} {version_of(name) or 'is not installed'}" for name in names]
     return "\n".join([f"trainer {trainer.__version__}", *lines])
-
-
-def version_of(name: str) -> str:
-    """The version of a package, which is not imported, or `MISSING`."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return MISSING
 
 
 def _groups(config_dir: str | None) -> str:

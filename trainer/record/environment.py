@@ -44,7 +44,7 @@ def environment() -> dict[str, Any]:
         "directory": os.getcwd(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": _versions(),
+        "versions": {name: text for name in _PACKAGES if (text := version_of(name)) is not None},
         "cuda": torch.version.cuda if torch is not None else None,
         "cpu": machine.cpu_name(),
         "cores": machine.cores().usable,
@@ -54,14 +54,12 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+def version_of(name: str) -> str | None:
+    """The version of a package, which is not imported; None where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def _git() -> dict[str, Any] | None:

@@ -25,11 +25,11 @@ from trainer import machine
 from trainer.cli import failure
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.checks.findings import Findings, Recipe
-from trainer.cli.help import MISSING, version_of
 from trainer.cli.tune import plain
 from trainer.cli.validate import validate
 from trainer.errors import ConfigurationError, did_you_mean
 from trainer.machine import readable
+from trainer.record.environment import version_of
 from trainer.terminal import Table, tell
 
 if TYPE_CHECKING:
@@ -91,9 +91,9 @@ def command(arguments: Arguments) -> int:
 
 def check_versions(found: Findings) -> None:
     """What is installed, and whether torch can be imported."""
-    versions = {"trainer": trainer.__version__, "python": platform.python_version(), "torch": version_of("torch")}
-    versions |= {name: version_of(name) for name in _PACKAGES}
-    versions = {name: text for name, text in versions.items() if text != MISSING or name not in _OPTIONAL}
+    known = {name: version_of(name) for name in ("torch", *_PACKAGES)}
+    versions = {"trainer": trainer.__version__, "python": platform.python_version()}
+    versions |= {name: text or "not installed" for name, text in known.items() if text or name not in _OPTIONAL}
     driver = nvidia_driver()
     versions |= ({_DRIVER: driver} if driver else {}) | {"system": platform.platform()}
     try:

@@ -21,6 +21,7 @@ from trainer.cli.report.charts import Section, sections_of
 from trainer.cli.report.drawing import Drawn, draw, told
 from trainer.cli.report.record import Run
 from trainer.cli.sweep import worth_showing
+from trainer.machine import readable
 
 _TEMPLATE = Path(__file__).parent / "template"
 SAYS = {
@@ -63,7 +64,7 @@ def run_page(folder: Path, out: Path) -> str:
         sections=drawn(sections_of(run), run.step or 0),
         settings=_settings(run.config, run.overrides),
         environment=environment_of(run),
-        files=[(str(file.relative_to(folder)), size_of(size), _link(file, out)) for file, size in run.files],
+        files=[(str(file.relative_to(folder)), readable(size), _link(file, out)) for file, size in run.files],
         note=note_of(run),
     )
 
@@ -122,7 +123,7 @@ def tiles_of(run: Run) -> list[Tile]:
         tiles.append(Tile("Throughput", told(float(f"{record.samples_per_second:.4g}")), note))
     if record.peak_memory is not None:
         what = "on the GPU" if record.memory_is_the_gpus else "of the process"
-        tiles.append(Tile("Peak memory", size_of(record.peak_memory), what))
+        tiles.append(Tile("Peak memory", readable(record.peak_memory), what))
     return tiles
 
 
@@ -229,7 +230,7 @@ def environment_of(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
             ("devices", run.record.devices),
             ("CPU", found.get("cpu")),
             ("cores", cores),
-            ("memory", size_of(memory) if memory else ""),
+            ("memory", readable(memory) if memory else ""),
             ("system", found.get("platform")),
         ],
         "Versions": [
@@ -271,12 +272,3 @@ def duration(seconds: float) -> str:
         return f"{minutes} min {rest:02} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
-
-
-def size_of(size: float) -> str:
-    """A number of bytes as text."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{size:,.0f} {unit}" if unit in ("B", "KiB") or size >= 100 else f"{size:.1f} {unit}"

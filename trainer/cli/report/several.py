@@ -27,11 +27,11 @@ from trainer.cli.report.page import (
     flat,
     note_of,
     render,
-    size_of,
     tiles_of,
 )  # fmt: skip
 from trainer.cli.report.record import NOT_A_RUNS, Run, unreadable
 from trainer.cli.sweep import worth_showing
+from trainer.machine import readable
 from trainer.record.reader import direction_of
 
 _LONG = re.compile(r"(?<![\w.])\d+\.\d{5,}(?:e[+-]?\d+)?(?![\w.])")  # numbers that a sweeper has drawn
@@ -194,7 +194,7 @@ def _jobs(
             *(told(run.metrics.get(name)) for name in metrics),
             "-" if run.duration is None else duration(run.duration),
             "-" if record.samples_per_second is None else told(float(f"{record.samples_per_second:.4g}")),
-            "-" if record.peak_memory is None else size_of(record.peak_memory),
+            "-" if record.peak_memory is None else readable(record.peak_memory),
             "-" if record.skipped_steps is None else f"{record.skipped_steps:,}",
         ]
         jobs.append(
