@@ -6,8 +6,8 @@ import copy
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
@@ -98,6 +98,13 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
     """
 
     strategy_name = "deepspeed"
+
+    # as under DDP: the module is made whole, and spread afterwards; a file is written by the first process
+    setup_distributed = DDPStrategy.setup_distributed
+    model_sharded_context = DDPStrategy.model_sharded_context
+    tensor_init_context = DDPStrategy.tensor_init_context
+    save_checkpoint = DDPStrategy.save_checkpoint
+    load_checkpoint = DDPStrategy.load_checkpoint
 
     def __init__(
         self,
@@ -262,10 +269,6 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         self._set_node_environment_variables()
         deepspeed.init_distributed(self._get_process_group_backend(), auto_mpi_discovery=False, verbose=False)
 
-    def setup_distributed(self) -> None:
-        """As under DDP."""
-        DDPStrategy.setup_distributed(self)
-
     def setup(self, trainer: Any) -> None:
         """Hand the module, and for fitting its optimizer, to DeepSpeed."""
         assert self.accelerator is not None
@@ -286,30 +289,6 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         self.zero = ZeroModule(module, optimizer, config, self.root_device)
         self.model = self.zero.engine
         self.setup_precision_plugin()
-
-    @property
-    def zero_stage_3(self) -> bool:
-        """Whether parameters are spread."""
-        return self.stage == 3
-
-    @contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
-        """Where ``configure_model`` is called. The module is made whole there, and spread afterwards."""
-        yield
-
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """As under DDP."""
-        with DDPStrategy.tensor_init_context(self, empty_init):
-            yield
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a file, as under DDP."""
-        DDPStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a file, as under DDP."""
-        return DDPStrategy.load_checkpoint(self, checkpoint_path, weights_only)
 
     def on_exception(self, exception: BaseException) -> None:
         """The other processes may not be there to put the module back."""
