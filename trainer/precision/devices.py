@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from trainer.precision import cpu_fp16
 
-_CPU_BFLOAT16 = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16")
+CPU_BFLOAT16 = ("avx512_bf16", "amx_bf16", "sve_bf16", "bf16")
 """Names of instructions in ``torch.cpu.get_capabilities()``; the last two are ARM's."""
 
 # Chips of compute capability 7.5 without Tensor Cores, TU116 and TU117, by the names they are sold under: GeForce GTX
@@ -99,10 +99,15 @@ def float16_kernels(
     return nullcontext()
 
 
-def _cpu_has_bfloat16() -> bool:
+def cpu_instructions(names: Iterable[str]) -> list[str] | None:
+    """Those of ``names`` that the CPU has; None where torch does not tell (2.10)."""
     query = getattr(torch.cpu, "get_capabilities", None)
-    if query is not None:
-        capabilities = query()
-        return any(capabilities.get(name, False) for name in _CPU_BFLOAT16)
-    # torch 2.10; x86 only. Every CPU with AMX tiles has AMX-BF16.
+    return None if query is None else [name for name in names if query().get(name, False)]
+
+
+def _cpu_has_bfloat16() -> bool:
+    found = cpu_instructions(CPU_BFLOAT16)
+    if found is not None:
+        return bool(found)
+    # x86 only. Every CPU with AMX tiles has AMX-BF16.
     return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())

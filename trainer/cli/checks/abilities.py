@@ -10,7 +10,7 @@ import torch
 
 from trainer.errors import PrecisionError
 from trainer.precision import cpu_fp16
-from trainer.precision.devices import native_bfloat16, tensor_cores
+from trainer.precision.devices import CPU_BFLOAT16, cpu_instructions, native_bfloat16, tensor_cores
 from trainer.precision.names import NAMES
 from trainer.precision.registry import resolve_precision
 
@@ -18,7 +18,6 @@ PRECISIONS = tuple(name for name in NAMES if name != "auto")
 """Those that compute in something, in the order of the table."""
 
 _CPU_FLOAT16 = ("avx512_fp16", "amx_fp16", "sve", "fp16")
-_CPU_BFLOAT16 = ("avx512_bf16", "amx_bf16", "sve_bf16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -62,10 +61,7 @@ def ability(precision: str, device: torch.device) -> Ability:
 
 def instructions() -> list[str]:
     """The CPU's instructions for 16 bits, as torch names them; empty where it has none, or torch does not tell."""
-    query = getattr(torch.cpu, "get_capabilities", None)
-    found = query() if query is not None else {}
-    named = dict.fromkeys((*_CPU_BFLOAT16, *_CPU_FLOAT16))
-    return [name for name in named if found.get(name, False)]
+    return cpu_instructions((*CPU_BFLOAT16, *_CPU_FLOAT16)) or []
 
 
 def _about_float32(device: torch.device) -> str:
