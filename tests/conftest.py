@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -32,6 +34,18 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["TRAINER_TRUST"] = ""  # whatever packages you trust, the tests trust none
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays to the end: no garbage is collected meanwhile, nor later among all this."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # or what extensions leave is not collected, and they complain
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

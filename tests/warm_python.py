@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import gc
 import importlib
 import json
 import logging
@@ -156,6 +157,7 @@ def run(socket_path: str, words: list[str]) -> int:
 def serve(socket_path: str) -> None:
     """Import, listen, and run what comes, until standard input ends."""
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
+    gc.disable()  # what is imported stays
     for name in IMPORTED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -164,6 +166,8 @@ def serve(socket_path: str) -> None:
             getattr(module, public, None)  # those that are imported when they are used
     figure = importlib.import_module("matplotlib.figure").Figure
     figure.savefig = save_empty_pictures(figure.savefig)
+    gc.freeze()  # no program looks through all of this for garbage, and copies the memory that it is in
+    gc.enable()
     Server(socket_path).loop()
 
 
