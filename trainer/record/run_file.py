@@ -44,12 +44,12 @@ class RunFile:
             write(self.folder, self.facts)
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """What ``run.json`` in ``folder`` says; {} where there is none, or it cannot be read.
+def read(folder: Path, name: str = RUN) -> dict[str, Any]:
+    """What ``run.json`` in ``folder``, or another file of JSON, says; {} where there is none, or it cannot be read.
 
     A link that leads out of the folder, perhaps to a secret, counts as missing. So does a pipe.
     """
-    file = folder / RUN
+    file = folder / name
     try:
         if not (file.is_file() and file.resolve().is_relative_to(folder.resolve())):
             return {}

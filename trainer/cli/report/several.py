@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -33,6 +32,7 @@ from trainer.cli.report.record import NOT_A_RUNS, Run, unreadable
 from trainer.cli.sweep import worth_showing
 from trainer.machine import readable
 from trainer.record.reader import direction_of
+from trainer.record.run_file import read
 
 _LONG = re.compile(r"(?<![\w.])\d+\.\d{5,}(?:e[+-]?\d+)?(?![\w.])")  # numbers that a sweeper has drawn
 _LONGEST = 64  # characters of a label
@@ -90,7 +90,7 @@ def several_page(about: Chosen, out: Path) -> tuple[str, list[str]]:
     is_sweep = about.kind == "sweep"
     if is_sweep:
         runs.sort(key=_order)
-    comparison = _comparison(about.folder) if is_sweep else {}
+    comparison = dict(redaction.containers(read(about.folder, "compare.json"))) if is_sweep else {}
     goal = None if is_sweep else _goal(runs)
     winner = _winner(runs, goal)
     jobs, header = _jobs(runs, is_sweep, winner, goal, comparison)
@@ -305,15 +305,6 @@ def _tiles(jobs: Sequence[Job], winner: Job | None, goal: tuple[str, str] | None
     if any(skipped):
         tiles.append(Tile("Skipped steps", f"{sum(skipped):,}", "in all of them"))
     return tiles
-
-
-def _comparison(folder: Path) -> dict[str, Any]:
-    """``compare.json``; {} where there is none."""
-    try:
-        found = json.loads((folder / "compare.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return dict(redaction.containers(found)) if isinstance(found, dict) else {}
 
 
 def _order(run: Run) -> tuple[float, str]:
