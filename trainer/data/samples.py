@@ -9,20 +9,31 @@ from typing import Any
 
 from torch import Tensor
 
+PLAIN = (str, bytes, int, float, bool, type(None))
+"""Texts and numbers."""
 
-def named_tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in nested tuples, lists, mappings and dataclasses, each with how to get at it: ``[0]['image']``."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
+
+def leaves_in(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """What is in nested tuples, lists, mappings and dataclasses, each with how to get at it: ``[0]['image']``.
+
+    A list of texts or numbers is one thing.
+    """
+    if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from named_tensors_in(item, f"{name}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
+            yield from leaves_in(item, f"{name}[{key!r}]")
+    elif isinstance(value, (list, tuple)) and not all(isinstance(item, PLAIN) for item in value):
         for index, item in enumerate(value):
-            yield from named_tensors_in(item, f"{name}[{index}]")
+            yield from leaves_in(item, f"{name}[{index}]")
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
-            yield from named_tensors_in(getattr(value, field.name), f"{name}.{field.name}")
+            yield from leaves_in(getattr(value, field.name), f"{name}.{field.name}")
+    else:
+        yield name, value
+
+
+def named_tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors alone."""
+    return ((place, leaf) for place, leaf in leaves_in(value, name) if isinstance(leaf, Tensor))
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

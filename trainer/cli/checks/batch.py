@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainer.data.samples import PLAIN, leaves_in, named_tensors_in
 from trainer.record.figures import sheet
 
 _MOST_COUNTED = 12  # labels that are told one by one
@@ -43,7 +42,7 @@ class Entry(NamedTuple):
 
 def describe(batch: Any) -> list[Entry]:
     """All that is in a batch, in its order."""
-    return [_entry(name, value) for name, value in _leaves(batch, "batch")]
+    return [_entry(name, value) for name, value in leaves_in(batch, "batch")]
 
 
 def odd(batch: Any) -> list[str]:
@@ -126,28 +125,8 @@ def save_images(batch: Any, file: Path) -> bool:
     return True
 
 
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What is in nested containers, each with how to get at it; a list of texts or numbers is one thing."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(item, f"{name}[{key!r}]")
-    elif isinstance(value, (list, tuple)) and not _is_plain(value):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{name}[{index}]")
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _leaves(getattr(value, field.name), f"{name}.{field.name}")
-    else:
-        yield name, value
-
-
-def _is_plain(values: Any) -> bool:
-    return all(isinstance(item, (str, bytes, int, float, type(None))) for item in values)
-
-
 def _strided(batch: Any) -> list[tuple[str, Tensor]]:
-    leaves = _leaves(batch, "batch")
-    return [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+    return [(name, tensor) for name, tensor in named_tensors_in(batch, "batch") if tensor.layout is torch.strided]
 
 
 def _entry(name: str, value: Any) -> Entry:
@@ -163,8 +142,8 @@ def _entry(name: str, value: Any) -> Entry:
         return Entry(
             name, str(len(value)), f"list of {' and '.join(sorted(kinds))}" if kinds else "list", content=first
         )
-    is_plain = isinstance(value, (str, bytes, int, float, bool, type(None)))
-    return Entry(name, "", type(value).__name__, content=_shortened(value) if is_plain else "not looked into")
+    content = _shortened(value) if isinstance(value, PLAIN) else "not looked into"
+    return Entry(name, "", type(value).__name__, content=content)
 
 
 def _shortened(value: Any) -> str:
