@@ -189,3 +189,14 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(given, list(known), n=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def some(texts: Iterable[object], most: int, separator: str = ", ") -> str:
+    """The first ``most`` of them, and how many more there are.
+
+    >>> some("abcd", most=2)
+    'a, b and 2 more'
+    """
+    shown = list(map(str, texts))
+    more = len(shown) - most
+    return separator.join(shown[:most]) + (f" and {more:,} more" if more > 0 else "")

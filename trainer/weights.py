@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.weights import read
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, some
 from trainer.precision.fp32_modules import plain_name
 from trainer.record.checkpoints import find_weights
 
@@ -84,11 +84,11 @@ class LoadedWeights:
             lines.append(f"Converted: {', '.join(f'{count} from {what}' for what, count in self.converted.items())}.")
         if self.differing:
             shown = [f"{name} is {what}" for name, what in self.differing.items()]
-            lines.append(f"Left as they were, because they differ: {_some(shown, '; ')}.")
+            lines.append(f"Left as they were, because they differ: {some(shown, _SHOWN, '; ')}.")
         if self.missing:
-            lines.append(f"Left as they were, because the file does not have them: {_some(self.missing)}.")
+            lines.append(f"Left as they were, because the file does not have them: {some(self.missing, _SHOWN)}.")
         if self.unused:
-            lines.append(f"Not used, because the module does not have them: {_some(self.unused)}.")
+            lines.append(f"Not used, because the module does not have them: {some(self.unused, _SHOWN)}.")
         return "\n  ".join(lines)
 
 
@@ -258,16 +258,10 @@ def _of_nothing(
     if differing:
         shown = [f"{name} is {what}" for name, what in differing.items()]
         return (
-            f"Nothing of {file} fits into the {type(module).__name__}: {_some(shown, '; ')}. Build the module with the"
-            " sizes that the file has, or leave weights out."
+            f"Nothing of {file} fits into the {type(module).__name__}: {some(shown, _SHOWN, '; ')}. Build the module"
+            " with the sizes that the file has, or leave weights out."
         )
     return (
-        f"No name in {file} is one of the {type(module).__name__}'s. It has {_some(list(weights))}; expected"
-        f" {_some(list(wanted))}. Rename them in the file, or name another one."
+        f"No name in {file} is one of the {type(module).__name__}'s. It has {some(weights, _SHOWN)}; expected"
+        f" {some(wanted, _SHOWN)}. Rename them in the file, or name another one."
     )
-
-
-def _some(names: Iterable[str], separator: str = ", ") -> str:
-    listed = list(names)
-    more = f" and {len(listed) - _SHOWN:,} more" if len(listed) > _SHOWN else ""
-    return f"{separator.join(listed[:_SHOWN])}{more}"

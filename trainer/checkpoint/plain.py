@@ -13,7 +13,7 @@ from torch.serialization import load, save
 
 from trainer.checkpoint.inert import PLACES, declared_safe, write_without_data
 from trainer.checkpoint.snapshot import is_sharded
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, some
 
 _LEAVES = frozenset(
     [type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype]
@@ -39,11 +39,10 @@ def readable(checkpoint: dict[str, Any], *, strict: bool, warn: bool) -> dict[st
     looked_at = {name: value for name, value in checkpoint.items() if name not in places}
     made: dict[str, Any] = plain_numbers(looked_at, "checkpoint", offences)
     if offences:
-        listed = ", ".join(f"{place} is a {name_of(value)}" for place, value in offences[:5])
-        more = f", and {len(offences) - 5} more" if len(offences) > 5 else ""
+        listed = some((f"{place} is a {name_of(value)}" for place, value in offences), 5)
         message = (
             "This checkpoint can be read with weights_only=False alone, which runs whatever code a file asks for:"
-            f" {listed}{more}. Put plain containers, numbers, texts and tensors there, or name the class to"
+            f" {listed}. Put plain containers, numbers, texts and tensors there, or name the class to"
             " torch.serialization.add_safe_globals."
         )
         if strict:

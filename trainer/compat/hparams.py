@@ -18,6 +18,7 @@ from trainer import redaction
 from trainer.checkpoint.inert import refusal
 from trainer.checkpoint.plain import name_of, plain_numbers
 from trainer.checkpoint.plain_form import plain, plain_dict, resolved
+from trainer.errors import some
 from trainer.record.tracked import not_there_yet
 
 _reported: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by module or datamodule
@@ -103,9 +104,8 @@ def _report(owner: Any, kept: dict[str, str], reasons: dict[Any, str], left_out:
     name, said = type(owner).__name__, _reported.setdefault(owner, set())
     objects = [f"{place} ({kind})" for place, kind in kept.items() if place not in said]
     if objects:
-        listed = ", ".join(objects[:5]) + (f" and {len(objects) - 5} more" if len(objects) > 5 else "")
         rank_zero_info(
-            f"Hyper-parameters of {name} are objects: {listed}. Checkpoints hold them, and only"
+            f"Hyper-parameters of {name} are objects: {some(objects, 5)}. Checkpoints hold them, and only"
             f" {name}.load_from_checkpoint(..., weights_only=False), which runs what a file asks for, brings them back;"
             " to resume, it is not needed. For files that load without it, leave them out:"
             " self.save_hyperparameters(ignore=[...])."

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.engine.parts import local
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, some
 
 
 def is_on_meta(module: nn.Module) -> bool:
@@ -65,10 +65,9 @@ def initialise(root: nn.Module, device: torch.device, finish: Callable[[Tensor, 
         unfilled = list(_fill_each(root, empty, device, finish))
     if unfilled:
         raise ConfigurationError(
-            f"Got parameters or buffers on the meta device that nobody has given values: {', '.join(unfilled[:8])}"
-            f"{f' and {len(unfilled) - 8} more' if len(unfilled) > 8 else ''}. Expected a method reset_parameters() of"
-            " the modules that own them, or init_weights() of the LightningModule, which fills all. Or make them"
-            " outside of torch.device('meta')."
+            f"Got parameters or buffers on the meta device that nobody has given values: {some(unfilled, 8)}."
+            " Expected a method reset_parameters() of the modules that own them, or init_weights() of the"
+            " LightningModule, which fills all. Or make them outside of torch.device('meta')."
         )
 
 

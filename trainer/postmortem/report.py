@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from trainer.errors import some
 from trainer.postmortem.examine import Finding
 from trainer.postmortem.probe import Call, Magnitude, Origin
 from trainer.precision.fp32_modules import plain_name
@@ -299,8 +300,7 @@ def _measured(magnitude: Magnitude) -> str:
 
 def names_of(names: Sequence[str]) -> str:
     """The first few of them, and how many more there are."""
-    rest = len(names) - _SHOWN
-    return ", ".join(map(plain_name, names[:_SHOWN])) + (f" and {rest} more" if rest > 0 else "")
+    return some(map(plain_name, names), _SHOWN)
 
 
 def _power(scale: float) -> str:

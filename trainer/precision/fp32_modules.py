@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.errors import PrecisionError, did_you_mean
+from trainer.errors import PrecisionError, did_you_mean, some
 from trainer.precision.dtypes import DefaultDtype, cast, widen
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
@@ -197,8 +197,7 @@ def _refuse_attention_projections(named: dict[str, nn.Module], found: dict[nn.Mo
 def _no_match(pattern: str, root: nn.Module, named: dict[str, nn.Module]) -> str:
     deeper = {f"*.{name.rpartition('.')[2]}" for name in named if "." in name}
     names = list(named)
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     return (
         f"fp32_modules: {pattern!r} matches no module of {type(root).__name__}."
-        f"{did_you_mean(pattern, [*names, *sorted(deeper)])} Its modules: {shown or 'none'}."
+        f"{did_you_mean(pattern, [*names, *sorted(deeper)])} Its modules: {some(names, _SHOWN) or 'none'}."
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.samples import PLAIN, leaves_in, named_tensors_in
+from trainer.errors import some
 from trainer.record.figures import sheet
 
 _MOST_COUNTED = 12  # labels that are told one by one
@@ -79,9 +80,9 @@ def labels_out_of_range(batch: Any, classes: int | None) -> str:
     seen = [label for label in torch.unique(tensor).tolist() if label not in _IGNORED and not 0 <= label < classes]
     if not seen:
         return ""
-    some = ", ".join(map(str, seen[:5])) + (", ..." if len(seen) > 5 else "")
     return (
-        f"{name} has the label{'s' * (len(seen) > 1)} {some}, and the model has {classes} classes: 0 to {classes - 1}."
+        f"{name} has the label{'s' * (len(seen) > 1)} {some(seen, 5)}, and the model has {classes} classes: 0 to"
+        f" {classes - 1}."
     )
 
 

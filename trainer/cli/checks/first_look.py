@@ -16,7 +16,7 @@ from trainer.cli.checks.findings import Findings, Loaded, Recipe
 from trainer.cli.checks.layers import LARGEST, SCALE, Layer, Layers, largest_scale, shown
 from trainer.cli.checks.steps import Step
 from trainer.data.samples import batch_size
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, some
 from trainer.machine import readable
 from trainer.terminal import Table
 
@@ -118,9 +118,9 @@ def _tell_layers(found: Findings, seen: Layers) -> None:
     if broken:
         found.problem(f"In float32 there are values that are not finite in {_names(broken)}.")
     if seen.without_gradient:
-        some = ", ".join(seen.without_gradient[:_NAMED]) + (", ..." if len(seen.without_gradient) > _NAMED else "")
         found.remark(
-            f"No gradient reaches {len(seen.without_gradient)} of the parameters that are to be trained: {some}."
+            f"No gradient reaches {len(seen.without_gradient)} of the parameters that are to be trained:"
+            f" {some(seen.without_gradient, _NAMED)}."
         )
     if seen.layers and not broken:
         found.facts["float16"] = facts = _float16(seen.layers)
@@ -233,8 +233,7 @@ def _name(layer: Layer) -> str:
 
 
 def _names(layers: Sequence[Layer]) -> str:
-    more = f" and {len(layers) - _NAMED} more" if len(layers) > _NAMED else ""
-    return ", ".join(_name(layer) for layer in layers[:_NAMED]) + more
+    return some(map(_name, layers), _NAMED)
 
 
 def _finite(value: float | None) -> float | None:
