@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from tests.simulated_cuda import device
 from tests.simulated_cuda.child import Child
-from tests.warm_python import WarmPython, save_empty_pictures, warm_python
+from tests.warm_python import BELOW_LIGHTNING, WarmPython, save_empty_pictures, warm_python
 from trainer.precision.readback import Readback
 
 if TYPE_CHECKING:
@@ -126,6 +126,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def python() -> Iterator[WarmPython]:
     """Runs programs and commands as ``python`` would, without seconds of imports: ``python.trainer("fit", ...)``."""
     with warm_python() as python:
+        yield python
+
+
+@pytest.fixture(scope="session")
+def python_without_lightning() -> Iterator[WarmPython]:
+    """As ``python``, with torch imported, and neither Lightning nor the project."""
+    with warm_python(imported=BELOW_LIGHTNING) as python:
         yield python
 
 

@@ -1,6 +1,7 @@
 """``pytorch_lightning`` and ``lightning.pytorch`` as one package, and what is said where they are two.
 
-What is loaded first decides, so everything here runs in processes of its own.
+What is loaded first decides, so everything here runs in processes of its own: in a Python that has imported torch and
+nothing of Lightning, or in a new one where that matters, too, and where it starts others.
 """
 
 from __future__ import annotations
@@ -16,30 +17,29 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.warm_python import WarmPython
+
 ROOT = Path(__file__).parent.parent
 PROGRAM = Path(__file__).parent / "pytorch_lightning_program.py"
 LINE = "write `import trainer.pytorch_lightning` as the first import of the program"
 
 
-def run(*command: str, folder: Path) -> tuple[int, str, str]:
-    """The status of a Python of its own, and what it prints."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
-    )
-    return done.returncode, done.stdout, done.stderr
+def check(code: str, folder: Path, python: WarmPython | None = None) -> None:
+    """Run ``code``, which has no file; in a new Python where none is given."""
+    words = ["-c", textwrap.dedent(code)]
+    if python is not None:
+        done = python.run(*words, cwd=folder)
+    else:
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        command = [sys.executable, *words]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
 
 
-def check(code: str, folder: Path) -> None:
-    """Run ``code``, which has no file."""
-    status, _, said = run("-c", textwrap.dedent(code), folder=folder)
-    assert status == 0, said
-
-
-def result_of(how: str, folder: Path) -> dict[str, Any]:
+def result_of(how: str, folder: Path, python: WarmPython) -> dict[str, Any]:
     (folder / how).mkdir()
-    status, _, said = run(str(PROGRAM), how, str(folder / how), folder=folder)
-    assert status == 0, said
+    done = python.run(str(PROGRAM), how, str(folder / how), cwd=folder)
+    assert done.returncode == 0, done.stderr
     result: dict[str, Any] = torch.load(folder / how / "result.pt", weights_only=True)
     return result
 
@@ -61,10 +61,12 @@ def assert_equal(theirs: Any, mine: Any, where: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_comes_to_the_same_end_wherever_the_line_stands(tmp_path: Path) -> None:
-    theirs = result_of("theirs", tmp_path)
+def test_a_program_comes_to_the_same_end_wherever_the_line_stands(
+    tmp_path: Path, python_without_lightning: WarmPython
+) -> None:
+    theirs = result_of("theirs", tmp_path, python_without_lightning)
     for how in ("first", "sorted"):
-        assert_equal(theirs, result_of(how, tmp_path), how)
+        assert_equal(theirs, result_of(how, tmp_path, python_without_lightning), how)
     assert theirs["stopped"] == 5
     assert theirs["resumed"][2] == [8, 48]
     assert len(theirs["files"]) == 3
@@ -184,17 +186,17 @@ def test_spawned_processes_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line_runs_what_a_config_names(tmp_path: Path) -> None:
+def test_the_command_line_runs_what_a_config_names(tmp_path: Path, python_without_lightning: WarmPython) -> None:
     (tmp_path / "net.py").write_text(textwrap.dedent(MODULE))
     data = "+data._target_=lightning.pytorch.demos.boring_classes.BoringDataModule"
     settings = ["+model._target_=net.Net", "+callbacks.watch._target_=net.Watch", data, "logger=none", "trainer=cpu"]
-    status, printed, said = run("-m", "trainer", "fit", *settings, "+debug=limit", folder=tmp_path)
-    assert status == 0, said
-    assert "trained Net True" in printed
+    done = python_without_lightning.trainer("fit", *settings, "+debug=limit", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "trained Net True" in done.stdout
 
 
 @pytest.mark.slow
-def test_without_the_line_what_is_built_on_it_is_refused(tmp_path: Path) -> None:
+def test_without_the_line_what_is_built_on_it_is_refused(tmp_path: Path, python_without_lightning: WarmPython) -> None:
     program = f"""
         import sys
         from trainer import Trainer
@@ -259,10 +261,12 @@ def test_without_the_line_what_is_built_on_it_is_refused(tmp_path: Path) -> None
         else:
             raise AssertionError("two packages cannot be made one")
     """
-    check(program, tmp_path)
+    check(program, tmp_path, python_without_lightning)
 
 
-def test_another_version_that_is_loaded_already_is_refused(tmp_path: Path) -> None:
+def test_another_version_that_is_loaded_already_is_refused(
+    tmp_path: Path, python_without_lightning: WarmPython
+) -> None:
     program = f"""
         import sys, types
         sys.modules["pytorch_lightning"] = loaded = types.ModuleType("pytorch_lightning")
@@ -277,4 +281,4 @@ def test_another_version_that_is_loaded_already_is_refused(tmp_path: Path) -> No
             raise AssertionError
         assert sys.meta_path == finders
     """
-    check(program, tmp_path)
+    check(program, tmp_path, python_without_lightning)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.support import Regression, loader_of, make_batches, make_net, make_trainer
+from tests.warm_python import WarmPython
 from trainer import CheckpointFiles, load_weights
 from trainer.errors import CheckpointError, ConfigurationError, UnsafeCheckpointError
 from trainer.weights import paired
@@ -377,8 +377,8 @@ def test_a_module_that_is_made_late(tmp_path: Path) -> None:
     assert same(module.first, state)
 
 
-def test_importing_it_does_not_import_dcp() -> None:
+def test_importing_it_does_not_import_dcp(python_without_lightning: WarmPython) -> None:
     code = (
         "import sys, trainer.trainer, trainer.weights; print('torch.distributed.checkpoint.filesystem' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+    assert python_without_lightning.run("-c", code).stdout == "False\n"

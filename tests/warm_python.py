@@ -3,9 +3,9 @@
 Importing torch and Lightning would be most of the time of a short program, and tests and documentation are hundreds
 of those. :class:`WarmPython` runs them; ``tests/conftest.py`` has one for all tests, the fixture ``python``.
 
-As a script: ``warm_python.py serve SOCKET`` waits for programs; ``warm_python.py run SOCKET WORDS...`` hands one over,
-with its words, folder, environment and standard streams, and ends as it ends. Killing who has handed it over kills the
-program and what it has started.
+As a script: ``warm_python.py serve SOCKET MODULES...`` imports, and waits for programs; ``warm_python.py run SOCKET
+WORDS...`` hands one over, with its words, folder, environment and standard streams, and ends as it ends. Killing who
+has handed it over kills the program and what it has started.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ IMPORTED = (
 )  # fmt: skip
 """Modules that programs are likely to want. What is not there is left to them."""
 
+BELOW_LIGHTNING = tuple(name for name in IMPORTED if not name.startswith(("lightning", "trainer", "recipes")))
+"""Those for programs in which it matters who imports Lightning, or the project, and when."""
+
 _PASSED_ON = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
 
 
@@ -54,16 +57,18 @@ class WarmPython:
     Args:
         folder: for the socket; its path must be short.
         packages: the folder that has the project's packages: the checkout, or where a wheel is installed.
+        imported: what programs find imported.
     """
 
-    def __init__(self, folder: Path, packages: Path = ROOT) -> None:
+    def __init__(self, folder: Path, packages: Path = ROOT, imported: tuple[str, ...] = IMPORTED) -> None:
         self.packages, self.socket = packages, folder / "socket"
         self.executable = folder / "python"
         run = [sys.executable, "-I", str(Path(__file__).resolve()), "run", str(self.socket)]
         self.executable.write_text(f'#!/bin/sh\nexec {shlex.join(run)} "$@"\n')
         self.executable.chmod(0o755)
         environment = os.environ | {"PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        command, pipe = [sys.executable, str(Path(__file__).resolve()), "serve", str(self.socket)], subprocess.PIPE
+        command = [sys.executable, str(Path(__file__).resolve()), "serve", str(self.socket), *imported]
+        pipe = subprocess.PIPE
         self._server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
         assert self._server.stdout is not None
         assert self._server.stdout.readline() == "ready\n", "the server did not start"
@@ -104,11 +109,11 @@ class WarmPython:
 
 
 @contextlib.contextmanager
-def warm_python(packages: Path = ROOT) -> Iterator[WarmPython]:
+def warm_python(packages: Path = ROOT, imported: tuple[str, ...] = IMPORTED) -> Iterator[WarmPython]:
     """One for the time of the context."""
     with (
         tempfile.TemporaryDirectory(prefix="python") as folder,
-        contextlib.closing(WarmPython(Path(folder), packages)) as python,
+        contextlib.closing(WarmPython(Path(folder), packages, imported)) as python,
     ):
         yield python
 
@@ -154,11 +159,11 @@ def run(socket_path: str, words: list[str]) -> int:
     return status
 
 
-def serve(socket_path: str) -> None:
+def serve(socket_path: str, imported: list[str]) -> None:
     """Import, listen, and run what comes, until standard input ends."""
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
     gc.disable()  # what is imported stays
-    for name in IMPORTED:
+    for name in imported:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     for module in [module for name, module in sys.modules.items() if name.startswith(("trainer.", "recipes."))]:
@@ -336,7 +341,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 def main(what: str, socket_path: str, words: list[str]) -> int:
     """Serve, or run. Words that a warm Python does not know go to one that is not."""
     if what == "serve":
-        serve(socket_path)
+        serve(socket_path, words)
         os._exit(0)  # to take all these modules apart takes seconds
     if words[:1] == ["-u"]:
         words = words[1:]

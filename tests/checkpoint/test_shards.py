@@ -7,8 +7,6 @@ import os
 import pickle
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
+from tests.warm_python import WarmPython
 from trainer import CheckpointFiles
 from trainer.checkpoint import conversion, files, sharded_files, shards
 from trainer.checkpoint.folders import held
@@ -502,9 +501,10 @@ def test_parameters_in_another_order_get_their_own_states(tmp_path: Path) -> Non
         assert torch.equal(seen[name], optimizer.state[parameter]["exp_avg"])
 
 
-def test_dcp_is_imported_for_shards_alone() -> None:
+def test_dcp_is_imported_for_shards_alone(python_without_lightning: WarmPython) -> None:
     program = (
-        "import sys; from trainer import Trainer; Trainer(accelerator='cpu', logger=False);"
+        "import sys, warnings; warnings.simplefilter('ignore'); from trainer import Trainer;"
+        "Trainer(accelerator='cpu', logger=False);"
         "sys.exit('torch.distributed.checkpoint' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=False).returncode == 0
+    assert python_without_lightning.run("-c", program).returncode == 0
