@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.warm_python import WarmPython
 from trainer.cli import main
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -86,7 +88,8 @@ def test_a_run_that_goes_on_keeps_what_its_record_says(project: Path) -> None:
     assert gone_on["weights"] == begun["weights"]
 
 
-def test_each_job_of_a_sweep(project: Path) -> None:
+def test_each_job_of_a_sweep(project: Path, python: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(python.executable))  # starts the jobs
     fit("first")
     words = ["fit", "-m", "+recipe=line", "weights=first", "optimizer.lr=0.0,0.1", "hydra.sweep.dir=swept"]
     assert main(words) == 0
