@@ -60,7 +60,7 @@ __all__ = [
     "Throughput",
 ]
 
-# A class lies in the module that is called as it is: GradientClipping in gradient_clipping.
+# Each class lies in the module of its own name: GradientClipping in gradient_clipping.
 _MODULES = {module.name.replace("_", ""): module.name for module in iter_modules(__path__)}
 _HOMES = {name: f"{__name__}.{_MODULES[name.lower()]}" for name in __all__}
 

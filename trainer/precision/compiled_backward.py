@@ -1,8 +1,8 @@
-"""Backward passes that ``torch.compile`` makes are those of a loop that runs backward outside of autocast.
+"""Has ``torch.compile`` make backward passes that run outside of autocast, as they do in modules that are not compiled.
 
-The compiler makes the backward pass together with the forward, while autocast is on there, and by default it takes it
-to be on in the backward pass as well. Products in the backward pass of what runs in float32 (``fp32_modules``, or
-inside ``torch.autocast(..., enabled=False)``) are then computed in 16 bits, where gradients overflow or vanish.
+The compiler traces the backward pass together with the forward pass, under its autocast, and by default keeps autocast
+on in it. What runs in float32 (``fp32_modules``, or inside ``torch.autocast(..., enabled=False)``) then gets gradients
+whose products were computed in 16 bits, where they overflow or vanish.
 """
 
 from __future__ import annotations
