@@ -180,7 +180,9 @@ class Schedules(Classifier):
         optimizer = torch.optim.SGD([{"params": list(part)} for part in parts], lr=0.1)
         lr = torch.optim.lr_scheduler
         return [optimizer], [
-            {"scheduler": lr.StepLR(optimizer, 1, 0.9), "interval": "step", "frequency": 2},
+            # with interval="step", Lightning's frequency counts batches of the epoch, not updates
+            {"scheduler": lr.StepLR(optimizer, 1, 0.9), "interval": "step", "frequency": 1},
+            {"scheduler": lr.StepLR(optimizer, 1, 0.7), "interval": "epoch", "frequency": 2},
             {"scheduler": lr.ExponentialLR(optimizer, 0.8), "interval": "epoch"},
             {"scheduler": lr.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0), "monitor": "val_loss"},
         ]

@@ -121,8 +121,9 @@ class Drawn(Classifier):
         if interval == "plateau":
             schedule: Any = {"scheduler": ReduceLROnPlateau(optimizer, patience=0), "monitor": self.how["monitor"]}
         else:
-            schedule = {"scheduler": StepLR(optimizer, 1, 0.9), "interval": interval,
-                        "frequency": self.how["frequency"]}  # fmt: skip
+            # with interval="step", Lightning counts batches of the epoch, not updates
+            frequency = self.how["frequency"] if interval == "epoch" else 1
+            schedule = {"scheduler": StepLR(optimizer, 1, 0.9), "interval": interval, "frequency": frequency}
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
 

@@ -146,8 +146,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         " 4: set another val_check_interval",
     ),
     "a schedule by batches": (
-        {"module": lambda: Net(3), "batch_size": 2, "accumulate_grad_batches": 2, "limit_train_batches": 12},
-        {"module": lambda: Net(3), "limit_train_batches": 12},
+        {"module": lambda: Net(3, "batch"), "batch_size": 2, "accumulate_grad_batches": 2, "limit_train_batches": 12},
+        {"module": lambda: Net(3, "batch"), "limit_train_batches": 12},
         "between two steps of the schedule StepLR were 3 batches",
     ),
     "a sampler of the user's own": (

@@ -5,12 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
 from torch.optim import lr_scheduler
 
+from tests.parity import lightning
 from tests.support import (
     OPTIMIZERS,
     Regression,
+    Watch,
     assert_same,
     fit_and_watch,
     loader_of,
@@ -22,6 +25,7 @@ from tests.support import (
 )
 from trainer.errors import ConfigurationError
 from trainer.loops.schedules import Schedules
+from trainer.state.progress import FitProgress
 
 SMALL = {"init_scale": 2.0**9, "growth_interval": 5}
 POISON = {0: 1e30, 4: 1e30, 5: float("nan")}
@@ -60,12 +64,15 @@ def test_whose_turn_it_is():
         schedule_of("step plateau", plateau=True, monitor="loss"),
         schedule_of("epoch plateau", interval="epoch", plateau=True, monitor="acc"),
     ]
-    schedules = Schedules(configs, lambda *args: stepped.append(args), lambda: {"loss": 1, "acc": 2})
+    progress = FitProgress()
+    schedules = Schedules(configs, lambda *args: stepped.append(args), lambda: {"loss": 1, "acc": 2}, progress=progress)
     assert schedules
 
-    def advance(*args, **options):
+    def advance(interval, number, **options):
         stepped.clear()
-        schedules.advance(*args, **options)
+        progress.completed_steps[0] = number if interval == "step" else 7
+        progress.epoch = number - 1 if interval == "epoch" else 7
+        schedules.advance(interval, **options)
         return list(stepped)
 
     assert advance("step", 1) == [("each step", None)]
@@ -86,10 +93,10 @@ def test_a_metric_that_nobody_logged(strict):
     schedules = Schedules([config], lambda *args: stepped.append(args), lambda: {"train_loss": 1})
     if strict:
         with pytest.raises(ConfigurationError, match=r"metric val_loss which is not available.*\['train_loss'\]"):
-            schedules.advance("epoch", 1, on_plateau=True)
+            schedules.advance("epoch", on_plateau=True)
     else:
         with pytest.warns(RuntimeWarning, match="val_loss which is not available but strict is set to `False`"):
-            schedules.advance("epoch", 1, on_plateau=True)
+            schedules.advance("epoch", on_plateau=True)
     assert stepped == []
 
 
@@ -137,22 +144,199 @@ def test_rates_are_those_of_a_hand_written_loop(tmp_path, precision, schedule, i
     assert len(set(trace.rates)) > 1
 
 
-def test_frequency_counts_batches_as_lightning_does(tmp_path):
-    module = Regression(
-        make_net(), schedule=lambda o: lr_scheduler.StepLR(o, 1, gamma=0.5), interval="step", frequency=2
+def halve(optimizer):
+    return lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+class RatesOfUpdates(Watch):
+    """Record the learning rate that each weight update uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates = []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+class OwnOptimizerStep(Regression):
+    """Take the path through ``ClosureOptimization``."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+
+
+class OwnScheduleStep(Regression):
+    def lr_scheduler_step(self, scheduler, metric):
+        scheduler.step()
+
+
+def factors_with(frequency, skipped):
+    """Return the factor of each update if a schedule halves it after every ``frequency`` completed updates."""
+    completed = [sum(not one for one in skipped[:i]) for i in range(len(skipped))]
+    return [0.5 ** (count // frequency) for count in completed]
+
+
+FREQUENCIES = [
+    # batches of an epoch, epochs, batches of a window, frequency, optimizer, module, gains of batches
+    (2, 6, 1, 3, "sgd", Regression, {}),
+    (8, 2, 4, 2, "sgd", Regression, {}),
+    (5, 3, 2, 2, "adamw-fused", OwnScheduleStep, {}),
+    (5, 3, 1, 2, "momentum", OwnOptimizerStep, {3: 1e30}),
+    (1, 9, 1, 4, "sgd-fused", Regression, {}),
+    (6, 3, 1, 2, "sgd-fused", Regression, {1: 1e30, 4: float("nan")}),
+    (7, 3, 3, 3, "adam-fused", Regression, {6: 1e30}),
+    (6, 2, 1, 3, "adamw-fused", OwnScheduleStep, {2: 1e30}),
+    (6, 2, 2, 5, "sgd", OwnOptimizerStep, {}),
+]
+
+
+@pytest.mark.parametrize(("batches", "epochs", "window", "frequency", "optimizer", "kind", "gains"), FREQUENCIES)
+def test_frequency_counts_completed_updates_across_epochs(
+    tmp_path, late, batches, epochs, window, frequency, optimizer, kind, gains
+):
+    """Lightning counts the batches of the current epoch, in contrast to its documentation."""
+    module = kind(make_net(), OPTIMIZERS[optimizer], halve, interval="step", frequency=frequency)
+    watch = RatesOfUpdates()
+    trainer = make_trainer(
+        tmp_path,
+        precision=native_fp16(**SMALL) if gains or optimizer.endswith("fused") else "32-true",
+        callbacks=[watch],
+        accumulate_grad_batches=window,
+        max_epochs=epochs,
+        log_every_n_steps=0,
     )
-    _, trace = fit_and_watch(tmp_path, module, make_batches(5), max_epochs=2)
-    assert trace.rates == [0.1, 0.05, 0.05, 0.025, 0.025, 0.025, 0.0125, 0.0125, 0.00625, 0.00625]
+    trainer.fit(module, loader_of(make_batches(batches, gains=gains)))
+    skipped = watch.trace.skipped
+    assert len(skipped) == -(-batches // window) * epochs
+    assert sum(skipped) == epochs * len(gains)
+    assert [rate / watch.rates[0] for rate in watch.rates] == factors_with(frequency, skipped)
+    assert len(set(watch.rates)) > 1
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("interval", ["step", "epoch", "batch"])
+@pytest.mark.parametrize("frequency", [2, 3])
+def test_frequency_counts_across_a_resume(tmp_path, interval, frequency):
+    """From each batch and each epoch end, to the bit the rates of the uninterrupted run."""
+
+    def fit(saves, ckpt_path=None):
+        module = Regression(make_net(), schedule=halve, interval=interval, frequency=frequency)
+        watch, files = RatesOfUpdates(), []
+
+        class Saver(Checkpoint):
+            def on_train_batch_end(self, trainer, *_):
+                if saves:
+                    files.append((tmp_path / f"{len(files)}.ckpt", len(watch.rates)))
+                    trainer.save_checkpoint(files[-1][0])
+
+            def on_train_epoch_end(self, trainer, *_):
+                self.on_train_batch_end(trainer)
+
+        trainer = make_trainer(
+            tmp_path, precision=native_fp16(**SMALL), callbacks=[watch, Saver()], max_epochs=4,
+            accumulate_grad_batches=2, log_every_n_steps=0, enable_checkpointing=True,
+        )  # fmt: skip
+        trainer.fit(module, loader_of(make_batches(3, gains={2: 1e30})), ckpt_path=ckpt_path)
+        return [*watch.rates, trainer.optimizers[0].param_groups[0]["lr"]], files
+
+    expected, files = fit(saves=True)
+    assert len(files) == 16
+    assert len(set(expected)) > 1
+    for file, updates in files:
+        assert fit(saves=False, ckpt_path=file)[0] == expected[updates:], file.name
+
+
+def test_frequency_starts_again_with_new_optimizers(tmp_path):
+    """A second fit makes new schedules; each is due after its own third update."""
+    module, watch = Regression(make_net(), schedule=halve, interval="step", frequency=3), RatesOfUpdates()
+    trainer = make_trainer(tmp_path, callbacks=[watch], max_epochs=1)
+    trainer.fit(module, loader_of(make_batches(4)))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader_of(make_batches(4)))
+    assert watch.rates == [0.1, 0.1, 0.1, 0.05] * 2
+
+
+@pytest.mark.parametrize("writer", ["lightning", "an older version"])
+def test_frequency_continues_from_a_checkpoint_without_the_count(tmp_path, writer):
+    """The steps that the checkpoint counts, less those known to be skipped, count as completed."""
+
+    def module():
+        return Regression(make_net(), schedule=halve, interval="step", frequency=3)
+
+    path, batches = tmp_path / "it.ckpt", make_batches(4)
+    if writer == "lightning":
+        trainer = lightning(default_root_dir=tmp_path, max_epochs=1)
+    else:
+        trainer = make_trainer(tmp_path, max_epochs=1)
+    trainer.fit(module(), loader_of(batches))
+    trainer.save_checkpoint(path)
+    if writer != "lightning":
+        checkpoint = torch.load(path, weights_only=True)
+        assert checkpoint["loops"]["amp_trainer"]["progress"].pop("completed_steps") == {0: 4}
+        torch.save(checkpoint, path)
+    watch = RatesOfUpdates()
+    make_trainer(tmp_path, callbacks=[watch], max_epochs=3).fit(module(), loader_of(batches), ckpt_path=path)
+    assert watch.rates == [0.05, 0.05, 0.025, 0.025, 0.025, 0.0125, 0.0125, 0.0125]
+
+
+def test_a_plateau_schedule_with_a_frequency_reads_every_validation(tmp_path):
+    """One validation for every two updates, with windows of two batches and three batches an epoch."""
+    read, logged = [], []
+
+    class Validated(Regression):
+        def validation_step(self, batch, batch_idx):
+            logged.append(float(len(logged)))
+            self.log("value", logged[-1], batch_size=1)
+
+        def lr_scheduler_step(self, scheduler, metric):
+            read.append(float(metric))
+            scheduler.step(metric)
+
+    module = Validated(
+        make_net(), schedule=partial(lr_scheduler.ReduceLROnPlateau, patience=0), monitor="value",
+        interval="step", frequency=2,
+    )  # fmt: skip
+    trainer = make_trainer(
+        tmp_path, max_epochs=6, accumulate_grad_batches=2, val_check_interval=3, check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(module, loader_of(make_batches(3)), loader_of(make_batches(1)))
+    assert read == logged == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_a_plateau_schedule_counts_the_update_of_a_window_that_is_closed_early(tmp_path):
+    """Otherwise its turn is missed, if it falls on that update."""
+    read = []
+
+    class Skips(Regression):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 3 else None  # the window of batch 2 is open
+
+        def training_step(self, batch, batch_idx):
+            self.log("value", float(batch_idx), batch_size=1)
+            return super().training_step(batch, batch_idx)
+
+        def lr_scheduler_step(self, scheduler, metric):
+            read.append(float(metric))
+            scheduler.step(metric)
+
+    module = Skips(
+        make_net(), schedule=lr_scheduler.ReduceLROnPlateau, monitor="value", interval="step", frequency=2
+    )  # fmt: skip
+    trainer = make_trainer(tmp_path, max_epochs=2, accumulate_grad_batches=2)
+    trainer.fit(module, loader_of(make_batches(6)))
+    assert read == [2.0, 2.0]
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize(("frequency", "expected"), [(1, [4, 3, 2, 1, 0.5]), (2, [8, 4, 4, 2, 2])])
 def test_a_schedule_may_count_batches(tmp_path, frequency, expected):
     """``"step"`` counts updates: inside a window it waits; ``"batch"`` does not."""
-    halve = partial(lr_scheduler.LambdaLR, lr_lambda=lambda n: [80, 40, 30, 20, 10, 5][n])
+    schedule = partial(lr_scheduler.LambdaLR, lr_lambda=lambda n: [80, 40, 30, 20, 10, 5][n])
     if frequency == 2:
-        halve = partial(lr_scheduler.LambdaLR, lr_lambda=lambda n: [80, 40, 20][n])
-    module = Regression(make_net(), schedule=halve, interval="batch", frequency=frequency)
+        schedule = partial(lr_scheduler.LambdaLR, lr_lambda=lambda n: [80, 40, 20][n])
+    module = Regression(make_net(), schedule=schedule, interval="batch", frequency=frequency)
     _, trace = fit_and_watch(tmp_path, module, make_batches(5), accumulate_grad_batches=2)
     assert trace.rates == pytest.approx(expected)
 

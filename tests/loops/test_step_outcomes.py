@@ -298,17 +298,25 @@ class TwoOfEach(Regression):
 
     def configure_optimizers(self) -> Any:
         optimizers = [self.make_optimizer(self.net[:4].parameters()), self.make_optimizer(self.net[4].parameters())]
-        schedules = [{"scheduler": lr_scheduler.StepLR(o, 1, 0.5), "interval": "step"} for o in optimizers]
+        schedules = [
+            {"scheduler": lr_scheduler.StepLR(o, 1, 0.5), "interval": "step", "frequency": self.how["frequency"]}
+            for o in optimizers
+        ]
         return optimizers, schedules
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_only_the_schedule_of_the_optimizer_that_skipped_stays(tmp_path, late, fused):
-    module, watch = TwoOfEach(optimizer=partial(torch.optim.SGD, lr=1e-3, fused=fused)), Outcomes()
+@pytest.mark.parametrize("frequency", [1, 2])
+def test_only_the_schedule_of_the_optimizer_that_skipped_stays(tmp_path, late, fused, frequency):
+    module = TwoOfEach(optimizer=partial(torch.optim.SGD, lr=1e-3, fused=fused), frequency=frequency)
+    watch = Outcomes()
     trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), callbacks=[watch], **UNIMPORTANT)
     trainer.fit(module, loader_of(make_batches(5, gains={1: float("inf"), 3: float("inf")})))
     assert [o.skipped_optimizers for o in watch.outcomes] == [(), (0,), (), (0,), ()]
-    assert [o.param_groups[0]["lr"] for o in trainer.optimizers] == [1e-3 / 2**3, 1e-3 / 2**5]
+    assert [o.param_groups[0]["lr"] for o in trainer.optimizers] == [
+        1e-3 / 2 ** (3 // frequency),
+        1e-3 / 2 ** (5 // frequency),
+    ]
 
 
 # --- weight averaging -----------------------------------------------------------------------------------------------

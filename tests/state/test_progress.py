@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from lightning.pytorch import Callback
 
@@ -67,12 +69,12 @@ def test_every_counter_of_a_fit(tmp_path):
 def test_the_state_inside_an_epoch():
     progress = FitProgress(
         epoch=3, epochs_trained=3, batch_idx=6, batches=37, optimizer_steps=18, own_steps=3, skipped_steps=2,
-        updates=17, in_batch=True, closing=True, is_last_batch=True,
+        completed_steps=Counter({0: 16}), updates=17, in_batch=True, closing=True, is_last_batch=True,
     )  # fmt: skip
     state = progress.state_dict()
     assert state == {
         "epoch": 3, "batch_idx": 6, "batches": 37, "optimizer_steps": 18, "own_steps": 3, "skipped_steps": 2,
-        "has_learned": False,
+        "has_learned": False, "completed_steps": {0: 16},
         "windows": 18, "closing": False, "zero_grads": 0, "schedule_steps": 0, "epoch_start": [0] * 6,
         "is_last_batch": True, "cut_short": 0, "is_followed_up": True, "owes_validation": False, "has_validated": False,
     }  # fmt: skip
@@ -87,6 +89,7 @@ def test_the_state_inside_an_epoch():
         optimizer_steps=18,
         own_steps=3,
         skipped_steps=2,
+        completed_steps=Counter({0: 16}),
         updates=18,
         is_last_batch=True,
     )

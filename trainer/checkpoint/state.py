@@ -182,7 +182,7 @@ def restore_training(run: Any, checkpoint: dict[str, Any], progress_from: Callab
     ours = loops.get(OUR_KEY, checkpoint.get(OUR_KEY))  # it stood beside `loops` once
     # as in Lightning, a run that counts steps, and has more to take, goes on where the last step was
     if ours is not None:
-        state = ours["progress"]
+        state = {"completed_steps": _shared_equally(ours["progress"], len(engine.optimizers)), **ours["progress"]}
         run.progress.load_state_dict(state, finish_epoch=run.max_steps > state["optimizer_steps"])
     elif loops:
         progress_from(loops["fit_loop"], run.progress, finish_epoch=run.max_steps != -1)
@@ -245,9 +245,10 @@ def roll_back(
     restore_training(run, checkpoint, from_)
     is_same_epoch, closing = progress.epoch == before.epoch, progress.closing
     epochs = progress.epoch + (progress.is_last_batch and progress.batches_this_epoch > 0)
-    progress.roll_back(before)
     for epoch in range(epochs, before.epoch + before.is_last_batch):  # their ends have come between
-        loop.schedules.advance("epoch", epoch + 1)
+        progress.epoch = epoch
+        loop.schedules.advance("epoch")
+    progress.roll_back(before)
     loop.metrics.clear()
     for metric in MetricObjects(module).by_name.values():
         metric.reset()
@@ -291,6 +292,12 @@ def parameter_names(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[
     names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
     held = [[id(one) for group in optimizer.param_groups for one in group["params"]] for optimizer in optimizers]
     return [[names[one] for one in ids] if names.keys() >= set(ids) else [] for ids in held]
+
+
+def _shared_equally(progress: dict[str, Any], optimizers: int) -> dict[int, int]:
+    """Return ``completed_steps`` of a checkpoint that an older version wrote, which counted all optimizers together."""
+    steps = progress["optimizer_steps"] // max(optimizers, 1) - progress.get("skipped_steps", 0)
+    return dict.fromkeys(range(optimizers), max(steps, 0))
 
 
 def _put_in_order(checkpoint: dict[str, Any], saved: list[list[str]], names: list[list[str]]) -> None:

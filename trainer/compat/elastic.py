@@ -298,10 +298,9 @@ def _accumulate(trainer: Any, needed: dict[int, int]) -> None:
 
 
 def _frequency(config: Any, was: int, change: _Change) -> int:
-    """How often a schedule steps that counts batches."""
-    frequency = int(config.frequency)
-    if config.interval != "batch" and (config.interval != "step" or was == 1):
-        return frequency
+    """Return the frequency of a schedule in this run; only those by batches are translated."""
+    if config.interval != "batch":
+        return int(config.frequency)
     name = type(config.scheduler).__name__
     if change.short and change.was != change.now:
         raise ResumeError(f"the schedule {name} counts batches, and an epoch's last one is short")

@@ -7,6 +7,7 @@ to one of Lightning's counters is assigned to ours, if there is one that means t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -153,6 +154,7 @@ def progress_from(fit: dict[str, Any], progress: FitProgress, *, finish_epoch: b
     progress.optimizer_steps = max(automatic["total"]["completed"], manual["total"]["completed"])
     progress.own_steps = manual["total"]["completed"] - manual["total"]["ready"]
     progress.has_learned = progress.optimizer_steps > 0  # as far as it says
+    progress.completed_steps = Counter({0: automatic["total"]["completed"]})  # likewise: it counts skipped steps, too
     windows = fit["epoch_loop.state_dict"].get("_batches_that_stepped", progress.optimizer_steps)
     # inside an epoch Lightning counts a window after all that may write a checkpoint; by hand, each batch is one
     closed = total["processed"] if manual["total"]["completed"] else progress.optimizer_steps

@@ -117,7 +117,7 @@ class FitLoop:
         """Use the engine's optimizers and schedules from here on: callbacks may exchange them during a run."""
         self.resolve_outcome()
         self.optimizers = self.engine.optimizers
-        self.schedules.follow(self.engine.schedules)
+        self.schedules.follow(self.engine.schedules, self.optimizers)
         is_usual = self.optimizer_zero_grad is None and self.hooks.on_before_zero_grad.is_empty
         self.clears_early = is_usual and not any(map(has_own_zero_grad, self.optimizers))
         self.choose_path()
@@ -175,7 +175,7 @@ class FitLoop:
         if not self.window.straddles_epochs:
             self.close_window_early()
         if self.skips_epoch:
-            self.schedules.advance("epoch", progress.epoch + 1)  # otherwise the last batch did this
+            self.schedules.advance("epoch")  # otherwise the last batch did this
         if not progress.has_validated:  # what a validation has logged since stays, also by the same names
             self.published.take(self.metrics.current())
         self.metrics.end_epoch()
@@ -185,7 +185,7 @@ class FitLoop:
         self.recorder.send(self.metrics.current().logger, progress.updates - 1)
         self.hooks.save_after_epoch()
         if progress.is_last_batch:  # an epoch that was broken off is none: its schedules wait
-            self.schedules.advance("epoch", progress.epoch + 1, on_plateau=True)
+            self.schedules.advance("epoch", on_plateau=True)
         self.metrics.reset()
         progress.end_epoch()
 
@@ -354,6 +354,8 @@ class FitLoop:
         """Adjust the scale, once, however many optimizers were stepped; see what happened, if that is known yet."""
         outcome = self.gradients.update()
         self.unresolved, self.skipped, self.has_updated = stepped, (), True
+        for index in stepped:
+            self.progress.completed_steps[index] += 1
         if outcome is not None:
             self.take_outcome(outcome)
 
@@ -374,6 +376,7 @@ class FitLoop:
         if self.skipped:
             skipping = tuple(i for i in stepped if any(self.optimizers[i] is one for one in self.skipped))
             self.progress.skipped_steps += 1
+            self.progress.completed_steps.subtract(skipping)
         self.schedules.confirm(except_of=self.skipped)
         norm = None
         if self.grad_norms:
@@ -389,20 +392,20 @@ class FitLoop:
         if not self.schedules.revocable:
             self.resolve_outcome()
         if self.schedules.by_batch:
-            self.schedules.advance("batch", self.progress.batches_this_epoch)
+            self.schedules.advance("batch")
         if self.has_updated:
             self.advance_by_step()
         if self.progress.is_last_batch:
-            self.schedules.advance("epoch", self.progress.epoch + 1)
+            self.schedules.advance("epoch")
 
     def advance_by_step(self, on_plateau: bool = False) -> None:
-        """Step the schedules that follow updates. A skipped update is none: they wait for one that happened.
+        """Step the schedules that follow weight updates. Skipped steps do not advance schedules.
 
-        Where that is not known yet they step, and :meth:`resolve_outcome` takes it back: so everybody reads the usual
-        rates.
+        If the outcome is not known yet, they step tentatively, so that hooks read the usual learning rates;
+        :meth:`resolve_outcome` reverts the steps of those that skipped.
         """
-        number, unknown = self.progress.batches_this_epoch, bool(self.unresolved)
-        self.schedules.advance("step", number, on_plateau=on_plateau, except_of=self.skipped, tentatively=unknown)
+        unknown = bool(self.unresolved)
+        self.schedules.advance("step", on_plateau=on_plateau, except_of=self.skipped, tentatively=unknown)
 
     def close_window_early(self) -> None:
         """Use what an open window has (``on_train_batch_start`` returned -1, or the training stops inside of it).
@@ -415,5 +418,6 @@ class FitLoop:
             self.update_weights()
             self.resolve_outcome()
             self.advance_by_step()
+            self.advance_by_step(on_plateau=True)
             self.progress.updates += 1
         self.window.reset()

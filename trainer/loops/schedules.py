@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from types import NoneType
 from typing import Any
@@ -25,7 +25,7 @@ class Schedules:
         metrics: where a plateau schedule's monitor is looked up.
         revocable: whether a step of a schedule changes nothing but the schedule and its optimizer's groups, so that
             it can be taken back.
-        progress: whose ``schedule_steps`` counts the steps.
+        progress: the counters that frequencies refer to; its ``schedule_steps`` counts the steps of schedules.
         by_module: whether the module steps them itself: manual optimization.
 
     Attributes:
@@ -49,29 +49,30 @@ class Schedules:
         self._step = step
         self._metrics = metrics
         self._tentative: list[_Step] = []
-        self.follow(configs)
+        self._optimizers: Sequence[Optimizer] = ()
+        self.follow(configs, ())
 
-    def follow(self, configs: list[ScheduleConfig]) -> None:
-        """Step these from here on."""
-        self.configs = configs
+    def follow(self, configs: list[ScheduleConfig], optimizers: Sequence[Optimizer]) -> None:
+        """Step these schedules, of these optimizers, from here on."""
+        self.configs, self._optimizers = configs, optimizers
         self.stepped = [] if self._by_module else configs
         self.by_batch = any(config.interval == "batch" for config in configs)
 
     def advance(
         self,
         interval: str,
-        number: int,
         *,
         on_plateau: bool = False,
         except_of: Collection[Optimizer] = (),
         tentatively: bool = False,
     ) -> None:
-        """Step the schedules whose turn it is.
+        """Step the schedules that are due after a batch, a weight update or an epoch.
+
+        A schedule with frequency n is due after every n batches, completed steps of its optimizer, or epochs, counted
+        from the beginning of the fit.
 
         Args:
-            interval: ``"batch"``, ``"step"`` or ``"epoch"``.
-            number: one-based number of the batch (within its epoch) or of the epoch; a schedule with frequency f
-                steps where f divides it.
+            interval: the schedules' interval: ``"batch"``, ``"step"`` (a weight update) or ``"epoch"``.
             on_plateau: step those that watch a metric, or those that do not. The former come later, when
                 validation has logged it.
             except_of: optimizers that skipped; their schedules stay.
@@ -83,7 +84,9 @@ class Schedules:
         for config in self.stepped:
             if config.reduce_on_plateau is not on_plateau or config.interval != interval:
                 continue
-            if number % config.frequency or (except_of and _belongs(config, except_of)):
+            if except_of and _belongs(config, except_of):
+                continue
+            if config.frequency != 1 and self._count(config) % config.frequency:
                 continue
             metric = self._monitored(config) if on_plateau else None
             if on_plateau and metric is None:
@@ -104,6 +107,16 @@ class Schedules:
                 step.take_back()
                 self._progress.schedule_steps -= 1
         self._tentative.clear()
+
+    def _count(self, config: ScheduleConfig) -> int:
+        """Return the number of batches, completed steps of the schedule's optimizer, or epochs so far."""
+        if config.interval == "batch":
+            return self._progress.batches
+        if config.interval == "epoch":
+            return self._progress.epoch + 1  # it is counted when its hooks are over
+        own = getattr(config.scheduler, "optimizer", None)
+        index = next((i for i, optimizer in enumerate(self._optimizers) if optimizer is own), 0)
+        return self._progress.completed_steps[index]
 
     def _monitored(self, config: ScheduleConfig) -> Any:
         metrics = self._metrics()

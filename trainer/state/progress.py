@@ -28,7 +28,8 @@ _AS_THEY_ARE = (
 )  # fmt: skip
 """Counters that a checkpoint keeps by their names."""
 _OF_STEPS = (
-    "optimizer_steps", "own_steps", "skipped_steps", "has_learned", "updates", "zero_grads", "schedule_steps",
+    "optimizer_steps", "own_steps", "skipped_steps", "completed_steps", "has_learned", "updates", "zero_grads",
+    "schedule_steps",
 )  # fmt: skip
 """What is counted of the weights; all else is about the data."""
 
@@ -53,6 +54,9 @@ class FitProgress:
         whoever writes Lightning's count (``compat/loop_state.py``).
         skipped_steps: weight updates skipped because a gradient was not finite. The fit loop, when the outcome is
             known.
+        completed_steps: steps of each optimizer (by its index) that were not skipped, since the fit began; of a resumed
+            fit, since the first run of it began. A step counts as completed until its outcome is known. The fit loop,
+            after a weight update, and when the outcome is known.
         has_learned: whether an optimizer has stepped and was not skipped. The fit loop, when the outcome is known.
         updates: accumulation windows closed, which is the step axis of the loggers. The fit loop, at the end of a
             window's last batch (after that batch is logged).
@@ -80,6 +84,7 @@ class FitProgress:
     optimizer_steps: int = 0
     own_steps: int = 0
     skipped_steps: int = 0
+    completed_steps: Counter[int] = field(default_factory=Counter)
     has_learned: bool = False
     updates: int = 0
     zero_grads: int = 0
@@ -157,6 +162,7 @@ class FitProgress:
     def start_anew(self) -> None:
         """After an interrupted run: what was trained counts, and the epoch that was not starts from its beginning."""
         self.updates += self.closing
+        self.completed_steps.clear()  # the optimizers are new
         self.epoch, self.resumed_epoch = self.epochs_trained, -1
         self.batch_idx = -1
         self.is_last_batch = self.in_batch = self.closing = self.owes_validation = self.has_validated = False
@@ -174,6 +180,7 @@ class FitProgress:
             "epoch": self.epochs_trained,
             "batch_idx": -1 if over else self.batches_trained_this_epoch - 1,
             **{name: getattr(self, name) for name in _AS_THEY_ARE},
+            "completed_steps": dict(self.completed_steps),
             "windows": self.updates + (self.closing and not follows),
             "closing": self.closing and follows,
             "epoch_start": list(astuple(self.epoch_start)),
@@ -197,6 +204,7 @@ class FitProgress:
             self.batch_idx = state["cut_short"] - 1
         for name in _AS_THEY_ARE:
             setattr(self, name, state.get(name, 0))
+        self.completed_steps = Counter(state.get("completed_steps", {}))
         start = EpochStart(*state.get("epoch_start", ()))
         self.epoch_start = replace(start, batches_started=start.batches)  # no batch is under way any more
         self.batches_started = self.batches
