@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _faults.training import differences
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from tests.support import Regression, loader_of, make_batches, make_trainer
+from tests.support import Regression, loader_of, make_batches, make_net, make_trainer
 
 BATCHES = make_batches(4)
 
@@ -98,3 +102,258 @@ def test_a_checkpoint_that_was_named_is_kept(tmp_path: Path) -> None:
     module = Logs(optimizer=partial(torch.optim.SGD, lr=0.02))
     trainer.fit(module, loader_of(BATCHES), loader_of(BATCHES[:2]), ckpt_path=named)
     assert {path.name for path in (tmp_path / "kept").glob("*.ckpt")} == {named.name, "epoch=1-step=8.ckpt"}
+
+
+# --- when they save -------------------------------------------------------------------------------------------------
+
+
+def score(step: int) -> float:
+    """Return the ``val_loss`` of the weights after ``step`` optimizer steps: a different number for each step."""
+    return float((step * 7) % 23)
+
+
+class Scored(Regression):
+    """Logs in each validation the score of the current weights, and writes down the order of events."""
+
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__(make_net(dropout=0.2), partial(torch.optim.SGD, lr=0.02, momentum=0.9))
+        self.automatic_optimization = not manual
+        self.layer, self.saved_models = self.net, dict[int, Any]()
+        self.events: list[tuple[str, int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.saved_models[batch_idx] = {name: value.detach().clone() for name, value in self.layer.state_dict().items()}
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return {"loss": loss}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.events.append(("batch", self.trainer.global_step))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", score(self.trainer.global_step), batch_size=4)
+
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.events.append(("validation", self.trainer.global_step))
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        self.events.append(("save", self.trainer.global_step))
+
+
+class Counts(ModelCheckpoint):
+    """Overrides the hooks and calls those of the base class."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+
+    def on_validation_end(self, *args: Any) -> None:
+        super().on_validation_end(*args)
+
+
+class KilledIn(Callback):
+    """A kill in the validation with this number, counted from 1."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.left -= not trainer.sanity_checking
+        if self.left == 0:
+            raise Killed
+
+
+def fit(folder: Path, *callbacks: Callback, manual: bool = False, batches: int = 5, **arguments: Any) -> Scored:
+    """Fit in ``folder``, from ``ckpt_path`` if it is given; after a kill, return the module as it is."""
+    ckpt_path, module = arguments.pop("ckpt_path", None), Scored(manual)
+    torch.manual_seed(1)
+    trainer = make_trainer(
+        folder, callbacks=list(callbacks), enable_checkpointing=True, **{"max_epochs": 3, **arguments}
+    )
+    with suppress(Killed):
+        trainer.fit(module, loader_of(make_batches(batches)), loader_of(BATCHES[:1]), ckpt_path=ckpt_path)
+    return module
+
+
+def steps_of(events: list[tuple[str, int]], every: int) -> dict[int, float]:
+    """Return the steps that a monitored saver writes, with their scores."""
+    saved, metric, waits = dict[int, float](), None, False
+    events = [event for event in events if event[0] != "save"]
+    for (kind, step), (following, _) in zip(events, [*events[1:], ("end", 0)], strict=True):
+        if kind == "validation":
+            metric = score(step)
+        is_due = kind == "batch" and step > 0 and step % every == 0 and step not in saved
+        if is_due and (metric is None or following == "validation"):
+            waits = True
+        elif is_due or (kind == "validation" and waits and step not in saved):
+            assert metric is not None
+            saved[step], waits = metric, False
+    return saved
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Return the content of each checkpoint in ``folder``, without paths and the states of the run's own callbacks."""
+    files = {path.name: torch.load(path, weights_only=True) for path in sorted(folder.glob("*.ckpt"))}
+    keys = ("epoch", "global_step", "state_dict", "optimizer_states")
+    return {name: {key: file[key] for key in keys} for name, file in files.items()}
+
+
+EVERY = pytest.mark.parametrize(
+    ("every", "manual", "arguments"),
+    [
+        (2, False, {"val_check_interval": 2, "check_val_every_n_epoch": None}),
+        (2, True, {"val_check_interval": 2, "check_val_every_n_epoch": None}),
+        (2, False, {"val_check_interval": 2, "accumulate_grad_batches": 2}),
+        (1, False, {"val_check_interval": 3, "accumulate_grad_batches": 2}),
+        (5, False, {}),
+        (5, True, {}),
+        (2, False, {}),
+        (2, True, {"val_check_interval": 0.4}),
+        (1, False, {"val_check_interval": 1}),
+        (5, False, {"check_val_every_n_epoch": 2, "max_epochs": 4}),
+        (3, False, {"val_check_interval": 3, "precision": "bf16-mixed", "num_sanity_val_steps": 0}),
+        (2, False, {"val_check_interval": 2, "max_steps": 8, "max_epochs": -1}),
+        (1, True, {"val_check_interval": timedelta(microseconds=1)}),
+        (4, False, {"limit_val_batches": 0, "max_epochs": 2}),
+    ],
+)
+
+
+@EVERY
+@pytest.mark.parametrize("kind", [ModelCheckpoint, Counts])
+def test_a_score_is_that_of_the_validation_after_the_same_batch(
+    tmp_path: Path, kind: Any, every: int, manual: bool, arguments: dict[str, Any]
+) -> None:
+    saver = kind(tmp_path / "kept", monitor="val_loss", save_top_k=-1, every_n_train_steps=every, filename="{step}")
+    module = fit(tmp_path, saver, manual=manual, **arguments)
+    expected = steps_of(module.events, every)
+    assert {Path(path).stem: value.item() for path, value in saver.best_k_models.items()} == {
+        f"step={step}": value for step, value in expected.items()
+    }
+    for name, file in contents(tmp_path / "kept").items():
+        assert name == f"step={file['global_step']}.ckpt"
+    assert bool(expected) == ("limit_val_batches" not in arguments)
+
+
+def test_the_best_weights_are_kept(tmp_path: Path) -> None:
+    class Example(Scored):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log(
+                "val_loss", {2: 5.0, 4: 4.0, 6: 1.0, 8: 3.0, 10: 6.0}.get(self.trainer.global_step, 9.0), batch_size=1
+            )
+
+    saver = ModelCheckpoint(tmp_path / "kept", monitor="val_loss", every_n_train_steps=2, save_last=True)
+    trainer = make_trainer(tmp_path, callbacks=[saver], enable_checkpointing=True, val_check_interval=2)
+    trainer.fit(Example(), loader_of(make_batches(10)), loader_of(BATCHES[:1]))
+    assert (saver.best_model_score, Path(saver.best_model_path).name) == (1.0, "epoch=0-step=6.ckpt")
+    assert {name: file["global_step"] for name, file in contents(tmp_path / "kept").items()} == {
+        "epoch=0-step=6.ckpt": 6,
+        "last.ckpt": 10,
+    }
+
+
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize(
+    ("options", "waits"),
+    [
+        ({"every_n_train_steps": 2}, False),
+        ({"every_n_train_steps": 2, "monitor": "val_loss"}, True),
+        ({"every_n_train_steps": 2, "monitor": "loss"}, True),
+        ({"train_time_interval": timedelta(0)}, False),
+        ({"train_time_interval": timedelta(0), "monitor": "loss"}, False),
+    ],
+)
+def test_only_monitored_saves_by_steps_wait(tmp_path: Path, options: dict[str, Any], waits: bool, manual: bool) -> None:
+    saver = ModelCheckpoint(tmp_path / "kept", save_top_k=-1, **options)
+    events = fit(tmp_path, saver, manual=manual, batches=4, val_check_interval=2, max_epochs=2).events
+    saved = [before for before, event in pairwise(events) if event[0] == "save"]
+    steps = range(1, 9) if "train_time_interval" in options else range(2, 9, 2)
+    assert saved == [("validation" if waits else "batch", step) for step in steps]
+
+
+def test_the_score_of_a_training_metric_is_that_of_its_batch(tmp_path: Path) -> None:
+    def scores(name: str, **arguments: Any) -> list[float]:
+        saver = ModelCheckpoint(tmp_path / name, monitor="loss", save_top_k=-1, every_n_train_steps=2)
+        fit(tmp_path, saver, **arguments)
+        return [value.item() for value in saver.best_k_models.values()]
+
+    validated = scores("validated", val_check_interval=2, check_val_every_n_epoch=None)
+    assert validated == scores("not validated", limit_val_batches=0)
+    assert len(set(validated)) == 7
+
+
+def savers(folder: Path, order: str) -> list[ModelCheckpoint]:
+    """Return a saver that waits for validations, one that does not, and one of the ends of epochs, in this order."""
+    kinds: dict[str, dict[str, Any]] = {
+        "w": {"monitor": "val_loss", "save_top_k": 2, "every_n_train_steps": 2, "save_last": True},
+        "n": {"save_top_k": -1, "every_n_train_steps": 2},
+        "e": {"monitor": "val_loss", "save_top_k": 2, "every_n_epochs": 1},
+    }
+    return [Counts(folder / "kept" / kind, filename="{step}", **kinds[kind]) for kind in order]
+
+
+@pytest.mark.parametrize(
+    ("order", "manual", "killed", "arguments"),
+    [
+        ("wn", False, 2, {"val_check_interval": 2}),
+        ("nw", False, 2, {"val_check_interval": 2}),
+        ("nw", True, 5, {"val_check_interval": 2, "check_val_every_n_epoch": None}),
+        ("nwe", False, 2, {}),
+        ("ewn", True, 1, {}),
+        ("wne", False, 3, {"val_check_interval": 2, "accumulate_grad_batches": 2, "precision": "bf16-mixed"}),
+        ("w", False, 3, {"val_check_interval": 4}),
+    ],
+)
+def test_a_kill_in_a_validation_changes_no_file(
+    tmp_path: Path, order: str, manual: bool, killed: int, arguments: dict[str, Any]
+) -> None:
+    options: dict[str, Any] = {"manual": manual, "batches": 6, "resume": "auto", **arguments}
+    whole = fit(tmp_path / "whole", *savers(tmp_path / "whole", order), **options)
+    fit(tmp_path / "run", KilledIn(killed), *savers(tmp_path / "run", order), **options)
+    resumed = fit(tmp_path / "run", *savers(tmp_path / "run", order), **options)
+    assert whole.events[-len(resumed.events) :] == resumed.events
+    for kind in order:
+        ours, theirs = contents(tmp_path / "run" / "kept" / kind), contents(tmp_path / "whole" / "kept" / kind)
+        assert list(ours) == list(theirs)
+        assert differences(ours, theirs) == []
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize(
+    ("options", "interval"),
+    [
+        ({"every_n_train_steps": 2}, 2),
+        ({"every_n_train_steps": 2, "monitor": "val_loss", "save_last": True}, 2),
+        ({"every_n_train_steps": 1, "monitor": "val_loss", "save_last": "link"}, 1.0),
+        ({"train_time_interval": timedelta(0), "save_last": "link"}, 3),
+        ({"train_time_interval": timedelta(0), "monitor": "loss"}, 2),
+        ({"every_n_epochs": 2, "monitor": "val_loss"}, 1.0),
+        ({"every_n_epochs": 1, "save_on_train_epoch_end": True, "save_last": True}, 2),
+        ({"every_n_epochs": 1, "save_on_train_epoch_end": False, "monitor": "val_loss"}, 3),
+    ],
+)
+def test_manual_optimization_saves_as_automatic_optimization_does(
+    tmp_path: Path, options: dict[str, Any], interval: Any
+) -> None:
+    def save(manual: bool, ckpt_path: Path | None = None) -> tuple[Scored, dict[str, Any]]:
+        folder = tmp_path / f"{manual}-{ckpt_path and ckpt_path.stem}"
+        saver = Counts(folder / "kept", save_top_k=-1, filename="{step}", **options)
+        module = fit(folder, saver, manual=manual, ckpt_path=ckpt_path, val_check_interval=interval, max_epochs=2)
+        return module, contents(folder / "kept")
+
+    module, files = save(manual=True)
+    automatic, expected = save(manual=False)
+    assert module.events == automatic.events
+    assert list(files) == list(expected)
+    assert differences(files, expected) == []
+    for name in set(files) - {"last.ckpt"}:
+        _, rest = save(True, tmp_path / "True-None" / "kept" / name)
+        later = {other for other, file in files.items() if file["global_step"] > files[name]["global_step"]}
+        assert set(rest) >= later
+        assert differences({other: rest[other] for other in later}, {other: files[other] for other in later}) == []

@@ -24,6 +24,20 @@ def test_time_decides_when_to_validate() -> None:
         assert [limits.validation_is_due(), limits.validation_is_due()] == [False, True]
 
 
+def test_the_decision_after_a_batch_is_kept() -> None:
+    """Callbacks that save ask before the loop does; the ranks exchange their decisions once."""
+    limits = StoppingConditions(FitProgress(), max_epochs=1, val_check_seconds=5.0)
+    asked = []
+    limits.agree = lambda decision: asked.append(decision) or decision
+    with mock.patch("time.monotonic", side_effect=[10.0, 14.9, 15.0]):
+        limits.restart_validation_clock()
+        limits.progress.begin_batch(0, False)
+        assert [limits.validation_is_due() for _ in range(3)] == [False] * 3
+        limits.progress.begin_batch(1, False)
+        assert [limits.validation_is_due() for _ in range(3)] == [True] * 3
+    assert asked == [False, True]
+
+
 def test_who_stops_early_validates_whatever_the_time() -> None:
     limits = StoppingConditions(FitProgress(), max_epochs=1, val_check_seconds=1e9)
     limits.restart_validation_clock()

@@ -25,9 +25,8 @@ class BestCheckpoint(ModelCheckpoint):
     ``monitor=None``; with a ``save_top_k`` above 1 all are.
 
     With ``save_last=True`` the last checkpoint is written each time it is due. Lightning writes it only where the
-    metric was among the best. With ``every_n_train_steps`` it also puts it off to the next validation, as long as there
-    is no metric and at the end of an epoch; after the last epoch none comes. A resumed run keeps to the choice. All
-    else, arguments included, is Lightning's.
+    metric was among the best, and with ``every_n_train_steps`` not before the metric exists. A resumed run keeps to the
+    choice. All else, arguments included, is Lightning's.
     """
 
     @functools.wraps(ModelCheckpoint.__init__)  # type: ignore[misc]  # the signature, for configs are held against it
@@ -52,8 +51,8 @@ class BestCheckpoint(ModelCheckpoint):
         """Save, where it is time to."""
         waited, self._defer_save_until_validation = self._defer_save_until_validation, False
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self._defer_save_until_validation and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            self._save_last(trainer)  # after the last batch there may be a validation at once
+        if self._defer_save_until_validation and not trainer.is_last_batch and not trainer.loop.validation_is_due():
+            self._save_last(trainer)
         self._defer_save_until_validation |= waited
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:

@@ -1,17 +1,21 @@
-"""Lightning's ModelCheckpoint callbacks: the folders they write into, and their state that they do not save themselves.
+"""Lightning's ModelCheckpoint callbacks: when they save, their folders, and the state that they do not save themselves.
 
-A folder belongs to one run at a time. A run that resumes tells each ModelCheckpoint at which step it last saved, and
-whether it waits for a validation, which its own state leaves out.
+A ModelCheckpoint with ``every_n_train_steps`` and a ``monitor`` saves after the validation if one follows the same
+batch, so that its score is the score of the weights that it saves.
+
+A folder belongs to one run at a time. A resumed run restores the step at which each ModelCheckpoint last saved, and
+whether it waits for a validation, because its own state leaves these out.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -24,6 +28,7 @@ from trainer.checkpoint.folders import LOCK, held, owner
 from trainer.checkpoint.state import OUR_KEY
 from trainer.compat import cluster
 from trainer.compat.checkpoint_io import files_of, local_path
+from trainer.loops.fit import FitLoop
 
 T = TypeVar("T")
 _STATES = "savers"
@@ -32,6 +37,91 @@ _STATES = "savers"
 def model_checkpoints_of(trainer: Any) -> list[ModelCheckpoint]:
     """The ModelCheckpoints of ``trainer``."""
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+
+
+# --- when they save ---------------------------------------------------------------------------------------------------
+
+_on_train_batch_end = ModelCheckpoint.on_train_batch_end
+_on_validation_end = ModelCheckpoint.on_validation_end
+
+
+@wraps(_on_train_batch_end)
+def _save_after_batch(
+    self: ModelCheckpoint, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+) -> None:
+    """Save if ``every_n_train_steps`` or ``train_time_interval`` is due, in automatic and manual optimization alike.
+
+    Lightning's method ignores ``train_time_interval`` in manual optimization, and ranks weights by the metrics of an
+    older validation unless the batch is the last of its epoch.
+    """
+    if not _is_ours(trainer):
+        _on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx)
+        return
+    is_due = _time_is_up(self, trainer) or _steps_are_due(self, trainer)
+    if not is_due or self._should_skip_saving_checkpoint(trainer):
+        return
+    if _must_wait(self, trainer):
+        self._defer_save_until_validation = True
+    else:
+        _save(self, trainer)
+
+
+@wraps(_on_validation_end)
+def _save_after_validation(self: ModelCheckpoint, trainer: Any, pl_module: Any) -> None:
+    """Save if a save waits for this validation. Otherwise, as Lightning's method.
+
+    Lightning's method never makes up for such a save if the validations come at the ends of epochs.
+    """
+    waits = self._defer_save_until_validation and self.monitor in trainer.callback_metrics
+    if _is_ours(trainer) and waits and not self._should_skip_saving_checkpoint(trainer):
+        self._defer_save_until_validation = False
+        _save(self, trainer)
+    else:
+        _on_validation_end(self, trainer, pl_module)
+
+
+ModelCheckpoint.on_train_batch_end = _save_after_batch  # type: ignore[method-assign]
+ModelCheckpoint.on_validation_end = _save_after_validation  # type: ignore[method-assign]
+
+
+def _is_ours(trainer: Any) -> bool:
+    return isinstance(getattr(trainer, "loop", None), FitLoop)
+
+
+def _save(saver: ModelCheckpoint, trainer: Any) -> None:
+    candidates = saver._monitor_candidates(trainer)
+    saver._save_topk_checkpoint(trainer, candidates)
+    saver._save_last_checkpoint(trainer, candidates)
+
+
+def _steps_are_due(saver: ModelCheckpoint, trainer: Any) -> bool:
+    every = saver._every_n_train_steps
+    return every >= 1 and trainer.global_step % every == 0
+
+
+def _time_is_up(saver: ModelCheckpoint, trainer: Any) -> bool:
+    """Return whether ``train_time_interval`` has passed, by the clock of rank 0, and restart it if it has."""
+    if saver._train_time_interval is None:
+        return False
+    now, before = time.monotonic(), saver._last_time_checked
+    is_up = before is not None and now - before >= saver._train_time_interval.total_seconds()
+    if is_up := trainer.strategy.broadcast(is_up):
+        saver._last_time_checked = now
+    return bool(is_up)
+
+
+def _must_wait(saver: ModelCheckpoint, trainer: Any) -> bool:
+    """Return whether a save that is due now has to wait for the metrics of the next validation.
+
+    It waits if its metric does not exist yet, or if a validation follows this batch. Saves by ``train_time_interval``
+    do not wait for the latter: they are there to lose no time.
+    """
+    if saver.monitor is None:
+        return False
+    if saver.monitor not in trainer.callback_metrics:
+        return True
+    has_batches = not trainer.num_val_batches or any(trainer.num_val_batches)  # [] before the loaders are built
+    return saver._train_time_interval is None and has_batches and trainer.loop.validation_is_due()
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
@@ -138,17 +228,22 @@ def _is_empty(folder: str) -> bool:
 
 
 def save_states(trainer: Any, checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Put into ``checkpoint``, which is about to be written to ``path``, what each ModelCheckpoint has done until then.
+    """Add the state of each ModelCheckpoint to ``checkpoint``, which is about to be written to ``path``.
 
-    That is the step at which it has last saved, so that it does not save twice, and whether it waits for the metrics of
-    a validation. For the one that writes this checkpoint, it is its state after writing it.
+    The state is the step at which it last saved, so that it does not save twice, the file of that step, and whether it
+    waits for the metrics of a validation. For the one that writes this checkpoint, it is its state after writing it. If
+    another one writes it first at the end of a batch, a save that is going to wait is already counted as waiting.
     """
     states = {}
+    ends_batch = trainer.progress.in_batch and trainer.progress.is_trained
     for saver in model_checkpoints_of(trainer):
         step, waits = saver._last_global_step_saved, saver._defer_save_until_validation
+        is_due = ends_batch and _steps_are_due(saver, trainer) and not saver._should_skip_saving_checkpoint(trainer)
+        waits = waits or (is_due and _must_wait(saver, trainer))
+        file = saver._last_checkpoint_saved
         if os.fspath(path) in (saver.best_model_path, saver.last_model_path, *saver.best_k_models):
-            step, waits = trainer.global_step, False
-        states[saver.state_key] = {"dirpath": str(saver.dirpath), "step": step, "waits": waits}
+            step, waits, file = trainer.global_step, False, os.fspath(path)
+        states[saver.state_key] = {"dirpath": str(saver.dirpath), "step": step, "file": str(file), "waits": waits}
     if states:
         checkpoint["loops"][OUR_KEY][_STATES] = states
 
@@ -162,6 +257,7 @@ def restore_states(trainer: Any, checkpoint: dict[str, Any]) -> None:
         saver._defer_save_until_validation = state["waits"]
         if state["dirpath"] == str(saver.dirpath):
             saver._last_global_step_saved = state["step"]
+            saver._last_checkpoint_saved = state.get("file", "")
             saver.last_model_path = saver.last_model_path or _link_to(str(trainer.ckpt_path), str(saver.dirpath))
 
 

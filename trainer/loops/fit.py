@@ -313,10 +313,9 @@ class FitLoop:
         progress.in_batch = False
 
     def follow_up(self) -> None:
-        """What comes after a batch: a validation, where one is due, and what waits for it."""
-        progress, limits = self.progress, self.limits
-        validates = self.validates_this_epoch and not progress.has_validated
-        if validates and (progress.owes_validation or limits.validation_is_due()):
+        """Run a validation if one is due after the batch, then step the schedules that wait for it."""
+        progress = self.progress
+        if self.validation_is_due():
             self.run_validation()
         if self.window.is_last:
             if self.has_updated and self.schedules.stepped:
@@ -324,6 +323,12 @@ class FitLoop:
             progress.updates += 1
             progress.closing = False
         progress.is_followed_up = True
+
+    def validation_is_due(self) -> bool:
+        """Return whether a validation follows the current batch. Callbacks that save by its metrics wait for it."""
+        progress = self.progress
+        validates = self.validates_this_epoch and not progress.has_validated
+        return validates and (progress.owes_validation or self.limits.validation_is_due())
 
     # --- one weight update ----------------------------------------------------------------------------------
 

@@ -28,7 +28,9 @@ have as well, ``+`` what Lightning does not have::
                 + on_after_optimizer_step    with the StepOutcome; of a fused optimizer on a GPU, just before the next
                                              update or when it is asked for, whichever is first
                 * lr_scheduler_step          unless the step was skipped
-                  on_train_batch_end         those that save checkpoints: after the module, and the row for the loggers
+                  on_train_batch_end         those that save checkpoints: after the module, and the row for the loggers;
+                                             a ModelCheckpoint that monitors a metric saves in on_validation_end instead
+                                             if a validation follows
                   validation, where it is due:
                     * on_validation_model_zero_grad, on_validation_model_eval
                       on_validation_start, on_validation_epoch_start

@@ -56,6 +56,7 @@ class StoppingConditions:
     should_stop: bool = field(default=False, init=False)
     attend: Callable[[bool], None] | None = field(default=None, init=False)
     _has_announced: bool = field(default=False, init=False)
+    _decided: tuple[int, bool] = field(default=(-1, False), init=False)  # batch, and whether the time was over
 
     def fill_in(self, max_epochs: int) -> None:
         """Set the defaults of ``max_epochs`` and ``min_epochs`` when a fit starts."""
@@ -114,13 +115,22 @@ class StoppingConditions:
         if self.should_stop and self.may_stop():
             return True
         if self.val_check_seconds is not None:
-            # their clocks differ. A host-device synchronisation, on several GPUs
-            return self.agree(time.monotonic() - self.validated_at >= self.val_check_seconds)
+            return self._time_is_up(self.val_check_seconds)
         if self.val_check_batch is None or self.val_check_batch == float("inf"):
             return progress.is_last_batch
         counts_over_epochs = self.check_val_every_n_epoch is None
         number = progress.batches if counts_over_epochs else progress.batches_this_epoch
         return number % self.val_check_batch == 0 or (self.validates_at_end and progress.is_last_batch)
+
+    def _time_is_up(self, seconds: float) -> bool:
+        """Return whether the time between validations is over. A decision that a hook has seen holds for its batch."""
+        batch, decision = self._decided
+        if batch != self.progress.batches_started:
+            # the clocks of ranks differ. A host-device synchronization on several GPUs
+            decision = self.agree(time.monotonic() - self.validated_at >= seconds)
+            if self.progress.in_batch:
+                self._decided = self.progress.batches_started, decision
+        return decision
 
     def schedule_validation(self, interval: float, num_batches: float, knows_its_end: bool, validates: bool) -> None:
         """Set ``val_check_batch``, or start the clock.
@@ -159,7 +169,7 @@ class StoppingConditions:
 
     def restart_validation_clock(self) -> None:
         """Count the seconds to the next validation from now."""
-        self.validated_at = time.monotonic()
+        self.validated_at, self._decided = time.monotonic(), (-1, False)
 
     def logging_is_due(self) -> bool:
         """Whether the loggers get a row for the current weight update."""
