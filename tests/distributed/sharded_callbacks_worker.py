@@ -381,6 +381,29 @@ def averaged(kind: str, make: Callable[[], Callback], **arguments: Any) -> dict[
     return found | {"gains": values.gains, "held": values.held}
 
 
+class AtEnd(Callback):
+    """The whole weights after the average was copied into the module, if it comes after the averaging callback."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.weights = whole(pl_module)
+
+
+def not_begun(kind: str, folder: Path) -> dict[str, Any]:
+    """An average that begins after the last step."""
+    path, values, end = folder / kind / "not_begun", Values(), AtEnd()
+    found = fit(
+        kind, Net(), EMAWeightAveraging(update_starting_at_step=100), values, end,
+        ModelCheckpoint(path, filename="{epoch}", save_top_k=-1), enable_checkpointing=True, limit_val_batches=1,
+    )  # fmt: skip
+    saved = torch.load(path / "epoch=1.ckpt", weights_only=True)
+    trained = found["weights"]  # before the average was copied
+    return found | {
+        "saved": saved["state_dict"], "gains": values.gains, "gain": round(float(trained["gain"]), 6),
+        "at end": all(torch.equal(one, end.weights[name]) for name, one in trained.items()),
+        "in file": all(torch.equal(saved["state_dict"][name], one) for name, one in trained.items()),
+    }  # fmt: skip
+
+
 def resumed(kind: str, make: Callable[[], Callback], folder: Path) -> dict[str, Any]:
     """A checkpoint after the first epoch, gone on from: as the run that was not interrupted."""
     path = folder / kind / f"{make().__class__.__name__}"
@@ -501,6 +524,7 @@ def others(folder: Path) -> dict[str, Callable[[str], dict[str, Any]]]:
         "averages by foreach": lambda kind: averaged(kind, multi),
         "averages, buffers as they are": lambda kind: averaged(kind, partial(multi, use_buffers=False)),
         "SWA": lambda kind: averaged(kind, swa, max_epochs=3),
+        "EMA, not begun": lambda kind: not_begun(kind, folder),
         "EMA resumed": lambda kind: resumed(kind, ema, folder),
         "stock": lambda kind: stock(kind, folder),
         "learning rate found": tuned,

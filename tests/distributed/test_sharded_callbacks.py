@@ -206,6 +206,14 @@ def test_averages_are_parts_and_validations_see_them(ranks: list[dict[str, Any]]
         assert len(found["gains"]) == (7 if name == "SWA" else 5)
 
 
+def test_an_average_that_has_not_begun_is_the_current_weights(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for kind in worker.KINDS:
+            found = rank["EMA, not begun"][kind]
+            assert (found["at end"], found["in file"]) == (True, True)
+            assert found["gains"][-1] == found["gain"] != found["gains"][0]
+
+
 @pytest.mark.parametrize("name", ["EMA resumed", "SWA resumed"])
 def test_averages_go_on_after_a_resume(ranks: list[dict[str, Any]], name: str) -> None:
     assert all(rank[name]["fsdp"]["resumed is the same"] for rank in ranks)

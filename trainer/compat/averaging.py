@@ -1,4 +1,4 @@
-"""Lightning's weight averaging, without skipped steps.
+"""Lightning's weight averaging, without skipped steps, and with the current weights until the first update.
 
 ``WeightAveraging`` averages in ``on_train_batch_end``, after each optimizer step that ``trainer.global_step`` counts:
 skipped ones too. Here the same method runs when the outcome of an update is known, unless it was skipped. The weights
@@ -6,6 +6,11 @@ are still those of that update, also if the outcome arrives late.
 
 A subclass that overrides ``on_train_batch_end`` is called after each batch, as usual. Its ``should_update`` is only
 called for steps that were not skipped, which waits for a late outcome.
+
+Until the first update, ``AveragedModel.n_averaged`` is 0 and the average is a copy of the initial weights. Before it is
+read (by a validation, at the end of the fit, for a checkpoint), :func:`follow` copies the current weights into it. An
+average that a subclass updates without ``AveragedModel.update_parameters`` must increment ``n_averaged`` as well.
+``StochasticWeightAveraging`` reads its average at the end only: before its first update, it transfers nothing.
 
 Where processes hold parts of the weights, each holds the same parts of the average: those of ``WeightAveraging`` and of
 ``StochasticWeightAveraging``. The average's module is a copy without weights, made while the module is whole; it gets
@@ -18,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,6 +37,7 @@ from trainer.engine.sharding.state import load_module_state, spread
 from trainer.state.outcome import StepOutcome
 
 _HOOK, _QUESTION, _SWAP = "on_after_optimizer_step", "should_update", "_swap_models"
+_COPY, _TRANSFER = "_copy_average_to_current", "transfer_weights"
 _SHARDED = ("setup", "update_parameters", "on_load_checkpoint", "_load_average_model_state")
 """What is replaced in a callback whose average is sharded."""
 Part = Callable[[Tensor], Tensor]
@@ -53,13 +60,19 @@ def defer_copies(trainer: Any) -> None:
 
 
 def attach_averaging(trainer: Any) -> None:
-    """Let the averaging callbacks leave skipped steps out; make their averages, where weights will be sharded."""
+    """Let the averaging callbacks leave skipped steps out, and their averages follow the weights until they begin.
+
+    If the weights will be sharded, make the averages.
+    """
     for callback in trainer.callbacks:
         if trainer.engine.gradients.are_parts and trainer.training:
             _make_average(callback, trainer.lightning_module)
+        if isinstance(callback, StochasticWeightAveraging):
+            vars(callback)[_TRANSFER] = partial(_transfer, callback)
         if not isinstance(callback, WeightAveraging):
             continue
         vars(callback)[_SWAP] = _Swap(callback)
+        vars(callback)[_COPY] = partial(_copy_to_current, callback)
         if type(callback).on_train_batch_end is WeightAveraging.on_train_batch_end:
             vars(callback)[_HOOK] = partial(_average, callback)
         elif trainer.scaler.skips_steps:
@@ -86,21 +99,17 @@ def shard_averages(trainer: Any) -> None:
 
 
 def follow(trainer: Any) -> None:
-    """Give the averages, which have averaged nothing yet, the weights that the module has been given meanwhile."""
-    module = trainer.lightning_module
+    """Copy the current weights and buffers into each average that has not been updated yet."""
     for callback in trainer.callbacks:
-        if isinstance(callback, WeightAveraging) and callback._average_model is not None:
-            if trainer.engine.gradients.are_parts:
-                _fill(callback._average_model.module, module)
-            else:
-                callback._average_model.module.load_state_dict(module.state_dict())
+        if isinstance(callback, WeightAveraging):
+            _follow(callback, trainer.lightning_module)
 
 
 def detach_averaging(callbacks: Iterable[Any]) -> None:
     """Undo :func:`defer_copies`, :func:`attach_averaging` and :func:`shard_averages`."""
     for callback in callbacks:
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
-            for name in (_HOOK, _QUESTION, _SWAP, *_SHARDED):
+            for name in (_HOOK, _QUESTION, _SWAP, _COPY, _TRANSFER, *_SHARDED):
                 vars(callback).pop(name, None)
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:
             vars(callback._average_model).pop("update_parameters", None)
@@ -125,11 +134,37 @@ class _Swap:
 
     def __init__(self, callback: WeightAveraging) -> None:
         self.is_swapped = False
-        self._swap = partial(type(callback)._swap_models, callback)
+        self._callback = callback
 
     def __call__(self, module: LightningModule) -> None:
-        self._swap(module)
+        if not self.is_swapped:
+            _follow(self._callback, module)
+        type(self._callback)._swap_models(self._callback, module)
         self.is_swapped = not self.is_swapped
+
+
+def _follow(callback: WeightAveraging, module: LightningModule) -> None:
+    """Copy the current weights and buffers into the average of a callback, unless it has been updated."""
+    average = callback._average_model
+    if average is None or average.n_averaged:  # synchronizes if the average is on a GPU
+        return
+    copies = chain(average.module.parameters(), average.module.buffers())
+    for copied, current in zip(copies, chain(module.parameters(), module.buffers()), strict=False):
+        copied.data.copy_(current.data)
+
+
+def _copy_to_current(callback: WeightAveraging, module: LightningModule) -> None:
+    """``WeightAveraging._copy_average_to_current``."""
+    _follow(callback, module)
+    type(callback)._copy_average_to_current(callback, module)
+
+
+def _transfer(callback: StochasticWeightAveraging, average: nn.Module, module: nn.Module) -> None:
+    """``StochasticWeightAveraging.transfer_weights``, unless nothing has been averaged."""
+    updates = callback._init_n_averaged if callback.n_averaged is None else callback.n_averaged
+    if updates:  # synchronizes if the average is on a GPU
+        transfer: Any = type(callback).transfer_weights
+        transfer(average, module)
 
 
 def _average(

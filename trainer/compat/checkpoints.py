@@ -297,6 +297,7 @@ class CheckpointConnector(_CheckpointConnector):
         """A checkpoint of this moment."""
         trainer, module, scope = self.trainer, self.trainer.lightning_module, ModuleScope(self.trainer.lightning_module)
         trainer.loop.resolve_outcome()
+        averaging.follow(trainer)
         loops = loop_state.loops_of(trainer)
         loops["fit_loop"]["state_dict"].update(trainer.data.state_dict())
         as_lightning = hparams.as_lightning(loops, module, trainer.datamodule)

@@ -1,0 +1,244 @@
+"""Weight averages that have not been updated yet: until the first update, the average is the current weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import (
+    Checkpoint,
+    EMAWeightAveraging,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+
+from tests.parity import lightning
+from tests.support import Regression, loader_of, make_batches, make_trainer, native_fp16
+
+BATCHES, EPOCHS = 4, 3
+SMALL = {"init_scale": 2.0**9, "growth_interval": 5}
+
+
+class Module(Regression):
+    """Has BatchNorm's buffers, and records the state that each validation sees."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)))
+        self.validated: list[dict[str, Tensor]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(copy_of(self))
+
+
+class Trained(Callback):
+    """Records the state after each batch, before any average is copied into the module."""
+
+    def __init__(self) -> None:
+        self.states: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.states.append(copy_of(pl_module))
+
+
+class Saver(Checkpoint):
+    """Writes a checkpoint after each batch, validation and epoch, and notes how many batches were trained by then."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.files = folder, dict[Path, int]()
+
+    def save(self, trainer: Any, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            path = self.folder / f"{len(self.files)}.ckpt"
+            trainer.save_checkpoint(path)
+            self.files[path] = trainer.progress.batches
+
+    on_train_batch_end = on_validation_batch_end = on_validation_end = on_train_epoch_end = save
+
+
+class Custom(WeightAveraging):
+    """Updates when it is told to."""
+
+    def __init__(self, first: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.first = first
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx is not None and step_idx >= self.first
+
+
+class OwnHook(WeightAveraging):
+    """Updates the average itself, after each batch from the given one on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__(avg_fn=get_ema_avg_fn(0.5))
+        self.first = first
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step > self.first:
+            assert self._average_model is not None
+            self._average_model.update_parameters(pl_module)
+
+
+def copy_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def assert_equal(mine: dict[str, Tensor], expected: dict[str, Tensor], about: Any = "") -> None:
+    assert mine.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(mine[name], value), (about, name)
+
+
+def fit(
+    folder: Path, callback: Any, *, ckpt_path: Any = None, gains: Any = None, saves: bool = True, **arguments: Any
+) -> tuple[Any, Module, Trained, Saver]:
+    folder.mkdir(exist_ok=True)
+    module, trained, saver = Module(), Trained(), Saver(folder)
+    trainer = make_trainer(
+        folder, max_epochs=EPOCHS, callbacks=[trained, callback, *([saver] if saves else [])], num_sanity_val_steps=1,
+        enable_checkpointing=saves, **arguments,
+    )  # fmt: skip
+    batches = make_batches(BATCHES, gains=gains)
+    trainer.fit(module, loader_of(batches), loader_of(batches[:1]), ckpt_path=ckpt_path)
+    return trainer, module, trained, saver
+
+
+NEVER: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "a late step": (lambda: EMAWeightAveraging(decay=0.5, update_starting_at_step=1000), {}),
+    "a late epoch": (lambda: EMAWeightAveraging(update_every_n_steps=0, update_starting_at_epoch=9), {}),
+    "should_update": (lambda: Custom(99), {}),
+    "without buffers": (lambda: Custom(99, use_buffers=False), {}),
+    "its own hook": (lambda: OwnHook(99), {"precision": "bf16-mixed"}),
+    "a run that is stopped before": (lambda: Custom(7), {"max_steps": 6}),
+    "skipped steps": (
+        WeightAveraging,
+        {"precision": native_fp16(**SMALL), "gains": dict.fromkeys(range(BATCHES), 1e30)},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NEVER)
+def test_an_average_that_never_begins_is_the_current_weights(tmp_path: Path, kind: str) -> None:
+    """In each validation, in each checkpoint, at the end of the fit, and in what is saved and validated after it."""
+    make, arguments = NEVER[kind]
+    trainer, module, trained, saver = fit(tmp_path, make(), **arguments)
+    after = [trained.states[i] for i in range(BATCHES - 1, len(trained.states), BATCHES)]
+    validated = module.validated[1:]  # without the sanity check
+    assert len(validated) == len(after) >= 1
+    for mine, expected in zip(validated, after, strict=True):
+        assert_equal(mine, expected)
+    assert len(saver.files) >= 6
+    for path, batches in saver.files.items():
+        checkpoint = torch.load(path, weights_only=True)
+        assert checkpoint["averaging_state"]["n_averaged"] == 0
+        assert_equal(checkpoint["state_dict"], trained.states[batches - 1], path.name)
+        assert_equal(checkpoint["current_model_state"], trained.states[batches - 1], path.name)
+    assert_equal(module.state_dict(), trained.states[-1])
+
+    with torch.no_grad():
+        module.net[0].weight.mul_(2)  # as if other weights had been loaded
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    assert_equal(torch.load(tmp_path / "after.ckpt", weights_only=True)["state_dict"], module.state_dict())
+    trainer.validate(module, loader_of(make_batches(1)), verbose=False)
+    assert_equal(module.validated[-1], module.state_dict())
+
+
+@pytest.mark.parametrize("use_buffers", [True, False])
+def test_an_average_that_begins_late_is_torchs_from_there_on(tmp_path: Path, use_buffers: bool) -> None:
+    """Of 12 updates, the first 6 are left out: one validation before, two after."""
+    callback = Custom(6, use_buffers=use_buffers, avg_fn=get_ema_avg_fn(0.5))
+    _, module, trained, _ = fit(tmp_path, callback, saves=False)
+    current = Module()
+    average = AveragedModel(current, use_buffers=use_buffers, avg_fn=get_ema_avg_fn(0.5))
+    expected = [trained.states[3]]
+    for i, state in enumerate(trained.states[6:], 6):
+        current.load_state_dict(state)
+        average.update_parameters(current)
+        if i % BATCHES == BATCHES - 1:
+            expected.append(copy_of(average.module))
+    for number, (mine, one) in enumerate(zip(module.validated[1:], expected, strict=True)):
+        assert_equal(mine, one, number)
+    assert_equal(module.state_dict(), expected[-1])
+
+
+@pytest.mark.parametrize("kind", ["late", "never"])
+def test_a_resume_from_before_the_average_begins_is_exact(tmp_path: Path, kind: str) -> None:
+    """From each checkpoint, to the bit the weights and validations of the uninterrupted run."""
+    first = {"late": 6, "never": 99}[kind]
+    _, whole, _, saver = fit(tmp_path / "whole", Custom(first, avg_fn=get_ema_avg_fn(0.5)))
+    assert len(saver.files) == 12 + 3 * 3
+    for path, batches in list(saver.files.items())[:16:3]:
+        _, module, _, _ = fit(
+            tmp_path / "resumed", Custom(first, avg_fn=get_ema_avg_fn(0.5)), ckpt_path=path, saves=False
+        )
+        assert_equal(module.state_dict(), whole.state_dict(), path.name)
+        for mine, expected in zip(reversed(module.validated), reversed(whole.validated[1:]), strict=False):
+            if batches < len(whole.validated[1:]) * BATCHES:
+                assert_equal(mine, expected, path.name)
+
+
+def test_a_checkpoint_of_lightnings_from_before_the_average_begins(tmp_path: Path) -> None:
+    """Its ``state_dict`` holds the initial weights, which are not the average."""
+    saver, loaders = Saver(tmp_path), [loader_of(make_batches(number)) for number in (BATCHES, 1)]
+    saver.on_train_batch_end = saver.on_validation_batch_end = saver.on_validation_end = lambda *_: None  # type: ignore[method-assign]
+    saver.save = lambda trainer, *_: trainer.save_checkpoint(tmp_path / "theirs.ckpt")  # type: ignore[method-assign]
+    saver.on_train_epoch_end = saver.save  # type: ignore[method-assign]
+    theirs = lightning(
+        default_root_dir=tmp_path, max_epochs=1, callbacks=[Custom(99), saver], enable_checkpointing=True
+    )
+    theirs.fit(Module(), *loaders)
+    assert_equal(torch.load(tmp_path / "theirs.ckpt", weights_only=True)["state_dict"], Module().state_dict())
+    _, resumed, _, _ = fit(tmp_path, Custom(99), ckpt_path=tmp_path / "theirs.ckpt", saves=False)
+    _, whole, trained, _ = fit(tmp_path, Custom(99), saves=False)
+    assert_equal(resumed.state_dict(), trained.states[-1])
+    for mine, expected in zip(resumed.validated[-2:], whole.validated[-2:], strict=True):
+        assert_equal(mine, expected)
+
+
+def test_an_interrupted_run_is_saved_with_its_current_weights(tmp_path: Path) -> None:
+    class Fails(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 2:
+                raise RuntimeError("now")
+            return super().training_step(batch, batch_idx)
+
+    module = Fails()
+    trainer = make_trainer(tmp_path, callbacks=[Custom(99)])
+    with pytest.raises(RuntimeError, match="now"):
+        trainer.fit(module, loader_of(make_batches(BATCHES)), loader_of(make_batches(1)))
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    assert not torch.equal(module.net[0].weight, Module().net[0].weight)
+    assert_equal(torch.load(tmp_path / "saved.ckpt", weights_only=True)["state_dict"], module.state_dict())
+
+
+SWA: dict[str, dict[str, Any]] = {
+    "a start after the last epoch": {"swa_epoch_start": 9},
+    "an endless run that stops before": {"swa_epoch_start": 9, "max_epochs": -1, "max_steps": 6},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Swapping scheduler")
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("kind", SWA)
+def test_stochastic_weight_averaging_that_never_begins_leaves_the_weights(
+    tmp_path: Path, kind: str, norm: bool
+) -> None:
+    arguments = {"max_epochs": EPOCHS, **SWA[kind]}
+    swa = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=arguments.pop("swa_epoch_start"))
+    module, trained = Module(), Trained()
+    if not norm:
+        module.net[1] = nn.Identity()
+    trainer = make_trainer(tmp_path, callbacks=[trained, swa], **arguments)
+    trainer.fit(module, loader_of(make_batches(BATCHES)), loader_of(make_batches(1)))
+    state = trained.states[min(len(trained.states), trainer.global_step) - 1]
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, state[name]), name
+    assert not torch.equal(module.net[0].weight, Module().net[0].weight)
+    assert "transfer_weights" not in vars(swa)
