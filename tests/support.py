@@ -234,6 +234,31 @@ def assert_same(ours: Trace, theirs: Trace) -> None:
             assert torch.equal(a, b), f"weights differ after batch {step}"
 
 
+def assert_identical(found: Any, expected: Any, place: str = "") -> None:
+    """Check that nested containers hold the same: types, dtypes, and values to the bit.
+
+    Args:
+        found: The containers.
+        expected: What they are compared with.
+        place: Of the containers, for the message.
+    """
+    if isinstance(expected, dict) and isinstance(found, dict):
+        assert found.keys() == expected.keys(), place
+        for key, value in expected.items():
+            assert_identical(found[key], value, f"{place}[{key!r}]")
+    elif isinstance(expected, Tensor) and isinstance(found, Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), place
+        assert torch.equal(found, expected), place
+    else:
+        assert type(found) is type(expected), (place, found, expected)
+        if isinstance(expected, (list, tuple)):
+            assert len(found) == len(expected), place
+            for index, pair in enumerate(zip(found, expected, strict=True)):
+                assert_identical(*pair, f"{place}[{index}]")
+        else:
+            assert found == expected, place
+
+
 def native_fp16(**options: Any) -> MixedPrecision:
     """16-mixed on torch's own CPU kernels, whatever the model's size."""
     return MixedPrecision("float16", cpu_kernels="native", **options)

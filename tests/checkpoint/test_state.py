@@ -13,9 +13,10 @@ from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 
 from tests.parity import Classifier, Learner, assert_same_weights, data, lightning, lightnings_noise_ignored, ours
-from tests.support import OPTIMIZERS, Regression, loader_of, make_batches, make_trainer, native_fp16
+from tests.support import OPTIMIZERS, Regression, assert_identical, loader_of, make_batches, make_trainer, native_fp16
 from trainer import Trainer
 from trainer.checkpoint import state
+from trainer.checkpoint.state import _keep_implementation
 from trainer.errors import CheckpointError
 from trainer.precision import MixedPrecision
 
@@ -112,7 +113,7 @@ def test_the_keys_are_lightnings_and_one_of_ours(tmp_path: Path) -> None:
         theirs = read(saved(tmp_path, make=lightning)[0])
     mine = read(saved(tmp_path)[0])
     assert mine["loops"].pop(state.OUR_KEY).keys() == {
-        "format", "progress", "awaited", "callbacks", "processes", "order", "parameters", "rows",
+        "format", "progress", "awaited", "callbacks", "processes", "order", "parameters", "dtypes", "rows",
     }  # fmt: skip
     loops = theirs["loops"]
     # Lightning's dataloader states; we write none, and reading ours Lightning does without
@@ -191,21 +192,6 @@ def state_of(trainer: Any) -> dict[str, Any]:
     checkpoint = copy.deepcopy(trainer._checkpoint_connector.dump_checkpoint())
     checkpoint.pop("loops")
     return checkpoint
-
-
-def assert_identical(one: Any, other: Any, where: str = "checkpoint") -> None:
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other), where
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            assert_identical(one[key], other[key], f"{where}[{key!r}]")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), where
-        for index, (a, b) in enumerate(zip(one, other, strict=True)):
-            assert_identical(a, b, f"{where}[{index}]")
-    else:
-        assert one == other, where
 
 
 class SeededEpochs(Callback):
@@ -695,3 +681,12 @@ def test_how_a_step_is_computed_is_the_choice_of_the_run_that_resumes(tmp_path, 
     assert bool(second.optimizers[0].param_groups[0]["fused"]) is after.endswith("fused")
     assert (second.global_step, second.skipped_steps) == (5, 1)
     assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+
+def test_where_a_learning_rate_lies_and_whether_a_step_is_captured_are_choices_of_the_run() -> None:
+    optimizer = torch.optim.Adam([torch.zeros(1)], capturable=True)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
+    saved = {"param_groups": [{**optimizer.param_groups[0], "lr": torch.tensor(0.2), "capturable": False}]}
+    _keep_implementation(optimizer, saved)
+    assert saved["param_groups"][0]["lr"].is_meta
+    assert saved["param_groups"][0]["capturable"]

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from tests.distributed.worker import BATCH, Shard, precision_of, samples
 from tests.distributed.worker import Regression as Plain
+from tests.mixed_states import MixedStates
 from trainer import CheckpointFiles, FSDP2Strategy, Trainer
 from trainer.checkpoint import conversion
 from trainer.engine.sharding import state
@@ -50,6 +51,7 @@ OPTIMIZERS: dict[str, Any] = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
     "Rprop": lambda p: torch.optim.Rprop(p, foreach=False),
     "ASGD": lambda p: torch.optim.ASGD(p, foreach=False),
+    "mixed states": MixedStates,
 }
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.distributed import checkpoints_worker as worker
 from tests.distributed.test_ddp import load, run
-from tests.support import needs_fsdp2
+from tests.support import assert_identical, needs_fsdp2
 from tests.warm_python import WarmPython
 from trainer.checkpoint import files
 from trainer.checkpoint.manifest import OUR_KEY
@@ -48,18 +48,8 @@ def ranks(python: WarmPython, folder: Path, single: dict[str, Any]) -> list[dict
 
 def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
     """Weights, and the states of optimizers with their groups, are equal to the bit."""
-    assert one["weights"].keys() == other["weights"].keys()
-    for name, value in one["weights"].items():
-        assert torch.equal(value, other["weights"][name]), name
-    for mine, its in zip(one["optimizers"], other["optimizers"], strict=True):
-        assert mine["param_groups"] == its["param_groups"]
-        assert mine["state"].keys() == its["state"].keys()
-        for number, state in mine["state"].items():
-            assert state.keys() == its["state"][number].keys()
-            for key, value in state.items():
-                same = torch.as_tensor(its["state"][number][key])
-                assert torch.equal(torch.as_tensor(value), same), (number, key)
-                assert torch.as_tensor(value).dtype == same.dtype, (number, key)
+    assert_identical(one["weights"], other["weights"])
+    assert_identical(one["optimizers"], other["optimizers"])
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])

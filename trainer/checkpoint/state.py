@@ -5,7 +5,7 @@
 ``state_dict``                the module
 ``loops``                     the counters in Lightning's shape; under ``amp_trainer`` in ours, which say more,
                               with the states of our own callbacks, what each process has for itself
-                              (``trainer.checkpoint.process``), and the names of the optimizers' parameters
+                              (``trainer.checkpoint.process``), and the names and dtypes of the optimizers' parameters
 ``callbacks``                 the other callbacks' states: Lightning asks for every callback that has one here
 ``optimizer_states``          one for each optimizer
 ``lr_schedulers``             one for each schedule
@@ -26,7 +26,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer import redaction
@@ -65,6 +65,7 @@ def dump(run: Any, as_lightning: dict[str, Any], *, weights_only: bool) -> dict[
         own = run.process.dump()
         ours["processes"] = [own] if engine.saves_shards else engine.gather(own)
         ours["parameters"] = parameter_names(module, engine.optimizers)
+        ours["dtypes"] = [[one.dtype for one in _parameters_of(optimizer)] for optimizer in engine.optimizers]
         checkpoint["callbacks"], ours["callbacks"] = {}, {}
         for callback in run.callbacks:
             if state := callback.state_dict():
@@ -205,10 +206,9 @@ def restore_training(run: Any, checkpoint: dict[str, Any], progress_from: Callab
     for optimizer, state in zip(engine.optimizers, checkpoint["optimizer_states"], strict=False):
         _refuse_other_kind(optimizer, state)
         _keep_implementation(optimizer, state)
-    _put_in_order(
-        checkpoint, (ours or {}).get("parameters", []), parameter_names(run.lightning_module, engine.optimizers)
-    )
-    engine.load_optimizer_states(checkpoint)
+    names = parameter_names(run.lightning_module, engine.optimizers)
+    _put_in_order(checkpoint, (ours or {}).get("parameters", []), names)
+    engine.load_optimizer_states(checkpoint, _saved_dtypes(checkpoint, ours or {}, names, engine.optimizers))
     for config, state in zip(engine.schedules, checkpoint["lr_schedulers"]):  # noqa: B905  # none, or as many
         config.scheduler.load_state_dict(state)
     awaited = {name: torch.tensor(value) for name, value in (ours or {}).get("awaited", {}).items()}
@@ -290,7 +290,7 @@ def process_states_in(checkpoint: dict[str, Any], *, exact: bool) -> list[dict[s
 def parameter_names(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[list[str]]:
     """The names of each optimizer's parameters, in its order; [] for one with parameters that are not the module's."""
     names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
-    held = [[id(one) for group in optimizer.param_groups for one in group["params"]] for optimizer in optimizers]
+    held = [[id(one) for one in _parameters_of(optimizer)] for optimizer in optimizers]
     return [[names[one] for one in ids] if names.keys() >= set(ids) else [] for ids in held]
 
 
@@ -298,6 +298,36 @@ def _shared_equally(progress: dict[str, Any], optimizers: int) -> dict[int, int]
     """Return ``completed_steps`` of a checkpoint that an older version wrote, which counted all optimizers together."""
     steps = progress["optimizer_steps"] // max(optimizers, 1) - progress.get("skipped_steps", 0)
     return dict.fromkeys(range(optimizers), max(steps, 0))
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _saved_dtypes(
+    checkpoint: dict[str, Any], ours: dict[str, Any], names: list[list[str]], optimizers: list[Optimizer]
+) -> dict[Tensor, torch.dtype]:
+    """Return the dtype that each parameter of the optimizers had when the checkpoint was saved.
+
+    Lightning's checkpoints, and ours of before, do not record it: the weights in the checkpoint have it.
+
+    Args:
+        checkpoint: The checkpoint.
+        ours: The part of it that is not Lightning's.
+        names: The names of each optimizer's parameters.
+        optimizers: The optimizers.
+    """
+    saved = {
+        plain_name(name): value.dtype for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)
+    }
+    for known, dtypes in zip(ours.get("parameters", []), ours.get("dtypes", []), strict=False):
+        saved.update(zip(known, dtypes, strict=False))
+    return {
+        parameter: saved[name]
+        for known, optimizer in zip(names, optimizers, strict=True)
+        for name, parameter in zip(known, _parameters_of(optimizer), strict=False)  # not named: not the module's
+        if name in saved
+    }
 
 
 def _put_in_order(checkpoint: dict[str, Any], saved: list[list[str]], names: list[list[str]]) -> None:
@@ -328,9 +358,13 @@ def _refuse_other_kind(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def _keep_implementation(optimizer: Any, state: dict[str, Any]) -> None:
-    """How a step is computed is this run's choice: an optimizer that is fused by half fails, or skips nothing."""
+    """Keep this run's choices of how and on which device a step is computed: a half-fused optimizer fails."""
+    choices = ("fused", "foreach", "capturable")
     for group, saved in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False):
-        saved.update({key: group[key] for key in ("fused", "foreach") if key in group and key in saved})
+        saved.update({key: group[key] for key in choices if key in group and key in saved})
+        for key, value in saved.items():
+            if isinstance(value, Tensor) and isinstance(now := group.get(key), Tensor):
+                saved[key] = value.to(now.device)  # a learning rate
 
 
 def _is_ours(callback: Any) -> bool:

@@ -45,6 +45,7 @@ from trainer.compat.checkpoint_io import files_of
 from trainer.compat.engine import LightningEngine
 from trainer.engine.gradients import Gradients
 from trainer.engine.initialisation import initialise
+from trainer.engine.optimizer_states import SavedDtypes
 from trainer.engine.optimizers import needs_closure
 from trainer.engine.zero import ZeroGradients, ZeroModule, ZeroScaler
 from trainer.errors import CheckpointError, ConfigurationError, PrecisionError, UnsupportedError
@@ -624,10 +625,10 @@ class DeepSpeedEngine(LightningEngine):
         self._folder = folder if is_same and self._trainer.state.fn is TrainerFn.FITTING else None
         return self._folder is not None
 
-    def load_optimizer_states(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load ``checkpoint["optimizer_states"]``."""
+    def load_optimizer_states(self, checkpoint: Mapping[str, Any], saved: SavedDtypes) -> None:
+        """Load ``checkpoint["optimizer_states"]`` with their saved dtypes."""
         for state in checkpoint["optimizer_states"]:
-            self._zero().load_optimizer_state(state)
+            self._zero().load_optimizer_state(state, saved)
 
 
 _NEED_GRADIENTS = {

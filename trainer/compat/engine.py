@@ -42,6 +42,7 @@ from trainer.compat.precision import PrecisionAdapter
 from trainer.engine.agreement import Agreement
 from trainer.engine.gradients import Gradients, zero_loss
 from trainer.engine.initialisation import initialise
+from trainer.engine.optimizer_states import SavedDtypes, keep_dtypes
 from trainer.engine.processes import children, leave_group_at_exit
 from trainer.engine.protocol import ModuleCalls, ScheduleConfig, Weight
 from trainer.engine.sharding.wrap import put_back
@@ -406,10 +407,11 @@ class LightningEngine:
         """One optimizer's state dict."""
         return self.strategy.optimizer_state(optimizer)
 
-    def load_optimizer_states(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load ``checkpoint["optimizer_states"]``, unless the strategy does that by itself."""
+    def load_optimizer_states(self, checkpoint: Mapping[str, Any], saved: SavedDtypes) -> None:
+        """Load ``checkpoint["optimizer_states"]`` with their saved dtypes, unless the strategy loads them by itself."""
         if self.strategy.lightning_restore_optimizer:
-            self.strategy.load_optimizer_state_dict(checkpoint)
+            with keep_dtypes(self.optimizers, checkpoint["optimizer_states"], saved):
+                self.strategy.load_optimizer_state_dict(checkpoint)
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint: from rank 0 a file, or by all ranks a folder. Waits until it is written.

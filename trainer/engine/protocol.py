@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from trainer.engine.agreement import Agreement
 from trainer.engine.gradients import Gradients
+from trainer.engine.optimizer_states import SavedDtypes
 from trainer.precision.base import Precision
 
 T = TypeVar("T")
@@ -224,8 +225,13 @@ class Engine(Protocol):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """One optimizer's state dict, in which sharded tensors stay that."""
 
-    def load_optimizer_states(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load ``checkpoint["optimizer_states"]``, whole or sharded as the parameters are, into the optimizers."""
+    def load_optimizer_states(self, checkpoint: Mapping[str, Any], saved: SavedDtypes) -> None:
+        """Load the states of the optimizers with the dtypes that they were saved with.
+
+        Args:
+            checkpoint: Has them under ``"optimizer_states"``, whole or sharded as the parameters are.
+            saved: The dtype that each parameter had when the checkpoint was saved.
+        """
 
     @property
     def saves_shards(self) -> bool:

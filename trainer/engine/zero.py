@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.engine.gradients import Gradients
+from trainer.engine.optimizer_states import SavedDtypes, dtype_to_load
 from trainer.errors import UnsupportedError
 from trainer.precision.scaler import LossScaler, UpdateOutcome
 
@@ -261,8 +262,13 @@ class ZeroModule:
                 states[number] = found
         return {"state": states, "param_groups": self.optimizer.state_dict()["param_groups"]}
 
-    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Load a state dict as torch has it, of whole tensors, which all processes have; or settings alone."""
+    def load_optimizer_state(self, state: Mapping[str, Any], saved_dtypes: SavedDtypes) -> None:
+        """Load a state dict as torch has it, of whole tensors, which all processes have; or settings alone.
+
+        Args:
+            state: The state dict.
+            saved_dtypes: The dtype that each parameter had when it was saved.
+        """
         assert self.optimizer is not None
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
@@ -274,7 +280,8 @@ class ZeroModule:
             for key, value in saved.items():
                 if isinstance(value, Tensor) and value.dim():
                     if key not in kept:
-                        kept[key] = torch.zeros_like(part.flat)
+                        dtype = dtype_to_load(value, saved_dtypes.get(parameter), part.flat.dtype)
+                        kept[key] = torch.zeros_like(part.flat, dtype=dtype)
                     self.set(parameter, value.to(self._device), key)
                 else:
                     kept[key] = copy.deepcopy(value)

@@ -1,0 +1,262 @@
+"""Dtypes of optimizer states: a resumed run has those of the run that was never interrupted."""
+
+from __future__ import annotations
+
+import warnings
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from tests.mixed_states import LoadsItself, MixedStates, WithoutClosure, Wrapper
+from tests.parity import QUIET
+from tests.support import Regression, assert_identical, loader_of, make_batches, make_net, make_trainer, native_fp16
+from trainer import CheckpointFiles
+from trainer.engine.optimizer_states import dtype_to_load, keep_dtypes
+
+BATCHES = make_batches(6)
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": partial(torch.optim.AdamW, lr=0.01, amsgrad=True, foreach=False),
+    "AdamW foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True),
+    "AdamW fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "AdamW, lr is a tensor": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01), foreach=False),
+    "SGD momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "SGD fused": partial(torch.optim.SGD, lr=0.05, momentum=0.9, fused=True),
+    "Adafactor": partial(torch.optim.Adafactor, lr=0.05),
+    "NAdam": partial(torch.optim.NAdam, lr=0.01),
+    "RAdam": partial(torch.optim.RAdam, lr=0.01),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.01),
+    "Rprop": partial(torch.optim.Rprop, lr=0.01),
+    "ASGD": partial(torch.optim.ASGD, lr=0.01),
+    "LBFGS": partial(torch.optim.LBFGS, lr=0.1, max_iter=2),
+    "mixed": MixedStates,
+    "mixed, without closure": WithoutClosure,
+    "wrapped": partial(Wrapper, inner=MixedStates),
+    "wrapped twice": partial(Wrapper, inner=partial(Wrapper, inner=MixedStates)),
+    "loads itself": LoadsItself,
+}
+PRECISIONS = ("bf16-true", "32-true", "16-mixed", "bf16-mixed")
+
+
+class Half(Regression):
+    """Its batches have the dtype of its weights."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step([one.to(self.net[0].weight.dtype) for one in batch], batch_idx)
+
+
+class Stops(Callback):
+    """Saves after some batches, and ends the run there if asked to.
+
+    Args:
+        path: The checkpoint.
+        batches: After which the checkpoint is written.
+    """
+
+    def __init__(self, path: Path, batches: int = 3) -> None:
+        self.path, self.batches, self.at = path, batches, None
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step and batch_idx + 1 == self.batches:
+            trainer.save_checkpoint(self.path)
+
+
+def plugin(precision: str) -> Any:
+    return native_fp16(init_scale=64.0) if precision == "16-mixed" else precision
+
+
+def fit(folder: Path, optimizer: Any, precision: str, *more: Any, ckpt: Path | None = None, **arguments: Any) -> Any:
+    module = Half(make_net(), optimizer)
+    trainer = make_trainer(folder, precision=plugin(precision), callbacks=list(more), **arguments)
+    trainer.fit(module, loader_of(BATCHES), ckpt_path=ckpt)
+    return trainer, module
+
+
+def end_of(trainer: Any, module: Any) -> dict[str, Any]:
+    return {"weights": dict(module.state_dict()), "optimizers": [one.state_dict() for one in trainer.optimizers]}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
+    precision = "bf16-true" if name != "LBFGS" else "32-true"
+    whole = end_of(*fit(tmp_path, OPTIMIZERS[name], precision, Stops(tmp_path / "3.ckpt")))
+    assert_identical(end_of(*fit(tmp_path, OPTIMIZERS[name], precision, ckpt=tmp_path / "3.ckpt")), whole)
+
+
+@pytest.mark.parametrize(
+    ("precision", "form"),
+    [("bf16-true", "folder"), ("32-true", "folder"), ("16-mixed", "file"), ("bf16-mixed", "folder")],
+)
+def test_in_every_precision_from_files_and_folders(tmp_path: Path, precision: str, form: str) -> None:
+    files = partial(CheckpointFiles, sharded=form == "folder")
+    whole = end_of(*fit(tmp_path, WithoutClosure, precision, Stops(tmp_path / "3.ckpt"), plugins=files()))
+    resumed = fit(tmp_path, WithoutClosure, precision, ckpt=tmp_path / "3.ckpt", plugins=files())
+    assert_identical(end_of(*resumed), whole)
+
+
+SWITCHES = [
+    ("32-true", "bf16-true"), ("bf16-true", "32-true"), ("32-true", "16-mixed"), ("16-mixed", "32-true"),
+    ("bf16-true", "16-mixed"), ("bf16-mixed", "bf16-true"),
+]  # fmt: skip
+
+
+class States(Callback):
+    """The dtypes of the states when training begins."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.dtypes = [
+            {key: value.dtype for key, value in state.items() if isinstance(value, Tensor)}
+            for state in trainer.optimizers[0].state.values()
+        ]
+
+
+@pytest.mark.filterwarnings("ignore:The checkpoint has (a|no) loss-scaler state")
+@pytest.mark.parametrize(
+    ("name", "before", "after", "from_lightning"),
+    [
+        (name, *SWITCHES[(index + shift) % len(SWITCHES)], bool((index + shift) % 3))
+        for index, name in enumerate(("AdamW", "AdamW foreach", "AdamW fused", "SGD momentum", "mixed"))
+        for shift in (0, 1, 3)
+    ],
+)
+def test_another_precision_casts_states_that_had_the_dtype_of_the_parameter(
+    tmp_path: Path, name: str, before: str, after: str, from_lightning: bool
+) -> None:
+    kinds = {precision: torch.bfloat16 if precision == "bf16-true" else torch.float32 for precision in PRECISIONS}
+    optimizer = WithoutClosure if name == "mixed" and not from_lightning else OPTIMIZERS[name]
+    if from_lightning and before != "16-mixed":  # of which Lightning has none on a CPU
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            first = LightningTrainer(**QUIET, max_epochs=1, precision=before)
+            first.fit(Half(make_net(), optimizer), loader_of(BATCHES))
+            first.save_checkpoint(tmp_path / "a.ckpt")
+    else:
+        fit(tmp_path, optimizer, before)[0].save_checkpoint(tmp_path / "a.ckpt")
+    (state, *_) = torch.load(tmp_path / "a.ckpt", weights_only=True)["optimizer_states"][0]["state"].values()
+    expected = {
+        key: kinds[after] if value.dtype == kinds[before] and key != "step" else value.dtype
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    }
+    states = States()
+    optimizer = WithoutClosure if name == "mixed" else optimizer
+    fit(tmp_path, optimizer, after, states, ckpt=tmp_path / "a.ckpt", max_epochs=2)
+    assert states.dtypes == [expected] * len(states.dtypes)
+    assert states.dtypes
+
+
+def test_lightnings_checkpoints_keep_their_dtypes(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first = LightningTrainer(**QUIET, max_epochs=1, precision="bf16-true")
+        first.fit(Half(make_net(), MixedStates), loader_of(BATCHES))
+        first.save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["optimizer_states"]
+    trainer, _ = fit(tmp_path, MixedStates, "bf16-true", ckpt=tmp_path / "a.ckpt")  # over: it trains nothing
+    assert_identical([one.state_dict() for one in trainer.optimizers], saved)
+
+
+class Exports(Half):
+    """Its checkpoints have weights in another dtype than the run's."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {name: value.float() for name, value in checkpoint["state_dict"].items()}
+
+
+def test_weights_that_are_saved_in_another_dtype(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, precision="bf16-true", max_epochs=1)
+    trainer.fit(Exports(make_net(), MixedStates), loader_of(BATCHES))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    saved = end_of(trainer, trainer.lightning_module)
+    again = make_trainer(tmp_path, precision="bf16-true", max_epochs=1)
+    again.fit(Exports(make_net(), MixedStates), loader_of(BATCHES), ckpt_path=tmp_path / "a.ckpt")
+    assert_identical(end_of(again, again.lightning_module), saved)
+
+
+def test_a_run_that_is_rolled_back_keeps_the_dtypes(tmp_path: Path) -> None:
+    class RollsBack(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:
+                self.before = deepcopy(trainer.optimizers[0].state_dict())
+                assert trainer.roll_back(3) is not None
+                self.after = deepcopy(trainer.optimizers[0].state_dict())
+
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
+    rolls = RollsBack()
+    fit(tmp_path, WithoutClosure, "bf16-true", rolls, saver, enable_checkpointing=True)
+    path = tmp_path / "epoch=0-step=3.ckpt"
+    assert_identical(rolls.after, torch.load(path, weights_only=True)["optimizer_states"][0])
+    assert rolls.before["state"][0]["step"] == 5
+
+
+@pytest.mark.parametrize("key", ["step", "other"])
+@pytest.mark.parametrize("kind", [torch.int32, torch.float64, torch.float32])
+@pytest.mark.parametrize("options", [{}, {"capturable": True}, {"fused": True}])
+def test_a_step_is_loaded_as_torch_loads_it_and_whole_numbers_stay_that(
+    key: str, kind: torch.dtype, options: dict[str, bool]
+) -> None:
+    parameter = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = torch.optim.Optimizer([parameter], {"lr": 0.1, **options})
+    value = torch.tensor(3, dtype=kind)
+    state = {"state": {0: {key: value}}, "param_groups": [{"lr": 0.1, **options, "params": [0]}]}
+    with keep_dtypes([optimizer], [state], {parameter: torch.bfloat16}):
+        optimizer.load_state_dict(state)
+    found = optimizer.state[parameter][key]
+    needs_float32 = key == "step" and options and kind is torch.float64
+    assert found.dtype is (torch.float32 if needs_float32 else kind)
+    assert found == 3
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["text", ["a", "b"], ("x", 1), {"text", "more"}, frozenset("ab"), b"bytes", {"deep": {"er": "text"}}, 3, None, 2.5],
+)
+def test_states_that_are_no_tensors_are_loaded_as_they_are(value: Any) -> None:
+    parameter = torch.zeros(2, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    state = {"state": {0: {"mine": value}}, "param_groups": optimizer.state_dict()["param_groups"]}
+    with keep_dtypes([optimizer], [state], {}):
+        optimizer.load_state_dict(state)
+    assert_identical(optimizer.state[parameter]["mine"], value)
+
+
+def test_hooks_of_the_user_see_the_saved_dtypes_and_have_the_last_word() -> None:
+    parameter = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    seen = []
+
+    def after(optimizer: Any) -> None:
+        seen.append(optimizer.state[parameter]["new"].dtype)
+        optimizer.state[parameter]["new"] = optimizer.state[parameter]["new"].half()
+
+    def before(optimizer: Any, state: Any) -> Any:
+        return {**state, "state": {0: {"new": state["state"][0]["old"]}}}
+
+    hooks = [optimizer.register_load_state_dict_pre_hook(before), optimizer.register_load_state_dict_post_hook(after)]
+    state = {"state": {0: {"old": torch.ones(2)}}, "param_groups": optimizer.state_dict()["param_groups"]}
+    with keep_dtypes([optimizer], [state], {parameter: torch.bfloat16}):
+        optimizer.load_state_dict(state)
+    assert seen == [torch.float32]
+    assert_identical(optimizer.state[parameter], {"new": torch.ones(2, dtype=torch.float16)})
+    for hook in hooks:
+        hook.remove()
+    assert not optimizer._optimizer_load_state_dict_pre_hooks
+    assert not optimizer._optimizer_load_state_dict_post_hooks
+
+
+def test_the_dtype_of_a_state() -> None:
+    half, single, byte = torch.bfloat16, torch.float32, torch.uint8
+    assert dtype_to_load(torch.zeros(1), single, half) is half
+    assert dtype_to_load(torch.zeros(1), half, half) is single
+    assert dtype_to_load(torch.zeros(1), None, half) is single
+    assert dtype_to_load(torch.zeros(1, dtype=half), half, single) is single
+    assert dtype_to_load(torch.zeros(1, dtype=byte), single, half) is byte
+    assert dtype_to_load(torch.zeros(1), single, torch.complex64) is single

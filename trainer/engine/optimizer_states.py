@@ -1,0 +1,116 @@
+"""Load optimizer states with the dtypes that they were saved with.
+
+``torch.optim.Optimizer.load_state_dict`` casts every tensor except ``step`` to the dtype of its parameter, so float32
+master weights of bfloat16 parameters become bfloat16, and 8-bit states become floating point. It also replaces texts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+SavedDtypes = Mapping[Tensor, torch.dtype]
+"""The dtype that each parameter had when the checkpoint was saved, by the parameter."""
+
+
+def dtype_to_load(value: Tensor, saved: torch.dtype | None, now: torch.dtype) -> torch.dtype:
+    """Return the dtype of a state after loading.
+
+    The state is cast only if its parameter's dtype has changed and the state had the parameter's dtype.
+
+    Args:
+        value: The state in the checkpoint.
+        saved: The parameter's dtype when the checkpoint was saved; None if it is not known.
+        now: The parameter's dtype in this run.
+    """
+    return now if value.dtype == saved and now.is_floating_point else value.dtype
+
+
+@contextmanager
+def keep_dtypes(optimizers: Iterable[Any], states: Iterable[Any], saved: SavedDtypes) -> Iterator[None]:
+    """Restore the saved dtypes of all states that are loaded in the ``with`` block.
+
+    Includes optimizers inside of optimizers, such as the one that Lookahead wraps.
+
+    Args:
+        optimizers: The optimizers that the block loads.
+        states: The state dict of each, for an optimizer with a ``load_state_dict`` that does not call torch's.
+        saved: The saved dtypes of the parameters.
+    """
+    optimizers, given = list(optimizers), dict[Any, Any]()
+    with ExitStack() as hooks:
+        for optimizer in dict.fromkeys(_with_inner(optimizers)):
+            restore = partial(_restore_given, given, saved)
+            with suppress(AttributeError):  # its __init__ has not called torch's
+                hooks.callback(optimizer.register_load_state_dict_pre_hook(given.__setitem__).remove)
+                hooks.callback(optimizer.register_load_state_dict_post_hook(restore, prepend=True).remove)
+        yield
+    for optimizer, state in zip(optimizers, states, strict=False):
+        if optimizer not in given and isinstance(optimizer, Optimizer):
+            _restore(optimizer, state, saved)
+
+
+def _with_inner(optimizers: Iterable[Any], depth: int = 2) -> Iterator[Optimizer]:
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            continue
+        yield optimizer
+        if depth:
+            attributes = list(vars(optimizer).values())
+            listed = (one for value in attributes if isinstance(value, (list, tuple)) for one in value)
+            yield from _with_inner([*attributes, *listed], depth - 1)
+
+
+def _restore_given(given: Mapping[Any, Any], saved: SavedDtypes, optimizer: Optimizer) -> None:
+    _restore(optimizer, given[optimizer], saved)
+
+
+def _restore(optimizer: Optimizer, state: Mapping[str, Any], saved: SavedDtypes) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state.get("param_groups", ()) for number in group["params"]]
+    values = state.get("state", {})
+    for number, parameter in zip(numbers, parameters, strict=False):
+        if number in values and parameter in optimizer.state:
+            load = partial(_loaded, dtypes=(saved.get(parameter), parameter.dtype))
+            optimizer.state[parameter] = load(optimizer.state[parameter], values[number])
+
+
+def _loaded(now: Any, value: Any, key: Any = None, *, dtypes: tuple[torch.dtype | None, torch.dtype]) -> Any:
+    """Return a state as it should be after loading: ``now`` if it is right; containers are changed in place.
+
+    Args:
+        now: The state after ``load_state_dict``.
+        value: The state in the checkpoint.
+        key: The name of the state.
+        dtypes: The dtype that its parameter had when it was saved, and the dtype that it has.
+    """
+    if isinstance(value, Tensor) and isinstance(now, Tensor):
+        if key == "step" and value.is_floating_point() and now.dtype is torch.float32:
+            return now  # a fused step needs float32, whatever the file has
+        dtype = dtype_to_load(value, *dtypes)
+        return now if now.dtype is dtype else _like(value, now).to(now.device, dtype)
+    if isinstance(value, dict) and isinstance(now, dict):
+        now.update({name: _loaded(now[name], value[name], name, dtypes=dtypes) for name in now.keys() & value.keys()})
+    elif type(value) is type(now) and isinstance(value, (list, tuple, deque)) and len(value) == len(now):
+        items = [_loaded(*pair, dtypes=dtypes) for pair in zip(now, value, strict=True)]
+        return now if all(a is b for a, b in zip(items, now, strict=True)) else type(now)(items)
+    return value if isinstance(value, (str, set, frozenset)) else now
+
+
+def _like(value: Tensor, now: Tensor) -> Tensor:
+    """Return a state of the checkpoint, sharded as ``now`` is."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(now, DTensor):
+        return value
+    from trainer.engine.sharding.state import spread
+
+    sharded: Tensor = spread(value, now)
+    return sharded
