@@ -148,6 +148,9 @@ class Preparation:
         trainer.process.kept_batches = path if isinstance(path, ClosureOptimization) else None
         self._path = path
         loop.train = loop.train_batch if path is None else path.train_batch
+        loop.close_window = (
+            path.close_window if isinstance(path, ClosureOptimization) else loop.close_window_without_batch
+        )
 
     def _follow_optimizers(self) -> None:
         """Choose the path again, if the optimizers have been exchanged and the new ones want another one."""

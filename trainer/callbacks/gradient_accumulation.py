@@ -22,7 +22,7 @@ class GradientAccumulation(Callback):
         schedule: instead of ``batches``: the number from each of some epochs on, ``{0: 8, 10: 4}``. Before the
             first epoch named, 1.
         straddles_epochs: whether a window that is open at the end of an epoch goes on in the next one. By default it is
-            closed there. The last epoch closes it in any case (if it ends early, on one process only).
+            closed there. The last epoch closes it in any case.
 
     Raises:
         ConfigurationError: both or neither given, or a number below 1.

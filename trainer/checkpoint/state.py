@@ -258,6 +258,7 @@ def roll_back(
         objects = {name: state for name, state in process["metric_objects"].items() if name not in logged}
         process |= {"metrics": {**process["metrics"], "entries": []}, "metric_objects": objects}
     run.process.load(process, stops=False)
+    progress.closing = loop.window.is_last
     progress.updates += not loop.window.is_last  # the checkpoint's window is open
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Protocol
 
 import torch
@@ -112,7 +112,9 @@ class TrainingBatches:
         opened_for: the epoch whose pass was opened when the dataloaders were made; -1 for none.
 
     Attributes:
-        num_batches: batches in one pass; inf if unknown. SWA writes it; the loop gets the batches that there are.
+        num_batches: batches in one pass, by the length of the dataloaders; inf if unknown. The pass has fewer if the
+            data ends earlier, and never more. SWA writes it; the loop gets the batches that there are.
+        is_over: whether the pass has had its last batch.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class TrainingBatches:
         self._renew = renew
         self._watch = watch
         # the pass that is under way, or was last
-        self._epoch, self._batches, self._is_over = opened_for, 0, False
+        self._epoch, self._batches, self.is_over = opened_for, 0, False
         self._is_open = opened_for >= 0
         # the pass that is about to begin
         self._next_epoch, self._first, self._is_empty = -1, 0, False
@@ -145,7 +147,7 @@ class TrainingBatches:
         """
         if self._loaded or self._epoch < 0 or self.loaders is None:
             return self._loaded
-        here = {"epoch": self._epoch, "batches": self._batches, "is_over": self._is_over}
+        here = {"epoch": self._epoch, "batches": self._batches, "is_over": self.is_over}
         return {**here, "made_in": self.loaders.made_in, **self.loaders.state_dict()}
 
     def load_state_dict(self, state: State, *, exact: bool = True) -> None:
@@ -203,7 +205,7 @@ class TrainingBatches:
         assert self.loaders is not None
         inside = batches != state["batches"]  # an exception may have had it written in the middle of a batch
         is_over = state["is_over"] and not inside
-        self._epoch, self._batches, self._is_over = state["epoch"], batches, is_over
+        self._epoch, self._batches, self.is_over = state["epoch"], batches, is_over
         self._is_empty, self._is_open = is_over and state["epoch"] == self._next_epoch, not is_over
         with random_states.isolated() if "loaders" in state else nullcontext():
             reasons = self.loaders.load_state_dict({**state, "batches": batches, "inside": inside, "is_over": is_over})
@@ -237,15 +239,20 @@ class TrainingBatches:
         source: Iterable[Batch] = iter(self.loaders)
         if self._watch is not None:
             source = self._watch(source)
-        self._epoch, self._batches, self._is_over = self._next_epoch, self._first, False
+        self._epoch, self._batches, self.is_over = self._next_epoch, self._first, False
         count = self.loaders.num_batches() if self.loaders.has_length else None  # callbacks change our `num_batches`
-        return map(partial(self._number, self.loaders, count), source)
+        return chain(map(partial(self._number, self.loaders, count), source), self._end())
+
+    def _end(self) -> Iterator[tuple[Batch, int, bool]]:
+        """Note that no batch is left. Yields nothing."""
+        self.is_over = True
+        yield from ()
 
     def _number(self, loaders: Loaders, count: float | None, batch: Batch) -> tuple[Batch, int, bool]:
         """Count a batch that is handed out. No reference to it stays here: it may be on a GPU."""
         self._batches += 1
-        self._is_over = loaders.is_exhausted if count is None else self._batches == count
-        return batch, self._batches - 1, self._is_over
+        self.is_over = loaders.is_exhausted if count is None else self._batches == count
+        return batch, self._batches - 1, self.is_over
 
 
 class LookAhead:

@@ -67,18 +67,31 @@ class ClosureOptimization:
         this = _Pass(batch, batch_idx, loop.window.mark())
         if loop.window.is_first:
             self._earlier.clear()
-        with loop.engine.gradient_sync(loop.window.is_last):
-            if loop.window.is_last and (batch is not None or loop.window.backwards):
-                for optimizer in self._wrapped():
-                    self._optimizer_step(loop.progress.epoch, batch_idx, optimizer, partial(self._close_window, this))
-                    loop.progress.optimizer_steps += 1  # however often it has really stepped, as Lightning counts
-                self._earlier.clear()  # they are not evaluated again
-            else:
+        if loop.window.is_last and (batch is not None or loop.window.backwards):
+            self._update(this)
+        else:
+            with loop.engine.gradient_sync(loop.window.is_last):
                 self._evaluate(this)
-                if self.evaluates_again:
-                    self._earlier.append(this)
+            if self.evaluates_again:
+                self._earlier.append(this)
         finish_steps(loop, self._stepped)
         loop.end_batch(this.outputs, batch, batch_idx)
+
+    def close_window(self) -> None:
+        """Step on the batches of a window that ends without another one."""
+        loop = self._loop
+        if loop.window.backwards or loop.engine.data_parallel_size > 1:
+            self._update(_Pass(None, loop.progress.batch_idx, loop.window.mark()))
+            finish_steps(loop, self._stepped)
+
+    def _update(self, last: _Pass) -> None:
+        """Have ``optimizer_step`` step each optimizer, with a closure that ends with the window's last batch."""
+        loop = self._loop
+        with loop.engine.gradient_sync(True):
+            for optimizer in self._wrapped():
+                self._optimizer_step(loop.progress.epoch, last.batch_idx, optimizer, partial(self._close_window, last))
+                loop.progress.optimizer_steps += 1  # however often it has really stepped, as Lightning counts
+        self._earlier.clear()  # they are not evaluated again
 
     def state_dict(self) -> dict[str, Any]:
         """The batches that are kept, for a checkpoint inside a window.

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from trainer.data.batches import TrainingBatches, as_it_is
 from trainer.engine.gradients import total_norm
-from trainer.engine.optimizers import has_own_zero_grad, takes_closure
+from trainer.engine.optimizers import has_own_zero_grad
 from trainer.engine.protocol import Engine
 from trainer.loops.accumulation import AccumulationWindow
 from trainer.loops.hooks import NO_HOOKS, Hook, Hooks
@@ -80,6 +80,7 @@ class FitLoop:
         self.validate: Callable[[], None] | None = None  # one validation, where there is anything to validate
         self.resume: Callable[[], None] | None = None  # puts back what a checkpoint has; or writes the first one
         self.train: Callable[[Any, int, bool], None] = self.train_batch
+        self.close_window: Callable[[], None] = self.close_window_without_batch
         self.choose_path: Callable[[], Any] = as_it_is  # sets `train` again where exchanged optimizers need that
         self.follow_changes: Callable[[], Any] = as_it_is  # in callbacks and hooks, between epochs
         self.training_step: Callable[..., Any] = as_it_is
@@ -107,7 +108,7 @@ class FitLoop:
         self.optimizer_zero_grad = hooks.override_of("optimizer_zero_grad")
         self.take_optimizers()
         self.clip_gradients, self.validate, self.resume = clip_gradients, validate, resume
-        self.train = self.train_batch
+        self.train, self.close_window = self.train_batch, self.close_window_without_batch
         self.training_step = self.engine.step_function("training_step")
         self.backward = hooks.override_of("backward")
         if self.gradients.calls_module_backward:
@@ -142,8 +143,11 @@ class FitLoop:
                 self.follow_up()
                 if limits.epoch_is_done():
                     break
+            if self.batches.is_over and not self.progress.is_last_batch:
+                self.end_data_early()
             self.end_epoch()
         self.close_window_early()
+        self.count_update()
         self.hooks.on_train_end()
 
     def start_epoch(self) -> None:
@@ -160,6 +164,7 @@ class FitLoop:
             self.engine.follow_trained_parameters()
             if self.optimizers is not self.engine.optimizers:
                 self.take_optimizers()
+            progress.is_last_batch = False
         self.validates_this_epoch = self.validate is not None and self.limits.epoch_validates()
         if is_new:
             return
@@ -168,12 +173,31 @@ class FitLoop:
         if self.limits.epoch_is_done():
             self.batches.end()
 
+    def end_data_early(self) -> None:
+        """Do what follows an epoch's last batch, if the data ended before the length of the dataloaders.
+
+        ``on_train_batch_end`` of that batch is over. Nothing in it could know that no batch would follow.
+        """
+        progress = self.progress
+        progress.is_last_batch, progress.is_followed_up = True, False
+        self.resolve_outcome()
+        if not self.window.straddles_epochs or self.limits.is_final_epoch():
+            self.close_window_early()
+        self.schedules.advance("epoch")
+        if progress.closing:
+            progress.has_validated = False  # with these weights
+            if self.limits.logging_is_due():
+                self.recorder.send(self.metrics.current(on_step=True).logger, progress.updates)
+            self.hooks.save_after_batch(None, None, progress.batch_idx)
+        self.follow_up()
+
     def end_epoch(self) -> None:
         """Close an epoch: its hooks, its metrics, the schedules that wait for them."""
         progress = self.progress
         self.resolve_outcome()
         if not self.window.straddles_epochs:
             self.close_window_early()
+        self.count_update()
         if self.skips_epoch:
             self.schedules.advance("epoch")  # otherwise the last batch did this
         if not progress.has_validated:  # what a validation has logged since stays, also by the same names
@@ -317,12 +341,16 @@ class FitLoop:
         progress = self.progress
         if self.validation_is_due():
             self.run_validation()
-        if self.window.is_last:
+        self.count_update()
+        progress.is_followed_up = True
+
+    def count_update(self) -> None:
+        """Count the window that has closed, after its validation; step the schedules that wait for that."""
+        if self.progress.closing:
             if self.has_updated and self.schedules.stepped:
                 self.advance_by_step(on_plateau=True)
-            progress.updates += 1
-            progress.closing = False
-        progress.is_followed_up = True
+            self.progress.updates += 1
+            self.progress.closing = False
 
     def validation_is_due(self) -> bool:
         """Return whether a validation follows the current batch. Callbacks that save by its metrics wait for it."""
@@ -413,16 +441,25 @@ class FitLoop:
         self.schedules.advance("step", on_plateau=on_plateau, except_of=self.skipped, tentatively=unknown)
 
     def close_window_early(self) -> None:
-        """Use what an open window has (``on_train_batch_start`` returned -1, or the training stops inside of it).
+        """Update the weights with the batches of an open window, because no other batch follows.
 
-        It is dropped on several processes, whose gradients are not averaged yet, and where an optimizer has a closure.
+        The window is dropped on several processes of an engine that needs a loss on all of them (DeepSpeed).
         """
-        window, is_alone = self.window, self.engine.data_parallel_size == 1
-        if window.is_open and window.backwards and is_alone and not any(map(takes_closure, self.optimizers)):
-            window.close(self.optimizers, self.engine)
-            self.update_weights()
+        window, engine = self.window, self.engine
+        if window.is_open and (engine.data_parallel_size == 1 or engine.trains_unevenly):
+            window.advance(0, is_last_batch=True)
+            self.has_updated = False
+            self.close_window()
             self.resolve_outcome()
-            self.advance_by_step()
-            self.advance_by_step(on_plateau=True)
-            self.progress.updates += 1
-        self.window.reset()
+            if self.has_updated:
+                self.advance_by_step()
+                self.progress.closing = True
+        window.reset()
+
+    def close_window_without_batch(self) -> None:
+        """Do what a window's last batch does after its backward pass. All processes call this together."""
+        with self.engine.gradient_sync(True):
+            self.share_of(NOTHING)
+            self.gradients.backward_without_loss(exchanges=True)
+        if self.window.close(self.optimizers, self.engine):
+            self.update_weights()

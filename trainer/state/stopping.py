@@ -31,8 +31,8 @@ class StoppingConditions:
     Attributes:
         val_check_batch: batches between validations within an epoch; inf for its end, None where time decides
             and before the first run.
-        validates_at_end: whether an epoch's last batch is followed by a validation even if ``val_check_batch`` does not
-            divide its number.
+        validates_at_end: whether an epoch's last batch is followed by a validation, whatever its number. It is, if
+            ``val_check_batch`` divides the expected number of batches.
         validated_at: when the run started or, if that is later, the last validation ended (``time.monotonic``).
         should_stop: whether training is to end after the current batch, if the minima are met.
         attend: called when a batch is over and, with True, before each epoch: a signal has come, or the processes are
@@ -120,7 +120,9 @@ class StoppingConditions:
             return progress.is_last_batch
         counts_over_epochs = self.check_val_every_n_epoch is None
         number = progress.batches if counts_over_epochs else progress.batches_this_epoch
-        return number % self.val_check_batch == 0 or (self.validates_at_end and progress.is_last_batch)
+        if self.validates_at_end and progress.is_last_batch:
+            return True
+        return number % self.val_check_batch == 0 and progress.batches_this_epoch > 0  # an epoch may have no batch
 
     def _time_is_up(self, seconds: float) -> bool:
         """Return whether the time between validations is over. A decision that a hook has seen holds for its batch."""
@@ -166,6 +168,8 @@ class StoppingConditions:
             )
         else:
             self.val_check_batch = max(1, int(num_batches * interval))
+        if self.val_check_batch is not None and self.check_val_every_n_epoch is not None:
+            self.validates_at_end |= num_batches % self.val_check_batch == 0
 
     def restart_validation_clock(self) -> None:
         """Count the seconds to the next validation from now."""

@@ -1,0 +1,358 @@
+"""Epochs with fewer batches than the length of their dataloaders equal epochs with the correct length."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+
+from tests.support import Regression, loader_of, loss_of, make_batches, make_net, make_trainer, native_fp16, sgd
+from trainer.callbacks import GradientAccumulation, HalveOnOutOfMemory
+
+pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+
+
+class Stream(IterableDataset[Any]):
+    """Yields ``counts[epoch]`` batches, and reports ``length``. The last count is repeated in later epochs."""
+
+    def __init__(self, batches: list[Any], length: int, counts: list[int]) -> None:
+        self.batches, self.length, self.counts, self.epoch = batches, length, counts, -1
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        return iter(self.batches[: self.counts[min(self.epoch, len(self.counts) - 1)]])
+
+
+class Loader(Stream):
+    """A custom loader: an iterable over batches with a length."""
+
+
+class Batches(BatchSampler):
+    """A batch sampler with a length that is an estimate."""
+
+    def __init__(self, length: int, counts: list[int]) -> None:
+        super().__init__(SequentialSampler(range(4 * length)), 4, drop_last=False)
+        self.length, self.counts, self.epoch = length, counts, -1
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.epoch += 1
+        count = self.counts[min(self.epoch, len(self.counts) - 1)]
+        return iter([[*range(4 * i, 4 * i + 4)] for i in range(count)])
+
+
+def iterable_dataset(batches: list[Any], length: int, counts: list[int]) -> Any:
+    return DataLoader(Stream(batches, length, counts), batch_size=None)
+
+
+def batch_sampler(batches: list[Any], length: int, counts: list[int]) -> Any:
+    x, y = (torch.cat([batch[i] for batch in batches]) for i in (0, 1))
+    gains = torch.stack([batch[2] for batch in batches]).repeat_interleave(4)[:, None]
+    return DataLoader(TensorDataset(x, y, gains), batch_sampler=Batches(length, counts))
+
+
+def min_size(batches: list[Any], length: int, counts: list[int]) -> Any:
+    members = {"a": iterable_dataset(batches, length, counts), "b": DataLoader(batches * 2, batch_size=None)}
+    return CombinedLoader(members, "min_size")
+
+
+LOADERS: dict[str, Callable[..., Any]] = {
+    "IterableDataset": iterable_dataset,
+    "batch sampler": batch_sampler,
+    "min_size": min_size,
+    "iterable": Loader,
+}
+
+
+class Trained(Regression):
+    """Logs its loss, of a batch of any loader here."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch = batch["a"] if isinstance(batch, dict) else batch
+        x, y, gain = batch
+        loss = loss_of(self.net, [x, y, gain.reshape(-1)[0]])
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=4)
+        return loss
+
+
+class Module(Trained):
+    """Validates a loss, for schedules and checkpoints."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", loss_of(self.net, batch), batch_size=4)
+
+
+class Steps(Module):
+    """Steps its optimizer itself, in the hook for that."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+
+class Events(Callback):
+    """Records batches, validations, epochs and optimizer steps, with metrics and learning rates."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.validations: list[Any] = []
+        self.epochs: list[Any] = []
+        self.steps: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.batches.append(trainer.current_epoch)
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            seen = len(self.batches), trainer.global_step, trainer.current_epoch
+            self.validations.append((*seen, float(trainer.callback_metrics["val_loss"])))
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.epochs.append((trainer.global_step, trainer.is_last_batch, metrics))
+
+    def on_after_optimizer_step(self, trainer: Any, module: Any, optimizer: Any, outcome: Any) -> None:
+        self.steps.append((optimizer.param_groups[0]["lr"], outcome.skipped))
+
+
+def ran(folder: Path, loader: Any, module: Module, **arguments: Any) -> dict[str, Any]:
+    """Run a fit. Returns its events, schedules, checkpoints, counters and weights."""
+    events, more = Events(), arguments.pop("callbacks", [])
+    step_saver = ModelCheckpoint(folder / "steps", save_top_k=-1, every_n_train_steps=2)
+    end_saver = ModelCheckpoint(folder / "ends", save_top_k=-1, monitor="val_loss")
+    trainer = make_trainer(
+        folder,
+        **{"max_epochs": 3, "enable_checkpointing": True, **arguments},
+        callbacks=[events, step_saver, end_saver, *more],
+    )
+    trainer.fit(module, loader, loader_of(make_batches(2, seed=5)))
+    schedules = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+    return {
+        "batches": events.batches,
+        "validations": events.validations,
+        "epochs": events.epochs,
+        "steps": events.steps,
+        "schedules": [{k: v for k, v in one.items() if not callable(v)} for one in schedules],
+        "files": sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.ckpt")),
+        "counters": (trainer.global_step, trainer.current_epoch, trainer.progress.updates, trainer.progress.batches),
+        "weights": [p.detach().clone() for p in module.parameters()],
+    }
+
+
+def assert_as_with_the_right_length(tmp_path: Path, make: Callable[..., Any], module: Callable[[], Module],
+                                    length: int, count: int, **arguments: Any) -> dict[str, Any]:  # fmt: skip
+    batches = make_batches(length, gains={1: 0.5})
+    early = ran(tmp_path / "early", make(batches, length, [count]), module(), **arguments)
+    exact = ran(tmp_path / "exact", make(batches, count, [count]), module(), **arguments)
+    for one, other in zip(early.pop("weights"), exact.pop("weights"), strict=True):
+        assert torch.equal(one, other)
+    for name in exact:
+        assert early[name] == exact[name], name
+    return early
+
+
+plateau = partial(ReduceLROnPlateau, patience=0, threshold=1e9, factor=0.5)
+every_step = partial(StepLR, step_size=1, gamma=0.5)
+
+
+@pytest.mark.parametrize(
+    ("loader", "make_module", "arguments"),
+    [
+        ("IterableDataset", lambda: Module(schedule=every_step), {}),
+        ("batch sampler", lambda: Module(schedule=plateau, monitor="val_loss"), {"val_check_interval": 3}),
+        ("min_size", lambda: Module(schedule=every_step), {"accumulate_grad_batches": 4}),
+        ("iterable", lambda: Module(schedule=plateau, monitor="val_loss"), {"accumulate_grad_batches": 4}),
+        ("iterable", lambda: Steps(schedule=every_step), {"accumulate_grad_batches": 4}),
+        (
+            "batch sampler",
+            lambda: Module(schedule=every_step, interval="step"),
+            {"accumulate_grad_batches": 4, "precision": native_fp16(init_scale=2.0**9)},
+        ),
+        (
+            "IterableDataset",
+            lambda: Module(schedule=plateau, monitor="loss", interval="step"),
+            {"accumulate_grad_batches": 4, "precision": "bf16-mixed"},
+        ),
+        ("IterableDataset", Module, {"val_check_interval": 3, "accumulate_grad_batches": 2}),
+        ("batch sampler", Module, {"check_val_every_n_epoch": 2, "limit_train_batches": 8}),
+        ("IterableDataset", Module, {"max_steps": 13, "max_epochs": -1}),
+        ("min_size", Module, {"check_val_every_n_epoch": None, "val_check_interval": 4}),
+        ("IterableDataset", Module, {"callbacks": [GradientAccumulation(4, straddles_epochs=True)]}),
+    ],
+)  # fmt: skip
+def test_the_end_of_the_data_is_the_end_of_the_epoch(tmp_path, loader, make_module, arguments):
+    seen = assert_as_with_the_right_length(tmp_path, LOADERS[loader], make_module, 12, 6, **arguments)
+    assert seen["validations"]
+
+
+class Halves(Steps):
+    """Sets its own learning rate in ``optimizer_step``."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
+class Manual(Module):
+    """Manual optimization with a step every second batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx) / 2)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
+
+
+@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
+@pytest.mark.parametrize(
+    ("make_module", "arguments"),
+    [
+        (Halves, {"accumulate_grad_batches": 4}),
+        (partial(Module, optimizer=lbfgs), {"accumulate_grad_batches": 4}),
+        (Manual, {}),
+        (Module, {"accumulate_grad_batches": 4, "callbacks": [HalveOnOutOfMemory(limit=2)]}),
+    ],
+)
+def test_every_path_of_a_batch_uses_an_open_window(tmp_path, make_module, arguments):
+    seen = assert_as_with_the_right_length(tmp_path, iterable_dataset, make_module, 12, 6, **arguments)
+    assert len(seen["validations"]) == 3
+
+
+def test_a_weighted_window_is_the_mean_over_what_it_holds(tmp_path):
+    class Weighted(Trained):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": super().training_step(batch, batch_idx), "weight": float(batch_idx + 1)}
+
+    batches, net = make_batches(3), make_net()
+    module = Weighted(make_net())
+    make_trainer(tmp_path, accumulate_grad_batches=8).fit(module, iterable_dataset(batches, 12, [3]))
+    sum(loss_of(net, batch) * (i + 1) / 6 for i, batch in enumerate(batches)).backward()
+    sgd(net.parameters()).step()
+    for mine, expected in zip(module.net.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "after"),
+    [
+        ({}, [7, 12, 12, 16]),
+        ({"val_check_interval": 0.25}, [3, 6, 7, 10, 12, 12, 15, 16]),
+        ({"val_check_interval": 5}, [5, 12]),  # no validation at the end of 12 batches, either
+        ({"val_check_interval": 6}, [6, 7, 12, 12, 16]),
+        ({"val_check_interval": 5, "check_val_every_n_epoch": None}, [5, 10, 15]),
+        ({"limit_train_batches": 6}, [6, 11, 11, 15]),
+        ({"limit_train_batches": 0.5, "val_check_interval": 0.5}, [3, 6, 9, 11, 11, 14, 15]),
+        ({"check_val_every_n_epoch": 2}, [12, 16]),
+        ({"limit_val_batches": 0}, []),
+    ],
+)
+@pytest.mark.parametrize("loader", ["IterableDataset", "batch sampler"])
+def test_validations_that_were_due_by_the_end_of_an_epoch(tmp_path, loader, arguments, after):
+    """The epochs have different numbers of batches; one has none."""
+    events = Events()
+    trainer = make_trainer(tmp_path, max_epochs=4, callbacks=[events], **arguments)
+    trainer.fit(Module(), LOADERS[loader](make_batches(12), 12, [7, 5, 0, 4]), loader_of(make_batches(1)))
+    assert [validation[0] for validation in events.validations] == after
+    assert (trainer.current_epoch, len(events.epochs)) == (4, 4)
+    assert all(is_last for _, is_last, _ in events.epochs)
+
+
+def test_one_more_validation_if_the_window_was_open_at_that_of_the_last_batch(tmp_path):
+    events = Events()
+    trainer = make_trainer(tmp_path, callbacks=[events], val_check_interval=2, accumulate_grad_batches=4)
+    trainer.fit(Module(), iterable_dataset(make_batches(12), 12, [6]), loader_of(make_batches(1)))
+    assert [validation[:2] for validation in events.validations] == [(2, 0), (4, 1), (6, 1), (6, 2)]
+    assert events.validations[-1][-1] != events.validations[-2][-1]
+
+
+def test_the_length_that_is_shown_stays(tmp_path):
+    trainer = make_trainer(tmp_path, max_epochs=2)
+    trainer.fit(Trained(), iterable_dataset(make_batches(12), 12, [6]))
+    assert (trainer.num_training_batches, trainer.global_step, trainer.is_last_batch) == (12, 12, True)
+
+
+def test_an_epoch_has_no_more_batches_than_its_length(tmp_path):
+    trainer = make_trainer(tmp_path, max_epochs=2)
+    trainer.fit(Trained(), iterable_dataset(make_batches(12), 5, [12]))
+    assert trainer.global_step == 10
+
+
+class SavesEverywhere(Callback):
+    """Writes a checkpoint in each of these hooks, every time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.number = folder, 0
+
+    def save(self, trainer: Any, hook: str) -> None:
+        if not trainer.sanity_checking:
+            self.number += 1
+            trainer.save_checkpoint(self.folder / f"{self.number:02}-{hook}.ckpt")
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.save(trainer, "batch")
+
+    def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.save(trainer, "validation-batch")
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        self.save(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        self.save(trainer, "epoch")
+
+
+@pytest.mark.parametrize(
+    ("loader", "make_module", "arguments"),
+    [
+        ("IterableDataset", lambda: Module(schedule=every_step), {"accumulate_grad_batches": 4}),
+        ("batch sampler", lambda: Module(schedule=plateau, monitor="val_loss"), {"val_check_interval": 0.25}),
+        ("min_size", lambda: Module(schedule=every_step, interval="step"), {"accumulate_grad_batches": 2}),
+        ("IterableDataset", lambda: Halves(schedule=every_step), {"accumulate_grad_batches": 4}),
+    ],
+)
+def test_a_resume_around_an_early_end_is_exact(tmp_path, loader, make_module, arguments):
+    def run(*callbacks: Callback, ckpt: Path | None = None) -> tuple[Events, Any, Any]:
+        events, module = Events(), make_module()
+        data = LOADERS[loader](make_batches(8), 8, [5])
+        trainer = make_trainer(tmp_path, max_epochs=2, callbacks=[events, *callbacks], **arguments)
+        trainer.fit(module, data, loader_of(make_batches(2, seed=5)), ckpt_path=ckpt)
+        counters = trainer.global_step, trainer.progress.updates, trainer.progress.batches, trainer.current_epoch
+        rates = trainer.optimizers[0].state_dict()["param_groups"], trainer.lr_scheduler_configs[0].scheduler.last_epoch
+        return events, list(module.parameters()), (counters, rates)
+
+    folder = tmp_path / "saved"
+    events, weights, end = run(SavesEverywhere(folder))
+    files = sorted(folder.iterdir())
+    assert len(files) >= 14
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Resuming inside an epoch")
+        for file in files:
+            mine, own, own_end = run(ckpt=file)
+            for one, other in zip(own, weights, strict=True):
+                assert torch.equal(one, other), file.name
+            assert own_end == end, file.name
+            done = len(events.validations) - len(mine.validations)
+            assert [v[1:] for v in mine.validations] == [v[1:] for v in events.validations[done:]], file.name
+            assert mine.epochs == events.epochs[len(events.epochs) - len(mine.epochs) :], file.name
