@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support import OPTIMIZERS, Regression, loader_of, make_batches, make_trainer
-from trainer.callbacks import HalveOnOutOfMemory
+from trainer.callbacks import HalveOnOutOfMemory, RunRecorder
 from trainer.diagnosis import explain
 from trainer.engine import memory
 from trainer.errors import ConfigurationError, DataLoaderError, is_out_of_memory
@@ -311,7 +311,7 @@ def fail_on_gpu(folder: Path, **options: Any) -> Any:
 
 
 def test_a_gpu_says_what_was_alive_and_leaves_a_snapshot(cuda: Any, full: None, tmp_path: Path) -> None:
-    error = fail_on_gpu(tmp_path, logger=True)
+    error = fail_on_gpu(tmp_path, logger=True, callbacks=[RunRecorder()])
     folder = tmp_path / "lightning_logs" / "version_0"
     first, alive, snapshot, advice = error.__notes__[0].splitlines()
     assert first == (
@@ -372,9 +372,14 @@ def test_a_cpu_says_so_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     assert list(tmp_path.rglob("*.pickle")) == []
 
 
-def test_a_run_without_a_folder_leaves_no_snapshot(cuda: Any, full: None, tmp_path: Path) -> None:
-    assert "memory_viz" not in fail_on_gpu(tmp_path).__notes__[0]
-    assert list(tmp_path.rglob("*.pickle")) == []
+@pytest.mark.parametrize("is_given", [True, False])
+def test_snapshot_without_logger_goes_to_the_default_root_dir_if_the_user_passed_one(
+    cuda: Any, full: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_given: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    error = fail_on_gpu(tmp_path, default_root_dir=tmp_path if is_given else None)
+    assert ("memory_viz" in error.__notes__[0]) == is_given
+    assert len(list(tmp_path.rglob("*.pickle"))) == is_given
 
 
 def test_nothing_is_raised_where_it_cannot_be_told(

@@ -35,8 +35,7 @@ from trainer.engine.processes import say
 from trainer.engine.stalls import StallWatch
 from trainer.errors import ConfigurationError
 from trainer.preparation import Preparation
-from trainer.record.measures import why_nothing_was_learned
-from trainer.record.recorder import RunRecorder
+from trainer.record.measures import folder_of_reports, why_nothing_was_learned
 from trainer.state.metrics import to_scalars
 
 STAGES = {
@@ -380,10 +379,7 @@ class Run:
             self._signals.teardown()
 
     def _folder(self) -> Path | None:
-        """Of the run's record; None where it leaves none."""
-        recorder = ordering.first_of(self._trainer.callbacks, RunRecorder)
-        folder: Path | None = None if recorder is None else recorder.folder_of_run(self._trainer)
-        return folder
+        return folder_of_reports(self._trainer)
 
     def _fail(self, error: BaseException) -> None:
         """The run has raised ``error``: tell callbacks, datamodule, strategy and loggers, then release everything."""

@@ -78,7 +78,6 @@ class Trainer(TrainerBase):
         precision: a name (``"32-true"``, ``"16-mixed"``, ``"bf16-mixed"``, ``"fp8-mixed"``, ``"16-true"``,
             ``"bf16-true"``, ``"64-true"``, ``"auto"``, or an alias) or a ``trainer.precision.Precision``. Never changed
             silently: one that the device cannot do is an error, and ``"auto"`` says what it has chosen.
-        logger: True and None stand for TensorBoard, with a ``metrics.csv`` in the same folder.
         accumulate_grad_batches: short for ``GradientAccumulation(batches)``; an epoch's last short window is
             averaged over what it holds.
         gradient_clip_val, gradient_clip_algorithm: short for ``GradientClipping``.
@@ -186,6 +185,7 @@ class Trainer(TrainerBase):
         plugin = self.engine.precision
 
         self._default_root_dir = os.fspath(default_root_dir or os.getcwd())
+        self.default_root_dir_given = bool(default_root_dir)
         self.fast_dev_run = True if fast_dev_run == 1 else fast_dev_run or False
         vars(self).update({name: limits[name] for name in _ATTRIBUTES})
         self.overfit_batches = limits["overfit_batches"] or 0.0
@@ -204,7 +204,6 @@ class Trainer(TrainerBase):
             default_checkpoint=registry.default_checkpoint(self._model_registry),
             scales_loss=self.scaler.is_enabled(),
             shows_gradients=self.engine.shows_gradients,
-            writes_logs=given["logger"] is not False and not fast_dev_run,
             uses_tensor_cores=self.engine.device.type == "cuda" and plugin.name.startswith(("16-", "bf16-")),
         )
         self.callbacks = ordering.in_order([*callbacks, *ordering.external_callbacks()])

@@ -58,18 +58,6 @@ KNOWN = [
         "plateau",
     ),
     Known("resume", r"^metrics: [^/]*: rows/\d+/1/without epoch$", "Different on purpose", GO_ON, "other"),
-    Known(
-        "checkpoint",
-        r"^files/(.*/)?(curves\.png|run\.json)$",
-        "Callbacks",
-        "Their files lie in the first logger's folder",
-    ),
-    Known(
-        "checkpoint",
-        r"^files/(.*/)?metrics\.csv$",
-        "Arguments",
-        "the rows of the default one are also in a `metrics.csv`",
-    ),
 ]
 
 

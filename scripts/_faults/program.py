@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from _faults import training
 from _faults.training import Classifier, Diary, Setup
@@ -78,12 +78,8 @@ def main(options: dict[str, Any]) -> None:
         from lightning.pytorch import Trainer  # type: ignore[assignment]
 
         start = "last" if start == "auto" else start  # from last.ckpt; where there is none, anew
-    plain = (
-        who == "lightning" or options.get("saves", "steps") != "steps"
-    )  # otherwise with all that is there by default
-    trainer = Trainer(**{"logger": not plain, **arguments}, callbacks=callbacks)
-    if plain:
-        trainer.loggers = [CSVLogger(folder)]
+    arguments.setdefault("logger", [TensorBoardLogger(folder), CSVLogger(folder)])
+    trainer = Trainer(**arguments, callbacks=callbacks)
     train, val = training.training_data(setup, ranks, fault.in_dataset), training.validation_data(setup)
     trainer.fit(module, train, val, ckpt_path=start)
     name = options.get("final", "final")

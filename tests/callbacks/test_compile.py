@@ -35,11 +35,10 @@ from tests.support import (
     native_fp16,
     train_by_hand,
 )
-from trainer.callbacks import ActivationCheckpointing, Compile, HalveOnOutOfMemory
+from trainer.callbacks import ActivationCheckpointing, Compile, HalveOnOutOfMemory, RunRecorder
 from trainer.engine import compilation
 from trainer.errors import ConfigurationError
 from trainer.precision import MixedPrecision
-from trainer.record.recorder import RunRecorder
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # dynamo's own look at its inputs
@@ -218,9 +217,10 @@ class Whole(LightningModule):
 def run_whole(folder: Path, callbacks: list[Any], **arguments: Any) -> dict[str, Any]:
     module = Whole(weighted=arguments.pop("weighted", False))
     batches = [batch[:2] for batch in make_batches(6)]
-    trainer = make_trainer(folder, callbacks=callbacks, enable_progress_bar=True, max_epochs=2, **arguments)
+    recorder = RunRecorder(writes=False)
+    arguments |= {"enable_progress_bar": True, "max_epochs": 2}
+    trainer = make_trainer(folder, callbacks=[*callbacks, recorder], **arguments)
     trainer.fit(module, loader_of(batches), loader_of(batches[:4]))
-    recorder = next(one for one in trainer.callbacks if isinstance(one, RunRecorder))
     return {
         "metrics": dict(trainer.callback_metrics),
         "curve": recorder.losses.read(),

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.image import imread
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
-from trainer.callbacks import Curves
+from trainer.callbacks import Curves, RunRecorder
 from trainer.callbacks.curves import figure_of
 from trainer.record.reader import RunRecord, read_run
 
@@ -92,14 +92,14 @@ def test_picture(tmp_path, monkeypatch):
     assert curves.path is None
 
 
-def fit(folder, curves, **options):
-    trainer = make_trainer(folder, callbacks=[curves], **options)
+def fit(folder, *callbacks, **options):
+    trainer = make_trainer(folder, callbacks=[*callbacks], **options)
     trainer.fit(Regression(), loader_of(make_batches(4)))
 
 
 def test_a_fit(tmp_path):
     curves = Curves(dirpath=tmp_path / "mine", max_points=2)
-    fit(tmp_path / "run", curves)
+    fit(tmp_path / "run", curves, RunRecorder())
     assert curves.path == tmp_path / "mine" / "curves.png"
     assert len(read_run(tmp_path / "mine").losses) == 2
     assert not (tmp_path / "run").exists()

@@ -28,7 +28,7 @@ from tests.support import (
     native_fp16,
     train_by_hand,
 )
-from trainer.callbacks import RollBackOnLossSpike
+from trainer.callbacks import RollBackOnLossSpike, RunRecorder
 from trainer.errors import ConfigurationError, LossSpikeError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:The number of training batches")
@@ -185,7 +185,7 @@ def test_it_goes_back_as_often_as_it_may_and_as_far_as_it_is_told(tmp_path: Path
         pytest.warns(UserWarning, match=TELLS),
         pytest.raises(LossSpikeError, match=r"The loss of step 11 .* The run has gone back 1 times before"),
     ):
-        fit(tmp_path, Regression(), batches, callbacks, logger=True)
+        fit(tmp_path, Regression(), batches, [*callbacks, RunRecorder()])
     assert [(one["step"], one["to_step"]) for one in callbacks[0].rollbacks] == [(10, 6)]
     record = json.loads(next(tmp_path.rglob("run.json")).read_text())
     assert record["rollbacks"] == json.loads(json.dumps(callbacks[0].rollbacks))
@@ -196,7 +196,7 @@ def test_a_loss_that_is_not_finite_is_a_spike(tmp_path: Path) -> None:
     batches = make_batches(NUMBER, gains={SPIKE: float("nan")})
     module, callbacks = Regression(), callbacks_of(tmp_path, 3)
     with pytest.warns(UserWarning, match="The loss of step 17 is nan"):
-        fit(tmp_path, module, batches, callbacks, logger=True)
+        fit(tmp_path, module, batches, [*callbacks, RunRecorder()])
     train_by_hand(net := make_net(), batches[:15] + batches[18:])
     assert_equal(module.net, net)
     record = json.loads(next(tmp_path.rglob("run.json")).read_text())

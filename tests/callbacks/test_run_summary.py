@@ -18,7 +18,7 @@ from rich.console import Console
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer import Trainer
-from trainer.callbacks import Curves, InferenceSpeed, OverflowReport, RunSummary
+from trainer.callbacks import Curves, InferenceSpeed, OverflowReport, RunRecorder, RunSummary
 from trainer.record.reader import RunRecord
 
 
@@ -186,7 +186,7 @@ def real_fit(trainer_class, summary, folder, module=None, **options):
         limit_train_batches=3,
         limit_val_batches=2,
         default_root_dir=folder,
-        callbacks=[Curves(), summary],
+        callbacks=[RunRecorder(), Curves(), summary],
         enable_progress_bar=False,
         enable_model_summary=False,
         **options,
@@ -228,7 +228,10 @@ def test_a_folder_that_a_mock_names_is_none(tmp_path, summary, spec, monkeypatch
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
     trainer = make_trainer(
-        tmp_path / "root", logger=MagicMock(spec=spec), callbacks=[summary, Curves()], log_every_n_steps=1
+        tmp_path / "root",
+        logger=MagicMock(spec=spec),
+        callbacks=[summary, Curves(), RunRecorder()],
+        log_every_n_steps=1,
     )
     trainer.fit(Regression(), loader_of(make_batches(2)))
     assert os.listdir(tmp_path / "cwd") == []
@@ -238,7 +241,7 @@ def test_a_folder_that_a_mock_names_is_none(tmp_path, summary, spec, monkeypatch
 
 def test_where_there_is_no_folder_of_this_machine_nothing_is_written(tmp_path, summary, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    callbacks = [summary, Curves(), OverflowReport(at_step=0), InferenceSpeed()]
+    callbacks = [summary, Curves(), RunRecorder(), OverflowReport(at_step=0), InferenceSpeed()]
     trainer = make_trainer("memory://runs", logger=CSVLogger("memory://logs"), callbacks=callbacks, log_every_n_steps=1)
     trainer.fit(Regression(), loader_of(make_batches(2)))
     assert os.listdir(tmp_path) == []
@@ -252,34 +255,15 @@ def test_fast_dev_run(tmp_path, summary, trainer_class):
     assert "loggers" not in summary.summary["paths"]
 
 
-def test_a_folder_of_ones_own(tmp_path):
-    summary = RunSummary(dirpath=tmp_path / "mine", console=Console(file=io.StringIO()))
-    make_trainer(tmp_path / "run", callbacks=[summary]).fit(Regression(), loader_of(make_batches(2)))
+def test_run_recorder_writes_to_its_dirpath(tmp_path, summary):
+    callbacks = [summary, RunRecorder(dirpath=tmp_path / "mine")]
+    make_trainer(tmp_path / "run", callbacks=callbacks).fit(Regression(), loader_of(make_batches(2)))
     assert summary.summary["paths"]["record"] == str(tmp_path / "mine" / "run.json")
     assert (tmp_path / "mine" / "run.json").exists()
 
 
-def test_without_a_file(tmp_path):
-    summary = RunSummary(console=Console(file=io.StringIO()), writes=False)
+def test_summary_without_run_recorder_writes_no_file(tmp_path, summary):
     make_trainer(tmp_path, callbacks=[summary]).fit(Regression(), loader_of(make_batches(2)))
     assert summary.summary["paths"] == {"run": str(tmp_path)}
     assert printed(summary).startswith("fit completed")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "files"),
-    [
-        ({"logger": False}, set()),
-        ({"fast_dev_run": True}, set()),
-        ({}, {"run.json", "curves.png"}),
-        ({"enable_progress_bar": False}, {"run.json", "curves.png"}),
-    ],
-    ids=["no logger", "fast_dev_run", "default", "silent"],
-)
-def test_what_a_fit_leaves(tmp_path, arguments, files):
-    trainer = make_trainer(tmp_path, **{"logger": None, "enable_progress_bar": True, **arguments})
-    trainer.fit(Regression(), loader_of(make_batches(2)))
-    assert {path.name for path in tmp_path.iterdir()} == ({"lightning_logs"} if files else set())
-    folder = tmp_path / "lightning_logs" / "version_0"
-    assert files <= {path.name for path in folder.glob("*")}

@@ -3,17 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from trainer.compat import log_files
-from trainer.compat.default_logger import default_logger
-from trainer.compat.defaults import in_opening_order
-
-MAKE = {
-    "default": lambda folder: default_logger(str(folder)),
-    "csv": lambda folder: CSVLogger(folder),
-}
 
 
 def file_of(folder: Path) -> Path:
@@ -25,8 +17,8 @@ def lines(folder: Path) -> list[str]:
     return file_of(folder).read_text().splitlines()
 
 
-def first_run(folder: Path, make: Any) -> None:
-    logger = make(folder)
+def first_run(folder: Path) -> None:
+    logger = CSVLogger(folder)
     for step in range(4):
         logger.log_metrics({"loss": step / 3}, step)
     logger.log_metrics({"val": 0.25, "epoch": 0}, 3)
@@ -34,21 +26,16 @@ def first_run(folder: Path, make: Any) -> None:
     logger.finalize("success")
 
 
-@pytest.fixture(params=MAKE)
-def make(request: pytest.FixtureRequest) -> Any:
-    return MAKE[request.param]
-
-
-def second_run(folder: Path, make: Any, step: int | None, count: int | None = None) -> Any:
-    logger = make(folder)
+def second_run(folder: Path, step: int | None, count: int | None = None) -> Any:
+    logger = CSVLogger(folder)
     log_files.take_version(logger, 0)
     log_files.go_on(logger, step, count)
     return logger
 
 
-def test_rows_that_will_be_written_again_are_dropped(tmp_path: Path, make: Any) -> None:
-    first_run(tmp_path, make)
-    logger = second_run(tmp_path, make, 2)
+def test_rows_that_will_be_written_again_are_dropped(tmp_path: Path) -> None:
+    first_run(tmp_path)
+    logger = second_run(tmp_path, 2)
     assert lines(tmp_path) == ["epoch,loss,step,val", ",0.0,0,", f",{1 / 3},1,"]
     logger.log_metrics({"loss": 7.0}, 2)
     logger.save()
@@ -58,10 +45,10 @@ def test_rows_that_will_be_written_again_are_dropped(tmp_path: Path, make: Any) 
     assert lines(tmp_path) == ["epoch,loss,new,step,val", ",0.0,,0,", f",{1 / 3},,1,", ",7.0,,2,", ",,8.0,3,"]
 
 
-def test_rows_are_counted_rather_than_looked_at_where_that_is_known(tmp_path: Path, make: Any) -> None:
-    first_run(tmp_path, make)
+def test_rows_are_counted_rather_than_looked_at_where_that_is_known(tmp_path: Path) -> None:
+    first_run(tmp_path)
     before = lines(tmp_path)
-    logger = second_run(tmp_path, make, 2, count=4)
+    logger = second_run(tmp_path, 2, count=4)
     assert lines(tmp_path) == before[:5]
     assert log_files.place_of(logger) == 4
     logger.log_metrics({"val": 0.25, "epoch": 0}, 3)
@@ -70,29 +57,28 @@ def test_rows_are_counted_rather_than_looked_at_where_that_is_known(tmp_path: Pa
     assert lines(tmp_path) == before
 
 
-def test_rows_of_others_are_not_counted(tmp_path: Path, make: Any) -> None:
+def test_rows_of_others_are_not_counted(tmp_path: Path) -> None:
     assert log_files.place_of(TensorBoardLogger(tmp_path)) is None
-    logger = make(tmp_path)
+    logger = CSVLogger(tmp_path)
     assert log_files.place_of(logger) is None
-    for one in in_opening_order([logger]):
-        _ = one.experiment
+    _ = logger.experiment
     assert log_files.place_of(logger) == 0
 
 
-def test_half_a_line_is_dropped(tmp_path: Path, make: Any) -> None:
-    first_run(tmp_path, make)
+def test_half_a_line_is_dropped(tmp_path: Path) -> None:
+    first_run(tmp_path)
     before = lines(tmp_path)
     with file_of(tmp_path).open("a") as file:
         file.write("0,0.12")
-    second_run(tmp_path, make, None)
+    second_run(tmp_path, None)
     assert lines(tmp_path) == before
 
 
-def test_there_may_be_no_file_yet_or_an_empty_one(tmp_path: Path, make: Any) -> None:
+def test_there_may_be_no_file_yet_or_an_empty_one(tmp_path: Path) -> None:
     for content in (None, "", "epoch,lo"):
         if content is not None:
             file_of(tmp_path).write_text(content)
-        logger = second_run(tmp_path, make, 3)
+        logger = second_run(tmp_path, 3)
         logger.log_metrics({"loss": 1.0}, 3)
         logger.save()
         assert lines(tmp_path) == ["loss,step", "1.0,3"]

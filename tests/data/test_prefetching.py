@@ -272,7 +272,7 @@ def test_the_summary_says_that_it_is_on_and_whether_batches_are_pinned(cuda, tmp
     batches = make_batches() if pinned else [[part.clone() for part in batch] for batch in make_batches()]
     for on in (True, False):
         written = io.StringIO()
-        summary = RunSummary(tmp_path, console=Console(file=written))
+        summary = RunSummary(console=Console(file=written))
         make(tmp_path, on=on, callbacks=[summary]).fit(Probe(), loader_of(batches))
         assert summary.summary.get("prefetching") == (told if on else None)
         assert bool(re.search(f"prefetching +{re.escape(told)} ", written.getvalue())) is on

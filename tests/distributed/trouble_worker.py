@@ -18,8 +18,8 @@ from tests.distributed.worker import Regression, samples
 from tests.support import native_fp16
 from trainer import CheckpointFiles, DeepSpeedStrategy, Trainer
 from trainer.callbacks import RollBackOnLossSpike
+from trainer.callbacks.run_recorder import RunRecorder
 from trainer.engine import stalls
-from trainer.record.recorder import RunRecorder
 
 
 class Stuck(nn.Module):

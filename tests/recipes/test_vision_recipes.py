@@ -23,7 +23,6 @@ def fit(name: str, folder: Path, *overrides: str) -> dict[str, Any]:
     (result,) = folder.glob(f"outputs/{name}/*/run.json")
     assert json.loads(result.read_text())["status"] == "completed"
     curves = json.loads(result.read_text())["curves"]
-    assert result.with_name("curves.png").is_file()
     assert {"val_loss", "val_acc"} <= set(curves["metrics"]["val"])  # both are in the picture
     return json.loads(result.read_text())
 

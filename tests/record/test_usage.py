@@ -20,9 +20,9 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
+from trainer.callbacks.run_recorder import RunRecorder
 from trainer.record import usage
 from trainer.record.reader import RunRecord
-from trainer.record.recorder import RunRecorder
 from trainer.record.usage import Usage
 
 CPU = torch.device("cpu")

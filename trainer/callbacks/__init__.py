@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trainer.callbacks.overflow_report import OverflowReport
     from trainer.callbacks.progress_bar import ProgressBar
     from trainer.callbacks.roll_back_on_loss_spike import RollBackOnLossSpike
+    from trainer.callbacks.run_recorder import RunRecorder
     from trainer.callbacks.run_summary import RunSummary
     from trainer.callbacks.scale_monitor import ScaleMonitor
     from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
@@ -53,6 +54,7 @@ __all__ = [
     "OverflowReport",
     "ProgressBar",
     "RollBackOnLossSpike",
+    "RunRecorder",
     "RunSummary",
     "ScaleMonitor",
     "ScalerCheckpoint",

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.callbacks.plotting import INK, PALETTE, canvas, fit_loss_axis, label_ends, smooth, style, without_spikes
+from trainer.callbacks.run_recorder import RecordView
 from trainer.record.curve import Curve
 from trainer.record.reader import RunRecord, without_twins
-from trainer.record.recorder import RecordView
 
 if TYPE_CHECKING:  # takes a second to import, and is needed at the end of a fit only
     from matplotlib.axes import Axes
@@ -20,11 +20,11 @@ _SKIPPED = "#cc3311"
 
 
 class Curves(RecordView):
-    """Draws loss, accuracy and loss scale over the optimizer steps into ``curves.png`` when a fit has ended.
+    """Draw loss, accuracy and loss scale over the optimizer steps into ``curves.png`` when a fit has ended.
 
-    The points are those of the run's record: of the fit's own ``run.json``, not of a logger, and whole when a run is
-    resumed. To draw them otherwise, or together with those of other runs: ``trainer.record.reader.read_run(folder)``.
-    What is drawn:
+    Not a default callback. It needs matplotlib. The points come from the run's record, not from a logger, so they are
+    complete when a run is resumed. To plot several runs together, use ``trainer.record.reader.read_run(folder)``.
+    The panels are:
 
     - Loss: what ``training_step`` returned, and every metric of the validation with "loss" in its name.
     - Score: every metric of the validation that lies in [0, 1], and those of the training named "acc".
@@ -33,7 +33,7 @@ class Curves(RecordView):
     Only rank zero draws, its own losses.
 
     Args:
-        dirpath: Folder of ``curves.png`` and ``run.json``. Default: that of the first logger.
+        dirpath: Folder of ``curves.png``. Default: the folder of ``run.json``, else that of the first logger.
         max_points: The most points that the record keeps of each curve.
 
     Attributes:

@@ -22,7 +22,7 @@ from trainer.files import from_here, write_text
 from trainer.postmortem.examine import examine
 from trainer.postmortem.recording import RecordedBatch, Recorder
 from trainer.postmortem.report import Report, names_of
-from trainer.record.measures import folder_of_files
+from trainer.record.measures import folder_of_reports
 from trainer.state.outcome import StepOutcome
 
 _HISTORY = 40
@@ -218,7 +218,7 @@ class OverflowReport(RunCallback):
         raise LossScaleCollapse("\n".join(lines))
 
     def _folder(self, trainer: Any) -> Path | None:
-        return folder_of_files(trainer, self.dirpath)
+        return Path(self.dirpath).absolute() if self.dirpath else folder_of_reports(trainer)
 
 
 class _BeforeSkips:

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from trainer import terminal
+from trainer.callbacks.run_recorder import RecordView
 from trainer.files import from_here
 from trainer.record.reader import RunRecord, without_twins
-from trainer.record.recorder import RecordView
 from trainer.terminal import Table
 
 _LABELS = 20
@@ -27,14 +27,13 @@ _TOLD = ("amp/scale", "amp/skipped_steps")
 
 
 class RunSummary(RecordView):
-    """Prints one table of the run's record when a fit has ended, in whatever way.
+    """Print one table of the run's record when a fit has ended, also if it failed.
 
-    Only rank zero prints.
+    The command line adds it by default (``conf/callbacks/default.yaml``). In Python, pass it to the Trainer; together
+    with `RunRecorder` the record is also written to ``run.json``. Only rank zero prints.
 
     Args:
-        dirpath: Folder of ``run.json``. Default: that of the first logger.
-        console: Where to print. Default: rich's global console, which writes to ``sys.stdout``.
-        writes: Whether there is to be a ``run.json``. A Trainer that logs nothing makes its own without.
+        console: Console to print to. Default: rich's global console, which writes to ``sys.stdout``.
 
     Attributes:
         summary: What ``run.json`` says, without curves and environment; empty before the end of the first fit. A value
@@ -70,10 +69,8 @@ class RunSummary(RecordView):
               ``last_checkpoint``, ``curves`` and ``loggers`` (a list). All absolute.
     """
 
-    def __init__(
-        self, dirpath: str | os.PathLike[str] | None = None, console: Console | None = None, writes: bool = True
-    ) -> None:
-        super().__init__(dirpath, writes)
+    def __init__(self, console: Console | None = None) -> None:
+        super().__init__()
         self.summary: dict[str, Any] = {}
         self._console = console
 

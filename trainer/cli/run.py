@@ -129,7 +129,7 @@ def run(config: DictConfig) -> float | None:
         print(in_words(record.facts["inference_speed"]))
     if is_first() and not is_quiet() and isinstance(settings["trainer"]["profiler"], str):
         print(f"The profile is in {from_here(folder)}/{config.command}.log.")
-    if is_first() and (is_quiet() or config.command != "fit"):
+    if is_first() and not (config.command == "fit" and _shows_summary(trainer)):
         print(_last_line(run), flush=True)
     return value_of(run)
 
@@ -152,9 +152,8 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
         import lightning as L
         from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar
 
-        from trainer.callbacks import LayerNorms, OverflowReport, ScaleMonitor
+        from trainer.callbacks import Curves, LayerNorms, RunRecorder, RunSummary, ScaleMonitor
         from trainer.cli.fused import fusing
-        from trainer.record.recorder import RunRecorder
         from trainer.trainer import Trainer
 
         merge_recipes()
@@ -190,12 +189,12 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
     arguments["logger"] = _make_all(settings["logger"], "logger", allowlist) or False
     unwanted: tuple[type, ...] = ()  # what the default config, or a recipe, has put there
     if arguments["barebones"]:
-        unwanted = (Checkpoint, LayerNorms, LearningRateMonitor, ScaleMonitor)
+        unwanted = (Checkpoint, Curves, LayerNorms, LearningRateMonitor, RunSummary, ScaleMonitor)
         arguments["logger"], arguments["log_every_n_steps"] = False, None
     elif arguments["enable_checkpointing"] is False:
         unwanted = (Checkpoint,)
     if is_quiet():
-        unwanted = (*unwanted, ModelSummary, ProgressBar)
+        unwanted = (*unwanted, ModelSummary, ProgressBar, RunSummary)
         arguments["enable_progress_bar"] = arguments["enable_model_summary"] = False
         logging.getLogger(ADVICE).handlers.clear()
     arguments["callbacks"] = [c for c in arguments["callbacks"] if not isinstance(c, unwanted)]
@@ -217,9 +216,6 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
         if not trainer_class.__module__.startswith(("trainer.", "lightning.")):
             raise
         raise UsageError(f"The trainer's settings do not go together: {failure.one_line(error)}") from error
-    for callback in trainer.callbacks:
-        if isinstance(callback, OverflowReport) and callback.dirpath is None:
-            callback.dirpath = folder
     if is_first() and not is_quiet() and (said := getattr(arguments["precision"], "said", "")):
         print(said, file=sys.stderr)  # in the log as well; but who asked for "auto" wants to see it
     return module, data, trainer
@@ -347,6 +343,12 @@ def _last_line(run: RunRecord) -> str:
     metrics = ", ".join(f"{name}={run.metrics[name]:.4g}" for name in names)
     told = f"{run.command} {run.status} in {run.seconds:.1f} s" + (f": {metrics}" if metrics else "")
     return f"{told}. Everything is in {from_here(run.folder)}"
+
+
+def _shows_summary(trainer: Any) -> bool:
+    from trainer.callbacks import RunSummary
+
+    return any(isinstance(callback, RunSummary) for callback in trainer.callbacks)
 
 
 def _predict(folder: Path, module: Any, data: Any, trainer: Any, checkpoint: str | None) -> None:

@@ -65,7 +65,6 @@ _PARTS = (
     "torchvision.transforms",
     "torchvision.tv_tensors",
     "trainer.callbacks",
-    "trainer.compat.default_logger",
     "trainer.compat.deepspeed",
     "trainer.compat.fsdp",
     "trainer.precision",

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, ModelSummary, RichModelSummary, Timer
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import (
     AdvancedProfiler,
@@ -28,17 +28,14 @@ from rich.table import Table
 from trainer.arguments import check, refuse_other_package, refuse_twice
 from trainer.callbacks.alignment_advisor import AlignmentAdvisor
 from trainer.callbacks.anomaly_detection import AnomalyDetection
-from trainer.callbacks.curves import Curves
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.callbacks.nonfinite_guard import NonFiniteGuard
 from trainer.callbacks.overflow_report import OverflowReport
 from trainer.callbacks.progress_bar import ProgressBar
-from trainer.callbacks.run_summary import RunSummary
+from trainer.callbacks.run_recorder import RecordView, RunRecorder
 from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
-from trainer.compat.default_logger import default_logger, rows_beside
 from trainer.errors import ConfigurationError
-from trainer.record.recorder import RecordView, RunRecorder
 
 _PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,
@@ -101,7 +98,6 @@ def build_callbacks(
     default_checkpoint: Callable[[], Checkpoint],
     scales_loss: bool,
     shows_gradients: bool,
-    writes_logs: bool,
     uses_tensor_cores: bool,
 ) -> list[Any]:
     """The user's callbacks, those that short-form arguments stand for, and the defaults.
@@ -111,7 +107,6 @@ def build_callbacks(
         default_checkpoint: makes the default that saves.
         scales_loss: whether the precision scales the loss, so that steps may overflow.
         shows_gradients: whether it can be found out where gradients overflowed.
-        writes_logs: whether the run's record and a picture of its curves belong beside the logs.
         uses_tensor_cores: whether products are 16-bit ones on a GPU, where sizes are worth a look.
 
     Raises:
@@ -148,7 +143,6 @@ def build_callbacks(
         rank_zero_info("Ignoring `Trainer(max_time=...)`, callbacks list already contains a Timer.")
     barebones, shows = given["barebones"], wanted("enable_progress_bar")
     scales_loss, uses_tensor_cores = scales_loss and not barebones, uses_tensor_cores and not barebones
-    records = writes_logs or shows or not missing(RecordView)
     defaults: list[tuple[bool, type, Callable[[], Any]]] = [
         (True, ScalerCheckpoint, ScalerCheckpoint),  # in every precision: it speaks up where one was changed
         (scales_loss and shows_gradients, OverflowReport, OverflowReport),
@@ -157,9 +151,7 @@ def build_callbacks(
         (uses_tensor_cores, AlignmentAdvisor, AlignmentAdvisor),
         (shows, AnyProgressBar, ProgressBar),
         (wanted("enable_model_summary"), ModelSummary, _ModelSummary),
-        (writes_logs, Curves, Curves),
-        (shows, RunSummary, partial(RunSummary, writes=writes_logs)),
-        (records, RunRecorder, partial(RunRecorder, writes=writes_logs)),
+        (not missing(RecordView), RunRecorder, partial(RunRecorder, writes=False)),
         (wanted("enable_checkpointing"), Checkpoint, default_checkpoint),
     ]
     callbacks += [default() for is_wanted, kind, default in defaults if is_wanted and missing(kind)]
@@ -180,9 +172,9 @@ def build_clipping(limit: float | None, algorithm: str | None) -> list[GradientC
 
 
 def build_loggers(given: Logger | Iterable[Logger] | bool | None, folder: str, *, fast_dev_run: bool) -> list[Any]:
-    """The loggers that ``given`` stands for; True and None are one that writes TensorBoard and CSV, below ``folder``.
+    """Return the list of loggers. True and None stand for Lightning's default logger, which writes below ``folder``.
 
-    A ``fast_dev_run`` gets one that drops everything.
+    With ``fast_dev_run``, a logger that discards all values replaces them.
     """
     if given is None or given is True:
         return [DummyLogger() if fast_dev_run else _default_logger(folder)]
@@ -193,7 +185,7 @@ def build_loggers(given: Logger | Iterable[Logger] | bool | None, folder: str, *
 
 def _default_logger(folder: str) -> Logger:
     try:
-        return default_logger(folder)
+        return TensorBoardLogger(folder)
     except ModuleNotFoundError:
         rank_zero_warn(
             "`logger=True` will use `CSVLogger` as the default logger, unless the `tensorboard` or `tensorboardX`"
@@ -203,13 +195,11 @@ def _default_logger(folder: str) -> Logger:
 
 
 def in_opening_order(loggers: Iterable[Any]) -> list[Any]:
-    """``loggers``, and what writes ``metrics.csv`` beside the default one, in the order in which they open their files.
+    """Sort ``loggers`` in the order in which they open their files.
 
-    W&B sees only what other libraries open after it; CSV expects an empty folder, which it may share.
+    W&B records only the libraries that are opened after it. A CSV logger expects an empty folder, which it may share.
     """
-    loggers = list(loggers)
-    beside = [rows for rows in map(rows_beside, loggers) if rows is not None]
-    return beside + sorted(loggers, key=lambda one: (not isinstance(one, WandbLogger), not isinstance(one, CSVLogger)))
+    return sorted(loggers, key=lambda one: (not isinstance(one, WandbLogger), not isinstance(one, CSVLogger)))
 
 
 def build_profiler(given: Profiler | str | None) -> Profiler:

@@ -15,7 +15,6 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_warn
 
 from trainer.compat.checkpoint_io import local_path
-from trainer.compat.default_logger import rows_beside
 from trainer.files import write_text
 
 CHECKPOINTS = "checkpoints/*.ckpt"  # below the folder of a logger: where ModelCheckpoint writes by default
@@ -54,11 +53,10 @@ def place_of(logger: Any) -> int | str | None:
 
 
 def _rows_written(logger: Any) -> int | None:
-    rows = _csv_of(logger)
-    if rows is None or rows._experiment is None:
+    if not isinstance(logger, FabricCSVLogger) or logger._experiment is None:
         return None
-    rows.save()
-    path = local_path(rows.experiment.metrics_file_path)
+    logger.save()
+    path = local_path(logger.experiment.metrics_file_path)
     if path is None or not path.is_file():
         return 0
     with path.open("rb") as file:
@@ -66,7 +64,7 @@ def _rows_written(logger: Any) -> int | None:
 
 
 def go_on(logger: Any, step: int | None, place: int | str | None = None) -> None:
-    """Have ``logger`` go on where it was, if it is one that we know: CSV, TensorBoard, the default one, W&B, MLflow.
+    """Have ``logger`` go on where it was, if it is one that we know: CSV, TensorBoard, W&B, MLflow.
 
     Args:
         logger: has not written yet, or has written to its files everything.
@@ -80,9 +78,8 @@ def go_on(logger: Any, step: int | None, place: int | str | None = None) -> None
     count = place
     if isinstance(logger, TensorBoardLogger) and logger._experiment is None and step is not None:
         logger._kwargs["purge_step"] = step
-    rows = _csv_of(logger)
-    if rows is not None and local_path(rows.log_dir) is not None:
-        rows._experiment = (_Rows if isinstance(rows, CSVLogger) else _PlainRows)(rows.log_dir).after(step, count)
+    if isinstance(logger, FabricCSVLogger) and local_path(logger.log_dir) is not None:
+        logger._experiment = (_Rows if isinstance(logger, CSVLogger) else _PlainRows)(logger.log_dir).after(step, count)
 
 
 def _go_on_in_run(logger: Any, run: str) -> None:
@@ -96,11 +93,6 @@ def _go_on_in_run(logger: Any, run: str) -> None:
             rank_zero_warn(f"MLflow cannot go on with the run {run}, so there is a new one: {error}")
         else:
             logger._run_id = run
-
-
-def _csv_of(logger: Any) -> FabricCSVLogger | None:
-    rows = rows_beside(logger) or logger
-    return rows if isinstance(rows, FabricCSVLogger) else None
 
 
 class _GoesOn:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from trainer.files import write_text
-from trainer.record.measures import folder_of_files
-from trainer.record.recorder import RunRecorder
+from trainer.record.measures import folder_of_run
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -38,11 +37,7 @@ def figures_of(trainer: Any) -> Path | None:
     """
     if not trainer.is_global_zero:
         return None
-    recorder = next((callback for callback in trainer.callbacks if isinstance(callback, RunRecorder)), None)
-    if recorder is not None:
-        folder = recorder.folder_of_run(trainer)
-    else:  # Lightning's Trainer
-        folder = folder_of_files(trainer, None) if trainer.loggers else None
+    folder = folder_of_run(trainer)
     if folder is None:
         return None
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)

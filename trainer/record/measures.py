@@ -127,10 +127,32 @@ def folder_of_files(trainer: Any, given: str | os.PathLike[str] | None) -> Path 
     logger counts if it names a folder of this machine, in a str or a Path: not an address, and not what a mock says.
     None if ``default_root_dir`` is an address, too.
     """
-    if given:
-        return Path(given).absolute()
-    folder = next(iter(folders_of_loggers(trainer)), str(trainer.default_root_dir))
+    folder = str(given or next(iter(folders_of_loggers(trainer)), trainer.default_root_dir))
     return None if "://" in folder else Path(folder).absolute()
+
+
+def folder_of_run(trainer: Any) -> Path | None:
+    """Return the folder of ``run.json``, else that of the first logger, or None if there is none on this machine.
+
+    On ranks above zero, loggers do not count, because only rank zero opens them. No communication.
+    """
+    for callback in trainer.callbacks:
+        if (find := getattr(callback, "folder_of_record", None)) and (folder := find(trainer)) is not None:
+            return Path(folder)
+    folders = folders_of_loggers(trainer) if trainer.is_global_zero else []
+    return Path(folders[0]).absolute() if folders else None
+
+
+def folder_of_reports(trainer: Any) -> Path | None:
+    """Return the folder for reports about an overflow, an out-of-memory error or a hang.
+
+    The folder of the run, else the ``default_root_dir`` that the user passed to the Trainer. None if there is neither:
+    then the report is only printed.
+    """
+    if (folder := folder_of_run(trainer)) is not None:
+        return folder
+    is_given = getattr(trainer, "default_root_dir_given", True)  # `lightning.Trainer` does not have it
+    return None if trainer.fast_dev_run or not is_given else folder_of_files(trainer, trainer.default_root_dir)
 
 
 def folders_of_loggers(trainer: Any) -> list[str]:

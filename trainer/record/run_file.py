@@ -25,7 +25,7 @@ class RunFile:
         facts: what is known so far.
 
     Attributes:
-        facts: what the file is going to say. Who runs the run, and `trainer.record.recorder`, add to it.
+        facts: what the file is going to say. Who runs the run, and `RunRecorder`, add to it.
         former: what the file said before: of an earlier run in the same folder. {} without one.
     """
 

@@ -78,8 +78,7 @@ def case_command_line(run: Any) -> None:
     prints = f"{run.folder}/prints.csv --ffn-block-index 0"
     chemprop(f"fingerprint -i {csv} -o {prints} --model-paths {from_checkpoint} {here}")
     for path in sorted(run.folder.rglob("*.csv")):
-        if path.name != "metrics.csv":
-            run.keep(str(path.relative_to(run.folder)), path.read_text())
+        run.keep(str(path.relative_to(run.folder)), path.read_text())
 
 
 def case_foundation(run: Any) -> None:

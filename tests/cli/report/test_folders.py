@@ -45,7 +45,7 @@ def test_a_folder_that_is_no_run(make_run, capsys, tmp_path):
     make_run("outputs/a/1")
     (tmp_path / "empty").mkdir()
     error = told(capsys, "empty")
-    assert "empty is not the folder of a run or a sweep. A run's folder has a run.json" in error
+    assert "empty is not the folder of a run or a sweep. A run's folder contains run.json" in error
     assert os.path.join("outputs", "a", "1") in error
 
 

@@ -112,7 +112,7 @@ def test_one_bad_run_does_not_spoil_the_report(two, make_run, capsys, tmp_path):
     told = capsys.readouterr().err
     assert "2 runs, side by side" in page.text
     for words in (
-        "empty is not the folder of a run or a sweep. A run's folder has a run.json",
+        "empty is not the folder of a run or a sweep. A run's folder contains run.json",
         "There is no folder nowhere.",
         "fit.log is a file, expected the folder of a run",
         f"{old} was written by an older version (it has result.json, expected run.json)",

@@ -97,8 +97,8 @@ def _runs_and_sweeps(given: str) -> list[Path]:
     found = [folder] if of_older_version(folder) else below(folder)
     if not found:
         raise UsageError(
-            f"{given} is not the folder of a run or a sweep. A run's folder has a {RUN} or a metrics.csv in it."
-            f"{_near(folder)}"
+            f"{given} is not the folder of a run or a sweep. A run's folder contains {RUN} or metrics.csv. In Python,"
+            f" Trainer(callbacks=[RunRecorder()]) writes {RUN}.{_near(folder)}"
         )
     return found
 

@@ -30,7 +30,6 @@ from trainer.cli.tune.lr_range import LearningRateSweep
 from trainer.data.samples import batch_size
 from trainer.errors import PrecisionError, is_out_of_memory
 from trainer.precision.devices import now
-from trainer.record.recorder import RunRecorder
 
 # Callbacks that are left out of a try: they save, log, stop, or handle an out-of-memory error. All others stay, because
 # they may change the memory and time of a step: activation checkpointing, averages of the weights, the user's own.
@@ -48,10 +47,10 @@ _LEFT_OUT: tuple[type, ...] = (
     ours.LayerNorms,
     ours.NonFiniteGuard,
     ours.OverflowReport,
+    ours.RunRecorder,
     ours.RunSummary,
     ours.ScaleMonitor,
     ours.Throughput,
-    RunRecorder,
 )
 _MOST_SKIPPED = 30  # updates that may overflow before a scale is found; 16 halvings lead from the first scale to 1
 _LOOK_EVERY = 0.02  # seconds

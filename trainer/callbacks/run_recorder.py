@@ -40,23 +40,21 @@ _SECONDS_BETWEEN_READINGS = 1.0  # of the memory
 
 
 class RecordView(Callback):
-    """A callback that shows a run's record when a fit has ended. Brings a `RunRecorder` along where there is none.
+    """Base class of callbacks that show a run's record when a fit has ended.
+
+    If the Trainer has no `RunRecorder`, one that writes no file is added.
 
     Args:
-        dirpath: Folder of what it writes, and of ``run.json``. Default: that of the first logger.
-        writes: Whether there is to be a ``run.json``.
-        max_points: The most points that the record keeps of each curve; None to leave that to others.
+        dirpath: Folder of the files that the callback writes. Default: the folder of the first logger.
+        max_points: Maximum number of points that the record keeps of each curve. None if the callback needs no curves.
     """
 
-    def __init__(
-        self, dirpath: str | os.PathLike[str] | None = None, writes: bool = True, max_points: int | None = None
-    ) -> None:
+    def __init__(self, dirpath: str | os.PathLike[str] | None = None, max_points: int | None = None) -> None:
         self.dirpath = dirpath
-        self.writes = writes
         self.max_points = max_points
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Adds a recorder, if there is none: under Lightning's Trainer. Ours always has one."""
+        """Add a recorder if the Trainer has none."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning assigns it from outside
         if not any(isinstance(callback, RunRecorder) for callback in callbacks):
             callbacks.append(RunRecorder(writes=False))
@@ -70,22 +68,25 @@ class RecordView(Callback):
 
 
 class RunRecorder(Callback):
-    """Collects the record of a fit: how it goes, its counters, curves, times and memory; and writes ``run.json``.
+    """Collect the record of a fit (status, counters, curves, times, memory), and write it to ``run.json``.
 
-    The file is written when the fit begins, when an epoch or a validation has ended and the last time was 10 seconds
-    ago, and when the fit has ended, in whatever way. Then every `RecordView` among the callbacks shows it. A callback
-    that has something to add has a method ``run_facts``, which returns a dict.
+    The command line adds this callback to every run. In Python, pass it to the Trainer:
+    ``Trainer(callbacks=[RunRecorder(), RunSummary()])``. ``python -m trainer report FOLDER`` reads the file.
 
-    Curves are kept where there is a file, or a view that draws them. Per batch it reads the loss on the CPU, where
+    The file is written when the fit starts, at most every 10 seconds at the end of an epoch or a validation, and when
+    the fit ends, also if it fails. Then every `RecordView` among the callbacks shows the record. A callback adds its
+    own facts by a method ``run_facts`` that returns a dict.
+
+    Curves are kept if there is a file, or a view that draws them. Per batch it reads the loss on the CPU, where
     that is free, and copies it on a GPU without waiting for it; reading is done once an epoch. Of each curve at
     most `max_points` are kept (then every second one is dropped). They are saved in checkpoints, so that the curves
     of a resumed run are whole; but for times and memory, which would differ each time: a run that is resumed in the
     same folder takes them from its ``run.json``.
 
     Args:
-        file: Of a run that has begun to write one. Default: ``run.json`` in `dirpath`.
-        dirpath: Folder of the file. Default: the first that a view names, else that of the first logger.
-        writes: Whether there is to be a file; there is also one if a view wants it.
+        file: Record of a run that has started to write one. Default: ``run.json`` in `dirpath`.
+        dirpath: Folder of the file. Default: the folder that a view was given, else that of the first logger.
+        writes: Whether to write the file.
         max_points: The most points kept of each curve.
 
     Attributes:
@@ -117,8 +118,8 @@ class RunRecorder(Callback):
         self.metrics: dict[str, dict[str, Series]] = {"train": {}, "val": {}}
         self._given = file
         self._dirpath = dirpath
-        self._writes = writes
-        self._writes_file = self._keeps_curves = False
+        self._writes = writes or file is not None
+        self._keeps_curves = False
         self._max_points = max_points
         self._views: list[RecordView] = []
         self._is_fitting = self._on_device = False
@@ -155,8 +156,7 @@ class RunRecorder(Callback):
         self._began = self._ended = self._paused = None
         self._samples = 0
         self.file = self._given or RunFile(self._folder(trainer) if trainer.is_global_zero else None)
-        self._writes_file = self._writes or self._given is not None or any(view.writes for view in self._views)
-        self._keeps_curves = self._writes_file or any(view.max_points for view in self._views)
+        self._keeps_curves = self._writes or any(view.max_points for view in self._views)
         if trainer.is_global_zero:
             self.file.facts |= {"module": type(pl_module).__name__, "monitor": monitor_of(trainer)}
             self.file.facts.setdefault("environment", environment())
@@ -190,7 +190,7 @@ class RunRecorder(Callback):
         self._next_reading = 0.0
         self._began = now(trainer.strategy.root_device, self._clock)
         self._zero = self._began - self._seconds_before
-        if self._writes_file and trainer.is_global_zero:
+        if self._writes and trainer.is_global_zero:
             before = self.usage.state_dict() if self.usage else None
             with suppress(LookupError, TypeError):  # as above
                 before = before or self.file.former["curves"]["usage"]
@@ -344,24 +344,21 @@ class RunRecorder(Callback):
                 "samples_per_second": rate or (samples / training if samples and training else None),
             }
         folder = self.file.folder
-        own = (
-            {}
-            if folder is None
-            else {"run": str(folder), **({"record": str(folder / RUN)} if self._writes_file else {})}
-        )
+        own = {} if folder is None else {"run": str(folder), **({"record": str(folder / RUN)} if self._writes else {})}
         told["paths"] = own | paths_of(trainer)
         told["curves"] = self._curves()
 
     def _complete(self) -> None:
         """Have the views draw, write the file, and have them show it."""
         assert self.file is not None
-        if self._writes_file and self.file.folder is not None:
+        if self.file.folder is not None:
             record = RunRecord(self.file.facts, self.file.folder)
             try:
                 for view in self._views:
                     drawn = view.draw(record, self.file.folder)
                     self.file.facts["paths"] |= {name: str(path) for name, path in drawn.items()}
-                self.file.write()
+                if self._writes:
+                    self.file.write()
             except OSError as problem:  # no reason to fail a fit that went through
                 told = f"The run's record could not be written to {self.file.folder}: {problem}"
                 warnings.warn(told, stacklevel=2)
@@ -375,22 +372,16 @@ class RunRecorder(Callback):
 
     def _write_if_possible(self) -> None:
         assert self.file is not None
-        if self._writes_file:
+        if self._writes:
             with suppress(OSError):  # the fit's end will tell
                 self.file.write()
         self._written = time.monotonic()
 
-    def folder_of_run(self, trainer: "pl.Trainer") -> Path | None:
-        """Where this process writes files of the run; None where it leaves none. Asks no other process."""
+    def folder_of_record(self, trainer: "pl.Trainer") -> Path | None:
+        """Return the folder of ``run.json``, or None if this process writes none. No communication."""
         if self._given is not None:
             return self._given.folder
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning assigns it from outside
-        if not (self._writes or any(isinstance(callback, RecordView) and callback.writes for callback in callbacks)):
-            return None
-        if trainer.is_global_zero:
-            return self._folder(trainer)
-        root = str(trainer.default_root_dir)  # a logger may count up its folder here, and not where it writes
-        return None if "://" in root else Path(root).absolute()
+        return self._folder(trainer) if self._writes and trainer.is_global_zero else None
 
     def _folder(self, trainer: "pl.Trainer") -> Path | None:
         named = next((view.dirpath for view in self._views if view.dirpath), None)

@@ -18,12 +18,11 @@ from torch.utils.data import DataLoader
 
 from tests.support import FakeTrainer
 from trainer import Trainer, machine
-from trainer.callbacks import Curves, OptunaPruning, RunSummary, Throughput
+from trainer.callbacks import Curves, OptunaPruning, RunRecorder, RunSummary, Throughput
+from trainer.callbacks import run_recorder as module
 from trainer.precision import MixedPrecision
-from trainer.record import recorder as module
 from trainer.record.measures import folder_of_files, memory_in_use, tensor_cores_of, training_loss
 from trainer.record.reader import read_run
-from trainer.record.recorder import RunRecorder
 from trainer.record.run_file import RunFile
 from trainer.record.series import Series
 
@@ -411,17 +410,13 @@ def test_the_file_of_somebody_who_has_begun_one(tmp_path, clock):
 
 
 @pytest.mark.parametrize(
-    ("callbacks", "is_written"),
-    [
-        ((), False),
-        ((RunSummary(writes=False),), False),
-        ((RunSummary(),), True),
-        ((Curves(),), True),
-    ],
+    ("callbacks", "files"),
+    [((RunSummary(),), set()), ((Curves(),), {"curves.png"}), ((RunSummary(), RunRecorder()), {"run.json"})],
+    ids=["summary", "curves", "recorder"],
 )
-def test_it_is_written_where_a_view_wants_it(tmp_path, callbacks, is_written):
-    Fit(RunRecorder(writes=False), *callbacks, folder=tmp_path).fit()
-    assert (tmp_path / "run.json").is_file() == is_written
+def test_run_json_is_written_only_by_a_run_recorder_that_the_user_passed(tmp_path, callbacks, files):
+    real_fit(Trainer, callbacks, tmp_path, Logging())
+    assert set(os.listdir(tmp_path)) == files
 
 
 @pytest.mark.parametrize(
@@ -476,7 +471,7 @@ def real_fit(trainer_class, recorder, folder, model, ckpt_path=None, **options):
         accelerator="cpu",
         limit_val_batches=2,
         default_root_dir=folder,
-        callbacks=[recorder],
+        callbacks=recorder,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
