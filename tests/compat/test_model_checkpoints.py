@@ -267,6 +267,7 @@ def test_the_best_weights_are_kept(tmp_path: Path) -> None:
         ({"every_n_train_steps": 2}, False),
         ({"every_n_train_steps": 2, "monitor": "val_loss"}, True),
         ({"every_n_train_steps": 2, "monitor": "loss"}, True),
+        ({"every_n_train_steps": 2, "monitor": "step", "mode": "max"}, False),
         ({"train_time_interval": timedelta(0)}, False),
         ({"train_time_interval": timedelta(0), "monitor": "loss"}, False),
     ],

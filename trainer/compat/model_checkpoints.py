@@ -32,6 +32,7 @@ from trainer.loops.fit import FitLoop
 
 T = TypeVar("T")
 _STATES = "savers"
+_COUNTERS = (None, "epoch", "step")  # values of `monitor` that need no metric
 
 
 def model_checkpoints_of(trainer: Any) -> list[ModelCheckpoint]:
@@ -72,7 +73,7 @@ def _save_after_validation(self: ModelCheckpoint, trainer: Any, pl_module: Any) 
 
     Lightning's method never makes up for such a save if the validations come at the ends of epochs.
     """
-    waits = self._defer_save_until_validation and self.monitor in trainer.callback_metrics
+    waits = self._defer_save_until_validation and _has_metric(self, trainer)
     if _is_ours(trainer) and waits and not self._should_skip_saving_checkpoint(trainer):
         self._defer_save_until_validation = False
         _save(self, trainer)
@@ -110,15 +111,19 @@ def _time_is_up(saver: ModelCheckpoint, trainer: Any) -> bool:
     return bool(is_up)
 
 
+def _has_metric(saver: ModelCheckpoint, trainer: Any) -> bool:
+    return saver.monitor in _COUNTERS or saver.monitor in trainer.callback_metrics
+
+
 def _must_wait(saver: ModelCheckpoint, trainer: Any) -> bool:
     """Return whether a save that is due now has to wait for the metrics of the next validation.
 
     It waits if its metric does not exist yet, or if a validation follows this batch. Saves by ``train_time_interval``
     do not wait for the latter: they are there to lose no time.
     """
-    if saver.monitor is None:
+    if saver.monitor in _COUNTERS:
         return False
-    if saver.monitor not in trainer.callback_metrics:
+    if not _has_metric(saver, trainer):
         return True
     has_batches = not trainer.num_val_batches or any(trainer.num_val_batches)  # [] before the loaders are built
     return saver._train_time_interval is None and has_batches and trainer.loop.validation_is_due()
@@ -230,9 +235,9 @@ def _is_empty(folder: str) -> bool:
 def save_states(trainer: Any, checkpoint: dict[str, Any], path: str | Path) -> None:
     """Add the state of each ModelCheckpoint to ``checkpoint``, which is about to be written to ``path``.
 
-    The state is the step at which it last saved, so that it does not save twice, the file of that step, and whether it
-    waits for the metrics of a validation. For the one that writes this checkpoint, it is its state after writing it. If
-    another one writes it first at the end of a batch, a save that is going to wait is already counted as waiting.
+    The state is the step at which it last saved, so that it does not save twice, and whether it waits for the metrics
+    of a validation. For the one that writes this checkpoint, it is its state after writing it. If another one writes it
+    first at the end of a batch, a save that is going to wait is already counted as waiting.
     """
     states = {}
     ends_batch = trainer.progress.in_batch and trainer.progress.is_trained
@@ -240,10 +245,9 @@ def save_states(trainer: Any, checkpoint: dict[str, Any], path: str | Path) -> N
         step, waits = saver._last_global_step_saved, saver._defer_save_until_validation
         is_due = ends_batch and _steps_are_due(saver, trainer) and not saver._should_skip_saving_checkpoint(trainer)
         waits = waits or (is_due and _must_wait(saver, trainer))
-        file = saver._last_checkpoint_saved
         if os.fspath(path) in (saver.best_model_path, saver.last_model_path, *saver.best_k_models):
-            step, waits, file = trainer.global_step, False, os.fspath(path)
-        states[saver.state_key] = {"dirpath": str(saver.dirpath), "step": step, "file": str(file), "waits": waits}
+            step, waits = trainer.global_step, False
+        states[saver.state_key] = {"dirpath": str(saver.dirpath), "step": step, "waits": waits}
     if states:
         checkpoint["loops"][OUR_KEY][_STATES] = states
 
@@ -257,7 +261,6 @@ def restore_states(trainer: Any, checkpoint: dict[str, Any]) -> None:
         saver._defer_save_until_validation = state["waits"]
         if state["dirpath"] == str(saver.dirpath):
             saver._last_global_step_saved = state["step"]
-            saver._last_checkpoint_saved = state.get("file", "")
             saver.last_model_path = saver.last_model_path or _link_to(str(trainer.ckpt_path), str(saver.dirpath))
 
 
