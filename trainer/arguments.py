@@ -433,6 +433,34 @@ def parse_limits(given: Mapping[str, Any], announce: Callable[[str], object] = s
     return limits
 
 
+class BatchInterval(int):
+    """A number of batches between two validations. 1 batch is not equal to 1.0, the share that is a whole epoch.
+
+    Stock callbacks run at the ends of epochs instead of after validations if ``trainer.val_check_interval == 1.0``.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return not isinstance(other, float) and super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = int.__hash__
+
+
+def shown_interval(given: Any, limits: Mapping[str, Any]) -> Any:
+    """Return ``trainer.val_check_interval``: the time as given, a number of batches, or a share of an epoch.
+
+    Args:
+        given: the argument ``val_check_interval``.
+        limits: from `parse_limits`.
+    """
+    interval = limits["val_check_interval"]
+    if limits["val_check_seconds"] is not None:
+        return given
+    return BatchInterval(interval) if isinstance(interval, int) else interval
+
+
 def _amount(name: str, given: Mapping[str, Any], announce: Callable[[str], object]) -> int | float:
     """A number of batches (int), or a share of them (float); all of them for None, and for a time."""
     amount = 0 if given[name] is False else given[name]

@@ -62,7 +62,7 @@ Plugin = CheckpointIO | ClusterEnvironment | LayerSync
 
 
 _ATTRIBUTES = (
-    "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "val_check_interval",
+    "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches",
     "num_sanity_val_steps", "reload_dataloaders_every_n_epochs", "enable_autolog_hparams", "resume", "exact_resume",
     "dataloader_timeout", "pad_evaluation", "prefetch_batches", "barebones", "inference_mode", "detect_anomaly",
 )  # fmt: skip
@@ -188,6 +188,7 @@ class Trainer(TrainerBase):
         self.default_root_dir_given = bool(default_root_dir)
         self.fast_dev_run = True if fast_dev_run == 1 else fast_dev_run or False
         vars(self).update({name: limits[name] for name in _ATTRIBUTES})
+        self.val_check_interval = arguments.shown_interval(val_check_interval, limits)
         self.overfit_batches = limits["overfit_batches"] or 0.0
         self.pad_evaluation = self.pad_evaluation or not self.engine.evaluates_unevenly
         self._model_registry = registry.model_name(model_registry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -529,3 +530,86 @@ def test_clipping_by_another_algorithm_than_the_trainers_is_refused() -> None:
     trainer = ours(max_epochs=1, gradient_clip_algorithm="value")
     with pytest.raises(MisconfigurationException, match="You have set `Trainer"):
         trainer.fit(Clipping())
+
+
+# --- when to look at a validation -----------------------------------------------------------------------------------
+
+EACH_SECOND: list[Any] = ["00:00:00:01", {"seconds": 1}, timedelta(seconds=1)]
+INTERVALS: list[tuple[Any, int | None]] = [
+    *((1, every) for every in (1, 2, None)), *((EACH_SECOND[0], every) for every in (1, 2, None)),
+    (2, 1), (4, None), (EACH_SECOND[1], 1), (EACH_SECOND[2], 2), (None, 1), (None, 2), (1.0, 1), (0.5, 2),
+]  # fmt: skip
+"""Values of ``val_check_interval`` and ``check_val_every_n_epoch``."""
+
+
+@pytest.mark.parametrize(("interval", "every"), INTERVALS)
+def test_one_look_for_each_validation(tmp_path: Any, interval: Any, every: int | None) -> None:
+    """Stock callbacks decide by attributes of the Trainer whether they look after validations or at ends of epochs."""
+
+    class Counts(Callback):
+        validations = 0
+
+        def on_validation_end(self, trainer: Any, *_: Any) -> None:
+            self.validations += not trainer.sanity_checking
+
+    class Looks(EarlyStopping):
+        looks = 0
+
+        def _run_early_stopping_check(self, trainer: Any) -> None:
+            self.looks += 1
+            super()._run_early_stopping_check(trainer)
+
+    class Logs(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", -float(self.trainer.global_step))
+
+    counts, stopping = Counts(), Looks("val_loss", patience=1)
+    saver = ModelCheckpoint(tmp_path / "kept", monitor="val_loss", save_top_k=-1, filename="{step}")
+    arguments: dict[str, Any] = {"max_epochs": 4, "val_check_interval": interval, "check_val_every_n_epoch": every}
+    arguments["default_root_dir"] = tmp_path
+    seconds = itertools.count(step=0.4)
+    with mock.patch("time.monotonic", side_effect=lambda: next(seconds)):
+        trainer = ours(callbacks=[counts, stopping, saver], enable_checkpointing=True, **arguments)
+        trainer.fit(Logs())
+    assert trainer.current_epoch == 4
+    assert counts.validations > 1
+    assert stopping.looks == counts.validations
+    assert len(saver.best_k_models) == counts.validations
+
+
+class Reads(Callback):
+    """The attributes by which stock callbacks decide when to look at a validation."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def read(self, trainer: Any, *_: Any) -> None:
+        names = ("check_val_every_n_epoch", "val_check_batch", "_val_check_time_interval", "limit_val_batches",
+                 "enable_validation", "num_val_batches", "sanity_checking", "is_last_batch", "num_training_batches",
+                 "limit_train_batches")  # fmt: skip
+        loop = trainer.fit_loop.epoch_loop
+        self.seen.append({
+            **{name: getattr(trainer, name) for name in names},
+            "val_check_interval": getattr(trainer, "val_check_interval", None),  # Lightning has none for a time
+            "this_epoch": loop._should_check_val_epoch(), "last": loop.batch_progress.is_last_batch,
+        })  # fmt: skip
+
+    on_train_start = on_train_batch_end = on_validation_end = on_train_epoch_end = read
+
+
+@pytest.mark.parametrize(("interval", "every"), INTERVALS)
+def test_what_decides_is_as_in_lightning(interval: Any, every: int | None) -> None:
+    def scenario(make: Any) -> Any:
+        reads, seconds = Reads(), itertools.count()
+        arguments = {"max_epochs": 2, "val_check_interval": interval, "check_val_every_n_epoch": every}
+        with mock.patch("time.monotonic", side_effect=lambda: float(next(seconds))):
+            make(callbacks=[reads], **arguments).fit(Net())
+        return reads.seen
+
+    theirs, mine = run_both(scenario)
+    assert len(theirs) == len(mine)
+    for a, b in zip(theirs, mine, strict=True):
+        if interval in EACH_SECOND:
+            assert a.pop("val_check_interval") is None
+            assert b.pop("val_check_interval") == interval
+        assert a == b

@@ -98,6 +98,7 @@ class TrainerBase(LightningTrainer):
     log_every_n_steps: int = alias("loop.limits.log_every_n_steps", writable=True)
     val_check_batch: float | None = alias("loop.limits.val_check_batch", writable=True)
     _val_check_time_interval: float | None = alias("loop.limits.val_check_seconds")
+    _last_val_time: float = alias("loop.limits.validated_at", writable=True)
 
     # as Lightning's, without the detour over a view: these are read at every step
     global_step: int = alias("progress.optimizer_steps")

@@ -205,6 +205,8 @@ def _given(trainer: Any) -> dict[str, Any]:
     accumulation = first_of(trainer.callbacks, GradientAccumulation)
     schedule = {0: trainer.loop.window.batches} if accumulation is None else accumulation.schedule
     every = trainer.val_check_interval
+    if isinstance(every, int):
+        every = int(every)  # a checkpoint holds plain numbers
     return {
         "accumulate_grad_batches": [list(pair) for pair in sorted(schedule.items())],
         "limit_train_batches": trainer.limit_train_batches,
