@@ -312,7 +312,7 @@ class Run:
         trainer.state.stage = RunningStage.VALIDATING
         if trainer.data.prefetching is not None:
             trainer.data.prefetching.let_go()  # the last batch of training would only take memory
-        if not trainer.loop.window.is_open:
+        if not trainer.loop.window.is_open and not self._accumulates_by_hand(preparation):
             preparation.hooks.of_module("on_validation_model_zero_grad")()  # gradients would only take memory
         loop = trainer.eval_loops[RunningStage.VALIDATING]
         if trainer.data.is_due(RunningStage.VALIDATING) or loop.loaders is None:
@@ -321,6 +321,16 @@ class Run:
         loop.run()
         trainer.loop.limits.restart_validation_clock()
         trainer.state.stage = RunningStage.TRAINING
+
+    def _accumulates_by_hand(self, preparation: Preparation) -> bool:
+        """Return whether gradients must outlive a validation because manual optimization has not stepped on them yet.
+
+        A module that overrides ``on_validation_model_zero_grad`` decides itself.
+        """
+        module, loop = self._trainer.lightning_module, self._trainer.loop
+        if module.automatic_optimization or preparation.hooks.override_of("on_validation_model_zero_grad") is not None:
+            return False
+        return not all(map(loop.gradients.are_used, loop.optimizers))
 
     def _save_start(self) -> None:
         """Write a checkpoint before an elastic job trains: a start on other nodes reads in it how large updates are."""

@@ -177,8 +177,8 @@ class ProcessState:
     def _gradients(self) -> dict[str, Tensor]:
         """Those that no weight update has used yet.
 
-        In automatic optimization: of an open window. A module that steps its optimizers itself may gather gradients as
-        long as it likes; those of an optimizer that stepped in the last batch are used.
+        In automatic optimization: of an open window. A module that steps its optimizers itself may accumulate gradients
+        as long as it likes; those that a step has used are left out.
         """
         run, loop = self._run, self._run.loop
         if not loop.progress.is_trained:
@@ -187,8 +187,7 @@ class ProcessState:
             has_some = loop.window.backwards or loop.gradients.are_parts  # of the other processes' batches
             waiting = loop.optimizers if loop.window.is_open and has_some else []
         else:
-            stepped = loop.outcome.optimizers if loop.has_updated and loop.outcome is not None else ()
-            waiting = [optimizer for i, optimizer in enumerate(loop.optimizers) if i not in stepped]
+            waiting = [optimizer for optimizer in loop.optimizers if not loop.gradients.are_used(optimizer)]
         gradients: Gradients = loop.gradients
         return gradients.state_dict(run.lightning_module.named_parameters(), waiting)
 

@@ -38,6 +38,8 @@ from trainer.precision.scaler import LossScaler, UpdateOutcome, gradients_of
 
 _IS_KEPT = "_is_kept"
 """Marks a gradient that :meth:`Gradients.keep` has made; one in which autograd adds up stays the same tensor."""
+_USED_AT = "_used_at"
+"""The version that a gradient had when a step used it: an attribute of the gradient."""
 
 
 class Gradients:
@@ -137,6 +139,29 @@ class Gradients:
         """Divide the gradients by the loss scale, once for each step, and look whether they are finite."""
         self.scaler.unscale_(optimizer)
 
+    def scale_again(self) -> None:
+        """Undo :meth:`unscale_` of gradients that no step has used, because scaled gradients are about to be added."""
+        for optimizer, factor in self.scaler.forget_unused():
+            self.multiply_([optimizer], factor)
+
+    def mark_used(self, optimizer: Optimizer) -> None:
+        """Note that a step has used the gradients of an optimizer: they are not accumulated any further."""
+        if (first := self._first(optimizer)) is not None:
+            setattr(first, _USED_AT, first._version)  # noqa: SLF001 - counts in-place changes
+
+    def are_used(self, optimizer: Optimizer) -> bool:
+        """Return whether a step has used all gradients there are, and no backward pass has changed them since."""
+        first = self._first(optimizer)
+        return first is None or getattr(first, _USED_AT, None) == first._version  # noqa: SLF001
+
+    def _first(self, optimizer: Optimizer) -> Tensor | None:
+        """Return the first gradient, or None if there is none. It stands for all, so that a mark costs little."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    return self.part(parameter.grad)
+        return None
+
     def norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor | None:
         """The norm of all gradients of an optimizer together, a plain 0-dim tensor; None where there are none."""
         gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients_of(optimizer)]
@@ -179,14 +204,24 @@ class Gradients:
         """Step the optimizer, unless a gradient is not finite or there are none."""
         self.scaler.step(optimizer, **kwargs)
 
-    def update(self) -> UpdateOutcome | None:
+    def update(self, accumulating: Sequence[Optimizer] = ()) -> UpdateOutcome | None:
         """Adjust the loss scale, once for all the steps since the last time.
+
+        Args:
+            accumulating: optimizers with gradients that no step has used yet, which are multiplied to match the new
+                scale. Default: none.
 
         Returns:
             Their outcome; None where that would wait for the device: see :meth:`resolve_outcome`.
         """
         scaler = self.scaler
-        scaler.update()
+        if accumulating:
+            self.scale_again()
+            change = scaler.update_and_compare()
+            if isinstance(change, Tensor) or change != 1.0:
+                self.multiply_(accumulating, change)
+        else:
+            scaler.update()
         return scaler.resolve_outcome() if scaler.knows_outcome else None
 
     def resolve_outcome(self) -> UpdateOutcome:
@@ -241,6 +276,7 @@ class Gradients:
             parameters: of the module, by name.
             optimizers: those whose gradients are waiting.
         """
+        self.scale_again()
         waiting = {id(parameter) for optimizer in optimizers for parameter, _ in self.local(optimizer)}
         return {name: p.grad.detach() for name, p in parameters if p.grad is not None and id(p) in waiting}
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -539,8 +539,8 @@ class ZeroGradients(Gradients):
         if asked is not None and norm is not None:
             asked.fill_(float(norm))
 
-    def update(self) -> UpdateOutcome:
-        """The outcome of the last step, once. Nothing is left to adjust."""
+    def update(self, accumulating: Sequence[Optimizer] = ()) -> UpdateOutcome:
+        """Return the outcome of the last step, once. DeepSpeed has adjusted the scale."""
         outcome, self._outcome = self._outcome, None
         scale = self.scaler.current_scale
         return outcome or UpdateOutcome((), scale, scale)

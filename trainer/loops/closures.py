@@ -53,7 +53,6 @@ class ClosureOptimization:
         self._loop = loop
         self._optimizer_step = optimizer_step
         self._wrapped = wrapped
-        self._stepped: list[Optimizer] = []
         self.evaluates_again = any(needs_closure(optimizer) for optimizer in loop.optimizers)
         self._earlier: list[_Pass] = []
         refuse_scaled_closures(loop)
@@ -64,6 +63,7 @@ class ClosureOptimization:
         batch = loop.start_batch(batch, batch_idx, is_last)
         if loop.skips_epoch:
             return
+        loop.finish_steps()  # those that a hook has taken
         this = _Pass(batch, batch_idx, loop.window.mark())
         if loop.window.is_first:
             self._earlier.clear()
@@ -74,7 +74,6 @@ class ClosureOptimization:
                 self._evaluate(this)
             if self.evaluates_again:
                 self._earlier.append(this)
-        finish_steps(loop, self._stepped)
         loop.end_batch(this.outputs, batch, batch_idx)
 
     def close_window(self) -> None:
@@ -82,15 +81,20 @@ class ClosureOptimization:
         loop = self._loop
         if loop.window.backwards or loop.engine.data_parallel_size > 1:
             self._update(_Pass(None, loop.progress.batch_idx, loop.window.mark()))
-            finish_steps(loop, self._stepped)
 
     def _update(self, last: _Pass) -> None:
         """Have ``optimizer_step`` step each optimizer, with a closure that ends with the window's last batch."""
         loop = self._loop
-        with loop.engine.gradient_sync(True):
-            for optimizer in self._wrapped():
-                self._optimizer_step(loop.progress.epoch, last.batch_idx, optimizer, partial(self._close_window, last))
-                loop.progress.optimizer_steps += 1  # however often it has really stepped, as Lightning counts
+        loop.holds_scale = True
+        try:
+            with loop.engine.gradient_sync(True):
+                for optimizer in self._wrapped():
+                    closure = partial(self._close_window, last)
+                    self._optimizer_step(loop.progress.epoch, last.batch_idx, optimizer, closure)
+                    loop.progress.optimizer_steps += 1  # however often it has really stepped, as Lightning counts
+        finally:
+            loop.holds_scale = False
+        loop.finish_steps()
         self._earlier.clear()  # they are not evaluated again
 
     def state_dict(self) -> dict[str, Any]:
@@ -164,9 +168,7 @@ class ClosureOptimization:
 
     def step(self, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:
         """``optimizer.step(closure)`` of one optimizer. Returns what the closure returned."""
-        result = step_with_closure(self._loop, optimizer, closure, **kwargs)
-        self._stepped.append(optimizer)
-        return result
+        return step_with_closure(self._loop, optimizer, closure, **kwargs)
 
 
 def refuse_scaled_closures(loop: FitLoop) -> None:
@@ -181,8 +183,11 @@ def refuse_scaled_closures(loop: FitLoop) -> None:
 
 
 def step_with_closure(loop: FitLoop, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:
-    """Evaluate the closure, let the hooks see the gradients, step; with a scaler, unless they overflowed."""
-    loop.resolve_outcome()  # the last batch's update
+    """Evaluate the closure, let the hooks see the gradients, step; with a scaler, unless they overflowed.
+
+    ``FitLoop.finish_steps`` adjusts the scale later, once for several steps.
+    """
+    loop.begin_step()
 
     def evaluate() -> Any:
         with torch.enable_grad():
@@ -196,16 +201,9 @@ def step_with_closure(loop: FitLoop, optimizer: Optimizer, closure: Closure, **k
         loop.gradients.step(optimizer, **kwargs)
     else:
         result = optimizer.step(closure=evaluate, **kwargs)
+    loop.gradients.mark_used(optimizer)
+    loop.stepped.append(optimizer)
     return result
-
-
-def finish_steps(loop: FitLoop, stepped: list[Optimizer]) -> None:
-    """One scale adjustment for all the steps of a batch, however many there were of each optimizer."""
-    if stepped:
-        loop.finish_update(
-            tuple(i for i, optimizer in enumerate(loop.optimizers) if any(optimizer is s for s in stepped))
-        )
-        stepped.clear()
 
 
 @dataclass(eq=False, slots=True)

@@ -5,7 +5,7 @@ Read ``FitLoop.run``, ``train_batch`` and ``update_weights``: they are the whole
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -67,6 +67,8 @@ class FitLoop:
         self.limits = limits
         self.outcome: StepOutcome | None = None
         self.grad_norms: dict[Optimizer, Tensor] = {}
+        self.stepped: list[Optimizer] = []  # by the module, or in a closure, since the loss scale was last updated
+        self.holds_scale = False  # while a training step runs that takes its own steps: one update follows all of them
         self.unresolved: tuple[int, ...] = ()  # optimizers (indices) whose last step has no known outcome yet
         self.skipped: tuple[Optimizer, ...] = ()
         self.has_updated = self.skips_epoch = self.validates_this_epoch = False
@@ -103,6 +105,7 @@ class FitLoop:
         self.hooks, self.batches, self.transfer = hooks, batches, transfer
         self.gradients.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of one
         self.unresolved, self.outcome, self.grad_norms = (), None, {}
+        self.stepped, self.holds_scale = [], False
         self.window.start_run(self.engine.data_parallel_size)
         self.schedules, self.choose_path, self.follow_changes = schedules, as_it_is, as_it_is
         self.optimizer_zero_grad = hooks.override_of("optimizer_zero_grad")
@@ -149,6 +152,7 @@ class FitLoop:
         self.close_window_early()
         self.count_update()
         self.hooks.on_train_end()
+        self.resolve_outcome()
 
     def start_epoch(self) -> None:
         """Open an epoch: or go on with one, where a checkpoint was written in its middle."""
@@ -205,6 +209,7 @@ class FitLoop:
         self.metrics.end_epoch()
         progress.epochs_trained += 1
         self.hooks.on_train_epoch_end()
+        self.resolve_outcome()
         self.published.take(self.metrics.current())
         self.recorder.send(self.metrics.current().logger, progress.updates - 1)
         self.hooks.save_after_epoch()
@@ -220,6 +225,7 @@ class FitLoop:
         self.published.take(self.metrics.current())
         self.progress.owes_validation = True
         self.validate()
+        self.resolve_outcome()
 
     # --- one batch ------------------------------------------------------------------------------------------
 
@@ -325,11 +331,14 @@ class FitLoop:
         progress, closes_window = self.progress, self.window.is_last
         progress.batches += 1
         progress.is_trained, progress.closing = True, closes_window
-        if self.unresolved and (progress.is_last_batch or self.limits.logging_is_due()):
-            self.resolve_outcome()  # an epoch's metrics and a row for the loggers do not wait for the next update
+        if self.unresolved:
+            self.resolve_if_due()
         if self.schedules.stepped:
             self.advance_schedules()
         self.hooks.on_train_batch_end(outputs, batch, batch_idx)
+        if self.stepped:
+            self.finish_steps()
+            self.resolve_if_due()
         self.metrics.end_batch()
         if closes_window and self.limits.logging_is_due():
             self.recorder.send(self.metrics.current().logger, progress.updates)
@@ -378,26 +387,57 @@ class FitLoop:
 
     def clip_for_module(self, optimizer: Optimizer, limit: float, algorithm: str) -> None:
         """``LightningModule.clip_gradients``: on true gradients, also when they are not unscaled yet."""
-        self.resolve_outcome()
+        self.begin_step()
         self.gradients.unscale_(optimizer)
         if (norm := self.gradients.clip_(optimizer, limit, algorithm)) is not None:
             self.grad_norms[optimizer] = norm
 
-    def finish_update(self, stepped: tuple[int, ...]) -> None:
-        """Adjust the scale, once, however many optimizers were stepped; see what happened, if that is known yet."""
-        outcome = self.gradients.update()
+    def finish_update(self, stepped: tuple[int, ...], accumulating: Sequence[Optimizer] = ()) -> None:
+        """Adjust the scale, once, however many optimizers were stepped; take the outcome if it is known already.
+
+        Args:
+            stepped: the indices of the optimizers that were stepped.
+            accumulating: the optimizers with gradients that no step has used yet.
+        """
+        outcome = self.gradients.update(accumulating)
         self.unresolved, self.skipped, self.has_updated = stepped, (), True
         for index in stepped:
             self.progress.completed_steps[index] += 1
         if outcome is not None:
             self.take_outcome(outcome)
 
+    def begin_step(self) -> None:
+        """Determine the outcome of the update before this one, unless other steps of this one were taken already."""
+        if not self.stepped:
+            self.resolve_outcome()
+
+    def finish_steps(self) -> None:
+        """Adjust the scale once for all steps that the module has taken by itself since the last adjustment.
+
+        Does nothing if there are none, or inside a training step that takes its own steps: its end is the time.
+        """
+        if not self.stepped or self.holds_scale:
+            return
+        stepped, self.stepped = self.stepped, []
+        indices = tuple(i for i, one in enumerate(self.optimizers) if any(one is other for other in stepped))
+        self.finish_update(indices, [one for one in self.optimizers if not self.gradients.are_used(one)])
+
+    def resolve_if_due(self) -> None:
+        """Determine the outcome at the end of a batch that an epoch's metrics or a row for the loggers wait for."""
+        if self.unresolved and (self.progress.is_last_batch or self.limits.logging_is_due()):
+            self.resolve_outcome()
+
     def resolve_outcome(self) -> None:
         """Determine the outcome of the last weight update, unless it is known, and call the hooks that wait for it.
+
+        Everything that reads or saves the state of a run calls this first. Steps that the module has taken in a hook
+        are finished, too.
 
         A fused optimizer decides on the device whether it skips. There, this is put off until just before the next
         update, or until the outcome is asked for: by then the device has computed it, and has a backward pass queued.
         """
+        if self.stepped:
+            self.finish_steps()
         if self.unresolved:
             self.take_outcome(self.gradients.resolve_outcome())
 

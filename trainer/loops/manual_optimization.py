@@ -3,8 +3,10 @@
 It takes the place of ``FitLoop.train_batch`` where the module sets ``automatic_optimization = False`` and calls
 ``manual_backward`` and ``optimizer.step()`` itself, for as many optimizers and as often as it likes.
 
-The scaler's rules are those of the loop: gradients are unscaled once for each step, the scale is the same
-throughout a batch, and ``update`` runs once, at its end.
+The scaler's rules are those of the loop: gradients are unscaled once for each step, the scale is the same throughout
+``training_step``, and ``update`` runs once, at its end. Steps that are taken in a hook have an update of their own: it
+runs at the end of ``on_train_batch_end`` or of an epoch, or earlier if a backward pass begins or the state is read or
+saved. If the scale changes while other optimizers accumulate gradients, those are multiplied to match it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigurationError
-from trainer.loops.closures import Closure, finish_steps, refuse_scaled_closures, step_with_closure
+from trainer.loops.closures import Closure, refuse_scaled_closures, step_with_closure
 from trainer.loops.fit import FitLoop
 
 
@@ -34,7 +36,6 @@ class ManualOptimization:
 
     def __init__(self, loop: FitLoop) -> None:
         self._loop = loop
-        self._stepped: list[Optimizer] = []
         refuse_scaled_closures(loop)
 
     def train_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
@@ -43,13 +44,18 @@ class ManualOptimization:
         batch = loop.start_batch(batch, batch_idx, is_last)
         if loop.skips_epoch:
             return
+        loop.finish_steps()  # those that a hook has taken
+        loop.holds_scale = True
         output = loop.run_training_step(batch, batch_idx, nothing=None)
-        finish_steps(loop, self._stepped)
+        loop.holds_scale = False
+        loop.finish_steps()
         loop.end_batch(None if batch is None else self.outputs_of(output), batch, batch_idx)
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
         """``manual_backward``: ``run`` on the scaled loss, outside of the training step's autocast."""
         loop = self._loop
+        loop.finish_steps()  # those that a hook has taken
+        loop.gradients.scale_again()
         with _without_autocast(loop):
             scaled = loop.gradients.scale(loss)
             loop.hooks.on_before_backward(scaled)
@@ -71,7 +77,6 @@ class ManualOptimization:
             result = step_with_closure(self._loop, optimizer, forward, **kwargs)
         torch.clear_autocast_cache()
         self._loop.progress.optimizer_steps += 1
-        self._stepped.append(optimizer)
         return result
 
     @staticmethod

@@ -193,6 +193,38 @@ class LossScaler(torch.amp.GradScaler):
             scale.clamp_(self.min_scale, self.max_scale)
         self._unresolved = checks
 
+    def update_and_compare(self) -> float | Tensor:
+        """Call :meth:`update`. Return the new scale divided by the old one.
+
+        The result is a 0-dim tensor if the outcome of a step is not on the host yet.
+        """
+        if not self.is_enabled() or self._scale is None:
+            self.update()
+            return 1.0
+        if self.readback.arrives_at_once or all(check.overflowed is not None for check in self._checks):
+            before = self.current_scale
+            self.update()
+            return self.current_scale / before
+        before_on_device = self._scale.clone()
+        self.update()
+        return self._scale / before_on_device
+
+    def forget_unused(self) -> list[tuple[Optimizer, Tensor]]:
+        """Make :meth:`unscale_` undone for optimizers that have not stepped since.
+
+        Returns:
+            Each such optimizer, and the 0-dim tensor by which its gradients are to be multiplied: the scale; inf if one
+            of them was not finite, so that the next :meth:`unscale_` finds that too, even after clipping.
+        """
+        unused = [check for check in self._checks if not check.stepped]
+        for check in unused:
+            self._checks.remove(check)
+            del self._per_optimizer_states[id(check.optimizer)]
+        return [
+            (check.optimizer, (1.0 if self._scale is None else self._scale) / (1.0 - _any_of(check.found_inf)))
+            for check in unused
+        ]
+
     def _send(self, checks: list[Check]) -> None:
         """Send what the host does not know yet on its way."""
         unread = [number for check in checks if check.overflowed is None for number in check.found_inf]
@@ -321,7 +353,7 @@ class LossScaler(torch.amp.GradScaler):
             return fused.step(*args, **kwargs, grad_scaler=self)  # type: ignore[no-any-return]
         starting = self._momentum_starting(optimizer) if isinstance(optimizer, SGD) else []
         fused.grad_scale = None  # the gradients are unscaled
-        fused.found_inf = _any_of(check.found_inf, check.found_inf[0].device)
+        fused.found_inf = _any_of(check.found_inf)
         try:
             result: float | None = optimizer.step(*args, **kwargs)
         finally:
@@ -407,8 +439,9 @@ class Check:
         return self.overflowed
 
 
-def _any_of(found_inf: list[Tensor], device: torch.device) -> Tensor:
+def _any_of(found_inf: list[Tensor], device: torch.device | None = None) -> Tensor:
     """1 if any of them is above 0, else 0. torch's fused kernels skip at exactly 1, so it is no sum."""
+    device = found_inf[0].device if device is None else device
     if len(found_inf) == 1:
         return found_inf[0]
     return torch.stack([number.to(device, non_blocking=True).reshape(()) for number in found_inf]).amax()

@@ -1,0 +1,404 @@
+"""Manual optimization with steps in hooks after ``training_step``, compared to hand-written loops.
+
+The rule: a step is finished (scale, outcome, averages) before the next backward pass, before anything is read or saved,
+and when the run ends, whichever hook has taken it.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch import nn
+from torch.optim.swa_utils import get_ema_avg_fn
+
+from tests.loops.test_manual_optimization import (
+    PRECISIONS,
+    SMALL,
+    Manual,
+    Outcomes,
+    Pair,
+    assert_equal_nets,
+    forward_context,
+    plugin_of,
+    scaler_of,
+)
+from tests.support import OPTIMIZERS, Regression, adam, loader_of, loss_of, make_batches, make_net, make_trainer, sgd
+
+BATCHES, EPOCHS = 5, 2  # an epoch ends inside an accumulation window
+POISON = {2: 1e30, 7: 1e30, 9: 1e30}  # of all batches; the last one overflows
+
+AFTER_BATCH = ["module.on_train_batch_end", "callback.on_train_batch_end"]
+HOOKS = [
+    *AFTER_BATCH,
+    "module.on_train_batch_start",
+    "callback.on_train_batch_start",
+    "module.on_train_epoch_end",
+    "callback.on_train_epoch_end",
+    "module.on_train_epoch_start",
+    "module.on_validation_start",
+    "module.on_validation_epoch_end",
+    "module.on_validation_end",
+    "callback.on_validation_end",
+    "module.on_train_end",
+    "callback.on_train_end",
+]
+
+
+def due(hook: str, index: int) -> bool:
+    """Whether the hook steps, after ``index`` batches: of those around a batch every second one."""
+    return index % 2 == 0 if "batch" in hook else True
+
+
+class StepsIn(Regression):
+    """Does backward passes in ``training_step``, and steps and zeroes in a hook of the module or of a callback."""
+
+    def __init__(self, hook: str, *args: Any, gains: dict[int, float] | None = None, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.automatic_optimization = False
+        self.hook, self.gains, self.steps = hook, gains or {}, 0
+        owner, name = hook.split(".")
+        if owner == "module":
+            setattr(self, name, self.step_if_due)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        gain = self.gains.get(self.trainer.progress.batches, 1.0)
+        self.manual_backward(loss_of(self.net, batch) * gain / 2)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def step_if_due(self, *_: Any) -> None:
+        if self.trainer.progress.batches and due(self.hook, self.trainer.progress.batches):
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+            self.steps += 1
+
+    def configure_callbacks(self) -> list[Callback]:
+        owner, name = self.hook.split(".")
+        if owner == "module":
+            return []
+        callback = type("Steps", (Callback,), {name: lambda _, trainer, module, *more: module.step_if_due()})
+        return [callback()]
+
+
+def moments(hook: str) -> list[int]:
+    """After how many batches the hook steps."""
+    name = hook.split(".")[1]
+    every, total = range(1, BATCHES * EPOCHS + 1), BATCHES * EPOCHS
+    return {
+        "on_train_batch_end": [i for i in every if i % 2 == 0],
+        "on_train_batch_start": [i for i in every if i % 2 == 0 and i < total],
+        "on_train_epoch_end": [BATCHES, total],
+        "on_train_epoch_start": [BATCHES],
+        "on_train_end": [total],
+    }.get(name, [2, 4, 7, 9])  # validations, every second batch of an epoch
+
+
+def train_by_hand(hook: str, precision: str, optimizer: Any, gains: dict[int, float]) -> Any:
+    """The loop by hand, with one ``update`` after each step. Returns net, scaler, steps skipped, and an average."""
+    net, scaler, batches = make_net(), scaler_of(precision), make_batches(BATCHES)
+    stepper, average, skips = optimizer(net.parameters()), None, 0
+    for index in range(BATCHES * EPOCHS):
+        with forward_context(precision):
+            loss = loss_of(net, batches[index % BATCHES]) * gains.get(index, 1.0) / 2
+        scaler.scale(loss).backward()
+        if index + 1 not in moments(hook):
+            continue
+        scale = scaler.get_scale()
+        scaler.step(stepper)
+        scaler.update()
+        stepper.zero_grad()
+        if scaler.get_scale() < scale:
+            skips += 1
+        elif average is None:
+            average = deepcopy(net)
+        else:
+            for kept, new in zip(average.parameters(), net.parameters(), strict=True):
+                kept.data = get_ema_avg_fn(0.5)(kept.data, new.data, 1)
+    return net, scaler, skips, average
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam-fused"])
+@pytest.mark.parametrize(("precision", "hook"), [
+    *(("16-mixed", hook) for hook in HOOKS),
+    *((precision, hook) for precision in PRECISIONS[:2] for hook in HOOKS[::4]),
+])  # fmt: skip
+def test_a_step_in_any_hook_is_that_of_a_loop_by_hand(tmp_path, precision, hook, optimizer):
+    gains = POISON if precision == "16-mixed" else {}
+    make, outcomes = OPTIMIZERS[optimizer], Outcomes()
+    module = StepsIn(hook, make_net(), make, gains=gains)
+    arguments: dict[str, Any] = {"max_epochs": EPOCHS, "callbacks": [outcomes], "precision": plugin_of(precision)}
+    trainer = make_trainer(tmp_path, val_check_interval=2, num_sanity_val_steps=1, **arguments)
+    trainer.fit(module, loader_of(make_batches(BATCHES)), loader_of(make_batches(1)))
+    net, scaler, skips, _ = train_by_hand(hook, precision, make, gains)
+    assert_equal_nets(module.net, net)
+    assert trainer.scaler.get_scale() == trainer.scaler.current_scale == scaler.get_scale()
+    if scaler.is_enabled():
+        assert trainer.scaler._get_growth_tracker() == scaler._get_growth_tracker()
+    assert trainer.skipped_steps == trainer.progress.skipped_steps == skips
+    assert trainer.global_step == module.steps == len(outcomes.outcomes) == len(moments(hook))
+
+
+# --- averages, checkpoints, readers ---------------------------------------------------------------------------------
+
+
+def fit(folder: Any, hook: str, *callbacks: Any, optimizer: Any = sgd, **arguments: Any) -> tuple[Any, StepsIn]:
+    """A fit in 16-mixed with three overflows, and with validations every second batch if a hook needs them."""
+    module = StepsIn(hook, make_net(), optimizer, gains=POISON)
+    options: dict[str, Any] = {"max_epochs": EPOCHS, "val_check_interval": 2, "num_sanity_val_steps": 0}
+    options["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    ckpt_path = arguments.pop("ckpt_path", None)
+    trainer = make_trainer(folder, precision=plugin_of("16-mixed"), callbacks=list(callbacks), **(options | arguments))
+    trainer.fit(module, loader_of(make_batches(BATCHES)), loader_of(make_batches(1)), ckpt_path=ckpt_path)
+    return trainer, module
+
+
+class SaveAll(ModelCheckpoint):
+    """A checkpoint after each batch, validation and epoch."""
+
+    def __init__(self, folder: Any, *, saves: bool) -> None:
+        super().__init__(folder, save_top_k=-1, every_n_train_steps=1)
+        self.saves, self.number = saves, 0
+
+    def save(self, trainer: Any) -> None:
+        self.number += 1
+        if self.saves:
+            trainer.save_checkpoint(f"{self.dirpath}.{self.number:02}.ckpt")
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.save(trainer)
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        self.save(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        self.save(trainer)
+
+
+def all_state(trainer: Any, module: StepsIn) -> dict[str, Any]:
+    return {
+        **{name: p.tolist() for name, p in module.net.named_parameters()},
+        "scale": trainer.scaler.get_scale(),
+        "tracker": trainer.scaler._get_growth_tracker(),
+        "skipped": trainer.skipped_steps,
+        "steps": trainer.global_step,
+        "optimizer": str(trainer.optimizers[0].state_dict()),
+    }
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam-fused"])
+@pytest.mark.parametrize("hook", [*AFTER_BATCH, "module.on_train_batch_start", "module.on_validation_end"])
+def test_an_average_holds_every_step_and_no_skipped_one(tmp_path, hook, optimizer):
+    _, module = fit(tmp_path, hook, EMAWeightAveraging(decay=0.5), optimizer=OPTIMIZERS[optimizer])
+    *_, average = train_by_hand(hook, "16-mixed", OPTIMIZERS[optimizer], POISON)
+    assert_equal_nets(module.net, average)
+
+
+@pytest.mark.parametrize("hook", [
+    *AFTER_BATCH, "module.on_train_batch_start", "module.on_train_epoch_end", "callback.on_train_epoch_end",
+    "module.on_validation_epoch_end", "callback.on_validation_end",
+])  # fmt: skip
+def test_each_checkpoint_resumes_exactly(tmp_path, hook):
+    """Also those after an overflow, and inside an accumulation window. The average is compared, too."""
+
+    def run(*, saves: bool = False, **arguments: Any) -> Any:
+        callbacks = EMAWeightAveraging(decay=0.5), SaveAll(tmp_path / "saved", saves=saves)
+        return all_state(*fit(tmp_path, hook, *callbacks, optimizer=adam, **arguments))
+
+    expected = run(saves=True)
+    files = sorted(tmp_path.glob("saved.*.ckpt"))
+    assert len(files) >= BATCHES * EPOCHS + EPOCHS
+    for path in files if hook in AFTER_BATCH[:1] else files[1::4]:
+        assert run(ckpt_path=path) == expected, path.name
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("hook", [*AFTER_BATCH, "module.on_train_epoch_end", "module.on_train_end"])
+def test_a_step_is_finished_when_its_outcome_is_read_in_the_same_hook(tmp_path, request, hook, late):
+    if late:
+        request.getfixturevalue("late")
+    read = []
+
+    class Reads(StepsIn):
+        def step_if_due(self, *_: Any) -> None:
+            before = self.steps
+            super().step_if_due()
+            if self.steps > before:
+                self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/now.ckpt")
+                saved = torch.load(f"{self.trainer.default_root_dir}/now.ckpt", weights_only=True)
+                outcome = self.trainer.step_outcome
+                scale = saved["MixedPrecision"]["scale"]
+                read.append((outcome.skipped, self.trainer.skipped_steps, outcome.next_scale == scale))
+
+    module = Reads(hook, make_net(), OPTIMIZERS["sgd-fused"], gains={1: 1e30})
+    trainer = make_trainer(tmp_path, precision=plugin_of("16-mixed"), max_epochs=EPOCHS)
+    trainer.fit(module, loader_of(make_batches(BATCHES)), loader_of(make_batches(1)))
+    assert read == [(i == 0, 1, True) for i in range(len(moments(hook)))]
+
+
+def test_a_step_of_an_interrupted_run_counts(tmp_path):
+    class Breaks(StepsIn):
+        def step_if_due(self, *_: Any) -> None:
+            super().step_if_due()
+            if self.steps:
+                raise RuntimeError("broken")
+
+    module = Breaks(AFTER_BATCH[0], make_net(), sgd, gains={1: 1e30})
+    trainer = make_trainer(tmp_path, precision=plugin_of("16-mixed"))
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.fit(module, loader_of(make_batches(BATCHES)), loader_of(make_batches(1)))
+    assert trainer.skipped_steps == 1
+    assert trainer.scaler.get_scale() == SMALL["init_scale"] / 2
+
+
+# --- several optimizers, one scale ----------------------------------------------------------------------------------
+
+
+def true_gradients(net: nn.Module, batch: Any, scale: float, gain: float) -> list[torch.Tensor]:
+    """Those of one loss, unscaled."""
+    with forward_context("16-mixed"):
+        loss = loss_of(net, batch) * gain
+    gradients = torch.autograd.grad(loss * scale, list(net.parameters()))
+    return [gradient / scale for gradient in gradients]
+
+
+class Accumulates(Pair):
+    """The first net accumulates over three batches, the second one steps at each, in the hook ``where``."""
+
+    def __init__(self, where: str, clips: bool, optimizer: Any, gains: Any) -> None:
+        super().__init__(optimizer=optimizer, gains=gains)
+        self.where, self.clips = where, clips
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        if batch_idx % 3 == 0:
+            first.zero_grad()
+        second.zero_grad()
+        for which, optimizer in enumerate((first, second)):
+            self.manual_backward(loss_of(self.nets[which], batch) * self.gains.get((batch_idx, which), 1.0))
+            if self.clips:
+                self.clip_gradients(optimizer, 0.7, "value")
+        if self.where == "training_step":
+            self.steps(batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.where == "on_train_batch_end":
+            self.steps(batch_idx)
+
+    def steps(self, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        second.step()
+        if batch_idx % 3 == 2:
+            first.step()
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("where", ["training_step", "on_train_batch_end"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam-fused"])
+def test_gradients_that_accumulate_follow_the_scale(tmp_path, request, optimizer, where, clips):
+    """The scale grows and falls while they do: by the other optimizer's steps."""
+    if optimizer.endswith("fused"):
+        request.getfixturevalue("late")
+    gains, make, batches = {(1, 1): 1e30, (4, 0): 1e30, (9, 1): 1e30}, OPTIMIZERS[optimizer], make_batches(12)
+    module = Accumulates(where, clips, make, gains)
+    trainer = make_trainer(tmp_path, precision=plugin_of("16-mixed", growth_interval=2))
+    trainer.fit(module, loader_of(batches))
+
+    nets, scale, tracker, skips = [make_net(0), make_net(1)], 2.0**9, 0, 0
+    steppers, kept = [make(net.parameters()) for net in nets], [None, None]
+    for i, batch in enumerate(batches):
+        for which, net in enumerate(nets):
+            new = true_gradients(net, batch, scale, gains.get((i, which), 1.0))
+            old = None if which or i % 3 == 0 else kept[0]
+            kept[which] = new if old is None else [a + b for a, b in zip(old, new, strict=True)]
+            if clips:
+                kept[which] = [torch.where(g.isfinite(), g.clamp(-0.7, 0.7), torch.nan) for g in kept[which]]
+        overflowed = False
+        for which in (1, 0) if i % 3 == 2 else (1,):
+            if not all(g.isfinite().all() for g in kept[which]):
+                overflowed = True
+                continue
+            for parameter, gradient in zip(nets[which].parameters(), kept[which], strict=True):
+                parameter.grad = gradient
+            steppers[which].step()
+        skips += overflowed
+        tracker = 0 if overflowed else tracker + 1
+        scale = scale / 2 if overflowed else scale
+        if tracker == 2:
+            scale, tracker = scale * 2, 0
+    for ours, theirs in zip(module.nets, nets, strict=True):
+        assert_equal_nets(ours, theirs)
+    assert trainer.scaler.get_scale() == scale
+    assert trainer.skipped_steps == skips == 3
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_clipped_gradient_without_a_step_is_forgotten_with_it(tmp_path, precision):
+    """The module skips steps with a large norm. The next gradients must be unscaled again."""
+
+    class LeavesOut(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss_of(self.net, batch))
+            self.clip_gradients(optimizer, 0.3, "norm")
+            if batch_idx % 2:
+                optimizer.step()
+
+    ours, theirs, batches = make_net(), make_net(), make_batches(6)
+    make_trainer(tmp_path, precision=plugin_of(precision)).fit(LeavesOut(ours), loader_of(batches))
+    optimizer, scaler = sgd(theirs.parameters()), scaler_of(precision)
+    for batch in batches[1::2]:
+        optimizer.zero_grad()
+        with forward_context(precision):
+            loss = loss_of(theirs, batch)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.3)
+        scaler.step(optimizer)
+        scaler.update()
+    assert_equal_nets(ours, theirs)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused"])
+def test_a_backward_pass_in_a_hook_has_the_scale_of_after_the_step(tmp_path, optimizer):
+    """``on_train_batch_end`` of a GAN that trains its second net there, on what the first one's step has left."""
+
+    class TrainsInHook(Pair):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.train_one(0, batch, batch_idx)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            for _ in range(2):
+                self.train_one(1, batch, batch_idx)
+
+        def train_one(self, which: int, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()[which]
+            optimizer.zero_grad()
+            self.manual_backward(loss_of(self.nets[which], batch) * self.gains.get((batch_idx, which), 1.0))
+            optimizer.step()
+
+    gains, batches = {(1, 0): 1e30, (4, 1): 1e30}, make_batches(6)
+    module = TrainsInHook(optimizer=OPTIMIZERS[optimizer], gains=gains)
+    trainer = make_trainer(tmp_path, precision=plugin_of("16-mixed"))
+    trainer.fit(module, loader_of(batches))
+    nets, scaler, skips = [make_net(0), make_net(1)], scaler_of("16-mixed"), 0
+    steppers = [OPTIMIZERS[optimizer](net.parameters()) for net in nets]
+    for i, batch in enumerate(batches):
+        for which in (0, 1, 1):
+            steppers[which].zero_grad()
+            with torch.autocast("cpu", torch.float16, enabled=which == 0):  # hooks run without autocast
+                loss = loss_of(nets[which], batch) * gains.get((i, which), 1.0)
+            scale = scaler.get_scale()
+            scaler.scale(loss).backward()
+            scaler.step(steppers[which])
+            scaler.update()
+            skips += scaler.get_scale() < scale
+    for ours, theirs in zip(module.nets, nets, strict=True):
+        assert_equal_nets(ours, theirs)
+    assert trainer.scaler.get_scale() == scaler.get_scale()
+    assert trainer.skipped_steps == skips
