@@ -74,7 +74,8 @@ class ClosureOptimization:
                 self._evaluate(this)
             if self.evaluates_again:
                 self._earlier.append(this)
-        loop.end_batch(this.outputs, batch, batch_idx)
+        outputs, this.outputs = this.outputs, None  # a pass that is kept holds no graph
+        loop.end_batch(outputs, batch, batch_idx)
 
     def close_window(self) -> None:
         """Step on the batches of a window that ends without another one."""

@@ -46,8 +46,10 @@ class ManualOptimization:
             return
         loop.finish_steps()  # those that a hook has taken
         loop.holds_scale = True
-        output = loop.run_training_step(batch, batch_idx, nothing=None)
-        loop.holds_scale = False
+        try:
+            output = loop.run_training_step(batch, batch_idx, nothing=None)
+        finally:
+            loop.holds_scale = False
         loop.finish_steps()
         loop.end_batch(None if batch is None else self.outputs_of(output), batch, batch_idx)
 
@@ -81,11 +83,19 @@ class ManualOptimization:
 
     @staticmethod
     def outputs_of(output: Any) -> dict[str, Any]:
-        """What ``on_train_batch_end`` is given."""
+        """Return the outputs that ``on_train_batch_end`` receives. As in Lightning, only ``"loss"`` is detached.
+
+        Args:
+            output: a tensor, a dict, or None.
+
+        Raises:
+            ConfigurationError: ``output`` is anything else.
+        """
         if output is None:
             return {}
         if isinstance(output, Mapping):
-            return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
+            loss = output.get("loss")
+            return {**output, "loss": loss.detach()} if isinstance(loss, Tensor) else dict(output)
         if isinstance(output, Tensor):
             return {"loss": output.detach()}
         raise ConfigurationError(

@@ -51,9 +51,16 @@ def loss_in(output: Any) -> tuple[Tensor | None, Weight | None]:
 
 
 def outputs_of(loss: Tensor | None, output: Any) -> dict[str, Any] | None:
-    """What ``on_train_batch_end`` is given: the (normalised) loss without its graph, and a dict's other items.
+    """Return the outputs that ``on_train_batch_end`` receives: the detached loss, and the other items of a dict.
 
-    It is None for a batch that is None.
+    As in Lightning, only the loss is detached. The other items keep their graphs until the batch ends.
+
+    Args:
+        loss: the loss multiplied by its share of the accumulation window, a scalar; None if the batch has no loss.
+        output: what ``training_step`` returned, or ``NOTHING`` if the batch is None.
+
+    Returns:
+        A dict; empty if there is no loss, and None if the batch is None.
     """
     if isinstance(output, Tensor):
         return {} if loss is None else {"loss": loss.detach()}
@@ -61,8 +68,7 @@ def outputs_of(loss: Tensor | None, output: Any) -> dict[str, Any] | None:
         return None
     if loss is None or output is None:
         return {}
-    rest = {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
-    return {**rest, "loss": loss.detach()}
+    return {"loss": loss.detach(), **{key: value for key, value in output.items() if key != "loss"}}
 
 
 def weight_in(output: object) -> Weight | None:
