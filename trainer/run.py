@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from trainer import arguments, diagnosis, redaction
 from trainer.compat import callbacks as ordering
-from trainer.compat import defaults, hparams, model_checkpoints, modules
+from trainer.compat import defaults, hparams, model_checkpoints, modules, tuning
 from trainer.compat.averaging import attach_averaging, defer_copies, detach_averaging, shard_averages
 from trainer.compat.base import TrainerBase
 from trainer.compat.checkpoints import CheckpointConnector
@@ -206,6 +206,7 @@ class Run:
         trainer.published.clear()
         for metrics in (trainer.loop.metrics, *(loop.metrics for loop in trainer.eval_loops.values())):
             metrics.clear()  # of an interrupted run, or of another module
+        tuning.attach_finders(trainer, self.session)
         attach_averaging(trainer)
         self.session.callback(detach_averaging, trainer.callbacks)
         engine.setup(fitting=fitting)

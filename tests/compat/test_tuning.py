@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     LearningRateFinder,
     LearningRateMonitor,
+    ModelCheckpoint,
     OnExceptionCheckpoint,
 )
 from lightning.pytorch.loggers import CSVLogger
@@ -277,6 +279,197 @@ def test_the_rate_found_is_the_one_that_is_trained_with(tmp_path: Any) -> None:
     trainer.fit(module)
     assert finder.optimal_lr is not None
     assert set(monitor.lrs["lr-SGD"]) == {finder.optimal_lr.suggestion()} == {module.learning_rate}
+
+
+LR = torch.optim.lr_scheduler
+SCHEDULES: dict[str, Callable[[Any, float], Any]] = {
+    "LambdaLR": lambda o, lr: LR.LambdaLR(o, lambda step: 0.9**step),
+    "LambdaLR, warm-up from 0": lambda o, lr: LR.LambdaLR(o, lambda step: min(1.0, step / 5)),
+    "MultiplicativeLR": lambda o, lr: LR.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o, lr: LR.StepLR(o, 2, 0.5),
+    "MultiStepLR": lambda o, lr: LR.MultiStepLR(o, [2, 5], 0.5),
+    "ConstantLR": lambda o, lr: LR.ConstantLR(o, 0.3, 4),
+    "LinearLR": lambda o, lr: LR.LinearLR(o, 0.1, total_iters=6),
+    "ExponentialLR": lambda o, lr: LR.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o, lr: LR.PolynomialLR(o, 12, 2.0),
+    "CosineAnnealingLR": lambda o, lr: LR.CosineAnnealingLR(o, 7, eta_min=lr / 100),
+    "CosineAnnealingWarmRestarts": lambda o, lr: LR.CosineAnnealingWarmRestarts(o, 3),
+    "ReduceLROnPlateau": lambda o, lr: LR.ReduceLROnPlateau(o, factor=0.5, patience=0, min_lr=lr / 100),
+    "CyclicLR": lambda o, lr: LR.CyclicLR(o, lr / 10, lr, step_size_up=3),
+    "OneCycleLR": lambda o, lr: LR.OneCycleLR(o, lr, total_steps=41),
+    "SequentialLR": lambda o, lr: LR.SequentialLR(
+        o, [LR.LinearLR(o, 0.1, total_iters=4), LR.CosineAnnealingLR(o, 10)], [4]
+    ),
+    "ChainedScheduler": lambda o, lr: LR.ChainedScheduler(
+        [LR.ConstantLR(o, 0.1, total_iters=3), LR.LambdaLR(o, lambda step: 0.9**step)]
+    ),
+    "nested": lambda o, lr: LR.ChainedScheduler(
+        [
+            LR.SequentialLR(o, [LR.ConstantLR(o, 0.1, 3), LR.LambdaLR(o, lambda step: 0.9**step)], [4]),
+            LR.ExponentialLR(o, 0.95),
+        ]
+    ),
+}
+
+
+def test_all_of_torchs_schedules_are_tried() -> None:
+    bases = (LR.LRScheduler, LR.LRScheduler.__base__)
+    kinds = {name for name, kind in vars(LR).items() if isinstance(kind, type) and issubclass(kind, bases[0])}
+    assert kinds - {"LRScheduler", "_LRScheduler"} <= SCHEDULES.keys()
+
+
+class Scheduled(Tunable):
+    """Two parameter groups, the second with a tenth of the rate; a schedule; records rates and weights."""
+
+    def __init__(self, kind: str, learning_rate: float = 1e-3, *, interval: str = "step", uses: bool = True) -> None:
+        super().__init__()
+        self.kind, self.learning_rate, self.interval, self.uses = kind, learning_rate, interval, uses
+        self.rates: list[list[float]] = []
+
+    def configure_optimizers(self) -> Any:
+        lr = self.learning_rate if self.uses else 1e-3
+        groups: list[dict[str, Any]] = [{"params": list(self.net[0].parameters())}]
+        groups.append({"params": list(self.net[2].parameters()), "lr": lr / (10 if self.uses else 1)})
+        optimizer = torch.optim.SGD(groups, lr=lr, momentum=0.9)
+        schedule = {"scheduler": SCHEDULES[self.kind](optimizer, lr), "interval": self.interval, "monitor": "loss"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    def train_dataloader(self) -> Any:
+        return data(40)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if not any("_LRCallback" in type(callback).__name__ for callback in self.trainer.callbacks):
+            self.rates.append([float(group["lr"]) for group in optimizer.param_groups])
+
+
+class FromTheStart(LearningRateFinder):
+    """As in Lightning's documentation: in a hook of the first epoch."""
+
+    def on_fit_start(self, *args: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 0:
+            self.lr_find(trainer, pl_module)
+
+
+@pytest.mark.filterwarnings("ignore:A `OneCycleLR` scheduler", "ignore:The epoch parameter in")
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_fit_with_a_finder_is_the_fit_that_was_configured_with_the_rate_found(
+    tmp_path: Path, kind: str, interval: str
+) -> None:
+    """To the bit: rates of all groups, weights, and the state of the schedule."""
+    make = FromTheStart if interval == "epoch" else LearningRateFinder
+    finder, module = make(num_training_steps=20, early_stop_threshold=None), Scheduled(kind, interval=interval)
+    torch.manual_seed(1)
+    trainer = ours(max_epochs=2, default_root_dir=tmp_path, callbacks=[finder])
+    trainer.fit(module)
+    assert finder.optimal_lr is not None
+    rate = finder.optimal_lr.suggestion()
+    assert rate == module.learning_rate != 1e-3
+
+    expected = Scheduled(kind, rate, interval=interval)
+    torch.manual_seed(1)
+    reference = ours(max_epochs=2, default_root_dir=tmp_path)
+    reference.fit(expected)
+    assert len(expected.rates) == 40
+    assert module.rates == expected.rates
+    assert all(map(torch.equal, module.parameters(), expected.parameters()))
+    (mine,), (theirs,) = trainer.lr_scheduler_configs, reference.lr_scheduler_configs
+    assert plain(mine.scheduler.state_dict()) == plain(theirs.scheduler.state_dict())
+    assert "lr_find" not in vars(finder)
+
+
+@pytest.mark.parametrize("kind", ["LambdaLR", "SequentialLR", "LinearLR", "StepLR"])
+def test_a_tuner_and_a_fit_are_the_fit_that_was_configured_with_the_rate_found(tmp_path: Path, kind: str) -> None:
+    module, start = Scheduled(kind), torch.random.get_rng_state()
+    trainer = ours(max_epochs=1, default_root_dir=tmp_path)
+    finder = Tuner(trainer).lr_find(module, num_training=20, early_stop_threshold=None)
+    assert finder is not None
+    trainer.fit(module)
+    expected = Scheduled(kind, finder.suggestion())
+    torch.random.set_rng_state(start)
+    ours(max_epochs=1, default_root_dir=tmp_path).fit(expected)
+    assert module.rates[-20:] == expected.rates
+
+
+@pytest.mark.parametrize("kind", ["LambdaLR", "SequentialLR", "LinearLR", "ChainedScheduler", "StepLR"])
+def test_a_module_that_does_not_take_its_rate_from_the_attribute(tmp_path: Path, kind: str) -> None:
+    """The rate found replaces the configured one all the same, in both groups and in all parts of the schedule."""
+    finder = LearningRateFinder(num_training_steps=20, early_stop_threshold=None)
+    module = Scheduled(kind, uses=False)
+    ours(max_epochs=1, default_root_dir=tmp_path, callbacks=[finder]).fit(module)
+    assert finder.optimal_lr is not None
+    plain_module = Scheduled(kind, uses=False)
+    ours(max_epochs=1, default_root_dir=tmp_path).fit(plain_module)
+    factor = finder.optimal_lr.suggestion() / 1e-3
+    for mine, other in zip(module.rates, plain_module.rates, strict=True):
+        assert mine == pytest.approx([rate * factor for rate in other])
+
+
+class Later(LearningRateFinder):
+    """Searches in the middle of the training."""
+
+    def on_fit_start(self, *args: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, pl_module)
+
+
+@pytest.mark.parametrize("kind", ["LambdaLR", "SequentialLR", "StepLR"])
+def test_a_rate_found_in_the_middle_of_a_training_stays(tmp_path: Path, kind: str) -> None:
+    """It is the next rate; schedules that compute rates from the configured one continue from it."""
+    finder, module = Later(num_training_steps=20, early_stop_threshold=None), Scheduled(kind)
+    trainer = ours(max_epochs=2, default_root_dir=tmp_path, callbacks=[finder])
+    trainer.fit(module)
+    assert finder.optimal_lr is not None
+    rate = finder.optimal_lr.suggestion()
+    assert module.rates[20] == [rate, rate]
+    expected = {
+        "LambdaLR": [rate * 0.9**step for step in range(21, 40)],
+        "SequentialLR": None,
+        "StepLR": [rate * 0.5 ** (step // 2 - 10) for step in range(21, 40)],
+    }[kind]
+    found = [rates[0] for rates in module.rates[21:]]
+    if expected is not None:
+        assert found == pytest.approx(expected)
+    assert all(one == other for one, other in module.rates[21:])
+    (config,) = trainer.lr_scheduler_configs
+    parts = [config.scheduler, *getattr(config.scheduler, "_schedulers", ())]
+    assert all(part.base_lrs == [rate, rate] for part in parts if hasattr(part, "base_lrs"))
+
+
+def test_a_schedule_with_rates_of_its_own_is_named_if_a_rate_is_found_too_late(tmp_path: Path) -> None:
+    finder, module = Later(num_training_steps=20, early_stop_threshold=None), Scheduled("OneCycleLR")
+    with pytest.warns(UserWarning, match=r"found [\d.e-]+, but OneCycleLR sets the rates that it was given"):
+        ours(max_epochs=2, default_root_dir=tmp_path, callbacks=[finder]).fit(module)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_resumed_fit_with_a_finder_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    def fit(ckpt_path: Any = None) -> Scheduled:
+        module = Scheduled("SequentialLR")
+        callbacks = [LearningRateFinder(num_training_steps=20, early_stop_threshold=None)]
+        saver = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+        trainer = ours(
+            max_epochs=2, default_root_dir=tmp_path, callbacks=[*callbacks, saver], enable_checkpointing=True
+        )
+        trainer.fit(module, ckpt_path=ckpt_path)
+        assert len(module.rates) in (20, 40)
+        return module
+
+    whole = fit()
+    again = fit(tmp_path / "epoch=0.ckpt")
+    assert again.rates == whole.rates[20:]
+    assert all(map(torch.equal, whole.parameters(), again.parameters()))
 
 
 # --- the checkpoint connector -----------------------------------------------------------------------------------------

@@ -443,6 +443,7 @@ class DeepSpeedEngine(LightningEngine):
     strategy: DeepSpeedStrategy
     shows_gradients = False
     trains_unevenly = False
+    keeps_optimizers = True
 
     def __init__(self, trainer: Any, precision: Precision, plugins: Any = None, **options: Any) -> None:
         super().__init__(trainer, ZeroPrecision(precision, options["strategy"]), plugins, **options)

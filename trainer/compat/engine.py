@@ -72,6 +72,7 @@ class LightningEngine:
         precision: the plugin for this device.
         gradients: all that is done to them.
         may_change_size: whether the run may go on with another number of processes: ``num_nodes="auto"``.
+        keeps_optimizers: whether the optimizers cannot be exchanged during a run.
 
     Raises:
         PrecisionError: a precision plugin of Lightning's, alone or inside a strategy.
@@ -79,6 +80,7 @@ class LightningEngine:
     """
 
     shows_gradients = trains_unevenly = evaluates_unevenly = True
+    keeps_optimizers = False
 
     def __init__(self, trainer: Any, precision: Precision, plugins: Any = None, **options: Any) -> None:
         if plugins is not None and not isinstance(plugins, (list, tuple)):

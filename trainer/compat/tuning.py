@@ -3,18 +3,46 @@
 The finders save a checkpoint, change callbacks, loggers, limits and schedules, run the loop a few times, and restore
 the checkpoint. They do so in a hook of a run (``on_fit_start``, ``on_validation_start``, ``on_train_epoch_start``),
 which continues afterwards.
+
+At its end, ``LearningRateFinder`` sets the module's attribute and the current rate of each parameter group. A schedule
+that computes rates from the configured one (``base_lrs``, ``initial_lr``, ``max_lr``) would return to that at its next
+step. Here the fit continues as if the optimizer had been configured with the rate found: see :func:`attach_finders`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
 from trainer.data.batches import TrainingBatches
 from trainer.state.metrics import MetricStore
+
+
+def attach_finders(trainer: Any, session: ExitStack) -> None:
+    """Have the fit use the rate that a ``LearningRateFinder`` finds as the configured rate.
+
+    Before the first batch, ``configure_optimizers`` is called again, with the module's attribute set. Later, or if the
+    module does not take its rate from the attribute, the rate replaces the configured one in the parameter groups, and
+    in the schedules that read it from there.
+
+    Args:
+        trainer: the Trainer, before ``on_fit_start``.
+        session: detaches the finders when it closes.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, LearningRateFinder):
+            find, begun = callback.lr_find, trainer.progress.batches_started
+            vars(callback)["lr_find"] = partial(_find_rate, callback, find, begun)
+            session.callback(vars(callback).pop, "lr_find", None)
 
 
 def rerun(trainer: Any, stage: RunningStage) -> None:
@@ -48,6 +76,68 @@ def _loaders(trainer: Any, stage: RunningStage) -> Any:
     """The dataloaders of ``stage``. If there were none, because of a limit of 0, they are asked for again."""
     loaders = trainer.data.loaders(stage)
     return trainer.data.loaders(stage, anew=True) if loaders is None else loaders
+
+
+def _find_rate(
+    callback: LearningRateFinder, find: Callable[..., None], begun: int, trainer: Any, pl_module: LightningModule
+) -> None:
+    """``LearningRateFinder.lr_find``; ``begun`` is the number of batches that were started before this fit."""
+    begins, before = trainer.progress.batches_started == begun, _rates_of(trainer)
+    find(trainer, pl_module)
+    best = getattr(callback.optimal_lr, "_optimal_idx", None)
+    if not callback._update_attr or callback.optimal_lr is None or best is None:
+        return
+    rate: float = callback.optimal_lr.results["lr"][best]
+    if begins and not trainer.engine.keeps_optimizers:
+        with isolate_rng():
+            trainer.strategy.setup_optimizers(trainer)
+        if _rates_of(trainer) != before:
+            return
+    _configure(trainer, rate, before if begins else None)
+
+
+def _rates_of(trainer: Any) -> list[tuple[Any, ...]]:
+    """Return the current rate of each parameter group, and those that it and its schedules were configured with."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return [(group["lr"], group.get("initial_lr"), group.get("max_lr")) for group in groups]
+
+
+def _configure(trainer: Any, rate: float, before: list[tuple[Any, ...]] | None) -> None:
+    """Replace the rate that the optimizer was configured with.
+
+    Args:
+        trainer: the Trainer, with one optimizer.
+        rate: the new rate, of all parameter groups.
+        before: :func:`_rates_of` before the first batch, if none has been trained: the schedules may have changed the
+            configured rate, as a warm-up does, and change the new one by the same factor. None if the current rate is
+            to be ``rate``.
+    """
+    schedules = [part for config in trainer.lr_scheduler_configs for part in _parts_of(config.scheduler)]
+    for schedule in schedules:
+        if isinstance(schedule, (OneCycleLR, CyclicLR)):
+            rank_zero_warn(
+                f"LearningRateFinder found {rate:g}, but {type(schedule).__name__} sets the rates that it was given,"
+                " whatever the optimizer's rate is. Have configure_optimizers compute them from the module's attribute,"
+                " and search before the first batch."
+            )
+            return
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    for group, (current, configured, _) in zip(groups, before or [(rate, None, None)] * len(groups), strict=True):
+        group["lr"] = rate * (current / configured) if configured else rate
+        if "initial_lr" in group:
+            group["initial_lr"] = rate
+    for schedule in schedules:
+        if hasattr(schedule, "base_lrs"):
+            schedule.base_lrs = [rate] * len(schedule.base_lrs)
+
+
+def _parts_of(schedule: Any) -> Iterator[LRScheduler]:
+    """Iterate over a schedule and those that it holds, such as the parts of a ``SequentialLR``."""
+    if isinstance(schedule, LRScheduler):
+        yield schedule
+        for value in vars(schedule).values():
+            for one in value if isinstance(value, (list, tuple)) else (value,):
+                yield from _parts_of(one)
 
 
 @contextmanager
