@@ -313,5 +313,5 @@ def _need(package: str, what: str) -> None:
 
     if find_spec(package) is None:
         raise ModuleNotFoundError(
-            f"{package} is needed {what}, and is not installed: pip install 'amp-trainer[finetune]'.", name=package
+            f"{package} is needed {what}, and is not installed: pip install {package}.", name=package
         )

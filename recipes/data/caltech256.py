@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 from torchvision.transforms import InterpolationMode, v2
 
-from recipes.data.image_folder import MEAN, STD, read_image
-from recipes.data.loading import SplitDataModule, check_num_classes, image_to_tensor, stratified_split
+from recipes.data.image_folder import MEAN, STD, image_to_tensor, read_image
+from recipes.data.loading import SplitDataModule, check_num_classes, stratified_split
 
 FOLDER = "256_ObjectCategories"
 ARCHIVE = f"{FOLDER}.tar"

@@ -12,7 +12,8 @@ from torch.utils.data import Dataset, Subset
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from recipes.data.loading import SplitDataModule, check_num_classes, image_to_tensor, stratified_split
+from recipes.data.image_folder import image_to_tensor
+from recipes.data.loading import SplitDataModule, check_num_classes, stratified_split
 
 # Per channel, of the training images in [0, 1].
 MEAN = (0.4914, 0.4822, 0.4465)

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from recipes.data.loading import SplitDataModule, check_num_classes, image_to_tensor
+from recipes.data.loading import SplitDataModule, check_num_classes
 
 # Of ImageNet's training images in [0, 1], per channel: what torchvision's pretrained weights expect.
 MEAN = (0.485, 0.456, 0.406)
@@ -249,3 +249,8 @@ class _SayUnreadable(L.Callback):
                 f"{len(names)} of {len(images)} images cannot be read and were left out of {split}{where}:"
                 f" {', '.join(names[:SHOWN])}{more}."
             )
+
+
+def image_to_tensor(mean: Sequence[float], std: Sequence[float]) -> v2.Compose:
+    """Return the transform from a PIL image to a float32 tensor of shape (3, height, width), scaled and normalized."""
+    return v2.Compose([v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])

@@ -8,10 +8,8 @@ import lightning as L
 import numpy as np
 import torch
 import torch.distributed as dist
-from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torchvision.transforms import v2
 
 
 class ImageTensors(Dataset[tuple[Tensor, Tensor]]):
@@ -105,6 +103,8 @@ def stratified_split(labels: Sequence[int], held_out: Sequence[int], seed: int) 
     Returns:
         ``1 + len(held_out)`` ascending lists that together hold every position once.
     """
+    from sklearn.model_selection import train_test_split  # not needed by data sets that are split in another way
+
     labels = np.asarray(labels)
     rest = np.arange(len(labels))
     splits = []
@@ -112,11 +112,6 @@ def stratified_split(labels: Sequence[int], held_out: Sequence[int], seed: int) 
         rest, split = train_test_split(rest, test_size=size, random_state=seed, stratify=labels[rest])
         splits.append(sorted(split.tolist()))
     return [sorted(rest.tolist()), *splits]
-
-
-def image_to_tensor(mean: Sequence[float], std: Sequence[float]) -> v2.Compose:
-    """From a PIL image to a float32 tensor of shape (3, height, width): scaled to [0, 1], then normalised."""
-    return v2.Compose([v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])
 
 
 def make_loader(

@@ -68,7 +68,7 @@ class FileTokenizer:
             from tokenizers import Tokenizer as Library
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                f"{file} is read by tokenizers, which is not installed: pip install 'amp-trainer[finetune]'."
+                f"{file} is read by tokenizers, which is not installed: pip install tokenizers."
                 " Without it, tokenizer=null reads text as bytes.",
                 name=error.name,
             ) from error

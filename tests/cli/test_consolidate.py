@@ -174,7 +174,7 @@ def test_without_safetensors(tmp_path: Path, capsys: Any, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "safetensors", None)
     status, told = said(capsys, ["export", tmp_path / "a.ckpt", tmp_path / "w.safetensors"])
     assert (status, told) == (
-        2, "trainer: export needs safetensors, which is not installed: pip install 'amp-trainer[safetensors]'",
+        2, "trainer: export needs safetensors, which is not installed: pip install safetensors",
     )  # fmt: skip
 
 

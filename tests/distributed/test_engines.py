@@ -110,7 +110,7 @@ def test_processes_that_share_no_memory_train_the_same(ranks: Ranks, weighted: s
 
 
 @needs_fsdp2
-@pytest.mark.skipif(find_spec("torchao") is None, reason="needs amp-trainer[fp8]")
+@pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 def test_float8_is_that_of_one_device(ranks: Ranks) -> None:
     setup = Setup("fp8-mixed", windows=(2, 1), clip="norm", none=frozenset({(1, 1, 0)}))
     alone, sixteen = setups.fit(setup, "single"), setups.fit(replace(setup, precision="bf16-mixed"), "single")

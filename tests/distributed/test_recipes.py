@@ -23,7 +23,7 @@ HAS_EXTRA = all(find_spec(name) for name in ("transformers", "peft", "tokenizers
 NAMES = [
     "gpt", "gpt, tied",
     *(
-        pytest.param(name, marks=pytest.mark.skipif(not HAS_EXTRA, reason="needs amp-trainer[finetune]"))
+        pytest.param(name, marks=pytest.mark.skipif(not HAS_EXTRA, reason="needs transformers"))
         for name in ("finetune", "finetune, lora", "finetune, classes")
     ),
 ]  # fmt: skip
@@ -78,7 +78,7 @@ def test_texts_are_written_while_it_trains(
     ).read_bytes()
 
 
-@pytest.mark.skipif(not HAS_EXTRA, reason="needs amp-trainer[finetune]")
+@pytest.mark.skipif(not HAS_EXTRA, reason="needs transformers")
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 with transformers 5
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
 def test_what_is_written_is_a_model(

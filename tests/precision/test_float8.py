@@ -18,7 +18,7 @@ from trainer.callbacks import ActivationCheckpointing, Compile
 from trainer.errors import PrecisionError
 from trainer.precision import Float8Precision
 
-torchao = pytest.importorskip("torchao.float8", reason="needs amp-trainer[fp8]")
+torchao = pytest.importorskip("torchao.float8", reason="needs torchao")
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
 
@@ -237,9 +237,6 @@ def test_an_old_gpu_and_a_machine_without_torchao_are_refused(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(PrecisionError, match=r"compute capability 8\.6, expected 8.9 or newer"):
         Float8Precision().check(torch.device("cuda", 0))
-    monkeypatch.setattr(
-        "trainer.precision.float8.find_spec", lambda name: None if name == "torchao" else SimpleNamespace()
-    )
-    assert importlib.util.find_spec("torchao") is not None
-    with pytest.raises(PrecisionError, match=r"needs torchao: pip install 'amp-trainer\[fp8\]'"):
+    monkeypatch.setattr("trainer.packages.is_installed", lambda name: name != "torchao")
+    with pytest.raises(PrecisionError, match=r"needs torchao, which is not installed: pip install torchao\. Without"):
         make_trainer(None, precision="fp8-mixed")

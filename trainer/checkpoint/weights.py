@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from trainer import packages
 from trainer.checkpoint import files, state
 from trainer.checkpoint.inert import load_inert
 from trainer.errors import CheckpointError, ConfigurationError
@@ -42,10 +42,8 @@ def read(path: Path, weights_only: bool | None = None, template: Template | None
         CheckpointError: it is damaged, or has no weights.
         ConfigurationError: the package safetensors is needed, and is not installed.
     """
-    if path.suffix == SAFETENSORS and find_spec("safetensors") is None:
-        raise ConfigurationError(
-            f"{path} is a file of safetensors, a package that is not installed: pip install 'amp-trainer[safetensors]'"
-        )
+    if path.suffix == SAFETENSORS and (problem := packages.missing("safetensors")):
+        raise ConfigurationError(f"{path} needs {problem}")
     found: dict[str, Tensor] = state.read(partial(_load, template=template), path, weights_only)["state_dict"]
     return found
 

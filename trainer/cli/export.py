@@ -7,18 +7,19 @@ no config is needed.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from trainer import packages
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.consolidate import absent, carry_out, existing, two
 from trainer.errors import TrainerError
 from trainer.record.checkpoints import find, is_checkpoint_folder
 
 WEIGHTS = ".safetensors"
-GRAPHS = {".onnx": ("onnx", "onnxscript"), ".pt2": ()}
-"""How the names of files with graphs end, and the packages that are needed to write them."""
+GRAPHS = (".onnx", ".pt2")
+"""Endings of the names of files with graphs."""
+_NEEDS = {WEIGHTS: ("safetensors",), ".onnx": ("export", "onnx", "onnxscript")}  # the extra, and modules of it
 
 
 def command(arguments: Arguments) -> int:
@@ -54,10 +55,8 @@ def _check_file(file: Path, got: str) -> None:
         kinds = f"a {WEIGHTS} file" if got == "export got" else f"one that ends in {', '.join(GRAPHS)} or {WEIGHTS}"
         raise UsageError(f"{got} {file}, expected the name of {kinds}, such as model{file.suffix and WEIGHTS}.")
     absent(file)
-    packages, extra = (("safetensors",), "safetensors") if file.suffix == WEIGHTS else (GRAPHS[file.suffix], "export")
-    for package in packages:
-        if find_spec(package) is None:
-            raise UsageError(f"export needs {package}, which is not installed: pip install 'amp-trainer[{extra}]'")
+    if file.suffix in _NEEDS and (problem := packages.missing(*_NEEDS[file.suffix])):
+        raise UsageError(f"export needs {problem}")
 
 
 def _weights(checkpoint: Path, file: Path, prefix: str = "") -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trainer import redaction
+from trainer import packages, redaction
 from trainer.cli.folders import PACKAGE
 from trainer.cli.leaves import leaves
 from trainer.cli.processes import is_debug, is_first, rank
@@ -365,7 +365,7 @@ def _about_missing_module(error: ModuleNotFoundError) -> str:
         return f"Install it: pip install {named}" if named else "Install what it asks for."
     return (
         f"If {error.name} is a package, install it; if it is a file of yours, run the command from the folder that it"
-        " is in. What our recipes need: pip install 'amp-trainer[recipes]'."
+        f" is in. The recipes need: {packages.pip_install('recipes')}."
     )
 
 

@@ -107,8 +107,8 @@ Example:
 Writes what was trained for use without this package; RUN is the folder of a run, or a checkpoint in it. How the
 name of FILE ends says what:
   .pt2          the graph of the module's forward by torch.export; torch.export.load(FILE).module() runs it
-  .onnx         the same graph as ONNX (pip install 'amp-trainer[export]')
-  .safetensors  the weights alone, which runs no code when it is read (pip install 'amp-trainer[safetensors]')
+  .onnx         the same graph as ONNX (pip install onnx onnxscript onnxruntime)
+  .safetensors  the weights alone, which runs no code when it is read (pip install safetensors)
 forward is called with the module's example_input_array or, without one, with the first batch of its data: a mapping
 gives it the entries that are named as its arguments, a tuple or list as many of the first as it needs. The graph takes
 batches of any size where forward does, in float32. The file is run before it is kept: it has to give what forward

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shutil
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 
+from trainer import packages
 from trainer.cli.arguments import UsageError
 from trainer.cli.folders import packaged_conf
 
@@ -17,13 +17,15 @@ ELSEWHERE = "hydra_plugins.hydra_submitit_launcher."
 """How the targets of launchers begin whose jobs run on other machines."""
 
 _NEEDS = {
-    "hydra_plugins.amp_trainer.JoblibLauncher": ("joblib", "joblib", "trainer.cli.sweep.joblib_launcher"),
-    "hydra_plugins.amp_trainer.OptunaSweeper": ("optuna", "optuna", "trainer.cli.sweep.optuna_sweeper"),
-    ELSEWHERE: ("hydra_plugins.hydra_submitit_launcher", "slurm", None),
+    "hydra_plugins.amp_trainer.JoblibLauncher": ("joblib", "trainer.cli.sweep.joblib_launcher"),
+    "hydra_plugins.amp_trainer.OptunaSweeper": ("optuna", "trainer.cli.sweep.optuna_sweeper"),
+    ELSEWHERE: ("slurm", None),
 }
-"""By how a target begins: the module it needs, the extra that installs that, and of our own classes the module that
-they are in. Hydra takes plugins of the package ``hydra_plugins`` only, and asks for no more than the name: there is no
-module ``hydra_plugins.amp_trainer``."""
+"""By the beginning of a target: the extra that it needs, and the module of our own classes.
+
+Hydra takes plugins of the package ``hydra_plugins`` only, and uses nothing but the name: there is no module
+``hydra_plugins.amp_trainer``.
+"""
 
 
 def take_over_configs() -> None:
@@ -41,12 +43,9 @@ def prepare(hydra: Any) -> None:
     """
     for kind in ("launcher", "sweeper"):
         target = str(hydra[kind]["_target_"])
-        for start, (module, extra, ours) in _NEEDS.items():
-            if target.startswith(start) and not _is_installed(module):
-                chosen = hydra.runtime.choices.get(f"hydra/{kind}")
-                raise UsageError(
-                    f"hydra/{kind}={chosen} needs {module}, which is not installed: pip install 'amp-trainer[{extra}]'"
-                )
+        for start, (extra, ours) in _NEEDS.items():
+            if target.startswith(start) and (problem := packages.missing(extra)):
+                raise UsageError(f"hydra/{kind}={hydra.runtime.choices.get(f'hydra/{kind}')} needs {problem}")
             if target == start and ours:
                 _register(target, ours)
         if target == f"{ELSEWHERE}submitit_launcher.SlurmLauncher" and shutil.which("srun") is None:
@@ -54,13 +53,6 @@ def prepare(hydra: Any) -> None:
                 "hydra/launcher=submitit_slurm has Slurm run the jobs, and there is no srun here. Give the command on a"
                 " machine of the cluster; on this one, hydra/launcher=joblib runs several jobs at a time."
             )
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # the package it is in
-        return False
 
 
 def _register(target: str, module: str) -> None:

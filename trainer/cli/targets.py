@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from trainer import packages
 from trainer.cli import trusted
 from trainer.cli.arguments import UsageError
 from trainer.cli.leaves import leaves
@@ -245,9 +246,9 @@ class Allowlist:
             raise UsageError(f"{key}: there is no {target}: no module {first!r}.")
         path = module = first  # `module`: the last one on the way, by its own name
         for name in names:
-            if not hasattr(found, name) and hasattr(found, "__path__"):
+            if not _has(found, name, path) and hasattr(found, "__path__"):
                 _import(f"{path}.{name}")
-            if not hasattr(found, name):
+            if not _has(found, name, path):
                 near = did_you_mean(name, dir(found))
                 raise UsageError(f"{key}: there is no {target}: {path} has no {name!r}.{near}")
             found, path = getattr(found, name), f"{path}.{name}"
@@ -380,15 +381,21 @@ def _import(module: str) -> ModuleType | None:
     except ModuleNotFoundError as error:
         if error.name is not None and within(module, (error.name,)):
             return None
-        ours = module.partition(".")[0] in PACKAGES
-        raise UsageError(
-            f"{module} needs the package {error.name}, which is not installed."
-            + (
-                " What our recipes need: pip install 'amp-trainer[recipes]'."
-                if ours
-                else " Install it, or mend the import."
-            )
-        ) from error
+        raise _needs(module, error) from error
+
+
+def _has(found: Any, name: str, path: str) -> bool:
+    """Return whether ``found`` has an attribute ``name``. A package may import the attribute only now."""
+    try:
+        return hasattr(found, name)
+    except ModuleNotFoundError as error:
+        raise _needs(f"{path}.{name}", error) from error
+
+
+def _needs(target: str, error: ModuleNotFoundError) -> UsageError:
+    extra = packages.extra_of(error.name or "")
+    advice = packages.pip_install(extra) if extra else "Install it, or correct the import."
+    return UsageError(f"{target} needs the package {error.name}, which is not installed. {advice}")
 
 
 def _in_working_directory(root: str) -> bool:

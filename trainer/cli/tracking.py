@@ -10,11 +10,10 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from trainer import redaction
+from trainer import packages, redaction
 from trainer.cli.arguments import UsageError
 from trainer.cli.processes import is_first
 from trainer.cli.report import private
@@ -52,12 +51,8 @@ def check(config: Mapping[str, Any]) -> None:
             continue
         in_database = kind == "mlflow" and _DATABASE.match(_store_of(node))
         modules = (kind, *(("sqlalchemy", "alembic") if in_database else ()))
-        missing = next((module for module in modules if find_spec(module) is None), None)
-        if missing:
-            raise UsageError(
-                f"logger.{name} needs {missing}, which is not installed: pip install 'amp-trainer[{kind}]'. To do"
-                " without it: logger=default."
-            )
+        if problem := packages.missing(kind, *modules):
+            raise UsageError(f"logger.{name} needs {problem}. Without it, use logger=default.")
         _check_artifacts(f"logger.{name}", node, config["checkpoint_files"])
 
 

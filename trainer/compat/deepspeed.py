@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from trainer import packages
 from trainer.callbacks.anomaly_detection import AnomalyDetection
 from trainer.callbacks.compile import Compile
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
@@ -127,11 +127,8 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
-        if find_spec("deepspeed") is None:
-            raise UnsupportedError(
-                "Got strategy='deepspeed' without the package. Install it, pip install"
-                " 'amp-trainer[deepspeed]', or use strategy='fsdp'."
-            )
+        if problem := packages.missing("deepspeed"):
+            raise UnsupportedError(f"strategy='deepspeed' needs {problem}. Without it, use strategy='fsdp'.")
         DDPStrategy.__init__(
             self,
             accelerator=accelerator,

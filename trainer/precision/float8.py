@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from importlib.util import find_spec
 from types import MethodType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from trainer import packages
 from trainer.errors import PrecisionError, expect
 from trainer.precision.fp32_modules import check_patterns, find_modules, plain_class, plain_name
 from trainer.precision.mixed import MixedPrecision
@@ -36,7 +36,7 @@ class Float8Precision(MixedPrecision):
     For each product, input, weight and gradient are scaled by their own largest value (dynamic scaling) and rounded to
     8 bits (Micikevicius et al. 2022, FP8 Formats for Deep Learning). All else is as in ``bf16-mixed``: weights,
     gradients and optimizer states are float32, nothing scales the loss, and checkpoints are the same. Needs torchao
-    (``pip install 'amp-trainer[fp8]'``), according to which it is faster than ``bf16-mixed`` for large layers in a
+    (``pip install torchao``), according to which it is faster than ``bf16-mixed`` for large layers in a
     compiled model (``compile=default``). Without a GPU it is emulated, and slow: a rehearsal.
 
     Args:
@@ -73,11 +73,8 @@ class Float8Precision(MixedPrecision):
         Raises:
             PrecisionError: either.
         """
-        if find_spec("torchao") is None:
-            raise PrecisionError(
-                "Got precision='fp8-mixed', which needs torchao: pip install 'amp-trainer[fp8]'. Use"
-                " precision='bf16-mixed' without it."
-            )
+        if problem := packages.missing("fp8"):
+            raise PrecisionError(f"precision='fp8-mixed' needs {problem}. Without it, use precision='bf16-mixed'.")
         if device.type not in ("cpu", "cuda"):
             raise PrecisionError(
                 f"Got precision='fp8-mixed' on a device of type {device.type!r}, expected cuda, or cpu, where it is"

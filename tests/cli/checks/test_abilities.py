@@ -21,7 +21,7 @@ def gpu(monkeypatch):
     return make
 
 
-pytest.importorskip("torchao", reason="needs amp-trainer[fp8]")
+pytest.importorskip("torchao", reason="needs torchao")
 
 
 def words(device: torch.device) -> dict[str, str]:

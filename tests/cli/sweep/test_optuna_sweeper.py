@@ -247,8 +247,6 @@ def test_a_config_file_names_no_study(trials, capsys):
 
 
 def test_the_extra_is_named_where_it_is_missing(trials, monkeypatch, capsys):
-    monkeypatch.setattr("trainer.cli.plugins._is_installed", lambda name: False)
+    monkeypatch.setattr("trainer.packages.is_installed", lambda name: False)
     assert main([*SWEEP, LR]) == 2
-    assert "hydra/sweeper=optuna needs optuna, which is not installed: pip install 'amp-trainer[optuna]'" in (
-        capsys.readouterr().err
-    )
+    assert "hydra/sweeper=optuna needs optuna, which is not installed: pip install optuna" in (capsys.readouterr().err)

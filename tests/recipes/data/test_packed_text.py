@@ -13,7 +13,7 @@ from recipes.data.text import NO_TARGET, python_topics
 from recipes.data.tokenizers import Bytes, FileTokenizer, load_tokenizer
 from tests.recipes.samples import tiny_llama
 
-needs_tokenizers = pytest.mark.skipif(not find_spec("tokenizers"), reason="needs amp-trainer[finetune]")
+needs_tokenizers = pytest.mark.skipif(not find_spec("tokenizers"), reason="needs transformers")
 
 
 @pytest.fixture(autouse=True)
@@ -161,5 +161,5 @@ def test_without_a_tokenizer(monkeypatch):
         load_tokenizer("nowhere")
     Path("tokenizer.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'amp-trainer\[finetune\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install tokenizers"):
         load_tokenizer(".")

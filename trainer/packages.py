@@ -1,0 +1,59 @@
+"""Optional packages: which feature needs which, and the command that installs them. Imports no torch."""
+
+from __future__ import annotations
+
+import shlex
+from importlib.util import find_spec
+
+EXTRAS: dict[str, dict[str, str]] = {
+    "recipes": {"torchvision": "torchvision", "sklearn": "scikit-learn"},
+    "report": {"jinja2": "jinja2", "matplotlib": "matplotlib"},
+    "plots": {"matplotlib": "matplotlib"},
+    "tensorboard": {"tensorboard": "tensorboard"},
+    "joblib": {"joblib": "joblib"},
+    "slurm": {"hydra_plugins.hydra_submitit_launcher": "hydra-submitit-launcher", "submitit": "submitit"},
+    "optuna": {"optuna": "optuna"},
+    "safetensors": {"safetensors": "safetensors"},
+    "wandb": {"wandb": "wandb"},
+    "mlflow": {"mlflow": "mlflow-skinny", "sqlalchemy": "sqlalchemy", "alembic": "alembic", "filelock": "filelock"},
+    "fp8": {"torchao": "torchao"},
+    "deepspeed": {"deepspeed": "deepspeed"},
+    "ray": {"ray": "ray[train,tune]"},
+    "export": {"onnx": "onnx", "onnxscript": "onnxscript", "onnxruntime": "onnxruntime"},
+    "finetune": {
+        "transformers": "transformers", "peft": "peft", "safetensors": "safetensors", "tokenizers": "tokenizers",
+    },
+}  # fmt: skip
+"""Packages of each extra of ``pyproject.toml``: the name to import, and the name on the package index."""
+
+
+def is_installed(module: str) -> bool:
+    """Return whether ``module`` can be imported. Imports nothing but its parent packages."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent package
+        return False
+
+
+def pip_install(extra: str) -> str:
+    """Return the command that installs the packages of ``extra``, such as ``pip install torchao``."""
+    return shlex.join(["pip", "install", *EXTRAS[extra].values()])
+
+
+def missing(extra: str, *modules: str) -> str | None:
+    """Return the end of a sentence that begins with "X needs", or None if nothing is missing.
+
+    Args:
+        extra: a key of ``EXTRAS``.
+        modules: the modules of it that are needed. Default: all.
+    """
+    for module in modules or EXTRAS[extra]:
+        if not is_installed(module):
+            return f"{module.partition('.')[0]}, which is not installed: {pip_install(extra)}"
+    return None
+
+
+def extra_of(module: str) -> str | None:
+    """Return the first extra that contains the top-level package of ``module``, or None."""
+    package = module.partition(".")[0]
+    return next((extra for extra, modules in EXTRAS.items() if package in modules), None)
