@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from trainer.cli import export, graphs, main
+from trainer.cli import graphs, main
 from trainer.cli.arguments import UsageError, read
 from trainer.cli.graphs import inputs_of
 

@@ -226,7 +226,11 @@ def test_without_an_account(capsys: pytest.CaptureFixture[str]) -> None:
             "wandb",
             "logger.wandb needs wandb, which is not installed: pip install wandb",
         ),
-        (["logger=[csv,mlflow]"], "mlflow", "logger.mlflow needs mlflow, which is not installed: pip install mlflow-skinny"),
+        (
+            ["logger=[csv,mlflow]"],
+            "mlflow",
+            "logger.mlflow needs mlflow, which is not installed: pip install mlflow-skinny",
+        ),
         (
             ["logger=mlflow"],
             "alembic",

@@ -26,7 +26,6 @@ from trainer.callbacks import (
     RollBackOnLossSpike,
     ScaleMonitor,
 )
-from trainer.compat import deepspeed
 from trainer.compat.deepspeed import DeepSpeedEngine
 from trainer.engine.zero import ZeroGradients, ZeroScaler
 from trainer.errors import ConfigurationError, PrecisionError, UnsupportedError

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-from types import SimpleNamespace
 from typing import Any
 
 import pytest

@@ -6,8 +6,10 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer import packages
 from trainer.callbacks.plotting import INK, PALETTE, canvas, fit_loss_axis, label_ends, smooth, style, without_spikes
 from trainer.callbacks.run_recorder import RecordView
+from trainer.errors import ConfigurationError
 from trainer.record.curve import Curve
 from trainer.record.reader import RunRecord, without_twins
 
@@ -41,11 +43,14 @@ class Curves(RecordView):
 
     Raises:
         ValueError: If `max_points` is less than 2.
+        ConfigurationError: If matplotlib is not installed.
     """
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None, max_points: int = 1024) -> None:
         if max_points < 2:
             raise ValueError(f"max_points={max_points}: a curve needs at least 2.")
+        if problem := packages.missing("plots"):
+            raise ConfigurationError(f"The callback Curves needs {problem}")
         super().__init__(dirpath, max_points=max_points)
         self.path: Path | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 from itertools import pairwise
@@ -31,6 +32,7 @@ def smooth(values: list[float]) -> list[float]:
 
 def canvas(title: str, width: float, height: float) -> Figure:
     """An empty figure of this size in inches, with a headline. It is bound to no window, and unknown to ``pyplot``."""
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # at DEBUG it logs hundreds of lines about fonts
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=150, facecolor="white", layout="constrained")

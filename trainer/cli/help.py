@@ -42,17 +42,16 @@ into the run's folder. The weights, and the config, come from ckpt.""",
     "compare": """\
 Trains the model of a recipe once in each precision, with the same seed and the same batches, every run
 in a process of its own and one after the other. Then it compares them with the first: loss, metric, time,
-samples per second, peak memory and skipped steps, the loss curves in one picture, and a verdict on each.
-The report, compare.md, and compare.png and compare.json go to multirun/RECIPE/DATE_TIME, each run to a
-folder in there. The exit status is 0 when all runs completed. Where no precision is given, 32, 16-mixed and
-bf16-mixed are compared.""",
+samples per second, peak memory and skipped steps, with a verdict on each. compare.md and compare.json go to
+multirun/RECIPE/DATE_TIME, each run to a folder in there; `trainer report` draws their curves. The exit status
+is 0 if all runs completed. If no precision is given, 32, 16-mixed and bf16-mixed are compared.""",
     "tune": """\
 tune batch_size finds the largest batch that fits into memory, in each precision, and tells how fast each size
 is. On a GPU it asks the GPU; on a CPU a budget does: tune.memory=3GiB, or most of what is free. Each size is
 tried in a few real training steps, in a process of its own. 32, 16-mixed and bf16-mixed are tried where no
 precision is given.
 tune lr runs a learning-rate range test: the rate grows from update to update, and the loss over it tells
-which rate to use. It draws the curve, lr.png.
+which rate to use.
 Both write tune.json into outputs/RECIPE/DATE_TIME, and leave no checkpoints and nothing else behind.
 
   python -m trainer tune batch_size +recipe=resnet50

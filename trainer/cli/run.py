@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from trainer import redaction
+from trainer import packages, redaction
 from trainer.cli import failure, tracking
 from trainer.cli.arguments import UsageError
 from trainer.cli.build import check, make
@@ -186,7 +186,7 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
 
         tracking.open_stores(settings["logger"])
         arguments["callbacks"].append(Tracked(told))
-    arguments["logger"] = _make_all(settings["logger"], "logger", allowlist) or False
+    arguments["logger"] = _make_all(_available(settings["logger"]), "logger", allowlist) or False
     unwanted: tuple[type, ...] = ()  # what the default config, or a recipe, has put there
     if arguments["barebones"]:
         unwanted = (Checkpoint, Curves, LayerNorms, LearningRateMonitor, RunSummary, ScaleMonitor)
@@ -285,6 +285,16 @@ def _redact_dumps(folder: Path, subfolder: str | None) -> None:
         written = file.read_text(encoding="utf-8")
         if (redacted := redaction.text(written)) != written:
             file.write_text(redacted, encoding="utf-8")
+
+
+def _available(loggers: dict[str, Any]) -> dict[str, Any]:
+    """Leave TensorBoard out if its package is missing and nobody chose it: it is a default of the config."""
+    name = "tensorboard"
+    is_chosen = any(name in word for word in HydraConfig.get().overrides.task)
+    if name not in loggers or is_chosen or (problem := packages.missing(name)) is None:
+        return loggers
+    logging.getLogger(ADVICE).info("No files for TensorBoard are written, which needs %s", problem)
+    return {key: node for key, node in loggers.items() if key != name}
 
 
 def _make_all(nodes: dict[str, Any] | None, key: str, allowlist: Allowlist) -> list[Any]:

@@ -1,4 +1,4 @@
-"""``tune lr``: what it says of a curve, its picture, and a whole run."""
+"""``tune lr``: the suggestion for a curve, and a whole run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.cli.tune.test_lr_suggestion import RATES, sigmoid
 from trainer.cli import main, tune
 from trainer.cli.arguments import read
-from trainer.cli.tune.lr import Suggestion, draw, report, suggest
+from trainer.cli.tune.lr import report
 
 
 @pytest.fixture
@@ -25,7 +25,6 @@ def message(points: list[tuple[float, float]], **changes: Any) -> dict[str, Any]
     return {"status": "ok", "points": points, **usual, **changes}
 
 
-@pytest.mark.draws
 def test_a_suggestion(config, tmp_path, capsys):
     assert report(message(sigmoid(1e-3)), *config, tmp_path) == 0
     result = json.loads((tmp_path / "tune.json").read_text())
@@ -37,7 +36,6 @@ def test_a_suggestion(config, tmp_path, capsys):
     )
     assert result["curve"]["lr"] == RATES
     assert len(result["curve"]["smoothed"]) == 100
-    assert (tmp_path / "lr.png").stat().st_size > 20_000
     out = capsys.readouterr().out
     assert f"Suggestion, where the loss falls fastest: optimizer.lr={result['suggestion']:.2g} (it is 0.1)\n" in out
     assert "2 updates overflowed and were skipped; they are no points of the curve." in out
@@ -61,31 +59,6 @@ def test_no_suggestion(config, tmp_path, capsys):
     assert "In the end every update overflowed" in capsys.readouterr().out
 
 
-def test_the_picture():
-    curve = sigmoid(1e-3, noise=0.05)[:90]
-    found = suggest(curve)
-    figure = draw(curve, found, 0.05, "divergence", "a, 16-mixed")
-    (axes,) = figure.axes
-    assert axes.get_xscale() == "log"
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("learning rate", "loss")
-    words = [text.get_text() for text in axes.texts]
-    assert words == ["now 0.05", f"suggestion {found.lr:.2g}"]
-    assert axes.get_title("left").endswith(", until it diverged")
-    low, high = axes.get_ylim()
-    assert low < min(found.smoothed)
-    assert high < 10  # the rise at the end is 1e4 high
-    dots, line = axes.lines[:2]
-    assert list(dots.get_xdata()) == list(line.get_xdata()) == [rate for rate, _ in curve]
-    assert list(line.get_ydata()) == found.smoothed
-
-
-def test_a_picture_without_anything_to_mark():
-    flat = [(rate, 1.0) for rate in RATES[:3]]
-    figure = draw(flat, Suggestion(None, "", [1.0] * 3, None), None, "the last rate", "b")
-    assert list(figure.axes[0].texts) == []
-    draw(flat[:1], Suggestion(None, "", [1.0], None), 5.0, "overflows", "c")
-
-
 @pytest.mark.slow
 def test_a_whole_run(project, capfd):
     plain = ["optimizer.momentum=0", "data.batch_size=16", "callbacks=default"]
@@ -96,5 +69,5 @@ def test_a_whole_run(project, capfd):
     assert result["ended_by"] == "divergence"
     assert f"optimizer.lr={result['suggestion']:.2g} (it is 0.1)" in (out := capfd.readouterr().out)
     assert "was given" not in out
-    assert f"The curve is in {file.parent / 'lr.png'}" in out
-    assert {each.name for each in Path("outputs").rglob("*") if each.is_file()} == {"tune.json", "tune.log", "lr.png"}
+    assert f"The losses at all rates are in {file}" in out
+    assert {each.name for each in Path("outputs").rglob("*") if each.is_file()} == {"tune.json", "tune.log"}

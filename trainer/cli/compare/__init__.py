@@ -91,7 +91,7 @@ def thresholds(config: DictConfig) -> Thresholds:
 
 
 def report(folder: Path, limits: Thresholds, overrides: Sequence[str] = (), since: float = 0.0) -> int:
-    """Print what the runs in ``folder`` have shown; write ``compare.md``, ``compare.png`` and ``compare.json``.
+    """Print the comparison of the runs in ``folder``, and write ``compare.md`` and ``compare.json``.
 
     Args:
         folder: of the comparison; the runs have theirs in it.
@@ -102,19 +102,13 @@ def report(folder: Path, limits: Thresholds, overrides: Sequence[str] = (), sinc
     Returns:
         How many runs did not complete; with ``compare.strict`` those that missed a threshold count as well.
     """
-    from trainer.cli.compare.picture import draw
-
     runs = read_runs(folder, since)
     if not runs:
         return 0
     comparison = Comparison(runs, limits)
     words = [word for word in overrides if not word.startswith("hydra.sweep.dir=")]
     command = shlex.join(["python", "-m", "trainer", "compare", *words])
-    figure = draw(runs, comparison.metric, comparison.title)
-    if figure is not None:
-        figure.savefig(folder / "compare.png")
-    text = comparison.markdown(command, "compare.png" if figure is not None else None)
-    (folder / "compare.md").write_text(text, encoding="utf-8")
+    (folder / "compare.md").write_text(comparison.markdown(command), encoding="utf-8")
     numbers = {"command": command, **comparison.as_dict()}
     (folder / "compare.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     comparison.print(folder)
@@ -161,13 +155,8 @@ class Comparison:
         self.conditions = [*([remark] if remark else []), *unequal(runs), *_circumstances(runs)]
         self.title = f"{first.recipe or 'Comparison'}: {', '.join(run.label for run in runs)}"
 
-    def markdown(self, command: str, picture: str | None) -> str:
-        """The report.
-
-        Args:
-            command: the command line that made it.
-            picture: the name of the picture, if there is one.
-        """
+    def markdown(self, command: str) -> str:
+        """Return the report. ``command`` is the command line that made it."""
         findings = "\n".join(
             "\n".join([f"- **{label}**: {text}", *(f"  - {line}" for line in advice)])
             for label, text, advice in self._findings()
@@ -177,7 +166,6 @@ class Comparison:
             f"    {command}",
             markdown_table(*self._table()),
             f"## Verdicts\n\n{findings}",
-            *([f"![Losses, metric, speed and memory of the runs]({picture})"] if picture else []),
             "## Conditions\n\n" + "\n".join(f"- {condition}" for condition in self.conditions),
             f"## Columns\n\n{_COLUMNS}",
             f"Made with {', '.join(versions().splitlines())}.",

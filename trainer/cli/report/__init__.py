@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer import packages
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.files import write_text
 
@@ -27,6 +28,8 @@ def command(arguments: Arguments) -> int:
     """``trainer report [RUN_DIR ...] [OUT.html]``."""
     from trainer.cli.report.folders import chosen
 
+    if problem := packages.missing("report"):
+        raise UsageError(f"report needs {problem}")
     names, named = _taken_apart(arguments.words)
     about = chosen(names)
     out = Path(named) if named else about.folder / PAGE

@@ -1,4 +1,4 @@
-"""``trainer tune lr``: a learning-rate range test, its picture, and what it suggests. Imports no torch."""
+"""``trainer tune lr``: a learning-rate range test, and the rate that it suggests. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,34 +8,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.callbacks.plotting import INK, PALETTE, canvas, fit_loss_axis, style
 from trainer.cli import tune
 from trainer.cli.arguments import Arguments
 from trainer.cli.tune import LOG, Settings
 from trainer.cli.tune.child import Message, run_in_child
 from trainer.files import from_here
 
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-PICTURE = "lr.png"
-
 _CLEAR = 5  # times the standard deviation of a mean: a fall of less may be chance, among so many means
 _MEDIAN_OF_NORMAL = 0.6745  # of the absolute value of a standard normal variable
-
-_CURVE, _MARK = PALETTE[0], PALETTE[1]
-_FAINT = "#888888"
-_ENDS = {
-    "the last rate": "",
-    "divergence": ", until it diverged",
-    "overflows": ", until every update overflowed",
-    "the end of the fit": ", until the data ended",
-}
 
 
 def run(arguments: Arguments) -> int:
@@ -68,7 +52,7 @@ def run(arguments: Arguments) -> int:
 
 
 def report(message: Message, config: DictConfig, settings: Settings, folder: Path) -> int:
-    """Say what a curve suggests; write ``tune.json`` and the picture.
+    """Say what a curve suggests; write ``tune.json``.
 
     Args:
         message: of `trainer.cli.tune.attempt.run_range_test`.
@@ -93,15 +77,11 @@ def report(message: Message, config: DictConfig, settings: Settings, folder: Pat
         **{name: message[name] for name in ("ended_by", "skipped", "groups", "first_loss")},
     }
     tune.write(folder, result)
-    if points:
-        name = OmegaConf.select(config, "hydra.runtime.choices.recipe") or "Learning rates"
-        draw(points, found, current, message["ended_by"], f"{name}, {message['precision']}").savefig(folder / PICTURE)
     *remarks, last = _lines(message, found, current, settings)
     for remark in remarks:
         tune.say(remark)
     print(last)
-    written = from_here(folder / (PICTURE if points else tune.RESULT))
-    tune.say(f"{'The curve' if points else 'Everything'} is in {written}")
+    tune.say(f"The losses at all rates are in {from_here(folder / tune.RESULT)}")
     return 0 if found.lr is not None else 1
 
 
@@ -182,61 +162,3 @@ def suggest(points: Sequence[tuple[float, float]]) -> Suggestion:
         for i in range(reach, lowest + 1)
     }
     return Suggestion(points[min(slopes, key=slopes.__getitem__)][0], "where the loss falls fastest", smoothed, rate)
-
-
-def draw(
-    points: Sequence[tuple[float, float]], found: Suggestion, current: float | None, ended_by: str, title: str
-) -> Figure:
-    """Loss against learning rate.
-
-    Args:
-        points: pairs of a rate and the loss after an update with it; at least one.
-        found: what they suggest.
-        current: the config's own rate, marked faintly; None for none.
-        ended_by: how the test ended, as `trainer.cli.tune.lr_range.LearningRateSweep` says.
-        title: headline of the figure.
-
-    Returns:
-        The figure, bound to no window.
-    """
-    rates, losses, smoothed = [rate for rate, _ in points], [loss for _, loss in points], found.smoothed
-    figure = canvas(title, 8, 4.5)
-    axes = figure.add_subplot()
-    style(axes, f"Training loss after a weight update with each learning rate{_ENDS[ended_by]}")
-    axes.set_xscale("log")
-    axes.plot(rates, losses, ".", color=_CURVE, alpha=0.35, markersize=4, label="one batch")
-    axes.plot(rates, smoothed, color=_CURVE, linewidth=2, solid_capstyle="round", label="smoothed")
-    fit_loss_axis(axes, _shown(losses, smoothed))
-    axes.set_xlabel("learning rate", color=INK)
-    axes.set_ylabel("loss", color=INK)
-    if current is not None and rates[0] <= current <= rates[-1]:
-        _mark(axes, current, 0.02, f"now {current:.2g}", ":", color=_FAINT)
-    if found.lr is not None:
-        height = smoothed[rates.index(found.lr)]
-        axes.plot([found.lr], [height], "o", color=_MARK, markersize=7, markeredgecolor="white", zorder=3)
-        white = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
-        _mark(axes, found.lr, 0.95, f"suggestion {found.lr:.2g}", "--", color=_MARK, weight="bold", bbox=white)
-    axes.legend(loc="lower left", frameon=False, fontsize=9, labelcolor=INK)
-    return figure
-
-
-def _mark(axes: Axes, rate: float, height: float, text: str, line: str, *, color: str, **font: Any) -> None:
-    axes.axvline(rate, color=color, linewidth=1.1, linestyle=line, zorder=1)
-    axes.annotate(
-        text,
-        (rate, height),
-        xycoords=("data", "axes fraction"),
-        xytext=(5, 0),
-        textcoords="offset points",
-        fontsize=9,
-        color=color,
-        **font,
-    )
-
-
-def _shown(losses: Sequence[float], smoothed: Sequence[float]) -> list[float]:
-    """The losses to show: all up to the lowest mean, and of a rise behind it about as much as has fallen."""
-    lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
-    fall = max(smoothed[: lowest + 1]) - smoothed[lowest]
-    rise = min(max(smoothed), smoothed[lowest] + 2 * fall)
-    return [*losses[: lowest + 1], *smoothed[: lowest + 1], rise, min(losses)]
