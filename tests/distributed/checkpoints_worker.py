@@ -55,6 +55,10 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+CACHING = {"buffers, ddp": ("ddp", "file"), "buffers, fsdp": ("fsdp", "folder")}
+"""Strategy and form of the checkpoints of a module with buffers that no state dict holds."""
+
+
 class Net(Plain):
     """Parameters of uneven shards, a buffer, two groups of parameters, and one of a single element."""
 
@@ -81,6 +85,23 @@ class Net(Plain):
         return OPTIMIZERS[self.optimizer](groups)
 
 
+class Caching(Net):
+    """Has buffers that no state dict holds, and that grow: others in each process, but for DDP's broadcasts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("past", torch.zeros(1, 2), persistent=False)
+        self.register_buffer("first", None, persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.training:
+            self.past = torch.cat([self.past, batch[1].detach()[:1, :2]])
+            if self.first is None:
+                self.first = batch[1].detach().mean().reshape(1) + self.global_rank
+        loss = super().training_step(batch, batch_idx)
+        return loss + (self.gain * (self.past.mean() + self.first)).sum()
+
+
 class Seen(Callback):
     """Whole weights and states of optimizers, when training starts and when it ends."""
 
@@ -98,8 +119,10 @@ class Seen(Callback):
             "weights": pl_module.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
         }
+        buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
         whole = state.gathered(found, keep=True)
         self.at[when] = {
+            "buffers": buffers,
             "weights": {name: value.clone() for name, value in whole["weights"].items()},
             "optimizers": torch.utils._pytree.tree_map(
                 lambda one: one.clone() if isinstance(one, Tensor) else one, whole["optimizers"]
@@ -175,6 +198,13 @@ def main() -> None:
         precision = precision_of("16-mixed")
         resumed = fit(folder / "r", fsdp(), form, Net(none_at=none_at), ckpt=path, precision=precision, **window)
         results[name] = {"whole": whole, "resumed": resumed}
+    for name, (strategy, form) in CACHING.items():
+        path = folder / f"{name}.ckpt"
+        whole = fit(folder / "w", strategy, form, Caching(), more=[Saves(path)], max_epochs=2)
+        results[name] = {
+            "whole": whole,
+            "resumed": fit(folder / "r", strategy, form, Caching(), ckpt=path, max_epochs=2),
+        }
     torch.save(results, folder / f"rank_{torch.distributed.get_rank()}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

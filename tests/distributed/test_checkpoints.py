@@ -93,6 +93,17 @@ def test_a_sharded_checkpoint_is_a_folder_of_both(ranks: list[dict[str, Any]]) -
     assert files.verify(path.parent / "step=8.ckpt")
 
 
+@pytest.mark.parametrize("name", worker.CACHING)
+def test_buffers_that_have_grown_in_each_process(ranks: list[dict[str, Any]], name: str) -> None:
+    for rank in ranks:
+        whole, resumed = rank[name]["whole"]["end"], rank[name]["resumed"]["end"]
+        assert_equal(resumed, whole)
+        assert_identical(resumed["buffers"], whole["buffers"])
+        assert resumed["buffers"]["past"].shape == (11, 2)
+    first, second = (rank[name]["whole"]["end"]["buffers"]["past"] for rank in ranks)
+    assert torch.equal(first[:-1], second[:-1]) is name.endswith("ddp")  # the last row was not broadcast yet
+
+
 @pytest.mark.parametrize("name", worker.SAVED)
 def test_the_best_one_is_tested(ranks: list[dict[str, Any]], single: dict[str, Any], name: str) -> None:
     found = {**single, **ranks[0]}

@@ -7,15 +7,18 @@ window, what has been logged in an epoch that is not over, metric objects. A che
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 
-from trainer.checkpoint import modes
+from trainer.checkpoint import buffers, modes
 from trainer.checkpoint.snapshot import on_host
 from trainer.engine.gradients import Gradients
 from trainer.engine.protocol import Engine
+from trainer.errors import ResumeError, some
 from trainer.loops.closures import ClosureOptimization
 from trainer.state import random_states
 from trainer.state.metric_objects import MetricObjects
@@ -38,11 +41,13 @@ class ProcessState:
         self.kept_batches: ClosureOptimization | None = None
         self._before_validation: tuple[dict[str, Any], dict[str, int], dict[str, dict[int, int]]] | None = None
         self._first_modes: modes.Modes = {}
+        self._first_dtypes: buffers.Dtypes = {}  # of buffers
         self._training_modes: modes.Modes = {}
 
     def begin_fit(self) -> None:
-        """Note the module's modes at the beginning of the run: a checkpoint holds what the run has changed of them."""
+        """Record the modes and dtypes at the beginning of the run: a checkpoint holds the changes."""
         self._first_modes = modes.modes_of(self._run.lightning_module)
+        self._first_dtypes = buffers.dtypes_of(self._run.lightning_module)
 
     def begin_validation(self) -> None:
         """Note the state before a validation inside a fit: a run resumed in the middle of it repeats it from here."""
@@ -80,14 +85,13 @@ class ProcessState:
             "should_stop": loop.limits.should_stop and not run.is_out_of_time,  # a run that goes on may have more time
             "window": window.state_dict(is_open=progress.is_trained and window.is_open),
             "modes": self._modes(),
+            **self._buffers(),
         }
         state["gradients"] = self._gradients()
         if progress.is_trained and window.is_open and self.kept_batches is not None:
             state["kept_batches"] = self.kept_batches.state_dict()
         if engine.world_size == 1:
             return state
-        if engine.global_rank:  # the buffers in the checkpoint are the first process's
-            state["buffers"] = dict(run.lightning_module.named_buffers())
         state["next_forward_exchanges"] = engine.next_forward_exchanges
         copied: dict[str, Any] = on_host(state)  # where another process can read it
         return copied
@@ -153,9 +157,7 @@ class ProcessState:
         loop.window.load_state_dict(window, device)
         modes.restore(run.lightning_module, state.get("modes", {}))
         engine.follow_trained_parameters()
-        buffers = dict(run.lightning_module.named_buffers())
-        for name in state.get("buffers", {}).keys() & buffers.keys():
-            buffers[name].copy_(state["buffers"][name])
+        self._restore_buffers(state)
         if not state.get("next_forward_exchanges", True):
             engine.abandon_forward()
         loop.gradients.load_state_dict(run.lightning_module.named_parameters(), state["gradients"])
@@ -173,6 +175,56 @@ class ProcessState:
         if not progress.is_trained and not module.automatic_optimization:
             changed["requires_grad"] = {}  # `toggle_optimizer` has changed it for the time of a batch
         return changed
+
+    def _buffers(self) -> dict[str, Any]:
+        """Return the buffers of this process that the checkpoint does not hold otherwise.
+
+        The state dict in the checkpoint is that of the first process, and has no non-persistent buffers. Neither have
+        the state dicts of weight averages.
+        """
+        run = self._run
+        own = buffers.buffers_of(run.lightning_module, persistent=run.engine.global_rank > 0)
+        averages = {place: buffers.buffers_of(average, persistent=False) for place, average in self._averages()}
+        return {
+            "buffers": own,
+            "buffer_dtypes": buffers.changed_dtypes(own, self._first_dtypes),
+            "average_buffers": {place: values for place, values in averages.items() if values},
+        }
+
+    def _restore_buffers(self, state: dict[str, Any]) -> None:
+        """Restore the result of :meth:`_buffers`. Checkpoints of older versions have less of it, or nothing.
+
+        Raises:
+            ResumeError: The module that owns a buffer does not exist, and the resume is to be exact.
+        """
+        run = self._run
+        module, device = run.lightning_module, run.engine.device
+        if "buffers" not in state:
+            return
+        missing = buffers.restore(module, state["buffers"], state.get("buffer_dtypes", {}), self._first_dtypes, device)
+        averages = state.get("average_buffers", {})
+        for place, average in self._averages():
+            if place in averages:
+                buffers.restore(average, averages[place], {}, buffers.dtypes_of(average), device)
+        if not missing:
+            return
+        problem = (
+            f"The checkpoint has the non-persistent buffers {some(missing, 5)}, but {type(module).__name__} does not"
+            " have the modules that own them: the run would not continue exactly."
+        )
+        if run.exact_resume:
+            raise ResumeError(
+                f"{problem} Create these modules before training begins, such as in configure_model, or resume with"
+                " Trainer(exact_resume=False)."
+            )
+        warnings.warn(problem, stacklevel=2)
+
+    def _averages(self) -> Iterator[tuple[str, AveragedModel]]:
+        """Yield the weight averages of callbacks, each with a name."""
+        for callback in self._run.callbacks:
+            for name, value in vars(callback).items():
+                if isinstance(value, AveragedModel):
+                    yield f"{callback.state_key}.{name}", value
 
     def _gradients(self) -> dict[str, Tensor]:
         """Those that no weight update has used yet.

@@ -1,0 +1,266 @@
+"""Buffers with ``persistent=False``: a resumed run has those of the run that was never interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.support import assert_identical, loader_of, make_batches, make_net, make_trainer
+from trainer import CheckpointFiles
+from trainer.checkpoint import buffers
+from trainer.errors import ResumeError
+
+BATCHES = make_batches(6)
+LEAF = "ignore:The .grad attribute of a Tensor that is not a leaf"  # of torch.compile, about its own look
+
+
+class Cache(nn.Module):
+    """Buffers that change in every way. Most of them are a part of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.long), persistent=False)
+        self.register_buffer("mean", torch.zeros(3), persistent=False)
+        self.register_buffer("grows", torch.zeros(0, 3), persistent=False)
+        self.register_buffer("later", None, persistent=False)
+        self.register_buffer("goes", torch.ones(1), persistent=False)
+        self.register_buffer("wide", torch.zeros(1), persistent=False)
+        self.register_buffer("constant", torch.randn(3), persistent=False)  # another one in each process
+        self.register_buffer("expanded", torch.ones(1).expand(3), persistent=False)
+        self.register_buffer("kept", torch.zeros(2))
+        self.register_buffer("shared", torch.ones(1), persistent=False)
+        self.again = nn.Module()
+        self.again.register_buffer("shared", self.shared, persistent=False)
+        self.becomes_one = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.count += 1
+                self.mean.lerp_(x.detach().mean(0).to(self.mean.dtype), 0.3)
+                self.grows = torch.cat([self.grows, x.detach()[:1].to(self.grows.dtype)])
+                self.kept += 0.5
+                self.wide = self.wide.double() + 0.1
+                if int(self.count) == 2:
+                    self.later = x.detach()[0].clone()
+                    self.goes = None
+                    self.register_buffer("lazy", x.detach().mean().reshape(1), persistent=False)
+                    vars(self).pop("becomes_one", None)
+                    self.register_buffer("becomes_one", torch.ones(2), persistent=False)
+                if int(self.count) == 3:
+                    self.shared = self.again.shared = torch.full((2,), 0.5)
+        value = x + self.mean + self.grows.mean(0) * self.count / 10 + self.constant + self.wide.float()
+        for extra in (self.later, self.goes, getattr(self, "lazy", None), self.shared.sum()):
+            if extra is not None:
+                value = value + extra
+        return value.to(x.dtype)
+
+
+class Caching(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache, self.net = Cache(), make_net()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, _ = batch
+        dtype = self.net[0].weight.dtype
+        return F.mse_loss(self.cache(self.net(x.to(dtype))), y.to(dtype))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+
+
+class Compiled(Caching):
+    """Its parts have the names that ``torch.compile`` gives them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = torch.compile(self.cache, backend="eager")
+
+
+class Saves(Callback):
+    def __init__(self, path: Path, steps: int) -> None:
+        self.path, self.steps = path, steps
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step == self.steps:
+            trainer.save_checkpoint(self.path)
+
+
+def values_of(module: nn.Module) -> dict[str, Any]:
+    return {
+        f"{path}.{name}": None if value is None else value.clone()
+        for path, part in module.named_modules()
+        for name, value in [*part._buffers.items(), *part._parameters.items()]
+    }
+
+
+def fit(folder: Path, seed: int, *callbacks: Any, ckpt: Any = None, kind: Any = Caching, **arguments: Any) -> Any:
+    torch.manual_seed(seed)
+    module = kind()
+    trainer = make_trainer(folder, callbacks=list(callbacks), **arguments)
+    trainer.fit(module, loader_of(BATCHES), ckpt_path=ckpt)
+    return trainer, module
+
+
+@pytest.mark.parametrize(
+    ("steps", "arguments", "kind"),
+    [
+        (1, {}, Caching),
+        (2, {"precision": "bf16-true"}, Caching),
+        (3, {"plugins": CheckpointFiles(sharded=True)}, Caching),
+        (4, {"precision": "16-mixed"}, Caching),
+        (5, {"plugins": CheckpointFiles(asynchronous=True)}, Caching),
+        (3, {}, Compiled),
+    ],
+)
+@pytest.mark.filterwarnings(LEAF)
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    tmp_path: Path, steps: int, arguments: dict[str, Any], kind: Any
+) -> None:
+    path = tmp_path / "a.ckpt"
+    _, whole = fit(tmp_path, 1, Saves(path, steps), kind=kind, **arguments)
+    _, resumed = fit(tmp_path, 2, kind=kind, ckpt=path, **arguments)
+    assert_identical(values_of(resumed), values_of(whole))
+    cache, whole_cache = (getattr(one.cache, "_orig_mod", one.cache) for one in (resumed, whole))
+    assert cache.again.shared is cache.shared
+    assert cache.expanded.stride() == whole_cache.expanded.stride()
+    assert "cache.mean" not in resumed.state_dict()
+    assert cache.lazy is not None
+
+
+@pytest.mark.filterwarnings(LEAF)
+def test_a_compiled_module_is_resumed_as_one_that_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    _, whole = fit(tmp_path, 1, Saves(path, 4), kind=Caching)
+
+    class Renamed(Compiled):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            names = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {n.replace("cache.", "cache._orig_mod."): v for n, v in names.items()}
+
+    _, resumed = fit(tmp_path, 2, kind=Renamed, ckpt=path)
+    assert_identical(values_of(resumed.cache._orig_mod), values_of(whole.cache))
+
+
+def test_a_run_that_is_rolled_back_has_the_buffers_of_then(tmp_path: Path) -> None:
+    class RollsBack(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 0:
+                self.then = values_of(module)
+            if batch_idx == 4:
+                assert trainer.roll_back(1) is not None
+                self.now = values_of(module)
+
+    rolls = RollsBack()
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+    fit(tmp_path, 1, rolls, saver, enable_checkpointing=True)
+    assert_identical(rolls.now, rolls.then)
+
+
+@pytest.mark.parametrize(("before", "after"), [("32-true", "bf16-true"), ("bf16-true", "32-true")])
+def test_buffers_follow_another_precision(tmp_path: Path, before: str, after: str) -> None:
+    fit(tmp_path, 1, precision=before)[0].save_checkpoint(tmp_path / "a.ckpt")
+    _, module = fit(tmp_path, 2, precision=after, ckpt=tmp_path / "a.ckpt", max_epochs=2)
+    cache = module.cache
+    kind = torch.bfloat16 if after == "bf16-true" else torch.float32
+    assert (cache.mean.dtype, cache.count.dtype) == (kind, torch.int64)
+    assert int(cache.count) == 12
+
+
+class Averaged(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+        self.register_buffer("noise", torch.randn(3), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, _ = batch
+        self.noise.add_(x.mean())
+        return F.mse_loss(self.net(x) + self.noise, y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+def test_averages_have_buffers_too(tmp_path: Path) -> None:
+    """They are averaged, as weights are, so the average is another one than the module's."""
+
+    class Last(EMAWeightAveraging):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            self.last = values_of(self._average_model)
+
+    averages = [Last(decay=0.5, use_buffers=True) for _ in range(2)]
+    path = tmp_path / "a.ckpt"
+    fit(tmp_path, 1, averages[0], Saves(path, 3), kind=Averaged)
+    fit(tmp_path, 2, averages[1], kind=Averaged, ckpt=path)
+    assert_identical(averages[1].last, averages[0].last)
+
+
+class MakesMore(Averaged):
+    """Makes a module in its third step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            self.more = nn.Module()
+            self.more.register_buffer("seen", torch.ones(1), persistent=False)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_buffer_of_a_module_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    fit(tmp_path, 1, Saves(path, 3), kind=MakesMore)
+    with pytest.raises(ResumeError, match=r"buffers more\.seen, but MakesMore .*configure_model.*exact_resume=False"):
+        fit(tmp_path, 1, kind=MakesMore, ckpt=path)
+    with pytest.warns(UserWarning, match=r"buffers more\.seen"):
+        fit(tmp_path, 1, kind=MakesMore, ckpt=path, exact_resume=False)
+
+    class Makes(MakesMore):
+        def configure_model(self) -> None:
+            self.more = nn.Module()
+
+    _, module = fit(tmp_path, 1, kind=Makes, ckpt=path)
+    assert module.more.seen == 1
+
+
+def test_a_checkpoint_of_an_older_version_has_none(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    fit(tmp_path, 1, Saves(path, 3))
+    checkpoint = torch.load(path, weights_only=True)
+    (process,) = checkpoint["loops"]["amp_trainer"]["processes"]
+    for name in ("buffers", "buffer_dtypes", "average_buffers"):
+        del process[name]
+    torch.save(checkpoint, path)
+    _, module = fit(tmp_path, 2, ckpt=path)
+    assert int(module.cache.count) == 3  # those of the resumed run alone
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_which_buffers_are_saved(rank: int) -> None:
+    module = nn.Module()
+    module.register_buffer("kept", torch.ones(1))
+    module.register_buffer("own", torch.ones(1), persistent=False)
+    module.register_buffer("none", None, persistent=False)
+    module.register_buffer("kept_none", None)
+    module.register_buffer("empty", torch.ones(1, device="meta"), persistent=False)
+    module.register_buffer("unknown", nn.UninitializedBuffer(), persistent=False)
+    names = {"own", "none"} | ({"kept"} if rank else set())
+    assert buffers.buffers_of(module, persistent=rank > 0).keys() == names
+    assert buffers.dtypes_of(module)["own"] is torch.float32
+
+
+def test_a_buffer_that_has_no_values_yet_gets_them() -> None:
+    module = nn.Module()
+    module.register_buffer("unknown", nn.UninitializedBuffer(), persistent=False)
+    module.register_buffer("mine", nn.Buffer(torch.zeros(1)), persistent=False)
+    first = buffers.dtypes_of(module)
+    saved = {"unknown": torch.ones(2), "mine": torch.ones(1)}
+    assert buffers.restore(module, saved, {}, first, torch.device("cpu")) == []
+    assert_identical({name: value.detach() for name, value in module._buffers.items()}, saved)

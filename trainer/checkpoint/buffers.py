@@ -1,0 +1,132 @@
+"""Buffers that the module's state dict does not hold: those registered with ``persistent=False``.
+
+A run may change their shapes and dtypes, set them to None, and register more of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from trainer.checkpoint.snapshot import is_sharded
+from trainer.precision.fp32_modules import plain_name
+
+Buffers = Mapping[str, Tensor | None]
+"""Buffers by name, without the prefixes of wrappers such as ``torch.compile``."""
+
+Dtypes = Mapping[str, torch.dtype | None]
+"""The dtypes of buffers by name; None for a buffer that is None."""
+
+
+def buffers_of(module: nn.Module, *, persistent: bool) -> dict[str, Tensor | None]:
+    """Return the values of the non-persistent buffers; of a DTensor, the part that this process holds.
+
+    Args:
+        module: The module.
+        persistent: Include persistent buffers, as a process does if the state dict of another one is saved.
+    """
+    found: dict[str, Tensor | None] = {}
+    seen: dict[int, Tensor] = {}  # a buffer with several names stays one tensor
+    for path, owner, name in _places(module):
+        buffer = owner._buffers[name]
+        if name not in owner._non_persistent_buffers_set and (buffer is None or not persistent):
+            continue
+        if buffer is None:
+            found[path] = None
+        elif not is_lazy(buffer) and not buffer.is_meta:
+            found[path] = seen.setdefault(id(buffer), _local(buffer))
+    return found
+
+
+def dtypes_of(module: nn.Module) -> dict[str, torch.dtype | None]:
+    """Return the dtype of each buffer, persistent or not."""
+    return {path: getattr(owner._buffers[name], "dtype", None) for path, owner, name in _places(module)}
+
+
+def changed_dtypes(saved: Buffers, first: Dtypes) -> dict[str, torch.dtype]:
+    """Return the dtypes at the beginning of the run, for the buffers in ``saved`` that have another dtype now.
+
+    Args:
+        saved: The result of :func:`buffers_of`.
+        first: The result of :func:`dtypes_of` at the beginning of the run.
+    """
+    before = {path: first.get(path) for path, value in saved.items() if value is not None}
+    return {path: dtype for path, dtype in before.items() if dtype not in (None, getattr(saved[path], "dtype", None))}
+
+
+def restore(module: nn.Module, saved: Buffers, changed: Dtypes, first: Dtypes, device: torch.device) -> list[str]:
+    """Restore buffers: copy values into buffers of the same shape and dtype, and replace other buffers.
+
+    Buffers follow a changed precision of the run, as far as they existed at its beginning.
+
+    Args:
+        module: The module.
+        saved: The result of :func:`buffers_of` in the saved run.
+        changed: The result of :func:`changed_dtypes` in the saved run.
+        first: The result of :func:`dtypes_of` at the beginning of this run. Non-persistent buffers that are neither in
+            ``first`` nor in ``saved`` are removed: they have been registered after the checkpoint was saved.
+        device: The device of buffers that do not exist yet.
+
+    Returns:
+        The names of buffers that cannot be restored, because the module that owned them does not exist.
+    """
+    owners = {plain_name(path): part for path, part in module.named_modules()}
+    replaced: dict[int, Tensor] = {}
+    missing = []
+    for path, value in saved.items():
+        prefix, _, name = plain_name(path).rpartition(".")
+        if (owner := owners.get(prefix)) is None:
+            missing.append(path)
+            continue
+        now = owner._buffers.get(name)
+        if value is None:
+            _replace(owner, name, None)
+            continue
+        dtype = value.dtype
+        if value.is_floating_point() and changed.get(path, dtype) != (given := first.get(path)) and given is not None:
+            dtype = given
+        if now is not None and _fits(now, value.shape, dtype):
+            with torch.no_grad():
+                _local(now).copy_(value)
+        else:
+            new = value.to(device if now is None or now.is_meta else now.device, dtype)
+            _replace(owner, name, replaced.setdefault(id(value), new))
+    for path, owner, name in list(_places(module)):
+        if name in owner._non_persistent_buffers_set and path not in saved and path not in first:
+            delattr(owner, name)
+    return missing
+
+
+def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the full name of each buffer, the module that owns it, and its name there."""
+    for path, owner in module.named_modules():
+        for name in owner._buffers:
+            yield plain_name(f"{path}.{name}" if path else name), owner, name
+
+
+def _local(buffer: Tensor) -> Tensor:
+    value: Any = buffer.detach()
+    local: Tensor = value.to_local() if is_sharded(value) else value
+    return local
+
+
+def _fits(buffer: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Return whether values of that shape and dtype can be copied into the buffer."""
+    if is_lazy(buffer) or buffer.is_meta or buffer.is_inference() or buffer.dtype != dtype:
+        return False
+    local = _local(buffer)
+    overlaps = local.layout is torch.strided and any(
+        stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)
+    )
+    return local.shape == shape and not overlaps
+
+
+def _replace(owner: nn.Module, name: str, value: Tensor | None) -> None:
+    if name not in owner._buffers:
+        vars(owner).pop(name, None)  # an attribute that the run has made a buffer
+        owner._non_persistent_buffers_set.add(name)
+    owner._buffers[name] = value
