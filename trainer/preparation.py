@@ -34,7 +34,7 @@ from trainer.engine.optimizers import needs_closure, takes_closure
 from trainer.engine.protocol import ModuleCalls
 from trainer.errors import ConfigurationError
 from trainer.loops.closures import ClosureOptimization
-from trainer.loops.fit import Clip
+from trainer.loops.fit import Clip, FitLoop
 from trainer.loops.hooks import Hook, Hooks
 from trainer.loops.manual_optimization import ManualOptimization
 from trainer.loops.own_batches import draw_in_evaluation, draw_in_fit
@@ -214,32 +214,34 @@ class Preparation:
         return loaders
 
     def _check_counts(self, loaders: Loaders | None) -> None:
-        """Refuse different numbers of batches where a process that has no more cannot take part in others' steps.
+        """Refuse different numbers of batches if a process without a batch cannot take part in the others' steps.
 
         Raises:
             ConfigurationError: with the numbers.
         """
-        span = loaders.spans[0] if loaders is not None and loaders.spans else Span(0, 0)
-        if span.fewest == span.most or span.most == float("inf"):
+        if loaders is None or self._trainer.engine.world_size == 1:
             return
-        what = {
-            ManualOptimization: "Manual optimization",
-            ClosureOptimization: "An optimizer that evaluates the loss itself",
-        }
-        how = what.get(type(self._path))
-        if isinstance(loaders, DrawnLoaderSet):
-            how = "A training_step that draws its own batches"
-        elif self._halving is not None:
-            how = "HalveOnOutOfMemory"
-        elif not self._trainer.engine.trains_unevenly:
-            how = "DeepSpeed"
-        how = how or _exchanging_part(self._module)
-        if how is not None:
+        span = loaders.spans[0] if loaders.spans else Span(0, 0)
+        how = self._needs_equal_counts(loaders)
+        loaders.on_batch = partial(_share_batch, self._trainer.loop, how)
+        if span.fewest < span.most and how is not None:
             raise ConfigurationError(
                 f"Got {span.fewest:.0f} to {span.most:.0f} training batches in a process. {how} needs as many in each:"
                 f" some would wait for ever. Set Trainer(limit_train_batches={span.fewest:.0f}), or divide the data"
                 " evenly."
             )
+
+    def _needs_equal_counts(self, loaders: Loaders) -> str | None:
+        """Return the part of the run that needs as many batches in each process. None if there is no such part."""
+        if isinstance(loaders, DrawnLoaderSet):
+            return "A training_step that draws its own batches"
+        if isinstance(self._path, ManualOptimization):
+            return "Manual optimization"
+        if isinstance(self._path, ClosureOptimization):
+            return "An optimizer that evaluates the loss itself"
+        if self._halving is not None:
+            return "HalveOnOutOfMemory"
+        return _exchanging_part(self._module) if self._trainer.engine.trains_unevenly else "DeepSpeed"
 
     def schedule_validation(self, loaders: Loaders) -> None:
         """Set after which batches of an epoch of ``loaders`` a validation is due."""
@@ -342,6 +344,22 @@ def _refuse_changes(module: LightningModule, before: dict[str, Any]) -> None:
             " (`return self.warm_up(batch) if self.current_epoch < 2 else self.train_on(batch)`), or call `fit` for"
             " each phase."
         )
+
+
+def _share_batch(loop: FitLoop, needs_equal_counts: str | None, all_have_batch: bool) -> None:
+    """Reduce values of a single batch over the processes only if all of them have it.
+
+    Raises:
+        ConfigurationError: some have no batch, and a part of the run needs one in each process.
+    """
+    if not all_have_batch and needs_equal_counts is not None:
+        batches = loop.progress.batches_this_epoch
+        raise ConfigurationError(
+            f"A process has {batches} training batches in this epoch, and others have more. {needs_equal_counts} needs"
+            f" as many in each. Set Trainer(limit_train_batches={batches}), or divide the data evenly."
+        )
+    if loop.metrics.shares_steps is not all_have_batch:
+        loop.metrics.share_steps(all_have_batch)
 
 
 def _exchanging_part(module: nn.Module) -> str | None:

@@ -35,6 +35,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from trainer.compat.callbacks import overrides
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
 from trainer.data.elastic import ElasticSampler, SampleOrder, not_ordered
+from trainer.data.lengths import has_exact_length
 from trainer.data.prefetching import Prefetching
 from trainer.data.unpadded import Span, UnpaddedSampler
 from trainer.data.worker_signals import outlive_signals
@@ -266,7 +267,9 @@ class DataSource:
         unprepared, combined.flattened = combined.flattened, [self._prepare(one, stage) for one in combined.flattened]
         samplers = self._put_in_order(combined, unprepared) if training and self.carried is not None else []
         lengths = self._lengths(combined, training)
-        spans = self._over_processes(lengths)
+        own = not training or all(map(has_exact_length, combined.flattened))
+        *spans, exact = self._over_processes([*lengths, float(own)])
+        are_exact = exact.fewest > 0 or trainer.engine.world_size == 1
         if self.carried is not None and samplers and self.carried.keeps_limit:
             limit = 1.0
         most = [_parse_num_batches(stage, span.most, limit) for span in spans]
@@ -286,8 +289,10 @@ class DataSource:
         elif not any(unknown) and not made.is_sequential:
             made.spans = known
             made.idle = int(known[0].most - made.num_batches())
-            if known[0].fewest < known[0].most:
+            if known[0].fewest < known[0].most and are_exact:
                 made.announce = partial(_share_steps, trainer.loop.metrics, known[0].fewest)
+        if training and not are_exact and type(made) is LoaderSet:
+            made.any_host = trainer.engine.any_host
         if samplers and type(made) is LoaderSet:
             made.announce = partial(_weigh, trainer.loop.window, samplers[0])
         return made

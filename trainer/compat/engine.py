@@ -120,7 +120,8 @@ class LightningEngine:
             )
         self._reductions = 0  # exchanges by `reduce`
         self._trained: list[bool] = []  # of the parameters that DDP has found
-        self._agreement_group: Callable[[], Any] = _none  # weak: torch.distributed has it until the process leaves
+        self._agreement_groups: dict[str, Callable[[], Any]] = {}  # weak: torch.distributed has them until the end
+        self._hosts: Agreement | None = None
         self._save_group: Callable[[], Any] = _none
         self._shared_sums: SharedSums | None = None
         vars(self.strategy)["setup_optimizers"] = partial(set_up_optimizers, self.strategy)
@@ -375,18 +376,28 @@ class LightningEngine:
         """Whether ``decision`` is true on any process."""
         return self.strategy.reduce_boolean_decision(decision, all=False)
 
-    def agreement(self, count: int) -> Agreement | None:
+    def any_host(self, *flags: bool) -> list[bool]:
+        """Return whether each of the flags is true on any process."""
+        if self.device.type == "cpu":
+            return [float(total) > 0 for total in self.begin_sum(*map(float, flags))()]
+        if self._hosts is None:
+            self._hosts = self.agreement(len(flags), "batches")
+        if self._hosts is None:
+            return [self.any_rank(flag) for flag in flags]
+        return [number > 0 for number in self._hosts.ask_now(flags)]
+
+    def agreement(self, count: int, purpose: str) -> Agreement | None:
         """On gloo, in a group of its own: on NCCL it would be queued behind the GPUs' work."""
         distributed = torch.distributed
         if self._ddp is None or self.world_size == 1:
             return None
         if not distributed.is_initialized() or not distributed.is_gloo_available():
             return None
-        if (before := self._agreement_group()) is not None:
+        if (before := self._agreement_groups.get(purpose, _none)()) is not None:
             with suppress(ValueError):  # all groups have been destroyed since
                 distributed.destroy_process_group(before)
         group: Any = distributed.new_group(backend="gloo", timeout=self._ddp._timeout)
-        self._agreement_group = weakref.ref(group)
+        self._agreement_groups[purpose] = weakref.ref(group)
         return Agreement(group, count)
 
     def broadcast(self, value: T) -> T:
@@ -529,7 +540,7 @@ class LightningEngine:
 
     def teardown(self) -> None:
         """Unwrap the module and move it back to the CPU."""
-        self._shared_sums = None
+        self._shared_sums = self._hosts = None
         self.strategy.teardown()
 
 

@@ -51,6 +51,9 @@ class LoaderSet:
         idle: batches of a pass of training that other processes have and this one lacks: ``IDLE`` stands for each.
             DataSource sets it.
         announce: called with the index of each batch of training that is about to be handed out. None for nothing.
+        any_host: for several processes whose lengths are not exact: :meth:`Engine.any_host`, by which they have as
+            many batches, and end together. None otherwise. DataSource sets it.
+        on_batch: see ``Loaders``. Preparation sets it.
     """
 
     def __init__(
@@ -64,6 +67,8 @@ class LoaderSet:
         self.most = limits
         self.idle = 0
         self.announce: Callable[[int], None] | None = None
+        self.any_host: Callable[..., list[bool]] | None = None
+        self.on_batch: Callable[[bool], Any] = as_it_is
         self._watch = watch or as_it_is
         self._loaders: list[ResumableLoader] = []
         self._together = combined
@@ -126,13 +131,21 @@ class LoaderSet:
         self._pass, self._ahead = None, {}  # its workers end
         source, count = iter(self._watch(self._begin(self.loaders))), self._count(self.limits)
         self._pass = left = _first(source, max(count - done, 0))  # below 0 where a resumed run is given fewer
-        if self.idle:
-            nothing = repeat(IDLE if self._is_plain else (IDLE,), int(min(self.num_batches() - done, self.idle)))
-            self._pass = left = chain(left, nothing)
+        nothing, number = IDLE if self._is_plain else (IDLE,), max(self.num_batches() - done, 0)
+        if self.any_host is not None:
+            self._pass = left = _first(_in_step(left, self.any_host, nothing), number)
+        elif self.idle:
+            self._pass = left = chain(left, repeat(nothing, int(min(number, self.idle))))
         if self.announce is not None:
             self._pass = _announced(left, done, self.announce)
         if not self.has_length:
             self._pass = self._look_ahead = LookAhead(left, self._mark, now=count == float("inf"))
+        if self.any_host is not None:
+            self._pass = map(self._hand_out, self._pass)
+
+    def _hand_out(self, item: tuple[Any, bool]) -> Any:
+        self.on_batch(item[1])
+        return item[0]
 
     def _begin(self, loaders: list[ResumableLoader]) -> Iterator[Any]:
         if self._is_plain:
@@ -347,6 +360,20 @@ def _begun(combined: CombinedLoader) -> Iterator[tuple[Batch, int, int]]:
 def _first(source: Iterator[Any], count: float) -> Iterator[Any]:
     """At most ``count`` items of ``source``."""
     return islice(source, None if count == float("inf") else int(count))
+
+
+def _in_step(source: Iterator[Any], any_host: Callable[..., list[bool]], nothing: Any) -> Iterator[tuple[Any, bool]]:
+    """Yield the items of ``source``, then ``nothing`` as long as another process has items.
+
+    Each comes with whether all processes have one.
+    """
+    end = object()
+    while True:
+        item = next(source, end)
+        any_has, any_lacks = any_host(item is not end, item is end)
+        if not any_has:
+            return
+        yield nothing if item is end else item, not any_lacks
 
 
 def _announced(source: Iterator[Any], first: int, announce: Callable[[int], None]) -> Iterator[Any]:

@@ -76,7 +76,7 @@ class Signals:
         self._noted, self._agreed, self._interrupts, self._to_requeue = 0, 0, 0, False
         self._ends = self._is_inner = False
         self._process, self._first_batch = os.getpid(), trainer.progress.batches_started
-        self._agreement = trainer.engine.agreement(2) if trainer.state.fn is TrainerFn.FITTING else None
+        self._agreement = trainer.engine.agreement(2, "signals") if trainer.state.fn is TrainerFn.FITTING else None
         environment = trainer._accelerator_connector.cluster_environment
         requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
         self._requeue_signal = environment.requeue_signal if requeues else None

@@ -39,6 +39,9 @@ class Loaders(Protocol):
     spans: list[Span]
     """The batches of each dataloader, over the processes; one number where they run side by side, as in training, where
     there is none if a length is unknown."""
+    on_batch: Callable[[bool], Any]
+    """Called before each batch of training with whether all processes have one, if their lengths are not exact. It may
+    raise."""
 
     @property
     def is_sequential(self) -> bool:

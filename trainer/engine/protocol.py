@@ -204,10 +204,14 @@ class Engine(Protocol):
     def any_rank(self, decision: bool) -> bool:
         """Whether ``decision`` is true on any process. The same answer on all of them."""
 
-    def agreement(self, count: int) -> Agreement | None:
+    def any_host(self, *flags: bool) -> list[bool]:
+        """Return whether each of the flags is true on any process. Waits for the processes, and for no device."""
+
+    def agreement(self, count: int, purpose: str) -> Agreement | None:
         """What tells each process, without waiting for a device, the largest of ``count`` numbers of all processes.
 
-        None where there is one process, or no way. All processes ask for it together, once the device is selected.
+        None where there is one process, or no way. All processes ask for it together, once the device is selected. The
+        one before of the same purpose ends.
         """
 
     def broadcast(self, value: T) -> T:

@@ -1,0 +1,73 @@
+"""Which dataloaders have a length that is certain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from trainer.data.lengths import has_exact_length
+
+DATA = TensorDataset(torch.ones(6, 1))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+    def __len__(self) -> int:
+        return 6
+
+
+class Own(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+    def __len__(self) -> int:
+        return 6
+
+
+class OwnBatches(BatchSampler):
+    pass
+
+
+class OwnLoader(DataLoader[Any]):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("loader", "exact"),
+    [
+        (DataLoader(DATA), True),
+        (DataLoader(DATA, batch_size=None), True),
+        (DataLoader(DATA, batch_size=4, shuffle=True, drop_last=True), True),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=9, replacement=True)), True),
+        (DataLoader(DATA, sampler=SubsetRandomSampler([1, 2])), True),
+        (DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 6, 4)), True),
+        (DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0)), True),
+        (DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 2, False)), True),
+        (DataLoader(Stream()), False),
+        (DataLoader(DATA, sampler=Own()), False),
+        (DataLoader(DATA, batch_size=None, sampler=Own()), False),
+        (DataLoader(DATA, batch_sampler=OwnBatches(SequentialSampler(DATA), 2, False)), False),
+        (DataLoader(DATA, batch_sampler=[[0, 1], [2]]), False),
+        (OwnLoader(DATA), False),
+        (Stream(), False),
+    ],
+)
+def test_exact_lengths(loader: Any, exact: bool) -> None:
+    assert has_exact_length(loader) is exact

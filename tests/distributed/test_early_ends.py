@@ -1,0 +1,66 @@
+"""If the length of dataloaders is an estimate or unknown, all ranks end an epoch together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.ranks import RankError, Ranks
+from tests.support import needs_fsdp2
+from tests.warm_python import WarmPython
+
+pytestmark = pytest.mark.slow
+FIT = "tests.distributed.early_ends:fit"
+
+
+@pytest.fixture(scope="module")
+def ranks(python: WarmPython) -> Iterator[Ranks]:
+    with Ranks(python, 2) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(
+    ("engine", "counts", "window", "length"),
+    [
+        ("ddp", [[5, 5], [5, 5]], 1, 8),
+        ("ddp", [[6, 5], [6, 5]], 4, 8),
+        ("ddp", [[2, 7], [6, 3]], 2, 8),
+        ("ddp", [[8, 2], [3, 1]], 2, 8),
+        ("ddp", [[2, 3], [5, 3]], 1, None),
+        ("ddp", [[2, 7], [6, 3]], 2, None),
+        pytest.param("fsdp", [[6, 5], [6, 5]], 4, 8, marks=needs_fsdp2),
+        pytest.param("fsdp", [[2, 7], [6, 3]], 2, 8, marks=needs_fsdp2),
+        pytest.param("fsdp", [[2, 7], [6, 3]], 2, None, marks=needs_fsdp2),
+    ],
+)
+def test_all_ranks_end_with_the_last_batch_of_any(
+    ranks: Ranks, engine: str, counts: list[list[int]], window: int, length: int | None
+) -> None:
+    for mine, exact in zip(
+        ranks.call(FIT, engine, length, counts, window), ranks.call(FIT, engine, "exact", counts, window), strict=True
+    ):
+        weights, expected = mine.pop("weights"), exact.pop("weights")
+        assert mine == exact
+        for name, value in expected.items():
+            assert torch.equal(weights[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("length", "module", "halves", "named"),
+    [
+        (8, ("SGD", True), False, "Manual optimization"),
+        (None, ("LBFGS",), False, "An optimizer that evaluates the loss itself"),
+        (8, (), True, "HalveOnOutOfMemory"),
+        (None, ("SGD", False, "metric"), False, "The metric 'mean', with dist_sync_on_step=True,"),
+    ],
+)
+def test_runs_that_need_as_many_batches_in_each_process(
+    ranks: Ranks, length: int | None, module: Any, halves: bool, named: str
+) -> None:
+    with pytest.raises(RankError, match=rf"A process has 2 training batches.*{named}.*limit_train_batches=2\)"):
+        ranks.call(FIT, "ddp", length, [[2], [5]], 1, module, halves)
+    for rank in ranks.call(FIT, "ddp", length, [[3], [3]], 1, module, halves):
+        assert (rank["counts"][-1], len(rank["validations"])) == (3, 1)

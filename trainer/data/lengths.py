@@ -1,0 +1,22 @@
+"""Whether the length of a dataloader is the number of its batches, or an estimate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+_TRUSTED = ("torch", "torchdata", "lightning", "pytorch_lightning", "trainer")
+
+
+def has_exact_length(loader: Any) -> bool:
+    """Return whether ``len(loader)`` is certain to be the number of batches of a pass.
+
+    It is for a ``DataLoader`` over a map-style dataset with samplers of torch. An ``IterableDataset``,
+    a custom sampler, batch sampler or loader may yield another number.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    parts = (loader, sampler, getattr(sampler, "sampler", sampler))
+    return all(type(part).__module__.partition(".")[0] in _TRUSTED for part in parts)
