@@ -334,8 +334,8 @@ def compiled(kind: str, modules: list[str] | None = None) -> dict[str, Any]:
     return found
 
 
-def measured(kind: str, folder: Path) -> dict[str, Any]:
-    throughput, summary = Throughput(warmup_batches=1), RunSummary(folder / kind / "summary", writes=False)
+def measured(kind: str) -> dict[str, Any]:
+    throughput, summary = Throughput(warmup_batches=1), RunSummary()
     found = fit(kind, Net(), throughput, summary, max_epochs=1, gradient_clip_val=0.3)
     told = {name: summary.summary.get(name) for name in ("status", "steps", "samples", "samples_per_step", "devices")}
     return found | {"measured": throughput.measured_batches, "rates": len(throughput.rates), "told": told}
@@ -516,7 +516,7 @@ def others(folder: Path) -> dict[str, Callable[[str], dict[str, Any]]]:
         "nothing": lambda kind: fit(kind, Net()),
         "compiled": compiled,
         "compiled blocks": lambda kind: compiled(kind, ["Block"]),
-        "measured": lambda kind: measured(kind, folder),
+        "measured": measured,
         "inference": lambda kind: inference(kind, folder),
         "EMA": lambda kind: averaged(kind, ema),
         "EMA, skipped": lambda kind: averaged(kind, ema, bad={(1, 2): "backward"}, precision="16-mixed"),
