@@ -70,6 +70,22 @@ def test_an_interrupted_run_says_how_to_go_on(stopped: Path, capfd: pytest.Captu
     assert json.loads((folder / "run.json").read_text())["steps"] == 8
 
 
+def test_the_command_that_resumes_has_the_values_and_the_configs_of_the_run(
+    stopped: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(stopped, {"far/recipe/far.yaml": "# @package _global_\ndefaults: [line]\n"})
+    words = ["+recipe=far", *LINE[1:], "model.number=15", "+name=run-${now:%f}", "data.batch_size=${oc.decode:'8'}"]
+    assert main(["fit", "--config-dir", "far", *words]) == 143
+    (said,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("To go on: ")]
+    again = shlex.split(said.removeprefix("To go on: python -m trainer "))
+    (folder,) = Path("outputs").glob("run-*/*")
+    assert again[:3] == ["fit", "--config-dir", str(stopped / "far")]
+    assert {f"+name={folder.parent.name}", "data.batch_size=8"} <= set(again)
+    assert main([*again, "model.number=0"]) == 0
+    told = json.loads((folder / "run.json").read_text())
+    assert (told["status"], told["steps"]) == ("completed", 4)
+
+
 @pytest.mark.slow
 def test_a_sweep_passes_the_signal_on_to_its_job_and_ends(stopped: Path, python: WarmPython) -> None:
     done = sweep(python, "fit", "-m", *LINE, "model.to_sweep=true", "seed=1,2", "hydra.sweep.dir=jobs")

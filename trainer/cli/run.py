@@ -23,12 +23,13 @@ from trainer.cli.build import check, make
 from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
 from trainer.cli.objective import choose, monitored, value_of
+from trainer.cli.overrides import with_values
 from trainer.cli.processes import PARENT, end_with_parent, imports_only, is_first
 from trainer.cli.restore import recipe_of, run_of
 from trainer.cli.sweep import ENDED_WELL, worth_showing
 from trainer.cli.targets import Allowlist
 from trainer.cli.warned import noted
-from trainer.cli.workdir import go_on_command
+from trainer.cli.workdir import config_flags, go_on_command
 from trainer.errors import ConfigurationError, FolderInUseError, TrainerError, did_you_mean, memory_at
 from trainer.files import from_here
 from trainer.record.environment import environment
@@ -243,14 +244,16 @@ def _is_taken(name: str, settings: dict[str, Any]) -> bool:
 def _say_how_to_go_on(folder: Path, config: DictConfig, trainer: Any) -> None:
     """After a fit that was interrupted: the command that goes on, unless it is a job, of which its sweep will speak."""
     has_saved = any(folder.rglob("*.ckpt")) and not getattr(trainer, "fast_dev_run", False)
-    words = [word for word in HydraConfig.get().overrides.task if not word.startswith("command=")]
+    hydra = HydraConfig.get()
+    words = [word for word in with_values(hydra.overrides.task, config) if not word.startswith("command=")]
     if config.command != "fit" or not is_first() or PARENT in os.environ or not has_saved:
         return
     if any(
         word.lstrip("+").startswith(("ckpt=", "ckpt_path=")) for word in words
     ):  # that is where it would begin again
         return
-    print(f"To go on: {go_on_command('fit', words, from_here(folder), 'hydra.run.dir')}", file=sys.stderr, flush=True)
+    command = go_on_command("fit", words, from_here(folder), "hydra.run.dir", config_flags(hydra))
+    print(f"To go on: {command}", file=sys.stderr, flush=True)
 
 
 def _add_checkpoint_files(arguments: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.cli.arguments import OURS, Arguments, UsageError
+from trainer.cli.compose import CONFIG_NAME
 from trainer.cli.failure import forget_last
 from trainer.cli.folders import packaged_conf
 from trainer.cli.processes import agree, is_first, slurm_step, under_torchrun
@@ -110,6 +111,23 @@ def go_on_command(
         more.append(f"{key}={place if re.fullmatch(r'[a-zA-Z0-9_./-]+', place) else quoted(place)}")
     said = [word for name, value in (flags or {}).items() if name != "--quiet" for word in (name, value) if word]
     return shlex.join(["python", "-m", "trainer", str(command), *said, *words, *more])
+
+
+def config_flags(hydra: Any) -> dict[str, str]:
+    """Return the flags with which another command finds the configs of this run.
+
+    Args:
+        hydra: the node of that name.
+    """
+    flags = {}
+    paths = {source.provider: str(source.path) for source in hydra.runtime.config_sources}
+    if "command-line" in paths:
+        flags["--config-dir"] = paths["command-line"]
+    if paths.get("main", str(packaged_conf())) != str(packaged_conf()):
+        flags["--config-path"] = paths["main"]
+    if hydra.job.config_name != CONFIG_NAME:
+        flags["--config-name"] = str(hydra.job.config_name)
+    return flags
 
 
 def _named_after(arguments: Arguments, config: DictConfig, key: str, kind: str) -> DictConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -52,6 +53,29 @@ def test_a_job_that_learned_nothing_has_failed_and_is_not_the_best(project, pyth
     results = json.loads(Path("jobs/summary.json").read_text())
     assert [(job["status"], job["best"]) for job in results] == [("failed", False), ("completed", True)]
     assert "Job 0 failed: TrainerError: No weight was updated: all 4 optimizer steps were skipped" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_printed_command_repeats_the_best_job(project, python):
+    numbered = (
+        "# @package _global_\ndefaults: [line]\nmodel:\n  start: ${hydra:job.num}\nobjective:\n  metric: val_loss\n"
+    )
+    write(project, {"far/recipe/numbered.yaml": numbered})
+    words = ["+recipe=numbered", *LINE[1:], "seed=${hydra:job.num}", "optimizer.lr=0.001,0.01", "hydra.sweep.dir=jobs"]
+    done = python.trainer("fit", "-m", "--config-dir", "far", *words)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(Path("jobs/summary.json").read_text())
+    (winner,) = [job for job in results if job["best"]]
+    (printed,) = [line for line in Path("jobs/summary.md").read_text().splitlines() if line.startswith("    python")]
+    command = shlex.split(printed)
+    assert command[:3] == ["python", "-m", "trainer"]
+    assert {f"seed={winner['job']}", f"model.start={winner['job']}"} <= set(command)
+    assert "${" not in printed.replace("\\", "")
+    again = python.trainer(*command[3:], "hydra.run.dir=again")
+    assert again.returncode == 0, again.stderr
+    told = json.loads(Path("again/run.json").read_text())
+    assert (told["metrics"], told["seed"]) == (winner["metrics"], winner["seed"])
+    assert [job["seed"] for job in results] == [0, 1]
 
 
 def result(job: int, **more) -> dict:

@@ -147,7 +147,8 @@ def _best(runs: Sequence[RunRecord], winner: RunRecord | None) -> str:
         own = " ".join(own_overrides(runs)[runs.index(winner)])
         metric, mode = winner.objective
         what = f"{metric} {winner.objective_value:.4g}, the {'lowest' if mode == 'min' else 'highest'}"
-        command = shlex.join(["python", "-m", "trainer", "fit", *shown(winner.overrides)])
+        flags = winner.facts.get("flags") or []
+        command = shlex.join(["python", "-m", "trainer", winner.command or "fit", *flags, *shown(winner.overrides)])
         return f"Best: job {winner.job}, with {what}{f': {own}' if own else ''}\n\n    {command}"
     asked = {run.objective for run in runs if run.objective}
     if len(asked) == 1 and any(run.completed for run in runs):

@@ -24,13 +24,12 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.cli.compose import CONFIG_NAME
-from trainer.cli.folders import packaged_conf
 from trainer.cli.objective import value_of
+from trainer.cli.overrides import with_values
 from trainer.cli.plugins import ELSEWHERE
 from trainer.cli.processes import PARENT, clean_environment, is_first
 from trainer.cli.sweep import ENDED_WELL, shown
-from trainer.cli.workdir import quoted
+from trainer.cli.workdir import config_flags, quoted
 from trainer.record.reader import RunRecord, read_run
 from trainer.record.run_file import RUN, read, write
 from trainer.terminal import is_quiet
@@ -60,8 +59,9 @@ class Job:
     Args:
         number: in the sweep, from 0.
         folder: its own.
-        overrides: that make it; without Hydra's.
+        overrides: that make it, with the values of this job; without Hydra's.
         words: of its command line, behind ``python -m trainer``.
+        flags: by which its configs are found.
         cwd: where it is started.
         digest: of its config: two jobs with the same one do the same.
         resumes: whether it goes on where it was stopped.
@@ -75,6 +75,7 @@ class Job:
     folder: Path
     overrides: list[str]
     words: list[str]
+    flags: list[str]
     cwd: str
     digest: str
     resumes: bool
@@ -90,7 +91,7 @@ class Job:
             config: of the job, without Hydra's node.
         """
         hydra = HydraConfig.get()
-        overrides = _as_written(hydra.overrides.task)
+        overrides = with_values(_as_written(hydra.overrides.task), config)
         ours = [word for word in _as_written(hydra.overrides.hydra) if not word.lstrip("+~").startswith(_SWEEP_ONLY)]
         resumes = OmegaConf.select(config, "trainer.resume") == "auto"
         again = not resumes and int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0  # Slurm has requeued it
@@ -105,7 +106,8 @@ class Job:
             number=int(hydra.job.num),
             folder=folder,
             overrides=overrides,
-            words=[*overrides, *(["resume=auto"] if again else []), *ours, *placement, *_places(hydra)],
+            words=[*overrides, *(["resume=auto"] if again else []), *ours, *placement],
+            flags=[word for flag in config_flags(hydra).items() for word in flag],
             cwd=hydra.runtime.cwd,
             digest=hashlib.sha256(OmegaConf.to_yaml(config).encode()).hexdigest(),
             resumes=resumes or again,
@@ -147,7 +149,7 @@ class Job:
             self._finish(process.returncode, time.monotonic() - started)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "trainer", *self.words]
+        command = [sys.executable, "-m", "trainer", *self.words, *self.flags]
         environment = clean_environment(os.environ) | self.environment | {PARENT: str(os.getpid())}
         if not self.aside:
             return subprocess.Popen(command, cwd=self.cwd, env=environment)
@@ -178,7 +180,8 @@ class Job:
             if facts["status"] == "failed":  # of others the status says it all
                 facts["error"] = _ended_by(-status) if status < 0 else f"exit status {status}"
                 facts["error"] += f", see {self.folder / CONSOLE}" if self.aside else ""
-        facts |= {"job": self.number, "overrides": self.overrides, "exit_status": status, "digest": self.digest}
+        facts |= {"job": self.number, "overrides": self.overrides, "flags": self.flags}
+        facts |= {"exit_status": status, "digest": self.digest}
         write(self.folder, facts)
         if self.aside:
             run = RunRecord(facts, self.folder)
@@ -358,19 +361,6 @@ def _no_requeuing_signal() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGUSR2, before)
-
-
-def _places(hydra: Any) -> list[str]:
-    """The flags by which the job finds the configs that the sweep has found."""
-    flags = []
-    paths = {source.provider: str(source.path) for source in hydra.runtime.config_sources}
-    if "command-line" in paths:
-        flags += ["--config-dir", paths["command-line"]]
-    if paths.get("main", str(packaged_conf())) != str(packaged_conf()):
-        flags += ["--config-path", paths["main"]]
-    if hydra.job.config_name != CONFIG_NAME:
-        flags += ["--config-name", str(hydra.job.config_name)]
-    return flags
 
 
 def _as_written(overrides: Any) -> list[str]:

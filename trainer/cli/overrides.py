@@ -1,0 +1,99 @@
+"""Overrides with the values of one run, so that a printed command repeats that run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer import redaction
+
+_OF_ONE_RUN = re.compile(r"\$\{(?:hydra:job\.|now:)[^${}]*\}")
+_OF_A_JOB = re.compile(r"\$\{hydra:job\.(?:num|id)\}")
+_OF_ANY_RUN = re.compile(r"\$\{hydra:(?!job\.)")  # such as its folder
+_PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)$)[a-z_][a-z0-9_./-]*", re.IGNORECASE)
+
+
+def with_values(words: Sequence[str], config: DictConfig) -> list[str]:
+    """Return overrides in which each interpolation is replaced by its value in a run.
+
+    Values from the environment (``${oc.env:NAME}``) and folders of the run (``${hydra:runtime.output_dir}``) stay
+    interpolations: the former may be secrets, and another run has other folders. Settings of ``config`` that contain
+    the number of a job are added.
+
+    Args:
+        words: the overrides that ``config`` was composed with, without those of Hydra.
+        config: of the run, not resolved, without the node of Hydra, whose config is the current one.
+    """
+    parser = OverridesParser.create()
+    parsed = [(word, parser.parse_override(word)) for word in words]
+    written = [word if one.is_delete() else _with_value(word, one, config) for word, one in parsed]
+    for key, raw in _leaves(OmegaConf.to_container(config, resolve=False)):
+        is_set = any(_sets(override, key) for _, override in parsed)
+        if _OF_A_JOB.search(str(raw)) and not is_set and (value := _value_of(raw, config)) != raw:
+            written.append(_written(parser.parse_override(f"{key}=null"), value))
+    return written
+
+
+def _with_value(word: str, override: Override, config: DictConfig) -> str:
+    raw: Any = override.value()
+    value = _value_of(raw, config)
+    return word if value == raw else _written(override, value)
+
+
+def _sets(override: Override, key: str) -> bool:
+    own = override.key_or_group
+    return key == own or (key.startswith(f"{own}.") and isinstance(override.value(), dict))
+
+
+def _value_of(raw: Any, config: DictConfig) -> Any:
+    """Return ``raw``, a value that may contain interpolations, with their values; as it is if they have none."""
+    if isinstance(raw, dict):
+        return {key: _value_of(child, config) for key, child in raw.items()}
+    if isinstance(raw, list):
+        return [_value_of(child, config) for child in raw]
+    if not isinstance(raw, str) or "${" not in raw:
+        return raw
+    try:
+        if _OF_ANY_RUN.search(raw):
+            return _OF_ONE_RUN.sub(lambda found: str(_resolved(found[0], config)), raw)
+        value = redaction.containers(_resolved(raw, config))
+    except OmegaConfBaseException:  # the run reports it
+        return raw
+    return raw if "${" in str(value).replace("${oc.env:", "") else value
+
+
+def _resolved(text: str, config: DictConfig) -> Any:
+    node = OmegaConf.create({"value": text}, parent=config)
+    return OmegaConf.to_container(node, resolve=True)["value"]  # type: ignore[index, call-overload]
+
+
+def _leaves(container: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Iterate over the settings that an override can set: a list is one of them."""
+    if isinstance(container, dict):
+        for name, child in container.items():
+            if re.fullmatch(r"[\w/-]+", str(name)):
+                yield from _leaves(child, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, container
+
+
+def _written(override: Override, value: Any) -> str:
+    """Return the override with another value."""
+    changed = replace(override, _value=_quoted(value))
+    return f"{changed.get_key_element()}={changed.get_value_element_as_str()}"
+
+
+def _quoted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _quoted(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [_quoted(child) for child in value]
+    is_plain = not isinstance(value, str) or _PLAIN.fullmatch(value)
+    return value if is_plain else QuotedString(value, Quote.single)
