@@ -590,11 +590,6 @@ def test_collections_of_dataloaders() -> None:
         lengths(CombinedLoader([data(8), data(4)], "sequential"))
 
 
-def test_an_empty_dataloader_trains_nothing() -> None:
-    with pytest.warns(UserWarning, match="Total length of `DataLoader` across ranks is zero"):
-        assert count(Classifier(), DataLoader([]), limit_val_batches=0).train == 0
-
-
 def test_a_shuffled_validation_loader_warns() -> None:
     with pytest.warns(UserWarning, match="sampler has shuffling enabled"):
         count(val=data(4, shuffle=True))

@@ -28,7 +28,7 @@ from trainer.compat.logging import ModuleScope
 from trainer.compat.optimizers import with_closure
 from trainer.compat.profiling import Profiling
 from trainer.compat.views import MonitoredMetrics
-from trainer.data.batches import Loaders, TrainingBatches, Transfer
+from trainer.data.batches import NO_BATCHES, Loaders, TrainingBatches, Transfer
 from trainer.data.unpadded import Span
 from trainer.engine.optimizers import needs_closure, takes_closure
 from trainer.engine.protocol import ModuleCalls
@@ -86,6 +86,8 @@ class Preparation:
         # `estimated_stepping_batches` may have made them before a checkpoint said which epoch this is
         loaders = trainer.data.loaders(RunningStage.TRAINING, anew=trainer.data.is_due(RunningStage.TRAINING))
         if loaders is not None:
+            if not loaders.num_batches() and not loop.limits.ends_fit() and (name := loaders.first_empty()):
+                raise ConfigurationError(f"{name} has no batch.{NO_BATCHES}")
             self.schedule_validation(loaders)
             self._warn_of_missing_rows(loaders)
         if trainer.enable_validation and loop.limits.epoch_validates():
@@ -223,7 +225,7 @@ class Preparation:
             return
         span = loaders.spans[0] if loaders.spans else Span(0, 0)
         how = self._needs_equal_counts(loaders)
-        loaders.on_batch = partial(_share_batch, self._trainer.loop, how)
+        loaders.on_batch = partial(_share_batch, self._trainer.loop, how, self._trainer.data.may_be_empty)
         if span.fewest < span.most and how is not None:
             raise ConfigurationError(
                 f"Got {span.fewest:.0f} to {span.most:.0f} training batches in a process. {how} needs as many in each:"
@@ -346,14 +348,19 @@ def _refuse_changes(module: LightningModule, before: dict[str, Any]) -> None:
         )
 
 
-def _share_batch(loop: FitLoop, needs_equal_counts: str | None, all_have_batch: bool) -> None:
+def _share_batch(loop: FitLoop, needs_equal_counts: str | None, may_be_empty: bool, all_have_batch: bool) -> None:
     """Reduce values of a single batch over the processes only if all of them have it.
 
     Raises:
         ConfigurationError: some have no batch, and a part of the run needs one in each process.
     """
+    batches = loop.progress.batches_this_epoch
+    if not all_have_batch and not batches and not may_be_empty:
+        raise ConfigurationError(
+            "A process has no training batch in this epoch, and others have some. Each process needs at least one:"
+            " metrics are reduced over all of them. Divide the data evenly."
+        )
     if not all_have_batch and needs_equal_counts is not None:
-        batches = loop.progress.batches_this_epoch
         raise ConfigurationError(
             f"A process has {batches} training batches in this epoch, and others have more. {needs_equal_counts} needs"
             f" as many in each. Set Trainer(limit_train_batches={batches}), or divide the data evenly."

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer.data.batches import LookAhead, TrainingBatches, Transfer
-from trainer.errors import ResumeError
+from trainer.errors import ConfigurationError, ResumeError
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -25,6 +25,9 @@ class Counted:
     def num_batches(self):
         known = self.length if self.has_length else float("inf")
         return known if self.limit is None else min(self.limit, known)
+
+    def first_empty(self):
+        return "`train_dataloader`"
 
     def start_epoch(self, epoch):
         self.epochs.append(epoch)
@@ -160,7 +163,8 @@ def test_nothing_to_train_on():
     assert not TrainingBatches(Counted(3, limit=0))
     empty = TrainingBatches(Counted(0, known=False))
     empty.start_epoch(0, skip=0)
-    assert list(empty) == []
+    with pytest.raises(ConfigurationError, match="`train_dataloader` yielded no batch in epoch 0"):
+        list(empty)
 
 
 # --- the state of a pass ------------------------------------------------------------------------------------------

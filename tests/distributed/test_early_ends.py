@@ -64,3 +64,13 @@ def test_runs_that_need_as_many_batches_in_each_process(
         ranks.call(FIT, "ddp", length, [[2], [5]], 1, module, halves)
     for rank in ranks.call(FIT, "ddp", length, [[3], [3]], 1, module, halves):
         assert (rank["counts"][-1], len(rank["validations"])) == (3, 1)
+
+
+@pytest.mark.parametrize("length", [8, None])
+def test_an_epoch_without_a_batch_on_any_rank_is_an_error_on_all(ranks: Ranks, length: int | None) -> None:
+    with pytest.raises(RankError) as error:
+        ranks.call(FIT, "ddp", length, [[0], [0]])
+    assert str(error.value).count("yielded no batch in epoch 0. There is nothing to train on") >= 2
+    with pytest.raises(RankError) as error:
+        ranks.call(FIT, "ddp", length, [[2, 2], [2, 0]])
+    assert str(error.value).count("A process has no training batch in this epoch, and others have some.") >= 2

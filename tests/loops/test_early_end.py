@@ -268,6 +268,7 @@ def test_a_weighted_window_is_the_mean_over_what_it_holds(tmp_path):
         ({"limit_val_batches": 0}, []),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.* yielded no batch in epoch 2")
 @pytest.mark.parametrize("loader", ["IterableDataset", "batch sampler"])
 def test_validations_that_were_due_by_the_end_of_an_epoch(tmp_path, loader, arguments, after):
     """The epochs have different numbers of batches; one has none."""

@@ -266,7 +266,10 @@ class DataSource:
             _check_dataloader_iterable(loader, source, trainer.state.fn)
         unprepared, combined.flattened = combined.flattened, [self._prepare(one, stage) for one in combined.flattened]
         samplers = self._put_in_order(combined, unprepared) if training and self.carried is not None else []
-        lengths = self._lengths(combined, training)
+        with warnings.catch_warnings():
+            if training and combined._mode != "max_size":  # an error, unless there is no dataloader at all
+                warnings.filterwarnings("ignore", message="Total length of `(?!list`)")
+            lengths = self._lengths(combined, training)
         own = not training or all(map(has_exact_length, combined.flattened))
         *spans, exact = self._over_processes([*lengths, float(own)])
         are_exact = exact.fewest > 0 or trainer.engine.world_size == 1
@@ -303,16 +306,18 @@ class DataSource:
         Raises:
             RuntimeError: one has no batches here, and is of training, or padded: other processes have some.
         """
-        trainer, datamodule = self._trainer, self.datamodule
-        may_be_empty = (
-            not (training or trainer.pad_evaluation)
-            or trainer.lightning_module.allow_zero_length_dataloader_with_multiple_devices
-            or (datamodule is not None and datamodule.allow_zero_length_dataloader_with_multiple_devices)
-        )
+        trainer = self._trainer
+        may_be_empty = not (training or trainer.pad_evaluation) or self.may_be_empty
         return [
             len(loader) if has_len_all_ranks(loader, trainer.strategy, may_be_empty) else float("inf")
             for loader in combined.flattened
         ]
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether the module or the datamodule allows that a process has no training batch at all."""
+        owners = self._trainer.lightning_module, self.datamodule
+        return any(getattr(one, "allow_zero_length_dataloader_with_multiple_devices", False) for one in owners)
 
     def _over_processes(self, batches: list[float]) -> list[Span]:
         """The fewest and the most of these numbers of batches that a process has. One exchange."""

@@ -16,10 +16,11 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
-from torch.utils.data import SequentialSampler
+from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils.data import DataLoader, SequentialSampler
 
 from trainer.data.batches import IDLE, Batch, LookAhead, as_it_is
-from trainer.data.resumable import MapStyleLoader, ResumableLoader, StatefulLoader, resumable
+from trainer.data.resumable import MapStyleLoader, ResumableLoader, StatefulLoader, length_of, resumable
 from trainer.data.unpadded import Span
 from trainer.state import random_states
 
@@ -102,10 +103,19 @@ class LoaderSet:
         return len(flattened) == 1 and self.combined.iterables is flattened[0]
 
     def _count(self, limits: list[float]) -> float:
-        """Batches of a pass in which each dataloader has so many."""
+        """Return the number of batches in a pass, from the number of each dataloader."""
         if self.is_sequential:
             return sum(limits)
-        return min(limits) if self.combined._mode == "min_size" else max(limits)
+        ends_first = self.combined._mode == "min_size" or (self.combined._mode == "max_size_cycle" and 0 in limits)
+        return min(limits, default=0) if ends_first else max(limits, default=0)
+
+    def first_empty(self) -> str:
+        """Return the name of the first dataloader without a batch. "" if there is no dataloader at all (``[]``)."""
+        places, _ = tree_flatten_with_path(self.combined.iterables)
+        for at, (path, loader) in enumerate(places):
+            if not self.limits[at] if 0 in self.limits else not self.loaders[at].has_begun:
+                return f"`train_dataloader{keystr(path)}`, a {type(loader).__name__}{_contents_of(loader)},"
+        return ""
 
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
         """Begin a pass: (batch, batch_idx, dataloader_idx); of each dataloader, at most ``limit`` batches."""
@@ -355,6 +365,13 @@ def _begun(combined: CombinedLoader) -> Iterator[tuple[Batch, int, int]]:
     """A pass over ``combined``, which has begun: iterating ``combined`` itself would begin it again."""
     iter(combined)
     return iter(combined.__next__, object())
+
+
+def _contents_of(loader: Any) -> str:
+    """Return the number of samples and the batch size of a dataloader, as far as they are known."""
+    if not isinstance(loader, DataLoader) or (samples := length_of(loader.dataset)) is None:
+        return ""
+    return f" of {samples} samples with batch_size={loader.batch_size} and drop_last={loader.drop_last}"
 
 
 def _first(source: Iterator[Any], count: float) -> Iterator[Any]:

@@ -43,6 +43,9 @@ class Loaders(Protocol):
     """Called before each batch of training with whether all processes have one, if their lengths are not exact. It may
     raise."""
 
+    def first_empty(self) -> str:
+        """Return the name of the first dataloader without a batch, of training. "" if there is no dataloader at all."""
+
     @property
     def is_sequential(self) -> bool:
         """Whether the dataloaders run one after the other, not side by side."""
@@ -84,6 +87,14 @@ class Loaders(Protocol):
         Returns:
             Why what follows may not be what would have followed; empty where it is.
         """
+
+
+_AN_ITERATOR = "An iterator (such as a generator) can be iterated only once: pass an object that begins again instead."
+NO_BATCHES = (
+    " There is nothing to train on. Check its data set, its sampler, and `batch_size` with `drop_last=True`."
+    f" {_AN_ITERATOR} To skip training, set Trainer(limit_train_batches=0)."
+)
+"""Follows the name of an empty dataloader in an error message."""
 
 
 class EndOfPass(Exception):  # noqa: N818 - no error
@@ -139,6 +150,7 @@ class TrainingBatches:
         self._next_epoch, self._first, self._is_empty = -1, 0, False
         self._loaded: State = {}
         self._exact = True
+        self._has_batches = False  # the pass before
 
     def __bool__(self) -> bool:
         return self.num_batches > 0
@@ -247,8 +259,18 @@ class TrainingBatches:
         return chain(map(partial(self._number, self.loaders, count), source), self._end())
 
     def _end(self) -> Iterator[tuple[Batch, int, bool]]:
-        """Note that no batch is left. Yields nothing."""
-        self.is_over = True
+        """Note that no batch is left. Yields nothing.
+
+        Raises:
+            ConfigurationError: the first pass had no batch, or two in succession had none.
+        """
+        self.is_over, had_batches, self._has_batches = True, self._has_batches, self._batches > 0
+        if not self._batches:
+            assert self.loaders is not None
+            text = f"{self.loaders.first_empty()} yielded no batch in epoch {self._epoch}."
+            if not had_batches:
+                raise ConfigurationError(text + NO_BATCHES)
+            warnings.warn(f"{text} The epoch ends without training. {_AN_ITERATOR}", stacklevel=2)
         yield from ()
 
     def _number(self, loaders: Loaders, count: float | None, batch: Batch) -> tuple[Batch, int, bool]:

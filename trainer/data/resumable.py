@@ -79,6 +79,11 @@ class ResumableLoader:
     def __len__(self) -> int:
         return len(self.loader)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a batch of the pass has been handed out."""
+        return self._batches > 0
+
     def __iter__(self) -> Iterator[Batch]:
         resumed, self._resumed, self._finished = self._resumed, None, {}
         return self._begin() if resumed is None else resumed
@@ -289,6 +294,11 @@ class MapStyleLoader(ResumableLoader):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_running": None}
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the sampler has given the indices of a batch."""
+        return self._sampler.drawn > 0
 
     def taken_over(self, states: Sequence[State], batches: int, random: State) -> State:
         """The state of this process, for :meth:`load_state_dict`, of a pass that other processes have begun.
@@ -605,13 +615,14 @@ def _set_up_of(loader: DataLoader[Any]) -> State:
         "persistent_workers": bool(loader.persistent_workers and loader.num_workers),
         "batch_size": getattr(loader.batch_sampler, "batch_size", loader.batch_size),
         "drop_last": bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last)),
-        "samples": None if isinstance(dataset, IterableDataset) else _length_of(dataset),
+        "samples": None if isinstance(dataset, IterableDataset) else length_of(dataset),
         "world_size": getattr(sampler, "num_replicas", 1),
         "in_order": loader.in_order,
     }
 
 
-def _length_of(dataset: Any) -> int | None:
+def length_of(dataset: Any) -> int | None:
+    """Return the number of samples of a data set, or None if it has no length."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):

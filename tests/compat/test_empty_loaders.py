@@ -1,0 +1,116 @@
+"""A fit without a batch is an error that names the empty dataloader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from tests.support import Regression, loader_of, loss_of, make_batches, make_trainer
+from trainer.errors import ConfigurationError
+
+
+class Stream(IterableDataset[Any]):
+    """Yields ``counts[epoch]`` batches."""
+
+    def __init__(self, *counts: int) -> None:
+        self.counts = iter(counts)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(make_batches(next(self.counts)))
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return 3
+
+
+class First(Regression):
+    """Trains on the first member of a collection."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        while isinstance(batch, dict) or isinstance(batch[0], list):
+            batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+        return loss_of(self.net, batch)
+
+
+def stream(kind: type[Stream], *counts: int) -> DataLoader[Any]:
+    return DataLoader(kind(*counts), batch_size=None)
+
+
+def full() -> DataLoader[Any]:
+    return loader_of(make_batches(3))
+
+
+TOO_SHORT = DataLoader(TensorDataset(torch.ones(2, 1)), batch_size=4, drop_last=True)
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: DataLoader([]), r"`train_dataloader`, a DataLoader of 0 samples with batch_size=1"),
+        (
+            lambda: TOO_SHORT,
+            r"`train_dataloader`, a DataLoader of 2 samples with batch_size=4 and drop_last=True, has no",
+        ),
+        (lambda: {"a": full(), "b": DataLoader([])}, r"`train_dataloader\['b'\]`, .* has no batch"),
+        (lambda: [full(), {"c": TOO_SHORT}], r"`train_dataloader\[1\]\['c'\]`, .* has no batch"),
+        (lambda: CombinedLoader([full(), TOO_SHORT], "min_size"), r"`train_dataloader\[1\]`, .* has no batch"),
+        (lambda: stream(Stream, 0), r"`train_dataloader`, a DataLoader, yielded no batch in epoch 0"),
+        (lambda: stream(Sized, 0), r"`train_dataloader`, a DataLoader.*, yielded no batch in epoch 0"),
+        (lambda: iter([]), r"`train_dataloader`, a list_iterator, yielded no batch in epoch 0"),
+        (lambda: {"a": full(), "b": stream(Stream, *[0] * 9)}, r"`train_dataloader\['b'\]`, .*no batch in epoch 0"),
+        (lambda: {"a": full(), "b": stream(Sized, *[0] * 9)}, r"`train_dataloader\['b'\]`, .*no batch in epoch 0"),
+        (
+            lambda: CombinedLoader([stream(Stream, 0)] * 1, "max_size"),
+            r"`train_dataloader\[0\]`, .*no batch in epoch 0",
+        ),
+        (lambda: CombinedLoader([stream(Stream, 2), stream(Stream, 0)], "min_size"), r"`train_dataloader\[1\]`"),
+    ],
+)
+def test_a_fit_without_a_batch_names_the_empty_dataloader(tmp_path, make, named):
+    module = First()
+    trainer = make_trainer(tmp_path, max_epochs=2)
+    with pytest.raises(ConfigurationError, match=named + ".*There is nothing to train on"):
+        trainer.fit(module, make())
+    assert (trainer.current_epoch, trainer.global_step) == (0, 0)
+    trainer = make_trainer(tmp_path, max_epochs=2, limit_train_batches=0)  # the advice
+    trainer.fit(module, make())
+    assert trainer.global_step == 0
+
+
+@pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
+@pytest.mark.parametrize(
+    ("arguments", "make"),
+    [({}, list), ({"max_epochs": 0}, lambda: DataLoader([])), ({"max_steps": 0}, lambda: DataLoader([]))],
+)
+def test_a_fit_that_trains_nothing_in_any_case_is_no_error(tmp_path, arguments, make):
+    make_trainer(tmp_path, **arguments).fit(Regression(), make())
+
+
+@pytest.mark.filterwarnings("ignore:Total length of `DataLoader` across ranks is zero")
+def test_an_empty_member_where_the_longest_one_counts(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.fit(First(), CombinedLoader({"a": full(), "b": DataLoader([])}, "max_size"))
+    assert trainer.global_step == 3
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+@pytest.mark.parametrize("kind", [Stream, Sized])
+def test_an_epoch_without_a_batch_warns_and_two_in_succession_are_an_error(tmp_path, kind):
+    trainer = make_trainer(tmp_path, max_epochs=4)
+    with pytest.warns(UserWarning, match="yielded no batch in epoch 1. The epoch ends without training"):
+        trainer.fit(Regression(), stream(kind, 2, 0, 3, 1))
+    assert (trainer.current_epoch, trainer.global_step) == (4, 6)
+    trainer = make_trainer(tmp_path, max_epochs=-1, max_steps=9)
+    with (
+        pytest.warns(UserWarning, match="no batch in epoch 1"),
+        pytest.raises(ConfigurationError, match=r"no batch in epoch 2.*can be iterated only once"),
+    ):
+        trainer.fit(Regression(), (batch for batch in make_batches(2)))  # which would never reach its last step
+    assert trainer.global_step == 2
