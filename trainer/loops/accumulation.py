@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 from trainer.engine.protocol import Engine, Weight
 from trainer.errors import ConfigurationError, expect, is_count
+from trainer.loops.step_output import check_weight
+from trainer.precision.readback import Readback
 
 _STATE = (
     "batches", "size", "backwards", "is_first", "is_last", "factor", "correction", "_position", "_unit", "_total",
@@ -82,6 +84,8 @@ class AccumulationWindow:
         self._total: Weight = 0.0  # sum of the weights
         self._is_weighted: bool | None = None
         self._before: tuple[int, Weight] = (0, 0.0)  # backwards and total without the current batch
+        self._readback: Readback | None = None  # copies to the host a weight that `close` reads
+        self._reads_late = False
 
     @property
     def is_open(self) -> bool:
@@ -123,6 +127,7 @@ class AccumulationWindow:
         self.factor = self.correction = 1.0
         self.is_last = is_last_batch or self._position + 1 >= self.size
         self._sums = self._has_loss = None
+        self._reads_late = False
 
     def mark(self) -> dict[str, Any]:
         """The state of the window before its current batch, for :meth:`go_back`."""
@@ -183,6 +188,28 @@ class AccumulationWindow:
                 self.factor, self.correction = self.factor * self.correction, 1.0
         return None if loss is None else self._times_factor(loss)
 
+    def may_read_late(self, engine: Engine) -> bool:
+        """Return whether a weight on a device can be read after the backward pass, by :meth:`close`.
+
+        This requires a window of one batch on one process, so that gradients can be dropped if the weight is 0, and
+        CUDA, where the copy does not wait for the backward pass.
+        """
+        is_alone = self.size == 1 and self._data_parallel_size == 1
+        return is_alone and engine.device.type == "cuda" and engine.trains_unevenly
+
+    def share_late(self, loss: Tensor, weight: Tensor) -> Tensor:
+        """Return the share of the only batch in a window, of which :meth:`close` reads the weight.
+
+        Args:
+            loss: the mean over the batch, a scalar.
+            weight: a 0-dim tensor on the device.
+        """
+        if self._readback is None:
+            self._readback = Readback(weight.device.type)
+        self._readback.start([weight])
+        self._reads_late = True
+        return self.share(loss)
+
     def find_unit(self, has_loss: bool, weight: Weight | None, engine: Engine) -> None:
         """Agree on the mean weight of the processes' batches, if any has a loss. Waits for the device, once in a run.
 
@@ -210,10 +237,8 @@ class AccumulationWindow:
         return loss if self.size == 1 else loss / self.size
 
     def _weight_of(self, given: Weight | None) -> Weight | None:
-        """What the current batch counts, where ``training_step`` returned this weight. None for 1."""
-        if given is None:
-            return self.batch_weight
-        return given * 0.0 if self.batch_weight == 0 else given
+        """Return the weight of the current batch: the given one, if any. None stands for 1."""
+        return self.batch_weight if given is None else given
 
     def _count(self, weight: Weight | None) -> None:
         """Count the current batch, and set the factor of its loss."""
@@ -246,6 +271,8 @@ class AccumulationWindow:
             Whether any process had a loss in the window. If not, there is nothing to update the weights with.
         """
         if self.size == 1 and self._data_parallel_size == 1 and self.backwards <= 1:
+            if self._reads_late:
+                self._close_late(optimizers, engine)
             return bool(self.backwards)  # one loss, of which the factor is exact
         if self._has_loss is None:
             if self._data_parallel_size > 1 and self._sums is None:
@@ -254,6 +281,18 @@ class AccumulationWindow:
             if isinstance(self.correction, Tensor) or self.correction != 1.0:
                 engine.gradients.multiply_(optimizers, self.correction)
         return self._has_loss
+
+    def _close_late(self, optimizers: Iterable[Optimizer], engine: Engine) -> None:
+        """Read the weight of the only batch. If it is 0, drop the gradients, which may be 0 * inf = NaN.
+
+        The host waits for the forward pass only. Meanwhile, the device has the backward pass queued.
+        """
+        assert self._readback is not None
+        self._reads_late = False
+        if check_weight(*self._readback.wait()) == 0.0:
+            self.backwards = 0
+            for optimizer in optimizers:
+                engine.gradients.clear(optimizer)
 
     def _begin_sums(self, engine: Engine, corrects: bool) -> None:
         """Begin the exchange. ``corrects`` says whether this process is going to correct its loss by it."""

@@ -244,7 +244,7 @@ class FitLoop:
             self.hooks.scope.enter(None)
             if window.is_first:
                 self.clear_gradients()
-            loss = self.share_of(output)
+            loss = self.share_of(output, may_read_late=True)
             outputs = outputs_of(loss, output)
             del output  # a backward pass has its memory
             if loss is not None:
@@ -255,6 +255,7 @@ class FitLoop:
             self.update_weights()
         elif window.is_last and (batch is not None or self.engine.data_parallel_size > 1):
             self.progress.optimizer_steps += len(self.optimizers)  # counted, though no process has learned from it
+            outputs = outputs and {}  # a weight that was read late may be 0
         self.end_batch(outputs, batch, batch_idx)
 
     def forward_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
@@ -310,12 +311,23 @@ class FitLoop:
             else:
                 self.gradients.clear(optimizer)
 
-    def share_of(self, output: Any) -> Tensor | None:
-        """What the batch adds to the window's mean loss: what to run backward on. None for nothing."""
-        loss, weight = loss_in(output)
-        if loss is None:
+    def share_of(self, output: Any, *, may_read_late: bool = False) -> Tensor | None:
+        """Return the batch's share of the window's mean loss, to run backward on, or None if it contributes nothing.
+
+        Args:
+            output: what ``training_step`` returned.
+            may_read_late: whether ``window.close`` may read a weight on a device. Default: False; it is read here.
+        """
+        window = self.window
+        loss, weight = loss_in(output, reads_weight=False)
+        if loss is not None and isinstance(weight, Tensor):  # on a device
+            if may_read_late and window.may_read_late(self.engine):
+                return window.share_late(loss, weight)
+            loss, weight = loss_in(output)  # a host-device synchronization
+        if loss is None or window.batch_weight == 0:
+            loss = None
             self.gradients.forward_without_loss(has_run=output is not NOTHING)
-        return self.window.joint_share(loss, weight, self.engine)
+        return window.joint_share(loss, weight, self.engine)
 
     def run_backward(self, loss: Tensor) -> None:
         """Add the gradients of the scaled loss to those of the window's earlier batches."""

@@ -109,7 +109,7 @@ class SplitBatches:
             loop.hooks.scope.enter(None)
             self._clear()
             loss, weight = loss_in(output)
-            if loss is None:
+            if loss is None or window.batch_weight == 0:
                 return None, output
             if window.batch_weight is not None and weight is None:
                 weight = window.batch_weight * fraction

@@ -17,14 +17,19 @@ NOTHING: Mapping[str, Any] = {"loss": torch.zeros(()), "weight": 0.0}
 """The output of a batch that is None, for which ``training_step`` is not called."""
 
 
-def loss_in(output: Any) -> tuple[Tensor | None, Weight | None]:
-    """The loss in what ``training_step`` returned, and the weight beside it.
+def loss_in(output: Any, *, reads_weight: bool = True) -> tuple[Tensor | None, Weight | None]:
+    """Return the loss that ``training_step`` returned, and its weight.
 
-    None means that there is nothing to learn from this batch. ``training_step`` returning None draws a warning; a
-    weight of 0 does not.
+    A loss of None means that the batch contributes nothing: ``training_step`` returned None, which draws a warning, or
+    a weight of 0, which does not. The loss is not multiplied by 0, because its gradients may be 0 * inf = NaN.
+
+    Args:
+        output: a tensor, a dict with a ``"loss"``, or None.
+        reads_weight: whether to read a weight on a device, which is a host-device synchronization. Default: True. If
+            False, such a weight is returned as a tensor, and may be 0.
 
     Raises:
-        ConfigurationError: something else than a tensor, a dict with one, or None; or a weight that is no number.
+        ConfigurationError: ``output`` is anything else, or the weight is not a number, is negative or not finite.
     """
     if isinstance(output, Tensor):
         return output, None
@@ -40,13 +45,13 @@ def loss_in(output: Any) -> tuple[Tensor | None, Weight | None]:
             "In automatic optimization, `training_step` must return a Tensor, a dict, or None (where the step"
             f" will be skipped). Got {type(output).__name__}."
         )
-    loss, weight = output.get("loss"), weight_in(output)
+    loss, weight = output.get("loss"), weight_in(output, reads=reads_weight)
     if not isinstance(loss, Tensor):
         raise ConfigurationError(
             "In automatic_optimization, when `training_step` returns a dict, the 'loss' key needs to be present"
             f" and hold a tensor. Got the keys {list(output)} and loss={loss!r}."
         )
-    counts_nothing = isinstance(weight, float) and weight == 0.0  # a tensor is not read
+    counts_nothing = isinstance(weight, float) and weight == 0.0
     return (None, None) if counts_nothing else (loss, weight)
 
 
@@ -71,22 +76,35 @@ def outputs_of(loss: Tensor | None, output: Any) -> dict[str, Any] | None:
     return {"loss": loss.detach(), **{key: value for key, value in output.items() if key != "loss"}}
 
 
-def weight_in(output: object) -> Weight | None:
-    """The ``"weight"`` that ``training_step`` returned beside its loss; None without one.
+def weight_in(output: object, *, reads: bool = True) -> Weight | None:
+    """Return the ``"weight"`` that ``training_step`` returned with its loss, or None if it returned none.
+
+    Args:
+        output: what ``training_step`` returned.
+        reads: whether to read a weight on a device, which is a host-device synchronization. Default: True.
 
     Returns:
-        A number, or a 0-dim float32 tensor if it is on a device: reading it would be a host-device synchronisation.
+        A finite number, at least 0; or a 0-dim float32 tensor if the weight is on a device and ``reads`` is False.
 
     Raises:
-        ConfigurationError: not a number or a tensor of one element, or negative, or not finite.
+        ConfigurationError: the weight is not a number or a tensor of one element, is negative, or is not finite.
     """
     if not isinstance(output, Mapping) or "weight" not in output:
         return None
     weight = output["weight"]
     if isinstance(weight, Tensor) and weight.numel() == 1:
-        if weight.device.type != "cpu":
+        if not reads and weight.device.type != "cpu":
             return weight.detach().reshape(()).float()
-        weight = weight.item()
+        weight = weight.item()  # a host-device synchronization if it is on a device
+    return check_weight(weight)
+
+
+def check_weight(weight: Any) -> float:
+    """Return a weight as a float.
+
+    Raises:
+        ConfigurationError: it is not a finite number, at least 0.
+    """
     if isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 <= weight < math.inf:
         return float(weight)
     raise ConfigurationError(

@@ -129,7 +129,7 @@ def run(trainer: Any, recorded: RecordedBatch | None, on_loss: OnLoss) -> None:
     if not module.automatic_optimization:
         return
     loss, weight = loss_in(output)
-    if loss is not None:
+    if loss is not None and recorded.window.batch_weight != 0:
         on_loss(copy(recorded.window).share(loss, weight))
 
 

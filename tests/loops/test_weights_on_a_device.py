@@ -1,0 +1,178 @@
+"""A weight of 0 that ``training_step`` returns as a tensor on a device, compared to one on the host.
+
+The loss of such a batch is a masked mean over nothing. Its gradients are 0 * inf = NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from tests.simulated_cuda.device import DEVICE, Seen
+from tests.support import OPTIMIZERS, Regression, loader_of, make_batches, make_net, make_trainer
+from trainer.errors import ConfigurationError
+from trainer.precision import MixedPrecision
+
+WEIGHTS = [3.0, 0.0, 1.0, 2.0, 0.0, 0.0, 4.0, 1.0, 0.0]
+"""Of nine batches. Windows of two and three include one with only zeros, and zeros at each place."""
+
+
+class Masked(Regression):
+    """The mean over the unmasked rows of a batch, and their number as its weight: on the device or as a float."""
+
+    def __init__(self, optimizer: Any, kind: str) -> None:
+        super().__init__(make_net(), optimizer, lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.9), interval="step")
+        self.kind, self.outputs = kind, []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, rows = batch
+        mask = torch.arange(len(x), device=x.device) < rows
+        loss = ((self.net(x) - y).square().mean(1) * mask).sum() / mask.sum()
+        loss = loss + (1.0 / mask.sum() - 1.0 / mask.sum().clamp(min=1)) * self.net(x).sum()
+        weight = mask.sum() if self.kind == "tensor" else WEIGHTS[batch_idx]
+        return {"loss": loss, "weight": weight}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append({key: float(value) for key, value in outputs.items()})
+
+
+class Outcomes(Callback):
+    """The outcomes of all updates."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_after_optimizer_step(self, trainer: Any, module: Any, optimizer: Any, outcome: Any) -> None:
+        self.seen.append((outcome.skipped, outcome.scale, outcome.next_scale))
+
+
+def batches() -> list[Any]:
+    return [[x, y, torch.tensor(weight)] for (x, y, _), weight in zip(make_batches(9), WEIGHTS, strict=True)]
+
+
+def fit(folder: Any, kind: str, precision: str, optimizer: str, window: int, *, sized: bool = True) -> Any:
+    plugin: Any = precision
+    if precision == "16-mixed":
+        plugin = MixedPrecision("float16", init_scale=2.0**9, growth_interval=3)
+    module, outcomes = Masked(OPTIMIZERS[optimizer], kind), Outcomes()
+    trainer = make_trainer(
+        folder, accelerator="gpu", devices=1, precision=plugin, accumulate_grad_batches=window, max_epochs=2,
+        callbacks=[outcomes], gradient_clip_val=0.5,
+    )  # fmt: skip
+    data = loader_of(batches())
+    trainer.fit(module, data if sized else Unsized(data))
+    state = {
+        "weights": [p.cpu().tolist() for p in module.net.parameters()],
+        "outputs": [sorted(outputs) for outputs in module.outputs],
+        "outcomes": outcomes.seen,
+        "scale": trainer.scaler.current_scale,
+        "steps": (trainer.global_step, trainer.skipped_steps),
+        "rate": trainer.optimizers[0].param_groups[0]["lr"],
+        "loss": {key: float(value) for key, value in trainer.callback_metrics.items()},
+    }
+    assert all(torch.tensor(weight).isfinite().all() for weight in state["weights"])
+    return state
+
+
+class Unsized:
+    """The same batches without a length."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __iter__(self) -> Any:
+        return iter(self.data)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize(("precision", "optimizer"), [
+    ("32-true", "sgd"), ("32-true", "adam-fused"), ("bf16-mixed", "momentum-fused"), ("bf16-mixed", "adamw"),
+    ("16-mixed", "sgd"), ("16-mixed", "adam-fused"), ("16-mixed", "momentum-fused"),
+])  # fmt: skip
+def test_a_weight_on_a_device_does_what_one_on_the_host_does(cuda, tmp_path, precision, optimizer, window):
+    on_host = fit(tmp_path, "float", precision, optimizer, window)
+    on_device = fit(tmp_path, "tensor", precision, optimizer, window)
+    assert on_device == on_host
+    assert len(on_host["outcomes"]) == {1: 10, 2: 6, 3: 6}[window]
+    assert on_host["steps"][1] == 0
+
+
+def test_a_window_of_unknown_length_may_end_with_a_weight_of_0(cuda, tmp_path):
+    on_host, on_device = (fit(tmp_path, kind, "16-mixed", "adam-fused", 2, sized=False) for kind in ("float", "tensor"))
+    assert on_device == on_host
+
+
+class Watch(Callback):
+    """The host waits of each batch, without those of the first and the last."""
+
+    def __init__(self) -> None:
+        self.waits: list[list[str]] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if DEVICE.seen is not None:
+            self.waits.append([wait.what for wait in DEVICE.seen.waits])
+        DEVICE.seen = Seen()
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        DEVICE.seen = None
+
+
+class Weighted(Regression):
+    """Returns a weight on the device, without reading anything."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return {"loss": loss, "weight": batch[2] * 2}
+
+
+@pytest.mark.parametrize(("precision", "window", "waits"), [
+    ("32-true", 1, ["an event"]), ("16-mixed", 1, ["an event", "an event"]), ("32-true", 2, ["local_scalar_dense"]),
+])  # fmt: skip
+def test_how_a_weight_on_a_device_is_read(cuda, tmp_path, precision, window, waits):
+    """By an event that is recorded before the backward pass, or, if batches accumulate, before it begins."""
+    plugin: Any = MixedPrecision("float16", init_scale=2.0**9) if precision == "16-mixed" else precision
+    watch, module = Watch(), Weighted(make_net(), OPTIMIZERS["adam-fused"])
+    trainer = make_trainer(
+        tmp_path, accelerator="gpu", devices=1, precision=plugin, callbacks=[watch], log_every_n_steps=0,
+        accumulate_grad_batches=window,
+    )  # fmt: skip
+    trainer.fit(module, loader_of([[x.cuda() for x in batch] for batch in make_batches(8)]))
+    assert watch.waits[1:] == [waits] * 6
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_an_impossible_weight_on_a_device_is_refused(cuda, tmp_path, weight, window):
+    data = [[x, y, torch.tensor(weight)] for x, y, _ in make_batches(2)]
+    trainer = make_trainer(tmp_path, accelerator="gpu", devices=1, accumulate_grad_batches=window)
+    with pytest.raises(ConfigurationError, match=r"Got 'weight': .*expected one number, at least 0"):
+        trainer.fit(Weighted(make_net(), OPTIMIZERS["sgd"]), loader_of(data))
+
+
+def test_a_batch_that_an_elastic_order_leaves_out_contributes_nothing(tmp_path, monkeypatch):
+    """Its weight is 0 whatever ``training_step`` returns, and its gradients may be NaN."""
+    nets = []
+    for left_out in (False, True):
+        module = Regression(make_net(), OPTIMIZERS["adam"])
+        data = make_batches(4, gains={1: float("inf")})
+        trainer = make_trainer(tmp_path, accumulate_grad_batches=2)
+        window, progress = trainer.loop.window, trainer.progress
+
+        def weigh(*args: Any, advance: Any = window.advance, window: Any = window, progress: Any = progress) -> None:
+            advance(*args)
+            window.batch_weight = 0.0 if progress.batch_idx == 1 else 1.0
+
+        if left_out:
+            monkeypatch.setattr(window, "advance", weigh)
+        else:
+            plain = module.training_step
+            module.training_step = lambda batch, i, plain=plain: None if i == 1 else plain(batch, i)
+        with pytest.warns(UserWarning, match="returned `None`") if not left_out else pytest.MonkeyPatch.context():
+            trainer.fit(module, loader_of(data))
+        nets.append(module.net)
+    for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(one, other)
