@@ -454,7 +454,7 @@ class FitLoop:
             self.take_outcome(self.gradients.resolve_outcome())
 
     def take_outcome(self, update: UpdateOutcome) -> None:
-        """Count what happened in the last weight update, settle its schedules, and call the hooks that wait for it."""
+        """Count what happened of the last weight update, confirm its schedules, and call the hooks that wait for it."""
         stepped, self.unresolved = self.unresolved, ()
         self.skipped, scale, next_scale = update
         skipping: tuple[int, ...] = ()

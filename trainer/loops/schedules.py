@@ -1,4 +1,4 @@
-"""Learning-rate schedules: when each one steps, and how a step is taken back whose weight update was skipped."""
+"""Learning-rate schedules: when each one steps, and how its step is reverted if the weight update was skipped."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ class Schedules:
 
     Args:
         configs: the schedules; a live list (stock callbacks exchange its items).
-        step: how one is stepped: ``LightningModule.lr_scheduler_step(scheduler, metric)``.
-        metrics: where a plateau schedule's monitor is looked up.
-        revocable: whether a step of a schedule changes nothing but the schedule and its optimizer's groups, so that
-            it can be taken back.
-        progress: the counters that frequencies refer to; its ``schedule_steps`` counts the steps of schedules.
-        by_module: whether the module steps them itself: manual optimization.
+        step: steps one schedule: ``LightningModule.lr_scheduler_step(scheduler, metric)``.
+        metrics: returns the metrics that plateau schedules monitor.
+        revocable: whether a step of a schedule changes only the schedule and the optimizer's parameter groups, so that
+            it can be reverted. Default: True.
+        progress: the counters that frequencies refer to; its ``schedule_steps`` counts the steps of schedules. Default:
+            new counters.
+        by_module: whether the module steps the schedules (manual optimization). Default: False.
 
     Attributes:
         configs: the schedules.
-        stepped: those that are stepped here: all of them, or none.
-        by_batch: whether one of the schedules follows batches, not weight updates.
+        stepped: the schedules that are stepped here: all of them, or none.
+        by_batch: whether a schedule counts batches instead of weight updates.
     """
 
     def __init__(
@@ -73,13 +74,13 @@ class Schedules:
 
         Args:
             interval: the schedules' interval: ``"batch"``, ``"step"`` (a weight update) or ``"epoch"``.
-            on_plateau: step those that watch a metric, or those that do not. The former come later, when
-                validation has logged it.
-            except_of: optimizers that skipped; their schedules stay.
-            tentatively: it is not known yet which optimizers skipped: :meth:`confirm` will say.
+            on_plateau: step the plateau schedules instead of the others. Plateau schedules step later, when validation
+                has logged their metric. Default: False.
+            except_of: the optimizers that skipped the step; their schedules do not step.
+            tentatively: whether the outcome is not known yet; :meth:`confirm` is called when it is. Default: False.
 
         Raises:
-            ConfigurationError: a plateau schedule's metric has not been logged.
+            ConfigurationError: if the metric of a plateau schedule has not been logged.
         """
         for config in self.stepped:
             if config.reduce_on_plateau is not on_plateau or config.interval != interval:
@@ -101,7 +102,7 @@ class Schedules:
             self._progress.schedule_steps += 1
 
     def confirm(self, except_of: Collection[Optimizer] = ()) -> None:
-        """Undo the tentative steps of these optimizers' schedules; keep the others."""
+        """Revert the tentative steps of the schedules of these optimizers, and keep the others."""
         for step in reversed(self._tentative):
             if except_of and _belongs(step.config, except_of):
                 step.take_back()
