@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,3 +157,15 @@ def test_callbacks_whose_states_would_collide_are_refused() -> None:
         with pytest.raises(RuntimeError, match="Found more than one stateful callback of type `EarlyStopping`"):
             make(callbacks=[EarlyStopping("x"), EarlyStopping("x")])
     ours(callbacks=[EarlyStopping("x"), EarlyStopping("y"), Own(), Own()])
+
+
+def test_callbacks_of_a_package_installed_in_between_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not [callback for callback in ours().callbacks if type(callback) is Callback]
+    info = tmp_path / "plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[lightning.pytorch.callbacks_factory]\none = plugin:make\n")
+    (tmp_path / "plugin.py").write_text("import lightning.pytorch as pl\n\ndef make():\n    return [pl.Callback()]\n")
+    os.utime(tmp_path, (1, 1))  # the clock of the file system may be coarse
+    assert [callback for callback in ours().callbacks if type(callback) is Callback]

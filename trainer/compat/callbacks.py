@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
-from lightning.fabric.utilities.registry import _load_external_callbacks
+from lightning.fabric.utilities import registry
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector, _validate_callbacks_list
@@ -76,6 +79,22 @@ def first_of(callbacks: Sequence[Any], kind: type) -> Any:
     return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
 
+_FACTORIES = "lightning.pytorch.callbacks_factory"
+
+
 def external_callbacks() -> list[Any]:
-    """Callbacks that installed packages register under Lightning's entry point."""
-    return list(_load_external_callbacks("lightning.pytorch.callbacks_factory"))
+    """Create the callbacks that installed packages register under Lightning's entry point."""
+    if not _has_factories(registry.entry_points, _search_path()):  # type: ignore[attr-defined]  # tests replace it
+        return []
+    return list(registry._load_external_callbacks(_FACTORIES))
+
+
+@lru_cache(maxsize=1)
+def _has_factories(entry_points: Callable[..., Any], search_path: tuple[tuple[str, float], ...]) -> bool:
+    """Return whether an installed package registers callbacks. The scan takes most of the time of ``Trainer()``."""
+    return bool(entry_points(group=_FACTORIES))
+
+
+def _search_path() -> tuple[tuple[str, float], ...]:
+    """Return the folders that packages are imported from, and when each last changed, as an installation does."""
+    return tuple((folder, os.stat(folder).st_mtime) for folder in sys.path if os.path.isdir(folder))
