@@ -26,6 +26,7 @@ from trainer.compat.data import move_training_batch
 from trainer.compat.loaders import DrawnLoaderSet
 from trainer.compat.logging import ModuleScope
 from trainer.compat.optimizers import with_closure
+from trainer.compat.overrides import overrides
 from trainer.compat.profiling import Profiling
 from trainer.compat.views import MonitoredMetrics
 from trainer.data.batches import NO_BATCHES, Loaders, TrainingBatches, Transfer
@@ -40,7 +41,6 @@ from trainer.loops.manual_optimization import ManualOptimization
 from trainer.loops.own_batches import draw_in_evaluation, draw_in_fit
 from trainer.loops.schedules import Schedules
 from trainer.loops.splitting import SplitBatches
-from trainer.precision.base import Precision
 
 
 class Preparation:
@@ -67,10 +67,11 @@ class Preparation:
             module,
             trainer.callbacks,
             ModuleScope(module),
-            ordering.overrides,
+            overrides,
             ordering.monitors,
             ordering.saves,
             None if self._profiling is None else self._profiling.hook,
+            trainer.strategy,
         )
 
     # --- training ---------------------------------------------------------------------------------------------
@@ -117,6 +118,11 @@ class Preparation:
         loop.choose_path = self._follow_optimizers
         loop.follow_changes = partial(self._follow_changes, _set_once(self._module))
         if (halving := self._halving) is not None:
+            if trainer.engine.override_of("backward") is not None:
+                raise ConfigurationError(
+                    f"Got HalveOnOutOfMemory and {type(trainer.strategy).__name__} with its own `backward`, which"
+                    " cannot be repeated. Override `LightningModule.backward` instead, or remove the callback."
+                )
             halving.check(self._path, isinstance(loaders, DrawnLoaderSet))
             parts = SplitBatches(loop, halving.limit, halving.measure, halving.split, halving.announce)
             loop.train = parts.train_batch
@@ -145,6 +151,8 @@ class Preparation:
         elif self._wants_closure:
             optimizer_step = with_closure(self.hooks.of_module("optimizer_step"))
             path = ClosureOptimization(loop, optimizer_step, lambda: engine.wrapped_optimizers)
+        if backward is None and engine.override_of("backward") is not None:
+            backward = loop.run_backward
         step = None if path is None else path.step
         engine.module_calls = ModuleCalls(backward, step, loop.clip_for_module)
         trainer.process.kept_batches = path if isinstance(path, ClosureOptimization) else None
@@ -179,7 +187,7 @@ class Preparation:
         An optimizer that may have a closure or not gets none beside other optimizers, or where the scaler or the
         halving of batches has to come between backward pass and step.
         """
-        if self.hooks.override_of("optimizer_step"):
+        if self.hooks.override_of("optimizer_step") or self._trainer.engine.override_of("optimizer_step"):
             return True
         trainer, optimizers = self._trainer, self._trainer.engine.optimizers
         may = len(optimizers) == 1 and not trainer.scaler.skips_steps and self._halving is None
@@ -276,7 +284,7 @@ class Preparation:
             inference_mode: run in ``torch.inference_mode`` instead of ``torch.no_grad``.
         """
         module, loop = self._module, self._trainer.eval_loops[stage]
-        has_step = stage is RunningStage.PREDICTING or ordering.overrides(module, f"{loop.stage}_step")
+        has_step = stage is RunningStage.PREDICTING or overrides(module, f"{loop.stage}_step")
         loaders = self._trainer.data.loaders(stage) if has_step else None
         if loaders is not None:
             modules.verify_dataloader_idx(module, loop.stage, stage, loaders)
@@ -304,7 +312,7 @@ class Preparation:
     def _transfer(self, move: Callable[[Any, torch.device], Any] = move_data_to_device) -> Transfer:
         """What moves a batch to the device, by the hooks of the user that there are."""
         engine, scope = self._trainer.engine, ModuleScope(self._module)
-        converts = type(engine.precision).convert_batch is not Precision.convert_batch
+        converts = overrides(engine.precision, "convert_batch")
 
         def hook(name: str) -> Hook | None:
             own = self._trainer.data.transfer_hook(name)
@@ -313,6 +321,9 @@ class Preparation:
             return None if own is None else Hook(name, scope, module=own)
 
         transfer: Callable[..., Any] | None = hook("transfer_batch_to_device")
+        after = hook("on_after_batch_transfer")
+        if (own := engine.override_of("batch_to_device")) is not None:  # calls the other two hooks by itself
+            transfer, after = lambda batch, _, index: own(batch, dataloader_idx=index), None
         if (prefetching := self._trainer.data.prefetching) is not None:
             move, transfer = prefetching.around(move), None if transfer is None else prefetching.around(transfer)
         return Transfer(
@@ -321,7 +332,7 @@ class Preparation:
             move,
             hook("on_before_batch_transfer"),
             transfer,
-            hook("on_after_batch_transfer"),
+            after,
         )
 
 

@@ -18,7 +18,8 @@ from lightning.pytorch.callbacks import (
 )
 
 from tests.parity import Classifier, Learner, data, lightning, lightnings_noise_ignored, ours, run_both
-from trainer.compat.callbacks import in_order, monitors, overrides
+from trainer.compat.callbacks import in_order, monitors
+from trainer.compat.overrides import overrides
 
 
 class Own(Callback):

@@ -72,7 +72,9 @@ def loop_of(calls: list[Any], loaders: Any, *, stage: str = "validation", step: 
     recorder = Recorder(published, FitProgress(epoch=3))
     recorder.loggers = list(loggers)
     engine = SimpleNamespace(
-        world_size=1, step_function=lambda name: step or (lambda batch, *where: calls.append((name, *where)))
+        world_size=1,
+        step_function=lambda name: step or (lambda batch, *where: calls.append((name, *where))),
+        forward_context=lambda name: (precision or FullPrecision()).autocast,
     )
     loop = EvalLoop(
         stage,

@@ -20,11 +20,12 @@ from lightning.pytorch.trainer.connectors.callback_connector import _CallbackCon
 from lightning.pytorch.trainer.states import RunningStage, TrainerState
 
 from trainer.checkpoint.process import ProcessState
-from trainer.compat.callbacks import first_of, overrides
+from trainer.compat.callbacks import first_of
 from trainer.compat.checkpoints import CheckpointConnector
 from trainer.compat.data import DataSource
 from trainer.compat.errors import adopt
 from trainer.compat.logging import LoggerConnector
+from trainer.compat.overrides import overrides
 from trainer.compat.signals import Signals
 from trainer.compat.strategies import build_engine
 from trainer.compat.views import EvalLoopView, FitLoopView, LoopAttribute, PredictLoopView, alias

@@ -1,4 +1,4 @@
-"""Callbacks: who overrides what, in which order they run, and those that come from the module."""
+"""Callbacks: the order they run in, and those that come from the module."""
 
 from __future__ import annotations
 
@@ -9,33 +9,12 @@ from functools import lru_cache
 from typing import Any
 
 from lightning.fabric.utilities import registry
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector, _validate_callbacks_list
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from trainer.arguments import refuse_other_package
 from trainer.callbacks.roll_back_on_loss_spike import RollBackOnLossSpike
-from trainer.compat.averaging import follows_outcomes
 from trainer.errors import ConfigurationError
-
-_BASES = (Callback, LightningModule, LightningDataModule)
-
-
-def overrides(owner: Any, name: str) -> bool:
-    """Whether ``owner`` overrides the method ``name`` of Lightning's base class.
-
-    An attribute of the instance counts, even if it only wraps the base's method (a test's spy has to be called), but
-    not a step that is set to None. A wrapper of ``on_validation_model_train`` and the like does not count: our loop
-    does more than the base's method.
-    """
-    if name in vars(owner):
-        return vars(owner)[name] is not None and (not name.endswith("_model_train") or is_overridden(name, owner))
-    if name == "on_train_batch_end" and follows_outcomes(owner):
-        return False
-    method = getattr(type(owner), name, None) or getattr(owner, name, None)
-    base = next((getattr(base, name, None) for base in _BASES if isinstance(owner, base)), None)
-    return method is not base and method is not None
 
 
 def monitors(callback: Any) -> bool:

@@ -32,8 +32,8 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled, has_len_all_ranks
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from trainer.compat.callbacks import overrides
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
+from trainer.compat.overrides import overrides
 from trainer.data.elastic import ElasticSampler, SampleOrder, not_ordered
 from trainer.data.lengths import has_exact_length
 from trainer.data.prefetching import Prefetching

@@ -40,9 +40,11 @@ from trainer.callbacks.roll_back_on_loss_spike import RollBackOnLossSpike
 from trainer.callbacks.scale_monitor import ScaleMonitor
 from trainer.checkpoint import zero as parts
 from trainer.checkpoint.sharded_files import read_manifest
-from trainer.compat.callbacks import first_of, overrides
+from trainer.compat.callbacks import first_of
 from trainer.compat.checkpoint_io import files_of
 from trainer.compat.engine import LightningEngine
+from trainer.compat.fsdp import UNCALLED
+from trainer.compat.overrides import overrides
 from trainer.engine.gradients import Gradients
 from trainer.engine.initialisation import initialise
 from trainer.engine.optimizer_states import SavedDtypes
@@ -441,6 +443,8 @@ class DeepSpeedEngine(LightningEngine):
     shows_gradients = False
     trains_unevenly = False
     keeps_optimizers = True
+    uncalled = {**UNCALLED, "backward": "training_step", "optimizer_step": "on_before_zero_grad"}
+    accumulates = True
 
     def __init__(self, trainer: Any, precision: Precision, plugins: Any = None, **options: Any) -> None:
         super().__init__(trainer, ZeroPrecision(precision, options["strategy"]), plugins, **options)

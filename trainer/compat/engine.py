@@ -38,6 +38,7 @@ from trainer.compat.checkpoint_io import CheckpointFiles, adopt, files_of, local
 from trainer.compat.checkpoints import up_to_date
 from trainer.compat.launchers import WatchedLauncher, signals_passed_on
 from trainer.compat.optimizers import set_up_optimizers
+from trainer.compat.overrides import overridden, overrides
 from trainer.compat.precision import PrecisionAdapter
 from trainer.engine.agreement import Agreement
 from trainer.engine.gradients import Gradients, zero_loss
@@ -53,6 +54,8 @@ from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
 
 T = TypeVar("T")
+_CALLED_WITH = {"backward": ("pre_backward", "post_backward"), "training_step": ("post_training_step",)}
+"""Methods of a strategy that run with another one, which is called if one of them is overridden."""
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -73,6 +76,9 @@ class LightningEngine:
         gradients: all that is done to them.
         may_change_size: whether the run may go on with another number of processes: ``num_nodes="auto"``.
         keeps_optimizers: whether the optimizers cannot be exchanged during a run.
+        uncalled: methods of the strategy that this engine never calls, so that overriding them is refused, each with
+            the method of the module to override instead.
+        accumulates: whether the strategy may accumulate gradients by itself.
 
     Raises:
         PrecisionError: a precision plugin of Lightning's, alone or inside a strategy.
@@ -81,6 +87,8 @@ class LightningEngine:
 
     shows_gradients = trains_unevenly = evaluates_unevenly = True
     keeps_optimizers = False
+    uncalled: Mapping[str, str] = {}
+    accumulates = False
 
     def __init__(self, trainer: Any, precision: Precision, plugins: Any = None, **options: Any) -> None:
         if plugins is not None and not isinstance(plugins, (list, tuple)):
@@ -124,11 +132,20 @@ class LightningEngine:
         self._hosts: Agreement | None = None
         self._save_group: Callable[[], Any] = _none
         self._shared_sums: SharedSums | None = None
-        vars(self.strategy)["setup_optimizers"] = partial(set_up_optimizers, self.strategy)
+        self._use_own_optimizer_setup()
+        self._refuse_overrides()
 
     def build_gradients(self, scaler: LossScaler) -> Gradients:
         """What computes and changes gradients, by the strategy."""
         return _StrategyGradients(scaler, self.strategy)
+
+    def _use_own_optimizer_setup(self) -> None:
+        """Have the strategy make optimizers by ``set_up_optimizers``, unless ``setup_optimizers`` is overridden."""
+        own = vars(self.strategy)
+        if getattr(own.get("setup_optimizers"), "func", None) is set_up_optimizers:
+            del own["setup_optimizers"]
+        if not overrides(self.strategy, "setup_optimizers"):
+            own["setup_optimizers"] = partial(set_up_optimizers, self.strategy)
 
     @property
     def module_calls(self) -> ModuleCalls:
@@ -215,9 +232,61 @@ class LightningEngine:
         """Every callback works."""
 
     def connect(self, module: nn.Module) -> None:
-        """Make ``module`` the strategy's."""
+        """Make ``module`` the strategy's.
+
+        Raises:
+            PrecisionError: a method of the strategy's precision plugin is overridden.
+            UnsupportedError: a method of the strategy is overridden that this engine cannot call.
+        """
+        where = f"{type(self.strategy).__name__}.precision_plugin"
+        _refuse_lightning_precision(self.strategy.precision_plugin, where, self.precision)
+        self._refuse_overrides()
         self.strategy.precision_plugin = self.adapter  # another Trainer may have been built with the strategy since
+        self._use_own_optimizer_setup()
         self.strategy.connect(module)  # type: ignore[arg-type]
+
+    def _refuse_overrides(self) -> None:
+        kind = type(self.strategy).__name__
+        for name in self.uncalled:
+            if overrides(self.strategy, name):
+                raise UnsupportedError(
+                    f"Got {kind} with its own `{name}`, which is never called, because this strategy works in another"
+                    f" way. Override `LightningModule.{self.uncalled[name]}` instead, or use strategy='ddp'."
+                )
+        if self.strategy.handles_gradient_accumulation and not self.accumulates:
+            raise UnsupportedError(
+                f"Got {kind}.handles_gradient_accumulation=True, expected False: the Trainer accumulates gradients by"
+                " itself. Remove the override."
+            )
+
+    def override_of(self, name: str) -> Callable[..., Any] | None:
+        """Return the strategy's method ``name``, as Lightning's loops call it, or None if it is not overridden.
+
+        A method that only it calls counts, too: ``pre_backward`` and ``post_backward`` for ``backward``,
+        ``post_training_step`` for ``training_step``. So does DDP's ``optimizer_step`` if it averages the weights
+        (post-local SGD).
+        """
+        strategy = self.strategy
+        inner = _CALLED_WITH.get(name, ())
+        averages = name == "optimizer_step" and self._averages_weights
+        if not averages and not any(overrides(strategy, one) for one in (name, *inner)):
+            return None
+        method: Callable[..., Any] = getattr(strategy, name)
+        return method
+
+    @property
+    def _averages_weights(self) -> bool:
+        """Whether DDP averages the weights over the processes in ``optimizer_step`` (post-local SGD)."""
+        state = None if self._ddp is None else self._ddp._ddp_comm_state
+        if state is None:
+            return False
+        from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+
+        return isinstance(state, PostLocalSGDState)
+
+    def forward_context(self, name: str) -> Callable[[], AbstractContextManager[object]]:
+        """Autocast; or a context without effect if the strategy's own step enters autocast by itself."""
+        return self.precision.autocast if self.override_of(name) is None else nullcontext
 
     def setup_environment(self) -> None:
         """Select the device and join the process group."""
@@ -241,8 +310,19 @@ class LightningEngine:
     def setup(self, *, fitting: bool) -> None:
         """Move and wrap the module; for fitting (the Trainer's state says so) make the optimizers."""
         self.strategy.setup(self._trainer)
+        if fitting:
+            self._follow_averages()
         self._trained = self._trained_now()
         self._shared_sums = shared_sums(self) if fitting else None
+
+    def _follow_averages(self) -> None:
+        """If DDP averages weights instead of gradients, agree on skipped steps, which do not count for the averages."""
+        averager = self._ddp._model_averager if self._ddp is not None and self._averages_weights else None
+        if isinstance(self.gradients, _StrategyGradients):
+            self.gradients.agree_on_skips(averager is not None)
+        if averager is not None:
+            average = partial(_average_unless_skipped, self.gradients, averager.average_parameters)
+            vars(averager)["average_parameters"] = average
 
     def follow_trained_parameters(self) -> None:
         """Wrap the module in DDP anew where other parameters are trained: it knows those of its construction only.
@@ -264,7 +344,9 @@ class LightningEngine:
         assert module is not None
         method = getattr(module, name)
         step: Callable[..., Any] = method
-        if self.goes_through_wrapper:
+        if (own := self.override_of(name)) is not None:
+            step = partial(_then, own, self.strategy.post_training_step) if name == "training_step" else own
+        elif self.goes_through_wrapper:
             step = partial(self._through_wrapper, name)
         if not is_param_in_hook_signature(method, "batch_idx", min_args=2):
             return partial(_without_batch_idx, step)
@@ -549,22 +631,23 @@ class _StrategyGradients(Gradients):
 
     Args:
         scaler: the loss scaler.
-        strategy: Lightning's. Its ``backward`` is called where it has one of its own.
+        strategy: Lightning's.
     """
 
     def __init__(self, scaler: LossScaler, strategy: Strategy) -> None:
         super().__init__(scaler)
         self._strategy = strategy
-        if type(strategy).backward is not Strategy.backward:
-            self.calls_module_backward = True
+        self._agree: Callable[[Tensor], None] | None = None
 
-    def backward(self, loss: Tensor) -> None:
-        """The loss's own, or the strategy's."""
-        if self.calls_module_backward:
-            optimizers = self._strategy.optimizers
-            self._strategy.backward(loss, optimizers[0] if optimizers else None)
-        else:
-            loss.backward()  # type: ignore[no-untyped-call]
+    def agree_on_skips(self, differ: bool) -> None:
+        """Set whether gradients differ between the processes, so that the processes have to agree on skipped steps."""
+        self._agree = _set_if_any_process_has if differ else None
+        self.scaler.agree = self._agree
+
+    def use_scaler(self, scaler: LossScaler) -> LossScaler:
+        """Use another scaler from now on. Return the previous one."""
+        scaler.agree = self._agree
+        return super().use_scaler(scaler)
 
     def forward_without_loss(self, has_run: bool) -> None:
         """What DDP's forward exchanges, where ``training_step`` has not called it."""
@@ -595,6 +678,15 @@ def _forward_nothing(model: Any) -> None:
         model._post_forward(None)  # type: ignore[no-untyped-call]
 
 
+def _set_if_any_process_has(flag: Tensor) -> None:
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+
+
+def _average_unless_skipped(gradients: Gradients, average: Callable[[Any], None], parameters: Any) -> None:
+    if not gradients.scaler.skipped_last_step():
+        average(parameters)
+
+
 def _raise(error: Exception, *_: Any, **__: Any) -> None:
     raise error
 
@@ -603,14 +695,25 @@ def _none() -> None:
     """As a weak reference whose object is no more."""
 
 
+def _then(step: Callable[..., Any], after: Callable[[], None], *args: Any) -> Any:
+    output = step(*args)
+    after()
+    return output
+
+
 def _without_batch_idx(step: Callable[..., Any], batch: Any, batch_idx: int, *more: Any) -> Any:
     return step(batch, *more)
 
 
 def _refuse_lightning_precision(plugin: Any, where: str, ours: Precision) -> None:
-    if type(plugin) is LightningPrecision and ours.name == plugin.precision:
-        return  # it does nothing, as ours
-    if isinstance(plugin, LightningPrecision) and not isinstance(plugin, PrecisionAdapter):
+    is_default = type(plugin) is LightningPrecision and ours.name == plugin.precision  # it does nothing, as ours
+    if (is_default or isinstance(plugin, PrecisionAdapter)) and (names := overridden(plugin, LightningPrecision)):
+        raise PrecisionError(
+            f"Got {where} with its own `{names[0]}`, which is not called: the loops do the work of Lightning's"
+            " precision plugins. Pass Trainer(precision=...) a subclass of trainer.precision.Precision, or override"
+            " a method of the strategy or the LightningModule, such as `backward` or `optimizer_step`."
+        )
+    if isinstance(plugin, LightningPrecision) and not is_default and not isinstance(plugin, PrecisionAdapter):
         raise PrecisionError(
             f"Got {type(plugin).__name__} through {where}, expected no precision plugin there: Lightning's bring"
             " autocast and a scaler of their own. Use Trainer(precision='16-mixed') or a plugin from"

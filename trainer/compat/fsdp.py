@@ -326,10 +326,24 @@ def _refuse_fused_sgd(optimizer: Optimizer) -> None:
         )
 
 
+UNCALLED = {
+    "training_step": "training_step",
+    "post_training_step": "on_after_backward",
+    "validation_step": "validation_step",
+    "test_step": "test_step",
+    "predict_step": "predict_step",
+    "backward": "backward",
+    "pre_backward": "on_before_backward",
+    "post_backward": "on_after_backward",
+}
+"""Methods of a strategy that are not called if it shards the module: hooks of its modules take part in each of them."""
+
+
 class ShardedEngine(LightningEngine):
     """Lightning's launcher and collectives; sharded parameters and gradients."""
 
     strategy: FSDP2Strategy
+    uncalled = UNCALLED
 
     def build_gradients(self, scaler: LossScaler) -> Gradients:
         """Of which each process holds a part."""

@@ -12,13 +12,14 @@ from typing import Any
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import DataLoader, SequentialSampler
 
+from trainer.compat.profiling import records
 from trainer.data.batches import IDLE, Batch, LookAhead, as_it_is
 from trainer.data.resumable import MapStyleLoader, ResumableLoader, StatefulLoader, length_of, resumable
 from trainer.data.unpadded import Span
@@ -427,7 +428,7 @@ def _warn_of_replaying(loader: ResumableLoader, count: int) -> None:
 
 def watch_of(profiler: Profiler, stage: RunningStage) -> Watch | None:
     """What times the fetching of a stage's batches; None where nobody asks."""
-    return None if isinstance(profiler, PassThroughProfiler) else partial(_watched, profiler, _FETCHING[stage])
+    return None if not records(profiler) else partial(_watched, profiler, _FETCHING[stage])
 
 
 def _watched(profiler: Profiler, name: str, source: Iterable[Any]) -> Iterator[Any]:

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.compat.callbacks import overrides
+from trainer.compat.overrides import overrides
 from trainer.engine.optimizers import needs_closure
 from trainer.errors import ConfigurationError
 
@@ -59,7 +59,8 @@ def set_up_optimizers(strategy: Strategy, trainer: Any) -> None:
     parsing._validate_optimizers_attached(optimizers, configs)
     parsing._validate_scheduler_api(configs, module)
     if module.automatic_optimization and len(optimizers) > 1:
-        _check_several(module, optimizers)
+        owns_step = overrides(module, "optimizer_step") or trainer.engine.override_of("optimizer_step") is not None
+        _check_several(module, optimizers, owns_step)
     strategy.optimizers, strategy.lr_scheduler_configs = optimizers, configs
 
 
@@ -87,9 +88,9 @@ def _configure_schedules(schedules: list[Any], monitor: str | None) -> list[Any]
     return configs
 
 
-def _check_several(module: LightningModule, optimizers: list[Optimizer]) -> None:
+def _check_several(module: LightningModule, optimizers: list[Optimizer], owns_step: bool) -> None:
     """Refuse what several optimizers of one loss cannot share: parameters, and an ``optimizer_step`` with a closure."""
-    if overrides(module, "optimizer_step") or any(needs_closure(optimizer) for optimizer in optimizers):
+    if owns_step or any(needs_closure(optimizer) for optimizer in optimizers):
         raise MultipleOptimizersError(
             "Training with multiple optimizers is only supported with manual optimization where a step evaluates the"
             f" loss. Got {len(optimizers)} optimizers, with an `optimizer_step` or an optimizer that evaluates the loss"

@@ -16,12 +16,14 @@ from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.compat.overrides import defines_defaults
 from trainer.engine.protocol import ModuleCalls
 from trainer.errors import ConfigurationError
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
 
 
+@defines_defaults
 class PrecisionAdapter(LightningPrecision):
     """Our precision plugin, in the shape Lightning expects of one.
 

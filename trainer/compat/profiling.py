@@ -13,14 +13,23 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from lightning.pytorch.strategies import Strategy
 
+from trainer.compat.overrides import overrides
 from trainer.loops.evaluation import EvalLoop
 from trainer.loops.fit import FitLoop
 from trainer.loops.hooks import Hook, Hooks
 from trainer.loops.manual_optimization import ManualOptimization
 
 Call = Callable[..., Any]
+
+
+def records(profiler: Profiler) -> bool:
+    """Return whether a profiler records anything. ``PassThroughProfiler`` does not, unless a method is overridden."""
+    return not isinstance(profiler, PassThroughProfiler) or any(
+        overrides(profiler, name) for name in ("profile", "start", "stop")
+    )
 
 
 class Profiling:
@@ -38,7 +47,7 @@ class Profiling:
     @classmethod
     def of(cls, trainer: Any) -> Profiling | None:
         """For the run of ``trainer`` that begins; None without a profiler."""
-        return None if isinstance(trainer.profiler, PassThroughProfiler) else cls(trainer)
+        return cls(trainer) if records(trainer.profiler) else None
 
     def action(self, name: str, call: Call) -> Call:
         """``call``, timed as ``name``."""
@@ -49,6 +58,8 @@ class Profiling:
         kind, who = "Callback", type(owner).__name__
         if isinstance(owner, (LightningModule, LightningDataModule)):
             kind = "LightningModule" if isinstance(owner, LightningModule) else "LightningDataModule"
+        elif isinstance(owner, Strategy):
+            kind = "Strategy"
         else:
             who = getattr(owner, "state_key", who)
         return self.action(f"[{kind}]{who}.{name}", call)
@@ -69,8 +80,11 @@ class Profiling:
         loop.train = self.action("run_training_batch", loop.train)
         loop.training_step = self.action(f"{strategy}.training_step", loop.training_step)
         loop.optimizer_zero_grad = hooks.of_module("optimizer_zero_grad")
-        backward = loop.backward or self._module.backward
-        loop.backward = Hook("backward", hooks.scope, module=self.action(f"{strategy}.backward", backward))
+        if loop.add_gradients != loop.run_backward:  # the strategy's, which calls the module's
+            loop.add_gradients = self.action(f"{strategy}.backward", loop.add_gradients)
+        else:
+            backward = loop.backward or self._module.backward
+            loop.backward = Hook("backward", hooks.scope, module=self.action(f"{strategy}.backward", backward))
         vars(loop)["update_weights"] = self.action(f"{module}.optimizer_step", partial(FitLoop.update_weights, loop))
         if isinstance(path, ManualOptimization):
             loop.engine.module_calls = loop.engine.module_calls._replace(step=self.action("optimizer_step", path.step))

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from trainer.arguments import deepspeed_settings
 from trainer.compat.engine import LightningEngine
 from trainer.compat.fsdp import FSDP2Strategy, ParallelStrategy, ShardedEngine
+from trainer.compat.overrides import overridden
 from trainer.errors import UnsupportedError
 from trainer.precision.base import Precision
 
@@ -44,13 +45,17 @@ def _ours(strategy: Any) -> Any:
 
         if settings is not None:
             return DeepSpeedStrategy(**settings)
-        return strategy if isinstance(strategy, DeepSpeedStrategy) else DeepSpeedStrategy.of(strategy)
+        if isinstance(strategy, DeepSpeedStrategy):
+            return strategy
+        _refuse_overrides(strategy, LightningDeepSpeedStrategy, "trainer.DeepSpeedStrategy")
+        return DeepSpeedStrategy.of(strategy)
     if isinstance(strategy, FSDPStrategy):
         raise UnsupportedError(
             f"Got strategy={type(strategy).__name__}(...), which is FSDP's first version; expected its second. With its"
             f" settings: strategy={in_our_words(strategy)}; from trainer import FSDP2Strategy."
         )
     if isinstance(strategy, ModelParallelStrategy):
+        _refuse_overrides(strategy, ModelParallelStrategy, "trainer.FSDP2Strategy")
         return ParallelStrategy(
             strategy._data_parallel_size,
             strategy._tensor_parallel_size,
@@ -60,6 +65,15 @@ def _ours(strategy: Any) -> Any:
             checkpoint_io=strategy._checkpoint_io,
         )
     return strategy
+
+
+def _refuse_overrides(strategy: Any, kind: type, ours: str) -> None:
+    """Refuse methods that would be lost, because only the settings of the strategy are used."""
+    if names := overridden(strategy, kind):
+        raise UnsupportedError(
+            f"Got {type(strategy).__name__} with its own `{names[0]}`, which is never called, because only the settings"
+            f" of a {kind.__name__} are used. Derive from {ours} instead, or override a method of the LightningModule."
+        )
 
 
 def in_our_words(strategy: FSDPStrategy) -> str:

@@ -50,12 +50,9 @@ class Gradients:
 
     Attributes:
         scaler: the one in use; see :meth:`use_scaler`.
-        calls_module_backward: whether :meth:`backward` ends in the module's own ``backward``, so that the loop is not
-            to call that.
         are_parts: whether a process holds no more than parts of parameters and gradients.
     """
 
-    calls_module_backward = False
     are_parts = False
 
     def __init__(self, scaler: LossScaler) -> None:

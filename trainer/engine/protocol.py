@@ -147,6 +147,12 @@ class Engine(Protocol):
     def setup(self, *, fitting: bool) -> None:
         """Move the module to the device and, for fitting, wrap it and make the optimizers."""
 
+    def override_of(self, name: str) -> Callable[..., Any] | None:
+        """Return the strategy's method ``name``, as Lightning's loops call it, or None if it is not overridden."""
+
+    def forward_context(self, name: str) -> Callable[[], AbstractContextManager[object]]:
+        """Return the function that creates the context of each call of ``step_function(name)``."""
+
     def step_function(self, name: str) -> Callable[..., Any]:
         """The module's ``training_step`` (``validation_step``, ...), going through the wrapper where there is one."""
 

@@ -102,6 +102,7 @@ class EvalLoop:
         self.progress.seen_batches.clear()
         step: Callable[..., Any] = as_it_is
         self.step = step if loaders is None else self.engine.step_function(self.step_name)
+        self.forward_context = self.engine.forward_context(self.step_name)
         self.on_batch_start = hooks.of(f"on_{self.stage}_batch_start")
         self.on_batch_end = hooks.of(f"on_{self.stage}_batch_end")
 
@@ -220,7 +221,7 @@ class EvalLoop:
         self.metrics.begin_batch(batch, dataloader_idx)
         self.on_batch_start(batch, *where)
         outer = self.hooks.scope.enter(self.step_name)
-        with self.precision.autocast():
+        with self.forward_context():
             output = self.step(batch, *where)
         self.hooks.scope.enter(outer)
         if output is None and self.stage == "predict":

@@ -6,6 +6,7 @@ Read ``FitLoop.run``, ``train_batch`` and ``update_weights``: they are the whole
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -86,6 +87,8 @@ class FitLoop:
         self.choose_path: Callable[[], Any] = as_it_is  # sets `train` again where exchanged optimizers need that
         self.follow_changes: Callable[[], Any] = as_it_is  # in callbacks and hooks, between epochs
         self.training_step: Callable[..., Any] = as_it_is
+        self.forward_context: Callable[[], AbstractContextManager[object]] = precision.autocast
+        self.add_gradients: Callable[[Tensor], Any] = self.run_backward  # or the overridden backward of the strategy
         self.backward: Hook | None = None  # None where the loop may do the usual thing itself; likewise:
         self.optimizer_zero_grad: Hook | None = None
         self.clears_early = False  # gradients before the forward pass, too: nobody has a say in when that happens
@@ -113,9 +116,10 @@ class FitLoop:
         self.clip_gradients, self.validate, self.resume = clip_gradients, validate, resume
         self.train, self.close_window = self.train_batch, self.close_window_without_batch
         self.training_step = self.engine.step_function("training_step")
-        self.backward = hooks.override_of("backward")
-        if self.gradients.calls_module_backward:
-            self.backward = Hook("backward", hooks.scope, module=self.gradients.backward)
+        self.forward_context = self.engine.forward_context("training_step")
+        self.backward, self.add_gradients = hooks.override_of("backward"), self.run_backward
+        if (own := self.engine.override_of("backward")) is not None:
+            self.add_gradients = Hook("backward", hooks.scope, module=lambda loss: own(loss, self.optimizers[0]))
 
     def take_optimizers(self) -> None:
         """Use the engine's optimizers and schedules from here on: callbacks may exchange them during a run."""
@@ -239,7 +243,7 @@ class FitLoop:
             self.free_gradients()
         with self.engine.gradient_sync(window.is_last):
             self.hooks.scope.enter("training_step")
-            with self.precision.autocast():  # forward and loss; never the backward
+            with self.forward_context():  # forward and loss; never the backward
                 output = NOTHING if batch is None else self.training_step(batch, batch_idx)
             self.hooks.scope.enter(None)
             if window.is_first:
@@ -248,7 +252,7 @@ class FitLoop:
             outputs = outputs_of(loss, output)
             del output  # a backward pass has its memory
             if loss is not None:
-                self.run_backward(self.gradients.scale(loss))
+                self.add_gradients(loss)
             else:
                 self.gradients.backward_without_loss(exchanges=window.is_last)
         if window.is_last and window.close(self.optimizers, self.engine):
@@ -269,7 +273,7 @@ class FitLoop:
     def run_training_step(self, batch: Any, batch_idx: int, nothing: Any = NOTHING) -> Any:
         """``training_step`` under autocast, also from inside another hook; ``nothing`` where the batch is None."""
         outer = self.hooks.scope.enter("training_step")  # from `optimizer_step`, perhaps
-        with self.precision.autocast():
+        with self.forward_context():
             output = nothing if batch is None else self.training_step(batch, batch_idx)
         self.hooks.scope.enter(outer)
         return output
@@ -329,13 +333,21 @@ class FitLoop:
             self.gradients.forward_without_loss(has_run=output is not NOTHING)
         return window.joint_share(loss, weight, self.engine)
 
-    def run_backward(self, loss: Tensor) -> None:
-        """Add the gradients of the scaled loss to those of the window's earlier batches."""
-        self.hooks.on_before_backward(loss)
-        if self.backward is None:
-            self.gradients.backward(loss)
+    def run_backward(self, loss: Tensor, run: Callable[[Tensor], None] | None = None) -> None:
+        """Scale the loss, and add its gradients to those of the window's earlier batches.
+
+        Args:
+            loss: the loss, not scaled.
+            run: runs the backward pass of the scaled loss. None for the module's ``backward`` or the usual one.
+        """
+        scaled = self.gradients.scale(loss)
+        self.hooks.on_before_backward(scaled)
+        if run is not None:
+            run(scaled)
+        elif self.backward is None:
+            self.gradients.backward(scaled)
         else:
-            self.backward(loss)
+            self.backward(scaled)
         self.hooks.on_after_backward()
 
     def end_batch(self, outputs: dict[str, Any] | None, batch: Any, batch_idx: int) -> None:

@@ -117,6 +117,13 @@ OF_CALLBACKS_ONLY = ("on_sanity_check_start", "on_sanity_check_end")
 """Those of them that modules do not have."""
 
 
+OF_STRATEGIES = (
+    "on_train_start", "on_train_batch_start", "on_train_end", "on_validation_start", "on_validation_end",
+    "on_test_start", "on_test_end", "on_predict_start", "on_predict_end",
+)  # fmt: skip
+"""Those of them that strategies have, too."""
+
+
 def _never(_: Any) -> bool:
     return False
 
@@ -138,6 +145,8 @@ class Hooks:
         saves: whether a callback writes checkpoints: at the end of a batch, a validation or an epoch it comes last,
             after the module and the row for the loggers, so that a checkpoint holds all of it.
         profile: wraps a call in a profiler's scope: (owner, name of the hook, call); None to leave calls bare.
+        strategy: an object with hooks that run after those of the module; see ``OF_STRATEGIES``. None for no such
+            object.
     """
 
     on_fit_start: Hook
@@ -168,8 +177,10 @@ class Hooks:
         monitors: Callable[[Any], bool],
         saves: Callable[[Any], bool] = _never,
         profile: Callable[[Any, str, Call], Call] | None = None,
+        strategy: Any = None,
     ) -> None:
         self.scope = scope
+        self._strategy = strategy
         self._trainer = trainer
         self._module = module
         self._profile = profile
@@ -191,7 +202,7 @@ class Hooks:
             Whether a callback has come or gone, or a hook has been set on one of them or on the module.
         """
         callbacks = list(callbacks)
-        known = [(id(owner), _set_on(owner)) for owner in (*callbacks, self._module)]
+        known = [(id(owner), _set_on(owner)) for owner in (*callbacks, self._module, self._strategy)]
         if known == self._known:
             return False
         self._callbacks, self._known = callbacks, known  # the callbacks, so that no other one gets their ids
@@ -203,10 +214,11 @@ class Hooks:
                 calls = [(c, call) for c, call in calls if not self._saves(c)]
                 self.of(_SAVING[name]).set((), None, saving)
             late = {"on_train_epoch_end": self._monitors, "on_validation_end": self._saves}.get(name, _never)
+            own = self._part_of(self._strategy, name) if self._strategy is not None and name in OF_STRATEGIES else None
             self.of(name).set(
                 [call for c, call in calls if not late(c)],
                 None if name in OF_CALLBACKS_ONLY else self._part_of(self._module, name),
-                [call for c, call in calls if late(c)],
+                [*([] if own is None else [own]), *(call for c, call in calls if late(c))],
             )
         return True
 

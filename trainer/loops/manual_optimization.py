@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,10 +60,7 @@ class ManualOptimization:
         loop.finish_steps()  # those that a hook has taken
         loop.gradients.scale_again()
         with _without_autocast(loop):
-            scaled = loop.gradients.scale(loss)
-            loop.hooks.on_before_backward(scaled)
-            loop.gradients.backward_by(run, scaled)
-            loop.hooks.on_after_backward()
+            loop.run_backward(loss, partial(loop.gradients.backward_by, run))
 
     def step(self, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:
         """``optimizer.step(closure)`` of one optimizer. Returns what the closure returned."""

@@ -104,7 +104,7 @@ class SplitBatches:
             if fraction != 1.0:
                 loop.metrics.begin_batch(part)
             loop.hooks.scope.enter("training_step")
-            with loop.precision.autocast():
+            with loop.forward_context():
                 output = NOTHING if part is None else loop.training_step(part, batch_idx)
             loop.hooks.scope.enter(None)
             self._clear()

@@ -168,6 +168,16 @@ class LossScaler(torch.amp.GradScaler):
             return None
         return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
 
+    def skipped_last_step(self) -> bool:
+        """Return whether the last ``step`` since ``update`` was skipped.
+
+        This is a host-device synchronization if the optimizer is fused.
+        """
+        check = next((check for check in reversed(self._checks) if check.stepped), None)
+        if check is None:
+            return False
+        return check.read() if check.overflowed is None else check.overflowed
+
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Adjust the scale, once, for all the steps since the last ``update``; nothing if there were none.
 
@@ -334,12 +344,15 @@ class LossScaler(torch.amp.GradScaler):
         """torch's, with a short way for the usual gradients: dense, float32, on the scale's device."""
         gradients = self.gradients_of(optimizer)
         kinds = {(g.dtype, g.device, g.layout) for g in gradients}
-        if kinds != {(torch.float32, found_inf.device, torch.strided)}:
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
+        if kinds == {(torch.float32, found_inf.device, torch.strided)}:
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
+            found = {found_inf.device: found_inf}
+        else:
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if self.agree is not None:
-            self.agree(found_inf)
-        return {found_inf.device: found_inf}
+            for flag in found.values():
+                self.agree(flag)
+        return found
 
     def _step_fused(
         self, optimizer: Optimizer, check: Check, args: tuple[Any, ...], kwargs: dict[str, Any]

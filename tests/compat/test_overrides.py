@@ -1,0 +1,593 @@
+"""Overridden methods of strategies, plugins, loggers, profilers, samplers and datamodules are called as by Lightning.
+
+The scan records every method that Lightning's own Trainer calls on such an object in a small fit, validation, test,
+prediction and resumed fit. Then each of them is overridden for our Trainer, and the calls, their arguments and their
+places between the hooks of the module are compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.plugins import HalfPrecision, TorchCheckpointIO
+from lightning.pytorch.plugins.precision import Precision as LightningPrecision
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from tests.parity import (
+    MODULE_HOOKS,
+    Classifier,
+    Learner,
+    RecordingLogger,
+    data,
+    lightning,
+    lightnings_noise_ignored,
+    ours,
+)
+from tests.parity import plain as plain_value
+from tests.support import (
+    Regression,
+    loader_of,
+    loss_of,
+    make_batches,
+    make_net,
+    make_trainer,
+    native_fp16,
+    needs_fsdp2,
+    sgd,
+)
+from trainer import FSDP2Strategy
+from trainer.callbacks import HalveOnOutOfMemory
+from trainer.compat.optimizers import MultipleOptimizersError
+from trainer.compat.overrides import overridden
+from trainer.errors import ConfigurationError, PrecisionError, UnsupportedError
+from trainer.precision import Precision
+
+pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")  # of the resumed fit
+
+Event = tuple[str, Any]
+
+LANDMARKS = [
+    name
+    for name in MODULE_HOOKS
+    if (name.startswith("on_") or name.endswith("_step")) and not name.endswith(("_model_eval", "_model_train"))
+]
+"""Hooks of the module that show the place of a call."""
+
+UNRECORDED = {
+    "self", "trainer", "model", "checkpoint", "filepath", "path", "checkpoint_path", "closure", "log_dir",
+    "weights_only",  # we always pass one: checkpoints are read without executing them
+}  # fmt: skip
+"""Arguments that differ between two runs of the same Trainer, and one that differs on purpose."""
+
+DIFFERENT = {
+    "strategy": {
+        # how processes communicate is up to the Trainer: an override is used for each exchange that takes place
+        "barrier", "broadcast", "reduce", "reduce_boolean_decision", "all_gather",
+    },
+    "environment": {"global_rank", "local_rank", "node_rank", "world_size"},  # numbers, read whenever they are needed
+    "sampler": {"__len__"},  # a number, read whenever it is needed
+    "batch_sampler": {"__len__"},
+    "profiler": {"start", "stop", "profile"},  # the names of actions are compared in test_profiling.py
+}  # fmt: skip
+"""Methods that may be called in other places, or in other numbers, than by Lightning; each with the reason."""
+
+CONSTRUCTED, RESUME = ("constructed", {}), ("resume", {})
+"""Separate the calls of the Trainer's constructor, and those of the resumed fit, from the others."""
+
+
+# --- what is recorded -------------------------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    if callable(value) and not isinstance(value, type):
+        return "callable"
+    return plain_value(value)
+
+
+def functions(cls: type) -> dict[str, Any]:
+    """The methods of a class, by name; of dunder methods, those of samplers."""
+    found = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
+    return {
+        name: attribute
+        for name, attribute in found.items()
+        if inspect.isfunction(attribute) and (not name.startswith("__") or name in ("__iter__", "__len__"))
+    }
+
+
+def recorder(owner: str, name: str, original: Any, log: list[Event], of: Any = None) -> Callable[..., Any]:
+    """A method that writes its call (if given, only that of the object ``of``) into ``log``, then does its work."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if of is not None and args[0] is not of:  # a class of Lightning's may be the base of other objects, too
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = {k: plain(v) for k, v in bound.arguments.items() if k not in UNRECORDED}
+        log.append((f"{owner}.{name}", given))
+        return original(*args, **kwargs)
+
+    return method
+
+
+@dataclass
+class Watch:
+    """Overrides methods of the objects of one Trainer, in one of three ways.
+
+    Args:
+        way: ``"subclass"``, or after the construction of the Trainer ``"object"`` or ``"class"``.
+        wanted: the names of the methods to override, by owner.
+    """
+
+    way: str
+    wanted: dict[str, list[str]]
+    log: list[Event] = field(default_factory=list)
+    made: dict[str, list[Any]] = field(default_factory=dict)
+
+    def make(self, owner: str, cls: type, *args: Any, **kwargs: Any) -> Any:
+        names = self.wanted.get(owner, [])
+        kind = cls
+        if self.way == "subclass" and names:
+            methods = {name: recorder(owner, name, functions(cls)[name], self.log) for name in names}
+            kind = type(cls.__name__, (cls,), methods)
+        made = kind(*args, **kwargs)
+        self.made.setdefault(owner, []).append(made)
+        return made
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """After the Trainer has been constructed."""
+        with pytest.MonkeyPatch.context() as patch:
+            for owner, names in self.wanted.items() if self.way != "subclass" else ():
+                for one in self.made.get(owner, []):
+                    for name in names:
+                        self._patch(patch, owner, one, name)
+            yield
+
+    def _patch(self, patch: pytest.MonkeyPatch, owner: str, one: Any, name: str) -> None:
+        if name.startswith("__"):  # Python looks it up in the class of the object
+            patch.setattr(type(one), name, recorder(owner, name, getattr(type(one), name), self.log))
+        elif self.way == "object":
+            patch.setattr(one, name, recorder(owner, name, getattr(one, name), self.log))
+        else:
+            home = next(cls for cls in type(one).__mro__ if name in vars(cls))
+            patch.setattr(home, name, recorder(owner, name, vars(home)[name], self.log, of=one))
+
+
+class Logs(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val_loss", loss := super().validation_step(batch, batch_idx))
+        return loss
+
+
+class ByHand(Logs):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class Order(SequentialSampler):
+    """A class of its own, to be patched."""
+
+
+class Batches(BatchSampler):
+    """Under DDP, Lightning does not keep the batch size of torch's own."""
+
+
+class Data(LightningDataModule):
+    training: DataLoader[Any]
+
+    def train_dataloader(self) -> Any:
+        return self.training
+
+    def val_dataloader(self) -> Any:
+        return data(4)
+
+    def test_dataloader(self) -> Any:
+        return data(4)
+
+    def predict_dataloader(self) -> Any:
+        return data(4)
+
+
+def program(
+    make: Any, watch: Watch, folder: Path, base: type[LightningModule], ddp: bool, resumes: bool
+) -> list[Event]:
+    """Fit, validate, test, predict and, if ``resumes``, a second fit. Returns all recorded calls."""
+    extra: dict[str, Any] = {"checkpoint_io": watch.make("checkpoint_io", TorchCheckpointIO)}
+    if ddp:
+        extra["cluster_environment"] = watch.make("environment", LightningEnvironment)
+    else:
+        extra["device"] = torch.device("cpu")
+    if make is lightning:
+        extra["precision_plugin"] = watch.make("precision", LightningPrecision)
+    hooks = {name: recorder("module", name, getattr(base, name), watch.log) for name in LANDMARKS}
+    module: LightningModule = type(base.__name__, (base,), hooks)()
+    datamodule = watch.make("datamodule", Data)
+    source = data(8).dataset
+    batches = watch.make("batch_sampler", Batches, watch.make("sampler", Order, source), 2, False)
+    datamodule.training = DataLoader(source, batch_sampler=batches)
+    manual = not module.automatic_optimization
+    trainer = make(
+        strategy=watch.make("strategy", DDPStrategy if ddp else SingleDeviceStrategy, **extra),
+        accelerator=watch.make("accelerator", CPUAccelerator),
+        logger=watch.make("logger", RecordingLogger) if "logger" in watch.wanted else False,
+        profiler=watch.make("profiler", PassThroughProfiler),
+        callbacks=[ModelCheckpoint(folder, every_n_epochs=1, save_top_k=1)],
+        enable_checkpointing=True,
+        default_root_dir=folder,
+        max_epochs=2,
+        log_every_n_steps=1,
+        num_sanity_val_steps=1,
+        accumulate_grad_batches=1 if manual else 2,
+    )
+    watch.log.append(CONSTRUCTED)
+    with watch.patched():
+        trainer.fit(module, datamodule)
+        trainer.validate(module, datamodule, verbose=False)
+        trainer.test(module, datamodule, verbose=False)
+        trainer.predict(module, datamodule)
+        if resumes:
+            watch.log.append(RESUME)
+            trainer.fit_loop.max_epochs = 3
+            trainer.fit(module, datamodule, ckpt_path=trainer.checkpoint_callback.best_model_path)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return watch.log
+
+
+BASES: dict[str, type] = {
+    "strategy": SingleDeviceStrategy,
+    "precision": LightningPrecision,
+    "checkpoint_io": TorchCheckpointIO,
+    "accelerator": CPUAccelerator,
+    "logger": RecordingLogger,
+    "profiler": PassThroughProfiler,
+    "datamodule": Data,
+    "sampler": Order,
+    "batch_sampler": Batches,
+}
+
+
+@functools.cache
+def lightnings(base: type[LightningModule], ddp: bool, folder: Path) -> list[Event]:
+    """The calls of Lightning's Trainer."""
+    bases = {**BASES, "strategy": DDPStrategy, "environment": LightningEnvironment} if ddp else BASES
+    everything = {owner: list(functions(cls)) for owner, cls in bases.items()}
+    with lightnings_noise_ignored():
+        return program(lightning, Watch("subclass", everything), folder, base, ddp, resumes=True)
+
+
+def called(events: list[Event], owner: str) -> list[str]:
+    """The methods of ``owner`` that were called, without those that differ on purpose."""
+    names = {name.removeprefix(f"{owner}.") for name, _ in events if name.startswith(f"{owner}.")}
+    return sorted(names - DIFFERENT.get(owner, set()))
+
+
+def among(events: list[Event], owner: str, names: list[str]) -> list[Event]:
+    """The calls of these methods, between those of the module's hooks."""
+    wanted = {f"{owner}.{name}" for name in names}
+    return [event for event in events if event[0] in wanted or event[0].startswith("module.")]
+
+
+def compare(theirs: list[Event], owner: str, names: list[str], way: str, folder: Path, base: Any, ddp: bool) -> None:
+    """Run the program with these methods overridden; compare the calls with Lightning's."""
+    resumes = not {f"{owner}.{name}" for name in names} & {event for event, _ in theirs[: theirs.index(RESUME)]}
+    mine = program(ours, Watch(way, {owner: names}), folder / f"{owner}-{names[0]}", base, ddp, resumes)
+    start = 0 if way == "subclass" else theirs.index(CONSTRUCTED)
+    end = None if resumes else theirs.index(RESUME)
+    assert among(mine, owner, names) == among(theirs[start:end], owner, names), (names, way)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("lightning")
+
+
+WAYS = ("subclass", "object", "class")
+
+
+@pytest.mark.parametrize(("base", "ddp"), [(Logs, False), (ByHand, False), (Logs, True), (ByHand, True)])
+def test_each_method_of_a_strategy_is_called_as_by_lightning(
+    base: Any, ddp: bool, folder: Path, tmp_path: Path
+) -> None:
+    """One method at a time, so that none is called only because another one is overridden, too."""
+    theirs = lightnings(base, ddp, folder)
+    names = called(theirs, "strategy")
+    assert len(names) > 30
+    offset = (base is ByHand) + ddp
+    for number, name in enumerate(names):
+        compare(theirs, "strategy", [name], WAYS[(number + offset) % 3], tmp_path, base, ddp)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_method_of_other_objects_is_called_as_by_lightning(way: str, folder: Path, tmp_path: Path) -> None:
+    theirs = lightnings(Logs, False, folder)
+    for owner in BASES.keys() - {"strategy", "precision"}:
+        names = called(theirs, owner)
+        for one in [[name] for name in names] if owner == "datamodule" else [names]:
+            compare(theirs, owner, one, way, tmp_path, Logs, False)
+    theirs = lightnings(Logs, True, folder)
+    compare(theirs, "environment", called(theirs, "environment"), way, tmp_path, Logs, True)
+
+
+def test_lightning_calls_what_is_refused(folder: Path) -> None:
+    """Each method of Lightning's precision plugins that its loops call is refused if it is overridden here."""
+    theirs = lightnings(Logs, False, folder)
+    names = called(theirs, "precision")
+    assert len(names) > 15
+    for number, name in enumerate(names):
+        trainer = ours(max_epochs=1)
+        owner = trainer.precision_plugin if number % 2 else LightningPrecision
+        with (
+            mock.patch.object(owner, name),
+            pytest.raises(PrecisionError, match=f"with its own `{name}`, .*precision="),
+        ):
+            trainer.fit(Learner(), data(2))
+    assert overridden(ours().precision_plugin, LightningPrecision) == []  # all patches are undone
+
+
+# --- what an override may do ------------------------------------------------------------------------------------------
+
+
+def trained(setup: dict[str, Any], methods: tuple[str, ...] = (), batches: Any = None) -> tuple[Any, list[Tensor]]:
+    """A fit with methods of the strategy overridden by ones that call those of the base class."""
+
+    def passes(name: str) -> Callable[..., Any]:
+        return lambda self, *args, **kwargs: getattr(SingleDeviceStrategy, name)(self, *args, **kwargs)
+
+    kind = type("Own", (SingleDeviceStrategy,), {name: passes(name) for name in methods})
+    trainer = make_trainer(None, strategy=kind(torch.device("cpu")), accelerator="auto", max_epochs=2, **setup)
+    trainer.fit(module := Regression(make_net(dropout=0.1)), loader_of(batches or make_batches(5)))
+    return trainer, [value.clone() for value in module.state_dict().values()]
+
+
+OVERFLOWS = make_batches(5, gains={1: 1e6, 3: 1e6})
+
+
+@pytest.mark.parametrize(
+    ("setup", "batches"),
+    [
+        ({}, None),
+        ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, None),
+        ({"precision": "bf16-mixed"}, None),
+        ({"precision": native_fp16(init_scale=2.0**10, growth_interval=3), "accumulate_grad_batches": 2}, OVERFLOWS),
+    ],
+    ids=["32-true", "window", "bf16-mixed", "16-mixed"],
+)
+@pytest.mark.parametrize(
+    "methods",
+    [("backward",), ("optimizer_step",), ("training_step",), ("batch_to_device", "on_train_batch_start"),
+     ("optimizer_step", "post_backward", "post_training_step", "setup_optimizers")],
+    ids=",".join,
+)  # fmt: skip
+def test_an_override_that_calls_the_base_class_changes_nothing(
+    setup: dict[str, Any], batches: Any, methods: tuple[str, ...]
+) -> None:
+    usual, expected = trained(setup, batches=batches)
+    trainer, found = trained(setup, methods, batches)
+    assert (trainer.global_step, trainer.skipped_steps) == (usual.global_step, usual.skipped_steps)
+    assert (trainer.skipped_steps > 0) == (batches is not None)
+    assert trainer.scaler.get_scale() == usual.scaler.get_scale()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_the_loss_arrives_unscaled_and_the_step_outside_of_autocast() -> None:
+    """As with Lightning: scaling and autocast are in the methods of the base class."""
+    seen: list[tuple[float, bool, bool]] = []
+
+    class Own(SingleDeviceStrategy):
+        def training_step(self, *args: Any) -> Any:
+            outside = torch.is_autocast_enabled("cpu")
+            self.loss = super().training_step(*args)
+            seen.append((self.loss.item(), outside, torch.is_autocast_enabled("cpu")))
+            return self.loss
+
+        def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+            assert closure_loss.item() == self.loss.item() / 2  # two batches in a window
+            assert optimizer is self.optimizers[0]
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    class Inside(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            assert torch.is_autocast_enabled("cpu")
+            return super().training_step(batch, batch_idx)
+
+    precision = native_fp16(init_scale=1024.0)
+    options: dict[str, Any] = {"strategy": Own(torch.device("cpu")), "accelerator": "auto", "precision": precision}
+    make_trainer(None, **options, accumulate_grad_batches=2).fit(Inside(make_net()), loader_of(make_batches(4)))
+    assert [inside for _, *inside in seen] == [[False, False]] * 4
+
+
+def test_a_step_of_a_strategy_may_return_something_else() -> None:
+    class Doubled(SingleDeviceStrategy):
+        def training_step(self, *args: Any) -> Any:
+            return 2 * super().training_step(*args)
+
+        def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            return [part.flip(0) if part.ndim else part for part in super().batch_to_device(batch, *args, **kwargs)]
+
+    net, by_hand, batches = make_net(), make_net(), make_batches(3)
+    make_trainer(None, strategy=Doubled(torch.device("cpu")), accelerator="auto").fit(
+        Regression(net, sgd), loader_of(batches)
+    )
+    optimizer = sgd(by_hand.parameters())
+    for x, y, gain in batches:
+        optimizer.zero_grad()
+        (2 * loss_of(by_hand, [x.flip(0), y.flip(0), gain])).backward()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), by_hand.parameters(), strict=True))
+
+
+# --- patches ----------------------------------------------------------------------------------------------------------
+
+
+def test_backward_is_not_called_in_the_last_epoch_of_swa() -> None:
+    """As Lightning's own tests of StochasticWeightAveraging count it."""
+    for make in (lightning, ours):
+        trainer = make(max_epochs=4, callbacks=[StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=2)])
+        with mock.patch.object(Strategy, "backward", wraps=trainer.strategy.backward) as backward:
+            with lightnings_noise_ignored():
+                trainer.fit(Classifier(), data(6))
+            assert backward.call_count == 4 * 3
+
+
+def test_a_patch_counts_while_it_lasts() -> None:
+    trainer = ours(max_epochs=1)
+    for epochs in (1, 2, 3):
+        trainer.fit_loop.max_epochs = epochs
+        with mock.patch.object(trainer.strategy, "training_step", wraps=trainer.strategy.training_step) as step:
+            if epochs == 2:
+                trainer.fit(Learner(), data(4))
+        if epochs != 2:
+            trainer.fit(Learner(), data(4))
+        assert step.call_count == (2 if epochs == 2 else 0)
+        assert (trainer.loop.forward_context is nullcontext) == (epochs == 2)
+
+
+@pytest.mark.parametrize("base", [Callback, LightningModule])
+def test_a_patch_of_a_base_class_counts(base: type) -> None:
+    counts = []
+    for make in (lightning, ours):
+        original, calls = base.on_train_batch_start, []  # type: ignore[attr-defined]
+
+        def counted(self: Any, *args: Any, original: Any = original, calls: list[Any] = calls) -> Any:
+            calls.append(type(self).__name__)
+            return original(self, *args)
+
+        trainer = make(max_epochs=1, callbacks=[type("Mine", (Callback,), {})()])
+        with mock.patch.object(base, "on_train_batch_start", counted), lightnings_noise_ignored():
+            trainer.fit(Learner(), data(4))
+        counts.append([kind for kind in calls if kind in ("Mine", "Learner")])
+    assert counts[0] == counts[1] == ["Mine" if base is Callback else "Learner"] * 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_precision_of_ours_converts_batches_however_it_is_overridden(way: str) -> None:
+    def halve(*args: Any) -> Any:
+        features, labels = args[-1]
+        return features[:1], labels[:1]
+
+    sizes: list[int] = []
+
+    class Module(Learner):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            sizes.append(len(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+    plugin = type("Own", (Precision,), {"convert_batch": halve} if way == "subclass" else {})()
+    trainer = ours(max_epochs=1, precision=plugin)
+    with pytest.MonkeyPatch.context() as patch:
+        if way != "subclass":
+            patch.setattr(plugin if way == "object" else Precision, "convert_batch", halve)
+        trainer.fit(Module(), data(4))
+    assert sizes == [1, 1]
+
+
+def test_a_profiler_that_passes_through_is_asked_if_it_overrides_something() -> None:
+    class Counts(PassThroughProfiler):
+        actions: list[str]
+
+        def start(self, action_name: str) -> None:
+            self.actions.append(action_name)
+
+    seen = []
+    for make in (lightning, ours):
+        (profiler := Counts()).actions = []
+        make(max_epochs=1, profiler=profiler).fit(Classifier(), data(4), data(2))
+        seen.append([name for name in profiler.actions if name.endswith(("_step", "train_dataloader_next"))])
+    assert [name for name in seen[0] if not name.endswith("optimizer_step")] == [
+        name for name in seen[1] if not name.endswith("optimizer_step")
+    ]
+    assert len(seen[1]) > 4
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_precision_plugin_of_lightnings_with_a_method_of_its_own_is_refused() -> None:
+    plugin = LightningPrecision()
+    ours(plugins=[LightningPrecision()])  # does nothing, as ours
+    plugin.clip_grad_by_norm = print  # type: ignore[method-assign, assignment]
+    with pytest.raises(PrecisionError, match=r"Got plugins with its own `clip_grad_by_norm`.*trainer\.precision"):
+        ours(plugins=[plugin])
+    trainer = ours(max_epochs=1)
+    trainer.strategy.precision_plugin = HalfPrecision("bf16-true")
+    with pytest.raises(PrecisionError, match=r"Got HalfPrecision through SingleDeviceStrategy\.precision_plugin"):
+        trainer.fit(Learner(), data(2))
+
+
+def test_a_strategy_that_accumulates_by_itself_is_refused() -> None:
+    class Accumulates(SingleDeviceStrategy):
+        @property
+        def handles_gradient_accumulation(self) -> bool:
+            return True
+
+    with pytest.raises(UnsupportedError, match=r"Accumulates\.handles_gradient_accumulation=True, expected False"):
+        ours(strategy=Accumulates(torch.device("cpu")), accelerator="auto", devices="auto")
+
+
+def test_halving_of_batches_is_refused_with_a_backward_of_the_strategy() -> None:
+    trainer = ours(max_epochs=1, callbacks=[HalveOnOutOfMemory()])
+    with (
+        mock.patch.object(trainer.strategy, "backward"),
+        pytest.raises(ConfigurationError, match=r"`LightningModule\.backward`"),
+    ):
+        trainer.fit(Learner(), data(2))
+
+
+def test_several_optimizers_are_refused_with_a_step_of_the_strategy() -> None:
+    class Two(Learner):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net[0], self.net[2])]
+
+    trainer = ours(max_epochs=1)
+    trainer.fit(Two(), data(2))
+    with mock.patch.object(trainer.strategy, "optimizer_step"), pytest.raises(MultipleOptimizersError):
+        trainer.fit(Two(), data(2))
+
+
+@needs_fsdp2
+@pytest.mark.parametrize("name", ["training_step", "validation_step", "pre_backward", "backward"])
+def test_methods_that_a_sharded_module_passes_by_are_refused(name: str) -> None:
+    strategy = type("Own", (FSDP2Strategy,), {name: lambda *_: None})()
+    with pytest.raises(UnsupportedError, match=f"Got Own with its own `{name}`.*Override `LightningModule\\."):
+        ours(strategy=strategy, devices=2)
+    trainer = ours(strategy=FSDP2Strategy(), devices=2)
+    with mock.patch.object(trainer.strategy, name), pytest.raises(UnsupportedError, match=f"`{name}`"):
+        trainer.engine.connect(Classifier())
+
+
+@needs_fsdp2
+def test_methods_of_a_strategy_that_is_replaced_are_refused() -> None:
+    class Own(ModelParallelStrategy):
+        def on_train_start(self) -> None: ...
+
+    with pytest.raises(UnsupportedError, match=r"Got Own with its own `on_train_start`.*FSDP2Strategy"):
+        ours(strategy=Own(1, 2), devices=2)

@@ -1,0 +1,165 @@
+"""Post-local SGD on two processes, run by each of them: by our Trainer, and by hand."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from tests.support import native_fp16
+from trainer import Trainer
+
+Batch = tuple[Tensor, Tensor, float]
+
+
+@dataclass(frozen=True)
+class LocalSGD:
+    """A fit.
+
+    Args:
+        precision: ``"32-true"``, ``"bf16-mixed"`` or ``"16-mixed"``.
+        window: batches of an accumulation window.
+        manual: whether the module steps the optimizer by itself.
+        fused: whether the optimizer is fused.
+        overflows: (process, batch) with a loss that is infinite.
+        warmup: steps that average gradients.
+        period: steps from one average of the weights to the next.
+    """
+
+    precision: str = "32-true"
+    window: int = 1
+    manual: bool = False
+    fused: bool = False
+    overflows: tuple[tuple[int, int], ...] = ()
+    warmup: int = 2
+    period: int = 3
+    batches: int = 12
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def batches(setup: LocalSGD) -> list[Batch]:
+    """Those of this process."""
+    rank = distributed.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    return [
+        (
+            torch.randn(4, 4, generator=generator),
+            torch.randn(4, 2, generator=generator),
+            float("inf") if (rank, index) in setup.overflows else 1.0,
+        )
+        for index in range(setup.batches)
+    ]
+
+
+def optimizer_of(setup: LocalSGD, module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, fused=setup.fused)
+
+
+def loss_of(module: nn.Module, batch: Batch) -> Tensor:
+    return nn.functional.mse_loss(module(batch[0]), batch[1]) * batch[2]
+
+
+def state_of(setup: LocalSGD) -> PostLocalSGDState:
+    alone, _ = distributed.new_subgroups(group_size=1)
+    return PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=setup.warmup)
+
+
+class OnCPU(DDPStrategy):
+    """Lightning registers communication hooks on CUDA only."""
+
+    def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
+
+
+class Module(LightningModule):
+    def __init__(self, setup: LocalSGD) -> None:
+        super().__init__()
+        self.setup_ = setup
+        self.automatic_optimization = not setup.manual
+        self.net = net()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = loss_of(self.net, batch)
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> Any:
+        return optimizer_of(self.setup_, self.net)
+
+
+def fit(setup: LocalSGD) -> dict[str, Any]:
+    """By our Trainer."""
+    warnings.filterwarnings("ignore", ".*does not have many workers")
+    precision: Any = native_fp16(init_scale=1024.0, growth_interval=4) if setup.precision == "16-mixed" else None
+    module = Module(setup)
+    trainer = Trainer(
+        accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False, barebones=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        precision=precision or setup.precision, accumulate_grad_batches=setup.window, default_root_dir=os.getcwd(),
+        strategy=OnCPU(
+            ddp_comm_state=state_of(setup), ddp_comm_hook=post_localSGD_hook, model_averaging_period=setup.period
+        ),
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(batches(setup), batch_size=None))
+    return {
+        "weights": list(module.net.state_dict().values()),
+        "scale": trainer.scaler.get_scale(),
+        "skipped": trainer.skipped_steps,
+    }
+
+
+def by_hand(setup: LocalSGD) -> dict[str, Any]:
+    """By torch's own classes. The processes agree on a skipped step, which torch leaves to the user."""
+    module = DistributedDataParallel(net())
+    module.register_comm_hook(state_of(setup), post_localSGD_hook)
+    bare = optimizer_of(setup, module)
+    optimizer = PostLocalSGDOptimizer(bare, PeriodicModelAverager(setup.period, setup.warmup))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4, enabled=setup.precision == "16-mixed")
+    dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(setup.precision)
+    context = partial(torch.autocast, "cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+    skipped = 0
+    given = batches(setup)
+    for start in range(0, len(given), setup.window):
+        bare.zero_grad()
+        window = given[start : start + setup.window]
+        for index, batch in enumerate(window):
+            module.require_backward_grad_sync = index == len(window) - 1
+            with context():
+                loss = loss_of(module, batch)
+            scaler.scale(loss * (1 / len(window))).backward()
+        overflowed = torch.zeros(())
+        if scaler.is_enabled():
+            scaler.unscale_(bare)
+            (overflowed,) = scaler._per_optimizer_states[id(bare)]["found_inf_per_device"].values()
+            distributed.all_reduce(overflowed, distributed.ReduceOp.MAX)
+        if overflowed:
+            skipped += 1
+            scaler.step(bare)  # notes the overflow
+        else:
+            scaler.step(bare)
+            optimizer.averager.average_parameters(params=optimizer.param_groups)
+        scaler.update()
+    return {"weights": list(module.module.state_dict().values()), "scale": scaler.get_scale(), "skipped": skipped}
