@@ -248,7 +248,7 @@ class Preparation:
         if isinstance(self._path, ManualOptimization):
             return "Manual optimization"
         if isinstance(self._path, ClosureOptimization):
-            return "An optimizer that evaluates the loss itself"
+            return "An overridden `optimizer_step`, or an optimizer that evaluates the loss itself,"
         if self._halving is not None:
             return "HalveOnOutOfMemory"
         return _exchanging_part(self._module) if self._trainer.engine.trains_unevenly else "DeepSpeed"

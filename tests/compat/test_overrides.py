@@ -448,8 +448,8 @@ def test_a_step_of_a_strategy_may_return_something_else() -> None:
 # --- patches ----------------------------------------------------------------------------------------------------------
 
 
-def test_backward_is_not_called_in_the_last_epoch_of_swa() -> None:
-    """As Lightning's own tests of StochasticWeightAveraging count it."""
+def test_a_patch_of_the_base_class_counts_each_backward() -> None:
+    """As Lightning's own tests of StochasticWeightAveraging patch it."""
     for make in (lightning, ours):
         trainer = make(max_epochs=4, callbacks=[StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=2)])
         with mock.patch.object(Strategy, "backward", wraps=trainer.strategy.backward) as backward:
