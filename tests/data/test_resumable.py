@@ -117,6 +117,58 @@ class Bookmarked(Stream):
         self.at = state["at"]
 
 
+class CountsPasses(IterableDataset[torch.Tensor]):
+    """Shuffles by the number of passes that have begun, which it counts itself."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.passes += 1
+        for number in torch.randperm(6, generator=seeded(self.passes)).tolist():
+            yield torch.tensor([number, *noise()], dtype=torch.float64)
+
+
+class NeverCloses(CountsPasses):
+    """Keeps an iterator from pass to pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source: Iterator[int] = iter(())
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.source = self.source if self.passes else iter(range(100))
+        self.passes += 1
+        for number in islice(self.source, 6):
+            yield torch.tensor([number, *noise()], dtype=torch.float64)
+
+
+class CountsSamples(Noisy):
+    """Samples that depend on the number of samples before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"samples": 0}
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.counts["samples"] += 1
+        return torch.cat([super().__getitem__(index), torch.tensor([self.counts["samples"]])])
+
+
+class CountsEpochs(Sampler[int]):
+    """Has no ``set_epoch``: counts its own epochs."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(torch.randperm(7, generator=seeded(self.epoch)).tolist())
+
+    def __len__(self) -> int:
+        return 7
+
+
 class EagerlyShuffled(Sampler[int]):
     """Draws as soon as it is asked for an iterator, and not from torch's generator."""
 
@@ -205,6 +257,7 @@ def trained(make: Callable[[], Any], epochs: int, limit: float = inf) -> tuple[l
             steps.append(step(epoch, batch_idx, batch))
             checkpoints.append((len(steps), saved(batches, epoch, batch_idx + 1)))
         checkpoints.append((len(steps), saved(batches, epoch + 1, 0)))
+    batches.loaders.close()
     return steps, checkpoints
 
 
@@ -217,6 +270,7 @@ def resumed(loaders: Any, checkpoint: bytes, epochs: int, limit: float = inf, **
     for epoch in range(first, epochs):
         batches.start_epoch(epoch, trained if epoch == first else 0)
         steps += [step(epoch, batch_idx, batch) for batch, batch_idx, _ in batches]
+    batches.loaders.close()
     return steps
 
 
@@ -431,6 +485,79 @@ def test_a_stateful_dataloader(kind: str) -> None:
 )
 def test_the_workers_of_a_stateful_dataloader(make: Any) -> None:
     check(make, only=slice(1, 3))
+
+
+STAY = {"num_workers": 2, "persistent_workers": True}
+
+
+@pytest.mark.parametrize(
+    ("make", "limit"),
+    [
+        (lambda: StatefulDataLoader(Noisy(), 2, shuffle=True, **STAY), inf),
+        (lambda: StatefulDataLoader(Noisy(), 2, shuffle=True, **STAY), 2),
+        (lambda: StatefulDataLoader(TensorDataset(torch.arange(7)), 2, sampler=RandomSampler(range(7)), **STAY), inf),
+        (lambda: StatefulDataLoader(Bookmarked(4), 2, **STAY), inf),
+        (lambda: StatefulDataLoader(CountsPasses(), 2, **STAY), inf),
+        (lambda: DataLoader(CountsPasses(), 2, **STAY), inf),
+        (lambda: DataLoader(Bookmarked(6), 2, num_workers=1, persistent_workers=True), 2),
+        (lambda: DataLoader(CountsSamples(), 2, shuffle=True, **STAY), 2),
+    ],
+    ids=[
+        "stateful", "stateful, limited", "stateful, global generator", "stateful, own place", "stateful, counts passes",
+        "counts passes", "own place, limited", "counts samples, limited",
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Resuming inside an epoch")
+def test_persistent_workers_continue_in_every_epoch(make: Any, limit: float) -> None:
+    """With their random states, and with the attributes of their datasets."""
+    _, checkpoints = trained(make, 3, limit)
+    end = next(i for i, (_, checkpoint) in enumerate(checkpoints) if _begins(checkpoint, 1))
+    for number in [end, end + 2][: 1 + (limit == inf)]:
+        check(make, epochs=3, limit=limit, only=slice(number, number + 1))
+
+
+def _begins(checkpoint: bytes, epoch: int) -> bool:
+    return torch.load(io.BytesIO(checkpoint), weights_only=True)[:2] == [epoch, 0]
+
+
+@pytest.mark.filterwarnings("ignore:Resuming inside an epoch")
+def test_state_of_persistent_workers_that_cannot_be_stored_is_refused() -> None:
+    make = lambda: DataLoader(NeverCloses(), 2, num_workers=1, persistent_workers=True)  # noqa: E731
+    _, checkpoints = trained(make, 3)
+    end = next(checkpoint for _, checkpoint in checkpoints if _begins(checkpoint, 2))
+    with pytest.raises(ResumeError, match=r"NeverCloses.source changed in its persistent_workers.*=False.*state_dict"):
+        resumed(make(), end, 3)
+    with pytest.warns(UserWarning, match="NeverCloses.source changed"):
+        resumed(make(), end, 3, exact=False)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Noisy(), 2, sampler=CountsEpochs()),
+        lambda: DataLoader(Noisy(), batch_sampler=BatchSampler(CountsEpochs(), 2, False)),
+        lambda: DataLoader(CountsSamples(), 2, shuffle=True),
+        lambda: DataLoader(CountsSamples(), 2, shuffle=True, num_workers=1),
+        lambda: DataLoader(CountsPasses(), 2),
+        lambda: DataLoader(Bookmarked(6), 2),
+        lambda: StatefulDataLoader(CountsPasses(), 2),
+    ],
+    ids=[
+        "sampler", "batch sampler", "samples", "samples in workers", "iterable", "own place", "stateful iterable"
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Resuming inside an epoch")
+def test_attributes_of_samplers_and_datasets_that_change(make: Any) -> None:
+    check(make, epochs=3, only=slice(0, None, 2))
+    if not isinstance(make().dataset, IterableDataset):
+        check(make, epochs=3, limit=2, only=slice(0, None, 2))
+
+
+def test_a_sampler_that_a_stateful_dataloader_iterates_too_often_is_refused_inside_an_epoch() -> None:
+    make = lambda: StatefulDataLoader(Noisy(), 2, sampler=CountsEpochs())  # noqa: E731
+    _, checkpoints = trained(make, 1)
+    with pytest.raises(ResumeError, match="its sampler changes whenever it is iterated"):
+        resumed(make(), checkpoints[1][1], 1)
 
 
 def test_nobody_starts_its_workers_by_asking_for_its_state_before_a_pass() -> None:

@@ -248,9 +248,12 @@ class LoaderSet:
             return [] if state["is_over"] else [f"there were {len(states)} dataloaders and are {len(loaders)}"]
         if not state["is_over"]:
             return self._resume(state, state["ahead"] or state)
+        reasons = []
         for loader, own in zip(loaders, states, strict=True):
-            loader.load_state_dict({**own, "is_over": True} if own else {})
-        return []
+            if loader.replays and own.get("workers"):
+                _warn_of_replaying(loader, own["batches"])
+            reasons += loader.load_state_dict({**own, "is_over": True} if own else {})
+        return reasons
 
     def _resume(self, state: dict[str, Any], position: dict[str, Any]) -> list[str]:
         reasons, batches, is_one = [], state["batches"], len(self.loaders) == 1

@@ -195,19 +195,18 @@ class TrainingBatches:
                 '`FitLoop` does not support the `CombinedLoader(mode="sequential")` mode. Training takes one batch of'
                 ' each dataloader at a time: choose "max_size_cycle", "max_size" or "min_size".'
             )
-        was_told = renewed is not None or (self._is_open and self._epoch == epoch)  # when they were made
-        if not was_told:
-            self.loaders.start_epoch(epoch)
         self._next_epoch, self._first, self._is_empty = epoch, skip, False
         if state.get("made_in", self.loaders.made_in) != self.loaders.made_in:
             state = {}  # it is of dataloaders that have been replaced since
         is_its_epoch = bool(state) and state["epoch"] == epoch
+        if state and state["epoch"] + 1 == epoch and not skip:
+            self._resume({**state, "is_over": True}, state["batches"])  # restores the epoch's number, too
+        if renewed is None and not (self._is_open and self._epoch == epoch):  # otherwise set when they were made
+            self.loaders.start_epoch(epoch)
         if is_its_epoch and (skip or not state["batches"]):
             self._resume(state, skip)
         elif skip:
             self._resume({"epoch": epoch, "batches": skip, "is_over": False}, skip)
-        elif state and state["epoch"] + 1 == epoch:
-            self._resume({**state, "is_over": True}, state["batches"])
         elif is_its_epoch:
             warnings.warn(
                 f"The checkpoint was written inside the first batch of epoch {epoch}, which begins again: what follows"

@@ -26,7 +26,8 @@ import copy
 import hashlib
 import weakref
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from functools import cache, partial
 from itertools import chain, cycle, islice
 from typing import Any
 
@@ -41,6 +42,7 @@ from trainer.data.elastic import ElasticSampler
 from trainer.data.worker_random import Marked, WorkerRandom, WorkerStates
 from trainer.data.workers import bounded_like
 from trainer.state import random_states
+from trainer.state.attributes import Attributes
 from trainer.state.random_states import Generator, State
 
 Batch = Any
@@ -109,10 +111,11 @@ class ResumableLoader:
             return []
         if state.get("is_over"):
             self._finished = state
-            if state["kind"] == self.kind:
-                self._follow(state)
-                random_states.set_states(self.generators, state["own"])
-            return []
+            if state["kind"] != self.kind:
+                return []
+            reasons = self._follow(state)
+            random_states.set_states(self.generators, state["own"])
+            return reasons
         if state["kind"] != self.kind:
             self._resumed = self._skip(state["batches"])
             now = type(self.loader).__name__
@@ -139,8 +142,13 @@ class ResumableLoader:
         """What is left of a new pass after its first ``batches``."""
         raise NotImplementedError
 
-    def _follow(self, state: State) -> None:
-        """Take over what the pass after the one in ``state`` depends on, besides random generators."""
+    def _follow(self, state: State) -> list[str]:
+        """Restore what the pass after the one in ``state`` depends on, in addition to random generators.
+
+        Returns:
+            The reasons why that pass may be different; empty if it is the same.
+        """
+        return []
 
     def _here(self) -> State:
         return {
@@ -154,21 +162,24 @@ class ResumableLoader:
     def _counted(self, iterator: Iterator[Any]) -> Iterator[Batch]:
         for batch in iterator:
             self._batches += 1
-            yield self._workers.take(batch) if self._knows_workers else batch
+            yield batch
 
 
 def resumable(loader: Any) -> ResumableLoader:
     """``loader``, so that its passes can be resumed."""
     if _has_state(loader):
         return StatefulLoader(loader)
-    is_plain = (
+    if _iterates_as_usual(loader) and not isinstance(loader.dataset, IterableDataset):
+        return MapStyleLoader(loader)
+    return ReplayedLoader(loader)
+
+
+def _iterates_as_usual(loader: Any) -> bool:
+    return (
         isinstance(loader, DataLoader)
         and type(loader).__iter__ is DataLoader.__iter__
         and type(loader)._get_iterator is DataLoader._get_iterator
     )
-    if is_plain and not isinstance(loader.dataset, IterableDataset):
-        return MapStyleLoader(loader)
-    return ReplayedLoader(loader)
 
 
 def _has_state(thing: Any) -> bool:
@@ -176,26 +187,127 @@ def _has_state(thing: Any) -> bool:
 
 
 class ReplayedLoader(ResumableLoader):
-    """Any iterable of batches: to resume, it loads what came before."""
+    """Any iterable of batches: to resume, it loads what came before.
+
+    Worker processes that persist (``persistent_workers=True``) are started again as they were at the beginning of the
+    pass: with their random states, and with the attributes of their datasets that had changed.
+    """
 
     kind = "replayed"
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader, random_states.find(loader))
         self.replays = not isinstance(loader, Sequence)  # a list has its batches in memory
+        self._persists = isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
+        self._may_know_workers = self._persists and _iterates_as_usual(loader)
+        self._started: State = {}  # the random states when the workers were started: in this pass, or an earlier one
+
+    def begin_pass(self, *, with_old_workers: bool = False) -> None:
+        """Note that a pass begins, with new workers or those of the last pass."""
+        self._begun, self._batches = random_states.capture(own=self.generators), 0
+        if not with_old_workers:
+            self._started = self._begun
+
+    def take(self, marked: Marked) -> Batch:
+        """Return the batch that a worker has sent, and note the worker's state."""
+        self._batches += 1
+        return self._workers.take(marked)
+
+    def drop(self, marked: Marked) -> None:
+        """Note the state of a worker that has sent a batch which is not used."""
+        self._workers.take(marked)
 
     def _begin(self) -> Iterator[Batch]:
-        self._begun, self._batches = random_states.capture(own=self.generators), 0
-        return self._counted(iter(self.loader))
+        running = self.loader._iterator if self._persists else None
+        self._knows_workers = self._may_know_workers and (running is None or _owner_of(running) is self)
+        if running is None or not self._knows_workers:
+            self.begin_pass(with_old_workers=running is not None)
+        if not self._knows_workers:
+            return self._counted(iter(self.loader))
+        iterator: Iterator[Batch] = iter(self.loader if running is not None else self._start_workers({}, iter))
+        return iterator
+
+    def _start_workers(self, starts: dict[int, State], make: Callable[[Any], Any]) -> Any:
+        """Return an iterator of the dataloader with new workers.
+
+        Args:
+            starts: the states that the workers start from.
+            make: makes the iterator.
+        """
+        loader, own = self.loader, (self.loader.worker_init_fn, self.loader.collate_fn)
+        in_worker = WorkerRandom(*own, starts)
+        self._workers = WorkerStates(starts)
+        loader.worker_init_fn, loader.collate_fn = in_worker.start, in_worker.collate
+        try:
+            iterator = make(loader)
+        finally:
+            loader.worker_init_fn, loader.collate_fn = own
+        kind: Any = type(iterator)
+        iterator.__class__ = _owned(kind)
+        iterator.owner = weakref.ref(self)
+        return iterator
 
     def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
-        random_states.restore(state["begun"], own=self.generators)
-        return self._skip(state["batches"])
+        reasons += self._unknown_of_workers(state, "at_start")
+        random_states.restore(state.get("started") or state["begun"], own=self.generators)
+        iterator = self._skip(state["batches"], state.get("at_start"))
+        self._begun, self._started = state["begun"], state.get("started", {})
+        return iterator
 
-    def _skip(self, batches: int) -> Iterator[Batch]:
-        iterator = self._begin()
+    def _skip(self, batches: int, starts: dict[int, State] | None = None) -> Iterator[Batch]:
+        if starts and self._may_know_workers:
+            self._knows_workers = True
+            self.begin_pass()
+            iterator: Iterator[Batch] = iter(self._start_workers(starts, iter))
+        else:
+            iterator = self._begin()
         deque(islice(iterator, batches), maxlen=0)
         return iterator
+
+    def _follow(self, state: State) -> list[str]:
+        reasons: list[str] = []
+        if self._persists and self.loader._iterator is None and not _changes(state["set_up"], self.loader):
+            self._restart_workers(state, reasons)
+        return reasons
+
+    def _restart_workers(self, state: State, reasons: list[str]) -> None:
+        """Start persistent workers, which the loader keeps, as they were at the end of a pass.
+
+        Batches that they had prepared, and that were not used, are prepared again.
+        """
+        if not (unknown := self._unknown_of_workers(state, "at_start")):
+            self._resume(state, reasons)
+        reasons += unknown
+
+    def _unknown_of_workers(self, state: State, which: str) -> list[str]:
+        """Return why the states of persistent workers cannot be restored; empty if they can be.
+
+        Args:
+            state: of the loader.
+            which: the states of the workers that are needed: "workers", those of now, or "at_start".
+        """
+        if not self._persists or _is_deterministic(self.loader):
+            return []
+        if not self._may_know_workers or state.get(which) is None:
+            is_first = which == "at_start" and state.get("is_first")
+            return [] if is_first else ["what its persistent_workers had drawn is not known"]
+        own = (worker.get("own", [[]])[-1] for worker in state[which].values())
+        lost = sorted({name for states in own for name in Attributes.lost(states)})
+        if not lost or not isinstance(self.loader.dataset, IterableDataset):
+            return []
+        return [
+            f"{', '.join(lost)} changed in its persistent_workers and cannot be stored: use persistent_workers=False,"
+            " or give the dataset `state_dict` and `load_state_dict`"
+        ]
+
+    def _here(self) -> State:
+        state = super()._here()
+        if self._persists:
+            state["is_first"] = self._started == self._begun  # the workers were started for this pass
+        if self._knows_workers:
+            workers = self._workers.state_dict()
+            state.update(workers=workers, at_start=WorkerStates.at_start_of_pass(workers), started=self._started)
+        return state
 
 
 class StatefulLoader(ReplayedLoader):
@@ -209,54 +321,82 @@ class StatefulLoader(ReplayedLoader):
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
         self.replays = False
-        self._starts: dict[int, State] = {}
-        self._has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
+        self._may_know_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
         # a DataLoader begins each pass anew; but not, if it has no workers, its dataset
         lasting: Any = loader.dataset if isinstance(loader, DataLoader) else loader
-        self._lasting: Any = None if self._has_workers or not _has_state(lasting) else lasting
-        # persistent workers prepare batches that nobody asks for
-        self._knows_workers = self._has_workers and not loader.persistent_workers
-
-    def _begin(self) -> Iterator[Batch]:
-        if not self._knows_workers:
-            return super()._begin()
-        loader, own = self.loader, (self.loader.worker_init_fn, self.loader.collate_fn)
-        in_worker = WorkerRandom(*own, self._starts)
-        self._starts, self._workers = {}, WorkerStates({})
-        loader.worker_init_fn, loader.collate_fn = in_worker.start, in_worker.collate
-        try:
-            return super()._begin()
-        finally:
-            loader.worker_init_fn, loader.collate_fn = own
+        self._lasting: Any = None if self._may_know_workers or not _has_state(lasting) else lasting
+        is_torchs = isinstance(loader, DataLoader)
+        samplers, dataset = ((loader.sampler, loader.batch_sampler), loader.dataset) if is_torchs else ((), None)
+        found = random_states.find(*samplers, except_in=dataset)
+        self._sampler_attributes = [one for one in found if isinstance(one, Attributes)]
 
     def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
+        starts = self._load(state, reasons)
+        random_states.restore(state["begun"], own=self.generators)
+        if self._may_know_workers:
+            self._knows_workers = True
+            iterator = self._start_workers(starts, partial(_as_in_a_later_pass(state), iter))
+        else:
+            iterator = self._begin()
+        self._continue_from(state)
+        if "sampler" in state and random_states.states_of(self._sampler_attributes) != state["sampler"]:
+            reasons.append("its sampler changes whenever it is iterated, and to resume it is iterated more often")
+        return iter(iterator)
+
+    def _load(self, state: State, reasons: list[str]) -> dict[int, State]:
+        """Load the state into the loader. Returns the states that the workers are to start from."""
         if state.get("inside"):
             reasons.append(_INSIDE_A_BATCH)
-        if self._has_workers and not self._knows_workers and not _is_deterministic(self.loader):
-            reasons.append("what its persistent_workers had drawn is not known")
-        if self._knows_workers and "workers" in state:
-            replayed, is_from_start = _replayed_by_workers(state["state"])
-            self._starts = {} if is_from_start else state["workers"]
-            if replayed and not _is_deterministic(self.loader):
-                reasons.append(f"its snapshot_every_n_steps has workers prepare {replayed} batches again; 1 would not")
-        random_states.restore(state["begun"], own=self.generators)
+        replayed, is_from_start = _replayed_by_workers(state["state"])
+        reasons += self._unknown_of_workers(state, "at_start" if is_from_start else "workers")
+        if self._may_know_workers and replayed and not is_from_start and not _is_deterministic(self.loader):
+            reasons.append(f"its snapshot_every_n_steps has workers prepare {replayed} batches again; 1 would not")
         self.loader.load_state_dict(state["state"])
-        iterator = self._begin()
-        self._begun, self._batches = state["begun"], state["batches"]
-        self._workers = WorkerStates(state.get("workers", {}))
-        return iterator
+        starts: dict[int, State] = state.get("at_start" if is_from_start else "workers") or {}
+        return starts
 
-    def _follow(self, state: State) -> None:
+    def _continue_from(self, state: State) -> None:
+        self._begun, self._batches = state["begun"], state["batches"]
+        self._started = state.get("started", {})
+        self._workers = WorkerStates(state.get("workers", {}))
+
+    def _restart_workers(self, state: State, reasons: list[str]) -> None:
+        loader, starts = self.loader, self._load(state, reasons)
+        random_states.restore(state["begun"], own=self.generators)
+        make = partial(_as_in_a_later_pass(state), type(loader)._get_iterator)
+        loader._iterator = bounded_like(loader, self._start_workers(starts, make))
+        self._continue_from(state)
+
+    def _follow(self, state: State) -> list[str]:
         if self._lasting is not None and "lasting" in state:
             self._lasting.load_state_dict(state["lasting"])
+        return super()._follow(state)
 
     def _here(self) -> State:
         state = {**super()._here(), "state": self.loader.state_dict()}
-        if self._knows_workers:
-            state["workers"] = self._workers.state_dict()
+        state["sampler"] = random_states.states_of(self._sampler_attributes)
         if self._lasting is not None:
             state["lasting"] = state["state"] if self._lasting is self.loader else self._lasting.state_dict()
         return state
+
+
+def _as_in_a_later_pass(state: State) -> Callable[[Callable[[Any], Any], Any], Any]:
+    """Return a function that makes an iterator of a loader as in the pass of ``state``.
+
+    An iterator that starts workers draws their seed. A later pass of persistent workers does not: here, the seed, which
+    is restored afterwards, is then drawn from a generator that is not used otherwise.
+    """
+
+    def make(begin: Callable[[Any], Any], loader: Any) -> Any:
+        generator = loader.generator
+        if not state.get("is_first", True):
+            loader.generator = torch.Generator()
+        try:
+            return begin(loader)
+        finally:
+            loader.generator = generator
+
+    return make
 
 
 def _replayed_by_workers(state: State) -> tuple[int, bool]:
@@ -344,7 +484,7 @@ class MapStyleLoader(ResumableLoader):
         loader = self.loader
         if loader.num_workers and loader.persistent_workers and loader._iterator is not None:
             iterator = loader._iterator
-            self._knows_workers = isinstance(iterator, _WorkerIterator) and iterator.owner() is self
+            self._knows_workers = _owner_of(iterator) is self
             if not self._knows_workers:  # somebody else has started them
                 self.begin_pass()
             return iter(loader) if self._knows_workers else self._counted(iter(loader))
@@ -405,7 +545,7 @@ class MapStyleLoader(ResumableLoader):
 
     def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
         loader, workers, is_fixed = self.loader, state.get("workers"), _is_deterministic(self.loader)
-        if len(state["own"]) != len(self.generators) and not reasons:
+        if not random_states.are_of(self.generators, state["own"]) and not reasons:
             reasons.append(
                 f"the dataloader had {len(state['own'])} random generators of its own and has {len(self.generators)}"
             )
@@ -459,10 +599,11 @@ class MapStyleLoader(ResumableLoader):
         self._advance(iterator, batches, batches, [], exhausted=False)
         return iterator
 
-    def _follow(self, state: State) -> None:
+    def _follow(self, state: State) -> list[str]:
         stay = self.loader.num_workers and self.loader.persistent_workers and self.loader._iterator is None
         if stay and state.get("workers") is not None and not _changes(state["set_up"], self.loader):
             self._resume(state, [])  # starts the workers, which the loader keeps
+        return []
 
 
 class _RecordedSampler:
@@ -537,37 +678,65 @@ class _RecordedSampler:
         return _proof(self._recent[-back]) if number > 0 and 0 < back <= len(self._recent) else None
 
 
-class _WorkerIterator(_MultiProcessingDataLoaderIter):
-    """A pass with worker processes whose batches bring random states along; it gives the batches.
+class _OwnedIterator:
+    """A mixin for a pass with worker processes that send their states with each batch; it gives the batches.
 
-    Args:
-        loader: the dataloader, with a :class:`WorkerRandom`'s methods in it.
-        owner: is told what arrives.
+    Attributes:
+        owner: a weak reference to the loader that is given what arrives: a cycle would be left to the garbage
+            collector, which runs in forked workers, too.
     """
 
-    def __init__(self, loader: DataLoader[Any], owner: MapStyleLoader) -> None:
-        # weak: a cycle would be left to the garbage collector, which runs in forked workers, too
-        self.owner = weakref.ref(owner)
-        super().__init__(loader)
+    owner: weakref.ref[MapStyleLoader | ReplayedLoader]
 
     def _next_data(self) -> Batch:
-        marked: Marked = super()._next_data()  # type: ignore[no-untyped-call]
+        marked: Marked = super()._next_data()  # type: ignore[misc]
         owner = self.owner()
         return marked[0] if owner is None else owner.take(marked)
 
-    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False, **how: Any) -> None:
         owner = self.owner()
         if not first_iter and owner is not None:
-            self._sampler_iter = iter(())
-            for _ in range(len(self._task_info)):  # batches that nobody has asked for have drawn numbers, too
-                try:
-                    owner.drop(super()._next_data())  # type: ignore[no-untyped-call]
-                except StopIteration:
-                    break
-                except Exception:  # an error in a batch that nobody asked for is not raised
-                    continue
+            self._drain(owner)
             owner.begin_pass(with_old_workers=True)
-        super()._reset(loader, first_iter)
+        super()._reset(loader, first_iter, **how)  # type: ignore[misc]
+
+    def _drain(self: Any, owner: MapStyleLoader | ReplayedLoader) -> None:
+        """Receive the batches that were prepared and not used: they have changed the states of workers, too."""
+        self._sampler_iter = iter(())
+        interval = vars(self).get("_snapshot_interval")
+        self._snapshot_interval = 0  # of torchdata: no snapshots of these
+        for _ in range(len(self._task_info)):
+            try:
+                owner.drop(super()._next_data())  # type: ignore[misc]
+            except StopIteration:
+                break
+            except Exception:  # an error in a batch that is not used is not raised
+                continue
+        self._snapshot_interval = interval
+
+
+def _owner_of(iterator: Any) -> Any:
+    """Return the loader that is given what arrives from an iterator's workers, or None."""
+    return iterator.owner() if isinstance(iterator, _OwnedIterator) else None
+
+
+@cache
+def _owned(kind: Any) -> type:
+    """Return the subclass of a class of iterators that is an :class:`_OwnedIterator`."""
+    return type(kind.__name__, (_OwnedIterator, kind), {})
+
+
+class _WorkerIterator(_OwnedIterator, _MultiProcessingDataLoaderIter):
+    """A pass with worker processes over a map-style dataset.
+
+    Args:
+        loader: the dataloader, with a :class:`WorkerRandom`'s methods in it.
+        owner: is given what arrives.
+    """
+
+    def __init__(self, loader: DataLoader[Any], owner: MapStyleLoader) -> None:
+        self.owner = weakref.ref(owner)
+        super().__init__(loader)
 
     def go_on(self, indices: Iterator[Any], worker: int) -> None:
         """Send out ``indices``, the first of them to ``worker``; nothing has been sent before."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import cycle
 from typing import Any
 
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer.state import random_states
 from trainer.state.random_states import State
@@ -25,6 +26,9 @@ themselves, pickled; None where they are those of the batch before.
 
 The thread that pins memory looks into tuples, and not into bytes."""
 
+BEGAN, PASSES, ENDS_LATE = "began", "passes", "ends_late"
+"""In the states of a worker with an iterable dataset: the states when the pass began, the number of passes that have
+begun, and whether they changed after the last batch of a pass."""
 PLACE = 2**14
 """Bytes. The process's own generators take 10 thousand of them, and each more that a dataset holds up to 5 thousand."""
 
@@ -54,6 +58,7 @@ class WorkerRandom:
         self._worker = -1
         self._watch: random_states.Watch | None = None
         self._states: State = {}  # of the generators that have been drawn from
+        self._has_news = False  # the states have changed in another way
 
     def start(self, worker: int) -> None:
         """The worker's ``worker_init_fn``."""
@@ -68,14 +73,28 @@ class WorkerRandom:
         self._states = dict(self._starts.get(worker, {}))
         random_states.restore(self._states, own=own)
         self._watch = random_states.Watch(own)
+        if isinstance(info.dataset, IterableDataset):
+            _call_before_passes(info.dataset, self._begin_pass)
+
+    def _begin_pass(self) -> None:
+        """Note the states before the dataset is iterated, which is the only way to know how the last pass ended."""
+        if self._watch is not None:
+            changes = self._watch.changes()
+            self._states.update(changes)
+            own = {name: state for name, state in self._states.items() if name not in (BEGAN, PASSES, ENDS_LATE)}
+            late = bool(changes) and self._states.get(PASSES, 0) > 0
+            self._states |= {BEGAN: random_states.plain(own), PASSES: self._states.get(PASSES, 0) + 1}
+            self._states[ENDS_LATE] = late or self._states.get(ENDS_LATE, False)
+            self._has_news = True
 
     def collate(self, samples: Any) -> Marked:
         """The worker's ``collate_fn``."""
         assert self._watch is not None
         batch = self._collate(samples)
         changes = self._watch.changes()
-        if not changes:
+        if not changes and not self._has_news:
             return batch, self._worker, None
+        self._has_news = False
         self._states.update(changes)
         return batch, self._worker, self._written(pickle.dumps(self._states))
 
@@ -86,6 +105,18 @@ class WorkerRandom:
         number, place = next(self._places)
         place[: len(states)] = states
         return number
+
+
+def _call_before_passes(dataset: Any, call: Callable[[], None]) -> None:
+    """Have ``call`` called before a dataset is iterated, if its class can be replaced by a subclass."""
+    kind: Any = type(dataset)
+
+    def begin(self: Any) -> Any:
+        call()
+        return kind.__iter__(self)
+
+    with suppress(TypeError):
+        dataset.__class__ = type(kind.__name__, (kind,), {"__iter__": begin, "__module__": kind.__module__})
 
 
 class WorkerStates:
@@ -120,6 +151,23 @@ class WorkerStates:
         """By worker: of the generators that have been drawn from."""
         now = {worker: pickle.loads(self._read(worker, mark)) for worker, mark in self._marks.items()}
         return {worker: random_states.plain(state) for worker, state in {**self._starts, **now}.items()}
+
+    @staticmethod
+    def at_start_of_pass(states: dict[int, State]) -> dict[int, State] | None:
+        """Return the states of workers with an iterable dataset when the pass began; None if one is not known.
+
+        Args:
+            states: of now, as :meth:`state_dict` returns them.
+        """
+        passes = max((state.get(PASSES, 0) for state in states.values()), default=0)
+        known = {}
+        for worker, state in states.items():
+            is_current, ends_late = state.get(PASSES) == passes, state.get(ENDS_LATE, True)
+            if not is_current and ends_late:  # it has sent no batch of this pass
+                return None
+            began = state[BEGAN] if is_current else state
+            known[worker] = {**began, PASSES: passes - 1, ENDS_LATE: ends_late}
+        return known
 
     def _read(self, worker: int, mark: int | bytes) -> bytes:
         if isinstance(mark, bytes):

@@ -17,10 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from trainer.state import generator_memory
+from trainer.state.attributes import Attributes, is_watched
 
-Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState | Attributes
 State = dict[str, Any]
 
 _GLOBAL: dict[str, Generator] = {
@@ -135,6 +137,8 @@ def set_state(generator: Generator, state: Any) -> None:
         generator.setstate((version, tuple(array("I", numbers)), gauss))
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(_with_arrays(state))
+    elif isinstance(generator, Attributes):
+        generator.write(state)
     else:
         generator.bit_generator.state = _with_arrays(state)
 
@@ -145,39 +149,54 @@ def states_of(generators: Sequence[Generator]) -> list[Any]:
 
 
 def set_states(generators: Sequence[Generator], states: Sequence[Any]) -> None:
-    """Put each into its state; none of them if their number has changed."""
-    if len(generators) == len(states):
-        for generator, state in zip(generators, states, strict=True):
+    """Restore the state of each generator. Does nothing if their number has changed."""
+    if are_of(generators, states):
+        for generator, state in zip(generators, states, strict=False):
             set_state(generator, state)
 
 
+def are_of(generators: Sequence[Generator], states: Sequence[Any]) -> bool:
+    """Return whether there are as many states as generators. Older checkpoints have none of :class:`Attributes`."""
+    return len(states) == len(generators) or len(states) == sum(not isinstance(one, Attributes) for one in generators)
+
+
 def find(*roots: Any, except_in: Any = None) -> list[Generator]:
-    """The generators that can be reached from ``roots`` by attributes and short containers, each once.
+    """Return the generators that can be reached from ``roots`` by attributes and short containers, each once.
+
+    The last one is the :class:`Attributes` of the objects of the user's classes on the way to them, if there are any.
 
     Args:
-        roots: where to look; their order, and that of their attributes, is the order of the result.
-        except_in: an object not to look into.
+        roots: the objects to begin with; their order, and that of their attributes, is the order of the result.
+        except_in: an object to leave out, with its attributes.
     """
     found: list[Generator] = []
-    queue, seen = list(roots), {id(except_in), *map(id, _GLOBAL.values())}
+    watched: list[Any] = []
+    seen = {id(except_in), *map(id, _GLOBAL.values())}
+    queue = [(root, True) for root in roots]
     while queue and len(seen) < _MAX_OBJECTS:
-        thing = queue.pop(0)
+        thing, is_data = queue.pop(0)
         if id(thing) in seen or thing is None or isinstance(thing, _HOLD_NONE):
             continue
         seen.add(id(thing))
+        children: list[Any] = []
         if isinstance(thing, Generator):
             found.append(thing)
         elif isinstance(thing, (list, tuple)):
-            queue.extend(thing if len(thing) <= _MAX_ITEMS else ())
+            children = list(thing) if len(thing) <= _MAX_ITEMS else []
         elif isinstance(thing, dict):
-            queue.extend(thing.values() if len(thing) <= _MAX_ITEMS else ())
+            children = list(thing.values()) if len(thing) <= _MAX_ITEMS else []
         elif isinstance(thing, MethodType):
-            queue.append(thing.__self__)
+            children = [thing.__self__]
         elif isinstance(thing, partial):
-            queue += [thing.func, thing.args, thing.keywords]
+            children = [thing.func, thing.args, thing.keywords]
         else:
-            queue += _attributes_of(thing)
-    return found
+            children = _attributes_of(thing)
+            if is_data and is_watched(thing):
+                watched.append(thing)
+            else:  # the objects of a module or a framework are not part of the data
+                is_data = is_data and isinstance(thing, DataLoader)
+        queue += [(child, is_data) for child in children]
+    return [*found, Attributes(watched)] if watched else found
 
 
 def _attributes_of(thing: Any) -> list[Any]:
@@ -197,6 +216,8 @@ def _reader_of(generator: Generator) -> Callable[[], Any]:
 
 def _asked(generator: Generator) -> Any:
     """The state of a generator that cannot be read."""
+    if isinstance(generator, Attributes):
+        return generator.read()
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):

@@ -1,0 +1,128 @@
+"""Attributes of datasets and samplers, stored as plain data and restored in another process."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from trainer.state.attributes import Attributes, is_watched
+
+
+class Thing(Dataset[int]):
+    def __init__(self) -> None:
+        self.number: Any = 1
+        self.items: Any = [1, 2]
+        self.shared = self.items
+        self.tensor = torch.zeros(2, dtype=torch.bfloat16)
+        self.array = np.zeros((2, 2), dtype=np.float32)
+        self.handle: Any = None
+
+
+class Stored(Thing):
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": 7, "rest": torch.ones(2)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("number", 2),
+        ("number", None),
+        ("number", "text"),
+        ("number", (1, {"a": [2.5, {3}]})),
+        ("number", np.float32(1.5)),
+        ("items", [3]),
+        ("items", {"a": (1, None)}),
+        ("tensor", torch.tensor([1.5, 2], dtype=torch.bfloat16)),
+        ("tensor", torch.ones(3, dtype=torch.bool)),
+        ("array", np.eye(2, dtype=np.float32)),
+        ("new", 5),
+    ],
+    ids=str,
+)
+def test_plain_values_are_restored(name: str, value: Any) -> None:
+    thing, other = Thing(), Thing()
+    watched, restored = Attributes([thing]), Attributes([other])
+    setattr(thing, name, value)
+    state = watched.read()
+    assert list(state[0]) == [name]
+    restored.write(through_a_file(state))
+    got = getattr(other, name)
+    assert type(got) is type(value)
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        assert got.dtype == value.dtype
+        assert np.array_equal(torch.as_tensor(got).float().numpy(), torch.as_tensor(value).float().numpy())
+    else:
+        assert got == value
+    assert other.shared == [1, 2]
+    assert restored.read() == state
+
+
+def test_containers_change_in_place_and_what_had_not_changed_is_put_back() -> None:
+    thing = Thing()
+    watched = Attributes([thing])
+    before = watched.read()
+    assert before == [{}]
+    thing.items.append(3)
+    thing.tensor += 1
+    after = watched.read()
+    watched.write(before)
+    assert thing.items is thing.shared
+    assert thing.items == [1, 2]
+    assert thing.tensor.tolist() == [0, 0]
+    watched.write(after)
+    assert thing.shared == [1, 2, 3]
+    assert thing.tensor.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("value", [object(), iter([1]), [object()], list(range(1000)), torch.ones(10_000)], ids=type)
+def test_an_object_with_other_changes_is_left_alone(value: Any) -> None:
+    thing, other = Thing(), Thing()
+    watched = Attributes([thing])
+    thing.handle, thing.number = value, 2
+    state = watched.read()
+    assert Attributes.lost(state) == ["Thing.handle"]
+    Attributes([other]).write(through_a_file(state))
+    assert other.number == 1
+
+
+def test_its_own_state_is_used_if_it_has_one() -> None:
+    thing, other = Stored(), Stored()
+    watched = Attributes([thing])
+    thing.handle = object()
+    state = through_a_file(watched.read())
+    assert Attributes.lost(state) == []
+    Attributes([other]).write(state)
+    assert other.loaded["at"] == 7
+    assert other.loaded["rest"].tolist() == [1, 1]
+
+
+def test_objects_of_another_number_are_left_alone() -> None:
+    thing = Thing()
+    Attributes([thing]).write([{"number": 3}, {}])
+    assert thing.number == 1
+
+
+def test_modules_and_parts_of_frameworks_are_not_watched() -> None:
+    class Holder:
+        pass
+
+    assert is_watched(Thing())
+    assert is_watched(Holder())
+    assert not any(map(is_watched, [nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)], 0.1), io.BytesIO(), Thing, 1]))

@@ -1,0 +1,187 @@
+"""The attributes of datasets and samplers that change during a run: read as plain data, and written back.
+
+A sampler that counts its epochs, or a dataset that keeps its position, affects the future of a run as a random
+generator does. A checkpoint therefore stores the attributes that have changed since the run began.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Sampler
+
+_MAX_OBJECTS = 200
+_MAX_ITEMS = 64
+"""Containers with more items than this are data. They are compared by identity and length."""
+_MAX_ELEMENTS = 4096
+"""Likewise for tensors and arrays."""
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None))
+_ABSTRACT = {"builtins.object", "abc.ABC", "typing.Generic", "typing.Protocol"}
+
+
+class Attributes:
+    """The changes of the attributes of some objects since this was created.
+
+    An object is restored only if plain values are all that changed: numbers, strings, short containers of them, small
+    tensors and arrays. Otherwise, its ``state_dict`` and ``load_state_dict`` are used, if it has both.
+
+    Args:
+        objects: at most 200 are watched.
+    """
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        self._objects = list(objects)[:_MAX_OBJECTS]
+        self._values = [dict(vars(one)) for one in self._objects]
+        self._first = [{name: _plain(value) for name, value in values.items()} for values in self._values]
+
+    def read(self) -> list[Any]:
+        """Return the changes of each object, as data that :meth:`write` accepts.
+
+        An entry is a dictionary of values by attribute; a list with the object's own state; or, if the object cannot be
+        restored, a string that names the attribute.
+        """
+        return [self._changes(*both) for both in zip(self._objects, self._values, self._first, strict=True)]
+
+    def write(self, state: list[Any]) -> None:
+        """Restore the values that :meth:`read` returned. Attributes that had not changed get their first value.
+
+        Does nothing if the number of objects is different.
+        """
+        if len(state) != len(self._objects):
+            return
+        for one, values, first, saved in zip(self._objects, self._values, self._first, state, strict=True):
+            if isinstance(saved, list):
+                one.load_state_dict(_value_of(saved, None))
+            elif isinstance(saved, dict):
+                now = self._changes(one, values, first)
+                back = {name: first[name] for name in now if name in first} if isinstance(now, dict) else {}
+                for name, value in {**back, **saved}.items():
+                    vars(one)[name] = _value_of(value, vars(one).get(name))
+
+    @staticmethod
+    def lost(state: Any) -> list[str]:
+        """Return the attributes that a state from :meth:`read` could not include."""
+        return [entry for entry in state if isinstance(entry, str)] if isinstance(state, list) else []
+
+    @staticmethod
+    def _changes(one: Any, values: dict[str, Any], first: dict[str, Any]) -> Any:
+        changed = {}
+        for name, value in vars(one).items():
+            is_same = name in values and value is values[name]
+            if is_same and isinstance(value, _NUMBERS):
+                continue
+            before = first.get(name)
+            now = _plain(value)
+            if now == before and name in first:
+                continue
+            if isinstance(now, tuple):
+                return _own_state(one) or f"{type(one).__name__}.{name}"
+            changed[name] = ["new", now] if isinstance(now, list) and not is_same else now
+        return changed
+
+
+def is_watched(thing: Any) -> bool:
+    """Return whether the attributes of an object are part of the state of the data.
+
+    They are for datasets, samplers and objects of the user's classes, but not for modules and parts of a framework.
+    """
+    if isinstance(thing, (nn.Module, type)) or not isinstance(getattr(thing, "__dict__", None), dict):
+        return False
+    return all(_is_users(base) for base in type(thing).__mro__)
+
+
+@cache
+def _is_users(base: type) -> bool:
+    root = base.__module__.partition(".")[0]
+    if root == "trainer":  # what it stores is stored elsewhere
+        return False
+    if issubclass(base, (Dataset, Sampler)) or f"{base.__module__}.{base.__qualname__}" in _ABSTRACT:
+        return True
+    if root in sys.stdlib_module_names:
+        return base.__module__ == "collections.abc"
+    return "site-packages" not in str(getattr(sys.modules.get(root), "__file__", ""))
+
+
+def _own_state(thing: Any) -> list[Any] | None:
+    """Return the state of an object that has ``state_dict`` and ``load_state_dict``, if it is plain."""
+    if not all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict")):
+        return None
+    state = _plain(thing.state_dict())
+    return state if isinstance(state, list) else None
+
+
+def _plain(value: Any) -> Any:
+    """Return a copy of a value as numbers, strings and lists; a tuple that identifies it if that is not possible."""
+    if type(value) in _NUMBERS:
+        return value
+    copied = _copied(value, [_MAX_ITEMS])
+    return (id(value), len(value) if isinstance(value, (list, dict, set)) else 0) if copied is None else copied
+
+
+def _copied(value: Any, left: list[int]) -> Any:
+    """Return the copy, or None if the value is not plain or has more than ``left[0]`` items."""
+    kind = type(value)
+    if kind in (Tensor, np.ndarray) or isinstance(value, np.generic):
+        return _numbers_of(value)
+    if kind not in (list, tuple, set, dict):
+        return None
+    items = [child for pair in value.items() for child in pair] if kind is dict else list(value)
+    left[0] -= len(items)
+    if left[0] < 0:
+        return None
+    copied = [child if type(child) in _NUMBERS else _copied(child, left) for child in items]
+    lost = any(copy is None and child is not None for copy, child in zip(copied, items, strict=True))
+    return None if lost else [kind.__name__, copied]
+
+
+def _numbers_of(value: Any) -> list[Any] | None:
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.device.type != "cpu" or value.numel() > _MAX_ELEMENTS:
+            return None
+        numbers = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape), numbers]
+    if value.size > _MAX_ELEMENTS or value.dtype.hasobject or value.dtype.names:
+        return None
+    return ["array", value.dtype.str, list(value.shape), value.tobytes()]
+
+
+def _value_of(plain: Any, current: Any) -> Any:
+    """Return the value of which ``plain`` is the copy: ``current`` itself if it could be changed in place."""
+    if not isinstance(plain, list):
+        return plain
+    kind = plain[0]
+    if kind == "new":  # another object than before the run
+        return _value_of(plain[1], None)
+    if kind == "tensor":
+        dtype, shape, numbers = getattr(torch, plain[1]), plain[2], bytearray(plain[3])
+        value = torch.frombuffer(numbers, dtype=torch.uint8).view(dtype) if numbers else torch.empty(0, dtype=dtype)
+        return _moved(value.view(shape), current, lambda: current.detach().copy_(value.view(shape)))
+    if kind == "array":
+        array = np.frombuffer(plain[3], dtype=plain[1]).reshape(plain[2]).copy()
+        if not isinstance(current, np.ndarray):
+            return array[()]
+        return _moved(array, current, lambda: np.copyto(current, array))
+    items = [_value_of(child, None) for child in plain[1]]
+    made: Any = dict(zip(items[::2], items[1::2], strict=True)) if kind == "dict" else _CONTAINERS[kind](items)
+    if type(current) is not type(made) or kind == "tuple":
+        return made
+    current.clear()
+    current.extend(made) if kind == "list" else current.update(made)
+    return current
+
+
+def _moved(value: Any, current: Any, copy: Callable[[], Any]) -> Any:
+    """Copy ``value`` into ``current`` if it has the same type, dtype and shape."""
+    if type(value) is not type(current) or (value.dtype, value.shape) != (current.dtype, current.shape):
+        return value
+    copy()
+    return current
+
+
+_CONTAINERS: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set}
