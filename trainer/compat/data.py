@@ -16,6 +16,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.utilities import _select_data_fetcher
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.connectors.data_connector import (
     _check_dataloader_iterable,
     _DataConnector,
@@ -30,14 +31,14 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled, has_len_all_ranks
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet, watch_of
 from trainer.compat.overrides import overrides
 from trainer.data.elastic import ElasticSampler, SampleOrder, not_ordered
 from trainer.data.lengths import has_exact_length
 from trainer.data.prefetching import Prefetching
-from trainer.data.unpadded import Span, UnpaddedSampler
+from trainer.data.unpadded import BatchShare, Span, UnpaddedSampler
 from trainer.data.worker_signals import outlive_signals
 from trainer.data.workers import bounded
 from trainer.errors import ConfigurationError, ResumeError
@@ -72,6 +73,32 @@ class _Connector(_DataConnector):
         given = train_dataloaders, val_dataloaders, test_dataloaders, predict_dataloaders
         model.trainer = self.trainer
         self._source.attach(model, dict(zip(_STAGES, given, strict=True)), datamodule)
+
+    def _prepare_dataloader(self, dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
+        """Divide the data among the processes. In a prediction, keep track of the indices.
+
+        Raises:
+            ConfigurationError: a prediction on several processes with a batch sampler that is neither a list nor like
+                torch's ``BatchSampler``. Each process would predict everything.
+        """
+        batches = getattr(dataloader, "batch_sampler", None)
+        if not isinstance(dataloader, DataLoader) or batches is None:
+            return super()._prepare_dataloader(dataloader, shuffle, mode)
+        trainer, predicts = self.trainer, mode is RunningStage.PREDICTING
+        divides, is_list = self._requires_distributed_sampler(dataloader), isinstance(batches, (list, tuple))
+        if divides and predicts and not is_list and not _takes_sampler(batches):
+            raise ConfigurationError(
+                f"Got a batch sampler of the class {type(batches).__name__} for predict on several processes: it cannot"
+                " be divided among them. Pass a list of batches, derive the class from torch.utils.data.BatchSampler,"
+                " or divide the batches in it and set Trainer(use_distributed_sampler=False)."
+            )
+        if not is_list and (hasattr(batches, "__dict__") or not predicts):
+            return super()._prepare_dataloader(dataloader, shuffle, mode)
+        padded = mode is not RunningStage.TRAINING and not predicts and trainer.pad_evaluation  # type: ignore[attr-defined]
+        share = BatchShare(batches, **(trainer.distributed_sampler_kwargs or {}) if divides else {}, padded=padded)
+        view = copy(dataloader)  # as if made with it: the attributes of a dataloader cannot be set
+        vars(view).update(batch_sampler=_IndexBatchSamplerWrapper(share) if predicts else share, _iterator=None)
+        return view
 
     def _resolve_sampler(self, dataloader: Any, shuffle: bool, mode: RunningStage | None = None) -> Any:
         """Divide the data of an evaluation among the processes, each sample once."""
@@ -385,6 +412,11 @@ class DataSource:
         _auto_add_worker_init_fn(loader, self._trainer.global_rank)
         outlive_signals(loader)
         return loader
+
+
+def _takes_sampler(batches: Any) -> bool:
+    """Return whether Lightning can make a batch sampler like this one over the samples of a process."""
+    return hasattr(batches, "__pl_saved_args") or all(hasattr(batches, name) for name in ("batch_size", "drop_last"))
 
 
 def _share_steps(metrics: MetricStore, fewest: float, batch_idx: int) -> None:

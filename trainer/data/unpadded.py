@@ -1,9 +1,10 @@
-"""Each sample on one process: how the data of an evaluation is divided where nothing is counted twice."""
+"""Each sample on one process: how the data of an evaluation, and lists of batches, are divided."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sized
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,3 +67,29 @@ class UnpaddedSampler(DistributedSampler[int]):
         super().set_epoch(epoch)
         if callable(own := getattr(self.sampler, "set_epoch", None)):
             own(epoch)
+
+
+class BatchShare:
+    """The batches of one process: every ``num_replicas``-th batch of indices, from the ``rank``-th on.
+
+    Args:
+        batches: lists of indices, as a ``DataLoader`` takes them for ``batch_sampler``. Several processes need a
+            sequence, so that all of them divide the same batches.
+        num_replicas: the number of processes. Default: 1.
+        rank: of this process. Default: 0.
+        padded: repeat the first batches until all processes have equally many. Default: False.
+    """
+
+    def __init__(self, batches: Any, num_replicas: int = 1, rank: int = 0, *, padded: bool = False) -> None:
+        self.batches, self._num_replicas, self._rank, self._padded = batches, num_replicas, rank, padded
+
+    def __len__(self) -> int:
+        count = len(self.batches)
+        if self._padded and count:
+            return -(-count // self._num_replicas)
+        return len(range(self._rank, count, self._num_replicas))
+
+    def __iter__(self) -> Iterator[Any]:
+        stop = len(self) * self._num_replicas if self._padded else None
+        source = cycle(self.batches) if self._padded else self.batches
+        return islice(source, self._rank, stop, self._num_replicas)

@@ -1,0 +1,36 @@
+"""Lists of batches are divided among the processes; other batch samplers work or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.ranks import RankError, Ranks
+from tests.warm_python import WarmPython
+
+pytestmark = pytest.mark.slow
+RUN = "tests.distributed.batch_samplers:run"
+
+
+@pytest.fixture(scope="module")
+def ranks(python: WarmPython) -> Iterator[Ranks]:
+    with Ranks(python, 2) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("what", ["fit", "validate", "test", "predict"])
+def test_each_batch_of_a_list_goes_to_one_process(ranks: Ranks, what: str) -> None:
+    (first, *of_first), (second, *of_second) = ranks.call(RUN, what)
+    assert (first, second) == ([[6, 2], [0, 1, 5]], [[4]])
+    if what == "predict":
+        assert (of_first[0], of_second[0]) == ([[6, 2], [0, 1, 5]], [[4]])
+    elif what != "fit":
+        assert of_first[1] == of_second[1] == {"mean": pytest.approx((6 + 2 + 4 + 0 + 1 + 5) / 6)}
+
+
+@pytest.mark.parametrize("what", ["fit", "predict"])
+def test_a_batch_sampler_that_cannot_be_divided_is_refused(ranks: Ranks, what: str) -> None:
+    named = "Pass a list of batches" if what == "predict" else "use_distributed_sampler=False"
+    with pytest.raises(RankError, match=named):
+        ranks.call(RUN, what, "own")
