@@ -393,6 +393,13 @@ def test_a_plateau_schedule_by_steps_does_not_judge_a_skipped_one(tmp_path):
     assert rates == [0.1, 0.1, 0.05, 0.05, 0.05]
 
 
+@pytest.mark.parametrize("frequency", [0, -1])
+def test_a_frequency_below_one_is_refused(tmp_path, frequency):
+    module = Regression(make_net(), schedule=halve, interval="step", frequency=frequency)
+    with pytest.raises(ConfigurationError, match=rf"'frequency': {frequency} for the schedule StepLR, expected"):
+        make_trainer(tmp_path).fit(module, loader_of(make_batches(1)))
+
+
 def test_a_plateau_schedule_without_its_metric(tmp_path):
     module = Plateau([1.0] * 3, interval="epoch", monitor="nothing")
     with pytest.raises(ConfigurationError, match="ReduceLROnPlateau conditioned on metric nothing"):

@@ -79,12 +79,22 @@ def with_closure(optimizer_step: Callable[..., Any]) -> Callable[[int, int, Any,
 
 
 def _configure_schedules(schedules: list[Any], monitor: str | None) -> list[Any]:
-    """Lightning's configs of the schedules. Its parsing does not know the interval ``"batch"``."""
+    """Return Lightning's configs of the schedules. Its parsing rejects the interval ``"batch"``.
+
+    Raises:
+        ConfigurationError: if a ``frequency`` is below 1.
+    """
     by_batch = [isinstance(schedule, dict) and schedule.get("interval") == "batch" for schedule in schedules]
     known = [{**s, "interval": "step"} if special else s for s, special in zip(schedules, by_batch, strict=True)]
     configs = parsing._configure_schedulers_automatic_opt(known, monitor)
     for config, special in zip(configs, by_batch, strict=True):
         config.interval = "batch" if special else config.interval
+        if config.frequency < 1:
+            raise ConfigurationError(
+                f"Got 'frequency': {config.frequency!r} for the schedule {type(config.scheduler).__name__}, expected a"
+                " number from 1 on: it steps after every so many updates, epochs or batches. Leave it out to step it"
+                " after each."
+            )
     return configs
 
 
