@@ -124,9 +124,13 @@ class ModuleLog:
             restored, entry = entry, self._register(store, hook, name, value, LogOptions(*asked), metric_attribute)
             entry.load_state_dict(restored.state_dict(), self._trainer.engine.device)
         elif entry.asked != asked or (not add_dataloader_idx and entry.dataloader_idx != store.dataloader_idx):  # type: ignore[union-attr]
-            raise _misuse(
-                f"You called `self.log({name}, ...)` twice in `{hook}` with different arguments. This is not allowed"
-            )
+            if entry.asked != asked or entry.has_value:
+                raise _misuse(
+                    f"You called `self.log({name}, ...)` twice in `{hook}` with different arguments. This is not"
+                    " allowed"
+                )
+            # another dataloader logged the name in an earlier pass
+            entry = self._register(store, hook, name, value, LogOptions(*asked), metric_attribute)
         assert store is not None
         if isinstance(value, Tensor):
             value = value.detach()

@@ -72,6 +72,7 @@ class EvalLoop:
         self.attend: Callable[[], None] | None = None
         self.counts_once = True
         self.pace: Pace | None = None
+        self.loaders: Loaders | None = None
         self.prepare(hooks=NO_HOOKS, module=nn.Module(), transfer=as_it_is, loaders=None, inference_mode=False)
 
     def prepare(
@@ -96,6 +97,9 @@ class EvalLoop:
         self.hooks = hooks
         self.module = module
         self.transfer = transfer
+        if loaders is not None and self.loaders is not None and len(loaders.limits) != len(self.loaders.limits):
+            self.published.drop(self.metrics.names())  # nothing would replace the values of other dataloaders
+            self.metrics.clear()
         self.loaders = loaders
         self.inference_mode = inference_mode
         self.draws = False

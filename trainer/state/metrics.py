@@ -460,6 +460,15 @@ class MetricStore:
             hook, name, dataloader_idx = one["key"]
             self.entries[hook, name, dataloader_idx] = entry
 
+    def names(self) -> set[str]:
+        """Return all names that its values may have been published under."""
+        found = set()
+        for entry in self.entries.values():
+            has_index = entry.options.add_dataloader_idx and entry.dataloader_idx is not None
+            index = f"/dataloader_idx_{entry.dataloader_idx}" if has_index else ""
+            found |= {f"{entry.name}{moment}{index}" for moment in ("", "_step", "_epoch")}
+        return found
+
     def clear(self) -> None:
         """Forget all values and all names, at the start of a run."""
         self.reset()
@@ -520,6 +529,12 @@ class PublishedMetrics:
         self.callback.update(metrics.callback)
         self.logged.update(metrics.logger)
         self.progress_bar.update(metrics.progress_bar)
+
+    def drop(self, names: Collection[str]) -> None:
+        """Remove the values of these names."""
+        for metrics in (self.callback, self.logged, self.progress_bar):
+            for name in metrics.keys() & names:
+                del metrics[name]
 
     def read_progress_bar(self) -> dict[str, Any]:
         """The progress bar's metrics as numbers: one host-device synchronisation, where there is any to read."""

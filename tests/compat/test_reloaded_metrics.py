@@ -1,0 +1,89 @@
+"""Metrics of dataloaders that are reloaded: names of earlier passes do not restrict later ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping
+
+from tests.support import Regression, loader_of, make_batches, make_trainer
+
+
+class Reloads(Regression):
+    """Validates ``numbers[epoch]`` dataloaders; their batches are numbers."""
+
+    def __init__(self, numbers: list[int], log: Callable[[Any, Any, int, int], None]) -> None:
+        super().__init__()
+        self.numbers, self.log_of = numbers, log
+
+    def val_dataloader(self) -> Any:
+        self.number = self.numbers[self.trainer.current_epoch]
+        loaders = [loader_of([torch.tensor(float(i))]) for i in range(self.number)]
+        return loaders[0] if self.number == 1 else loaders
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log_of(self, batch, dataloader_idx, self.number)
+
+
+class Seen(Callback):
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def run(tmp_path: Any, numbers: list[int], log: Any, *callbacks: Callback, **arguments: Any) -> list[dict[str, float]]:
+    seen = Seen()
+    trainer = make_trainer(
+        tmp_path, max_epochs=len(numbers), reload_dataloaders_every_n_epochs=1, num_sanity_val_steps=0,
+        callbacks=[seen, *callbacks], **arguments,
+    )  # fmt: skip
+    trainer.fit(Reloads(numbers, log), loader_of(make_batches(1)))
+    return seen.metrics
+
+
+def log_last(module: Any, batch: Any, dataloader_idx: int, number: int) -> None:
+    if dataloader_idx == number - 1:
+        module.log("w", batch, add_dataloader_idx=False, batch_size=1)
+
+
+def log_all(module: Any, batch: Any, dataloader_idx: int, number: int) -> None:
+    module.log("v", batch, batch_size=1, on_step=number > 1, on_epoch=True)  # other arguments with another number
+
+
+@pytest.mark.parametrize("numbers", [[1, 2, 1], [2, 1, 3], [3, 3, 2]])
+def test_a_name_of_one_dataloader_follows_it_if_their_number_changes(tmp_path, numbers):
+    assert run(tmp_path, numbers, log_last) == [{"w": number - 1.0} for number in numbers]
+
+
+def test_a_name_may_move_to_another_dataloader_between_passes(tmp_path):
+    def log(module: Any, batch: Any, dataloader_idx: int, number: int) -> None:
+        if dataloader_idx == module.trainer.current_epoch % 2:
+            module.log("w", batch, add_dataloader_idx=False, batch_size=1)
+
+    assert run(tmp_path, [2, 2, 2], log) == [{"w": 0.0}, {"w": 1.0}, {"w": 0.0}]
+
+
+def test_a_name_of_two_dataloaders_in_one_pass_is_still_an_error(tmp_path):
+    def log(module: Any, batch: Any, dataloader_idx: int, number: int) -> None:
+        module.log("w", batch, add_dataloader_idx=False, batch_size=1)
+
+    with pytest.raises(Exception, match=r"`self.log\(w, ...\)` twice in `validation_step` with different arguments"):
+        run(tmp_path, [2], log)
+
+
+def test_metrics_of_dataloaders_that_are_gone_are_not_read(tmp_path):
+    first, second, third = run(tmp_path, [2, 1, 2], log_all)
+    of_two = {f"v{which}/dataloader_idx_{i}" for which in ("", "_epoch") for i in (0, 1)}
+    assert first.keys() == third.keys() == of_two
+    assert second == {"v": 0.0}
+
+
+def test_a_monitor_that_is_gone_is_an_error(tmp_path):
+    with pytest.raises(RuntimeError, match="conditioned on metric `v/dataloader_idx_1` which is not available"):
+        run(tmp_path, [2, 1], log_all, EarlyStopping("v/dataloader_idx_1"))
