@@ -1,7 +1,17 @@
 from __future__ import annotations
 
-import pytest
+import re
+import warnings
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping
+
+import trainer
+from tests.parity import Classifier, Learner, data, ours
 from trainer.errors import (
     CheckpointError,
     ConfigurationError,
@@ -9,6 +19,8 @@ from trainer.errors import (
     TrainerError,
     UnsupportedError,
     did_you_mean,
+    rank_zero_warn,
+    warn,
 )
 
 
@@ -34,3 +46,129 @@ def test_did_you_mean(given, expected):
 
 def test_did_you_mean_among_nothing():
     assert did_you_mean("x", []) == ""
+
+
+# --- warnings ---------------------------------------------------------------------------------------------------------
+
+
+def of_module(name: str, call: Any) -> Any:
+    """Return a function of the module ``name`` that calls ``call``."""
+    namespace: dict[str, Any] = {"__name__": name, "call": call}
+    exec(compile("def function():\n    call()", f"/{name}.py", "exec"), namespace)
+    return namespace["function"]
+
+
+@pytest.mark.parametrize("issue", [warn, rank_zero_warn])
+@pytest.mark.parametrize("through", [(), ("trainer.loops.fit",), ("contextlib", "lightning.pytorch.core", "torch.nn")])
+def test_a_warning_points_to_the_innermost_line_of_the_user(issue: Any, through: tuple[str, ...]) -> None:
+    def call() -> None:
+        issue("text", RuntimeWarning)
+
+    def call_by_user() -> None:
+        inner()
+
+    inner = of_module("trainer.x", lambda: issue("text", RuntimeWarning))
+    own = inner.__globals__["call"].__code__.co_firstlineno
+    for name in through:
+        inner = of_module(name, inner)
+    with pytest.warns(RuntimeWarning, match="text") as caught:
+        call_by_user()
+    assert (caught[0].filename, caught[0].lineno) == (__file__, own)
+    with pytest.warns(RuntimeWarning) as caught:
+        of_module("trainer.x", call)()
+    assert (caught[0].filename, caught[0].lineno) == (__file__, call.__code__.co_firstlineno + 1)
+
+
+def test_without_a_line_of_the_user_a_warning_points_to_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.errors._is_of_library", lambda frame: True)
+    with pytest.warns(UserWarning, match="text") as caught:
+        of_module("trainer.x", of_module("trainer.y", lambda: warn("text")))()
+    assert caught[0].filename == __file__  # the line that calls `warn`
+
+
+def test_a_warning_is_given_once_a_line_and_can_be_ignored_by_module() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            warn("once")
+        warnings.filterwarnings("ignore", module=re.escape(__name__))
+        warn("never")
+    assert [str(one.message) for one in caught] == ["once"]
+
+
+def test_all_warnings_of_the_package_are_given_by_these_functions() -> None:
+    for path in Path(trainer.__file__).parent.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert "stacklevel" not in text, path
+        assert not re.search(r"(?<!`)warnings\.warn\(", text), path
+        assert not re.search(r"from lightning.*import.*\brank_zero_warn\b", text), path
+
+
+class ReturnsNothing(Learner):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+
+class SavesPaths(Learner):
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        checkpoint["own"] = Path("x")
+
+
+class WithoutOptimizer(Learner):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+def scenarios() -> dict[str, Any]:
+    def resumed(folder: Path, **arguments: Any) -> None:
+        ours(max_epochs=1, callbacks=[EarlyStopping("loss", strict=False)]).fit(Learner(), data(4))
+        first = ours(max_epochs=1, callbacks=[Keeps()])
+        first.fit(Learner(), data(4))
+        first.save_checkpoint(folder / "x.ckpt")
+        ours(max_epochs=2).fit(Learner(), data(4), ckpt_path=folder / "x.ckpt", **arguments)
+
+    def without_states(folder: Path) -> None:
+        torch.save({"state_dict": Learner().state_dict(), "optimizer_states": [], "lr_schedulers": []}, folder / "x")
+        ours(max_epochs=1).fit(Learner(), data(4), ckpt_path=folder / "x")
+
+    def saved(folder: Path) -> None:
+        trainer = ours(max_epochs=1)
+        trainer.fit(SavesPaths(), data(4))
+        trainer.save_checkpoint(folder / "x.ckpt")
+
+    return {
+        "no max_epochs": lambda folder: ours(limit_train_batches=1, callbacks=[Stops()]).fit(Learner(), data(4)),
+        "no loss": lambda folder: ours(max_epochs=1).fit(ReturnsNothing(), data(4)),
+        "no optimizer": lambda folder: ours(max_epochs=1).fit(WithoutOptimizer(), data(4)),
+        "no ModelCheckpoint": lambda folder: ours(max_epochs=1, resume="auto").fit(Learner(), data(4)),
+        "no predictions": lambda folder: ours().predict(PredictsNothing(), data(4)),
+        "callbacks are missing": resumed,
+        "any code": lambda folder: resumed(folder, weights_only=False),
+        "no states": without_states,
+        "not plain": saved,
+    }
+
+
+class Stops(Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop = True
+
+
+class Keeps(Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": 1}
+
+
+class PredictsNothing(Classifier):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("name", scenarios())
+def test_warnings_of_runs_point_to_lines_of_the_user(tmp_path: Path, name: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scenarios()[name](tmp_path)
+    own = [one for one in caught if Path(one.filename).is_relative_to(Path(trainer.__file__).parent)]
+    assert [(str(one.message), one.lineno) for one in own] == []
+    assert [one for one in caught if one.filename == __file__]

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from pickle import UnpicklingError
+from types import FrameType
 from typing import Any
 
 
@@ -134,6 +137,48 @@ class DataLoaderError(TrainerError, RuntimeError):
 
 class GradientCheckError(TrainerError):
     """A backward pass whose gradients are not the derivatives of the loss."""
+
+
+_LIBRARIES = {
+    "trainer", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torch", "torchmetrics",
+    "hydra", "omegaconf", *sys.stdlib_module_names,
+}  # fmt: skip
+"""Packages with lines that a warning does not point to, because the user cannot change them."""
+
+
+def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning that points to the user's line: the innermost one on the stack that is not in a library.
+
+    Without such a line, as in ``python -m trainer``, it points to the line that calls this function.
+
+    Args:
+        message: the text, or a Warning with a category of its own.
+        category: the class of the warning.
+    """
+    caller = sys._getframe(1)  # noqa: SLF001  # as `warnings` and `logging` do
+    while caller.f_globals.get("__name__") == __name__ and caller.f_back is not None:
+        caller = caller.f_back
+    frame: FrameType | None = caller
+    while frame is not None and _is_of_library(frame):
+        frame = frame.f_back
+    frame = frame or caller
+    module = frame.f_globals.get("__name__") or "<unknown>"
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
+
+
+def rank_zero_warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning with :func:`warn` if this is the first process of the run."""
+    from lightning_utilities.core.rank_zero import rank_zero_only
+
+    if not getattr(rank_zero_only, "rank", None):
+        warn(message, category)
+
+
+def _is_of_library(frame: FrameType) -> bool:
+    spec = frame.f_globals.get("__spec__")  # of `python -m package`, where the name is `__main__`
+    name = str(frame.f_globals.get("__name__") if spec is None else spec.name)
+    return name.partition(".")[0] in _LIBRARIES
 
 
 def expect(holds: bool, expected: str, kind: type[Exception] = ConfigurationError, /, **given: Any) -> None:

@@ -12,7 +12,6 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -33,7 +32,7 @@ from trainer.data.batches import NO_BATCHES, Loaders, TrainingBatches, Transfer
 from trainer.data.unpadded import Span
 from trainer.engine.optimizers import needs_closure, takes_closure
 from trainer.engine.protocol import ModuleCalls
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.loops.closures import ClosureOptimization
 from trainer.loops.fit import Clip, FitLoop
 from trainer.loops.hooks import Hook, Hooks

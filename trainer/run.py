@@ -18,7 +18,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from trainer import arguments, diagnosis, redaction
@@ -33,7 +33,7 @@ from trainer.compat.signals import Signals
 from trainer.data.prefetching import Prefetching
 from trainer.engine.processes import say
 from trainer.engine.stalls import StallWatch
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.preparation import Preparation
 from trainer.record.measures import folder_of_reports, why_nothing_was_learned
 from trainer.state.metrics import to_scalars
@@ -222,7 +222,7 @@ class Run:
             preparation.hooks.follow(trainer.callbacks)
         if trainer.enable_autolog_hparams:
             hparams.log_hyper_parameters(trainer)
-        if fitting and trainer.checkpoint_callbacks and trainer.is_global_zero:
+        if fitting and trainer.is_global_zero and model_checkpoints.are_written(trainer):
             hparams.announce(module, trainer.datamodule)
         if engine.restores_after_setup:
             self._connector.restore_module_and_callbacks(weights_only)

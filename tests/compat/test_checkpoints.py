@@ -182,6 +182,21 @@ def test_a_checkpoint_without_optimizer_states_says_so(tmp_path: Path) -> None:
     assert trainer.global_step == 4
 
 
+@pytest.mark.parametrize("before", ["validate", "fit of no epoch", "strategy"])
+def test_a_checkpoint_from_before_the_first_fit_has_nothing_to_lose(tmp_path: Path, before: str) -> None:
+    first = ours(max_epochs=0)
+    if before == "validate":
+        first.validate(Scored(), data(4), verbose=False)
+    elif before == "strategy":
+        first.strategy.connect(Scored())
+    else:
+        first.fit(Scored(), data(8), data(4))
+    first.save_checkpoint(tmp_path / "x.ckpt")
+    trainer = ours(max_epochs=1)
+    trainer.fit(Scored(), data(8), data(4), ckpt_path=tmp_path / "x.ckpt")  # warnings are errors
+    assert trainer.global_step == 4
+
+
 def test_a_url_of_a_file_system_is_a_path_like_any_other() -> None:
     saver = ModelCheckpoint("memory://here", filename="{epoch}")
     fit(ours, Path("memory://here"), saver)

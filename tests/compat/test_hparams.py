@@ -265,11 +265,24 @@ class Says(Callback):
         Says.heard[:] = lines_of(self.caplog)
 
 
+OBJECTS = {"loss": torch.nn.ReLU()}
+
+
 @pytest.mark.parametrize(
-    ("given", "checkpoints"), [({"things": {"a": [1, "b", torch.ones(1)]}}, True), ({"loss": torch.nn.ReLU()}, False)]
-)
-def test_nothing_is_said_where_there_is_nothing_to_say(tmp_path, caplog, given, checkpoints):
-    trainer = make_trainer(tmp_path, enable_checkpointing=checkpoints)
+    ("given", "arguments"),
+    [
+        ({"things": {"a": [1, "b", torch.ones(1)]}}, {"enable_checkpointing": True}),
+        (OBJECTS, {"enable_checkpointing": False}),
+        (OBJECTS, {"enable_checkpointing": True, "fast_dev_run": True}),
+        (OBJECTS, {"enable_checkpointing": True, "fast_dev_run": 2}),
+        (OBJECTS, {"callbacks": [ModelCheckpoint(save_top_k=0)], "enable_checkpointing": True}),
+        (OBJECTS, {"callbacks": [Callback()]}),
+        (OBJECTS, {"barebones": True, "enable_checkpointing": None, "logger": None, "enable_progress_bar": None,
+                   "enable_model_summary": None}),
+    ],
+)  # fmt: skip
+def test_nothing_is_said_where_there_is_nothing_to_say(tmp_path, caplog, given, arguments):
+    trainer = make_trainer(tmp_path, **arguments)
     with caplog.at_level(logging.INFO):
         trainer.fit(Many(**given), data(2))
     assert lines_of(caplog) == []

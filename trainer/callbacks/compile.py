@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -15,7 +14,7 @@ from torchmetrics import Metric, MetricCollection
 from trainer.callbacks.choice import Choice, as_choices, choose
 from trainer.callbacks.run_callback import RunCallback
 from trainer.engine import compilation
-from trainer.errors import ConfigurationError, expect
+from trainer.errors import ConfigurationError, expect, warn
 from trainer.precision.fp32_modules import has_forward, plain_class
 
 _USUAL = 4
@@ -164,11 +163,10 @@ class Compile(RunCallback):
         """Warn, if nothing was compiled at all."""
         self._watch.read()
         if not self.compilations and trainer.global_step and not compilation.ever_compiled():
-            warnings.warn(
+            warn(
                 f"Compile has compiled nothing: no step has called {' or '.join(map(repr, self.compiled))}. Steps have"
                 " to call modules, as in self.net(x), not their methods.",
                 PossibleUserWarning,
-                stacklevel=2,
             )
 
     def _let_go(self, trainer: Any) -> None:
@@ -201,13 +199,12 @@ class Compile(RunCallback):
             return
         self._warned = True
         of_it = [one for one in anew if one.function == function]
-        warnings.warn(
+        warn(
             f"{function} has been compiled anew {times} times, in {sum(one.seconds for one in of_it):.1f} s; the last"
             f" time because: {of_it[-1].reason}. After 8 times torch gives up, and runs it uncompiled. Where sizes"
             " differ from batch to batch, dynamic=True compiles once for all of them; a number that changes from step"
             " to step is a constant of the graph, unless it is a tensor.",
             PossibleUserWarning,
-            stacklevel=2,
         )
 
 

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_warn
 
 from trainer.data.samples import part_of, tensors_in
-from trainer.errors import ConfigurationError, expect, is_count
+from trainer.errors import ConfigurationError, expect, is_count, rank_zero_warn
 
 
 class HalveOnOutOfMemory(Callback):

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from trainer.callbacks.run_callback import RunCallback
 from trainer.engine.optimizers import needs_closure
 from trainer.engine.protocol import Engine
-from trainer.errors import ConfigurationError, NonFiniteError, expect, is_count
+from trainer.errors import ConfigurationError, NonFiniteError, expect, is_count, rank_zero_warn
 from trainer.postmortem.examine import examine
 from trainer.postmortem.recording import RecordedBatch, Recorder
 from trainer.postmortem.report import Report, names_of

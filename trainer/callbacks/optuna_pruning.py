@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
 
+from trainer.errors import warn
 from trainer.studies import trial_of
 
 
@@ -51,9 +51,8 @@ class OptunaPruning(L.Callback):
         known = self._trial.study.get_trials(deepcopy=False)[self.trial]
         self._reported = set(known.intermediate_values)
         if known.state.is_finished():
-            warnings.warn(
+            warn(
                 f"Trial {self.trial} of the study {self.study_name} is over; this run is not reported to it.",
-                stacklevel=2,
             )
             self._trial = None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 
 from trainer import terminal
 from trainer.callbacks.run_callback import RunCallback
-from trainer.errors import LossScaleCollapse, expect
+from trainer.errors import LossScaleCollapse, expect, warn
 from trainer.files import from_here, write_text
 from trainer.postmortem.examine import examine
 from trainer.postmortem.recording import RecordedBatch, Recorder
@@ -274,4 +273,4 @@ def _write(path: Path, text: str) -> None:
     try:
         write_text(path, text)
     except OSError as problem:  # no reason to end a run
-        warnings.warn(f"The overflow report could not be written to {path}: {problem}", stacklevel=2)
+        warn(f"The overflow report could not be written to {path}: {problem}")

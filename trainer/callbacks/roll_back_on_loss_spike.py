@@ -10,11 +10,10 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from trainer.callbacks.run_callback import RunCallback
-from trainer.errors import ConfigurationError, LossSpikeError, expect
+from trainer.errors import ConfigurationError, LossSpikeError, expect, rank_zero_warn
 from trainer.precision.readback import Readback
 
 

@@ -3,7 +3,6 @@
 import logging
 import os
 import time
-import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 
 from trainer import redaction
 from trainer.data.samples import batch_size
-from trainer.errors import memory_at
+from trainer.errors import memory_at, warn
 from trainer.precision.devices import now
 from trainer.record.environment import environment
 from trainer.record.measures import (
@@ -361,7 +360,7 @@ class RunRecorder(Callback):
                     self.file.write()
             except OSError as problem:  # no reason to fail a fit that went through
                 told = f"The run's record could not be written to {self.file.folder}: {problem}"
-                warnings.warn(told, stacklevel=2)
+                warn(told)
         for view in self._views:
             view.show(RunRecord(self.file.facts, self.file.folder or Path()))
 

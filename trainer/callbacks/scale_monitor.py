@@ -7,13 +7,12 @@ from functools import partial
 from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.callbacks.run_callback import RunCallback
 from trainer.engine.gradients import Gradients, total_norm
-from trainer.errors import expect
+from trainer.errors import expect, rank_zero_warn
 from trainer.precision.underflow import Underflow, UnderflowProbe
 from trainer.state.outcome import StepOutcome
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
+
+from trainer.errors import rank_zero_warn
 
 KEY = "MixedPrecision"
 """Where Lightning keeps it (the class name of its precision plugin), so that either side restores the other's."""

@@ -19,7 +19,6 @@ import os
 import shutil
 import struct
 import time
-import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -28,7 +27,7 @@ from typing import Any, BinaryIO
 
 from trainer.checkpoint import sharded_files
 from trainer.checkpoint.manifest import FORMAT, PART, Manifest
-from trainer.errors import CheckpointError, CheckpointWriteError
+from trainer.errors import CheckpointError, CheckpointWriteError, warn
 from trainer.files import replacing, sync_folder
 
 EXTENSION = ".ckpt"
@@ -275,7 +274,7 @@ def newest_good(
             if not verify(path) and read is not None:
                 read(path)
         except (CheckpointError, OSError) as error:
-            warnings.warn(f"{error} It is passed over for the next older checkpoint.", stacklevel=2)
+            warn(f"{error} It is passed over for the next older checkpoint.")
             continue
         return path
     return None

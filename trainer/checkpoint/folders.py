@@ -14,14 +14,13 @@ import os
 import socket
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from trainer.checkpoint.files import make_folder, remove_leftovers
-from trainer.errors import CheckpointWriteError, FolderInUseError
+from trainer.errors import CheckpointWriteError, FolderInUseError, warn
 
 if sys.platform != "win32":
     import fcntl
@@ -141,9 +140,8 @@ def _try_lock(handle: int) -> bool:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return False
-        warnings.warn(
+        warn(
             f"This file system has no locks ({error.strerror}): nothing keeps two runs out of one checkpoint folder.",
-            stacklevel=2,
         )
     return True
 

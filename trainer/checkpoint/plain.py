@@ -14,6 +14,7 @@ from torch.serialization import load, save
 from trainer.checkpoint.inert import PLACES, declared_safe, write_without_data
 from trainer.checkpoint.snapshot import is_sharded
 from trainer.errors import CheckpointError, some
+from trainer.errors import warn as issue_warning
 
 _LEAVES = frozenset(
     [type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype]
@@ -48,7 +49,7 @@ def readable(checkpoint: dict[str, Any], *, strict: bool, warn: bool) -> dict[st
         if strict:
             raise CheckpointError(f"{message} With resume='auto' every checkpoint has to be readable.")
         if warn:
-            warnings.warn(message, stacklevel=3)
+            issue_warning(message)
     return checkpoint if made is looked_at else made | places
 
 

@@ -7,7 +7,6 @@ window, what has been logged in an epoch that is not over, metric objects. A che
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from trainer.checkpoint import buffers, modes
 from trainer.checkpoint.snapshot import on_host
 from trainer.engine.gradients import Gradients
 from trainer.engine.protocol import Engine
-from trainer.errors import ResumeError, some
+from trainer.errors import ResumeError, some, warn
 from trainer.loops.closures import ClosureOptimization
 from trainer.state import random_states
 from trainer.state.metric_objects import MetricObjects
@@ -217,7 +216,7 @@ class ProcessState:
                 f"{problem} Create these modules before training begins, such as in configure_model, or resume with"
                 " Trainer(exact_resume=False)."
             )
-        warnings.warn(problem, stacklevel=2)
+        warn(problem)
 
     def _averages(self) -> Iterator[tuple[str, AveragedModel]]:
         """Yield the weight averages of callbacks, each with a name."""

@@ -17,7 +17,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import replace
@@ -37,6 +36,7 @@ from trainer.errors import (
     IncompleteCheckpointError,
     ResumeError,
     UnsafeCheckpointError,
+    warn,
 )
 from trainer.precision.fp32_modules import plain_name
 from trainer.state.metric_objects import MetricObjects
@@ -104,10 +104,9 @@ def read(load: Callable[[Any, bool], Any], path: str | Path, weights_only: bool 
     """
     shown = redaction.text(str(path))
     if weights_only is False:
-        warnings.warn(
+        warn(
             f"Loading {shown} with weights_only=False: the file may run any code it likes. Do this with files of your"
             " own making only.",
-            stacklevel=2,
         )
     try:
         checkpoint = load(path, weights_only is not False)
@@ -154,10 +153,9 @@ def restore_callbacks(run: Any, checkpoint: dict[str, Any], callbacks: Iterable[
         return
     missing = states.keys() - {callback.state_key for callback in run.callbacks}
     if missing:
-        warnings.warn(
+        warn(
             "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided during"
             f" `Trainer` instantiation. Please add the following callbacks: {sorted(missing)}.",
-            stacklevel=2,
         )
     for callback in callbacks:
         callback.on_load_checkpoint(run, run.lightning_module, checkpoint)
@@ -197,7 +195,8 @@ def restore_training(run: Any, checkpoint: dict[str, Any], progress_from: Callab
             )
         cleared = key == "lr_schedulers" and not what  # SWA does: it goes on with one of its own
         if what and not checkpoint[key]:
-            warnings.warn(f"The checkpoint has no {key}: those of this run start anew.", stacklevel=2)
+            if run.progress.batches or not loops:  # one from before the first fit has no state to lose
+                warn(f"The checkpoint has no {key}: those of this run start anew.")
         elif len(checkpoint[key]) != len(what) and not cleared:
             raise CheckpointError(
                 f"The checkpoint has {len(checkpoint[key])} {key}, but configure_optimizers returned {len(what)}."
@@ -284,7 +283,7 @@ def process_states_in(checkpoint: dict[str, Any], *, exact: bool) -> list[dict[s
         raise ResumeError(
             f"{problem} Resume with that version, or go on all the same with Trainer(exact_resume=False)."
         )
-    warnings.warn(f"{problem} The run goes on, but not exactly.", stacklevel=2)
+    warn(f"{problem} The run goes on, but not exactly.")
     return []
 
 

@@ -21,13 +21,12 @@ from lightning.fabric.utilities.cloud_io import _is_object_storage, get_filesyst
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities import rank_zero_warn
 
 from trainer.checkpoint import files, sharded_files
 from trainer.checkpoint.inert import inert
 from trainer.checkpoint.manifest import facts_of
 from trainer.checkpoint.snapshot import on_host
-from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError, expect
+from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError, expect, rank_zero_warn
 
 _HANDED_OVER = ".temp.ckpt"  # in which Lightning's launchers hand weights to the process that started the others
 

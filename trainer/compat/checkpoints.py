@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Checkpoint, Timer
 from lightning.pytorch.trainer.call import _call_callbacks_load_state_dict
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from lightning.pytorch.utilities.model_registry import _is_registry, download_model_from_registry
 from lightning_utilities.core.imports import module_available
@@ -25,7 +25,7 @@ from trainer.checkpoint import state as checkpoints
 from trainer.compat import averaging, cluster, elastic, hparams, loop_state, model_checkpoints, resuming
 from trainer.compat.checkpoint_io import files_of, local_path
 from trainer.compat.logging import ModuleScope
-from trainer.errors import CheckpointError, ConfigurationError, ResumeError
+from trainer.errors import CheckpointError, ConfigurationError, ResumeError, rank_zero_warn
 from trainer.record.checkpoints import find_weights
 from trainer.weights import load_into
 

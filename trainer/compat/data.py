@@ -28,7 +28,6 @@ from lightning.pytorch.trainer.connectors.data_connector import (
     _worker_check,
 )
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled, has_len_all_ranks
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
@@ -41,7 +40,7 @@ from trainer.data.prefetching import Prefetching
 from trainer.data.unpadded import BatchShare, Span, UnpaddedSampler
 from trainer.data.worker_signals import outlive_signals
 from trainer.data.workers import bounded
-from trainer.errors import ConfigurationError, ResumeError
+from trainer.errors import ConfigurationError, ResumeError, rank_zero_warn
 from trainer.loops.accumulation import AccumulationWindow
 from trainer.state.metrics import MetricStore
 

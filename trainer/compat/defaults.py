@@ -20,7 +20,7 @@ from lightning.pytorch.profilers import (
     SimpleProfiler,
     XLAProfiler,
 )
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_summary.model_summary import get_formatted_model_size, get_human_readable_count
 from rich import get_console
 from rich.table import Table
@@ -35,7 +35,7 @@ from trainer.callbacks.overflow_report import OverflowReport
 from trainer.callbacks.progress_bar import ProgressBar
 from trainer.callbacks.run_recorder import RecordView, RunRecorder
 from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, rank_zero_warn
 
 _PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,

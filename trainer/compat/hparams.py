@@ -10,7 +10,7 @@ import lightning
 from lightning.fabric.utilities.logger import _convert_params, _flatten_dict
 from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.loggers.utilities import _log_hyperparams
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.parsing import clean_namespace
 from omegaconf import Container
 
@@ -18,7 +18,7 @@ from trainer import redaction
 from trainer.checkpoint.inert import refusal
 from trainer.checkpoint.plain import name_of, plain_numbers
 from trainer.checkpoint.plain_form import plain, plain_dict, resolved
-from trainer.errors import some
+from trainer.errors import rank_zero_warn, some
 from trainer.record.tracked import not_there_yet
 
 _reported: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by module or datamodule

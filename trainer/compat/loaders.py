@@ -14,7 +14,6 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import DataLoader, SequentialSampler
@@ -23,6 +22,7 @@ from trainer.compat.profiling import records
 from trainer.data.batches import IDLE, Batch, LookAhead, as_it_is
 from trainer.data.resumable import MapStyleLoader, ResumableLoader, StatefulLoader, length_of, resumable
 from trainer.data.unpadded import Span
+from trainer.errors import rank_zero_warn
 from trainer.state import random_states
 
 Watch = Callable[[Iterable[Any]], Iterable[Any]]

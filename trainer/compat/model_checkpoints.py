@@ -40,6 +40,15 @@ def model_checkpoints_of(trainer: Any) -> list[ModelCheckpoint]:
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
 
 
+def are_written(trainer: Any) -> bool:
+    """Return whether callbacks write checkpoints during a fit of ``trainer``."""
+    callbacks = [] if trainer.fast_dev_run else trainer.checkpoint_callbacks
+    return any(
+        not isinstance(one, ModelCheckpoint) or one.save_top_k != 0 or one.save_last or one.save_on_exception
+        for one in callbacks
+    )
+
+
 # --- when they save ---------------------------------------------------------------------------------------------------
 
 _on_train_batch_end = ModelCheckpoint.on_train_batch_end

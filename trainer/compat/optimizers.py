@@ -15,14 +15,13 @@ from lightning.pytorch.core import optimizer as parsing
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.compat.overrides import overrides
 from trainer.engine.optimizers import needs_closure
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, rank_zero_warn
 
 
 class MultipleOptimizersError(ConfigurationError, RuntimeError):

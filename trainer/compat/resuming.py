@@ -8,7 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 
 from trainer.checkpoint import files
 from trainer.checkpoint import state as checkpoints
@@ -19,7 +19,7 @@ from trainer.checkpoint.state import OUR_KEY
 from trainer.compat import log_files
 from trainer.compat.checkpoint_io import files_of, local_path
 from trainer.compat.model_checkpoints import allow_removal, folders_of, on_first_rank
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, rank_zero_warn
 
 _ROWS = "rows"
 

@@ -18,14 +18,14 @@ from typing import Any
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 
 from trainer.compat import model_checkpoints
 from trainer.compat.checkpoint_io import wait_for_saves
 from trainer.compat.launchers import ENDING_SIGNALS, ON_DEMAND, PassOn, default_handler, exception_of
 from trainer.engine.agreement import Agreement
 from trainer.engine.processes import children, deadline_after
-from trainer.errors import NonFiniteError, RequeueError
+from trainer.errors import NonFiniteError, RequeueError, rank_zero_warn
 from trainer.loops.evaluation import EvalLoop
 
 INTERRUPTED = "interrupted.ckpt"

@@ -19,11 +19,11 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
 from trainer.data.batches import TrainingBatches
+from trainer.errors import rank_zero_warn
 from trainer.state.metrics import MetricStore
 
 

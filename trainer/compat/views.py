@@ -31,7 +31,7 @@ from torch import Tensor
 
 from trainer.compat import loop_state, tuning
 from trainer.compat.logging import ResultsView
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.loops.evaluation import EvalLoop
 from trainer.loops.fit import FitLoop
 
@@ -247,9 +247,10 @@ class PredictLoopView(_EvaluationView, _PredictionLoop):
             if isinstance(sampler, _IndexBatchSamplerWrapper):
                 indices.append(getattr(sampler, "seen_batch_indices", [])[:count])  # set by its first use
             else:
-                _warnings.warn(
-                    f"Couldn't infer the batch indices fetched from your dataloader: `{type(loader).__name__}`"
-                )
+                message = f"Couldn't infer the batch indices fetched from your dataloader: `{type(loader).__name__}`"
+                if message not in _warnings:
+                    _warnings.add(message)
+                    rank_zero_warn(message)
                 indices.append([])
         return indices
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.unpadded import Span
-from trainer.errors import ConfigurationError, ResumeError
+from trainer.errors import ConfigurationError, ResumeError, warn
 from trainer.state import random_states
 from trainer.state.random_states import State
 
@@ -208,10 +207,9 @@ class TrainingBatches:
         elif skip:
             self._resume({"epoch": epoch, "batches": skip, "is_over": False}, skip)
         elif is_its_epoch:
-            warnings.warn(
+            warn(
                 f"The checkpoint was written inside the first batch of epoch {epoch}, which begins again: what follows"
                 " is not what would have followed.",
-                stacklevel=2,
             )
 
     def _resume(self, state: State, batches: int) -> None:
@@ -230,10 +228,9 @@ class TrainingBatches:
                 " Trainer(exact_resume=False)."
             )
         if reasons:
-            warnings.warn(
+            warn(
                 f"The batches after batch {batches} of epoch {state['epoch']} are not those that would have followed:"
                 f" {'; '.join(reasons)}.",
-                stacklevel=2,
             )
 
     def end(self) -> None:

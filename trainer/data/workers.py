@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import time
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL, signal_handling
+
+from trainer.errors import warn
 
 DEAD_WORKER = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\) (?P<how>is killed by signal: [\w ]+|exited unexpectedly)"
@@ -116,10 +117,9 @@ class _Patience:
             raise RuntimeError(f"DataLoader timed out after {self._seconds:g} seconds")
         if waited >= self._seconds / 6 and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"The workers of a DataLoader have sent nothing for {waited:.0f} seconds. After {self._seconds:g} the"
                 " run ends: Trainer(dataloader_timeout=...).",
-                stacklevel=2,
             )
         return found
 

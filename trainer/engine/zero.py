@@ -12,7 +12,6 @@ DeepSpeed is imported when the first of them is made.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from torch.optim import Optimizer
 
 from trainer.engine.gradients import Gradients
 from trainer.engine.optimizer_states import SavedDtypes, dtype_to_load
-from trainer.errors import UnsupportedError
+from trainer.errors import UnsupportedError, warn
 from trainer.precision.scaler import LossScaler, UpdateOutcome
 
 
@@ -563,9 +562,8 @@ class ZeroGradients(Gradients):
     def load_state_dict(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
         """Begin another window in the place of one that was open: its gradients cannot be given to DeepSpeed."""
         if state:
-            warnings.warn(
+            warn(
                 "The checkpoint was written inside of an accumulation window. DeepSpeed keeps gradients to itself:"
                 " those of the window's first batches are lost, and the next batch begins another one.",
-                stacklevel=2,
             )
             self._drop_window()

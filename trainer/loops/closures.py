@@ -10,7 +10,6 @@ throughout a batch, and ``update`` runs once, at its end.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from trainer.engine.optimizers import needs_closure
-from trainer.errors import ConfigurationError, ResumeError
+from trainer.errors import ConfigurationError, ResumeError, warn
 from trainer.loops.fit import FitLoop
 from trainer.loops.step_output import outputs_of
 
@@ -124,7 +123,7 @@ class ClosureOptimization:
                     f"{reason} Resume from one that was written between two windows, or go on without these batches:"
                     " Trainer(exact_resume=False)."
                 )
-            warnings.warn(f"{reason} The window continues without them.", stacklevel=2)
+            warn(f"{reason} The window continues without them.")
         kept = tree_map_only(Tensor, lambda tensor: tensor.to(device), state["batches"] or [])
         for batch, batch_idx, mark, share in kept:
             self._earlier.append(_Pass(batch, batch_idx, mark, share))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from trainer.data.batches import EndOfPass, Loaders, as_it_is
 from trainer.data.unpadded import Span
 from trainer.engine.protocol import Engine
+from trainer.errors import warn
 from trainer.loops.hooks import NO_HOOKS, Hooks
 from trainer.loops.pace import Pace
 from trainer.precision.base import Precision
@@ -246,7 +246,7 @@ class EvalLoop:
     def warn_of_nothing(self) -> None:
         """Warn, once, that a ``predict_step`` has returned None."""
         if not self.has_warned and self.engine.global_rank == 0:
-            warnings.warn("predict returned None if it was on purpose, ignore this warning...", stacklevel=2)
+            warn("predict returned None if it was on purpose, ignore this warning...")
         self.has_warned = True
 
     def close_dataloader(self, dataloader_idx: int, several: bool) -> Metrics:

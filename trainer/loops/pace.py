@@ -6,13 +6,12 @@ on another process, and an exchange in it no partner.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 from trainer.data.unpadded import Span
 from trainer.engine.protocol import Engine
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, warn
 from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import MetricStore
 
@@ -110,7 +109,7 @@ class Pace:
             if is_last:
                 raise error
             if engine.global_rank == 0:
-                warnings.warn(str(error), stacklevel=2)
+                warn(str(error))
 
     def finish(self, dataloader_idx: int) -> None:
         """This process has had its batches of a dataloader: wait for those that have more."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from types import NoneType
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.engine.protocol import ScheduleConfig
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, warn
 from trainer.state.progress import FitProgress
 
 
@@ -129,11 +128,10 @@ class Schedules:
                 " 'monitor' key of the scheduler's dict, or set 'strict': False to go on without."
             )
         if metric is None:
-            warnings.warn(
+            warn(
                 f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available but strict is set to"
                 " `False`. Skipping learning rate update.",
                 RuntimeWarning,
-                stacklevel=2,
             )
         return metric
 

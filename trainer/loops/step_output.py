@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.engine.protocol import Weight
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, warn
 
 NOTHING: Mapping[str, Any] = {"loss": torch.zeros(()), "weight": 0.0}
 """The output of a batch that is None, for which ``training_step`` is not called."""
@@ -34,10 +33,9 @@ def loss_in(output: Any, *, reads_weight: bool = True) -> tuple[Tensor | None, W
     if isinstance(output, Tensor):
         return output, None
     if output is None:
-        warnings.warn(
+        warn(
             "`training_step` returned `None`. If this was on purpose, ignore this warning: there is nothing to learn"
             " from this batch.",
-            stacklevel=2,
         )
         return None, None
     if not isinstance(output, Mapping):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 
+from trainer.errors import warn
 from trainer.precision import cpu_fp16
 
 CPU_BFLOAT16 = ("avx512_bf16", "amx_bf16", "sve_bf16", "bf16")
@@ -73,10 +73,9 @@ def warn_of_emulation(name: str, device: torch.device) -> None:
         device: where.
     """
     if device.type == "cuda" and not native_bfloat16(device):
-        warnings.warn(
+        warn(
             f"{torch.cuda.get_device_name(device)} has no bfloat16 units: precision={name!r} is emulated"
             " and slow there. Use precision='16-mixed'.",
-            stacklevel=3,
         )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from trainer.errors import PrecisionError, expect
+from trainer.errors import PrecisionError, expect, warn
 from trainer.precision.base import Precision
 from trainer.precision.devices import float16_kernels, warn_of_emulation
 from trainer.precision.dtypes import DefaultDtype, cast
@@ -63,11 +63,10 @@ class HalfPrecision(Precision):
         if self.dtype is torch.bfloat16:
             warn_of_emulation(self.name, device)
         else:
-            warnings.warn(
+            warn(
                 "precision='16-true' keeps weights and gradients in float16 and does not scale the loss: gradients"
                 " below 6e-8 vanish, and so do updates below 1/2048 of a weight. Use precision='16-mixed', which has"
                 " float32 weights and a loss scale, or 'bf16-true', which has float32's range.",
-                stacklevel=2,
             )
 
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
@@ -82,11 +81,10 @@ class HalfPrecision(Precision):
                 eps = group.get("eps")
                 has_float16 = any(parameter.dtype is torch.float16 for parameter in group["params"])
                 if has_float16 and eps is not None and eps < torch.finfo(torch.float16).tiny:
-                    warnings.warn(
+                    warn(
                         f"{type(optimizer).__name__} has eps={eps:g} and float16 weights: where its squared gradients"
                         " are zero in float16 it divides by that, and weights become infinite or NaN. Use"
                         " eps=1e-4, SGD, or precision='16-mixed'.",
-                        stacklevel=2,
                     )
                     break
 
