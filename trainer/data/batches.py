@@ -266,7 +266,7 @@ class TrainingBatches:
             text = f"{self.loaders.first_empty()} yielded no batch in epoch {self._epoch}."
             if not had_batches:
                 raise ConfigurationError(text + NO_BATCHES)
-            warnings.warn(f"{text} The epoch ends without training. {_AN_ITERATOR}", stacklevel=2)
+            warn(f"{text} The epoch ends without training. {_AN_ITERATOR}")
         yield from ()
 
     def _number(self, loaders: Loaders, count: float | None, batch: Batch) -> tuple[Batch, int, bool]:
