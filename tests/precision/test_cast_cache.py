@@ -1,17 +1,19 @@
-"""The remedy for casts that torch 2.10 keeps without a graph. What it is good for is in tests/test_autocast.py."""
+"""Casts that torch 2.10 keeps without a graph, and weights that change. See also test_autocast, test_weight_changes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.optim.optimizer as optimizers
 from packaging.version import Version
 from torch import nn
 from torch.nn import functional as F
 
 from trainer.precision import MixedPrecision, cast_cache
-from trainer.precision.cast_cache import loses_gradients, with_trusted_cache
+from trainer.precision.cast_cache import WATCHED_STEPS, WeightWatch, loses_gradients, with_trusted_cache
 
 
 def autocast() -> torch.autocast:
@@ -38,9 +40,13 @@ def test_torch_2_10_needs_it_and_torch_2_11_does_not():
 def test_where_torch_is_right_nothing_is_added():
     context = autocast()
     assert with_trusted_cache(context) is context
-    plugin = MixedPrecision("bfloat16")
-    with plugin.session(nn.Linear(1, 1), torch.device("cpu")):
-        assert type(plugin.autocast()) is torch.autocast
+    for enabled in (True, False):
+        plugin = MixedPrecision("bfloat16", autocast_cache=enabled)
+        with plugin.session(nn.Linear(1, 1), torch.device("cpu")):
+            plugin.watch_weights()
+            assert type(plugin.autocast()) is torch.autocast
+            with plugin.autocast():
+                assert torch.is_autocast_cache_enabled() is enabled
 
 
 def test_the_cache_is_emptied_where_gradients_come_back(clearings):
@@ -75,6 +81,138 @@ def test_it_ends_with_an_error(clearings):
         torch.ones(1) + 1
     torch.ones(1) + 1
     assert clearings == [1]
+
+
+class Steps:
+    """A plugin in a session, the steps that it has seen, and its observations of the last one."""
+
+    def __init__(self, net: nn.Module, **arguments: Any) -> None:
+        self.plugin, self.net = MixedPrecision("bfloat16", **arguments), net
+
+    def __call__(self, uses: int = 1, change: Callable[[nn.Module], Any] | None = None) -> str:
+        """Run a step; return "watched", or whether autocast's cache was enabled."""
+        context = self.plugin.autocast()
+        with context:
+            self.net(torch.ones(2, 2))
+            if change is not None:
+                change(self.net)
+            for _ in range(uses - 1):
+                self.net(torch.ones(2, 2))
+            cached = torch.is_autocast_cache_enabled()
+        return "watched" if isinstance(context, WeightWatch) else "cached" if cached else "uncached"
+
+
+def negate(net: nn.Module) -> None:
+    for p in net.parameters():
+        p.data.neg_()
+
+
+@pytest.mark.parametrize(
+    ("uses", "change", "watched", "then"),
+    [
+        (1, None, WATCHED_STEPS, "uncached"),
+        (2, None, WATCHED_STEPS, "cached"),
+        (1, negate, WATCHED_STEPS, "uncached"),
+        (2, negate, 1, "uncached"),
+    ],
+)
+def test_the_first_steps_decide(uses, change, watched, then):
+    steps = Steps(nn.Linear(2, 2))
+    with steps.plugin.session(steps.net, torch.device("cpu")):
+        steps.plugin.watch_weights()
+        for _ in range(watched):
+            assert steps(uses, change) == "watched"
+        assert steps() == then
+        with torch.no_grad():
+            assert steps() == "uncached"
+        steps.plugin.watch_weights()
+        assert steps() == ("watched" if then == "cached" else "uncached")
+        assert steps() == then
+
+
+READS: dict[str, Callable[[nn.Linear], Any]] = {
+    "shape": lambda net: net.weight.shape,
+    "number of elements": lambda net: net.weight.numel(),
+    "state_dict": lambda net: net.state_dict(),
+    "clone": lambda net: net.weight.clone(),
+    "data": lambda net: net.weight.data.sum(),
+    "source of a copy": lambda net: torch.zeros(2, 2).copy_(net.weight.detach()),
+    "clipped at the end": lambda net: [p.data.mul_(0.9).add_(0.1) for p in net.parameters()],
+    "loaded at the end": lambda net: net.load_state_dict(net.state_dict()),
+    "gradient flags": lambda net: net.requires_grad_(False).requires_grad_(True),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_access_to_weights_that_casts_nothing_is_no_use(read):
+    """A step that does it after the only use of the weights needs no cache, and nothing in it is stale."""
+    steps = Steps(nn.Linear(2, 2))
+    with steps.plugin.session(steps.net, torch.device("cpu")):
+        for _ in range(WATCHED_STEPS):
+            assert steps(1, READS[read]) == "watched"
+        assert steps() == "uncached"
+
+
+def test_what_the_watch_adds_to_modules_and_torch_is_undone():
+    net, steps = nn.Sequential(nn.Linear(2, 2)), Steps(nn.Linear(2, 2))
+    hooks = len(optimizers._global_optimizer_post_hooks)
+    for uses in (1, 2):
+        steps = Steps(net)
+        with steps.plugin.session(net, torch.device("cpu")):
+            for _ in range(WATCHED_STEPS):
+                steps(uses)
+            assert len(optimizers._global_optimizer_post_hooks) == hooks + uses - 1
+            assert len(net[0]._load_state_dict_post_hooks) == uses - 1
+        assert len(optimizers._global_optimizer_post_hooks) == hooks
+        assert not net[0]._load_state_dict_post_hooks
+
+
+def test_a_step_that_fails_is_not_counted():
+    steps = Steps(nn.Linear(2, 2))
+    with steps.plugin.session(steps.net, torch.device("cpu")):
+        for _ in range(WATCHED_STEPS):
+            with pytest.raises(KeyError), steps.plugin.autocast():
+                raise KeyError
+        assert steps() == "watched"
+
+
+def test_what_has_no_storage_or_version_is_accepted():
+    """Tensors of torch.func, sparse tensors and inference tensors."""
+    net = nn.Linear(2, 2)
+    with torch.inference_mode():
+        made = torch.ones(2, 2)
+
+    def step(net: nn.Module) -> None:
+        torch.func.vmap(net)(torch.ones(3, 2, 2))
+        weights = dict(net.named_parameters())
+        torch.func.grad(lambda w: torch.func.functional_call(net, w, made.clone()).float().sum())(weights)
+        torch.eye(2).to_sparse().mul_(2)
+        made.add(1)
+
+    steps = Steps(net)
+    with steps.plugin.session(net, torch.device("cpu")):
+        assert steps(1, step) == "watched"
+        assert steps.plugin.state_dict() == {
+            "enabled": None, "steps_left": WATCHED_STEPS - 1, "reuses_weights": True,
+        }  # fmt: skip
+
+
+def test_the_user_decides_across_a_resume():
+    saved = Steps(nn.Linear(2, 2))
+    with saved.plugin.session(saved.net, torch.device("cpu")):
+        for _ in range(WATCHED_STEPS):
+            saved(2)
+        state = saved.plugin.state_dict()
+    assert state["enabled"] is True
+    for given, expected in {True: "cached", False: "uncached", None: "cached"}.items():
+        resumed = Steps(nn.Linear(2, 2), autocast_cache=given)
+        with resumed.plugin.session(resumed.net, torch.device("cpu")):
+            assert resumed.plugin.state_dict() == ({} if given is not None else resumed.plugin.state_dict())
+            resumed.plugin.load_state_dict(state)
+            assert resumed() == expected
+    with saved.plugin.session(saved.net, torch.device("cpu")):
+        saved.plugin.load_state_dict({})
+        assert saved() == "watched"
 
 
 def test_compiled_code_does_not_see_it(clearings):

@@ -84,6 +84,7 @@ class ProcessState:
             "should_stop": loop.limits.should_stop and not run.is_out_of_time,  # a run that goes on may have more time
             "window": window.state_dict(is_open=progress.is_trained and window.is_open),
             "modes": self._modes(),
+            "precision": engine.precision.state_dict(),
             **self._buffers(),
         }
         state["gradients"] = self._gradients()
@@ -154,6 +155,7 @@ class ProcessState:
         if not loop.progress.batches_this_epoch and "size" not in window:
             window = {**window, "batches": loop.window.batches}  # only an epoch that is under way has set it
         loop.window.load_state_dict(window, device)
+        engine.precision.load_state_dict(state.get("precision", {}))
         modes.restore(run.lightning_module, state.get("modes", {}))
         engine.follow_trained_parameters()
         self._restore_buffers(state)

@@ -174,6 +174,7 @@ class FitLoop:
                 self.take_optimizers()
             progress.is_last_batch = False
         self.validates_this_epoch = self.validate is not None and self.limits.epoch_validates()
+        self.precision.watch_weights()
         if is_new:
             return
         if not progress.is_followed_up:
@@ -366,6 +367,7 @@ class FitLoop:
         self.metrics.end_batch()
         if closes_window and self.limits.logging_is_due():
             self.recorder.send(self.metrics.current().logger, progress.updates)
+            self.precision.watch_weights()
         self.hooks.save_after_batch(outputs, batch, batch_idx)
         progress.in_batch = False
 

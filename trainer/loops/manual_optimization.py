@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from trainer.errors import ConfigurationError
 from trainer.loops.closures import Closure, refuse_scaled_closures, step_with_closure
 from trainer.loops.fit import FitLoop
+from trainer.precision.cast_cache import forget_casts
 
 
 class ManualOptimization:
@@ -69,13 +70,13 @@ class ManualOptimization:
 
         def forward() -> Any:
             # the training step's autocast has kept casts of the weights, and a step changes those
-            torch.clear_autocast_cache()
+            forget_casts()
             with around:
                 return closure()
 
         with _without_autocast(self._loop):
             result = step_with_closure(self._loop, optimizer, forward, **kwargs)
-        torch.clear_autocast_cache()
+        forget_casts()
         self._loop.progress.optimizer_steps += 1
         return result
 

@@ -18,6 +18,7 @@ from trainer.engine.protocol import Engine, ModuleCalls
 from trainer.loops.step_output import loss_in
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.state import ObjectState
+from trainer.precision.cast_cache import forget_casts
 from trainer.state import random_states
 
 OnLoss = Callable[[Tensor], None]
@@ -57,7 +58,7 @@ def undisturbed(trainer: Any) -> Iterator[ObjectState]:
             trainer.loggers = [DummyLogger()] if loggers else []
             yield state
         finally:
-            torch.clear_autocast_cache()
+            forget_casts()
             trainer.loggers, engine.module_calls = loggers, calls
             state.restore()
             random_states.restore(random_state, device)

@@ -26,6 +26,7 @@ class AutoPrecision(Precision):
         cpu_kernels: how float16 is computed on a CPU; see there.
         fp32_modules: modules that run in float32 nevertheless; see there. Without effect in ``32-true``.
         autocast_ops: which operations autocast computes in what; see there.
+        autocast_cache: whether autocast caches the casts of weights; see there.
 
     Attributes:
         said: which precision was chosen, and why; empty before.
@@ -47,6 +48,7 @@ class AutoPrecision(Precision):
         cpu_kernels: Literal["auto", "fast", "native"] = "auto",
         fp32_modules: str | Sequence[str] = (),
         autocast_ops: Literal["native", "cuda"] = "native",
+        autocast_cache: bool | None = None,
     ) -> None:
         settings = dict(locals())
         del settings["self"]

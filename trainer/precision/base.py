@@ -12,6 +12,10 @@
 ``session(module, device)``      once a run: a context around everything from the first to the last batch.
 ``check_optimizers(optimizers)`` once a fit, when the optimizers have been made. Warns or raises.
 ``convert_batch(batch)``         every batch, before it is moved to the device.
+``watch_weights()``              when an epoch begins, and after each row for the loggers: whether the next
+                                 training step changes weights may be checked.
+``state_dict()``                 in every checkpoint, for each process; ``load_state_dict(state)`` when a fit is
+                                 resumed.
 ``autocast()``                   every forward (train, validate, test, predict): a context around the
                                  step function and nothing else; never around a backward.
 ===============================  ======================================================================
@@ -36,7 +40,7 @@ the methods that it needs. A worked example, float32 with TensorFloat-32 product
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -91,6 +95,16 @@ class Precision:
     def convert_batch(self, batch: Any) -> Any:
         """The batch in the dtype that the module expects. Mixed precisions leave it alone: autocast converts."""
         return batch
+
+    def watch_weights(self) -> None:
+        """Check whether the next training step changes weights, if that affects how it must be computed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values that a resumed run needs to compute as this one does. Valid inside ``session``."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned; {} if the checkpoint has nothing."""
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context of one forward. Valid inside ``session``; the same object may be returned every time."""

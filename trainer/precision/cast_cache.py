@@ -1,29 +1,294 @@
-"""Keeps autocast from reusing casts made without gradients where gradients are needed: a workaround for torch 2.10.
+"""Decides whether autocast caches the 16-bit casts of weights, so that no forward pass uses an outdated one.
 
-Autocast keeps the 16-bit copy of a weight until the outermost autocast ends, so that a weight used twice is cast
-once. torch 2.10 keeps also a copy made without gradients (under ``no_grad`` or ``inference_mode``, or inside the
-``forward`` of an ``autograd.Function``) and hands it to a later forward with gradients. The weight then gets no
-gradient, or a wrong one, without an error (torch #65766, #112583, #120483). torch 2.11 casts with a graph in either
-case.
+Autocast keeps the 16-bit copy of a weight until the outermost autocast ends, so that a weight used twice is cast once.
+Two things make that wrong.
 
-:func:`with_trusted_cache` keeps the cache enabled. On a torch with the bug, a torch function mode inspects every
-operation of the forward: the first one with gradients after one without clears the cache. Unlike hooks on modules, it
-also sees weights that are used directly, and custom functions. It costs some microseconds an operation there, and
-nothing elsewhere.
+**Weights that change in between.** The cache is keyed by tensor and ignores its version, so a training step that swaps
+in averaged weights for one forward pass, or negates a weight, gets the results of the old weights. :class:`CastCache`
+clears the cache when an optimizer has stepped and when a state dict has been loaded. Other changes have no event: it
+runs the first training steps under :class:`WeightWatch`, which notices which weights a step uses several times and
+which have changed in between, and then keeps the cache only for steps that use a weight several times. Steps that use
+each weight once have the same results, to the bit, and the same speed without it.
+
+**Casts without a graph.** torch 2.10 keeps also a copy made without gradients (under ``no_grad`` or ``inference_mode``,
+or inside the ``forward`` of an ``autograd.Function``) and hands it to a later forward with gradients. The weight then
+gets no gradient, or a wrong one, without an error (torch #65766, #112583, #120483). torch 2.11 casts with a graph in
+either case. :func:`with_trusted_cache` keeps the cache enabled. On a torch with the bug, a torch function mode inspects
+every operation of the forward: the first one with gradients after one without clears the cache. Unlike hooks on
+modules, it also sees weights that are used directly, and custom functions. It costs some microseconds an operation
+there, and nothing elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from copy import deepcopy
 from functools import cache
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["loses_gradients", "with_trusted_cache"]
+from trainer.errors import PrecisionError
+
+__all__ = ["CastCache", "WeightWatch", "forget_casts", "loses_gradients", "with_trusted_cache"]
+
+WATCHED_STEPS = 16
+"""Number of training steps that are watched before the decision."""
+
+_NEVER_CAST = {"__get__", "__set__", "clone", "detach"}
+"""Names of functions of weights that autocast leaves alone, in addition to in-place operations."""
+
+_watches: list[WeightWatch] = []
+"""Watches that are active, innermost last."""
+
+
+class CastCache:
+    """Decides whether training steps run with autocast's weight cache.
+
+    With ``enabled=None`` the first training steps are watched. A step that changes a weight between two uses is
+    computed correctly, because the watch clears the cache at the second use, and the cache is disabled for the rest of
+    the run. Otherwise it stays enabled if a step used a weight several times, and such a run is checked again when
+    :meth:`watch` is called. Modules with compiled or scripted parts, which the watch cannot see into, train without the
+    cache. Evaluation computes no gradients, so its results do not depend on the cache; it runs without.
+
+    Args:
+        device_type: type of the device of the weights.
+        dtype: 16-bit dtype that autocast computes in.
+        module: module to train.
+        enabled: whether to use the cache, in training and evaluation; None decides as above.
+        advice: how to disable the cache, for the error message.
+
+    Attributes:
+        training: context of the next training step.
+        evaluation: context of evaluation steps.
+        enabled: the decision; None while the first steps are watched.
+    """
+
+    def __init__(
+        self, device_type: str, dtype: torch.dtype, module: nn.Module, enabled: bool | None, advice: str
+    ) -> None:
+        self._cached = with_trusted_cache(torch.autocast(device_type, dtype=dtype))
+        self._uncached = torch.autocast(device_type, dtype=dtype, cache_enabled=False)
+        self._watch = WeightWatch(self._cached, self._finish_step)
+        self._module = module
+        self._advice = advice
+        self._decides = enabled is None
+        self._steps_left = WATCHED_STEPS
+        self._reuses_weights = False
+        self._hooks = ExitStack()
+        self.enabled: bool | None = enabled
+        self.training: AbstractContextManager[object] = self._cached
+        self.evaluation: AbstractContextManager[object] = self._cached if enabled else self._uncached
+        self._decide(enabled)
+
+    def watch(self) -> None:
+        """Watch the next training step, unless the cache is disabled or was enabled by the user."""
+        if not self._decides or self.enabled is False:
+            return
+        if _hides_operations(self._module):
+            self._decide(False)
+        else:
+            self.training = self._watch
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._hooks.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the decision and the progress towards it; {} if the user decided."""
+        if not self._decides:
+            return {}
+        return {"enabled": self.enabled, "steps_left": self._steps_left, "reuses_weights": self._reuses_weights}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that :meth:`state_dict` returned, unless the user decides now or decided then."""
+        if self._decides and state:
+            self._steps_left, self._reuses_weights = state["steps_left"], state["reuses_weights"]
+            self._decide(state["enabled"])
+
+    def _decide(self, enabled: bool | None) -> None:
+        self.enabled = enabled
+        self.training = self._uncached if enabled is False else self._cached
+        self._hooks.close()
+        if enabled is not False:
+            self._hooks.callback(register_optimizer_step_post_hook(_forget_after_step).remove)
+        if enabled:
+            for part in self._module.modules():
+                handle = part.register_load_state_dict_post_hook(_forget_after_loading)  # type: ignore[no-untyped-call]
+                self._hooks.callback(handle.remove)
+        if enabled is None:
+            self.training = self._watch
+
+    def _finish_step(self, reuses_weights: bool, changes_weights: bool) -> None:
+        """Decide after a watched step.
+
+        Raises:
+            PrecisionError: the step changed weights between two uses, and earlier steps were not watched.
+        """
+        if self.enabled and changes_weights:
+            raise PrecisionError(
+                "A step of this module changes weights between two forward passes that use them. Autocast's weight"
+                " cache hides such changes; it was enabled because the first"
+                f" {WATCHED_STEPS} training steps made none, and steps since the last check may have used outdated"
+                f" weights. Disable the cache, with {self._advice}, and start again, or resume from a checkpoint from"
+                " before the first change."
+            )
+        if self.enabled:
+            self.training = self._cached
+            return
+        self._steps_left -= 1
+        self._reuses_weights |= reuses_weights
+        if changes_weights:
+            self._decide(False)
+        elif self._steps_left <= 0:
+            self._decide(self._reuses_weights)
+
+
+class WeightWatch(TorchFunctionMode):
+    """Autocast that observes which weights are used several times, and which change in between.
+
+    A weight is a leaf tensor that requires a gradient. It has changed if its version, its memory, or the number of
+    in-place operations on other tensors of the same memory (``weight.data``) is another one than at its last use. The
+    cache is then cleared before the weight is used again, so the step is computed as if there were no cache. No kernel
+    is launched, and the host never waits for the device.
+
+    Args:
+        autocast: autocast with an enabled cache.
+        finish: called at the end of a step that raised no error, with whether it used a weight several times, and
+            whether it used one that had changed since its last use.
+    """
+
+    def __init__(self, autocast: AbstractContextManager[object], finish: Callable[[bool, bool], None]) -> None:
+        super().__init__()
+        self._autocast = autocast
+        self._finish = finish
+        self._reuses = self._changes = False
+        self._used: dict[int, tuple[Tensor, object]] = {}  # weights that may be in the cache, and their state then
+        self._writes: Counter[object] = Counter()  # in-place operations by memory
+
+    def __enter__(self) -> WeightWatch:
+        self._reuses = self._changes = False
+        self._autocast.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        _watches.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _watches.remove(self)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._autocast.__exit__(kind, error, trace)
+        self.forget()
+        self._writes.clear()
+        if error is None:
+            self._finish(self._reuses, self._changes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbstractContextManager[object]:
+        return deepcopy(self._autocast, memo)  # a replay of a batch is not watched
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # compiled graphs have their casts in them, and no cache
+            return func(*args, **kwargs)
+        tensors = _leaf_tensors(args, kwargs)
+        versions = list(map(_version_of, tensors))
+        weights = [tensor for tensor in tensors if tensor.requires_grad]
+        changed = [weight for weight in weights if self._has_changed(weight)]
+        if changed:
+            torch.clear_autocast_cache()
+        result = func(*args, **kwargs)
+        written = [tensor for tensor, version in zip(tensors, versions, strict=True) if _version_of(tensor) != version]
+        self._writes.update(map(_memory_of, written))
+        if _may_cast(func) and isinstance(result, (Tensor, list, tuple)):
+            self._changes |= bool(changed)
+            for weight in weights:
+                self._reuses |= id(weight) in self._used
+                self._used[id(weight)] = weight, self._state_of(weight)
+        return result
+
+    def forget(self) -> None:
+        """Forget which weights were used, because the cache has been cleared."""
+        self._used.clear()
+
+    def _has_changed(self, weight: Tensor) -> bool:
+        return id(weight) in self._used and self._used[id(weight)][1] != self._state_of(weight)
+
+    def _state_of(self, weight: Tensor) -> object:
+        memory = _memory_of(weight)
+        return _version_of(weight), memory, self._writes[memory], self._writes[None]
+
+
+def forget_casts() -> None:
+    """Clear autocast's cache after weights have changed."""
+    torch.clear_autocast_cache()
+    for watch in _watches:
+        watch.forget()
+
+
+def _forget_after_step(*args: Any) -> None:
+    forget_casts()
+
+
+def _forget_after_loading(module: nn.Module, incompatible_keys: Any) -> None:
+    forget_casts()
+
+
+def _leaf_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors without a graph among the arguments and in lists of them."""
+    found = []
+    for value in (*args, *kwargs.values()):
+        for one in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(one, Tensor) and one.is_leaf and not one.is_inference():
+                found.append(one)
+    return found
+
+
+def _version_of(tensor: Tensor) -> int:
+    return tensor._version  # noqa: SLF001 - in-place operations; nothing public counts them
+
+
+def _memory_of(tensor: Tensor) -> object:
+    """Return a key that is equal for tensors that share memory; None for a DTensor, which may share any."""
+    if hasattr(tensor, "_local_tensor"):
+        return None
+    try:
+        return tensor.untyped_storage()._cdata  # noqa: SLF001 - stays when FSDP frees and allocates it
+    except (RuntimeError, NotImplementedError):  # sparse tensors have no storage
+        return id(tensor)
+
+
+def _may_cast(func: Callable[..., Any]) -> bool:
+    """Return whether autocast may cast the arguments of a function."""
+    name = getattr(func, "__name__", "")
+    return name not in _NEVER_CAST and (not name.endswith("_") or name.endswith("__"))
+
+
+def _hides_operations(module: nn.Module) -> bool:
+    """Return whether a part of the module runs without Python, so that a torch function mode does not see it."""
+    if getattr(module, "_compiler_ctx", None) is not None:
+        return True
+    for part in module.modules():
+        if hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None:
+            return True
+        forward = vars(part).get("forward")
+        if hasattr(forward, "_torchdynamo_orig_callable") or hasattr(forward, "_compiled"):
+            return True
+        if isinstance(part, torch.jit.ScriptModule):
+            return True
+    return False
 
 
 def with_trusted_cache(autocast: AbstractContextManager[object]) -> AbstractContextManager[object]:

@@ -48,6 +48,7 @@ class Float8Precision(MixedPrecision):
             ``nn.MultiheadAttention`` do not. See :meth:`layers`.
         fp32_modules: see :class:`MixedPrecision`. What runs in float32 does not run in float8.
         autocast_ops: see :class:`MixedPrecision`.
+        autocast_cache: see :class:`MixedPrecision`.
 
     Raises:
         PrecisionError: an unknown recipe, or patterns that are no strings.
@@ -59,8 +60,11 @@ class Float8Precision(MixedPrecision):
         modules: str | Sequence[str] = "*",
         fp32_modules: str | Sequence[str] = (),
         autocast_ops: Literal["native", "cuda"] = "native",
+        autocast_cache: bool | None = None,
     ) -> None:
-        super().__init__("bfloat16", fp32_modules=fp32_modules, autocast_ops=autocast_ops)
+        super().__init__(
+            "bfloat16", fp32_modules=fp32_modules, autocast_ops=autocast_ops, autocast_cache=autocast_cache
+        )
         known = "'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'"
         expect(recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"), known, PrecisionError, recipe=recipe)
         self.name = "fp8-mixed"
@@ -135,6 +139,10 @@ class Float8Precision(MixedPrecision):
             )
         with super().session(module, device), in_float8(chosen.values(), self._settings(device)):
             yield
+
+    @property
+    def _advice(self) -> str:
+        return "Trainer(precision=Float8Precision({}))"
 
     def _settings(self, device: torch.device) -> Mapping[str, Any]:
         """What torchao gives a Linear layer in addition, and the forward that uses it."""

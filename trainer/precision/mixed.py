@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from trainer.errors import PrecisionError, expect
 from trainer.precision import compiled_backward
 from trainer.precision.autocast_ops import cuda_autocast_ops
 from trainer.precision.base import Precision
-from trainer.precision.cast_cache import with_trusted_cache
+from trainer.precision.cast_cache import CastCache
 from trainer.precision.devices import float16_kernels, scales_losses, warn_of_emulation
 from trainer.precision.fp32_modules import check_patterns, find_modules, in_float32
 from trainer.precision.scaler import LossScaler
@@ -48,9 +48,15 @@ class MixedPrecision(Precision):
         autocast_ops: which operations autocast computes in what. ``"native"`` is torch's list for the device;
             ``"cuda"`` is CUDA's on a CPU as well, a rehearsal for a GPU
             (:func:`~trainer.precision.cuda_autocast_ops`), while a run lasts. Nothing else on CUDA itself.
+        autocast_cache: whether autocast caches the 16-bit casts of weights within a step, so that a weight that is used
+            several times is cast once. Default None: the first 16 training steps decide. The cache is enabled if a
+            step uses a weight several times, and disabled if a step changes a weight between two uses, or uses each
+            weight once; evaluation runs without it. True enables it everywhere, as in plain torch; steps must then not
+            change weights, except by optimizers and ``load_state_dict``. False disables it.
 
     Raises:
-        PrecisionError: an unknown dtype, scaling factors out of range, or patterns that are no strings.
+        PrecisionError: an unknown dtype, scaling factors out of range, patterns that are no strings, or an
+            ``autocast_cache`` that is not True, False or None.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class MixedPrecision(Precision):
         cpu_kernels: Literal["auto", "fast", "native"] = "auto",
         fp32_modules: str | Sequence[str] = (),
         autocast_ops: Literal["native", "cuda"] = "native",
+        autocast_cache: bool | None = None,
     ) -> None:
         resolved = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
         if resolved not in _NAMES:
@@ -73,6 +80,8 @@ class MixedPrecision(Precision):
         known = "'auto', 'fast' or 'native'"
         expect(cpu_kernels in ("auto", "fast", "native"), known, PrecisionError, cpu_kernels=cpu_kernels)
         expect(autocast_ops in ("native", "cuda"), "'native' or 'cuda'", PrecisionError, autocast_ops=autocast_ops)
+        is_known = autocast_cache is None or isinstance(autocast_cache, bool)
+        expect(is_known, "True, False or None", PrecisionError, autocast_cache=autocast_cache)
         self.dtype: torch.dtype = resolved
         self.name = _NAMES[resolved]
         self.loss_scaling = resolved is torch.float16 if loss_scaling is None else loss_scaling
@@ -85,7 +94,8 @@ class MixedPrecision(Precision):
         self.cpu_kernels = cpu_kernels
         self.fp32_modules = check_patterns(fp32_modules)
         self.autocast_ops = autocast_ops
-        self._autocast: AbstractContextManager[object] | None = None
+        self.autocast_cache = autocast_cache
+        self._cast_cache: CastCache | None = None
         self.build_scaler(torch.device("cpu"))  # refuse impossible factors here, not at the first overflow
 
     def check(self, device: torch.device) -> None:
@@ -135,19 +145,43 @@ class MixedPrecision(Precision):
             PrecisionError: a pattern of ``fp32_modules`` that matches no module.
         """
         in_full = find_modules(module, self.fp32_modules)
-        self._autocast = with_trusted_cache(torch.autocast(device.type, dtype=self.dtype))
         kernels = float16_kernels(self.cpu_kernels, self.dtype, module, device)
         ops = cuda_autocast_ops() if self.autocast_ops == "cuda" and device.type == "cpu" else nullcontext()
+        cast_cache = self._cast_cache = CastCache(
+            device.type, self.dtype, module, self.autocast_cache, self._advice.format("autocast_cache=False")
+        )
         try:
             with kernels, ops, in_float32(in_full, device.type), compiled_backward.without_autocast():
                 yield
         finally:
-            self._autocast = None
+            cast_cache.close()
+            self._cast_cache = None
+
+    def watch_weights(self) -> None:
+        """Check whether the next training step changes weights that it has used, as autocast's cache would hide it."""
+        if self._cast_cache is not None:
+            self._cast_cache.watch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return whether the run has enabled autocast's cache."""
+        return {} if self._cast_cache is None else self._cast_cache.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Enable or disable autocast's cache as the saved run did, unless ``autocast_cache`` is set."""
+        if self._cast_cache is not None:
+            self._cast_cache.load_state_dict(state)
 
     def autocast(self) -> AbstractContextManager[object]:
         """One object, reused: making a new ``torch.autocast`` every step costs a microsecond.
 
-        Its weight cache is emptied each time it exits, so no forward sees the weights of an earlier one.
+        Its weight cache is emptied each time it exits, so no forward sees the weights of an earlier one. Steps without
+        gradients are evaluation.
         """
-        assert self._autocast is not None, "autocast() is used inside session()"
-        return self._autocast
+        cast_cache = self._cast_cache
+        assert cast_cache is not None, "autocast() is used inside session()"
+        return cast_cache.training if torch.is_grad_enabled() else cast_cache.evaluation
+
+    @property
+    def _advice(self) -> str:
+        """How to pass an argument to this plugin, with a placeholder for it."""
+        return f"Trainer(precision=MixedPrecision({str(self.dtype).removeprefix('torch.')!r}, {{}}))"

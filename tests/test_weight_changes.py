@@ -1,0 +1,537 @@
+"""Weights that change within a step, under autocast, against loops that clear autocast's cache at each change.
+
+The oracle is the loop of torch's AMP examples in which the step clears the cache by hand; equality is to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.support import AUTOCAST_DTYPES, Regression, loader_of, make_batches, make_trainer
+from tests.test_autocast import SCALE, Casts, assert_equal, by_hand, ours, session
+from trainer.errors import PrecisionError
+from trainer.precision import MixedPrecision
+from trainer.precision.cast_cache import WATCHED_STEPS
+
+MIXED = ("bf16-mixed", "16-mixed-fast")
+LATE = WATCHED_STEPS + 2
+"""A batch that is not watched."""
+
+
+class Pair(nn.Module):
+    """A net, others with weights to replace its weights by, and aliases of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.other = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).requires_grad_(False)
+        self.tied = nn.Embedding(7, 6, max_norm=0.5)
+        self.aliases = [p.data.view(-1) for p in self.net.parameters()]
+
+
+def swap_by_copy(net: nn.Module, other: nn.Module) -> None:
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        kept = p.data.clone()
+        p.data.copy_(q.data)
+        q.data.copy_(kept)
+
+
+def swap_memory(net: nn.Module, other: nn.Module) -> None:
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        p.data, q.data = q.data, p.data
+
+
+def swap_state_dicts(net: nn.Module, other: nn.Module) -> None:
+    kept = deepcopy(net.state_dict())
+    net.load_state_dict(other.state_dict())
+    other.load_state_dict(kept)
+
+
+def negate_data(net: nn.Module, other: nn.Module) -> None:
+    for p in net.parameters():
+        p.data.mul_(-1)
+
+
+def negate(net: nn.Module, other: nn.Module) -> None:
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(-1)
+
+
+def negate_in_inference_mode(net: nn.Module, other: nn.Module) -> None:
+    with torch.inference_mode():
+        for p in net.parameters():
+            p.data.mul_(-1)
+
+
+def negate_rows(net: nn.Module, other: nn.Module) -> None:
+    for p in net.parameters():
+        p.data[0] = -p.data[0]
+
+
+def negate_at_once(net: nn.Module, other: nn.Module) -> None:
+    torch._foreach_neg_([p.data for p in net.parameters()])
+
+
+def negate_into(net: nn.Module, other: nn.Module) -> None:
+    for p in net.parameters():
+        torch.neg(p.data, out=p.data)
+
+
+def negate_vector(net: nn.Module, other: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(net.parameters()).detach()
+    nn.utils.vector_to_parameters(-vector, net.parameters())
+
+
+def replace_data(net: nn.Module, other: nn.Module) -> None:
+    for p in net.parameters():
+        p.data = -p.data
+
+
+def clamp(net: nn.Module, other: nn.Module) -> None:
+    for p in net.parameters():
+        p.data.clamp_(-0.05, 0.05)
+
+
+def draw_again(net: nn.Module, other: nn.Module) -> None:
+    torch.manual_seed(3)
+    for p in net.parameters():
+        nn.init.uniform_(p, -0.5, 0.5)
+
+
+def step_by_hand(net: nn.Module, other: nn.Module) -> None:
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+
+
+CHANGES = [
+    swap_by_copy, swap_memory, swap_state_dicts, negate_data, negate, negate_in_inference_mode, negate_rows,
+    negate_at_once, negate_into, negate_vector, replace_data, clamp, draw_again,
+]  # fmt: skip
+
+
+def twice(change: Callable[[nn.Module, nn.Module], None]) -> Callable[..., Tensor]:
+    """A step that uses the net, changes it, uses it, and changes it again."""
+
+    def step(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+        before = pair.net(batch[0])
+        change(pair.net, pair.other)
+        clear()
+        with torch.no_grad():
+            after = pair.net(batch[0]).float()
+        change(pair.net, pair.other)
+        return F.mse_loss(before, batch[1]) + (before.float() - after.clone()).pow(2).mean()
+
+    return step
+
+
+def through_an_alias(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+    before = pair.net(batch[0]).float().pow(2).mean()
+    for alias in pair.aliases:
+        alias.mul_(0.9)
+    clear()
+    return before + F.mse_loss(pair.net(batch[0]), batch[1])
+
+
+def of_an_embedding(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+    """An embedding's ``max_norm`` changes weights in its forward pass, and the head shares them."""
+    hidden = pair.net(batch[0])[:, :1] * pair.tied(torch.tensor([0, 1, 2, 3]))
+    first = F.linear(hidden, pair.tied.weight).float().pow(2).mean()
+    with torch.no_grad():
+        pair.tied.weight.mul_(3)
+        clear()
+        drawn = pair.tied(torch.tensor([3, 4, 5, 6]))
+    return first + F.linear(drawn.clone(), pair.tied.weight).float().pow(2).mean()
+
+
+def adversarial_weights(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+    """Weights are moved along a gradient for a second loss (SAM, adversarial weight perturbation)."""
+    with torch.autocast("cpu", enabled=False):
+        gradients = torch.autograd.grad(F.mse_loss(pair.net(batch[0]), batch[1]), list(pair.net.parameters()))
+    first = pair.net(batch[0]).float().pow(2).mean()
+    for p, gradient in zip(pair.net.parameters(), gradients, strict=True):
+        p.data.add_(gradient, alpha=0.1)
+    clear()
+    second = F.mse_loss(pair.net(batch[0]), batch[1])
+    for p, gradient in zip(pair.net.parameters(), gradients, strict=True):
+        p.data.sub_(gradient, alpha=0.1)
+    return first + second
+
+
+def inner_loop(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+    """A copy of the net takes optimizer steps inside the step (meta-learning)."""
+    learner = deepcopy(pair.net)
+    optimizer = torch.optim.SGD(learner.parameters(), lr=0.5)
+    for _ in range(2):
+        error = F.mse_loss(learner(batch[0]), batch[1])
+        with torch.autocast("cpu", enabled=False):
+            for p, g in zip(learner.parameters(), torch.autograd.grad(error, list(learner.parameters())), strict=True):
+                p.grad = g
+        optimizer.step()
+        clear()
+    return F.mse_loss(pair.net(batch[0]), learner(batch[0]).detach())
+
+
+def checkpointed(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+    with torch.no_grad():
+        target = pair.net(batch[0]).float()
+    negate_data(pair.net, pair.other)
+    clear()
+    output: Any = checkpoint(pair.net, batch[0], use_reentrant=False)
+    return F.mse_loss(output, batch[1]) + (output.float() - target.clone()).pow(2).mean()
+
+
+def momentum_encoder(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+    """A trainable target network that is updated between two uses."""
+    pair.other.requires_grad_(True)
+    with torch.no_grad():
+        first = pair.other(batch[0]).float()
+        for q, p in zip(pair.other.parameters(), pair.net.parameters(), strict=True):
+            q.lerp_(p, 0.5)
+        clear()
+        second = pair.other(batch[0]).float()
+    return F.mse_loss(pair.net(batch[0]), first.clone() + second)
+
+
+STEPS: dict[str, Callable[..., Tensor]] = {
+    **{change.__name__: twice(change) for change in CHANGES},
+    **{
+        step.__name__: step
+        for step in (
+            through_an_alias, of_an_embedding, adversarial_weights, inner_loop, checkpointed, momentum_encoder,
+        )
+    },
+}  # fmt: skip
+
+
+def nothing() -> None:
+    """Leave the cache to the Trainer."""
+
+
+class Stepping(Regression):
+    """Trains on ``step(pair, batch, clear)``."""
+
+    def __init__(self, step: Callable[..., Tensor]) -> None:
+        super().__init__(Pair())
+        self.step = step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.step(self.net, batch, nothing)
+
+
+def fit(folder: Any, module: Regression, batches: Any, precision: Any, **arguments: Any) -> Any:
+    trainer = make_trainer(folder, precision=ours(precision) if isinstance(precision, str) else precision, **arguments)
+    torch.manual_seed(5)
+    trainer.fit(module, loader_of(batches))
+    return trainer
+
+
+def expected_of(step: Callable[..., Tensor], batches: Any, precision: str) -> Pair:
+    pair = Pair()
+    torch.manual_seed(5)
+    by_hand(pair, lambda net, batch: step(net, batch, torch.clear_autocast_cache), batches, precision)
+    return pair
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("precision", MIXED)
+def test_a_step_sees_the_weights_that_it_has_changed(tmp_path, precision, name):
+    batches, module = make_batches(LATE + 2), Stepping(STEPS[name])
+    fit(tmp_path, module, batches, precision)
+    assert_equal(module.net, expected_of(STEPS[name], batches, precision))
+
+
+@pytest.mark.parametrize("name", ["swap_by_copy", "swap_memory", "swap_state_dicts", "negate_data"])
+def test_without_the_cache_it_does_so_from_the_first_step(tmp_path, name):
+    batches, module = make_batches(4), Stepping(STEPS[name])
+    fit(tmp_path, module, batches, MixedPrecision("bfloat16", autocast_cache=False))
+    assert_equal(module.net, expected_of(STEPS[name], batches, "bf16-mixed"))
+
+
+# --- changes that begin late ----------------------------------------------------------------------------------------
+
+
+class CountsBatches:
+    """Trains as ``early`` does, and from batch ``LATE`` on as ``late`` does."""
+
+    def __init__(self, early: Callable[..., Tensor], late: Callable[..., Tensor]) -> None:
+        self.early, self.late, self.batches = early, late, 0
+
+    def __call__(self, pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+        self.batches += 1
+        return (self.early if self.batches <= LATE else self.late)(pair, batch, clear)
+
+
+def once(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+    return F.mse_loss(pair.net(batch[0]), batch[1])
+
+
+def shared(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+    return F.mse_loss(pair.net(batch[0]), batch[1]) + pair.net(-batch[0]).float().pow(2).mean()
+
+
+@pytest.mark.parametrize("name", ["swap_by_copy", "swap_memory", "negate_data", "negate"])
+def test_changes_that_begin_late_are_seen_if_weights_were_used_once_before(tmp_path, name):
+    batches, module = make_batches(LATE + 4), Stepping(CountsBatches(once, STEPS[name]))
+    fit(tmp_path, module, batches, "bf16-mixed")
+    assert_equal(module.net, expected_of(CountsBatches(once, STEPS[name]), batches, "bf16-mixed"))
+
+
+@pytest.mark.parametrize("name", ["swap_state_dicts", "inner_loop"])
+def test_late_optimizer_steps_and_state_dicts_are_seen_in_any_step(tmp_path, name):
+    batches, module = make_batches(LATE + 4), Stepping(CountsBatches(shared, STEPS[name]))
+    fit(tmp_path, module, batches, "bf16-mixed")
+    assert_equal(module.net, expected_of(CountsBatches(shared, STEPS[name]), batches, "bf16-mixed"))
+
+
+@pytest.mark.parametrize(
+    ("precision", "advice"),
+    [
+        (MixedPrecision("bfloat16"), r"Trainer\(precision=MixedPrecision\('bfloat16', autocast_cache=False\)\)"),
+        (MixedPrecision("float16"), r"Trainer\(precision=MixedPrecision\('float16', autocast_cache=False\)\)"),
+    ],
+)
+@pytest.mark.parametrize("arguments", [{"log_every_n_steps": LATE + 1}, {"limit_train_batches": LATE, "max_epochs": 2}])
+def test_late_changes_of_other_kinds_end_the_run_at_the_next_check(tmp_path, precision, advice, arguments):
+    """A check follows each row for the loggers and each beginning of an epoch; weights are not updated after it."""
+    batches, module = make_batches(LATE + 4), Stepping(CountsBatches(shared, STEPS["swap_by_copy"]))
+    with pytest.raises(PrecisionError, match=advice):
+        fit(tmp_path, module, batches, precision, **arguments)
+    assert module.net.net[0].weight.isfinite().all()
+    assert module.trainer.global_step == module.step.batches - 1
+
+
+# --- steps that change nothing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [once, shared])
+@pytest.mark.parametrize("precision", MIXED)
+def test_steps_that_change_nothing_equal_a_plain_loop(tmp_path, precision, step):
+    batches, module = make_batches(LATE + 4), Stepping(step)
+    fit(tmp_path, module, batches, precision)
+    pair = Pair()
+    by_hand(pair, lambda net, batch: step(net, batch, nothing), batches, precision)
+    assert_equal(module.net, pair)
+
+
+@pytest.mark.parametrize(
+    ("enabled", "expected"), [(None, [1] * (LATE + 4)), (True, [1] * (LATE + 4)), (False, [2] * (LATE + 4))]
+)
+def test_how_often_a_weight_that_is_used_twice_is_cast(tmp_path, enabled, expected):
+    counts = []
+
+    def counting(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+        with Casts(pair.net[0].weight) as casts:
+            loss = shared(pair, batch, clear)
+        counts.append(casts.count)
+        return loss
+
+    fit(tmp_path, Stepping(counting), make_batches(LATE + 4), MixedPrecision("bfloat16", autocast_cache=enabled))
+    assert counts == expected
+
+
+def test_weights_that_change_after_their_last_use_keep_the_cache(tmp_path):
+    """A target network that follows at the end of a step, and weights that are clipped there."""
+
+    def following(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+        loss = shared(pair, batch, clear) + F.mse_loss(pair.net(batch[0]), pair.other(batch[0]))
+        with torch.no_grad():
+            for q, p in zip(pair.other.parameters(), pair.net.parameters(), strict=True):
+                q.mul_(0.9)
+                q.add_(p, alpha=0.1)
+        clamp(pair.net, pair.other)
+        return loss
+
+    batches, module, pair = make_batches(LATE + 4), Stepping(following), Pair()
+    for one in (module.net, pair):
+        one.other.requires_grad_(True)
+    fit(tmp_path, module, batches, "bf16-mixed")
+    by_hand(pair, lambda net, batch: following(net, batch, nothing), batches, "bf16-mixed")
+    assert_equal(module.net, pair)
+
+
+# --- evaluation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("precision", MIXED)
+def test_an_evaluation_step_sees_the_weights_that_it_has_changed(tmp_path, precision, stage):
+    seen: list[Tensor] = []
+
+    def step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        for _ in range(2):
+            seen.append(self.net.net(batch[0]).float().clone())
+            swap_by_copy(self.net.net, self.net.other)
+        return seen[-1]
+
+    steps = {"fit": "validation_step", "validate": "validation_step"}
+    module = type("Evaluating", (Stepping,), {steps.get(stage, f"{stage}_step"): step})(once)
+    pair, loader = Pair(), loader_of(make_batches(LATE))
+    trainer = make_trainer(tmp_path, precision=ours(precision), limit_train_batches=0, num_sanity_val_steps=0)
+    if stage == "fit":
+        trainer = make_trainer(tmp_path, precision=ours(precision), num_sanity_val_steps=LATE, max_steps=1)
+        trainer.fit(module, loader, loader)
+        del seen[2 * LATE :]
+    else:
+        getattr(trainer, stage)(module, loader)
+    with session(precision) as (autocast, _), torch.no_grad():
+        for first, second, batch in zip(seen[::2], seen[1::2], make_batches(LATE), strict=True):
+            with autocast():
+                assert torch.equal(first, pair.net(batch[0]).float())
+            with autocast():
+                assert torch.equal(second, pair.other(batch[0]).float())
+
+
+# --- manual optimization --------------------------------------------------------------------------------------------
+
+
+class Adversaries(Regression):
+    """A critic with weights that are clipped after each of its steps (WGAN), and a generator, in manual optimization."""
+
+    def __init__(self, *, by_lightning: bool) -> None:
+        super().__init__(Pair())
+        self.automatic_optimization = False
+        self.by_lightning = by_lightning
+        self.net.other.requires_grad_(True)
+
+    def configure_optimizers(self) -> Any:
+        critic, generator = self.net.net, self.net.other
+        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (critic, generator)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for of_critic, optimizer in zip(
+            (True, False), self.optimizers(use_pl_optimizer=self.by_lightning), strict=True
+        ):
+            loss = adversarial_loss(self.net, batch, of_critic=of_critic)
+            self.manual_backward(loss)
+            optimizer.step()
+            if of_critic:
+                clamp(self.net.net, self.net.other)
+            for one in self.optimizers(use_pl_optimizer=False):
+                one.zero_grad()
+
+
+def adversarial_loss(pair: Pair, batch: Any, *, of_critic: bool) -> Tensor:
+    critic, generator = pair.net, pair.other
+    fake = critic(torch.cat([generator(batch[0])] * 2, 1)).float().mean()
+    return fake - critic(batch[0]).float().mean() if of_critic else -fake
+
+
+def adversaries_by_hand(batches: Any, precision: str) -> Pair:
+    pair = Pair()
+    pair.other.requires_grad_(True)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (pair.net, pair.other)]
+    with session(precision) as (autocast, scaler):
+        for batch in batches:
+            for of_critic, optimizer in zip((True, False), optimizers, strict=True):
+                with autocast():
+                    loss = adversarial_loss(pair, batch, of_critic=of_critic)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                if of_critic:
+                    clamp(pair.net, pair.other)
+                for one in optimizers:
+                    one.zero_grad()
+            scaler.update()
+    return pair
+
+
+@pytest.mark.parametrize(
+    ("precision", "by_lightning"), [("bf16-mixed", False), ("bf16-mixed", True), ("16-mixed-fast", True)]
+)
+def test_optimizer_steps_in_manual_optimization_are_seen(tmp_path, precision, by_lightning):
+    batches, module = make_batches(LATE + 4), Adversaries(by_lightning=by_lightning)
+    fit(tmp_path, module, batches, precision)
+    assert_equal(module.net, adversaries_by_hand(batches, precision))
+
+
+# --- resuming -------------------------------------------------------------------------------------------------------
+
+
+class SaveAt(Callback):
+    def __init__(self, path: Any, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def irregular(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
+    """Uses weights several times at some batches only."""
+    return shared(pair, batch, clear) if batch[2] == 1 else once(pair, batch, clear)
+
+
+@pytest.mark.parametrize("step", [irregular, twice(negate_data), through_an_alias], ids=["uses", "negates", "scales"])
+@pytest.mark.parametrize("at", [1, 5, WATCHED_STEPS, LATE])
+def test_a_resumed_run_decides_as_the_uninterrupted_one(tmp_path, step, at):
+    """In the first half of the watched steps no weight is used twice; in the last steps none is, either."""
+    gains = {i: 1.0 if 6 < i < 20 else 2.0 for i in range(LATE + 8)}
+    batches = make_batches(LATE + 8, gains=gains)
+    whole = Stepping(step)
+    fit(tmp_path, whole, batches, "bf16-mixed", callbacks=[SaveAt(tmp_path / "half.ckpt", at)])
+    resumed = Stepping(step)
+    trainer = make_trainer(tmp_path, precision="bf16-mixed")
+    trainer.fit(resumed, loader_of(batches), ckpt_path=tmp_path / "half.ckpt")
+    assert_equal(resumed.net, whole.net)
+
+
+# --- devices, engines, arguments ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["swap_by_copy", "swap_state_dicts", "negate_data", "negate", "momentum_encoder"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_on_a_gpu(tmp_path, cuda, precision, name):
+    batches, module = make_batches(LATE), Stepping(STEPS[name])
+    plugin = MixedPrecision(AUTOCAST_DTYPES[precision], init_scale=SCALE)
+    fit(tmp_path, module, batches, plugin, accelerator="gpu", devices=1)
+    pair = Pair().cuda()
+    optimizer = torch.optim.SGD(pair.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda", init_scale=SCALE, enabled=precision == "16-mixed")
+    for batch in batches:
+        with torch.autocast("cuda", AUTOCAST_DTYPES[precision]):
+            loss = STEPS[name](pair, [tensor.cuda() for tensor in batch], torch.clear_autocast_cache)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert_equal(module.net.cpu(), pair.cpu())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", ["swap_by_copy", "swap_memory", "negate_data"])
+def test_compiled_parts(tmp_path, name, backend):
+    torch._dynamo.reset()
+    batches, module = make_batches(LATE), Stepping(STEPS[name])
+    module.net.net = torch.compile(module.net.net, backend=backend)
+    fit(tmp_path, module, batches, "bf16-mixed")
+    torch._dynamo.reset()
+    expected = expected_of(STEPS[name], batches, "bf16-mixed").state_dict()
+    for (key, a), b in zip(module.net.state_dict().items(), expected.values(), strict=True):
+        assert torch.equal(a, b), key
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:FutureWarning")
+def test_scripted_parts(tmp_path):
+    batches, module = make_batches(4), Stepping(twice(negate_data))
+    example = batches[0][0]
+    module.net.net = torch.jit.trace(module.net.net, example)
+    fit(tmp_path, module, batches, "bf16-mixed")
+    expected = expected_of(twice(negate_data), batches, "bf16-mixed")
+    for a, b in zip(module.net.net.parameters(), expected.net.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("value", [1, "off", 0])
+def test_impossible_values(value):
+    with pytest.raises(PrecisionError, match=rf"autocast_cache={value!r}, expected True, False or None"):
+        MixedPrecision(autocast_cache=value)
