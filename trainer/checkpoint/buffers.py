@@ -104,7 +104,7 @@ def restore(module: nn.Module, saved: Buffers, changed: Dtypes, first: Dtypes, d
 def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield the full name of each buffer, the module that owns it, and its name there."""
     for path, owner in module.named_modules():
-        for name in owner._buffers:
+        for name, _ in owner._buffers.items():  # a ScriptModule iterates over numbers
             yield plain_name(f"{path}.{name}" if path else name), owner, name
 
 
