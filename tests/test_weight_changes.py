@@ -395,7 +395,7 @@ def test_an_evaluation_step_sees_the_weights_that_it_has_changed(tmp_path, preci
 
 
 class Adversaries(Regression):
-    """A critic with weights that are clipped after each of its steps (WGAN), and a generator, in manual optimization."""
+    """A critic with weights that are clipped after each step (WGAN), and a generator, in manual optimization."""
 
     def __init__(self, *, by_lightning: bool) -> None:
         super().__init__(Pair())
