@@ -14,7 +14,16 @@ from lightning.pytorch.trainer.connectors.data_connector import warning_cache
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
 
 from tests.parity import Classifier, Learner, RecordingLogger, data, ours, run_both, weights
 from trainer.compat.loaders import LoaderSet
@@ -105,6 +114,61 @@ def test_epochs_reach_the_samplers() -> None:
                       DataLoader(dataset, batch_sampler=BatchSampler(Sampler(dataset), 2, False))])  # fmt: skip
     loaders.start_epoch(5)
     assert Sampler.epochs == [5, 5]
+
+
+def test_epochs_reach_everything_that_has_set_epoch_once() -> None:
+    epochs: list[tuple[str, int]] = []
+
+    class Has:
+        def set_epoch(self, epoch: int) -> None:
+            epochs.append((type(self).__name__, epoch))
+
+    class Order(Has, SequentialSampler):
+        pass
+
+    class Batches(Has, BatchSampler):
+        pass
+
+    class Data(Has, TensorDataset):
+        pass
+
+    class Stream(Has, IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([torch.zeros(1)])
+
+        def __len__(self) -> int:
+            return 1
+
+    class Loader(Has, list[Any]):
+        pass
+
+    dataset = Data(torch.zeros(4))
+    one = DataLoader(dataset, batch_sampler=Batches(Order(dataset), 2, False))
+    other = DataLoader(ConcatDataset([dataset, Subset(Data(torch.zeros(2)), [0])]), sampler=one.batch_sampler.sampler)
+    loaders = set_of([one, other, DataLoader(Stream()), Loader([1])])
+    loaders.start_epoch(3)
+    assert sorted(epochs) == [("Batches", 3), ("Data", 3), ("Data", 3), ("Loader", 3), ("Order", 3), ("Stream", 3)]
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_epochs_reach_datasets_of_training_and_validation(resumes: bool, tmp_path: Path) -> None:
+    class Data(TensorDataset):
+        def __init__(self) -> None:
+            super().__init__(*data(4).dataset.tensors)
+            self.epochs: list[int] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    train, validation = Data(), Data()
+    if resumes:
+        trainer = ours(max_epochs=1)
+        trainer.fit(Classifier(), DataLoader(Data()), DataLoader(Data()))
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+    path = tmp_path / "x.ckpt" if resumes else None
+    ours(max_epochs=3).fit(Classifier(), DataLoader(train), DataLoader(validation), ckpt_path=path)
+    assert train.epochs == [0, 1, 2][resumes:]
+    assert validation.epochs[-2:] == [1, 2]
 
 
 @pytest.mark.parametrize("anew", [0, 1])

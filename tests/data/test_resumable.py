@@ -169,6 +169,41 @@ class CountsEpochs(Sampler[int]):
         return 7
 
 
+class Epochal(Noisy):
+    """Samples that depend on the epoch."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.cat([super().__getitem__(index), torch.tensor([self.epoch])])
+
+
+class EpochalStream(IterableDataset[torch.Tensor]):
+    """Shuffles by the epoch, in an order that is made when the epoch is set."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order = torch.randperm(100, generator=seeded(epoch))[:6].tolist()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in self.order:
+            yield torch.tensor([number, *noise()], dtype=torch.float64)
+
+
+class EpochalBatches(BatchSampler):
+    """Reverses the batches of odd epochs."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(list(super().__iter__())[:: -1 if self.epoch % 2 else 1])
+
+
 class EagerlyShuffled(Sampler[int]):
     """Draws as soon as it is asked for an iterator, and not from torch's generator."""
 
@@ -558,6 +593,38 @@ def test_a_sampler_that_a_stateful_dataloader_iterates_too_often_is_refused_insi
     _, checkpoints = trained(make, 1)
     with pytest.raises(ResumeError, match="its sampler changes whenever it is iterated"):
         resumed(make(), checkpoints[1][1], 1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Epochal(), 2, shuffle=True),
+        lambda: DataLoader(Subset(Epochal(), range(6)), 2, num_workers=1),
+        lambda: DataLoader(Epochal(), 2, shuffle=True, **STAY),
+        lambda: DataLoader(EpochalStream(), 2),
+        lambda: DataLoader(EpochalStream(), 2, num_workers=1, persistent_workers=True),
+        lambda: StatefulDataLoader(EpochalStream(), 2, num_workers=1, persistent_workers=True),
+        lambda: DataLoader(
+            Epochal(), batch_sampler=EpochalBatches(DistributedSampler(range(7), 1, 0, seed=4), 2, False)
+        ),
+    ],
+    ids=["samples", "subset in workers", "persistent", "stream", "persistent stream", "stateful stream", "batches"],
+)
+@pytest.mark.filterwarnings("ignore:Resuming inside an epoch")
+def test_epochs_reach_datasets_in_workers_and_after_a_resume(make: Any) -> None:
+    steps, checkpoints = trained(make, 3)
+    assert [epoch_of(step) for step in steps] == [step[0] for step in steps]
+    for number, checkpoint in checkpoints[3::4]:
+        assert resumed(make(), checkpoint, 3) == steps[number:]
+
+
+def epoch_of(step: Step) -> int:
+    """The epoch that the samples of a step are of."""
+    _, batch_idx, (rows,), _ = step
+    if len(rows[0]) == 6:
+        return int(rows[0][-1])
+    orders = [torch.randperm(100, generator=seeded(epoch))[:6].tolist() for epoch in range(3)]
+    return [order[2 * batch_idx] for order in orders].index(rows[0][0])
 
 
 def test_nobody_starts_its_workers_by_asking_for_its_state_before_a_pass() -> None:

@@ -9,7 +9,6 @@ from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any
 
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.profilers import Profiler
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from trainer.compat.profiling import records
 from trainer.data.batches import IDLE, Batch, LookAhead, as_it_is
+from trainer.data.epochs import parts_of
 from trainer.data.resumable import MapStyleLoader, ResumableLoader, StatefulLoader, length_of, resumable
 from trainer.data.unpadded import Span
 from trainer.errors import rank_zero_warn
@@ -72,6 +72,7 @@ class LoaderSet:
         self.any_host: Callable[..., list[bool]] | None = None
         self.on_batch: Callable[[bool], Any] = as_it_is
         self._watch = watch or as_it_is
+        self._epoch = 0
         self._loaders: list[ResumableLoader] = []
         self._together = combined
         self._pass: Iterator[Any] | None = None
@@ -93,9 +94,12 @@ class LoaderSet:
         return self._count(self.limits) + self.idle
 
     def start_epoch(self, epoch: int) -> None:
-        """Distributed samplers shuffle by the epoch's number."""
-        for loader in self.combined.flattened:
-            _set_sampler_epoch(loader, epoch)
+        """Call ``set_epoch`` of all samplers, batch samplers and datasets that have it, once."""
+        for part in parts_of(*self.combined.flattened):
+            part.set_epoch(epoch)
+        self._epoch = epoch
+        for loader in self._loaders:
+            loader.start_epoch(epoch)
 
     @property
     def _is_plain(self) -> bool:
@@ -132,7 +136,7 @@ class LoaderSet:
     def loaders(self) -> list[ResumableLoader]:
         """The dataloaders, as such that can be resumed."""
         if not self._loaders:
-            self._loaders = [resumable(one) for one in self.combined.flattened]
+            self._loaders = [resumable(one, self._epoch) for one in self.combined.flattened]
             self._together = copy(self.combined)
             self._together.limits, self._together.flattened = self.limits, list(self._loaders)
         return self._loaders

@@ -39,6 +39,7 @@ from torch.utils.data import default_convert as _convert
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainer.data.elastic import ElasticSampler
+from trainer.data.epochs import parts_of
 from trainer.data.worker_random import Marked, WorkerRandom, WorkerStates
 from trainer.data.workers import bounded_like
 from trainer.state import random_states
@@ -73,6 +74,22 @@ class ResumableLoader:
         self._workers = WorkerStates({})  # the random states of the workers after those
         self._resumed: Iterator[Batch] | None = None  # the pass of the next iteration
         self._finished: State = {}  # the state of a pass that was over, until the next one begins
+        self.epoch = 0
+        self._shared_epoch: torch.Tensor | None = None  # which persistent workers read
+
+    def start_epoch(self, epoch: int) -> None:
+        """Note the number of the epoch for persistent workers, which have copies of the dataset."""
+        self.epoch = epoch
+        if self._shared_epoch is not None:
+            self._shared_epoch[0] = epoch
+
+    def _share_epoch(self) -> torch.Tensor | None:
+        """Return the number of the epoch in shared memory, if workers persist and the dataset has ``set_epoch``."""
+        self._shared_epoch = None
+        if self.loader.persistent_workers and parts_of(self.loader.dataset):
+            self._shared_epoch = torch.tensor([self.epoch])
+            self._shared_epoch.share_memory_()  # type: ignore[no-untyped-call]
+        return self._shared_epoch
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a Trainer has no pass under way."""
@@ -93,7 +110,7 @@ class ResumableLoader:
     def state_dict(self) -> State:
         """Where the pass is: tensors and plain containers. {} before the first."""
         state = self._finished or (self._here() if self._begun else {})
-        return {**state, "own": random_states.states_of(self.generators)} if state else {}
+        return {**state, "own": random_states.states_of(self.generators), "epoch": self.epoch} if state else {}
 
     def load_state_dict(self, state: State) -> list[str]:
         """Have the next iteration be what is left of a pass. Changes the random states of this process.
@@ -113,6 +130,10 @@ class ResumableLoader:
             self._finished = state
             if state["kind"] != self.kind:
                 return []
+            if getattr(self.loader, "persistent_workers", False) and "epoch" in state:
+                for part in parts_of(self.loader.dataset):  # the new workers get a copy as it was
+                    part.set_epoch(state["epoch"])
+                self.epoch = state["epoch"]
             reasons = self._follow(state)
             random_states.set_states(self.generators, state["own"])
             return reasons
@@ -165,13 +186,17 @@ class ResumableLoader:
             yield batch
 
 
-def resumable(loader: Any) -> ResumableLoader:
-    """``loader``, so that its passes can be resumed."""
+def resumable(loader: Any, epoch: int = 0) -> ResumableLoader:
+    """Return a :class:`ResumableLoader` around ``loader``, in an epoch."""
+    made: ResumableLoader
     if _has_state(loader):
-        return StatefulLoader(loader)
-    if _iterates_as_usual(loader) and not isinstance(loader.dataset, IterableDataset):
-        return MapStyleLoader(loader)
-    return ReplayedLoader(loader)
+        made = StatefulLoader(loader)
+    elif _iterates_as_usual(loader) and not isinstance(loader.dataset, IterableDataset):
+        made = MapStyleLoader(loader)
+    else:
+        made = ReplayedLoader(loader)
+    made.start_epoch(epoch)
+    return made
 
 
 def _iterates_as_usual(loader: Any) -> bool:
@@ -235,7 +260,7 @@ class ReplayedLoader(ResumableLoader):
             make: makes the iterator.
         """
         loader, own = self.loader, (self.loader.worker_init_fn, self.loader.collate_fn)
-        in_worker = WorkerRandom(*own, starts)
+        in_worker = WorkerRandom(*own, starts, epoch=self._share_epoch())
         self._workers = WorkerStates(starts)
         loader.worker_init_fn, loader.collate_fn = in_worker.start, in_worker.collate
         try:
@@ -504,7 +529,8 @@ class MapStyleLoader(ResumableLoader):
         if not loader.num_workers:
             return iter(view)
         self._workers = WorkerStates(starts, loader.num_workers, loader.prefetch_factor)
-        in_worker = WorkerRandom(loader.worker_init_fn, loader.collate_fn, starts, self._workers.memory)
+        own = (loader.worker_init_fn, loader.collate_fn)
+        in_worker = WorkerRandom(*own, starts, self._workers.memory, self._share_epoch())
         vars(view).update(collate_fn=in_worker.collate, worker_init_fn=in_worker.start)
         loader.check_worker_number_rationality()
         self._sampler.is_silent = silent

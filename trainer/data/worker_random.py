@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from trainer.data.epochs import parts_of
 from trainer.state import random_states
 from trainer.state.random_states import State
 
@@ -26,6 +27,8 @@ themselves, pickled; None where they are those of the batch before.
 
 The thread that pins memory looks into tuples, and not into bytes."""
 
+EPOCH = "epoch"
+"""In the states of a worker: the epoch of its copy of the dataset."""
 BEGAN, PASSES, ENDS_LATE = "began", "passes", "ends_late"
 """In the states of a worker with an iterable dataset: the states when the pass began, the number of passes that have
 begun, and whether they changed after the last batch of a pass."""
@@ -41,6 +44,8 @@ class WorkerRandom:
         collate: its ``collate_fn``.
         starts: the states to go on from, by worker. A worker or a generator that is missing starts from its seed.
         memory: of the :class:`WorkerStates`, where it has one: uint8, (workers, places, bytes).
+        epoch: a tensor in shared memory with the number of the epoch, for the worker's copy of a dataset that has
+            ``set_epoch``: int64, shape (1,). None if the copy already has it.
     """
 
     def __init__(
@@ -49,7 +54,10 @@ class WorkerRandom:
         collate: Callable[[Any], Batch],
         starts: dict[int, State],
         memory: torch.Tensor | None = None,
+        epoch: torch.Tensor | None = None,
     ) -> None:
+        self._epoch = epoch
+        self._follower: _EpochFollower | None = None
         self._init = init
         self._collate = collate
         self._starts = starts
@@ -74,14 +82,17 @@ class WorkerRandom:
         random_states.restore(self._states, own=own)
         self._watch = random_states.Watch(own)
         if isinstance(info.dataset, IterableDataset):
-            _call_before_passes(info.dataset, self._begin_pass)
+            _call_before(info.dataset, {"__iter__": self._begin_pass})
+        if self._epoch is not None and (parts := parts_of(info.dataset)):
+            self._follower = _EpochFollower(self._epoch, parts, self._states.get(EPOCH))
+            _call_before(info.dataset, dict.fromkeys(_READS, self._follower))
 
     def _begin_pass(self) -> None:
         """Note the states before the dataset is iterated, which is the only way to know how the last pass ended."""
         if self._watch is not None:
             changes = self._watch.changes()
             self._states.update(changes)
-            own = {name: state for name, state in self._states.items() if name not in (BEGAN, PASSES, ENDS_LATE)}
+            own = {name: state for name, state in self._states.items() if name not in (BEGAN, PASSES, ENDS_LATE, EPOCH)}
             late = bool(changes) and self._states.get(PASSES, 0) > 0
             self._states |= {BEGAN: random_states.plain(own), PASSES: self._states.get(PASSES, 0) + 1}
             self._states[ENDS_LATE] = late or self._states.get(ENDS_LATE, False)
@@ -96,6 +107,8 @@ class WorkerRandom:
             return batch, self._worker, None
         self._has_news = False
         self._states.update(changes)
+        if self._follower is not None:
+            self._states[EPOCH] = self._follower.epoch
         return batch, self._worker, self._written(pickle.dumps(self._states))
 
     def _written(self, states: bytes) -> int | bytes:
@@ -107,16 +120,46 @@ class WorkerRandom:
         return number
 
 
-def _call_before_passes(dataset: Any, call: Callable[[], None]) -> None:
-    """Have ``call`` called before a dataset is iterated, if its class can be replaced by a subclass."""
+_READS = ("__iter__", "__getitem__", "__getitems__")
+"""The methods by which a worker reads a dataset."""
+
+
+class _EpochFollower:
+    """Calls ``set_epoch`` of a worker's copy of a dataset if the epoch has changed.
+
+    Args:
+        shared: the number of the epoch, in memory that is shared with the training process.
+        parts: the parts of the dataset that have ``set_epoch``.
+        epoch: the epoch of the copy; None if it was made in the epoch of now.
+    """
+
+    def __init__(self, shared: torch.Tensor, parts: list[Any], epoch: int | None) -> None:
+        numbers: Any = shared.numpy()
+        self._number = memoryview(numbers)
+        self._parts = parts
+        self.epoch = self._number[0] if epoch is None else epoch
+
+    def __call__(self) -> None:
+        if self._number[0] != self.epoch:
+            self.epoch = self._number[0]
+            for part in self._parts:
+                part.set_epoch(self.epoch)
+
+
+def _call_before(dataset: Any, calls: dict[str, Callable[[], None]]) -> None:
+    """Have methods of a dataset call something first, if its class can be replaced by a subclass."""
     kind: Any = type(dataset)
 
-    def begin(self: Any) -> Any:
-        call()
-        return kind.__iter__(self)
+    def preceded(method: Callable[..., Any], call: Callable[[], None]) -> Callable[..., Any]:
+        def run(self: Any, *args: Any) -> Any:
+            call()
+            return method(self, *args)
 
+        return run
+
+    methods = {name: preceded(getattr(kind, name), call) for name, call in calls.items() if hasattr(kind, name)}
     with suppress(TypeError):
-        dataset.__class__ = type(kind.__name__, (kind,), {"__iter__": begin, "__module__": kind.__module__})
+        dataset.__class__ = type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})
 
 
 class WorkerStates:

@@ -1,0 +1,45 @@
+"""The number of the epoch, for samplers and datasets that have ``set_epoch``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import ChainDataset, ConcatDataset, Dataset, Sampler, StackDataset, Subset
+
+_MAX_DEPTH = 10
+
+
+def parts_of(*roots: Any) -> list[Any]:
+    """Return the parts of dataloaders, samplers or datasets that have ``set_epoch``, each once.
+
+    They are the loader itself, its sampler, its batch sampler with the samplers in it, and its dataset. Datasets inside
+    of torch's ``Subset``, ``ConcatDataset``, ``ChainDataset`` and ``StackDataset`` count, too. Any other dataset that
+    wraps a dataset is responsible for it.
+    """
+    found: list[Any] = []
+    queue, seen = list(roots), set[int]()
+    while queue:
+        part = queue.pop(0)
+        if part is None or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if callable(getattr(part, "set_epoch", None)):
+            found.append(part)
+        queue += _inside(part)
+    return found
+
+
+def _inside(part: Any) -> list[Any]:
+    if isinstance(part, Subset):
+        return [part.dataset]
+    if isinstance(part, (ConcatDataset, ChainDataset, StackDataset)):
+        datasets: Any = part.datasets
+        return list(datasets.values() if isinstance(datasets, dict) else datasets)
+    if isinstance(part, (Dataset, Sampler)):
+        return []
+    samplers = [getattr(part, "sampler", None)]  # of a dataloader
+    batch_sampler = getattr(part, "batch_sampler", None)
+    while batch_sampler is not None and len(samplers) < _MAX_DEPTH:
+        samplers += [batch_sampler, getattr(batch_sampler, "sampler", None)]
+        batch_sampler = getattr(batch_sampler, "batch_sampler", None)
+    return [*samplers, getattr(part, "dataset", None)]
