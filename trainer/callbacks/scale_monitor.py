@@ -186,7 +186,7 @@ class ScaleMonitor(RunCallback):
             gradients: Gradients = trainer.engine.gradients
             local = gradients.local(optimizer)
             total = partial(gradients.total, of=[p for p, _ in local]) if gradients.are_parts else None
-            named = ((self._names.get(id(p), "?"), p.numel(), gradient) for p, gradient in local)
+            named = ((self._names.get(id(p), "?"), p.numel() * (1 + p.is_complex()), gradient) for p, gradient in local)
             self._probe.start(named, total)
 
     def _report(self, trainer: Any, found: list[Underflow], outcome: StepOutcome) -> None:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.engine.optimizers import has_own_zero_grad
+from trainer.precision.dtypes import real_view
 from trainer.precision.scaler import LossScaler, UpdateOutcome, gradients_of
 
 _IS_KEPT = "_is_kept"
@@ -179,7 +180,8 @@ class Gradients:
 
         Args:
             optimizer: whose gradients; they are unscaled.
-            limit: the largest norm, or the largest absolute value.
+            limit: the largest norm, or the largest absolute value. Of complex gradients, real and imaginary parts are
+                clipped by value each.
             algorithm: ``"norm"`` or ``"value"``.
             norm_type: which norm.
             measure: whether to return the norm where clipping itself does not need it.
@@ -194,7 +196,8 @@ class Gradients:
             total = torch.nn.utils.clip_grad_norm_(parameters, limit, norm_type)
             return total if isinstance(total, Tensor) else None  # users' tests put a mock in its place
         norm = self.norm(optimizer, norm_type) if measure else None
-        torch.nn.utils.clip_grad_value_(parameters, limit)
+        torch.nn.utils.clip_grad_value_([p for p in parameters if not p.is_complex()], limit)
+        clamp_([real_view(p.grad) for p in parameters if p.is_complex()], limit)
         return norm
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
@@ -230,9 +233,12 @@ class Gradients:
     def local(self, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
         """Each parameter that has a gradient, and as much of the gradient as this process holds, as a plain tensor.
 
+        A complex gradient is returned as a real tensor of shape (..., 2).
+
         A figure of what is spread over processes is that of one process only: sum it over them before it is told.
         """
-        return [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        return [(parameter, real_view(self.part(parameter.grad))) for parameter in parameters]
 
     def part(self, tensor: Tensor) -> Tensor:
         """As much of a parameter, or of anything else, as this process holds, as a plain tensor."""
@@ -324,6 +330,13 @@ class Gradients:
                     if parameter.grad is not None:
                         gradient += parameter.grad
                     parameter.grad = gradient
+
+
+def clamp_(tensors: list[Tensor], limit: float) -> None:
+    """Clamp the elements of real tensors on one device to at most ``limit`` in absolute value, in place."""
+    if tensors:
+        torch._foreach_clamp_min_(tensors, -limit)
+        torch._foreach_clamp_max_(tensors, limit)
 
 
 def each_norm(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -15,6 +15,7 @@ from torchmetrics import Metric
 
 from trainer.data.batches import as_it_is
 from trainer.data.samples import tensors_in
+from trainer.precision.dtypes import real_view
 from trainer.precision.fp32_modules import plain_class
 
 Part = Callable[[Tensor], Tensor]
@@ -229,9 +230,12 @@ class Probe:
 
 
 def measure(tensors: Iterable[Tensor]) -> Magnitude | None:
-    """The elements of the floating-point tensors among these; None where there are none. Synchronises."""
+    """Measure the elements of the floating-point and complex tensors among these, or return None if there are none.
+
+    Synchronizes. A complex tensor counts as a real one of shape (..., 2).
+    """
     found: Magnitude | None = None
-    for tensor in tensors:
+    for tensor in map(real_view, tensors):
         if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.numel():
             continue
         values = tensor.detach()

@@ -17,6 +17,11 @@ def cast(data: Any, dtype: torch.dtype) -> Any:
     )
 
 
+def real_view(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as a real view of shape (..., 2), and any other tensor unchanged."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def widen(data: Any) -> Any:
     """``data`` with every floating-point tensor in it as float32, float64 excepted.
 

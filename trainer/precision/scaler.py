@@ -16,7 +16,8 @@ import math
 from collections.abc import Callable
 from ctypes import c_float
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +26,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import SGD, Optimizer
 
 from trainer.errors import PrecisionError, expect, is_count
+from trainer.precision.dtypes import real_view
 from trainer.precision.readback import Readback
 
 
@@ -341,14 +343,22 @@ class LossScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """torch's, with a short way for the usual gradients: dense, float32, on the scale's device."""
-        gradients = self.gradients_of(optimizer)
+        """torch's, with a short way for the usual gradients: dense, float32, on the scale's device.
+
+        Complex gradients are unscaled as real tensors, because torch has no kernel for them.
+        """
+        gradients, holder = self.gradients_of(optimizer), optimizer
+        usual = {(torch.float32, found_inf.device, torch.strided)}
         kinds = {(g.dtype, g.device, g.layout) for g in gradients}
-        if kinds == {(torch.float32, found_inf.device, torch.strided)}:
+        if kinds != usual and any(dtype.is_complex for dtype, *_ in kinds):
+            gradients = [real_view(gradient) for gradient in gradients]
+            kinds = {(g.dtype, g.device, g.layout) for g in gradients}
+            holder = cast(Optimizer, SimpleNamespace(param_groups=[{"params": list(map(_holder_of, gradients))}]))
+        if kinds == usual:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
             found = {found_inf.device: found_inf}
         else:
-            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            found = super()._unscale_grads_(holder, inv_scale, found_inf, allow_fp16)
         if self.agree is not None:
             for flag in found.values():
                 self.agree(flag)
@@ -424,6 +434,13 @@ class LossScaler(torch.amp.GradScaler):
             self._init_scale = self._host_scale  # torch makes the tensor with the first loss
         else:
             self._scale.fill_(self._host_scale)
+
+
+def _holder_of(gradient: Tensor) -> Tensor:
+    """Return a tensor that has ``gradient`` as its ``grad``: as much of a parameter as torch's scaler reads."""
+    holder = gradient.detach()
+    holder.grad = gradient
+    return holder
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:

@@ -15,10 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 
-from trainer.engine.gradients import Gradients
+from trainer.engine.gradients import Gradients, clamp_
 from trainer.engine.parts import local
 from trainer.engine.sharding.state import load_waiting_gradients, waiting_gradients
 from trainer.engine.sharding.wrap import ShardedModule
+from trainer.precision.dtypes import real_view
 from trainer.precision.scaler import LossScaler
 
 _WHOLE = "whole: "  # in names of a checkpoint
@@ -98,7 +99,7 @@ class ShardedGradients(Gradients):
         processes = distributed.get_world_size()
         groups: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in gradients:
-            if (part := local(gradient)).numel():
+            if (part := real_view(local(gradient))).numel():
                 groups.setdefault((_copies(gradient, processes), part.device, part.dtype), []).append(part)
         norms = [torch.zeros((), device=self._device)]
         for (copies, _, dtype), parts in groups.items():
@@ -107,7 +108,7 @@ class ShardedGradients(Gradients):
             norms.append(torch.linalg.vector_norm(each, norm_type) * copies ** (-1 / norm_type))
         mine = norms[-1] if len(norms) <= 2 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
         # one dtype on all processes, also where the parts of one are empty
-        mine = mine.to(reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32))
+        mine = mine.to(reduce(torch.promote_types, {gradient.dtype.to_real() for gradient in gradients}, torch.float32))
         every = mine.new_empty(processes)
         distributed.all_gather_into_tensor(every, mine.reshape(1))
         total: Tensor = torch.linalg.vector_norm(every, norm_type)
@@ -130,16 +131,11 @@ class ShardedGradients(Gradients):
         if norm is not None and algorithm == "norm":
             self.multiply_([optimizer], (limit / (norm + 1e-6)).clamp(max=1.0))
         elif algorithm == "value":
-            for parts in _by_device(self._parts(optimizer)):
-                torch._foreach_clamp_min_(parts, -limit)
-                torch._foreach_clamp_max_(parts, limit)
+            for parts in _by_device(map(real_view, self._parts(optimizer))):
+                clamp_(parts, limit)
         return norm
 
     # --- looking at them, keeping them ----------------------------------------------------------------------
-
-    def local(self, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
-        """The parameters, and this process's parts of their gradients."""
-        return [(parameter, local(gradient)) for parameter, gradient in super().local(optimizer)]
 
     def part(self, tensor: Tensor) -> Tensor:
         """This process's part."""

@@ -82,6 +82,7 @@ class ShardedModule:
         self.handles: list[Any] = []
         self._in_float32: set[nn.Module] = set()
         self._refuse_scalars()
+        self._refuse_complex()
         blocks: set[nn.Module] = set()
         if callable(settings.blocks):
             self._send(module)
@@ -184,6 +185,15 @@ class ShardedModule:
                 f"Got the parameter{'s' * (len(names) > 1)} {', '.join(names)} without a dimension, expected at least"
                 " one to shard: torch's fully_shard takes no scalars. Make it torch.ones(1) in the place of"
                 " torch.tensor(1.0)."
+            )
+
+    def _refuse_complex(self) -> None:
+        names = [name for name, parameter in self.root.named_parameters() if parameter.is_complex()]
+        if names:
+            raise UnsupportedError(
+                f"Got the complex parameter{'s' * (len(names) > 1)} {', '.join(names[:8])}, expected real ones to shard:"
+                " torch's fully_shard needs parameters of one dtype. Use strategy='ddp', or make each a real parameter"
+                " of shape (..., 2) and call torch.view_as_complex on it in the forward pass."
             )
 
     def before_forward(self) -> None:
