@@ -125,3 +125,11 @@ def test_scalars_are_refused_by_name() -> None:
     model.temperature = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(UnsupportedError, match=r"temperature.*torch\.ones\(1\)"):
         ShardedModule(model, init_device_mesh("cpu", (1,)), torch.device("cpu"), Sharding())
+
+
+@pytest.mark.usefixtures("one_process")
+def test_complex_parameters_are_refused_by_name() -> None:
+    model = Model()
+    model.spectrum = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(UnsupportedError, match=r"complex parameter spectrum.*strategy='ddp'"):
+        ShardedModule(model, init_device_mesh("cpu", (1,)), torch.device("cpu"), Sharding())

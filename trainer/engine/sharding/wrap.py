@@ -191,7 +191,7 @@ class ShardedModule:
         names = [name for name, parameter in self.root.named_parameters() if parameter.is_complex()]
         if names:
             raise UnsupportedError(
-                f"Got the complex parameter{'s' * (len(names) > 1)} {', '.join(names[:8])}, expected real ones to shard:"
+                f"Got the complex parameter{'s' * (len(names) > 1)} {', '.join(names[:8])}, expected real ones:"
                 " torch's fully_shard needs parameters of one dtype. Use strategy='ddp', or make each a real parameter"
                 " of shape (..., 2) and call torch.view_as_complex on it in the forward pass."
             )
