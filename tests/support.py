@@ -325,7 +325,7 @@ class FakeTrainer:
         self.current_epoch = self.global_step = self.skipped_steps = 0
         self.precision = "32-true" if scale is None else "16-mixed"
         self.scaler = SimpleNamespace(is_enabled=lambda: self.scale is not None, get_scale=lambda: self.scale)
-        self.strategy, self.world_size = SimpleNamespace(root_device=torch.device(device)), 1
+        self.strategy, self.world_size = SimpleNamespace(root_device=torch.device(device), broadcast=bool), 1
         self.is_global_zero, self.sanity_checking = True, False
         self.loggers: list[Any] = []
         self.checkpoint_callback = self.lightning_module = self.settled_outcome = None

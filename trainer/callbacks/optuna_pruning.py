@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 
@@ -13,6 +13,8 @@ from trainer.studies import trial_of
 
 class OptunaPruning(L.Callback):
     """Reports a metric to a trial of Optuna after each validation, and stops the run when the study's pruner says so.
+
+    A metric that no validation logs is reported at the end of each training epoch.
 
     ``hydra/sweeper=optuna`` adds it to each job. The run ends as with early stopping, so its checkpoints are complete.
     Validations are counted from 0, across a resume.
@@ -26,8 +28,10 @@ class OptunaPruning(L.Callback):
 
     Attributes:
         pruned: whether it has stopped the run.
-        validations: how many it has seen.
+        validations: the number of reports.
     """
+
+    reads_epoch_metrics: ClassVar = True
 
     def __init__(
         self, storage: str, study_name: str, trial: int, metric: str, pruner: Mapping[str, Any] | None = None
@@ -37,6 +41,8 @@ class OptunaPruning(L.Callback):
         self.pruned = False
         self.validations = 0
         self._trial: Any = None
+        self._known: Any = None  # the metric's value when a validation starts
+        self._is_validated = False  # whether validations log the metric; if not, it is reported at the ends of epochs
         self._reported: set[int] = set()  # validations; a trial that is run again has some
 
     def run_facts(self) -> dict[str, Any]:
@@ -56,23 +62,38 @@ class OptunaPruning(L.Callback):
             )
             self._trial = None
 
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Note the value of the metric, to find out whether the validation logs it."""
+        self._known = trainer.callback_metrics.get(self.metric)
+
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Report, and ask."""
+        """Report the metric, if the validation has logged it."""
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
+        self._is_validated |= trainer.callback_metrics.get(self.metric) is not self._known
+        if self._is_validated:
+            self._report(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Report the metric, if no validation logs it."""
+        if not self._is_validated:
+            self._report(trainer)
+
+    def _report(self, trainer: L.Trainer) -> None:
         stop, value = False, trainer.callback_metrics.get(self.metric)
         if self._trial is not None and value is not None:
             if self.validations not in self._reported:  # Optuna keeps the first value, and warns
                 self._trial.report(float(value), step=self.validations)
             stop = bool(self._trial.should_prune())
-        self.validations += 1
+        self.validations += value is not None
         if trainer.strategy.broadcast(stop):
             self.pruned = trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""
-        return {"validations": self.validations}
+        return {"validations": self.validations, "is_validated": self._is_validated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting."""
         self.validations = state_dict["validations"]
+        self._is_validated = state_dict.get("is_validated", True)

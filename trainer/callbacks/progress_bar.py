@@ -66,6 +66,7 @@ class ProgressBar(RunCallback, LightningProgressBar):
         ValueError: If `refresh_rate` is negative or `seconds_between_lines` is not positive.
     """
 
+    reads_epoch_metrics: ClassVar = True
     # A live display and a console hold locks and streams, which neither pickle nor deepcopy.
     of_no_run: ClassVar = {
         "_trainer": None,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -99,6 +99,8 @@ class RunRecorder(Callback):
         usage: How busy processor and GPU are, in samples of a thread; None before the first fit that has a file.
         metrics: By stage ("train" or "val") and name, a point for each time that stage came to an end.
     """
+
+    reads_epoch_metrics: ClassVar = True
 
     def __init__(
         self,

@@ -18,8 +18,11 @@ from trainer.errors import ConfigurationError
 
 
 def monitors(callback: Any) -> bool:
-    """Whether a callback's ``on_train_epoch_end`` runs after the module's, whose metrics it reads."""
-    return isinstance(callback, (EarlyStopping, Checkpoint))
+    """Whether a callback's ``on_train_epoch_end`` runs after the module's, because it reads the metrics logged there.
+
+    Stock callbacks are known by their classes. A callback of this package has the attribute ``reads_epoch_metrics``.
+    """
+    return isinstance(callback, (EarlyStopping, Checkpoint)) or getattr(callback, "reads_epoch_metrics", False)
 
 
 def saves(callback: Any) -> bool:
