@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from trainer.checkpoint import buffers, modes
 from trainer.checkpoint.snapshot import on_host
+from trainer.engine import communication
 from trainer.engine.gradients import Gradients
 from trainer.engine.protocol import Engine
 from trainer.errors import ResumeError, some, warn
@@ -41,12 +43,15 @@ class ProcessState:
         self._before_validation: tuple[dict[str, Any], dict[str, int], dict[str, dict[int, int]]] | None = None
         self._first_modes: modes.Modes = {}
         self._first_dtypes: buffers.Dtypes = {}  # of buffers
+        self._first_numbers: list[communication.State] = []
         self._training_modes: modes.Modes = {}
 
     def begin_fit(self) -> None:
         """Record the modes and dtypes at the beginning of the run: a checkpoint holds the changes."""
         self._first_modes = modes.modes_of(self._run.lightning_module)
         self._first_dtypes = buffers.dtypes_of(self._run.lightning_module)
+        communicates = self._run.engine.communication
+        self._first_numbers = [] if communicates is None else communication.numbers_of(communicates.holders)
 
     def begin_validation(self) -> None:
         """Note the state before a validation inside a fit: a run resumed in the middle of it repeats it from here."""
@@ -86,6 +91,7 @@ class ProcessState:
             "modes": self._modes(),
             "precision": engine.precision.state_dict(),
             **self._buffers(),
+            **self._communication(),
         }
         state["gradients"] = self._gradients()
         if progress.is_trained and window.is_open and self.kept_batches is not None:
@@ -109,6 +115,8 @@ class ProcessState:
             For :meth:`load`; and the names of metric objects of which a part is lost.
         """
         engine, first = self._run.engine, states[0]
+        if any("weights" in state.get("communication", {}) for state in states):
+            raise ResumeError("each process had weights of its own: save after they have been averaged")
         rank, number = engine.global_rank, engine.world_size
         objects, lost = MetricObjects(self._run.lightning_module).shared(
             [state["metric_objects"] for state in states], rank, number
@@ -123,6 +131,7 @@ class ProcessState:
             "rng": own,
             "metrics": shared_among(number, [state["metrics"] for state in states]),
             "metric_objects": objects,
+            "communication": {**first.get("communication", {}), "keeps_buckets": False},
             "should_stop": any(state["should_stop"] for state in states),
             "window": window,
         }, lost
@@ -159,6 +168,7 @@ class ProcessState:
         modes.restore(run.lightning_module, state.get("modes", {}))
         engine.follow_trained_parameters()
         self._restore_buffers(state)
+        self._restore_communication(state.get("communication", {}))
         if not state.get("next_forward_exchanges", True):
             engine.abandon_forward()
         loop.gradients.load_state_dict(run.lightning_module.named_parameters(), state["gradients"])
@@ -217,6 +227,66 @@ class ProcessState:
             raise ResumeError(
                 f"{problem} Create these modules before training begins, such as in configure_model, or resume with"
                 " Trainer(exact_resume=False)."
+            )
+        warn(problem)
+
+    def _communication(self) -> dict[str, Any]:
+        """Return the state of communication hooks and averagers, and weights that are not those of the first process.
+
+        Post-local SGD lets the weights of processes differ between two averagings.
+        """
+        run, engine = self._run, self._run.engine
+        communicates = engine.communication
+        if communicates is None:
+            return {}
+        state: dict[str, Any] = {
+            "states": communication.state_of(communicates.holders, self._first_numbers),
+            "keeps_buckets": communicates.keeps_buckets,
+        }
+        if communicates.may_diverge and engine.world_size > 1:
+            own = {
+                "weights": dict(run.lightning_module.named_parameters()),
+                "optimizers": [optimizer.state_dict() for optimizer in engine.optimizers],
+                "averages": {place: average.state_dict() for place, average in self._averages()},
+            }
+            differ = len(engine.gather_different(communication.digest([own]))) > 1
+            state |= own if differ and engine.global_rank else {}
+        return {"communication": state}
+
+    def _restore_communication(self, state: dict[str, Any]) -> None:
+        """Restore the result of :meth:`_communication`.
+
+        Raises:
+            ResumeError: The run would not continue exactly, and is to.
+        """
+        run, engine = self._run, self._run.engine
+        module, communicates = run.lightning_module, engine.communication
+        if "weights" in state:
+            parameters, weights = dict(module.named_parameters()), state["weights"]
+            with torch.no_grad():
+                for name in parameters.keys() & weights.keys():
+                    parameters[name].copy_(weights[name])
+            saved = {parameters[name]: value.dtype for name, value in weights.items() if name in parameters}
+            engine.load_optimizer_states({"optimizer_states": state["optimizers"]}, saved)
+            for place, average in self._averages():
+                if place in state["averages"]:
+                    average.load_state_dict(state["averages"][place])
+        problems = communication.load(
+            [] if communicates is None else communicates.holders,
+            self._first_numbers,
+            state.get("states", []),
+            same_buckets=communicates is not None and communicates.keeps_buckets and state["keeps_buckets"],
+            device=engine.device,
+        )
+        if not problems:
+            return
+        problem = f"The run would not continue exactly: {some(problems, 3, separator='; ')}."
+        if run.exact_resume:
+            raise ResumeError(
+                f"{problem} DDP rebuilds its buckets after the first backward pass: train with"
+                " DDPStrategy(find_unused_parameters=True) from the beginning, which keeps them, give the state a"
+                " state_dict() and a load_state_dict(), or resume with Trainer(exact_resume=False), which starts with"
+                " new memory."
             )
         warn(problem)
 

@@ -41,6 +41,7 @@ from trainer.compat.optimizers import set_up_optimizers
 from trainer.compat.overrides import overridden, overrides
 from trainer.compat.precision import PrecisionAdapter
 from trainer.engine.agreement import Agreement
+from trainer.engine.communication import Communication, communication_of
 from trainer.engine.gradients import Gradients, zero_loss
 from trainer.engine.initialisation import initialise
 from trainer.engine.optimizer_states import SavedDtypes, keep_dtypes
@@ -127,6 +128,7 @@ class LightningEngine:
                 launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
             )
         self._reductions = 0  # exchanges by `reduce`
+        self._communication: Communication | None = None
         self._trained: list[bool] = []  # of the parameters that DDP has found
         self._agreement_groups: dict[str, Callable[[], Any]] = {}  # weak: torch.distributed has them until the end
         self._hosts: Agreement | None = None
@@ -507,6 +509,13 @@ class LightningEngine:
         if self.strategy.lightning_restore_optimizer:
             with keep_dtypes(self.optimizers, checkpoint["optimizer_states"], saved):
                 self.strategy.load_optimizer_state_dict(checkpoint)
+
+    @property
+    def communication(self) -> Communication | None:
+        """How the strategy communicates, if not as DDP does by default; after a run, as in that run."""
+        if isinstance(model := self.strategy.model, DistributedDataParallel):
+            self._communication = communication_of(model, getattr(self._ddp, "_model_averager", None))
+        return self._communication
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint: from rank 0 a file, or by all ranks a folder. Waits until it is written.

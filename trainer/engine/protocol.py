@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.engine.agreement import Agreement
+from trainer.engine.communication import Communication
 from trainer.engine.gradients import Gradients
 from trainer.engine.optimizer_states import SavedDtypes
 from trainer.precision.base import Precision
@@ -242,6 +243,10 @@ class Engine(Protocol):
             checkpoint: Has them under ``"optimizer_states"``, whole or sharded as the parameters are.
             saved: The dtype that each parameter had when the checkpoint was saved.
         """
+
+    @property
+    def communication(self) -> Communication | None:
+        """How processes communicate, if not as DDP does by default."""
 
     @property
     def saves_shards(self) -> bool:

@@ -1,0 +1,237 @@
+"""State of DDP's communication hooks and of model averagers: what they keep from step to step, in each process.
+
+A hook's state is any object. Saved are its numbers and texts that have changed since the beginning of the run, its
+random generators, and its tensors in nested containers; or its ``state_dict``, if it has one. Numbers that have not
+changed are settings, and stay those of this run.
+
+Tensors may belong to buckets of gradients, such as PowerSGD's error feedback. DDP rebuilds its buckets after the first
+backward pass, so that a resumed run has other ones in its first step. Such memory is exact only if the buckets stay the
+same: with ``find_unused_parameters=True`` and without ``static_graph=True``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from copy import copy
+from enum import Enum
+from functools import partial
+from itertools import chain
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.state import random_states
+
+State = dict[str, Any]
+_SCALARS = (type(None), bool, int, float, complex, str, bytes)
+_GENERATORS = get_args(random_states.Generator)
+_REFERENCES = (
+    distributed.ProcessGroup, nn.Module, nn.Parameter, torch.device, torch.dtype, type, FunctionType,
+    BuiltinFunctionType, MethodType, ModuleType, partial, Enum,
+)  # fmt: skip
+"""Objects that a state refers to, and that are not a part of it."""
+
+
+class _NotPlainError(Exception):
+    """A value cannot be saved."""
+
+
+class _ReferenceError(Exception):
+    """A value refers to objects that are not a part of the state."""
+
+
+class Communication(NamedTuple):
+    """How a run communicates gradients and weights, if not as DDP does by default.
+
+    Attributes:
+        holders: The objects with the state of hooks and averagers, always in the same order.
+        keeps_buckets: Whether DDP never rebuilds its buckets of gradients.
+        may_diverge: Whether the processes may have different weights, as in post-local SGD.
+    """
+
+    holders: list[Any]
+    keeps_buckets: bool
+    may_diverge: bool
+
+
+def communication_of(model: DistributedDataParallel, averager: Any) -> Communication | None:
+    """Return how a module communicates; None if it has no communication hooks written in Python, and no averager.
+
+    Args:
+        model: The module.
+        averager: The averager of its weights, such as torch's ``PeriodicModelAverager``; None for none.
+    """
+    hooks = model._comm_hooks
+    if not hooks and averager is None:
+        return None
+    owners = [(state, hook.__self__ if isinstance(hook, MethodType) else hook) for hook, state in hooks]
+    found = [*chain.from_iterable(owners), averager]
+    return Communication(
+        holders=[one for one in found if one is not None and not isinstance(one, _REFERENCES)],
+        keeps_buckets=bool(model.find_unused_parameters) and not model.static_graph,
+        may_diverge=averager is not None or not all(_is_global(hook, state) for hook, state in hooks),
+    )
+
+
+def _is_global(hook: Any, state: Any) -> bool:
+    """Return whether a hook is one of torch's that give all processes the same gradients."""
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+
+    module = str(getattr(hook, "__module__", ""))
+    return module.startswith("torch.distributed.algorithms.") and not isinstance(state, PostLocalSGDState)
+
+
+def digest(values: Iterable[Any]) -> str:
+    """Return the SHA-256 of the tensors in nested containers. Synchronizes with the device."""
+    found = hashlib.sha256()
+    for value in torch.utils._pytree.tree_leaves(list(values)):
+        if isinstance(value, Tensor):
+            found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            found.update(repr(value).encode())
+    return found.hexdigest()
+
+
+def numbers_of(holders: Iterable[Any]) -> list[State]:
+    """Return the numbers and texts of each holder at the beginning of a run."""
+    return [{name: value for name, value in _items(one).items() if isinstance(value, _SCALARS)} for one in holders]
+
+
+def state_of(holders: Sequence[Any], first: Sequence[State]) -> list[State]:
+    """Return the state of each holder, in plain containers and tensors.
+
+    Args:
+        holders: The objects, always in the same order.
+        first: The result of :func:`numbers_of` at the beginning of the run.
+    """
+    return [_state_of(one, first[index] if index < len(first) else {}) for index, one in enumerate(holders)]
+
+
+def load(
+    holders: Sequence[Any],
+    first: Sequence[State],
+    states: Sequence[State],
+    *,
+    same_buckets: bool,
+    device: torch.device,
+) -> list[str]:
+    """Restore what :func:`state_of` returned.
+
+    Args:
+        holders: The objects.
+        first: The result of :func:`numbers_of` at the beginning of this run.
+        states: The states.
+        same_buckets: Whether the buckets of gradients are those of the saved run.
+        device: The device of tensors that do not exist yet.
+
+    Returns:
+        The reasons that the run will not continue exactly. Memory that belongs to other buckets is not restored.
+    """
+    problems = []
+    kinds, saved_kinds = [_kind(one) for one in holders], [state["kind"] for state in states]
+    if kinds != saved_kinds:
+        shown = [", ".join(one) or "no state" for one in (saved_kinds, kinds)]
+        has_state = any(len(state) > 1 for state in states)
+        return [f"its communication hooks had {shown[0]}, those of this run have {shown[1]}"] * has_state
+    for index, (holder, state) in enumerate(zip(holders, states, strict=True)):
+        if "state_dict" in state:
+            holder.load_state_dict(state["state_dict"])
+            continue
+        memory = [] if same_buckets else state.get("memory", [])
+        problems += [f"{state['kind']}.{name} may belong to DDP's buckets of gradients" for name in memory]
+        problems += [f"{state['kind']}.{name} cannot be saved" for name in state.get("unsaved", ())]
+        values = {**(first[index] if index < len(first) else {}), **state.get("values", {})}
+        for name, value in values.items():
+            if name not in memory:
+                _put(holder, name, value, device)
+        for name, value in state.get("generators", {}).items():
+            random_states.set_state(_items(holder)[name], value)
+    return problems
+
+
+def _state_of(holder: Any, first: State) -> State:
+    state: State = {"kind": _kind(holder)}
+    if callable(getattr(holder, "state_dict", None)) and callable(getattr(holder, "load_state_dict", None)):
+        return {**state, "state_dict": holder.state_dict()}
+    parts: dict[str, Any] = {"values": {}, "generators": {}, "memory": [], "unsaved": []}
+    for name, value in _items(holder).items():
+        if isinstance(value, _SCALARS):
+            if name not in first or type(first[name]) is not type(value) or first[name] != value:
+                parts["values"][name] = value
+        elif isinstance(value, _GENERATORS):
+            parts["generators"][name] = random_states.state_of(value)
+        else:
+            tensors: list[Tensor] = []
+            try:
+                parts["values"][name] = _plain(value, tensors)
+            except _ReferenceError:
+                continue
+            except _NotPlainError:
+                parts["unsaved"].append(name)
+            if any(tensor.numel() > 1 for tensor in tensors):
+                parts["memory"].append(name)
+    return state | {name: part for name, part in parts.items() if part}
+
+
+def _kind(holder: Any) -> str:
+    return type(holder).__qualname__
+
+
+def _items(holder: Any) -> dict[Any, Any]:
+    """Return the attributes of an object by name, those in slots as well; the items of a dict or list."""
+    if isinstance(holder, Mapping):
+        return dict(holder)
+    if isinstance(holder, list):
+        return dict(enumerate(holder))
+    slots = [getattr(kind, "__slots__", ()) for kind in type(holder).__mro__]
+    names = [name for one in slots for name in ((one,) if isinstance(one, str) else one)]
+    found = {name: getattr(holder, name) for name in names if hasattr(holder, name)}
+    found.update(getattr(holder, "__dict__", {}))
+    return {name: value for name, value in found.items() if name not in ("__dict__", "__weakref__")}
+
+
+def _plain(value: Any, tensors: list[Tensor]) -> Any:
+    """Return a value in plain containers, and collect its tensors."""
+    if isinstance(value, _REFERENCES):
+        raise _ReferenceError
+    if isinstance(value, _SCALARS):
+        return value
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return value.detach()
+    if isinstance(value, Mapping) and all(isinstance(key, _SCALARS) for key in value):
+        return {key: _plain(one, tensors) for key, one in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        items = [_plain(one, tensors) for one in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    raise _NotPlainError
+
+
+def _put(holder: Any, name: Any, value: Any, device: torch.device) -> None:
+    value = _as(value, _items(holder).get(name), device)
+    if isinstance(holder, (MutableMapping, list)):
+        holder[name] = value
+    else:
+        setattr(holder, name, value)
+
+
+def _as(value: Any, now: Any, device: torch.device) -> Any:
+    """Return a saved value in the kind of container and on the device of the value that it replaces."""
+    if isinstance(value, Tensor):
+        return value.to(now.device if isinstance(now, Tensor) else device, copy=True)
+    if isinstance(value, dict):
+        made = copy(now) if isinstance(now, MutableMapping) else {}
+        made.clear()
+        made.update({key: _as(one, None, device) for key, one in value.items()})
+        return made
+    if isinstance(value, (list, tuple)):
+        items = [_as(one, None, device) for one in value]
+        if isinstance(now, deque):
+            return deque(items, now.maxlen)
+        return type(now)(items) if isinstance(now, (set, frozenset)) else type(value)(items)
+    return value
