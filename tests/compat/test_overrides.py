@@ -193,7 +193,7 @@ class ByHand(Logs):
 
 
 class Order(SequentialSampler):
-    """A class of its own, to be patched."""
+    """A class to be patched."""
 
 
 class Batches(BatchSampler):
@@ -458,6 +458,24 @@ def test_a_patch_of_the_base_class_counts_each_backward() -> None:
             assert backward.call_count == 4 * 3
 
 
+def test_patches_of_the_default_checkpoint_io_count(tmp_path: Path) -> None:
+    names = ("save_checkpoint", "load_checkpoint", "remove_checkpoint")
+    logs: list[list[Event]] = []
+    for make in (lightning, ours):
+        logs.append([])
+        with pytest.MonkeyPatch.context() as patch, lightnings_noise_ignored():
+            for name in names:
+                patch.setattr(TorchCheckpointIO, name, recorder("io", name, vars(TorchCheckpointIO)[name], logs[-1]))
+            saver = ModelCheckpoint(tmp_path / make.__name__)
+            trainer = make(max_epochs=2, callbacks=[saver], enable_checkpointing=True)
+            trainer.fit(Learner(), data(4))
+            trainer.fit_loop.max_epochs = 3
+            trainer.fit(Learner(), data(4), ckpt_path=saver.best_model_path)
+    called = [[name for name, _ in log] for log in logs]
+    assert called[0] == called[1]
+    assert {f"io.{name}" for name in names} == set(called[0])
+
+
 def test_a_patch_counts_while_it_lasts() -> None:
     trainer = ours(max_epochs=1)
     for epochs in (1, 2, 3):
@@ -526,6 +544,48 @@ def test_a_profiler_that_passes_through_is_asked_if_it_overrides_something() -> 
         name for name in seen[1] if not name.endswith("optimizer_step")
     ]
     assert len(seen[1]) > 4
+
+
+def test_a_step_that_draws_its_own_batches_goes_through_the_strategy() -> None:
+    class Draws(Learner):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            return self.loss(next(dataloader_iter)[0])
+
+    logs: list[list[Event]] = []
+    names = ("training_step", "post_training_step", "batch_to_device", "on_train_batch_start", "backward")
+    for make in (lightning, ours):
+        log: list[Event] = []
+        methods = {name: recorder("strategy", name, getattr(SingleDeviceStrategy, name), log) for name in names}
+        strategy = type("Own", (SingleDeviceStrategy,), methods)(torch.device("cpu"))
+        with lightnings_noise_ignored():
+            make(strategy=strategy, accelerator="auto", devices="auto", max_epochs=1).fit(Draws(), data(6))
+        logs.append(log)
+    assert [name for name, _ in logs[0]] == [name for name, _ in logs[1]]
+    assert len(logs[1]) == 4 * 3  # no batch is moved by the strategy
+
+
+@needs_fsdp2
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_a_step_of_a_sharding_strategy_changes_nothing(precision: str) -> None:
+    names = ("optimizer_step", "batch_to_device", "setup_optimizers", "on_train_batch_start", "on_train_end")
+    found, log = [], list[Event]()
+    for wanted in ((), names):
+        methods = {name: recorder("strategy", name, getattr(FSDP2Strategy, name), log) for name in wanted}
+        plugin: Any = native_fp16(init_scale=1024.0) if precision == "16-mixed" else precision
+        trainer = make_trainer(
+            None,
+            strategy=type("Own", (FSDP2Strategy,), methods)(),
+            devices=1,
+            accumulate_grad_batches=2,
+            precision=plugin,
+        )
+        trainer.fit(module := Regression(make_net()), loader_of(make_batches(5, gains={3: 1e6})))
+        found.append((trainer.skipped_steps, [parameter.clone() for parameter in module.parameters()]))
+    torch.distributed.destroy_process_group()
+    assert found[0][0] == found[1][0] == (precision == "16-mixed")
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+    called = [name.removeprefix("strategy.") for name, _ in log]
+    assert [called.count(name) for name in names] == [3, 5, 1, 5, 1]
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -31,10 +31,10 @@ class Manual(Everything):
 
 
 NOT_OURS = re.compile(
-    r"\[Strategy\]\w+\.on_|.*\.(configure_callbacks|on_save_checkpoint|on_(before|after)_batch_transfer"
+    r".*\.(configure_callbacks|on_save_checkpoint|on_(before|after)_batch_transfer"
     r"|configure_gradient_clipping)$"
 )
-"""What Lightning times and we do not: hooks of strategies, empty hooks of batches, clipping where there is none."""
+"""What Lightning times and we do not: empty hooks of batches, clipping where there is none."""
 
 NOT_THEIRS = re.compile(r"\[Callback\](ScalerCheckpoint|NonFiniteGuard)|setup_\w+_dataloader|.*on_after_optimizer_step")
 

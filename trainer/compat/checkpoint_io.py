@@ -30,7 +30,9 @@ from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationE
 
 _HANDED_OVER = ".temp.ckpt"  # in which Lightning's launchers hand weights to the process that started the others
 
-_LIGHTNINGS = TorchCheckpointIO.save_checkpoint
+_LIGHTNINGS = {
+    name: getattr(TorchCheckpointIO, name) for name in ("save_checkpoint", "load_checkpoint", "remove_checkpoint")
+}
 _LAST = "there is no other good one."
 _removing = threading.RLock()  # a wrapper of a CheckpointFiles may save in one thread and remove in another
 
@@ -97,7 +99,7 @@ class CheckpointFiles(TorchCheckpointIO):
             TypeError: there are ``storage_options``, for which there is no use.
             CheckpointWriteError: there is no room, or the folder cannot be written to.
         """
-        if TorchCheckpointIO.save_checkpoint is not _LIGHTNINGS:  # a program has replaced it
+        if _is_patched("save_checkpoint"):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         if storage_options is not None:
@@ -262,6 +264,9 @@ class CheckpointFiles(TorchCheckpointIO):
             CheckpointError: it is damaged.
             pickle.UnpicklingError: it holds more.
         """
+        if _is_patched("load_checkpoint"):
+            patched: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
+            return patched
         self.wait()
         local = local_path(path)
         if local is not None and local.is_file():
@@ -276,7 +281,10 @@ class CheckpointFiles(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint of this run. Any other file, and the last good one, is kept, with a warning."""
-        self._do(self._remove, path)
+        if _is_patched("remove_checkpoint"):
+            super().remove_checkpoint(path)
+        else:
+            self._do(self._remove, path)
 
     def _remove(self, path: str | Path) -> list[str]:
         with _removing:
@@ -339,6 +347,11 @@ class CheckpointFiles(TorchCheckpointIO):
     def _remember(self, path: Path) -> None:
         """Note that ``path`` is good, so that it is not read again to find out while it does not change."""
         self._good[path.resolve()] = _identity(path)
+
+
+def _is_patched(name: str) -> bool:
+    """Return whether a program has replaced a method of the class that is Lightning's default."""
+    return getattr(TorchCheckpointIO, name) is not _LIGHTNINGS[name]
 
 
 def adopt(strategy: Strategy) -> None:
