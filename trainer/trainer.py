@@ -239,6 +239,7 @@ class Trainer(TrainerBase):
             ),
         )
         self.engine.refuse(self.callbacks)
+        self.engine.check_accumulation(self.accumulate_grad_batches)
         validation = EvalLoop("validation", **shared, fit_progress=self.progress)
         self.eval_loops = {
             RunningStage.SANITY_CHECKING: validation,

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, StrategyRegistry
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
 from tests.parity import ours
-from tests.support import needs_fsdp2
+from tests.support import Regression, needs_fsdp2
 from trainer import FSDP2Strategy
-from trainer.callbacks import GradientCheck, HalveOnOutOfMemory
+from trainer.callbacks import GradientAccumulation, GradientCheck, HalveOnOutOfMemory
 from trainer.compat.fsdp import ParallelStrategy, ShardedEngine, _refuse_fused_sgd
 from trainer.engine.sharding.gradients import ShardedGradients
 from trainer.errors import UnsupportedError
@@ -67,6 +69,53 @@ def test_the_first_fsdp_is_refused_with_the_line_to_use(given: dict[str, Any], l
 def test_callbacks_that_need_whole_gradients_are_refused(callback: Any) -> None:
     with pytest.raises(UnsupportedError, match=f"{callback.__name__} with strategy='fsdp'"):
         ours(strategy="fsdp", devices=2, callbacks=[callback()])
+
+
+@pytest.fixture
+def registered() -> Iterator[str]:
+    """The name of a strategy that a program has registered."""
+    name = "ddp_with_a_static_graph"
+    StrategyRegistry.register(name, DDPStrategy, static_graph=True)
+    yield name
+    StrategyRegistry.remove(name)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"accumulate_grad_batches": 2},
+        {"callbacks": [GradientAccumulation(2)]},
+        {"callbacks": [GradientAccumulation(schedule={0: 1, 3: 2})]},
+        {"callbacks": GradientAccumulationScheduler({0: 1, 3: 2})},
+        {"accumulate_grad_batches": 2, "devices": 1},
+    ],
+)
+def test_a_static_graph_with_accumulation_is_refused(arguments: dict[str, Any], registered: str) -> None:
+    """pytorch #143580: the first backward pass would fail with an internal assertion."""
+    message = r"accumulate_grad_batches=2 with DDPStrategy\(static_graph=True\), expected.*=1.*Use strategy='ddp'"
+    for strategy in (DDPStrategy(static_graph=True), registered):
+        with pytest.raises(UnsupportedError, match=message):
+            ours(**{"devices": 2, "strategy": strategy, **arguments})
+    ours(**{"devices": 2, "strategy": "ddp", **arguments})
+
+
+def test_a_static_graph_refuses_accumulation_that_is_set_later() -> None:
+    trainer = ours(strategy=DDPStrategy(static_graph=True), devices=2)
+    trainer.accumulate_grad_batches = 1
+    with pytest.raises(UnsupportedError, match="accumulate_grad_batches=4"):
+        trainer.accumulate_grad_batches = 4
+    assert trainer.accumulate_grad_batches == 1
+    trainer.fit_loop._skip_backward = True  # as StochasticWeightAveraging does to update batch norms
+    trainer.accumulate_grad_batches = 4
+    trainer.fit_loop._skip_backward = False
+    with pytest.raises(UnsupportedError, match="accumulate_grad_batches=2"):
+        GradientAccumulation(2).on_train_epoch_start(trainer, Regression())
+
+
+def test_a_static_graph_refuses_parts_of_batches() -> None:
+    """Their gradients are averaged after the last part, too."""
+    with pytest.raises(UnsupportedError, match=r"HalveOnOutOfMemory with DDPStrategy\(static_graph=True\)"):
+        ours(strategy=DDPStrategy(static_graph=True), devices=2, callbacks=[HalveOnOutOfMemory()])
 
 
 def test_fused_sgd_is_refused() -> None:

@@ -164,6 +164,7 @@ class ProcessState:
         if not loop.progress.batches_this_epoch and "size" not in window:
             window = {**window, "batches": loop.window.batches}  # only an epoch that is under way has set it
         loop.window.load_state_dict(window, device)
+        engine.check_accumulation(loop.window.batches)
         engine.precision.load_state_dict(state.get("precision", {}))
         modes.restore(run.lightning_module, state.get("modes", {}))
         engine.follow_trained_parameters()

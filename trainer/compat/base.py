@@ -94,7 +94,6 @@ class TrainerBase(LightningTrainer):
     scaler: LossScaler = alias("engine.gradients.scaler")
     datamodule: LightningDataModule | None = alias("data.datamodule", writable=True)
     should_stop: bool = alias("loop.limits.should_stop", writable=True)
-    accumulate_grad_batches: int = alias("loop.window.batches", writable=True)
     check_val_every_n_epoch: int | None = alias("loop.limits.check_val_every_n_epoch", writable=True)
     log_every_n_steps: int = alias("loop.limits.log_every_n_steps", writable=True)
     val_check_batch: float | None = alias("loop.limits.val_check_batch", writable=True)
@@ -105,6 +104,14 @@ class TrainerBase(LightningTrainer):
     global_step: int = alias("progress.optimizer_steps")
     current_epoch: int = alias("progress.epoch")
     is_last_batch: bool = alias("progress.is_last_batch")
+
+    def _set_window(self, batches: int) -> None:
+        loop = self.loop
+        if loop.train != loop.forward_batch:  # StochasticWeightAveraging sets it for an epoch without backward passes
+            self.engine.check_accumulation(batches)
+        loop.window.batches = batches
+
+    accumulate_grad_batches: int = alias("loop.window.batches").setter(_set_window)
 
     def _build_engine(self, precision: Precision, plugins: Any, **options: Any) -> Engine:
         """The engine of this Trainer. A subclass may return another one."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
@@ -32,6 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer.arguments import refuse_other_package
+from trainer.callbacks.gradient_accumulation import GradientAccumulation
+from trainer.callbacks.halve_on_out_of_memory import HalveOnOutOfMemory
 from trainer.checkpoint import sharded_files
 from trainer.compat import cluster
 from trainer.compat.checkpoint_io import CheckpointFiles, adopt, files_of, local_path, without_objects
@@ -231,7 +234,37 @@ class LightningEngine:
             return launcher.launch(function, *args, trainer=self._trainer)
 
     def refuse(self, callbacks: Iterable[Any]) -> None:
-        """Every callback works."""
+        """Refuse callbacks that accumulate gradients, if DDP cannot."""
+        for callback in callbacks:
+            if isinstance(callback, GradientAccumulation):
+                self.check_accumulation(max(callback.schedule.values()))
+            elif isinstance(callback, GradientAccumulationScheduler):
+                self.check_accumulation(max(callback.scheduling.values()))
+            elif isinstance(callback, HalveOnOutOfMemory) and self._has_static_graph:
+                raise UnsupportedError(
+                    f"Got HalveOnOutOfMemory with {type(self.strategy).__name__}(static_graph=True), expected one of"
+                    " them: DDP's static graph requires that the first backward pass averages gradients, and"
+                    " HalveOnOutOfMemory averages them after the last part of a batch. Use strategy='ddp'."
+                )
+
+    def check_accumulation(self, batches: int) -> None:
+        """Refuse windows of several batches if DDP's graph is static.
+
+        DDP records the graph in the first backward pass that averages gradients, and fails with an internal assertion
+        if one that does not comes before it (pytorch #143580). A resumed run may begin with any window.
+        """
+        if batches > 1 and self._has_static_graph:
+            given = f"{type(self.strategy).__name__}(static_graph=True)"
+            raise UnsupportedError(
+                f"Got accumulate_grad_batches={batches} with {given}, expected accumulate_grad_batches=1: DDP's static"
+                " graph requires that the first backward pass averages gradients, and accumulation averages them in"
+                " the last one of a window. Use strategy='ddp', or 'ddp_find_unused_parameters_true' if a step leaves"
+                " parameters unused."
+            )
+
+    @property
+    def _has_static_graph(self) -> bool:
+        return bool(getattr(self.strategy, "_ddp_kwargs", {}).get("static_graph"))
 
     def connect(self, module: nn.Module) -> None:
         """Make ``module`` the strategy's.

@@ -136,6 +136,9 @@ class Engine(Protocol):
     def refuse(self, callbacks: Iterable[Any]) -> None:
         """Raise an UnsupportedError, if one of the Trainer's callbacks cannot work on this engine."""
 
+    def check_accumulation(self, batches: int) -> None:
+        """Raise an UnsupportedError if gradients cannot be accumulated over windows of this number of batches."""
+
     def connect(self, module: nn.Module) -> None:
         """Make ``module`` the one to run. Nothing is moved yet."""
 
