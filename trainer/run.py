@@ -136,6 +136,7 @@ class Run:
         if trainer.state.fn is TrainerFn.FITTING:
             trainer.eval_loops[RunningStage.VALIDATING].loaders = None  # those of an earlier `validate`
         self._connector.select(ckpt_path, model_given=model is not None, weights=weights)
+        trainer.published.begin_run()
         return module
 
     # --- in each process of the run ---------------------------------------------------------------------------
@@ -203,7 +204,6 @@ class Run:
             self._connector.restore_module_and_callbacks(weights_only)
         if fitting:
             self._connector.prepare_order()
-        trainer.published.clear()
         for metrics in (trainer.loop.metrics, *(loop.metrics for loop in trainer.eval_loops.values())):
             metrics.clear()  # of an interrupted run, or of another module
         tuning.attach_finders(trainer, self.session)

@@ -294,6 +294,10 @@ def test_published_metrics_are_live() -> None:
     assert (published.callback, published.logged, published.progress_bar) == ({"a": 4}, {"b": 2}, {"c": 3})
     published.clear()
     assert callback == {}
+    published.take(StageMetrics({"a": 5}, {}, {}))
+    published.begin_run()
+    published.take(StageMetrics({"a": 6}, {}, {}))
+    assert (callback, published.callback) == ({"a": 5}, {"a": 6})
 
 
 def test_to_scalars() -> None:

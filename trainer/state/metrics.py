@@ -516,13 +516,18 @@ def _shared(ones: list[dict[str, Any]], processes: int) -> dict[str, Any]:
 class PublishedMetrics:
     """The dictionaries that loggers, callbacks and progress bars read: ``trainer.callback_metrics`` and its kin.
 
-    Each is one live dict for the whole run: stock callbacks write into ``callback_metrics``.
+    Each is one live dict for the whole run: stock callbacks write into ``callback_metrics``. The next run has new ones,
+    so that those that a caller kept do not change.
     """
 
     def __init__(self) -> None:
         self.callback: dict[str, Any] = {}
         self.logged: dict[str, Any] = {}
         self.progress_bar: dict[str, Any] = {}
+
+    def begin_run(self) -> None:
+        """Publish new, empty dictionaries from now on."""
+        self.callback, self.logged, self.progress_bar = {}, {}, {}
 
     def take(self, metrics: StageMetrics) -> None:
         """Let these values replace the older ones of the same names."""
@@ -547,7 +552,7 @@ class PublishedMetrics:
             metrics.update({name: value.cpu() for name, value in metrics.items() if isinstance(value, Tensor)})
 
     def clear(self) -> None:
-        """Forget all of them, at the start of a run."""
+        """Remove all metrics, after a sanity check. Those who hold the dictionaries see it."""
         self.callback.clear()
         self.logged.clear()
         self.progress_bar.clear()

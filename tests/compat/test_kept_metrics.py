@@ -1,0 +1,111 @@
+"""Metrics that a caller keeps after a run do not change in the next run; in a run, they are live."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
+
+from tests.parity import lightning, lightnings_noise_ignored, ours
+from tests.support import Regression, loader_of, loss_of, make_batches, make_trainer
+
+NAMES = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+
+
+class Module(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, prog_bar=True, batch_size=4)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", loss_of(self.net, batch), prog_bar=True, batch_size=4)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", loss_of(self.net, batch), prog_bar=True, batch_size=4)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0])
+
+
+def batches() -> Any:
+    return loader_of(make_batches(2))
+
+
+def kept_of(trainer: Any) -> dict[str, dict[str, Any]]:
+    return {name: getattr(trainer, name) for name in NAMES}
+
+
+@pytest.mark.parametrize("then", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("first", ["fit", "validate", "test"])
+def test_a_run_leaves_the_metrics_of_the_run_before_as_they_were(tmp_path, first, then):
+    trainer, module = make_trainer(tmp_path, logger=CSVLogger(tmp_path), log_every_n_steps=1), Module()
+
+    def run(what: str) -> None:
+        arguments = (batches(), batches()) if what == "fit" else (batches(),)
+        getattr(trainer, what)(module, *arguments)
+
+    run(first)
+    kept = kept_of(trainer)
+    copies = {name: dict(metrics) for name, metrics in kept.items()}
+    assert all(copies.values())
+    trainer.fit_loop.max_epochs = 2
+    run(then)
+    for name, metrics in kept.items():
+        assert metrics.keys() == copies[name].keys(), name
+        assert all(metrics[key] is value for key, value in copies[name].items()), name
+        now = getattr(trainer, name)
+        assert now is not metrics
+        assert bool(now) is (then != "predict"), name
+        if first != "fit" and then in ("validate", "test") and first != then:
+            assert not now.keys() & metrics.keys()
+
+
+@pytest.mark.parametrize("make", [ours, lightning])
+def test_the_pattern_of_hydra_templates(tmp_path, make):
+    module = Module()
+    with lightnings_noise_ignored():
+        trainer = make(max_epochs=1, default_root_dir=tmp_path)
+        trainer.fit(module, batches(), batches())
+        train_metrics = trainer.callback_metrics
+        trainer.test(module, batches(), verbose=False)
+        test_metrics = trainer.callback_metrics
+    assert {**train_metrics, **test_metrics}.keys() == {"train_loss", "val_loss", "test_loss"}
+    assert test_metrics.keys() == {"test_loss"}
+
+
+class Holds(Callback):
+    """Keeps the mappings from the first hook, and writes into one of them."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.held = kept_of(trainer)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        assert self.held["callback_metrics"] == {}, "the sanity check's"
+        trainer.callback_metrics["mine"] = torch.tensor(7.0)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        assert all(getattr(trainer, name) is metrics for name, metrics in self.held.items())
+        assert {"mine", "train_loss", "val_loss", "lr-SGD"} <= self.held["callback_metrics"].keys()
+
+
+def test_the_mappings_are_live_in_a_run(tmp_path):
+    holds, monitor = Holds(), LearningRateMonitor("step")
+    trainer = make_trainer(
+        tmp_path, max_epochs=2, callbacks=[holds, monitor], logger=CSVLogger(tmp_path), log_every_n_steps=1
+    )
+    trainer.fit(Module(), batches(), batches())
+    assert all(getattr(trainer, name) is metrics for name, metrics in holds.held.items())
+
+
+def test_a_run_that_is_refused_leaves_the_metrics_as_they_are(tmp_path):
+    trainer, module = make_trainer(tmp_path), Module()
+    trainer.validate(module, batches(), verbose=False)
+    kept = trainer.callback_metrics
+    with pytest.raises(Exception, match="no_such_file"):
+        trainer.test(module, batches(), ckpt_path=str(tmp_path / "no_such_file.ckpt"))
+    assert kept.keys() == {"val_loss"}
