@@ -374,7 +374,7 @@ class FitLoop:
     def follow_up(self) -> None:
         """Run a validation if one is due after the batch, then step the schedules that wait for it."""
         progress = self.progress
-        if self.validation_is_due():
+        if self.validates_this_epoch and self.validation_is_due():
             self.run_validation()
         self.count_update()
         progress.is_followed_up = True
