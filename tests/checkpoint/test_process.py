@@ -21,6 +21,7 @@ from tests.parity import RecordingLogger
 from tests.support import make_trainer, native_fp16
 from trainer import Trainer
 from trainer.callbacks import GradientAccumulation
+from trainer.checkpoint.state import process_states_in
 from trainer.errors import ResumeError
 
 pytestmark = [
@@ -212,7 +213,7 @@ def test_gradients_are_kept_of_open_windows_alone(tmp_path: Path) -> None:
     run(tmp_path, how, saving=[saving])
     kept = []
     for path in saving.rows:
-        (state,) = torch.load(path, weights_only=True)["loops"]["amp_trainer"]["processes"]
+        (state,) = process_states_in(torch.load(path, weights_only=True), exact=True)
         kept.append(len(state["gradients"]))
     assert kept == [6, 0, 6, 0, 0, 0]
 
@@ -240,6 +241,20 @@ def test_what_another_version_has_written_is_refused(tmp_path: Path) -> None:
         run(tmp_path, {}, tmp_path / "older.ckpt")
     with pytest.warns(UserWarning, match=r"another version.*not exactly"):
         run(tmp_path, {"trainer": lambda: {"exact_resume": False}}, tmp_path / "older.ckpt")
+
+
+def test_checkpoints_of_the_version_before_are_resumed_exactly(tmp_path: Path) -> None:
+    """Random states were bytes in their places."""
+    saving = SavesAlways(tmp_path)
+    whole = run(tmp_path, {}, saving=[saving])
+    path = list(saving.rows)[2]
+    checkpoint = torch.load(path, weights_only=True)
+    ours = checkpoint["loops"]["amp_trainer"]
+    ours |= {"format": 2, "processes": process_states_in(checkpoint, exact=True)}
+    assert isinstance(ours["processes"][0]["rng"]["torch"], bytes)
+    torch.save(checkpoint, tmp_path / "before.ckpt")
+    resumed = run(tmp_path, {}, tmp_path / "before.ckpt")
+    assert all(same(whole[key], resumed[key]) for key in ("weights", "optimizer", "counters", "metrics", "draw"))
 
 
 @pytest.mark.parametrize(("resume", "epochs"), [("auto", 1), (None, 3)])

@@ -12,6 +12,7 @@ from tests.distributed import communication_worker as worker
 from tests.distributed.test_ddp import load, run
 from tests.support import assert_identical
 from tests.warm_python import WarmPython
+from trainer.checkpoint.state import process_states_in
 
 pytestmark = pytest.mark.slow
 
@@ -35,12 +36,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(ranks: list[dict[str, Any]], 
 
 @pytest.mark.parametrize("name", ["post-local", "local"])
 def test_weights_of_processes_that_differ_are_saved(ranks: list[dict[str, Any]], folder: Path, name: str) -> None:
-    processes = torch.load(folder / f"{name}.ckpt", weights_only=True)["loops"]["amp_trainer"]["processes"]
+    processes = process_states_in(torch.load(folder / f"{name}.ckpt", weights_only=True), exact=True)
     assert ["weights" in one["communication"] for one in processes] == [False, True]
 
 
 def test_weights_that_are_the_same_are_saved_once(ranks: list[dict[str, Any]], folder: Path) -> None:
-    processes = torch.load(folder / "counts.ckpt", weights_only=True)["loops"]["amp_trainer"]["processes"]
+    processes = process_states_in(torch.load(folder / "counts.ckpt", weights_only=True), exact=True)
     assert not any("weights" in one["communication"] for one in processes)
 
 

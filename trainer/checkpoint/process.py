@@ -2,7 +2,8 @@
 
 Lightning's format has no place for it: random states, the position in the data, the gradients of an open accumulation
 window, what has been logged in an epoch that is not over, metric objects. A checkpoint has it under
-``loops["amp_trainer"]["processes"]``, one entry for each process, in plain containers and tensors.
+``loops["amp_trainer"]["processes"]``, one entry for each process, in plain containers and tensors, in the compact form
+of :mod:`trainer.checkpoint.compact`.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer import redaction
+from trainer.checkpoint.compact import packed, unpacked
 from trainer.checkpoint.manifest import OUR_KEY as OUR_KEY
 from trainer.errors import (
     CheckpointError,
@@ -41,8 +42,11 @@ from trainer.errors import (
 from trainer.precision.fp32_modules import plain_name
 from trainer.state.metric_objects import MetricObjects
 
-FORMAT = 2
-"""Version of what stands under ``amp_trainer``."""
+FORMAT = 3
+"""The version of the entries under ``amp_trainer``."""
+
+_READABLE = (2, FORMAT)
+"""The versions that can be resumed. Since 3, the states of processes are compact (``trainer.checkpoint.compact``)."""
 
 
 def dump(run: Any, as_lightning: dict[str, Any], *, weights_only: bool) -> dict[str, Any]:
@@ -63,8 +67,11 @@ def dump(run: Any, as_lightning: dict[str, Any], *, weights_only: bool) -> dict[
     if not weights_only:
         ours["awaited"] = _awaited_metrics(run)
         own = run.process.dump()
-        ours["processes"] = [own] if engine.saves_shards else engine.gather(own)
-        ours["parameters"] = parameter_names(module, engine.optimizers)
+        names = {name: name for name in checkpoint["state_dict"]}
+        ours["parameters"] = [
+            [names.setdefault(name, name) for name in known] for known in parameter_names(module, engine.optimizers)
+        ]
+        ours["processes"] = [packed(one, names) for one in ([own] if engine.saves_shards else engine.gather(own))]
         ours["dtypes"] = [[one.dtype for one in _parameters_of(optimizer)] for optimizer in engine.optimizers]
         checkpoint["callbacks"], ours["callbacks"] = {}, {}
         for callback in run.callbacks:
@@ -273,8 +280,8 @@ def process_states_in(checkpoint: dict[str, Any], *, exact: bool) -> list[dict[s
     """
     ours = checkpoint.get("loops", {}).get(OUR_KEY, {})
     processes: list[dict[str, Any]] = ours.get("processes", [])
-    if not processes or ours["format"] == FORMAT:
-        return processes
+    if not processes or ours["format"] in _READABLE:
+        return [unpacked(one) for one in processes]
     problem = (
         f"The checkpoint was written by another version of this package (format {ours['format']}, expected {FORMAT}):"
         " its random states and its place in the data cannot be read."

@@ -1,0 +1,109 @@
+"""A compact form of plain containers: random states as raw bytes, and each text once.
+
+``pickle`` writes bytes as texts, half as long again, and each text once for each object that holds it. In the compact
+form, all long bytes of a value are in one tensor, equal ones once. The state of a Mersenne Twister is split into its
+words, which stay the same for 624 numbers, and the rest. torch's state has 8 bytes for each word of 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+_MARK = "bytes of amp_trainer"
+_SHORTEST = 64  # bytes that move
+_WORDS = 4 * 624
+_TORCH, _HEADER = 5056, 24  # bytes of torch's state, and of that before the words
+
+Names = dict[str, str]
+"""Texts that are written already, by themselves."""
+
+
+def packed(value: Any, names: Names) -> dict[str, Any]:
+    """Return the compact form of a value.
+
+    Args:
+        value: Dicts, lists and tuples, and their contents.
+        names: Texts that the checkpoint holds already. Those of ``value`` are added.
+    """
+    packer = _Packer(names)
+    tree = packer.pack(value)
+    return {"tree": tree, _MARK: torch.frombuffer(packer.bytes or bytearray(1), dtype=torch.uint8)}
+
+
+def unpacked(value: Any) -> Any:
+    """Return the value that :func:`packed` was given; other values as they are."""
+    if not isinstance(value, dict) or _MARK not in value:
+        return value
+    return _unpack(value["tree"], value[_MARK].numpy().tobytes())
+
+
+class _Packer:
+    """Collects bytes.
+
+    Args:
+        names: As for :func:`packed`.
+
+    Attributes:
+        bytes: All bytes.
+    """
+
+    def __init__(self, names: Names) -> None:
+        self.bytes = bytearray()
+        self._places: dict[bytes, int] = {}
+        self._names = names
+        self._made: dict[int, Any] = {}  # one object stays one
+
+    def pack(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is str:
+            return self._names.setdefault(value, value)
+        if kind is bytes:
+            return value if 0 < len(value) < _SHORTEST else self._moved(value)  # weights_only=True rejects empty bytes
+        if kind not in (dict, list, tuple):
+            return value
+        if id(value) not in self._made:
+            made: Any
+            if kind is dict:
+                made = {self.pack(key): self.pack(one) for key, one in value.items()}
+            else:
+                made = kind([self.pack(one) for one in value])
+            self._made[id(value)] = made
+        return self._made[id(value)]
+
+    def _moved(self, value: bytes) -> tuple[Any, ...]:
+        is_torch, first, rest = _split(value)
+        return (_MARK, is_torch, self._place(first), len(first), self._place(rest), len(rest))
+
+    def _place(self, part: bytes) -> int:
+        if part not in self._places:
+            self._places[part] = len(self.bytes)
+            self.bytes += part
+        return self._places[part]
+
+
+def _split(value: bytes) -> tuple[bool, bytes, bytes]:
+    """Return whether bytes are a state of torch's generator, the words of a state, and the rest."""
+    if len(value) == _TORCH:
+        end = _HEADER + 2 * _WORDS
+        words = np.frombuffer(value[_HEADER:end], np.uint32)
+        if not words[1::2].any():
+            return True, words[::2].tobytes(), value[:_HEADER] + value[end:]
+    return False, value[:_WORDS], value[_WORDS:]
+
+
+def _unpack(value: Any, memory: bytes) -> Any:
+    kind = type(value)
+    if kind is tuple and len(value) == 6 and value[0] == _MARK:
+        _, is_torch, at, size, rest_at, rest_size = value
+        first, rest = memory[at : at + size], memory[rest_at : rest_at + rest_size]
+        if not is_torch:
+            return first + rest
+        words = np.zeros(2 * _WORDS // 4, np.uint32)
+        words[::2] = np.frombuffer(first, np.uint32)
+        return rest[:_HEADER] + words.tobytes() + rest[_HEADER:]
+    if kind is dict:
+        return {key: _unpack(one, memory) for key, one in value.items()}
+    return kind([_unpack(one, memory) for one in value]) if kind in (list, tuple) else value
