@@ -171,6 +171,7 @@ class Run:
         self._release()
         if fitting:
             preparation.hooks.on_fit_end()
+            trainer.loop.resolve_outcome()
         modules.call_teardown_hooks(trainer)
         return result
 

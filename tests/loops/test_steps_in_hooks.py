@@ -46,6 +46,7 @@ HOOKS = [
     "callback.on_validation_end",
     "module.on_train_end",
     "callback.on_train_end",
+    "module.on_fit_end",
 ]
 
 
@@ -95,6 +96,7 @@ def moments(hook: str) -> list[int]:
         "on_train_epoch_end": [BATCHES, total],
         "on_train_epoch_start": [BATCHES],
         "on_train_end": [total],
+        "on_fit_end": [total],
     }.get(name, [2, 4, 7, 9])  # validations, every second batch of an epoch
 
 
