@@ -357,3 +357,24 @@ def test_a_resume_around_an_early_end_is_exact(tmp_path, loader, make_module, ar
             done = len(events.validations) - len(mine.validations)
             assert [v[1:] for v in mine.validations] == [v[1:] for v in events.validations[done:]], file.name
             assert mine.epochs == events.epochs[len(events.epochs) - len(mine.epochs) :], file.name
+
+
+class Draws(Module):
+    """Draws its batches itself."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("count", [6, 7])
+def test_a_step_that_draws_its_own_batches(tmp_path, count, window):
+    arguments = {"accumulate_grad_batches": window, "max_epochs": 2}
+    batches = make_batches(12)
+    drawn = ran(tmp_path / "drawn", iterable_dataset(batches, 12, [count]), Draws(schedule=every_step), **arguments)
+    given = ran(tmp_path / "given", iterable_dataset(batches, 12, [count]), Module(schedule=every_step), **arguments)
+    assert all(map(torch.equal, drawn.pop("weights"), given.pop("weights")))
+    assert drawn == given

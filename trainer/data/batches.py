@@ -240,6 +240,11 @@ class TrainingBatches:
         with random_states.isolated():
             self.loaders.load_state_dict({**self.loaders.state_dict(), "batches": self._batches, "is_over": True})
 
+    def give_up_batch(self) -> None:
+        """End the pass before the batch that was handed out last: a step that draws its own batches found none."""
+        self._batches -= 1
+        self.is_over = True
+
     def __iter__(self) -> Iterator[tuple[Batch, int, bool]]:
         assert self.loaders is not None
         if self._is_empty:

@@ -188,7 +188,7 @@ class FitLoop:
         ``on_train_batch_end`` of that batch is over. Nothing in it could know that no batch would follow.
         """
         progress = self.progress
-        progress.is_last_batch, progress.is_followed_up = True, False
+        progress.is_last_batch, progress.is_followed_up, self.skips_epoch = True, False, False
         self.resolve_outcome()
         if not self.window.straddles_epochs or self.limits.is_final_epoch():
             self.close_window_early()

@@ -26,11 +26,18 @@ def draw_in_fit(loop: FitLoop, loaders: DrawnLoaders, ends_epoch: bool) -> None:
     announce_start, announce_end = hooks.on_train_batch_start, hooks.on_train_batch_end
 
     def train_batch(batch: Any, batch_idx: int, is_last: bool) -> None:
+        window = loop.window.mark()
         try:
             train(batch, batch_idx, is_last)
         except StopIteration:
             hooks.scope.enter(None)
-            loop.skips_epoch = loop.progress.is_last_batch = True
+            loop.window.go_back(window)
+            loop.skips_epoch = True
+            if loaders.num_batches() == float("inf"):
+                loop.progress.is_last_batch = True  # without a validation, as in Lightning
+            else:  # fewer batches than the length
+                loop.progress.give_up_batch()
+                loop.batches.give_up_batch()
 
     def training_step(batch: Any, batch_idx: int) -> Any:
         output = None
