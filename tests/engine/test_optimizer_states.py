@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.mixed_states import LoadsItself, MixedStates, WithoutClosure, Wrapper
 from tests.parity import QUIET
@@ -195,6 +195,25 @@ def test_a_run_that_is_rolled_back_keeps_the_dtypes(tmp_path: Path) -> None:
     path = tmp_path / "epoch=0-step=3.ckpt"
     assert_identical(rolls.after, torch.load(path, weights_only=True)["optimizer_states"][0])
     assert rolls.before["state"][0]["step"] == 5
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_an_optimizer_with_quantized_states(tmp_path: Path) -> None:
+    """Its states are tensors of another class, which torch loads on a named device only."""
+    optimizers = pytest.importorskip("torchao.optim")
+
+    def run(*callbacks: Any, ckpt: Path | None = None) -> dict[str, Any]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 3))
+        trainer = make_trainer(tmp_path, precision="bf16-true", callbacks=list(callbacks))
+        trainer.fit(Half(net, partial(optimizers.AdamW8bit, lr=0.01)), loader_of(BATCHES), ckpt_path=ckpt)
+        states = trainer.optimizers[0].state.values()
+        codes = [one.codes for state in states for one in state.values() if hasattr(one, "codes")]
+        return {"weights": dict(net.state_dict()), "codes": codes}
+
+    whole = run(Stops(tmp_path / "3.ckpt"))
+    assert len(whole["codes"]) == 2
+    assert_identical(run(ckpt=tmp_path / "3.ckpt"), whole)
 
 
 @pytest.mark.parametrize("key", ["step", "other"])

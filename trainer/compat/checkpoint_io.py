@@ -254,7 +254,7 @@ class CheckpointFiles(TorchCheckpointIO):
     def load_checkpoint(
         self,
         path: str | Path,
-        map_location: Callable[..., Any] | Any = lambda storage, loc: storage,
+        map_location: Callable[..., Any] | Any = "cpu",
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Read a checkpoint; a local file is verified first. None and True load tensors and plain containers only.
