@@ -26,6 +26,7 @@ from trainer.state import random_states
 from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import MetricStore, shared_among
 from trainer.state.outcome import StepOutcome
+from trainer.state.random_states import State
 
 
 class ProcessState:
@@ -41,7 +42,7 @@ class ProcessState:
     def __init__(self, run: Any) -> None:
         self._run = run
         self.kept_batches: ClosureOptimization | None = None
-        self._before_validation: tuple[dict[str, Any], dict[str, int], dict[str, dict[int, int]]] | None = None
+        self._before_validation: tuple[dict[str, Any], dict[str, int], dict[str, dict[int, int]], State] | None = None
         self._first_modes: modes.Modes = {}
         self._first_dtypes: buffers.Dtypes = {}  # of buffers
         self._first_numbers: list[communication.State] = []
@@ -59,7 +60,8 @@ class ProcessState:
         run = self._run
         self._training_modes = modes.modes_of(run.lightning_module)
         counts = MetricObjects(run.lightning_module).counts()
-        self._before_validation = random_states.capture(run.engine.device), counts, self._seen_batches()
+        random_state, evaluation = random_states.capture(run.engine.device), self._evaluation()
+        self._before_validation = random_state, counts, self._seen_batches(), evaluation
 
     def dump(self) -> dict[str, Any]:
         """The state of this process, as it is between two batches."""
@@ -71,8 +73,9 @@ class ProcessState:
         loops = [one for _, one in self._eval_loops()] + [loop] * is_over
         unfinished = {name for one in loops for name in _names_in(one.metrics, metrics)}
         random_state, seen_batches = random_states.capture(engine.device), self._seen_batches()
+        evaluation = self._evaluation()
         if progress.owes_validation and self._before_validation is not None:
-            random_state, counts, seen_batches = self._before_validation
+            random_state, counts, seen_batches, evaluation = self._before_validation
             unfinished |= {name for name, count in metrics.counts().items() if count != counts.get(name)}
         outcome = loop.outcome
         state: dict[str, Any] = {
@@ -85,6 +88,7 @@ class ProcessState:
                 for name in ("callback", "logged", "progress_bar")
             },
             "seen_batches": seen_batches,
+            "evaluation": evaluation,
             "has_updated": loop.has_updated,
             "outcome": None if outcome is None else list(outcome),
             "should_stop": loop.limits.should_stop and not run.is_out_of_time,  # a run that goes on may have more time
@@ -156,10 +160,11 @@ class ProcessState:
             published.update({k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()})
         for name, one in self._eval_loops():
             one.progress.seen_batches.update(state["seen_batches"].get(name, {}))
+            one.load_data_state(state.get("evaluation", {}).get(name))
         loop.has_updated = state["has_updated"]
         if state["outcome"] is not None:
             loop.outcome = outcome = StepOutcome(*state["outcome"])
-            loop.skipped = [loop.optimizers[i] for i in outcome.skipped_optimizers if i < len(loop.optimizers)]
+            loop.skipped = tuple(loop.optimizers[i] for i in outcome.skipped_optimizers if i < len(loop.optimizers))
         loop.limits.should_stop = loop.limits.should_stop or (stops and state["should_stop"])
         window = state["window"]
         if not loop.progress.batches_this_epoch and "size" not in window:
@@ -318,6 +323,10 @@ class ProcessState:
 
     def _seen_batches(self) -> dict[str, dict[int, int]]:
         return {name: dict(one.progress.seen_batches) for name, one in self._eval_loops()}
+
+    def _evaluation(self) -> State:
+        """Return the states of the dataloaders of evaluation that there are."""
+        return {name: loop.loaders.evaluation_state() for name, loop in self._eval_loops() if loop.loaders is not None}
 
     def _eval_loops(self) -> Iterator[tuple[str, Any]]:
         return ((loop.stage, loop) for loop in set(self._run.eval_loops.values()))

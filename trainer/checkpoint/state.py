@@ -225,6 +225,7 @@ def restore_training(run: Any, checkpoint: dict[str, Any], progress_from: Callab
         waits = config.reduce_on_plateau and config.interval == "epoch" and config.monitor in awaited
         if waits and run.progress.epoch % config.frequency == 0:
             run.lightning_module.lr_scheduler_step(config.scheduler, awaited[str(config.monitor)])
+            run.progress.schedule_steps += 1
 
 
 def roll_back(

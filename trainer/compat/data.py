@@ -209,7 +209,8 @@ class DataSource:
         """Whether the dataloaders of ``stage`` are to be made before its next pass, for the first time or anew."""
         if stage not in self._ready or stage in self._outdated:
             return True
-        return self._is_past(self._made_in[stage])
+        ready = self._ready[stage]
+        return self._is_past(self._made_in[stage] if ready is None else ready.made_in)
 
     def _is_past(self, made_in: float) -> bool:
         """Whether dataloaders made in that epoch are to be made anew by now."""

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from trainer.compat.profiling import records
 from trainer.data.batches import IDLE, Batch, LookAhead, as_it_is
 from trainer.data.epochs import parts_of
-from trainer.data.resumable import MapStyleLoader, ResumableLoader, StatefulLoader, length_of, resumable
+from trainer.data.resumable import MapStyleLoader, ResumableLoader, StatefulLoader, generators_of, length_of, resumable
 from trainer.data.unpadded import Span
 from trainer.errors import rank_zero_warn
 from trainer.state import random_states
@@ -73,6 +73,7 @@ class LoaderSet:
         self.on_batch: Callable[[bool], Any] = as_it_is
         self._watch = watch or as_it_is
         self._epoch = 0
+        self._generators: list[list[random_states.Generator]] | None = None
         self._loaders: list[ResumableLoader] = []
         self._together = combined
         self._pass: Iterator[Any] | None = None
@@ -125,10 +126,49 @@ class LoaderSet:
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
         """Begin a pass: (batch, batch_idx, dataloader_idx); of each dataloader, at most ``limit`` batches."""
         self.combined.limits = limits = [min(own, limit) for own in self.limits]
-        count = self._count(limits)
-        source = iter(self.combined.flattened[0] if self._is_plain else _begun(self.combined))
+        self._note_generators()
+        count, combined = self._count(limits), self.combined
+        if self._persists:  # their workers send their states
+            combined = self._together if self.loaders else combined
+            combined.limits = limits
+        source = iter(combined.flattened[0] if self._is_plain else _begun(combined))
         batches = _first(iter(self._watch(LookAhead(source) if count == float("inf") else source)), count)
         return ((batch, index, 0) for index, batch in enumerate(batches)) if self._is_plain else batches
+
+    @property
+    def _persists(self) -> bool:
+        """Whether a dataloader has workers that persist from pass to pass."""
+        return any(getattr(one, "persistent_workers", False) for one in self.combined.flattened)
+
+    def _note_generators(self) -> list[list[random_states.Generator]]:
+        """Return the random generators and attributes of each dataloader, as they were found in the first pass."""
+        if self._generators is None:
+            self._generators = [generators_of(one) for one in self.combined.flattened]
+        return self._generators
+
+    def evaluation_state(self) -> dict[str, Any]:
+        """Return the state between two passes of evaluation: tensors and plain containers."""
+        state: dict[str, Any] = {
+            "made_in": self.made_in,
+            "own": [random_states.states_of(own) for own in self._note_generators()],
+        }
+        if self._persists:
+            state["loaders"] = [loader.state_dict() for loader in self.loaders]
+        return state
+
+    def load_evaluation_state(self, state: dict[str, Any]) -> None:
+        """Have the next pass of evaluation be that which followed a state. Changes the random states of this process.
+
+        Does nothing if the dataloaders are others.
+        """
+        generators = self._note_generators()
+        if len(generators) != len(state["own"]):
+            return
+        self.made_in = state["made_in"]
+        for loader, own in zip(self.loaders if "loaders" in state else (), state.get("loaders", ()), strict=False):
+            loader.load_state_dict({**own, "is_over": True} if own else {})
+        for found, own in zip(generators, state["own"], strict=True):
+            random_states.set_states(found, own)
 
     # --- training, whose passes can be resumed ---
 
@@ -164,6 +204,7 @@ class LoaderSet:
 
     def _begin(self, loaders: list[ResumableLoader]) -> Iterator[Any]:
         if self._is_plain:
+            self._resumed = {}
             return iter(loaders[0])
         iter(self._together)
         self._move_to_resumed()

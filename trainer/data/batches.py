@@ -58,6 +58,12 @@ class Loaders(Protocol):
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
         """Begin a pass of evaluation: (batch, batch_idx, dataloader_idx); at most ``limit`` of each dataloader."""
 
+    def evaluation_state(self) -> State:
+        """Return the state between two passes of evaluation: tensors and plain containers."""
+
+    def load_evaluation_state(self, state: State) -> None:
+        """Have the next pass of evaluation be that which followed a state."""
+
     def open(self, done: int = 0) -> None:
         """Begin a pass of training: that draws random numbers, and fetches a batch if their number is unknown.
 

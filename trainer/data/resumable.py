@@ -199,6 +199,16 @@ def resumable(loader: Any, epoch: int = 0) -> ResumableLoader:
     return made
 
 
+def generators_of(loader: Any) -> list[Generator]:
+    """Return the random generators and attributes that a dataloader has in this process, from pass to pass."""
+    if not isinstance(loader, DataLoader):
+        return random_states.find(loader)
+    samplers = loader.generator, loader.sampler, loader.batch_sampler
+    if loader.num_workers:
+        return random_states.find(*samplers, except_in=loader.dataset)
+    return random_states.find(*samplers, loader.dataset, loader.collate_fn)
+
+
 def _iterates_as_usual(loader: Any) -> bool:
     return (
         isinstance(loader, DataLoader)
@@ -439,13 +449,7 @@ class MapStyleLoader(ResumableLoader):
     kind = "map-style"
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        dataset, samplers = loader.dataset, (loader.generator, loader.sampler, loader.batch_sampler)
-        super().__init__(
-            loader,
-            random_states.find(*samplers, except_in=dataset)
-            if loader.num_workers
-            else random_states.find(*samplers, dataset, loader.collate_fn),
-        )
+        super().__init__(loader, generators_of(loader))
         sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         kept = (loader.prefetch_factor or 0) * loader.num_workers + 2
         self._sampler = _RecordedSampler(sampler, kept, self.generators)

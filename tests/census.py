@@ -1,0 +1,190 @@
+"""A census of the state of a run: every value that is reachable from the Trainer, by path.
+
+:func:`take` walks attributes (also ``__slots__``), containers, tensors, arrays and random generators, and returns plain
+values by path. :func:`differences` compares the census of an uninterrupted run with that of a resumed run. Paths that
+may differ are listed, each with a reason, in ``NOT_COMPARED``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import random
+import re
+import threading
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping, Set
+from datetime import date, timedelta
+from enum import Enum
+from functools import partial
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.state import random_states
+
+Census = dict[str, Any]
+
+NOT_COMPARED: dict[str, str] = {
+    r"root_dir|\._dir\b|dirpath|ckpt_path|run_dir|folder|_save_dir": "each run has its own folder",
+    r"checkpoint_io\.(_good|_own|_saver)": "the files that this run has written",
+    r"logger": "rows that were sent are in the files of the first run",
+    r"loaders\._resumed|_loaders\[\d+\]\._finished": "the state that the run was resumed from",
+    r"eval_loops.*\.predictions": "empty in a fit",
+    r"eval_loops.*\.has_run": "only read by Lightning's own loops, which do not run",
+    r"loop.*metrics\.entries": "values of the epoch are compared below; the others are empty",
+    r"\.(_first|_values)\[|hooks\._known|'ScaleMonitor'\]\._names": "identities of objects",
+    r"\.validated_at|_time\b|_at\b|'Timer'\]\._(offset|start)": "times",
+    r"loop\.resume|resumed_epoch|_is_chosen|_first_batch|batches\._first\b": "that the run was resumed, and when",
+    r"\._before_validation|\._training_modes|\._limits\b|limits\._decided|cast_cache": "written before it is read",
+    r"_forward_cache|scaler\.(_inverse|readback|_wants_scaler)|\.asked|\._reduce\b": "written before it is read",
+    r"loaders\._epoch\b|_drawn_before|_loaders\[\d+\]\._batches": "written before it is read",
+    r"scaler\._init_": "read before the first loss is scaled",
+    r"batches\._has_batches|_opt_called": "only read before the first step of a process",
+    r"training_step\.(_resolved|_update)": "counts the first batches of a process, which are checked",
+    r"data\._made_in\[.*VALIDATING": "only read if there are no dataloaders; otherwise, theirs is",
+    r"eval_loops.*progress\.(epoch|total_done|total_batches)": "Lightning's counters, set when a validation begins",
+    r"'OverflowReport'\]\.(_before|_history|_skips)": "documented: counts of failures in a row begin again",
+    r"'StochasticWeightAveraging'\]\._(init_n_averaged|scheduler_state)": "read when it begins to average",
+    r"'LearningRateMonitor'\]\.(lrs|last)": "stock callback without a state",
+    r"_iterator\b|_workers\._?(marks|starts|memory)|\._running|\.owner": "processes; their states are compared below",
+}
+"""Regular expressions of paths, and why they may differ."""
+
+_NUMBERS = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    Enum,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    date,
+    timedelta,
+)
+_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, property)
+_OPAQUE = (io.IOBase, logging.Logger, threading.Thread, types.GeneratorType, types.FrameType)
+
+
+def take(roots: Mapping[str, Any], without: tuple[type, ...] = ()) -> Census:
+    """Return the values that are reachable from objects, by the shortest path.
+
+    Args:
+        roots: the objects, by the first part of the path. The global generators are added.
+        without: classes of objects to leave out, in addition to the paths in ``NOT_COMPARED``.
+    """
+    walker = _Walker(without)
+    walker.queue.extend((root, name) for name, root in roots.items())
+    while walker.queue:
+        walker.visit(*walker.queue.popleft())
+    for name, state in random_states.capture().items():
+        walker.found[f"global.{name}"] = _digest(repr(state).encode())
+    return walker.found
+
+
+def differences(one: Census, other: Census) -> list[str]:
+    """Return the paths with different values, each with both values."""
+    paths = sorted(one.keys() | other.keys())
+    missing = "(missing)"
+    return [
+        f"{path}: {one.get(path, missing)!r} != {other.get(path, missing)!r}"
+        for path in paths
+        if not _is_same(one.get(path, missing), other.get(path, missing))
+    ]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return bool(type(one) is type(other) and (one == other or (one != one and other != other)))
+
+
+class _Walker:
+    def __init__(self, without: tuple[type, ...]) -> None:
+        self.without = without
+        self.skip = re.compile("|".join(f"(?:{pattern})" for pattern in NOT_COMPARED))
+        self.found: Census = {}
+        self.seen: dict[int, str] = {}
+        self.kept: list[Any] = []  # so that no id is used twice
+        self.queue: deque[tuple[Any, str]] = deque()
+
+    def visit(self, thing: Any, path: str) -> None:
+        if self.skip.search(path):
+            return
+        if isinstance(thing, _NUMBERS):
+            self.found[path] = thing
+        elif isinstance(thing, PurePath):
+            self.found[path] = str(thing)
+        elif isinstance(thing, _CODE):
+            self.found[path] = getattr(thing, "__qualname__", type(thing).__name__)
+        elif isinstance(thing, (*_OPAQUE, *self.without)):
+            self.found[path] = type(thing).__qualname__
+        elif id(thing) in self.seen:
+            self.found[path] = f"-> {self.seen[id(thing)]}"
+        else:
+            if not isinstance(thing, (tuple, Tensor)):  # a constant may be another one, and a tensor is compared
+                self.seen[id(thing)] = path
+            self.kept.append(thing)
+            self._enter(thing, path)
+
+    def _enter(self, thing: Any, path: str) -> None:
+        if isinstance(thing, Tensor):
+            self._tensor(thing, path)
+        elif isinstance(thing, (np.ndarray, np.generic)):
+            array = np.asarray(thing)
+            self.found[path] = f"array {array.dtype} {array.shape} {_digest(array.tobytes())}"
+        elif isinstance(thing, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
+            self.found[path] = f"generator {_digest(repr(random_states.state_of(thing)).encode())}"
+        else:
+            self.found[path] = type(thing).__qualname__
+            self.queue.extend((child, f"{path}{name}") for name, child in _children(thing))
+
+    def _tensor(self, tensor: Tensor, path: str) -> None:
+        local = getattr(tensor, "_local_tensor", tensor).detach()
+        numbers = local.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if local.numel() else b""
+        self.found[path] = f"tensor {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad} {_digest(numbers)}"
+        if tensor.is_leaf and tensor.grad is not None:
+            self.queue.append((tensor.grad, f"{path}.grad"))
+        self.queue.extend((child, f"{path}.{name}") for name, child in vars(tensor).items())
+
+
+def _children(thing: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(thing, types.MethodType):
+        yield f".{thing.__func__.__qualname__}.self", thing.__self__
+    elif isinstance(thing, partial):
+        yield from ((".func", thing.func), (".args", thing.args), (".keywords", thing.keywords))
+    elif isinstance(thing, Mapping):
+        for index, (key, value) in enumerate(list(thing.items())):
+            yield f"[{key!r}]" if isinstance(key, (str, int, float, tuple)) else f"[#{index}]", value
+    elif isinstance(thing, (list, tuple, deque)):
+        yield from ((f"[{index}]", value) for index, value in enumerate(thing))
+    elif isinstance(thing, Set):
+        yield from ((f"[{index}]", value) for index, value in enumerate(sorted(thing, key=repr)))
+    for name in _attributes(thing):
+        try:
+            value = object.__getattribute__(thing, name)
+        except AttributeError:
+            continue
+        yield f".{name}", value
+
+
+def _attributes(thing: Any) -> list[str]:
+    slots = [name for kind in type(thing).__mro__ for name in _listed(vars(kind).get("__slots__", ()))]
+    own = getattr(thing, "__dict__", {})
+    names = [*(own if isinstance(own, dict) else ()), *slots]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def _listed(names: Any) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
+
+
+def _digest(numbers: bytes) -> str:
+    return hashlib.sha256(numbers).hexdigest()[:12]

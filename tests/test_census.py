@@ -1,0 +1,299 @@
+"""A resumed run against the run that was never interrupted: every value that is reachable, in training and after it."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    Checkpoint,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    StochasticWeightAveraging,
+    Timer,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchmetrics import MeanMetric
+
+from tests import census
+from tests.support import make_trainer
+from trainer.callbacks import Curves, NonFiniteGuard, OverflowReport, ScaleMonitor
+from trainer.callbacks.run_recorder import RunRecorder
+
+EPOCHS, BATCHES = 3, 4
+
+
+class Points(Dataset[Tensor]):
+    """Augmented at random, by the global generators and one of its own."""
+
+    def __init__(self, number: int = 8) -> None:
+        self.number, self.loaded = number, 0
+        self.noise = np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.loaded += 1
+        shift = random.random() + np.random.rand() + self.noise.random()
+        return torch.arange(4.0).add(index).sin() + 0.1 * torch.rand(4) + 0.01 * shift
+
+
+class Stream(IterableDataset[Tensor]):
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        for index in range(8):
+            yield torch.arange(4.0).add(index + self.passes).cos() + 0.1 * torch.rand(4)
+
+
+class CountsEpochs(Sampler[int]):
+    epochs = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Any:
+        self.epochs += 1
+        return iter(torch.randperm(8, generator=torch.Generator().manual_seed(self.epochs)).tolist())
+
+
+class Net(LightningModule):
+    """Has batch norm, dropout, a metric, a schedule, and batches that overflow."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))
+        self.head = nn.Linear(8, 1)
+        self.mean = MeanMetric()
+        self.automatic_optimization = not case.manual
+
+    def loss(self, batch: Any) -> Tensor:
+        rows = torch.cat([one for one in torch.utils._pytree.tree_leaves(batch) if one is not None])
+        return self.head(self.backbone(rows.to(self.head.weight.dtype))).float().square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if self.trainer.progress.batches in self.case.overflows:
+            loss = loss * 1e30
+        self.mean(loss.detach())
+        self.log("mean", self.mean, on_step=True, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        if not self.case.manual:
+            return loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        parameters = [one for one in self.parameters() if one.requires_grad]
+        return self.case.optimizer(parameters)
+
+
+def plain(parameters: Any) -> Any:
+    return torch.optim.AdamW(parameters, 0.01)
+
+
+def plateau(parameters: Any) -> Any:
+    optimizer = torch.optim.SGD(parameters, 0.01, momentum=0.9)
+    schedule = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+
+def nested(parameters: Any) -> Any:
+    optimizer = torch.optim.AdamW(parameters, 0.01, fused=True)
+    warmup = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+    decay = lr_scheduler.LambdaLR(optimizer, lambda number: 1 / (number + 1))
+    return [optimizer], [{"scheduler": lr_scheduler.SequentialLR(optimizer, [warmup, decay], [3]), "interval": "step"}]
+
+
+@dataclass
+class Case:
+    """A training, and the places of the checkpoints that it is resumed from."""
+
+    loader: Callable[[], Any] = lambda: DataLoader(Points(), 2, shuffle=True)
+    validation: Callable[[], Any] = lambda: DataLoader(Points(4), 2)
+    optimizer: Callable[[Any], Any] = plain
+    callbacks: Callable[[], list[Callback]] = list
+    manual: bool = False
+    overflows: tuple[int, ...] = ()
+    places: tuple[str, ...] = ("batch 2", "batch 6")
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+class Probe(Checkpoint):
+    """Saves at each place, and takes the census before some batches."""
+
+    def __init__(self, folder: Path, places: tuple[str, ...], probes: tuple[int, ...]) -> None:
+        self.folder, self.places, self.probes = folder, places, probes
+        self.taken: dict[str, census.Census] = {}
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.progress.batches in self.probes:
+            self.taken[f"before batch {trainer.progress.batches}"] = take(trainer, trainer.lightning_module)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.save(trainer, "batch")
+
+    def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.save(trainer, "inside validation")
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        self.save(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        self.save(trainer, "epoch")
+
+    def save(self, trainer: Any, what: str) -> None:
+        place = f"{what} {trainer.progress.batches}"
+        if place in self.places:
+            trainer.save_checkpoint(self.folder / f"{place}.ckpt")
+
+
+def take(trainer: Any, module: Any) -> census.Census:
+    loop = trainer.loop
+    published = [trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics]  # brought up to date
+    return census.take({
+        "published": published,
+        "module": module,
+        "optimizers": trainer.optimizers,
+        "schedules": [config.scheduler for config in trainer.lr_scheduler_configs],
+        "callbacks": {type(one).__name__: one for one in trainer.callbacks if not isinstance(one, Probe)},
+        "progress": trainer.progress,
+        "scaler": trainer.scaler,
+        "window": loop.window,
+        "metrics": {key: one for key, one in loop.metrics.entries.items() if one.has_value or one._weight},
+        "workers": [one._workers.state_dict() for one in getattr(loop.batches.loaders, "_loaders", ())],
+        "batches": loop.batches,
+        "loop": loop,
+        "eval_loops": trainer.eval_loops,
+        "strategy": trainer.strategy,
+        "trainer": trainer,
+    }, without=(Probe, RunRecorder, Curves))  # fmt: skip  # these have times
+
+
+def train(case: Case, folder: Path, seed: int, start: Path | None = None) -> dict[str, census.Census]:
+    folder.mkdir()
+    torch.manual_seed(5)
+    module = Net(case)
+    for seeded in (random.seed, np.random.seed, torch.manual_seed):
+        seeded(seed)
+    probe = Probe(folder, () if start else case.places, (5, 9))
+    options = {"max_epochs": EPOCHS, "enable_checkpointing": True, "log_every_n_steps": 1, "num_sanity_val_steps": 0}
+    trainer = make_trainer(folder, callbacks=[*case.callbacks(), probe], **options | case.arguments)
+    trainer.fit(module, case.loader(), case.validation(), ckpt_path=start)
+    return {**probe.taken, "after the fit": take(trainer, module)}
+
+
+KEPT_WORKER = {"num_workers": 1, "persistent_workers": True}
+
+CASES = {
+    "plain": Case(),
+    "16-mixed, after an overflow, inside a window": Case(
+        overflows=(2, 3), places=("batch 3", "batch 5", "epoch 8"), optimizer=nested,
+        callbacks=lambda: [ScaleMonitor(), OverflowReport(after=None)],
+        arguments={"precision": "16-mixed", "accumulate_grad_batches": 3},
+    ),
+    "bf16-mixed, averages": Case(
+        callbacks=lambda: [EMAWeightAveraging(decay=0.9), LearningRateMonitor()], optimizer=plateau,
+        places=("inside validation 4", "validation 4", "epoch 4"),
+        arguments={"precision": "bf16-mixed", "logger": CSVLogger},
+    ),
+    "bf16-true, callbacks": Case(
+        callbacks=lambda: [
+            EarlyStopping("val_loss", patience=5), Timer(), DeviceStatsMonitor(), Curves(), NonFiniteGuard()
+        ],
+        optimizer=plateau, places=("batch 3", "epoch 8"), arguments={"precision": "bf16-true", "logger": CSVLogger},
+    ),
+    "manual": Case(manual=True, overflows=(1,), arguments={"precision": "16-mixed"}, places=("batch 2", "epoch 4")),
+    "workers": Case(
+        loader=lambda: DataLoader(Points(), 2, shuffle=True, **KEPT_WORKER), places=("batch 3", "epoch 4")
+    ),
+    "stateful": Case(loader=lambda: StatefulDataLoader(Points(), 2, shuffle=True), places=("batch 3", "epoch 4")),
+    "iterable": Case(loader=lambda: DataLoader(Stream(), 2), places=("batch 3", "epoch 4")),
+    "combined": Case(
+        loader=lambda: CombinedLoader(
+            [DataLoader(Points(), 2, sampler=CountsEpochs()), DataLoader(Points(4), 2, shuffle=True)], "max_size_cycle"
+        ),
+        places=("batch 3", "epoch 4"), arguments={"accumulate_grad_batches": 2},
+    ),
+    "validation": Case(
+        validation=lambda: DataLoader(Points(4), 2, num_workers=1, persistent_workers=True),
+        places=("batch 3", "inside validation 8", "epoch 4"),
+    ),
+    "validation draws": Case(
+        validation=lambda: DataLoader(Points(4), 2, shuffle=True, generator=torch.Generator().manual_seed(3)),
+        places=("epoch 4", "inside validation 8"),
+    ),
+    "swa": Case(callbacks=lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)], places=("epoch 4", "epoch 8")),
+    "finetuning": Case(callbacks=lambda: [BackboneFinetuning(1, lambda _: 1.5)], places=("batch 3", "batch 6")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_different_after_a_resume(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    if case.arguments.get("logger") is CSVLogger:
+        case.arguments["logger"] = CSVLogger(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = train(case, tmp_path / "whole", 0)
+        found = {}
+        for place in case.places:
+            resumed = train(case, tmp_path / place, 1, tmp_path / "whole" / f"{place}.ckpt")
+            for moment, taken in resumed.items():
+                if lines := census.differences(whole[moment], taken):
+                    found[f"resumed after {place}, {moment}"] = lines
+    assert found == {}, "\n".join(f"{where}\n  " + "\n  ".join(lines) for where, lines in found.items())
+
+
+def test_the_census_sees_everything() -> None:
+    class Slots:
+        __slots__ = ("number",)
+
+    def state(number: int) -> dict[str, Any]:
+        slots = Slots()
+        slots.number = number
+        tensor = nn.Parameter(torch.full((2,), 1.0))
+        tensor.grad = torch.full((2,), float(number))
+        generators = [random.Random(number), np.random.default_rng(number), torch.Generator().manual_seed(number)]
+        return {
+            "slots": slots,
+            "grads": {1: (tensor,)},
+            "array": np.full(3, number),
+            "generators": generators,
+            "same": 5,
+        }
+
+    found = [line.partition(":")[0] for line in census.differences(census.take(state(1)), census.take(state(2)))]
+    assert found == ["array", "generators[0]", "generators[1]", "generators[2]", "grads[1][0].grad", "slots.number"]
+    one, other = (census.take({"tensor": torch.zeros(2, dtype=dtype)}) for dtype in (torch.float32, torch.bfloat16))
+    assert len(census.differences(one, other)) == 1
+
+
+def test_each_path_that_is_not_compared_has_a_reason() -> None:
+    assert all(len(reason) > 4 for reason in census.NOT_COMPARED.values())
