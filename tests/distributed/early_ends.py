@@ -55,10 +55,18 @@ class Module(Uneven):
 
 
 class Validations(Callback):
-    """Records the batches, steps, and learning rate at each validation."""
+    """Records the batches, steps, and learning rate at each validation.
 
-    def __init__(self) -> None:
+    Args:
+        stop_after: the batch after which the fit stops; -1 for none.
+    """
+
+    def __init__(self, stop_after: int = -1) -> None:
         self.seen: list[Any] = []
+        self.stop_after = stop_after
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop |= batch_idx == self.stop_after
 
     def on_validation_end(self, trainer: Any, *_: Any) -> None:
         rate = trainer.optimizers[0].param_groups[0]["lr"]
@@ -66,7 +74,13 @@ class Validations(Callback):
 
 
 def fit(
-    strategy: str, length: Any, counts: list[list[int]], window: int = 1, module: Any = (), halves: bool = False
+    strategy: str,
+    length: Any,
+    counts: list[list[int]],
+    window: int = 1,
+    module: Any = (),
+    halves: bool = False,
+    stop_after: int = -1,
 ) -> dict[str, Any]:
     """Fit on ``counts[rank][epoch]`` batches in each process.
 
@@ -78,8 +92,9 @@ def fit(
         window: ``accumulate_grad_batches``.
         module: arguments of :class:`Uneven`.
         halves: whether batches may be split.
+        stop_after: the batch after which the fit stops; -1 for none.
     """
-    own, validations = counts[distributed.get_rank()], Validations()
+    own, validations = counts[distributed.get_rank()], Validations(stop_after)
     torch.manual_seed(0)
     made = Module(*module)
 

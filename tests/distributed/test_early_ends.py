@@ -52,7 +52,7 @@ def test_all_ranks_end_with_the_last_batch_of_any(
     ("length", "module", "halves", "named"),
     [
         (8, ("SGD", True), False, "Manual optimization"),
-        (None, ("LBFGS",), False, "An optimizer that evaluates the loss itself"),
+        (None, ("LBFGS",), False, "an optimizer that evaluates the loss itself"),
         (8, (), True, "HalveOnOutOfMemory"),
         (None, ("SGD", False, "metric"), False, "The metric 'mean', with dist_sync_on_step=True,"),
     ],
@@ -74,3 +74,12 @@ def test_an_epoch_without_a_batch_on_any_rank_is_an_error_on_all(ranks: Ranks, l
     with pytest.raises(RankError) as error:
         ranks.call(FIT, "ddp", length, [[2, 2], [2, 0]])
     assert str(error.value).count("A process has no training batch in this epoch, and others have some.") >= 2
+
+
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
+def test_a_window_that_stops_early_is_used(ranks: Ranks, engine: str) -> None:
+    stopped = ranks.call(FIT, engine, "exact", [[8], [8]], 4, (), False, 5)
+    for mine, whole in zip(stopped, ranks.call(FIT, engine, "exact", [[6], [6]], 4), strict=True):
+        assert mine["counts"] == whole["counts"] == (2, 2, 6)
+        for name in ("net.0.weight", "net.1.weight", "net.2.bias"):  # DDP makes buffers equal once more
+            assert torch.equal(mine["weights"][name], whole["weights"][name]), name

@@ -209,7 +209,11 @@ def test_a_process_without_a_batch_takes_part_in_ddps_forward_on_a_gpu_too(ranks
 
 
 @pytest.mark.parametrize(
-    ("module", "named"), [(("SGD", True), "Manual optimization"), (("LBFGS",), "An optimizer that evaluates the loss")]
+    ("module", "named"),
+    [
+        (("SGD", True), "Manual optimization"),
+        (("LBFGS",), "An overridden `optimizer_step`, or an optimizer that evaluates the loss"),
+    ],
 )
 def test_different_numbers_of_batches_are_refused_where_nobody_could_take_part(
     ranks: Ranks, module: tuple[Any, ...], named: str
