@@ -293,7 +293,7 @@ def _redact_dumps(folder: Path, subfolder: str | None) -> None:
 def _available(loggers: dict[str, Any]) -> dict[str, Any]:
     """Leave TensorBoard out if its package is missing and nobody chose it: it is a default of the config."""
     name = "tensorboard"
-    is_chosen = any(name in word for word in HydraConfig.get().overrides.task)
+    is_chosen = HydraConfig.initialized() and any(name in word for word in HydraConfig.get().overrides.task)
     if name not in loggers or is_chosen or (problem := packages.missing(name)) is None:
         return loggers
     logging.getLogger(ADVICE).info("No files for TensorBoard are written, which needs %s", problem)
