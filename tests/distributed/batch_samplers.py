@@ -8,7 +8,7 @@ import torch
 import torch.distributed as distributed
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from tests.distributed.setups import only_these_warnings
 from trainer import Trainer
@@ -53,14 +53,38 @@ class Seen(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+class Makes(Seen):
+    """Makes its dataloader itself."""
+
+    def train_dataloader(self) -> Any:
+        return loader_of("shuffled")
+
+    def val_dataloader(self) -> Any:
+        return loader_of("in order")
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+def loader_of(kind: str) -> DataLoader[Tensor]:
+    numbers = torch.arange(8.0).reshape(8, 1)
+    samplers = {
+        "list": BATCHES,
+        "own": Own(),
+        "shuffled": BatchSampler(RandomSampler(numbers), 2, drop_last=False),
+        "in order": BatchSampler(SequentialSampler(numbers), 2, drop_last=False),
+    }
+    return DataLoader(numbers, batch_sampler=samplers[kind])
+
+
 def run(what: str, kind: str = "list", **arguments: Any) -> tuple[list[Any], Any, Any]:
     """Return the batches of this process, the indices that the predict loop reports, and the metrics."""
-    module = Seen()
-    loader = DataLoader(torch.arange(8.0).reshape(8, 1), batch_sampler=BATCHES if kind == "list" else Own())
+    module, given = (Makes(), ()) if kind == "made by the module" else (Seen(), (loader_of(kind),))
+    if what == "fit":
+        arguments["limit_val_batches"] = 0
     with only_these_warnings():
         trainer = Trainer(
             accelerator="cpu", devices=distributed.get_world_size(), strategy="ddp", max_epochs=1, logger=False,
             enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **arguments,
         )  # fmt: skip
-        getattr(trainer, what)(module, loader)
+        getattr(trainer, what)(module, *given)
     return module.seen, module.indices, {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -91,6 +91,9 @@ class _Connector(_DataConnector):
                 " be divided among them. Pass a list of batches, derive the class from torch.utils.data.BatchSampler,"
                 " or divide the batches in it and set Trainer(use_distributed_sampler=False)."
             )
+        if divides and type(batches) is BatchSampler and dataloader.batch_size is None:
+            dataloader = _as_if_made_with_a_batch_size(dataloader, batches)
+            shuffle = mode is RunningStage.TRAINING and _is_dataloader_shuffled(dataloader)
         if not is_list and (hasattr(batches, "__dict__") or not predicts):
             return super()._prepare_dataloader(dataloader, shuffle, mode)
         padded = mode is not RunningStage.TRAINING and not predicts and trainer.pad_evaluation  # type: ignore[attr-defined]
@@ -115,6 +118,19 @@ class _Connector(_DataConnector):
     def attach_datamodule(self, model: LightningModule, datamodule: LightningDataModule | None = None) -> None:
         """The same, with a datamodule alone."""
         self.attach_data(model, datamodule=datamodule)
+
+
+def _as_if_made_with_a_batch_size(dataloader: DataLoader[Any], batches: BatchSampler) -> DataLoader[Any]:
+    """Return a view of a ``DataLoader(batch_sampler=BatchSampler(...))`` that has the sampler and size of its batches.
+
+    Lightning divides ``dataloader.sampler`` and keeps ``dataloader.batch_size``, which are not those of the batches.
+    """
+    view, own = copy(dataloader), {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
+    vars(view).update(own, sampler=batches.sampler)
+    saved = "__pl_saved_kwargs"  # the arguments of a dataloader that a hook of the module has made
+    if saved in vars(view):
+        vars(view)[saved] = {**vars(view)[saved], **own}
+    return view
 
 
 @dataclass
