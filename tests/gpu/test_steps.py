@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tests.simulated_cuda.device import DEVICE, Seen
 from tests.support import AUTOCAST_DTYPES, loader_of, make_trainer
-from trainer.callbacks import LayerNorms, NonFiniteGuard, ScaleMonitor, Throughput
+from trainer.callbacks import LayerNorms, NonFiniteGuard, RunRecorder, ScaleMonitor, Throughput
 from trainer.precision import MixedPrecision
 
 WARM_UP = 6
@@ -157,21 +157,21 @@ def added(ours: Seen, theirs: Seen) -> Counter[str]:
 def test_a_step_waits_for_nothing_and_computes_nothing_more(cuda, tmp_path, precision, optimizer, clips, window):
     hand = by_hand(precision, optimizer, clips, window)
     clipping = {"gradient_clip_val": LIMIT} if clips else {}
-    for callbacks, loggers in product((False, True), (False, True)):
+    for callbacks, records in product((False, True), (False, True)):
         shown = {"enable_progress_bar": callbacks, "enable_model_summary": callbacks, "enable_checkpointing": callbacks}
-        more = {"callbacks": [Throughput(warmup_batches=WARM_UP - 1)] if callbacks else []}
+        own = [*([Throughput(warmup_batches=WARM_UP - 1)] if callbacks else []), *([RunRecorder()] if records else [])]
         seen = fit(
             tmp_path, precision, optimizer,
-            accumulate_grad_batches=window, logger=loggers, **clipping, **shown, **more,
+            accumulate_grad_batches=window, logger=True, callbacks=own, **clipping, **shown,
         )  # fmt: skip
         for number in range(WARM_UP, BATCHES - 1):
             closes = precision == "16-mixed" and number % window == window - 1
             known_late = closes and "fused" in optimizer
             is_logged = number >= WARM_UP + PHASE
             expected = Counter({"clone": int(is_logged)})  # of the value that is logged
-            if loggers and not (is_logged and window == 1):  # without a logger there is no folder for a record
+            if records and not (is_logged and window == 1):
                 expected[KEPT_OF_A_LOSS[window]] += 1
-            at = f"batch {number}, callbacks={callbacks}, loggers={loggers}"
+            at = f"batch {number}, callbacks={callbacks}, records={records}"
             assert added(seen[number], hand[number]) == expected, at
             waits = ["an event" if known_late else "local_scalar_dense"] if closes else []
             assert [wait.what for wait in seen[number].waits] == waits, (at, seen[number].waits)
