@@ -72,6 +72,7 @@ _NUMBERS = (
     timedelta,
 )
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, property)
+_CONTAINERS = (dict, list, tuple, set, frozenset, Tensor)
 _OPAQUE = (io.IOBase, logging.Logger, threading.Thread, types.GeneratorType, types.FrameType)
 
 
@@ -129,7 +130,7 @@ class _Walker:
         elif id(thing) in self.seen:
             self.found[path] = f"-> {self.seen[id(thing)]}"
         else:
-            if not isinstance(thing, (tuple, Tensor)):  # a constant may be another one, and a tensor is compared
+            if not isinstance(thing, _CONTAINERS):  # others are values: compared at each of their paths
                 self.seen[id(thing)] = path
             self.kept.append(thing)
             self._enter(thing, path)
