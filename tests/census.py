@@ -14,7 +14,7 @@ import random
 import re
 import threading
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Set
 from datetime import date, timedelta
 from enum import Enum
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.state import random_states
 
@@ -48,10 +49,19 @@ NOT_COMPARED: dict[str, str] = {
     r"batches\._has_batches|_opt_called": "only read before the first step of a process",
     r"training_step\.(_resolved|_update)": "counts the first batches of a process, which are checked",
     r"data\._made_in\[.*VALIDATING": "only read if there are no dataloaders; otherwise, theirs is",
-    r"eval_loops.*progress\.(epoch|total_done|total_batches)": "Lightning's counters, set when a validation begins",
+    r"eval_loops.*progress\.(epoch|total_done|total_batches)$": "Lightning's counters, set when a validation begins",
+    r"eval_loops.*(metrics\.shared_hooks(\[\d\])?|sampler\.epoch)$": "set when a validation begins",
     r"'OverflowReport'\]\.(_before|_history|_skips)": "documented: counts of failures in a row begin again",
     r"'StochasticWeightAveraging'\]\._(init_n_averaged|scheduler_state)": "read when it begins to average",
     r"'LearningRateMonitor'\]\.(lrs|last)": "stock callback without a state",
+    r"engine\._reductions$|engine\._shared_sums\._turn$": "number of collectives so far in this process",
+    r"_agreement\._(question|work|batches|to_leave_out)\b|_runner\.stalls\._key$": "paced by time; of one process",
+    r"strategy\._model\._(has_rebuilt_buckets|lazy_init_ran)$": "whether DDP has run a backward pass in this process",
+    r"strategy\._model\.training$": "DDP only reads that of its module, which is compared",
+    r"^module\.forward$|\._state\['forward'\]$": "set by Lightning's redirection of the first forward pass",
+    r"checkpoint_io\.maps_files$|engine\._save_group$": "set by the first checkpoint that is read, or written",
+    r"idle\._known\['validation_step'\]": "recorded by the first validation step of a process",
+    r"_handles?(\[#?\d+\])?\.id$|_orig_(param_)?uid$": "numbers of hooks and parameters in this process",
     r"_iterator\b|_workers\._?(marks|starts|memory)|\._running|\.owner": "processes; their states are compared below",
 }
 """Regular expressions of paths, and why they may differ."""
@@ -121,7 +131,7 @@ class _Walker:
             return
         if isinstance(thing, _NUMBERS):
             self.found[path] = thing
-        elif isinstance(thing, PurePath):
+        elif isinstance(thing, (PurePath, DeviceMesh)):
             self.found[path] = str(thing)
         elif isinstance(thing, _CODE):
             self.found[path] = getattr(thing, "__qualname__", type(thing).__name__)
@@ -149,7 +159,10 @@ class _Walker:
 
     def _tensor(self, tensor: Tensor, path: str) -> None:
         local = getattr(tensor, "_local_tensor", tensor).detach()
-        numbers = local.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if local.numel() else b""
+        numbers = b""
+        if local.numel() and local.untyped_storage().nbytes():  # FSDP frees the storage of gathered parameters
+            copied = local.cpu().clone(memory_format=torch.contiguous_format)  # NumPy fixes the size of a storage
+            numbers = copied.view(-1).view(torch.uint8).numpy().tobytes()
         self.found[path] = f"tensor {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad} {_digest(numbers)}"
         if tensor.is_leaf and tensor.grad is not None:
             self.queue.append((tensor.grad, f"{path}.grad"))
@@ -163,7 +176,9 @@ def _children(thing: Any) -> Iterator[tuple[str, Any]]:
         yield from ((".func", thing.func), (".args", thing.args), (".keywords", thing.keywords))
     elif isinstance(thing, Mapping):
         for index, (key, value) in enumerate(list(thing.items())):
-            yield f"[{key!r}]" if isinstance(key, (str, int, float, tuple)) else f"[#{index}]", value
+            is_hook = isinstance(thing, OrderedDict) and isinstance(key, int)  # numbered over all modules
+            is_named = isinstance(key, (str, int, float, tuple)) and not is_hook
+            yield f"[{key!r}]" if is_named else f"[#{index}]", value
     elif isinstance(thing, (list, tuple, deque)):
         yield from ((f"[{index}]", value) for index, value in enumerate(thing))
     elif isinstance(thing, Set):

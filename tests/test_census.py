@@ -6,6 +6,7 @@ import random
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,14 +198,21 @@ def take(trainer: Any, module: Any) -> census.Census:
 
 
 def train(case: Case, folder: Path, seed: int, start: Path | None = None) -> dict[str, census.Census]:
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     torch.manual_seed(5)
     module = Net(case)
     for seeded in (random.seed, np.random.seed, torch.manual_seed):
         seeded(seed)
     probe = Probe(folder, () if start else case.places, (5, 9))
-    options = {"max_epochs": EPOCHS, "enable_checkpointing": True, "log_every_n_steps": 1, "num_sanity_val_steps": 0}
-    trainer = make_trainer(folder, callbacks=[*case.callbacks(), probe], **options | case.arguments)
+    options: dict[str, Any] = {
+        "max_epochs": EPOCHS,
+        "enable_checkpointing": True,
+        "log_every_n_steps": 1,
+        "num_sanity_val_steps": 0,
+    }
+    for name, value in case.arguments.items():
+        options[name] = value() if isinstance(value, partial) else value
+    trainer = make_trainer(folder, callbacks=[*case.callbacks(), probe], **options)
     trainer.fit(module, case.loader(), case.validation(), ckpt_path=start)
     return {**probe.taken, "after the fit": take(trainer, module)}
 

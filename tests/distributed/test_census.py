@@ -1,0 +1,30 @@
+"""A resumed run of two processes against the run that was never interrupted: every value that is reachable, by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import census_worker
+from tests.distributed.ranks import Ranks
+from tests.support import needs_fsdp2
+from tests.warm_python import WarmPython
+
+pytestmark = pytest.mark.slow
+COMPARE = "tests.distributed.census_worker:compare"
+
+
+@pytest.fixture(scope="module")
+def ranks(python: WarmPython) -> Iterator[Ranks]:
+    with Ranks(python, 2) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[needs_fsdp2] * name.startswith("fsdp")) for name in census_worker.CASES]
+)
+def test_nothing_is_different_after_a_resume(ranks: Ranks, name: str, tmp_path: Path) -> None:
+    found = ranks.call(COMPARE, name, str(tmp_path))
+    assert found == [[], []], "\n".join(f"rank {rank}, {line}" for rank, lines in enumerate(found) for line in lines)
