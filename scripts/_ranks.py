@@ -38,7 +38,8 @@ def pretend(ranks: int) -> None:
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     ours: Any = LightningEngine
     ours.exchanges = lambda self: 0  # a fake group does not count them
-    ours.agreement = lambda self, count: None  # a group of gloo's
+    ours.agreement = lambda self, count, purpose: None  # a group of gloo's
+    ours.any_host = lambda self, *flags: list(flags)
     DataSource._over_processes = lambda self, batches: [Span(n, n) for n in batches]  # type: ignore[method-assign]
 
 
