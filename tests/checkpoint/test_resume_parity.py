@@ -244,10 +244,9 @@ class Reader(Diary):
         StatefulCounter,
         lambda: CombinedLoader(StatefulCounter()),
         lambda: CombinedLoader([StatefulCounter(3), StatefulCounter(1)]),
-        lambda: CombinedLoader([Counter(3), StatefulCounter(1)]),
         list,
     ],
-    ids=["one", "in a combined loader", "two", "with one that has none", "no data"],
+    ids=["one", "in a combined loader", "two", "no data"],
 )
 def test_dataloaders_with_a_state_go_on_where_they_were(tmp_path: Path, loaders: Any) -> None:
     seen = []
@@ -263,6 +262,21 @@ def test_dataloaders_with_a_state_go_on_where_they_were(tmp_path: Path, loaders:
         seen.append((states, batches))
     assert seen[0] == seen[1]
     assert len(seen[1][1]) == (0 if loaders is list else 4)
+
+
+def test_a_dataloader_without_a_state_continues_by_its_attributes(tmp_path: Path) -> None:
+    def loaders() -> Any:
+        return CombinedLoader([Counter(3), StatefulCounter(1)])
+
+    whole, first, resumed = Reader(), Reader(), Reader()
+    ours(max_steps=4).fit(whole, loaders())
+    trainer = ours(max_steps=2)
+    trainer.fit(first, loaders())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    ours(max_steps=4).fit(resumed, loaders(), ckpt_path=tmp_path / "a.ckpt")
+    batches = [[entry[0] for entry in one.entries if isinstance(entry[0], list)] for one in (whole, first, resumed)]
+    assert len(batches[0]) == 4
+    assert batches[0] == batches[1] + batches[2]  # Lightning's starts again
 
 
 def test_who_resumes_inside_an_epoch_is_told_what_is_not_the_same(tmp_path: Path) -> None:
