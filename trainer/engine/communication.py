@@ -1,4 +1,4 @@
-"""State of DDP's communication hooks and of model averagers: what they keep from step to step, in each process.
+"""State of DDP's communication hooks and of model averagers that changes from step to step, in each process.
 
 A hook's state is any object. Saved are its numbers and texts that have changed since the beginning of the run, its
 random generators, and its tensors in nested containers; or its ``state_dict``, if it has one. Numbers that have not
@@ -120,7 +120,7 @@ def load(
     same_buckets: bool,
     device: torch.device,
 ) -> list[str]:
-    """Restore what :func:`state_of` returned.
+    """Restore the state that :func:`state_of` returned.
 
     Args:
         holders: The objects.
