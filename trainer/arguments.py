@@ -2,7 +2,7 @@
 
 ``ARGUMENTS`` says of each argument what its default is, what it may be, and what it means. The Trainer checks by it
 what it is given, when it is built and not in epoch 3. The command line takes from it the types of a config's
-``trainer`` node, its messages, help and completion, and what the keys mean. So a mistake gets the same sentence in
+``trainer`` node, its messages and help, and what the keys mean. So a mistake gets the same sentence in
 Python and on the command line.
 """
 

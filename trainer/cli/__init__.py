@@ -46,10 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     search_here()
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["_complete"]:  # of a shell's script: not for people, and in a hurry
-        from trainer.cli.completion import answer
-
-        return answer(words[1:])
     with ExitStack() as command:
         try:
             arguments = read(words)

@@ -25,7 +25,6 @@ SUMMARY = {
     "shard": "make a folder of a checkpoint that is one file",
     "export": "write what was trained as ONNX, a graph of torch.export, or safetensors",
     "trust": "let configs name the classes of a package, from now on",
-    "completion": "print a script that has the shell complete commands and settings",
 }
 
 _ABOUT = {
@@ -130,14 +129,6 @@ Without NAME it prints the list.
 Examples:
     python -m trainer trust timm
     python -m trainer trust""",
-    "completion": """\
-Prints a script that has the shell complete commands, flags, config groups and their options, keys, and files of
-checkpoints, for the command `trainer`.
-
-Examples:
-    eval "$(trainer completion bash)"          in ~/.bashrc
-    eval "$(trainer completion zsh)"           in ~/.zshrc, after compinit
-    trainer completion fish > ~/.config/fish/completions/trainer.fish""",
     "report": """\
 Makes one page of a run or a sweep, whether it is finished, was cut short, or still goes on: settings, curves,
 loss scale and gradients, speed, memory, overflow reports, environment. It is written to report.html in the
@@ -158,7 +149,6 @@ WORDS = {
     "tune": "batch_size|lr [SETTING=VALUE ...]",
     "checks": "[json] [+recipe=NAME SETTING=VALUE ...]",
     "trust": "[NAME ...]",
-    "completion": "bash|zsh|fish",
     "report": "[RUN_DIR ...] [OUT.html]",
     "consolidate": "FOLDER FILE",
     "shard": "FILE FOLDER",
@@ -204,7 +194,7 @@ _USE = """\
 _COMMAND_GROUPS = {
     "Train": ("fit", "compare", "tune"),
     "Use what was trained": ("validate", "test", "predict", "report", "consolidate", "shard", "export"),
-    "Look around": ("recipes", "checks", "trust", "completion"),
+    "Look around": ("recipes", "checks", "trust"),
 }
 
 _BEGIN = """\
