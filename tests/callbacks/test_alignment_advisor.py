@@ -132,7 +132,7 @@ def advisors(uses_tensor_cores: bool, given=None) -> list[AlignmentAdvisor]:
     arguments = {name: argument.default for name, argument in ARGUMENTS.items()} | off | {"callbacks": given}
     callbacks = defaults.build_callbacks(
         arguments, default_checkpoint=ModelCheckpoint, scales_loss=False, shows_gradients=True,
-        writes_logs=False, uses_tensor_cores=uses_tensor_cores,
+        uses_tensor_cores=uses_tensor_cores,
     )  # fmt: skip
     return [callback for callback in callbacks if isinstance(callback, AlignmentAdvisor)]
 

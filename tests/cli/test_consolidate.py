@@ -82,7 +82,7 @@ def test_a_folder_of_a_run_is_the_file_of_that_run(tmp_path: Path, capsys: Any) 
     assert main(["consolidate", str(folder), str(tmp_path / "new" / "whole.ckpt")]) == 0
     whole = tmp_path / "new" / "whole.ckpt"
     told = capsys.readouterr().out
-    assert told.startswith(f"{whole}: 0.1 MiB, in ")
+    assert told.startswith(f"{whole}: 0.0 MiB, in ")
     assert "Left out, because they are objects" in told
     assert told.endswith(": hyper_parameters.activation.\n")
     file, _ = fit(tmp_path / "file", sharded=False)

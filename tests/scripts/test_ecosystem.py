@@ -81,7 +81,7 @@ def test_runs_a_program_with_both_and_names_what_differs(tmp_path, python):
     unknown = [(one["column"], one["where"], one["theirs"]) for one in row["differences"] if not one["known"]]
     assert unknown == [("results", "class", "'lightning.pytorch.trainer.trainer'")]
     text = page.read_text()
-    assert "| tiny | tiny | same | same (1) | same | same (2) (3) (4) | same | same (1) | **differs** |" in text
+    assert "| tiny | tiny | same | same (1) | same | same (2) | same | same (1) | **differs** |" in text
     assert "(1) Arguments: the norm before clipping is logged as `grad_norm`." in text
     assert f"tiny: torch {torch.__version__.partition('+')[0]}" in text
     assert "\nold\n" not in text

@@ -199,7 +199,7 @@ def test_package_of_a_launcher_that_is_not_installed_is_named(project, monkeypat
 
 
 def test_slurm_is_missed_before_anything_is_started(project, monkeypatch, capsys):
-    monkeypatch.setattr("trainer.cli.plugins._is_installed", lambda name: True)
+    monkeypatch.setattr("trainer.packages.is_installed", lambda name: True)
     monkeypatch.setenv("PATH", str(project))
     assert main(["fit", "-m", "+recipe=line", "seed=1,2", "hydra/launcher=submitit_slurm"]) == 2
     err = capsys.readouterr().err

@@ -4,13 +4,8 @@ import torch
 from PIL import Image
 from torch.utils.data import RandomSampler, SequentialSampler, TensorDataset
 
-from recipes.data.loading import (
-    ImageTensors,
-    check_num_classes,
-    image_to_tensor,
-    make_loader,
-    stratified_split,
-)
+from recipes.data.image_folder import image_to_tensor
+from recipes.data.loading import ImageTensors, check_num_classes, make_loader, stratified_split
 
 LABELS = [0] * 60 + [1] * 30 + [2] * 10
 
