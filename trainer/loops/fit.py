@@ -329,8 +329,11 @@ class FitLoop:
             if may_read_late and window.may_read_late(self.engine):
                 return window.share_late(loss, weight)
             loss, weight = loss_in(output)  # a host-device synchronization
-        if loss is None or window.batch_weight == 0:
+        if window.batch_weight == 0 and self.engine.trains_unevenly:
             loss = None
+        elif window.batch_weight == 0:  # DeepSpeed's processes wait for each other's gradients: these are zeros
+            weight = 0.0
+        if loss is None:
             self.gradients.forward_without_loss(has_run=output is not NOTHING)
         return window.joint_share(loss, weight, self.engine)
 
