@@ -108,7 +108,7 @@ def test_a_callback_may_log_where_nothing_is_logged(tmp_path):
     assert not trainer.callback_metrics
 
 
-def test_a_window_of_an_optimizer_that_wants_a_closure_is_dropped_where_training_stops_in_it(tmp_path):
+def test_an_open_window_of_an_optimizer_with_a_closure_is_used_if_training_stops(tmp_path):
     class Stops(Net):
         def training_step(self, batch, batch_idx):
             self.trainer.should_stop = batch_idx == 1
@@ -119,7 +119,7 @@ def test_a_window_of_an_optimizer_that_wants_a_closure_is_dropped_where_training
 
     module, trainer = Stops(), make(tmp_path, accumulate_grad_batches=4, max_epochs=2)
     trainer.fit(module, loader())
-    assert (module.seen, trainer.global_step) == ([0.0, 1.0], 0)
+    assert (module.seen, trainer.global_step) == ([0.0, 1.0, 0.0, 1.0], 1)  # evaluated twice: max_iter=2
 
 
 def test_a_loop_that_was_timed_is_not_timed_any_more(tmp_path):
