@@ -55,18 +55,23 @@ def noise() -> list[float]:
     return [random.random(), float(np.random.rand()), float(torch.rand((), dtype=torch.float64))]
 
 
+LOADED: list[int] = []
+"""The indices of samples that this process has loaded: not in an attribute of a dataset, which a resume restores."""
+COUNT = torch.zeros(1, dtype=torch.int64).share_memory_()
+"""How many samples of :class:`Counts` all processes have loaded."""
+
+
 class Noisy(Dataset[torch.Tensor]):
     """Samples that know their index, and their worker's seed, and are augmented at random."""
 
     def __init__(self, length: int = 7) -> None:
         self.length = length
-        self.loaded: list[int] = []
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        self.loaded.append(index)
+        LOADED.append(index)
         info = get_worker_info()
         return torch.tensor([index, *noise(), info.seed % 997 if info else 0], dtype=torch.float64)
 
@@ -588,6 +593,72 @@ def test_attributes_of_samplers_and_datasets_that_change(make: Any) -> None:
         check(make, epochs=3, limit=2, only=slice(0, None, 2))
 
 
+class Begins(Stream):
+    """Keeps its place, and begins where ``load_state_dict`` has put it, once."""
+
+    at = start = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        first, self.start = self.start, 0
+        for number in range(first, self.length):
+            self.at = number + 1
+            yield torch.tensor([number, *noise()], dtype=torch.float64)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["at"]
+
+
+class BeginsSampler(Sampler[int]):
+    """Likewise for the indices of samples."""
+
+    def __init__(self) -> None:
+        self.at = self.start = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        first, self.start = self.start, 0
+        for number in range(first, 6):
+            self.at = number + 1
+            yield number
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["at"]
+
+
+class MovesItsSampler(DataLoader[torch.Tensor]):
+    """Has a state of its own."""
+
+    def state_dict(self) -> dict[str, int]:
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.sampler.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Begins(6, has_length=True),
+        lambda: StatefulDataLoader(Begins(6), 2),
+        lambda: StatefulDataLoader(Begins(6), 2, num_workers=1, persistent_workers=True),
+        lambda: StatefulDataLoader(Noisy(6), 2, sampler=BeginsSampler()),
+        lambda: MovesItsSampler(Noisy(6), 2, sampler=BeginsSampler()),
+    ],
+    ids=["loader", "dataset", "dataset in workers", "sampler", "sampler of a loader"],
+)
+def test_attributes_that_load_state_dict_sets_for_the_next_pass_are_kept(make: Any) -> None:
+    check(make)
+
+
 def test_a_sampler_that_a_stateful_dataloader_iterates_too_often_is_refused_inside_an_epoch() -> None:
     make = lambda: StatefulDataLoader(Noisy(), 2, sampler=CountsEpochs())  # noqa: E731
     _, checkpoints = trained(make, 1)
@@ -650,10 +721,10 @@ def test_nobody_starts_its_workers_by_asking_for_its_state_before_a_pass() -> No
 
 def test_samples_that_are_skipped_are_not_loaded() -> None:
     _, checkpoints = trained(SAMPLED["shuffled"], 1)
-    loader = SAMPLED["shuffled"]()
-    rest = resumed(loader, checkpoints[2][1], 1)
-    assert loader.dataset.loaded == [int(sample[0]) for _, _, (batch,), _ in rest for sample in batch]
-    assert len(loader.dataset.loaded) == 1
+    LOADED.clear()
+    rest = resumed(SAMPLED["shuffled"](), checkpoints[2][1], 1)
+    assert [int(sample[0]) for _, _, (batch,), _ in rest for sample in batch] == LOADED
+    assert len(LOADED) == 1
 
 
 class Counts(Noisy):
@@ -661,19 +732,18 @@ class Counts(Noisy):
 
     def __init__(self) -> None:
         super().__init__(8)
-        self.count = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        self.count += 1
+        COUNT.add_(1)
         return super().__getitem__(index)
 
 
 def test_samples_that_are_skipped_are_not_loaded_in_workers() -> None:
     make = lambda: DataLoader(Counts(), 2, shuffle=True, num_workers=1)  # noqa: E731
     _, checkpoints = trained(make, 1)
-    loader = make()
-    resumed(loader, checkpoints[2][1], 1)
-    assert loader.dataset.count == 2
+    COUNT.zero_()
+    resumed(make(), checkpoints[2][1], 1)
+    assert COUNT == 2
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -774,11 +844,12 @@ def test_errors_in_workers_are_what_they_were() -> None:
 def test_without_a_position_samples_are_skipped_all_the_same(workers: int) -> None:
     loader = DataLoader(Noisy(), 2, num_workers=workers)
     batches = batches_of(loader)
+    LOADED.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # its order is fixed
         batches.start_epoch(0, skip=2)
     assert [(i, batch[:, 0].tolist()) for batch, i, _ in batches] == [(2, [4, 5]), (3, [6])]
-    assert loader.dataset.loaded == ([] if workers else [4, 5, 6])
+    assert ([] if workers else [4, 5, 6]) == LOADED
 
 
 def test_without_a_position_several_loaders_skip_what_they_can() -> None:
@@ -849,6 +920,14 @@ def test_generators_that_are_not_there_any_more_are_missed() -> None:
     _, checkpoints = trained(lambda: SAMPLED["own augmentation"](), 1)
     with pytest.raises(ResumeError, match="had 4 random generators of its own and has 0"):
         resumed(SAMPLED["shuffled"](), checkpoints[1][1], 1)
+
+
+def test_attributes_that_are_not_there_any_more_are_missed() -> None:
+    make = lambda sampler: DataLoader(list(range(8)), 2, sampler=sampler)  # noqa: E731
+    _, checkpoints = trained(lambda: make(CountsEpochs()), 1)
+    same_order = torch.randperm(7, generator=seeded(1)).tolist()
+    with pytest.raises(ResumeError, match=r"attributes of its dataset and samplers had changed.* 2 objects.* now 1"):
+        resumed(make(same_order), checkpoints[1][1], 1)
 
 
 def test_a_seed_that_changed_is_seen_in_the_samples() -> None:

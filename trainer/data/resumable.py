@@ -355,14 +355,19 @@ class StatefulLoader(ReplayedLoader):
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
+        is_torchs = isinstance(loader, DataLoader)
+        # inside a pass, attributes that `load_state_dict` of their object sets for the next iteration are not replaced
+        is_torchdatas = is_torchs and type(loader).load_state_dict.__module__.startswith("torchdata.")
+        find = partial(random_states.find, unwatched=_has_state if is_torchdatas else lambda _: True)
+        self._attributes = [one for one in self.generators if isinstance(one, Attributes)]
+        self.generators = find(loader)
         self.replays = False
-        self._may_know_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
+        self._may_know_workers = is_torchs and loader.num_workers > 0
         # a DataLoader begins each pass anew; but not, if it has no workers, its dataset
         lasting: Any = loader.dataset if isinstance(loader, DataLoader) else loader
         self._lasting: Any = None if self._may_know_workers or not _has_state(lasting) else lasting
-        is_torchs = isinstance(loader, DataLoader)
         samplers, dataset = ((loader.sampler, loader.batch_sampler), loader.dataset) if is_torchs else ((), None)
-        found = random_states.find(*samplers, except_in=dataset)
+        found = find(*samplers, except_in=dataset)
         self._sampler_attributes = [one for one in found if isinstance(one, Attributes)]
 
     def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
@@ -405,11 +410,14 @@ class StatefulLoader(ReplayedLoader):
     def _follow(self, state: State) -> list[str]:
         if self._lasting is not None and "lasting" in state:
             self._lasting.load_state_dict(state["lasting"])
-        return super()._follow(state)
+        reasons = super()._follow(state)
+        random_states.set_states(self._attributes, state.get("attributes", []))
+        return reasons
 
     def _here(self) -> State:
         state = {**super()._here(), "state": self.loader.state_dict()}
         state["sampler"] = random_states.states_of(self._sampler_attributes)
+        state["attributes"] = random_states.states_of(self._attributes)
         if self._lasting is not None:
             state["lasting"] = state["state"] if self._lasting is self.loader else self._lasting.state_dict()
         return state
@@ -575,10 +583,8 @@ class MapStyleLoader(ResumableLoader):
 
     def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
         loader, workers, is_fixed = self.loader, state.get("workers"), _is_deterministic(self.loader)
-        if not random_states.are_of(self.generators, state["own"]) and not reasons:
-            reasons.append(
-                f"the dataloader had {len(state['own'])} random generators of its own and has {len(self.generators)}"
-            )
+        if not reasons:
+            reasons += random_states.differences(self.generators, state["own"])
         if state.get("inside") and not is_fixed:
             reasons.append(_INSIDE_A_BATCH)
         self._knows_workers = not loader.num_workers or workers is not None or is_fixed

@@ -40,6 +40,9 @@ class Attributes:
         self._values = [dict(vars(one)) for one in self._objects]
         self._first = [{name: _plain(value) for name, value in values.items()} for values in self._values]
 
+    def __len__(self) -> int:
+        return len(self._objects)
+
     def read(self) -> list[Any]:
         """Return the changes of each object, as data that :meth:`write` accepts.
 
@@ -63,6 +66,11 @@ class Attributes:
                 back = {name: first[name] for name in now if name in first} if isinstance(now, dict) else {}
                 for name, value in {**back, **saved}.items():
                     vars(one)[name] = _value_of(value, vars(one).get(name))
+
+    @staticmethod
+    def has_read(state: Any) -> bool:
+        """Return whether a state is from :meth:`read`, and not that of a random generator."""
+        return isinstance(state, list) and all(isinstance(entry, (dict, list, str)) for entry in state)
 
     @staticmethod
     def lost(state: Any) -> list[str]:

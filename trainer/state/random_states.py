@@ -149,18 +149,42 @@ def states_of(generators: Sequence[Generator]) -> list[Any]:
 
 
 def set_states(generators: Sequence[Generator], states: Sequence[Any]) -> None:
-    """Restore the state of each generator. Does nothing if their number has changed."""
-    if are_of(generators, states):
+    """Restore the state of each generator. Does nothing if the number of random generators has changed."""
+    if _count(generators) == len(states) - len(_attributes_in(states)):
         for generator, state in zip(generators, states, strict=False):
             set_state(generator, state)
 
 
-def are_of(generators: Sequence[Generator], states: Sequence[Any]) -> bool:
-    """Return whether there are as many states as generators. Older checkpoints have none of :class:`Attributes`."""
-    return len(states) == len(generators) or len(states) == sum(not isinstance(one, Attributes) for one in generators)
+def differences(generators: Sequence[Generator], states: Sequence[Any]) -> list[str]:
+    """Return the reasons why :func:`set_states` cannot restore the generators of a dataloader; empty if it can.
+
+    Args:
+        generators: as :func:`find` returns them.
+        states: what :func:`states_of` returned. Older checkpoints have none of :class:`Attributes`.
+    """
+    attributes = _attributes_in(states)
+    was, now = len(states) - len(attributes), _count(generators)
+    if was != now:
+        return [f"the dataloader had {was} random generators of its own and has {now}"]
+    before, after = sum(map(len, attributes)), sum(len(one) for one in generators if isinstance(one, Attributes))
+    if before != after and any(map(any, attributes)):
+        return [
+            f"the attributes of its dataset and samplers had changed, and belong to {before} objects, but there are now"
+            f" {after}"
+        ]
+    return []
 
 
-def find(*roots: Any, except_in: Any = None) -> list[Generator]:
+def _count(generators: Sequence[Generator]) -> int:
+    """Return the number of random generators."""
+    return sum(not isinstance(one, Attributes) for one in generators)
+
+
+def _attributes_in(states: Sequence[Any]) -> list[Any]:
+    return [state for state in states if Attributes.has_read(state)]
+
+
+def find(*roots: Any, except_in: Any = None, unwatched: Callable[[Any], bool] = lambda _: False) -> list[Generator]:
     """Return the generators that can be reached from ``roots`` by attributes and short containers, each once.
 
     The last one is the :class:`Attributes` of the objects of the user's classes on the way to them, if there are any.
@@ -168,6 +192,8 @@ def find(*roots: Any, except_in: Any = None) -> list[Generator]:
     Args:
         roots: the objects to begin with; their order, and that of their attributes, is the order of the result.
         except_in: an object to leave out, with its attributes.
+        unwatched: returns whether to leave an object, and all that it holds, out of the :class:`Attributes`. Not called
+            for a DataLoader.
     """
     found: list[Generator] = []
     watched: list[Any] = []
@@ -191,7 +217,7 @@ def find(*roots: Any, except_in: Any = None) -> list[Generator]:
             children = [thing.func, thing.args, thing.keywords]
         else:
             children = _attributes_of(thing)
-            if is_data and is_watched(thing):
+            if is_data and is_watched(thing) and not unwatched(thing):
                 watched.append(thing)
             else:  # the objects of a module or a framework are not part of the data
                 is_data = is_data and isinstance(thing, DataLoader)
