@@ -111,6 +111,17 @@ def logging_as_before() -> Iterator[None]:
     root.handlers[:], root.level = handlers, level
 
 
+@pytest.fixture(autouse=True)
+def environment_as_before() -> Iterator[None]:
+    """Undo changes of the environment: a launch of DDP in this process leaves ``MASTER_PORT``, ``LOCAL_RANK``, ..."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    for name in after.keys() - before.keys():
+        if name != "PYTEST_CURRENT_TEST":
+            del os.environ[name]
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Time that passes only when ``clock.now`` is changed, for whoever asks ``time`` in this test."""
