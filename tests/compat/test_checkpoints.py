@@ -221,10 +221,6 @@ SAVERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a link": ({"monitor": "step_number_epoch", "save_top_k": -1, "save_last": "link"}, {}),
     "every 2 epochs": ({"every_n_epochs": 2, "save_top_k": -1}, {"max_epochs": 5}),
     "every 3 steps": ({"every_n_train_steps": 3, "save_top_k": -1, "save_last": True}, {}),
-    "every step, when validated": (
-        {"every_n_train_steps": 1, "monitor": "score", "save_top_k": -1},
-        {"val_check_interval": 0.5},
-    ),
     "by the clock": ({"train_time_interval": timedelta(seconds=0), "save_top_k": -1}, {}),
     "every second validation": ({"monitor": "score"}, {"check_val_every_n_epoch": 2, "max_epochs": 5}),
     "at the epoch's end": ({"save_on_train_epoch_end": True, "save_top_k": -1}, {"val_check_interval": 0.5}),
