@@ -61,7 +61,7 @@ def test_plain_values_are_restored(name: str, value: Any) -> None:
     watched, restored = Attributes([thing]), Attributes([other])
     setattr(thing, name, value)
     state = watched.read()
-    assert list(state[0]) == [name]
+    assert [[kind, list(changes)] for kind, changes in state] == [["Thing", [name]]]
     restored.write(through_a_file(state))
     got = getattr(other, name)
     assert type(got) is type(value)
@@ -78,7 +78,7 @@ def test_containers_change_in_place_and_what_had_not_changed_is_put_back() -> No
     thing = Thing()
     watched = Attributes([thing])
     before = watched.read()
-    assert before == [{}]
+    assert before == [["Thing", {}]]
     thing.items.append(3)
     thing.tensor += 1
     after = watched.read()
@@ -113,10 +113,14 @@ def test_its_own_state_is_used_if_it_has_one() -> None:
     assert other.loaded["rest"].tolist() == [1, 1]
 
 
-def test_objects_of_another_number_are_left_alone() -> None:
-    thing = Thing()
-    Attributes([thing]).write([{"number": 3}, {}])
-    assert thing.number == 1
+def test_objects_are_matched_by_class_and_number() -> None:
+    thing, stored = Thing(), Stored()
+    watched = Attributes([thing, stored])
+    state = [["Thing", {"number": 3}], ["Thing", {}], ["Gone", {"at": 1}], ["Stored", {"handle": 4}]]
+    watched.write(state)
+    assert (thing.number, stored.handle) == (1, 4)
+    assert watched.missing(state) == ["Thing", "Gone"]
+    assert watched.missing([["Gone", {}], ["torch.DistributedSampler", {"epoch": 1}]]) == [], "nothing of the user's"
 
 
 def test_modules_and_parts_of_frameworks_are_not_watched() -> None:

@@ -40,42 +40,58 @@ class Attributes:
         self._values = [dict(vars(one)) for one in self._objects]
         self._first = [{name: _plain(value) for name, value in values.items()} for values in self._values]
 
-    def __len__(self) -> int:
-        return len(self._objects)
-
     def read(self) -> list[Any]:
         """Return the changes of each object, as data that :meth:`write` accepts.
 
-        An entry is a dictionary of values by attribute; a list with the object's own state; or, if the object cannot be
-        restored, a string that names the attribute.
+        An entry is the name of the object's class with a dictionary of values by attribute; a list with the object's
+        own state; or, if the object cannot be restored, a string that names the attribute.
         """
-        return [self._changes(*both) for both in zip(self._objects, self._values, self._first, strict=True)]
+        changes = [self._changes(*both) for both in zip(self._objects, self._values, self._first, strict=True)]
+        return [[_class_name(one), change] for one, change in zip(self._objects, changes, strict=True)]
 
     def write(self, state: list[Any]) -> None:
         """Restore the values that :meth:`read` returned. Attributes that had not changed get their first value.
 
-        Does nothing if the number of objects is different.
+        Leaves the objects of a class as they are if their number is different.
         """
-        if len(state) != len(self._objects):
-            return
-        for one, values, first, saved in zip(self._objects, self._values, self._first, state, strict=True):
-            if isinstance(saved, list):
-                one.load_state_dict(_value_of(saved, None))
-            elif isinstance(saved, dict):
-                now = self._changes(one, values, first)
-                back = {name: first[name] for name in now if name in first} if isinstance(now, dict) else {}
-                for name, value in {**back, **saved}.items():
-                    vars(one)[name] = _value_of(value, vars(one).get(name))
+        saved_of = _by_class(state)
+        for name, objects in _by_class(self._named()).items():
+            if len(saved_of.get(name, [])) == len(objects):
+                for which, saved in zip(objects, saved_of[name], strict=True):
+                    self._restore(which, saved)
+
+    def missing(self, state: list[Any]) -> list[str]:
+        """Return the classes with a changed object in ``state`` of which there are more or fewer objects now.
+
+        Samplers of torch are left out: all that changes in them is the epoch, which ``set_epoch`` sets.
+        """
+        now = _by_class(self._named())
+        saved = _by_class(state).items()
+        changed = {name: len(changes) for name, changes in saved if any(changes) and not name.startswith("torch.")}
+        return [name for name, number in changed.items() if number != len(now.get(name, []))]
 
     @staticmethod
     def has_read(state: Any) -> bool:
         """Return whether a state is from :meth:`read`, and not that of a random generator."""
-        return isinstance(state, list) and all(isinstance(entry, (dict, list, str)) for entry in state)
+        return isinstance(state, list) and all(isinstance(entry, list) for entry in state)
 
     @staticmethod
     def lost(state: Any) -> list[str]:
         """Return the attributes that a state from :meth:`read` could not include."""
-        return [entry for entry in state if isinstance(entry, str)] if isinstance(state, list) else []
+        return [entry[1] for entry in state if isinstance(entry[1], str)] if Attributes.has_read(state) else []
+
+    def _named(self) -> list[list[Any]]:
+        return [[_class_name(one), number] for number, one in enumerate(self._objects)]
+
+    def _restore(self, which: int, saved: Any) -> None:
+        one, first = self._objects[which], self._first[which]
+        if isinstance(saved, list):
+            one.load_state_dict(_value_of(saved, None))
+        elif isinstance(saved, dict):
+            now = self._changes(one, self._values[which], first)
+            back = {name: first[name] for name in now if name in first} if isinstance(now, dict) else {}
+            for name, value in {**back, **saved}.items():
+                vars(one)[name] = _value_of(value, vars(one).get(name))
 
     @staticmethod
     def _changes(one: Any, values: dict[str, Any], first: dict[str, Any]) -> Any:
@@ -114,6 +130,20 @@ def _is_users(base: type) -> bool:
     if root in sys.stdlib_module_names:
         return base.__module__ == "collections.abc"
     return "site-packages" not in str(getattr(sys.modules.get(root), "__file__", ""))
+
+
+def _class_name(thing: Any) -> str:
+    """Return a name that stays the same if the class moves to another module of the user's."""
+    kind = type(thing)
+    return f"torch.{kind.__qualname__}" if kind.__module__.startswith("torch.") else kind.__qualname__
+
+
+def _by_class(entries: Sequence[Any]) -> dict[str, list[Any]]:
+    """Return the second item of each entry by its first."""
+    found: dict[str, list[Any]] = {}
+    for name, item in entries:
+        found.setdefault(name, []).append(item)
+    return found
 
 
 def _own_state(thing: Any) -> list[Any] | None:

@@ -166,12 +166,10 @@ def differences(generators: Sequence[Generator], states: Sequence[Any]) -> list[
     was, now = len(states) - len(attributes), _count(generators)
     if was != now:
         return [f"the dataloader had {was} random generators of its own and has {now}"]
-    before, after = sum(map(len, attributes)), sum(len(one) for one in generators if isinstance(one, Attributes))
-    if before != after and any(map(any, attributes)):
-        return [
-            f"the attributes of its dataset and samplers had changed, and belong to {before} objects, but there are now"
-            f" {after}"
-        ]
+    watched = next((one for one in generators if isinstance(one, Attributes)), Attributes([]))
+    missing = [name for state in attributes for name in watched.missing(state)]
+    if missing:
+        return [f"attributes of {', '.join(missing)} had changed, and the data has another number of these objects now"]
     return []
 
 
