@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,34 +25,6 @@ def raised(function, *args) -> Exception:
     raise AssertionError("nothing was raised")
 
 
-def layer(*shape: int, dtype=torch.float32):
-    return torch.nn.Linear(3, 2)(torch.zeros(*shape, dtype=dtype))
-
-
-def entropy():
-    return torch.nn.functional.cross_entropy(torch.zeros(1, 3), torch.tensor([3]))
-
-
-def float_labels():
-    return torch.nn.functional.cross_entropy(torch.zeros(1, 3), torch.zeros(1))
-
-
-node: Any = {"lr": 1}
-
-
-def weight():
-    return torch.zeros(2, requires_grad=True) * 1
-
-
-class Step:
-    def training_step(self, batch):
-        return batch
-
-
-def ragged():
-    return next(iter(DataLoader([torch.zeros(2), torch.zeros(3)], batch_size=2)))
-
-
 def full_disk():
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "outputs/x")
 
@@ -65,32 +36,15 @@ def out_of_memory():
 
 
 KINDS = [
-    (lambda: layer(4, 5), "mat1 and mat2 shapes", "Look at one batch, and at the sizes of the layer"),
-    (lambda: torch.zeros(2, 3) + torch.zeros(2, 4), "The size of tensor a", "The shape of what the dataset gives"),
-    (lambda: torch.nn.Conv2d(3, 4, 3)(torch.zeros(1, 1, 8, 8)), "to have 3 channels", "The shape of what the dataset"),
-    (lambda: layer(4, 3, dtype=torch.float64), "same dtype", "should be float32, and labels int64"),
-    (entropy, "Target 3 is out of bounds", "Compare the model's number of classes with the labels"),
-    (lambda: torch.nn.Embedding(3, 2)(torch.tensor([3])), "index out of range in self", "which count from 0"),
-    (lambda: weight().backward(), "only for scalar outputs", "training_step has to return its mean"),
-    (lambda: weight().detach().sum().backward(), "does not require grad", "without detach() or item()"),
-    (lambda: Step().training_step(1, 2, 3), "training_step() takes", "def training_step(self, batch, batch_idx)"),
-    (lambda: node(), "'dict' object is not callable", "A node of the config without a _target_"),
-    # "expected target dtype", or "expected scalar type" of torch 2.10
-    (float_labels, "expected ", "should be float32, and labels int64"),
-    (ragged, "stack expects each tensor to be equal size", "a collate_fn that does"),
     (lambda: Path("no/such/file").read_text(), "No such file or directory", "Relative paths start from the folder"),
-    (full_disk, "No space left on device", "The disk is full: make room"),
-    (
-        lambda: __import__("no_such_module"),
-        "No module named 'no_such_module'",
-        "If no_such_module is a package, install",
-    ),
-    (out_of_memory, "CUDA out of memory", "callbacks=halve_on_out_of_memory"),
+    (full_disk, "No space left on device", "The disk is full"),
+    (lambda: __import__("no_such_module"), "No module named 'no_such_module'", "If no_such_module is a package"),
+    (out_of_memory, "CUDA out of memory", "trainer.accumulate_grad_batches"),
 ]
 
 
 @pytest.mark.parametrize(("function", "said", "advice"), KINDS)
-def test_each_message_says_what_to_do_next(function, said, advice):
+def test_advice_depends_on_the_type_of_the_error(function, said, advice):
     first, *rest = failure.paragraph(raised(function)).splitlines()
     assert first.startswith("trainer: ")
     assert said in first
@@ -98,21 +52,11 @@ def test_each_message_says_what_to_do_next(function, said, advice):
     assert rest[-1] == "  --debug shows the full traceback."
 
 
-@pytest.mark.parametrize(
-    ("message", "advice"),
-    [
-        ("Found no NVIDIA driver on your system.", "There is no GPU that torch can use."),
-        ("CUDA error: device-side assert triggered", "trainer=cpu names the line"),
-        ("CUDA error: no kernel image is available for execution", "This build of torch has no code for this GPU"),
-        ("`val_dataloader` must be implemented to be used with the Lightning Trainer.", "Choose data that has it"),
-        ("Muon only supports 2D parameters whereas we found a parameter with size: [16]", "Muon is for matrices."),
-        ("expected scalar type Long but found Float", "should be float32, and labels int64"),
-        ("expected Long but found Float", "should be float32, and labels int64"),  # as torch 2.10 has it
-        ("Can't pickle <function f at 0x1>: it's not found as f", "set data.num_workers=0"),
-    ],
-)
-def test_what_cannot_be_made_to_happen_here(message, advice):
-    assert advice in failure.paragraph(RuntimeError(message))
+def test_a_message_of_another_library_is_printed_without_advice():
+    error = raised(torch.nn.Linear(3, 2), torch.zeros(4, 5))
+    first, *rest = failure.paragraph(error).splitlines()
+    assert "mat1 and mat2 shapes cannot be multiplied (4x5 and 3x2)" in first
+    assert [line for line in rest if "Raised in" not in line] == ["  --debug shows the full traceback."]
 
 
 def test_memory_that_ran_out_is_told_in_words_of_the_command_line():

@@ -186,20 +186,13 @@ def test_an_error_in_a_run_is_a_paragraph_and_its_traceback_is_in_the_log(capsys
 
 
 @pytest.mark.parametrize(
-    ("without", "command", "advice"),
-    [
-        ("training_step", "fit", "Write it into the module: def training_step(self, batch, batch_idx), which returns"),
-        ("configure_optimizers", "fit", "def configure_optimizers(self): return self.optimizer(self.parameters())"),
-        ("test_step", "test", "it is called as training_step is, with a batch and its index."),
-    ],
+    ("without", "command"), [("training_step", "fit"), ("configure_optimizers", "fit"), ("test_step", "test")]
 )
-def test_what_a_module_lacks_is_said_with_what_to_write(project, capsys, without, command, advice):
+def test_a_missing_method_of_the_module_is_a_usage_error(project, capsys, without, command):
     text = (project / "line_fit.py").read_text().replace(f"def {without}(", f"def other_{without}(")
     (project / "line_fit.py").write_text(text)
     assert main([command, *LINE, "logger=none"]) == 2
-    err = capsys.readouterr().err
-    assert f"No `{without}()` method defined" in err
-    assert advice in err
+    assert f"No `{without}()` method defined" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])

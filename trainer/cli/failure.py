@@ -1,7 +1,7 @@
-"""What ended a run, told in a short paragraph: what happened, where in the user's code, and what to do.
+"""Print the error that ended a run as a short paragraph: its message, the line of the user's code, and advice.
 
-The whole traceback goes to the log file in the run's folder; ``--debug`` shows it as well. Knows the errors of torch
-and of the system by what they say, so it needs neither torch nor Lightning.
+The full traceback is written to the log file in the run's folder; ``--debug`` prints it as well. Advice depends on the
+type of the error, except for an out-of-memory error. Messages of other libraries are printed as they are.
 """
 
 from __future__ import annotations
@@ -49,102 +49,6 @@ come those of its causes."""
 
 _TOLD = ".failure"
 """In the folder of a run of several processes: one of them has told already what ended it."""
-
-_BY_MESSAGE = (
-    (
-        r"No API key configured|api_key not configured",
-        "logger=wandb sends to an account: log in once with `wandb login`, or set WANDB_API_KEY. Without one,"
-        " logger.wandb.offline=true keeps everything in the run's folder, and `wandb sync` can send it later.",
-    ),
-    (
-        r"device-side assert",
-        "Most often a label or an index is out of range. The GPU tells too late which: the same command with"
-        " trainer=cpu names the line.",
-    ),
-    (
-        r"no kernel image is available",
-        "This build of torch has no code for this GPU: install one that has, or use trainer=cpu.",
-    ),
-    (
-        r"No CUDA GPUs are available|no NVIDIA driver|not compiled with CUDA|gpu backend found|CUDA-capable device"
-        r"|accelerator is not available|requires a GPU accelerator",
-        "There is no GPU that torch can use. Without a setting the best device there is gets used; trainer=cpu asks"
-        " for the CPU. If there is a GPU, `nvidia-smi` has to list it, and torch has to be a build for it.",
-    ),
-    (
-        r"stack expects each tensor to be equal size|each element in list of batch should be of equal size",
-        "The samples of a batch have different shapes. Have the dataset bring them to one (resize, crop, pad), or give"
-        " its DataLoader a collate_fn that does.",
-    ),
-    (
-        r"Target -?\d+ is out of bounds|class values must be|index out of range in self",
-        "A label or an index is larger than the model has classes or entries. Compare the model's number of classes"
-        " with the labels of the data, which count from 0.",
-    ),
-    (
-        r"Muon only supports 2D parameters",
-        "Muon is for matrices. Have configure_optimizers give it those, and the other parameters to another optimizer;"
-        " or choose one for all, such as optimizer=adamw.",
-    ),
-    (
-        r"same dtype|scalar type|expected (target )?\w*dtype|expected \w+ but found \w+"
-        r"|Input type .* and (weight|bias) type",
-        "Tensors of two dtypes meet. What the dataset gives should be float32, and labels int64; tensors made in the"
-        " model want device=self.device and the dtype of what they meet.",
-    ),
-    (
-        r"on the same device|Expected all tensors to be on",
-        "A tensor was made on another device than the model's: make it with device=self.device, or register it as a"
-        " buffer.",
-    ),
-    (
-        r"shapes? cannot be multiplied|size of tensor|must match|shape .* is invalid|to have \d+ channels"
-        r"|size mismatch|Sizes of tensors|Expected \d+D|input\.size|Dimension out of range|not broadcastable",
-        "The shape of what the dataset gives, and what the model expects, do not fit. Look at one batch, and at the"
-        " sizes of the layer that raised this; +debug=fast_dev_run tries again in seconds.",
-    ),
-    (
-        r"grad can be implicitly created only for scalar outputs",
-        "The loss is more than one number: training_step has to return its mean, or another scalar.",
-    ),
-    (
-        r"does not require grad and does not have a grad_fn",
-        "The loss depends on no weight that is trained: compute it from the model's output, without detach() or item(),"
-        " and not under torch.no_grad(); and see whether all weights are frozen.",
-    ),
-    (
-        r"\b(training|validation|test|predict)_step\(\) (missing|takes) ",
-        "The Trainer calls it with two arguments: def training_step(self, batch, batch_idx).",
-    ),
-    (
-        r"No `training_step\(\)` method",
-        "Write it into the module: def training_step(self, batch, batch_idx), which returns the loss.",
-    ),
-    (
-        r"No `configure_optimizers\(\)` method",
-        "Write it into the module. To take the config's: an argument `optimizer` that its node sets, `optimizer:"
-        " ${optimizer}`, and def configure_optimizers(self): return self.optimizer(self.parameters())",
-    ),
-    (
-        r"No `(validation|test|predict)_step\(\)` method",
-        "Write it into the module: it is called as training_step is, with a batch and its index.",
-    ),
-    (
-        r"`\w+_dataloader` must be implemented",
-        "Choose data that has it, data=NAME or a node data with the _target_ of a LightningDataModule; or write it into"
-        " the module.",
-    ),
-    (
-        r"'dict' object is not callable",
-        "A node of the config without a _target_ reaches the module as a dict. A file of yours in conf/ takes the place"
-        " of ours of that name, and has to say all that is in it.",
-    ),
-    (
-        r"[Cc]an't pickle|cannot pickle|Can't get (local )?(attribute|object)",
-        "Worker processes get the dataset pickled: define what it uses at the top level of a module, not within a"
-        " function, or set data.num_workers=0.",
-    ),
-)
 
 
 def record(error: Exception, folder: Path, command: str, processes: int = 1) -> None:
@@ -234,7 +138,7 @@ def one_line(error: BaseException) -> str:
     """The message of ``error``, and what to do where that is known."""
     said = " ".join(str(error).split())
     end = "" if said.endswith((".", "!", "?")) else "."
-    return f"{said}{end} {_advice(error, said)}".rstrip()
+    return f"{said}{end} {_advice(error)}".rstrip()
 
 
 def paragraph(error: BaseException) -> str:
@@ -255,7 +159,7 @@ def paragraph(error: BaseException) -> str:
     is_memory = is_out_of_memory(error)
     notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
     lines += [note.partition("\nTry ")[0].replace("\n", "\n  ") if is_memory else note for note in notes]
-    if advice := _advice(error, text):
+    if advice := _advice(error):
         lines.append(advice)
     file = error.__dict__.get("log_file")
     if file is not None:
@@ -306,20 +210,15 @@ def _shortened(message: str) -> str:
     return text[:_LONGEST].rpartition("\n" if "\n" in text[_LONGEST // 2 : _LONGEST] else " ")[0].rstrip() + " [...]"
 
 
-def _advice(error: BaseException, text: str) -> str:
-    """What to do; "" where the message itself has to do."""
+def _advice(error: BaseException) -> str:
+    """Return the next thing to try, or "" if the message of the error has to do."""
     is_ours = isinstance(error, TrainerError)
     for kinds, advice in _OF_OURS if is_ours else _OF_OTHERS:
         if isinstance(error, kinds):
             return str(advice(error) if callable(advice) else advice)
     if is_ours:
         return ""
-    if is_out_of_memory(error):
-        return _about_memory(error)
-    for pattern, advice in _BY_MESSAGE:
-        if re.search(pattern, text):
-            return advice
-    return ""
+    return _about_memory(error) if is_out_of_memory(error) else ""
 
 
 def _about_memory(error: BaseException) -> str:
@@ -333,7 +232,6 @@ def _about_memory(error: BaseException) -> str:
         tries += [
             "half of data.batch_size with twice trainer.accumulate_grad_batches, which learns from as many samples a"
             " step",
-            "callbacks=halve_on_out_of_memory, which does that by itself",
             "precision=bf16-mixed, where it is 32 now",
             "callbacks=activation_checkpointing",
         ]
