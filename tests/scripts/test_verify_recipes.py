@@ -184,14 +184,6 @@ def test_the_best_is_that_of_its_direction(script):
     assert (script.best(benchmark), script.at_the_end(benchmark)) == ("-", "`train_loss` 1")
 
 
-def test_a_busy_machine_is_seen(script):
-    usage = {"seconds": [1.0, 2.0, 3.0], "process": [0.5, 1.0, 0.75]}
-    facts = {"train_seconds": 12.3, "peak_memory": {"process": 1}, "curves": {"usage": usage}}
-    assert script.times(script.RunRecord(facts, Path())) == "12.3 (0.75 cores)"
-    assert script.times(script.RunRecord({**facts, "peak_memory": {"gpu": 1}}, Path())) == "12.3"
-    assert script.times(script.RunRecord({"train_seconds": 0.2}, Path())) == "0.2"
-
-
 def test_every_recipe_has_a_row(script):
     recipes = {file.stem for file in (SCRIPT.parents[1] / "conf" / "recipe").glob("*.yaml")}
     assert {case.recipe for case in script.CASES.values()} == recipes

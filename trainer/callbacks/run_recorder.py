@@ -30,7 +30,6 @@ from trainer.record.measures import (
 from trainer.record.reader import RunRecord
 from trainer.record.run_file import RUN, RunFile
 from trainer.record.series import Series
-from trainer.record.usage import Usage
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +95,6 @@ class RunRecorder(Callback):
         seconds: Time of training at the end of a batch, validations left out; that before a resume included. Read
             from the host's clock, which on a GPU is ahead of the device: over many steps the rates are right.
         memory: Bytes, at most once a second: on CUDA what torch has reserved, else the memory of the process.
-        usage: How busy processor and GPU are, in samples of a thread; None before the first fit that has a file.
         metrics: By stage ("train" or "val") and name, a point for each time that stage came to an end.
     """
 
@@ -115,7 +113,6 @@ class RunRecorder(Callback):
         self.skipped = Series(max_points)
         self.seconds = Series(max_points)
         self.memory = Series(max_points)
-        self.usage: Usage | None = None
         self.metrics: dict[str, dict[str, Series]] = {"train": {}, "val": {}}
         self._given = file
         self._dirpath = dirpath
@@ -191,12 +188,6 @@ class RunRecorder(Callback):
         self._next_reading = 0.0
         self._began = now(trainer.strategy.root_device, self._clock)
         self._zero = self._began - self._seconds_before
-        if self._writes and trainer.is_global_zero:
-            before = self.usage.state_dict() if self.usage else None
-            with suppress(LookupError, TypeError):  # as above
-                before = before or self.file.former["curves"]["usage"]
-            self.usage = Usage(trainer.strategy.root_device, before if trainer.global_step else None)
-            self.usage.start()
 
     # --- at each step -----------------------------------------------------------------------------------------
 
@@ -305,7 +296,7 @@ class RunRecorder(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The points, as lists of numbers, without times and memory."""
         state = {"batches": self._batches, **self._curves()}
-        return {name: value for name, value in state.items() if name not in ("seconds", "memory", "usage")}
+        return {name: value for name, value in state.items() if name not in ("seconds", "memory")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up the points of a checkpoint."""
@@ -389,8 +380,6 @@ class RunRecorder(Callback):
         return folder_of_files(trainer, self._dirpath or named)
 
     def _stop(self, at: float) -> None:
-        if self.usage is not None:
-            self.usage.stop()
         if self._began is None or self._ended is not None:
             return
         if self._paused is not None:
@@ -438,7 +427,6 @@ class RunRecorder(Callback):
         named = ("losses", "scales", "skipped", "seconds", "memory")
         return {
             **{name: getattr(self, name).state_dict() for name in named},
-            **({} if self.usage is None else {"usage": self.usage.state_dict()}),
             "metrics": {
                 stage: {name: series.state_dict() for name, series in metrics.items()}
                 for stage, metrics in self.metrics.items()

@@ -230,19 +230,6 @@ class RunRecord:
         return self._curve("memory")
 
     @cached_property
-    def usage(self) -> dict[str, Curve]:
-        """How busy, over the minutes: ``process`` and ``machine`` in cores, ``gpu`` from 0 to 1, where it is known."""
-        told = self._mapping("curves").get("usage")
-        written: Mapping[str, Any] = told if isinstance(told, Mapping) else {}
-        curves = {}
-        for name in written:
-            curve = Curve.of({"steps": written.get("seconds"), "values": written[name]})
-            points = [(x / 60, y) for x, y in zip(curve.steps, curve.values, strict=True) if math.isfinite(y)]
-            if points and name != "seconds":
-                curves[str(name)] = Curve([x for x, _ in points], [y for _, y in points])
-        return curves
-
-    @cached_property
     def stages(self) -> dict[str, dict[str, Curve]]:
         """The metrics that were logged for an epoch or a validation, by stage ("train" or "val") and name."""
         stages = self._mapping("curves").get("metrics")

@@ -433,31 +433,3 @@ def test_maps_of_several_runs_are_left_to_their_own_pages(make_run):
     page = Page(Path("report.html").read_text(encoding="utf-8"))
     assert "val_acc" in page.titles
     assert not [data for data in page.data if "map" in data]
-
-
-def test_how_busy_the_machine_was(make_run):
-    nan = float("nan")
-    usage = {
-        "seconds": [60.0, 120.0, 240.0],
-        "process": [1.5, 1.75, 2.0],
-        "machine": [nan, 2.0, 2.0],
-        "gpu": [0.5, 0.75, 1],
-    }
-    page = report(make_run(told=facts(curves=CURVES | {"usage": usage})))
-    assert page.titles[-4:] == ["Throughput", "Memory", "Processor", "GPU"]
-    processor = page.lines("Processor")
-    assert (processor["this process"]["x"], processor["this process"]["y"]) == ([1.0, 2.0, 4.0], [1.5, 1.75, 2.0])
-    assert processor["all on its cores"]["x"] == [2.0, 4.0]
-    assert page.lines("GPU")["GPU"]["y"] == [50, 75, 100]
-    assert page.data[page.titles.index("GPU")]["over"] == "minute"
-    assert page.data[page.titles.index("GPU")]["x"][1] < 5  # it does not end where the steps do
-    assert "cores of 2 that are busy, over the minutes" in page.text
-
-
-@pytest.mark.parametrize(("end", "unit", "x"), [(90.0, "second", 90.0), (36_000.0, "hour", 10.0)])
-def test_time_is_told_in_what_fits_it(make_run, end, unit, x):
-    usage = {"seconds": [end / 2, end], "process": [1.0, 1.0]}
-    page = report(make_run(told=facts(curves=CURVES | {"usage": usage})))
-    shown = page.data[page.titles.index("Processor")]
-    assert (shown["over"], shown["lines"][0]["x"][-1]) == (unit, x)
-    assert f"over the {unit}s" in page.text

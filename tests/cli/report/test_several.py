@@ -75,14 +75,6 @@ def test_optimizers_of_different_names_share_a_chart(make_run):
     assert set(page.lines("Learning rate")) == {"16-mixed (1)", "16-mixed (2)"}  # nothing else tells them apart
 
 
-def test_short_and_long_runs_share_a_unit_of_time(make_run):
-    curves = [{"usage": {"seconds": [end / 2, end], "process": [1.0, 2.0]}} for end in (60.0, 600.0)]
-    page = several(*(make_run(f"a/{n}", told=facts(curves=each)) for n, each in enumerate(curves)))
-    lines = page.lines("Cores: this process")
-    assert sorted(line["x"] for line in lines.values()) == [[0.5, 1.0], [5.0, 10.0]]
-    assert "over the minutes" in page.sections["curves"]
-
-
 def test_a_folder_with_several_runs(two, make_run):
     make_run("outputs/mine/a/1")
     make_run("outputs/mine/b/2")

@@ -56,7 +56,6 @@ class Chart:
         crosses: points of skipped steps.
         note: below the title, such as the unit.
         is_map: whether it is a heat map: a row for each line, which is dark where the value is large.
-        over: what the x-axis is.
     """
 
     title: str
@@ -65,7 +64,6 @@ class Chart:
     crosses: Curve = field(default_factory=Curve)
     note: str = ""
     is_map: bool = False
-    over: str = "step"
 
 
 @dataclass(frozen=True)
@@ -77,13 +75,8 @@ class Section:
     notes: Sequence[str] = ()
 
 
-def sections_of(run: Run, minutes: float = 0.0) -> list[Section]:
-    """The charts of one run.
-
-    Args:
-        run: which.
-        minutes: of the longest run whose charts are laid over these.
-    """
+def sections_of(run: Run) -> list[Section]:
+    """Return the charts of one run."""
     is_fit = run.command == "fit"
     rows = {name: curve for name, curve in run.record.rows.items() if is_fit or len(curve) > 1}
     amp = _mixed_precision(run, rows)
@@ -93,7 +86,7 @@ def sections_of(run: Run, minutes: float = 0.0) -> list[Section]:
     found = [
         Section("Learning", [*learning, *rate], missing if not (run.record.rows and (learning or rate)) else ()),
         Section("Loss scale and gradients", *amp),
-        Section("Speed and memory", *_pace(run, minutes)),
+        Section("Speed and memory", *_pace(run)),
         Section(
             "Other logged values",
             others[:_MOST_OTHERS],
@@ -114,9 +107,8 @@ def overlay(runs: Sequence[tuple[str, Run]], colors: Sequence[int | None], winne
     gathered: dict[str, dict[tuple[str, str], Chart]] = {}
     # the coloured ones on top, and the best one on top of them
     drawn = sorted(zip(runs, colors, strict=True), key=lambda each: (each[1] is not None, each[0][1] is winner))
-    minutes = max((_minutes(run.record) for _, run in runs), default=0.0)
     for (label, run), color in drawn:
-        for section in sections_of(run, minutes):
+        for section in sections_of(run):
             charts = gathered.setdefault(section.title, {})
             for chart in section.charts:
                 for line in chart.lines if not chart.is_map else ():
@@ -272,7 +264,7 @@ def _continued(curve: Curve, logged: Curve) -> Curve:
     return Curve([*curve.steps, *(step for step, _ in later)], [*curve.values, *(value for _, value in later)])
 
 
-def _pace(run: Run, minutes: float) -> tuple[list[Chart], list[str]]:
+def _pace(run: Run) -> tuple[list[Chart], list[str]]:
     charts, record = [], run.record
     if len(rate := speed(record)) > 1:  # a single value is a tile above the curves
         unit = "training samples per second" if record.samples_per_step else "optimizer steps per second"
@@ -281,30 +273,9 @@ def _pace(run: Run, minutes: float) -> tuple[list[Chart], list[str]]:
         in_mib = Curve(memory.steps, [value / 2**20 for value in memory.values])
         what = "reserved on the GPU" if record.memory_is_the_gpus else "of the whole process"
         charts.append(Chart("Memory", [Line("memory", in_mib, 3)], "linear", note=f"MiB, {what}"))
-    charts += _usage(record, minutes)
     if charts or record.elapsed or run.command != "fit" or not record.rows:
         return charts, []
     return [], ["Time and memory over the steps come with run.json, which does not have them yet."]
-
-
-def _usage(record: RunRecord, minutes: float) -> Iterable[Chart]:
-    """How busy the machine was, over the time."""
-    cores, end = record.environment.get("cores"), max(minutes, _minutes(record))
-    unit, per_minute = ("second", 60.0) if end < 3 else ("minute", 1.0) if end < 180 else ("hour", 1 / 60)
-    usage = {name: Curve([x * per_minute for x in c.steps], c.values) for name, c in record.usage.items()}
-    named = (("process", "this process", 0), ("machine", "all on its cores", 1))
-    lines = [Line(label, usage[name], color, name=f"Cores: {label}") for name, label, color in named if name in usage]
-    if any(len(line.curve) > 1 for line in lines):
-        of_all = f" of {cores}" if isinstance(cores, int) else ""
-        yield Chart("Processor", lines, "linear", note=f"cores{of_all} that are busy, over the {unit}s", over=unit)
-    if len(gpu := usage.get("gpu", Curve())) > 1:
-        in_percent = Curve(gpu.steps, [100 * value for value in gpu.values])
-        note = f"percent of the time in which a kernel runs, over the {unit}s"
-        yield Chart("GPU", [Line("GPU", in_percent, 2)], "linear", note=note, over=unit)
-
-
-def _minutes(record: RunRecord) -> float:
-    return max((curve.steps[-1] for curve in record.usage.values()), default=0.0)
 
 
 def speed(run: RunRecord) -> Curve:

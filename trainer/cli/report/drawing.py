@@ -70,13 +70,13 @@ def draw(chart: Chart, last_step: float = 0) -> Drawn:
 
     with _axes(chart) as (axes, written):
         axes.tick_params(colors=_INK, labelsize=12, length=0, pad=5)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=chart.over == "step", min_n_ticks=2))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=2))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: _short(step)))
         if chart.is_map:
             data, shown, remark, ramp = _draw_map(axes, chart, last_step)
         else:
-            data, shown, remark, ramp = _draw(axes, chart, last_step if chart.over == "step" else 0)
-        data = {"box": _BOX, "over": chart.over, "x": list(axes.get_xlim()), **data}
+            data, shown, remark, ramp = _draw(axes, chart, last_step)
+        data = {"box": _BOX, "x": list(axes.get_xlim()), **data}
     broken = [step for line in chart.lines for step, value in _points(line.curve) if not math.isfinite(value)]
     if broken:
         marks = "red" if chart.is_map else "red marks"
@@ -191,7 +191,7 @@ def _draw(axes: Axes, chart: Chart, last_step: float) -> tuple[dict[str, Any], S
     scale = _scale(chart, judged)
     _limit(axes, chart, scale, judged)
     steps = [step for _, curve in lines for step in ((curve.steps[0], curve.steps[-1]) if curve else ())]
-    end = max([*steps, last_step, 1 if chart.over == "step" else 0])
+    end = max([*steps, last_step, 1])
     axes.set_xlim(-0.015 * end, 1.015 * end)
     if scale == "linear":
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, min_n_ticks=3))
@@ -218,7 +218,7 @@ def _draw(axes: Axes, chart: Chart, last_step: float) -> tuple[dict[str, Any], S
             {
                 "name": line.label,
                 "color": line.color,
-                "x": [int(step) if chart.over == "step" else round(step, 2) for step in curve.steps],
+                "x": [int(step) for step in curve.steps],
                 "y": [_rounded(value) for value in curve.values],
                 **({"steps": True} if line.steps else {}),
             }

@@ -86,7 +86,7 @@ function follow(plot) {
   function begin(step) {
     tip = document.createElement("div");
     tip.className = "tip";
-    tip.append(`${data.over} ${data.over === "step" ? step.toLocaleString("en") : told(step)}`);
+    tip.append(`step ${step.toLocaleString("en")}`);
   }
 
   function tell(name, value, color) {
