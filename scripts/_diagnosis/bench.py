@@ -1,0 +1,124 @@
+"""Runs a program with our Trainer, and reads the verdict in what the user sees."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import re
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import rich
+from lightning.pytorch import Callback
+from torch.utils.data import DataLoader
+
+from _diagnosis.programs import EPOCHS, PROGRAMS, Program
+from trainer import Trainer
+from trainer.precision import MixedPrecision
+
+VERDICTS = ("data", "model", "forward", "backward", "underflow", "weights", "divergence", "healthy")
+
+PHRASES = {
+    "weights": r"weights were not finite before",
+    "data": r"batch was not finite|batch not finite|out of bounds|out of range in self",
+    "model": r"NanBackward|division by zero, a logarithm",
+    "backward": r"backward (pass, in|overflows in|makes inf)",
+    "underflow": r"subnormal in float16",
+    "divergence": r"with a lower learning rate",
+    "forward": r"forward (overflows|pass, in)|No weight was updated",
+}
+"""Of the messages until November 2026."""
+
+
+@dataclass
+class Result:
+    """The outcome of one program.
+
+    Attributes:
+        text: all that was printed, warned, logged and raised.
+        losses: the loss of each batch.
+        error: the exception that ended the run, or None.
+    """
+
+    text: str
+    losses: list[float] = field(default_factory=list)
+    error: BaseException | None = None
+
+    @property
+    def verdict(self) -> str:
+        """The verdict that the user reads."""
+        found = re.search(r"^ *Verdict: (\w+)", self.text, re.MULTILINE)
+        if found is not None:
+            return found[1]
+        return next((name for name, phrase in PHRASES.items() if re.search(phrase, self.text)), "healthy")
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        self.losses.append(float(loss.detach()) / trainer.scaler.current_scale)
+
+
+def run(
+    program: type[Program], folder: Path, *, lr: float | None = None, batches: Any = None, **arguments: Any
+) -> Result:
+    """Train the program. ``arguments`` are of the Trainer; the rest replaces what the program has."""
+    heard, losses = io.StringIO(), Losses()
+    precision: Any = program.precision
+    if program.scaling:
+        precision = MixedPrecision("float16", **program.scaling)
+    given = {
+        "accelerator": "cpu", "precision": precision, "max_epochs": EPOCHS, "logger": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
+        "log_every_n_steps": 10, "default_root_dir": str(folder), "callbacks": [losses],
+    } | program.arguments | arguments  # fmt: skip
+    handler, error = logging.StreamHandler(heard), None
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    own = rich.get_console()
+    before = own.file
+    with redirect_stdout(heard), redirect_stderr(heard), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        own.file = heard
+        try:
+            module = program(lr)
+            loader = DataLoader(program.batches() if batches is None else batches, batch_size=None)
+            Trainer(**given).fit(module, loader)
+        except Exception as problem:
+            error = problem
+        finally:
+            own.file = before
+    for logger in loggers:
+        logger.removeHandler(handler)
+    text = heard.getvalue() + "".join(f"{one.message}\n" for one in caught)
+    if error is not None:
+        text += f"{type(error).__name__}: {error}\n"
+    return Result(text, losses.losses, error)
+
+
+def learns(losses: list[float]) -> bool:
+    """Return whether a run was finite to its end, and its loss fell."""
+    if len(losses) < 12 or not all(map(math.isfinite, losses[12:])):
+        return False
+    first = sum(losses[:12]) / 12
+    return math.isfinite(first) and sum(losses[-12:]) / 12 < first
+
+
+def matrix(found: dict[str, str]) -> str:
+    """Return the confusion matrix as a table of Markdown: a row for each cause, a column for each verdict."""
+    counts = {row: dict.fromkeys(VERDICTS, 0) for row in VERDICTS}
+    for name, verdict in found.items():
+        counts[PROGRAMS[name].verdict][verdict] += 1
+    lines = ["| cause | " + " | ".join(VERDICTS[:-1]) + " | no report |", "|---|" + "---:|" * len(VERDICTS)]
+    lines += [f"| {row} | " + " | ".join(str(n or "") for n in counts[row].values()) + " |" for row in VERDICTS]
+    right = sum(verdict == PROGRAMS[name].verdict for name, verdict in found.items())
+    alarms = sum(PROGRAMS[name].verdict == "healthy" != verdict for name, verdict in found.items())
+    return "\n".join([*lines, "", f"{right} of {len(found)} right; {alarms} false alarms."])
