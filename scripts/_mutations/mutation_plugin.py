@@ -1,0 +1,57 @@
+"""A plugin of pytest: records the tests that reach a fault, or runs the tests of a list, in its order."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mutation_probe
+import pytest
+
+TIERS = ("nightly", "whole")
+"""Markers of tests that ``scripts/test`` leaves out."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "MUTATION_TESTS" not in os.environ:
+        return
+    order = {name: place for place, name in enumerate(Path(os.environ["MUTATION_TESTS"]).read_text().splitlines())}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in order])
+    items[:] = sorted((item for item in items if item.nodeid in order), key=lambda item: order[item.nodeid])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_fixture_setup(fixturedef: Any, request: Any) -> Iterator[None]:
+    """All tests that use a shared fixture reach the lines that its set-up runs."""
+    if fixturedef.scope == "function" or "MUTATION_RECORD" not in os.environ:
+        return (yield)
+    outer = os.environ.get("MUTATION_FIXTURE")
+    os.environ["MUTATION_FIXTURE"] = f"{fixturedef.baseid}::{fixturedef.argname}"
+    try:
+        return (yield)
+    finally:
+        os.environ.pop("MUTATION_FIXTURE")
+        if outer is not None:
+            os.environ["MUTATION_FIXTURE"] = outer
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    os.environ.pop("MUTATION_FIXTURE", None)  # this process may be that of a fixture
+    started = time.perf_counter()
+    try:
+        return (yield)
+    finally:
+        if "MUTATION_RECORD" in os.environ:
+            tier = next((name for name in TIERS if item.get_closest_marker(name)), "quick")
+            known = getattr(item, "_fixtureinfo", None)
+            shared = [
+                f"{definition.baseid}::{name}"
+                for name, definitions in (known.name2fixturedefs if known else {}).items()
+                for definition in definitions
+                if definition.scope != "function"
+            ]
+            mutation_probe.write("test", item.nodeid, tier, f"{time.perf_counter() - started:.3f}", *shared)

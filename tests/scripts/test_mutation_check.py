@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from _mutations import faults
+
+SOURCE = '''
+LIMIT = 3
+
+
+class Sum:
+    def add(self, values: list, start: int = 0):
+        """Doc."""
+        total = start + 1
+        if total > LIMIT:
+            raise ValueError(f"{total - 1}")
+        self.reset()
+        values.append(torch.zeros(2, dtype=torch.float32))
+        for value in values:
+            total = total - value
+        return total
+
+
+def name():
+    return "a" + "b"
+'''
+
+
+def drawn() -> dict[str, list[tuple[int, str]]]:
+    found: dict[str, list[tuple[int, str]]] = {}
+    for fault in faults.candidates(SOURCE, "sum.py"):
+        found.setdefault(fault.kind, []).append((fault.line, fault.after.strip()))
+    return found
+
+
+def test_faults_are_drawn_from_the_bodies_of_functions() -> None:
+    assert drawn() == {
+        "sign": [(8, "total = start - 1"), (14, "total = total + value")],
+        "off by one": [
+            (8, "total = start + 2"),
+            (9, "if total >= LIMIT:"),
+            (12, "values.append(torch.zeros(3, dtype=torch.float32))"),
+        ],
+        "wrong order": [
+            (11, "values.append(torch.zeros(2, dtype=torch.float32))\n        self.reset()"),
+        ],
+        "missing call": [(11, "pass"), (12, "pass")],
+        "wrong dtype": [(12, "values.append(torch.zeros(2, dtype=torch.float16))")],
+    }
+
+
+def test_each_fault_changes_its_lines_alone() -> None:
+    for fault in faults.candidates(SOURCE, "sum.py"):
+        changed = fault.apply(SOURCE)
+        ast.parse(changed)
+        pairs = zip(SOURCE.splitlines(), changed.splitlines(), strict=True)
+        assert {line for line, (old, new) in enumerate(pairs, 1) if old != new} <= {fault.line, fault.line + 1}
+
+
+def test_a_fault_is_found_again_in_another_version() -> None:
+    first = next(faults.candidates(SOURCE, "sum.py"))
+    moved = faults.same_in("\n\n" + SOURCE, first)
+    assert moved is not None
+    assert moved.line == first.line + 2
+    assert faults.same_in(SOURCE.replace("self.reset()", "self.clear()").replace("start", "begin"), first) is None
+
+
+def test_probes_stand_before_the_statements_of_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mutation_probe
+
+    reached: list[int] = []
+    monkeypatch.setattr(mutation_probe, "reach", reached.append)
+    numbered = dict(enumerate(faults.candidates(SOURCE, "sum.py")))
+    space: dict[str, object] = {}
+    exec(faults.with_probes(SOURCE.replace("torch.zeros(2, dtype=torch.float32)", "1"), numbered), space)
+    total = space["Sum"]
+    total.reset = lambda self: None  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="4"):
+        total().add([], 4)  # type: ignore[operator]
+    lines = {numbered[number].statement for number in reached}
+    assert lines == {8, 9}
+
+
+def test_the_same_faults_are_drawn_again_from_all_rooms() -> None:
+    root = Path(faults.__file__).parents[2]
+    first, second = (faults.draw(root, 60, seed=36) for _ in range(2))
+    assert first == second
+    assert len(first) == 60
+    assert {fault.kind for fault in first} == set(faults.KINDS)
+    rooms = {path.name for path in (root / "trainer").iterdir() if (path / "__init__.py").exists()}
+    assert rooms <= {Path(fault.file).parts[1] for fault in first}
