@@ -323,8 +323,7 @@ class WrongLine(Line):
 
 def test_gradcheck_compares_gradients_with_finite_differences_and_ends(capsys):
     assert main(["fit", *LINE, "+debug=gradcheck"]) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"net.weight +ok +[0-9.]+ +[0-9.]+ +", out)
+    assert "The gradients of 2 parameters agree with finite differences" in capsys.readouterr().out
     assert (result()["precision"], result()["steps"]) == ("64-true", 1)
     assert not list(Path().glob("outputs/*/*/checkpoints"))
 
@@ -333,7 +332,8 @@ def test_gradcheck_names_the_parameter_whose_gradient_is_wrong(project, capsys):
     write(project, {"wrong_line.py": WRONG})
     assert main(["fit", *LINE, "+debug=gradcheck", "model._target_=wrong_line.WrongLine"]) == 1
     err = capsys.readouterr().err
-    assert "The gradients of 1 parameters are not the derivatives of the loss, at 3 points:\n    net.weight: " in err
+    assert "The gradients of 1 parameters are not the derivatives of the loss, at 3 points" in err
+    assert "\n    net.weight: Jacobian mismatch" in err
     assert result()["status"] == "failed"
 
 
