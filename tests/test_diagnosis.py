@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support import OPTIMIZERS, Regression, loader_of, make_batches, make_trainer
-from trainer.callbacks import HalveOnOutOfMemory, RunRecorder
+from trainer.callbacks import RunRecorder
 from trainer.diagnosis import explain
 from trainer.engine import memory
 from trainer.errors import ConfigurationError, DataLoaderError, is_out_of_memory
@@ -192,7 +192,6 @@ def test_memory_that_runs_out(trainer: Any, make_error: Any, no_gc: None) -> Non
         assert module.held() is None
     assert "at batch_idx 2 of epoch 0 (train_dataloader), which has 4 samples, on cpu (at its peak" in told
     assert "batches of 2 with accumulate_grad_batches=2" in told
-    assert "HalveOnOutOfMemory" in told
     assert "bf16-mixed" in told
     assert "ActivationCheckpointing" in told
     assert trainer.loop.metrics.batch is None
@@ -261,8 +260,7 @@ def test_it_says_in_which_moment_memory_ran_out(trainer: Any, fail: Any, moment:
     assert kinds == {"weights": 780, "gradients": gradients, "optimizer": 2 * 780 + 6 * 4, "buffers": 0, "batch": 148}
 
 
-@pytest.mark.parametrize("halves", [False, True])
-def test_it_counts_while_activations_are_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, halves: bool) -> None:
+def test_it_counts_while_activations_are_alive(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module, alive, original = Greedy(cuda_error), list[bool](), memory.measure
 
     def watched(*arguments: Any) -> Any:
@@ -271,8 +269,6 @@ def test_it_counts_while_activations_are_alive(tmp_path: Path, monkeypatch: pyte
         return original(*arguments)
 
     monkeypatch.setattr(memory, "measure", watched)
-    callbacks = [HalveOnOutOfMemory(split=lambda batch, start, stop: batch)] if halves else []
-    trainer = make_trainer(tmp_path, callbacks=callbacks)
     with pytest.raises(torch.OutOfMemoryError):
         trainer.fit(module, loader_of([[x[:1], y[:1], gain] for x, y, gain in make_batches(4)]))
     assert alive == [True]

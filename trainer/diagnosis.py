@@ -290,8 +290,7 @@ def _advice(trainer: Any, usage: Usage | None, size: int | None) -> str:
         smaller = "a smaller batch" if size is None else f"batches of {size // 2}"
         tries.append(
             f"{smaller} with accumulate_grad_batches={trainer.accumulate_grad_batches * 2}, which learns from as many"
-            " samples a step; or callbacks=[HalveOnOutOfMemory()] (trainer.callbacks), which does the same by itself"
-            " when memory runs out."
+            " samples a step."
             if training
             else "a smaller batch."
         )

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from trainer.callbacks.gradient_clipping import GradientClipping
-from trainer.callbacks.halve_on_out_of_memory import HalveOnOutOfMemory
 from trainer.compat import callbacks as ordering
 from trainer.compat import modules
 from trainer.compat.base import TrainerBase
@@ -39,7 +38,6 @@ from trainer.loops.hooks import Hook, Hooks
 from trainer.loops.manual_optimization import ManualOptimization
 from trainer.loops.own_batches import draw_in_evaluation, draw_in_fit
 from trainer.loops.schedules import Schedules
-from trainer.loops.splitting import SplitBatches
 
 
 class Preparation:
@@ -60,7 +58,6 @@ class Preparation:
         self._session = session
         self._profiling = Profiling.of(trainer)
         self._path: ManualOptimization | ClosureOptimization | None = None
-        self._halving: HalveOnOutOfMemory | None = ordering.first_of(trainer.callbacks, HalveOnOutOfMemory)
         self.hooks = Hooks(
             trainer,
             module,
@@ -116,15 +113,6 @@ class Preparation:
         self._check_counts(loaders)
         loop.choose_path = self._follow_optimizers
         loop.follow_changes = partial(self._follow_changes, _set_once(self._module))
-        if (halving := self._halving) is not None:
-            if trainer.engine.override_of("backward") is not None:
-                raise ConfigurationError(
-                    f"Got HalveOnOutOfMemory and {type(trainer.strategy).__name__} with its own `backward`, which"
-                    " cannot be repeated. Override `LightningModule.backward` instead, or remove the callback."
-                )
-            halving.check(self._path, isinstance(loaders, DrawnLoaderSet))
-            parts = SplitBatches(loop, halving.limit, halving.measure, halving.split, halving.announce)
-            loop.train = parts.train_batch
         if isinstance(loaders, DrawnLoaderSet):
             draw_in_fit(loop, loaders, ends_epoch=self._module.automatic_optimization)
         if profiling is not None:
@@ -170,12 +158,12 @@ class Preparation:
         ):
             return
         draws = isinstance(trainer.loop.batches.loaders, DrawnLoaderSet)
-        if trainer.progress.in_batch or draws or self._profiling or self._halving is not None:
+        if trainer.progress.in_batch or draws or self._profiling:
             names = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
             raise ConfigurationError(
                 f"The optimizers have been exchanged for {names}, one of which evaluates the loss itself, or did so"
-                " before. Do this in `on_train_epoch_start` or between two epochs; and not with a profiler,"
-                " `HalveOnOutOfMemory` or a `training_step` that draws its own batches."
+                " before. Do this in `on_train_epoch_start` or between two epochs; and not with a profiler"
+                " or a `training_step` that draws its own batches."
             )
         self._choose_path()
 
@@ -183,13 +171,13 @@ class Preparation:
     def _wants_closure(self) -> bool:
         """Whether the module or the optimizer evaluates the loss, by a closure.
 
-        An optimizer that may have a closure or not gets none beside other optimizers, or where the scaler or the
-        halving of batches has to come between backward pass and step.
+        An optimizer that takes an optional closure gets none if there are other optimizers, or if the scaler has to
+        come between the backward pass and the step.
         """
         if self.hooks.override_of("optimizer_step") or self._trainer.engine.override_of("optimizer_step"):
             return True
         trainer, optimizers = self._trainer, self._trainer.engine.optimizers
-        may = len(optimizers) == 1 and not trainer.scaler.skips_steps and self._halving is None
+        may = len(optimizers) == 1 and not trainer.scaler.skips_steps
         return any(takes_closure(o) if may else needs_closure(o) for o in optimizers)
 
     def _schedules(self) -> Schedules:
@@ -248,8 +236,6 @@ class Preparation:
             return "Manual optimization"
         if isinstance(self._path, ClosureOptimization):
             return "An overridden `optimizer_step`, or an optimizer that evaluates the loss itself,"
-        if self._halving is not None:
-            return "HalveOnOutOfMemory"
         return _exchanging_part(self._module) if self._trainer.engine.trains_unevenly else "DeepSpeed"
 
     def schedule_validation(self, loaders: Loaders) -> None:

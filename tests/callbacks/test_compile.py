@@ -35,7 +35,7 @@ from tests.support import (
     native_fp16,
     train_by_hand,
 )
-from trainer.callbacks import ActivationCheckpointing, Compile, HalveOnOutOfMemory, RunRecorder
+from trainer.callbacks import ActivationCheckpointing, Compile, RunRecorder
 from trainer.engine import compilation
 from trainer.errors import ConfigurationError
 from trainer.precision import MixedPrecision
@@ -254,23 +254,6 @@ def test_what_is_kept_of_a_step_stays_what_it_was(tmp_path, replays, arguments):
     assert replays.steps > 20
     torch.compiler.reset()
     assert_alike(found, run_whole(tmp_path, [], **arguments))
-
-
-def test_a_batch_that_is_halved(tmp_path, replays):
-    class Large(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if len(batch[0]) > 2:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-            return F.mse_loss(self.net(batch[0]), batch[1])
-
-    mine, theirs, batches = Large(), Large(), [batch[:2] for batch in make_batches(5)]
-    for module, more in ((mine, [Compile(backend=replays.backend)]), (theirs, [])):
-        trainer = make_trainer(tmp_path, callbacks=[*more, HalveOnOutOfMemory()], accumulate_grad_batches=2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trainer.fit(module, loader_of(batches))
-    assert replays.calls
-    assert_alike(list(mine.parameters()), list(theirs.parameters()))
 
 
 def test_manual_optimization_of_two_networks(tmp_path, replays):

@@ -18,7 +18,6 @@ from trainer.callbacks import (
     GradientAccumulation,
     GradientCheck,
     GradientClipping,
-    HalveOnOutOfMemory,
     InferenceSpeed,
     LayerNorms,
     NonFiniteGuard,
@@ -176,7 +175,6 @@ def test_precisions_that_deepspeed_has_not_are_refused(precision: Any) -> None:
     [
         (Compile(), {}),
         (GradientCheck(), {}),
-        (HalveOnOutOfMemory(), {}),
         (InferenceSpeed(), {}),
         (LayerNorms(), {}),
         (OverflowReport(), {}),

@@ -52,10 +52,9 @@ from tests.support import (
     sgd,
 )
 from trainer import FSDP2Strategy
-from trainer.callbacks import HalveOnOutOfMemory
 from trainer.compat.optimizers import MultipleOptimizersError
 from trainer.compat.overrides import overridden
-from trainer.errors import ConfigurationError, PrecisionError, UnsupportedError
+from trainer.errors import PrecisionError, UnsupportedError
 from trainer.precision import Precision
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")  # of the resumed fit
@@ -611,15 +610,6 @@ def test_a_strategy_that_accumulates_by_itself_is_refused() -> None:
 
     with pytest.raises(UnsupportedError, match=r"Accumulates\.handles_gradient_accumulation=True, expected False"):
         ours(strategy=Accumulates(torch.device("cpu")), accelerator="auto", devices="auto")
-
-
-def test_halving_of_batches_is_refused_with_a_backward_of_the_strategy() -> None:
-    trainer = ours(max_epochs=1, callbacks=[HalveOnOutOfMemory()])
-    with (
-        mock.patch.object(trainer.strategy, "backward"),
-        pytest.raises(ConfigurationError, match=r"`LightningModule\.backward`"),
-    ):
-        trainer.fit(Learner(), data(2))
 
 
 def test_several_optimizers_are_refused_with_a_step_of_the_strategy() -> None:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecision
 from tests.parity import ours
 from tests.support import Regression, needs_fsdp2
 from trainer import FSDP2Strategy
-from trainer.callbacks import GradientAccumulation, GradientCheck, HalveOnOutOfMemory
+from trainer.callbacks import GradientAccumulation, GradientCheck
 from trainer.compat.fsdp import ParallelStrategy, ShardedEngine, _refuse_fused_sgd
 from trainer.engine.sharding.gradients import ShardedGradients
 from trainer.errors import UnsupportedError
@@ -65,10 +65,9 @@ def test_the_first_fsdp_is_refused_with_the_line_to_use(given: dict[str, Any], l
         ours(strategy=FSDPStrategy(**given), devices=2)
 
 
-@pytest.mark.parametrize("callback", [GradientCheck, HalveOnOutOfMemory])
-def test_callbacks_that_need_whole_gradients_are_refused(callback: Any) -> None:
-    with pytest.raises(UnsupportedError, match=f"{callback.__name__} with strategy='fsdp'"):
-        ours(strategy="fsdp", devices=2, callbacks=[callback()])
+def test_callbacks_that_need_whole_gradients_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="GradientCheck with strategy='fsdp'"):
+        ours(strategy="fsdp", devices=2, callbacks=[GradientCheck()])
 
 
 @pytest.fixture
@@ -110,12 +109,6 @@ def test_a_static_graph_refuses_accumulation_that_is_set_later() -> None:
     trainer.fit_loop._skip_backward = False
     with pytest.raises(UnsupportedError, match="accumulate_grad_batches=2"):
         GradientAccumulation(2).on_train_epoch_start(trainer, Regression())
-
-
-def test_a_static_graph_refuses_parts_of_batches() -> None:
-    """Their gradients are averaged after the last part, too."""
-    with pytest.raises(UnsupportedError, match=r"HalveOnOutOfMemory with DDPStrategy\(static_graph=True\)"):
-        ours(strategy=DDPStrategy(static_graph=True), devices=2, callbacks=[HalveOnOutOfMemory()])
 
 
 def test_fused_sgd_is_refused() -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.simulated_cuda.device import DEVICE
 from tests.support import AUTOCAST_DTYPES, OPTIMIZERS, loader_of, make_trainer
-from trainer.callbacks import HalveOnOutOfMemory, RunSummary
+from trainer.callbacks import RunSummary
 from trainer.data import prefetching
 from trainer.precision import MixedPrecision
 
@@ -470,15 +470,6 @@ class Closures(Probe):
         return torch.optim.LBFGS(self.net.parameters(), lr=0.01, max_iter=2)
 
 
-class Halved(Probe):
-    """Has no memory for more than half a batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if len(batch[0]) > ROWS // 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. On purpose.")
-        return super().training_step(batch, batch_idx)
-
-
 class Skipping(Probe):
     """Has no step for every other batch."""
 
@@ -490,7 +481,6 @@ PATHS: dict[str, tuple[Any, dict[str, Any]]] = {
     "window": (Probe, {"accumulate_grad_batches": 4, "gradient_clip_val": 0.1}),
     "manual": (Manual, {}),
     "closures": (Closures, {"precision": "32-true"}),
-    "halved": (Halved, {"callbacks": lambda: [HalveOnOutOfMemory()]}),
     "skipping": (Skipping, {}),
     "validations": (Validated, {"val_check_interval": 2, "max_epochs": 2}),
     "limits": (Probe, {"limit_train_batches": 3, "max_epochs": 2}),

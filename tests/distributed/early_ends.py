@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.distributed.setups import Uneven, only_these_warnings
 from trainer import Trainer
-from trainer.callbacks import HalveOnOutOfMemory
 
 
 class Stream(IterableDataset[Tensor]):
@@ -79,7 +78,6 @@ def fit(
     counts: list[list[int]],
     window: int = 1,
     module: Any = (),
-    halves: bool = False,
     stop_after: int = -1,
 ) -> dict[str, Any]:
     """Fit on ``counts[rank][epoch]`` batches in each process.
@@ -91,7 +89,6 @@ def fit(
         counts: batches by rank and epoch.
         window: ``accumulate_grad_batches``.
         module: arguments of :class:`Uneven`.
-        halves: whether batches may be split.
         stop_after: the batch after which the fit stops; -1 for none.
     """
     own, validations = counts[distributed.get_rank()], Validations(stop_after)
@@ -116,7 +113,7 @@ def fit(
             logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
             use_distributed_sampler=False, accumulate_grad_batches=window, num_sanity_val_steps=0,
             reload_dataloaders_every_n_epochs=int(length == "exact"),
-            callbacks=[validations, *[HalveOnOutOfMemory(limit=2)] * halves],
+            callbacks=[validations],
         )  # fmt: skip
         loader = None
         if length != "exact":

@@ -49,20 +49,19 @@ def test_all_ranks_end_with_the_last_batch_of_any(
 
 
 @pytest.mark.parametrize(
-    ("length", "module", "halves", "named"),
+    ("length", "module", "named"),
     [
-        (8, ("SGD", True), False, "Manual optimization"),
-        (None, ("LBFGS",), False, "an optimizer that evaluates the loss itself"),
-        (8, (), True, "HalveOnOutOfMemory"),
-        (None, ("SGD", False, "metric"), False, "The metric 'mean', with dist_sync_on_step=True,"),
+        (8, ("SGD", True), "Manual optimization"),
+        (None, ("LBFGS",), "an optimizer that evaluates the loss itself"),
+        (None, ("SGD", False, "metric"), "The metric 'mean', with dist_sync_on_step=True,"),
     ],
 )
 def test_runs_that_need_as_many_batches_in_each_process(
-    ranks: Ranks, length: int | None, module: Any, halves: bool, named: str
+    ranks: Ranks, length: int | None, module: Any, named: str
 ) -> None:
     with pytest.raises(RankError, match=rf"A process has 2 training batches.*{named}.*limit_train_batches=2\)"):
-        ranks.call(FIT, "ddp", length, [[2], [5]], 1, module, halves)
-    for rank in ranks.call(FIT, "ddp", length, [[3], [3]], 1, module, halves):
+        ranks.call(FIT, "ddp", length, [[2], [5]], 1, module)
+    for rank in ranks.call(FIT, "ddp", length, [[3], [3]], 1, module):
         assert (rank["counts"][-1], len(rank["validations"])) == (3, 1)
 
 
@@ -78,7 +77,7 @@ def test_an_epoch_without_a_batch_on_any_rank_is_an_error_on_all(ranks: Ranks, l
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
 def test_a_window_that_stops_early_is_used(ranks: Ranks, engine: str) -> None:
-    stopped = ranks.call(FIT, engine, "exact", [[8], [8]], 4, (), False, 5)
+    stopped = ranks.call(FIT, engine, "exact", [[8], [8]], 4, (), 5)
     for mine, whole in zip(stopped, ranks.call(FIT, engine, "exact", [[6], [6]], 4), strict=True):
         assert mine["counts"] == whole["counts"] == (2, 2, 6)
         for name in ("net.0.weight", "net.1.weight", "net.2.bias"):  # DDP makes buffers equal once more

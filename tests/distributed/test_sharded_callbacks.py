@@ -21,7 +21,7 @@ from tests.distributed.worker import BATCH, Shard, samples
 from tests.support import needs_fsdp2
 from tests.warm_python import WarmPython
 from trainer import Trainer
-from trainer.callbacks import GradientCheck, HalveOnOutOfMemory
+from trainer.callbacks import GradientCheck
 from trainer.errors import UnsupportedError
 
 pytestmark = [
@@ -250,7 +250,7 @@ def test_what_is_unfrozen_later_learns_as_on_one_process(ranks: list[dict[str, A
             torch.testing.assert_close(rank["finetuned"]["fsdp"]["weights"][name], value, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("callback", [GradientCheck(), HalveOnOutOfMemory(), ModelPruning("l1_unstructured")])
+@pytest.mark.parametrize("callback", [GradientCheck(), ModelPruning("l1_unstructured")])
 def test_what_needs_whole_weights_is_refused(callback: Any) -> None:
     with pytest.raises(UnsupportedError, match=f"{type(callback).__name__} with strategy='fsdp'"):
         Trainer(accelerator="cpu", devices=2, strategy="fsdp", callbacks=[callback], logger=False)

@@ -10,7 +10,7 @@ from tests.docs.pages import ROOT
 
 PAGE = ROOT / "docs" / "scaling.md"
 ENGINES = ["one device", "DDP", "FSDP", "DeepSpeed"]
-REFUSED = {"Fused SGD", "Parameters left out (`ignored_params`)", "`GradientCheck`", "`HalveOnOutOfMemory` (splitting)"}
+REFUSED = {"Fused SGD", "Parameters left out (`ignored_params`)", "`GradientCheck`"}
 """What a sharded engine may refuse, and nothing else."""
 
 KEPT_BY_DEEPSPEED = {"off", "refused", "waits"}

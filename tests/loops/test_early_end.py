@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from tests.support import Regression, loader_of, loss_of, make_batches, make_net, make_trainer, native_fp16, sgd
-from trainer.callbacks import GradientAccumulation, HalveOnOutOfMemory
+from trainer.callbacks import GradientAccumulation
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 
@@ -232,7 +232,6 @@ def lbfgs(parameters: Any) -> torch.optim.Optimizer:
         (Halves, {"accumulate_grad_batches": 4}),
         (partial(Module, optimizer=lbfgs), {"accumulate_grad_batches": 4}),
         (Manual, {}),
-        (Module, {"accumulate_grad_batches": 4, "callbacks": [HalveOnOutOfMemory(limit=2)]}),
     ],
 )
 def test_every_path_of_a_batch_uses_an_open_window(tmp_path, make_module, arguments):

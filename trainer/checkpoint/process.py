@@ -177,7 +177,7 @@ class ProcessState:
         self._restore_buffers(state)
         self._restore_communication(state.get("communication", {}))
         if not state.get("next_forward_exchanges", True):
-            engine.abandon_forward()
+            engine.skip_next_buffer_sync()
         loop.gradients.load_state_dict(run.lightning_module.named_parameters(), state["gradients"])
         if self.kept_batches is not None and (kept := state.get("kept_batches")) is not None:
             self.kept_batches.load_state_dict(kept, device, exact=run.exact_resume)

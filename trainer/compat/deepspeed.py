@@ -31,7 +31,6 @@ from trainer.callbacks.compile import Compile
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_check import GradientCheck
 from trainer.callbacks.gradient_clipping import GradientClipping
-from trainer.callbacks.halve_on_out_of_memory import HalveOnOutOfMemory
 from trainer.callbacks.inference_speed import InferenceSpeed
 from trainer.callbacks.layer_norms import LayerNorms
 from trainer.callbacks.nonfinite_guard import NonFiniteGuard
@@ -637,7 +636,6 @@ _NEED_GRADIENTS = {
     AnomalyDetection: "looks into the gradients of skipped steps, which DeepSpeed keeps to itself.",
     Compile: "makes graphs of forward passes, which DeepSpeed's hooks break. Use strategy='fsdp'.",
     GradientCheck: "needs whole gradients. Check them on one device: strategy='auto', devices=1.",
-    HalveOnOutOfMemory: "repeats a batch, which the other processes would wait for. Use smaller batches.",
     InferenceSpeed: "compares precisions on whole weights. Measure on one device: strategy='auto', devices=1.",
     LayerNorms: "needs the gradients of each layer, which DeepSpeed keeps to itself.",
     ModelPruning: "changes parameters that DeepSpeed keeps to itself: prune with strategy='ddp'.",

@@ -34,7 +34,6 @@ from torch.optim import Optimizer
 
 from trainer.arguments import refuse_other_package
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
-from trainer.callbacks.halve_on_out_of_memory import HalveOnOutOfMemory
 from trainer.checkpoint import sharded_files
 from trainer.compat import cluster
 from trainer.compat.checkpoint_io import CheckpointFiles, adopt, files_of, local_path, without_objects
@@ -240,12 +239,6 @@ class LightningEngine:
                 self.check_accumulation(max(callback.schedule.values()))
             elif isinstance(callback, GradientAccumulationScheduler):
                 self.check_accumulation(max(callback.scheduling.values()))
-            elif isinstance(callback, HalveOnOutOfMemory) and self._has_static_graph:
-                raise UnsupportedError(
-                    f"Got HalveOnOutOfMemory with {type(self.strategy).__name__}(static_graph=True), expected one of"
-                    " them: DDP's static graph requires that the first backward pass averages gradients, and"
-                    " HalveOnOutOfMemory averages them after the last part of a batch. Use strategy='ddp'."
-                )
 
     def check_accumulation(self, batches: int) -> None:
         """Refuse windows of several batches if DDP's graph is static.
@@ -470,8 +463,8 @@ class LightningEngine:
         """DDP does not, after a forward whose gradients were not exchanged, or that had none."""
         return not isinstance(self.model, DistributedDataParallel) or self.model.require_forward_param_sync
 
-    def abandon_forward(self) -> None:
-        """DDP sends buffers around as a forward begins: the other processes are not there for a second time."""
+    def skip_next_buffer_sync(self) -> None:
+        """Skip the broadcast of buffers with which DDP's next forward would begin."""
         if isinstance(self.model, DistributedDataParallel):
             self.model.require_forward_param_sync = False
 

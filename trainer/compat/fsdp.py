@@ -24,7 +24,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from trainer.callbacks.gradient_check import GradientCheck
-from trainer.callbacks.halve_on_out_of_memory import HalveOnOutOfMemory
 from trainer.compat.checkpoint_io import files_of
 from trainer.compat.engine import LightningEngine
 from trainer.engine.gradients import Gradients
@@ -450,7 +449,5 @@ class ShardedEngine(LightningEngine):
 
 _NEED_WHOLE = {
     GradientCheck: "Check them on one device: strategy='auto', devices=1.",
-    HalveOnOutOfMemory: "A process that runs out of memory cannot repeat a batch without the others. Use smaller"
-    " batches and more of them: accumulate_grad_batches.",
     ModelPruning: "torch.nn.utils.prune has no rules for sharded weights: prune under strategy='ddp'.",
 }

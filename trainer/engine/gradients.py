@@ -308,29 +308,6 @@ class Gradients:
             for parameter, gradient in held:
                 parameter.grad = gradient
 
-    @contextmanager
-    def undone_on_error(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """A context for one backward pass that may run out of memory. If it raises, gradients are as before.
-
-        Those from before are kept aside meanwhile and added afterwards.
-        """
-        held = [(parameter, parameter.grad) for parameter in parameters if parameter.requires_grad]
-        try:
-            for parameter, gradient in held:
-                if gradient is not None:
-                    parameter.grad = None
-            yield
-        except BaseException:
-            for parameter, gradient in held:
-                parameter.grad = gradient
-            raise
-        with torch.no_grad():
-            for parameter, gradient in held:
-                if gradient is not None:
-                    if parameter.grad is not None:
-                        gradient += parameter.grad
-                    parameter.grad = gradient
-
 
 def clamp_(tensors: list[Tensor], limit: float) -> None:
     """Clamp the elements of real tensors on one device to at most ``limit`` in absolute value, in place."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -153,13 +152,3 @@ def write_snapshot(device: torch.device, file: Path) -> bool:
     file.parent.mkdir(parents=True, exist_ok=True)
     dump(str(file))
     return True
-
-
-def free_memory(device: torch.device) -> None:
-    """Give back what nobody uses any more; for the moment after an error about memory."""
-    if device.type == "cpu":
-        gc.collect(1)  # what a step has left behind; all of it takes a second, and the system has room to swap
-        return
-    gc.collect()
-    if device.type in ("cuda", "mps", "xpu"):
-        torch.get_device_module(device).empty_cache()

@@ -202,8 +202,8 @@ class Engine(Protocol):
     def next_forward_exchanges(self) -> bool:
         """Whether the next forward begins by making buffers equal on all processes. It does so mostly, not always."""
 
-    def abandon_forward(self) -> None:
-        """Have the next forward not begin by that: it is one that has raised, run again; or that of a resumed run."""
+    def skip_next_buffer_sync(self) -> None:
+        """Skip the broadcast of buffers in the next forward, because the run was resumed between two broadcasts."""
 
     def begin_sum(self, *values: Weight) -> Callable[[], list[Weight]]:
         """Begin to add these up over the processes. What is returned waits, and returns the sums.

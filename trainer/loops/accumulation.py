@@ -150,10 +150,6 @@ class AccumulationWindow:
                 value = state[key]
                 setattr(self, name, value.to(device) if isinstance(value, Tensor) else value)
 
-    def next_part(self) -> None:
-        """The next loss is that of another part of the current batch (``trainer.loops.splitting``): weights add up."""
-        self._before = self.backwards, self._total
-
     def share(self, loss: Tensor, weight: Weight | None = None) -> Tensor:
         """The current batch's likely share of the window's mean loss.
 

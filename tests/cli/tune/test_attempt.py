@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 from tests.cli.conftest import write
 from trainer import Trainer, machine
-from trainer.callbacks import ActivationCheckpointing, HalveOnOutOfMemory
+from trainer.callbacks import ActivationCheckpointing
 from trainer.cli import tune
 from trainer.cli.arguments import read
 from trainer.cli.tune import attempt
@@ -144,7 +144,7 @@ def test_fp16_goes_on_until_two_updates_have_been_made(settings):
 
 def test_callbacks_that_save_or_stop_or_save_from_failing_are_left_out():
     kept = [ActivationCheckpointing("net"), WeightAveraging()]
-    others = [ModelCheckpoint(), EarlyStopping("loss"), Timer("00:01:00:00"), HalveOnOutOfMemory()]
+    others = [ModelCheckpoint(), EarlyStopping("loss"), Timer("00:01:00:00")]
     trainer = Trainer(accelerator="cpu", callbacks=[*kept, *others], logger=False, precision="16-mixed")
     names = [type(callback).__name__ for callback in callbacks_that_stay(trainer.callbacks)]
     assert sorted(names) == sorted(["ActivationCheckpointing", "WeightAveraging", "ScalerCheckpoint"])

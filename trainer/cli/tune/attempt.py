@@ -43,7 +43,6 @@ _LEFT_OUT: tuple[type, ...] = (
     lightnings.ProgressBar,
     lightnings.Timer,
     ours.Curves,
-    ours.HalveOnOutOfMemory,
     ours.LayerNorms,
     ours.NonFiniteGuard,
     ours.OverflowReport,
