@@ -18,7 +18,7 @@ from rich.console import Console
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer import Trainer
-from trainer.callbacks import Curves, InferenceSpeed, OverflowReport, RunRecorder, RunSummary
+from trainer.callbacks import Curves, OverflowReport, RunRecorder, RunSummary
 from trainer.record.reader import RunRecord
 
 
@@ -241,7 +241,7 @@ def test_a_folder_that_a_mock_names_is_none(tmp_path, summary, spec, monkeypatch
 
 def test_where_there_is_no_folder_of_this_machine_nothing_is_written(tmp_path, summary, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    callbacks = [summary, Curves(), RunRecorder(), OverflowReport(at_step=0), InferenceSpeed()]
+    callbacks = [summary, Curves(), RunRecorder(), OverflowReport(at_step=0)]
     trainer = make_trainer("memory://runs", logger=CSVLogger("memory://logs"), callbacks=callbacks, log_every_n_steps=1)
     trainer.fit(Regression(), loader_of(make_batches(2)))
     assert os.listdir(tmp_path) == []

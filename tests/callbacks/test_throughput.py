@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from tests.support import FakeTrainer, Regression, fit_and_watch, loader_of, make_batches, make_trainer
@@ -17,7 +18,9 @@ def fit(clock, callback, epochs, fetch=0.0, validate_after=(3,), **options):
     """Run the hooks of a fit. Epochs are lists of the seconds that batches take; to fetch one takes ``fetch``."""
     trainer = FakeTrainer(callback, clock=clock, batches=len(epochs[0]), **options)
     validation = {"batches": 1, "seconds": 500.0}
-    trainer.evaluate(**validation)  # the sanity check
+    trainer.sanity_checking = True
+    trainer.evaluate(**validation)
+    trainer.sanity_checking = False
     trainer.hook("on_train_start")
     for epoch in epochs:
         trainer.hook("on_train_epoch_start")
@@ -101,6 +104,31 @@ def test_a_gpu_is_waited_for_at_the_ends_only(clock, monkeypatch):
 def test_wrong_arguments():
     with pytest.raises(ValueError, match="warmup_batches=-1: expected 0 or more"):
         Throughput(-1)
+
+
+def test_evaluation_rates_leave_the_first_batch_out(clock):
+    callback = Throughput()
+    trainer = FakeTrainer(callback, clock=clock, world_size=2)
+    batch = torch.zeros(8, 2)
+    for stage, fn, seconds, rate in (
+        ("validation", "validate", [9.0, 1.0, 1.0], 16.0),
+        ("test", "test", [2.0], 8.0),
+        ("predict", "predict", [9.0, 4.0], 4.0),
+    ):
+        trainer.state.fn = TrainerFn(fn)
+        trainer.hook(f"on_{stage}_start")
+        for batch_idx, taken in enumerate(seconds):
+            clock.now += taken
+            trainer.hook(f"on_{stage}_batch_end", None, batch, batch_idx, 0)
+        trainer.hook(f"on_{stage}_end")
+        assert callback.run_facts()["throughput"][fn] == rate
+
+
+def test_the_sanity_check_is_not_measured(clock):
+    callback = Throughput()
+    trainer = FakeTrainer(callback, clock=clock, sanity_checking=True)
+    trainer.evaluate()
+    assert callback.evaluation_rates == {}
 
 
 @dataclass

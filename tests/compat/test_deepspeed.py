@@ -18,7 +18,6 @@ from trainer.callbacks import (
     GradientAccumulation,
     GradientCheck,
     GradientClipping,
-    InferenceSpeed,
     LayerNorms,
     NonFiniteGuard,
     OverflowReport,
@@ -175,7 +174,6 @@ def test_precisions_that_deepspeed_has_not_are_refused(precision: Any) -> None:
     [
         (Compile(), {}),
         (GradientCheck(), {}),
-        (InferenceSpeed(), {}),
         (LayerNorms(), {}),
         (OverflowReport(), {}),
         (RollBackOnLossSpike(), {}),

@@ -48,7 +48,6 @@ from trainer.callbacks import (
     ActivationCheckpointing,
     AlignmentAdvisor,
     Compile,
-    InferenceSpeed,
     LayerNorms,
     NonFiniteGuard,
     OverflowReport,
@@ -341,14 +340,6 @@ def measured(kind: str) -> dict[str, Any]:
     return found | {"measured": throughput.measured_batches, "rates": len(throughput.rates), "told": told}
 
 
-def inference(kind: str, folder: Path) -> dict[str, Any]:
-    speed = InferenceSpeed(batches=2, rounds=1, warmup=0, dirpath=folder / kind)
-    outputs = trainer_of(kind, [speed], precision="16-mixed").predict(Net(), loader())
-    result = speed.result or {}
-    named = {name: result.get(name) for name in ("precision", "samples", "batches", "rounds")}
-    return {"outputs": torch.cat(outputs), "result": named if torch.distributed.get_rank() == 0 else {}}
-
-
 # --- averages -------------------------------------------------------------------------------------------------------
 
 
@@ -517,7 +508,6 @@ def others(folder: Path) -> dict[str, Callable[[str], dict[str, Any]]]:
         "compiled": compiled,
         "compiled blocks": lambda kind: compiled(kind, ["Block"]),
         "measured": measured,
-        "inference": lambda kind: inference(kind, folder),
         "EMA": lambda kind: averaged(kind, ema),
         "EMA, skipped": lambda kind: averaged(kind, ema, bad={(1, 2): "backward"}, precision="16-mixed"),
         "averages": lambda kind: averaged(kind, Plain),

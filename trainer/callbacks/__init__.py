@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from trainer.callbacks.gradient_accumulation import GradientAccumulation
     from trainer.callbacks.gradient_check import GradientCheck
     from trainer.callbacks.gradient_clipping import GradientClipping
-    from trainer.callbacks.inference_speed import InferenceSpeed
     from trainer.callbacks.layer_norms import LayerNorms
     from trainer.callbacks.memory_history import MemoryHistory
     from trainer.callbacks.nonfinite_guard import NonFiniteGuard
@@ -44,7 +43,6 @@ __all__ = [
     "GradientAccumulation",
     "GradientCheck",
     "GradientClipping",
-    "InferenceSpeed",
     "LayerNorms",
     "MemoryHistory",
     "NonFiniteGuard",

@@ -1,8 +1,9 @@
-"""Samples per second of training after its first batches, and whether two runs were given the same batches."""
+"""Samples per second of training, evaluation and prediction after their first batches, and checksums of batches."""
 
 import statistics
 import time
 import zlib
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,12 +18,16 @@ from trainer.record.measures import data_parallel_size_of, tensor_cores_of
 
 
 class Throughput(Callback):
-    """Measures the rate of training: samples per second, over all ranks.
+    """Measure samples per second over all ranks: of training, of validation and test, and of prediction.
 
-    An epoch's rate is its samples over its time, from the start of the epoch to the end of its last batch: with the
-    waiting for batches, without validations and without checkpoints written at the end of an epoch. The first batches
-    of a fit do not count, in which memory is allocated, kernels are chosen and models compiled. The rate of a fit is
-    the median of its epochs' rates, so that one epoch in which the machine had other work does no harm.
+    An evaluation, or a prediction, is measured from the end of its first batch on, or from its beginning if it has no
+    other batch. Loading batches and writing predictions count; the sanity check does not. For the speed-up of a
+    precision, run ``predict`` or ``test`` once in it and once with ``precision=32``.
+
+    A training epoch's rate is its samples over its time, from the start of the epoch to the end of its last batch: with
+    the waiting for batches, without validations and without checkpoints written at the end of an epoch. The first
+    batches of a fit do not count: memory is allocated, kernels are chosen and models are compiled in them. The rate of
+    a fit is the median of its epochs' rates, so that one epoch on a busy machine does no harm.
 
     Per batch it costs two looks at the clock. It waits for the device a few times an epoch and at each validation,
     never within an epoch's batches (Lightning's ``ThroughputMonitor`` waits at every batch).
@@ -43,6 +48,7 @@ class Throughput(Callback):
         measured_batches: Batches of this rank that the rates rest on.
         waiting: Share, in [0, 1], of `train_seconds` that the loop spent waiting for batches. On a GPU the loop is
             ahead of the device, which does not notice a short wait; a large share means that data are too slow.
+        evaluation_rates: Samples per second of the last "validate", "test" and "predict".
         batches: For each epoch two checksums of its first batch on this rank: of the floating-point tensors in it,
             as float32 (None where the precision has rounded them to 16 bits), and of all others. Runs with equal
             ones had the same random state there and, as far as can be told, the same batches.
@@ -60,6 +66,7 @@ class Throughput(Callback):
         if flops_per_sample is not None and flops_per_sample <= 0:
             raise ValueError(f"flops_per_sample={flops_per_sample}: expected a number above 0, or None to count them.")
         self.rates: list[float] = []
+        self.evaluation_rates: dict[str, float] = {}
         self.train_seconds = 0.0
         self.measured_batches = 0
         self.batches: list[tuple[int | None, int]] = []
@@ -76,6 +83,7 @@ class Throughput(Callback):
         self._seconds = 0.0  # measured in this epoch; likewise:
         self._samples = 0
         self._batches = 0
+        self._evaluated = _Evaluation()
 
     @property
     def samples_per_second(self) -> float | None:
@@ -105,6 +113,7 @@ class Throughput(Callback):
                 "batches": self.batches,
                 "flops_per_sample": self.flops_per_sample,
                 "mfu": self.mfu,
+                **self.evaluation_rates,
             }
         }
 
@@ -157,9 +166,44 @@ class Throughput(Callback):
         self._left = self._clock()
 
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Stops the clock."""
+        """Stop the clock of the training, and start the one of the evaluation."""
         if self._resumed is not None:
             self._stop(trainer)
+        if not trainer.sanity_checking:
+            self._evaluated = _Evaluation(now(trainer.strategy.root_device, self._clock))
+
+    def on_validation_batch_end(
+        self,
+        trainer: "pl.Trainer",
+        pl_module: "pl.LightningModule",
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Count the batch."""
+        if trainer.sanity_checking:
+            return
+        evaluated = self._evaluated
+        evaluated.samples += batch_size(batch)
+        evaluated.batches += 1
+        if evaluated.batches == 1:
+            evaluated.warm = now(trainer.strategy.root_device, self._clock)
+            evaluated.warm_samples = evaluated.samples
+
+    def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Store the rate of the evaluation."""
+        if trainer.sanity_checking:
+            return
+        rate = self._evaluated.rate(now(trainer.strategy.root_device, self._clock))
+        if rate is not None:
+            assert trainer.state.fn is not None
+            stage = "validate" if trainer.state.fn == "fit" else str(trainer.state.fn.value)
+            self.evaluation_rates[stage] = rate * data_parallel_size_of(trainer)
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    on_test_end = on_predict_end = on_validation_end
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Notes the epoch's rate."""
@@ -200,6 +244,25 @@ class Throughput(Callback):
         self._resumed = None
         self._seconds += seconds
         self.train_seconds += seconds
+
+
+@dataclass
+class _Evaluation:
+    """Samples and batches of an evaluation so far, and the time and the samples at the end of its first batch."""
+
+    started: float = 0.0
+    samples: int = 0
+    batches: int = 0
+    warm: float = 0.0
+    warm_samples: int = 0
+
+    def rate(self, end: float) -> float | None:
+        """Return samples per second up to ``end``, or None if there is no batch, or no time has passed."""
+        if self.batches > 1:
+            seconds, samples = end - self.warm, self.samples - self.warm_samples
+        else:
+            seconds, samples = end - self.started, self.samples
+        return samples / seconds if samples and seconds > 0 else None
 
 
 def _peak(trainer: "pl.Trainer", convolves: bool) -> float | None:

@@ -124,10 +124,6 @@ def run(config: DictConfig) -> float | None:
         tracking.end(well=record.facts["status"] in ENDED_WELL)
     run = RunRecord(record.facts, folder)
     _warn_of_missing_objective(settings, run)
-    if is_first() and not is_quiet() and "inference_speed" in record.facts:
-        from trainer.callbacks.inference_speed import in_words
-
-        print(in_words(record.facts["inference_speed"]))
     if is_first() and not is_quiet() and isinstance(settings["trainer"]["profiler"], str):
         print(f"The profile is in {from_here(folder)}/{config.command}.log.")
     if is_first() and not (config.command == "fit" and _shows_summary(trainer)):
@@ -354,8 +350,10 @@ def _last_line(run: RunRecord) -> str:
     """What a run says at its end where it shows no summary."""
     names = worth_showing(run.metrics)[:_MOST_METRICS] if is_quiet() else []
     metrics = ", ".join(f"{name}={run.metrics[name]:.4g}" for name in names)
-    told = f"{run.command} {run.status} in {run.seconds:.1f} s" + (f": {metrics}" if metrics else "")
-    return f"{told}. Everything is in {from_here(run.folder)}"
+    rate = run.samples_per_second
+    speed = "" if rate is None or is_quiet() else f", {rate:,.1f} samples/s"
+    line = f"{run.command} {run.status} in {run.seconds:.1f} s{speed}" + (f": {metrics}" if metrics else "")
+    return f"{line}. Everything is in {from_here(run.folder)}"
 
 
 def _shows_summary(trainer: Any) -> bool:

@@ -31,7 +31,6 @@ from trainer.callbacks.compile import Compile
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.callbacks.gradient_check import GradientCheck
 from trainer.callbacks.gradient_clipping import GradientClipping
-from trainer.callbacks.inference_speed import InferenceSpeed
 from trainer.callbacks.layer_norms import LayerNorms
 from trainer.callbacks.nonfinite_guard import NonFiniteGuard
 from trainer.callbacks.overflow_report import OverflowReport
@@ -636,7 +635,6 @@ _NEED_GRADIENTS = {
     AnomalyDetection: "looks into the gradients of skipped steps, which DeepSpeed keeps to itself.",
     Compile: "makes graphs of forward passes, which DeepSpeed's hooks break. Use strategy='fsdp'.",
     GradientCheck: "needs whole gradients. Check them on one device: strategy='auto', devices=1.",
-    InferenceSpeed: "compares precisions on whole weights. Measure on one device: strategy='auto', devices=1.",
     LayerNorms: "needs the gradients of each layer, which DeepSpeed keeps to itself.",
     ModelPruning: "changes parameters that DeepSpeed keeps to itself: prune with strategy='ddp'.",
     RollBackOnLossSpike: "loads a checkpoint in the middle of a run, for which DeepSpeed's parameters are not made.",

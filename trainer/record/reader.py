@@ -80,7 +80,6 @@ class RunRecord:
         seconds: Wall time: of a fit that of training, validations included; of another command all that it took.
         train_seconds: Time of training without validations.
         samples_per_step: Training samples of an optimizer step over all processes, by an epoch's first batch.
-        samples_per_second: Training samples per second: by the callback Throughput, else the mean of the fit.
         best_score: What the metric was, at the best checkpoint, that the checkpoints go by.
         metrics: The last value of each metric.
         overrides: The words of its command line that set something.
@@ -109,7 +108,6 @@ class RunRecord:
     seconds = Fact(float)
     train_seconds = Fact(float)
     samples_per_step = Fact(int)
-    samples_per_second = Fact(float)
     best_score = Fact(float)
 
     def __init__(self, facts: Mapping[str, Any], folder: Path, now: float | None = None) -> None:
@@ -147,6 +145,12 @@ class RunRecord:
     def completed(self) -> bool:
         """Whether it came to its end."""
         return self.status == "completed"
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples per second: of a fit in training, of another command that the callback Throughput has measured."""
+        rate = self.facts.get("samples_per_second") or self.throughput.get(self.command or "")
+        return None if rate is None else float(rate)
 
     @property
     def peak_memory(self) -> int | None:
