@@ -1,8 +1,7 @@
-"""``trainer export``: a trained module for use without us: as a graph, or its weights. Imports torch when it begins.
+"""``trainer export``: write a trained module as a graph, or its weights, for use without this package.
 
-With ``ckpt=RUN to=FILE`` what is written depends on how the name of FILE ends: the graph of the module's ``forward``
-(`trainer.cli.graphs`), or the weights. With two words, a checkpoint and a file of safetensors, it is the weights, and
-no config is needed.
+With ``ckpt=RUN to=FILE``, the ending of FILE chooses the graph of the module's ``forward`` (`trainer.cli.graphs`) or
+the weights. With two words, a checkpoint and a file of safetensors, the weights are written, and no config is needed.
 """
 
 from __future__ import annotations
@@ -19,44 +18,59 @@ from trainer.record.checkpoints import find, is_checkpoint_folder
 WEIGHTS = ".safetensors"
 GRAPHS = (".onnx", ".pt2")
 """Endings of the names of files with graphs."""
-_NEEDS = {WEIGHTS: ("safetensors",), ".onnx": ("export", "onnx", "onnxscript")}  # the extra, and modules of it
+_EXTRAS = {WEIGHTS: "safetensors", ".onnx": "export"}
 
 
 def command(arguments: Arguments) -> int:
     """``trainer export ckpt=RUN to=FILE [SETTING=VALUE]``, or ``trainer export CHECKPOINT FILE.safetensors [PREFIX]``.
 
     Returns:
-        0, or 1 where it cannot be exported, or what was written computes something else.
+        0, or 1 if the module cannot be exported, or the file computes something else.
     """
-    if arguments.overrides:
-        return _of_run(arguments)
-    checkpoint, file = two(arguments, f"a checkpoint, and the {WEIGHTS} file to make of its weights")
-    if existing(checkpoint, "export").is_dir() and not is_checkpoint_folder(checkpoint):
+    if not arguments.overrides:
+        checkpoint, file = two(arguments, f"a checkpoint, and the {WEIGHTS} file to make of its weights")
+        existing(checkpoint, "export")
+        if file.suffix in GRAPHS or (checkpoint.is_dir() and not is_checkpoint_folder(checkpoint)):
+            raise UsageError(
+                f"export got {checkpoint} and {file}, expected a checkpoint and a {WEIGHTS} file. For a graph, or the"
+                f" best checkpoint of a run: python -m trainer export ckpt={checkpoint} to={file}"
+            )
+        return _weights(checkpoint, _writable(file), *arguments.words[2:])
+    arguments.check_flags()
+    if arguments.words:
+        raise UsageError(f"export got the word {arguments.words[0]!r} among settings, expected ckpt=RUN to=FILE.")
+    given = {word.partition("=")[0]: word.partition("=")[2].strip("'\"") for word in arguments.overrides}
+    if "to" not in given:
         raise UsageError(
-            f"export got {checkpoint}, which is a folder and no checkpoint: name one of those in it; or, for a run's"
-            f" best one: python -m trainer export ckpt={checkpoint} to={file}"
+            f"export needs the file to write, with a name that ends in {', '.join(GRAPHS)} or {WEIGHTS}: python -m"
+            f" trainer export {' '.join(arguments.overrides)} to=model.pt2"
         )
-    if file.suffix in GRAPHS:
+    file = _writable(Path(given.pop("to")).expanduser())
+    arguments.overrides = [word for word in arguments.overrides if not word.startswith("to=")]
+    if file.suffix != WEIGHTS:
+        return _graph(arguments, file)
+    if len(given) != 1 or not given.keys() <= {"ckpt", "ckpt_path"}:
         raise UsageError(
-            f"export got {file}, for which the config of the run is needed: python -m trainer export ckpt={checkpoint}"
-            f" to={file}"
+            f"export to a {WEIGHTS} file takes the weights as the checkpoint has them, and no settings: expected"
+            f" ckpt=RUN to=FILE{WEIGHTS}, got {' '.join(arguments.overrides) or 'no checkpoint'}."
         )
-    _check_file(file, "export got")
-    return _weights(checkpoint, file, arguments.words[2] if len(arguments.words) > 2 else "")
+    return _weights(find(Path(*given.values()).expanduser()), file)
 
 
-def _check_file(file: Path, got: str) -> None:
-    """Refuse a file that cannot be written.
+def _writable(file: Path) -> Path:
+    """Return ``file`` if it can be written.
 
     Raises:
-        UsageError: of another kind, one that is there, or a package is missing.
+        UsageError: if it is of another kind, or exists, or a package is missing.
     """
     if file.suffix not in (WEIGHTS, *GRAPHS):
-        kinds = f"a {WEIGHTS} file" if got == "export got" else f"one that ends in {', '.join(GRAPHS)} or {WEIGHTS}"
-        raise UsageError(f"{got} {file}, expected the name of {kinds}, such as model{file.suffix and WEIGHTS}.")
+        raise UsageError(
+            f"export got {file}, expected the name of a file that ends in {', '.join(GRAPHS)} or {WEIGHTS}."
+        )
     absent(file)
-    if file.suffix in _NEEDS and (problem := packages.missing(*_NEEDS[file.suffix])):
+    if file.suffix in _EXTRAS and (problem := packages.missing(_EXTRAS[file.suffix])):
         raise UsageError(f"export needs {problem}")
+    return file
 
 
 def _weights(checkpoint: Path, file: Path, prefix: str = "") -> int:
@@ -70,28 +84,15 @@ def _weights(checkpoint: Path, file: Path, prefix: str = "") -> int:
     return carry_out(convert, file)
 
 
-def _of_run(arguments: Arguments) -> int:
-    """With settings: of the run that ``ckpt`` names, or of a config and ``ckpt_path``."""
+def _graph(arguments: Arguments, file: Path) -> int:
     from trainer.cli import failure, restore
     from trainer.cli.tune import plain
     from trainer.cli.validate import validate
 
-    arguments.check_flags()
-    if arguments.words:
-        raise UsageError(f"export got the word {arguments.words[0]!r} among settings, expected ckpt=RUN to=FILE.")
-    file = _target(arguments)
-    if file is None:
-        raise UsageError(
-            f"export needs the file to write, which ends in {', '.join(GRAPHS)} or {WEIGHTS}: python -m trainer export"
-            f" {' '.join(arguments.overrides)} to=model.pt2"
-        )
-    _check_file(file, "to is")
-    if file.suffix == WEIGHTS:
-        return _weights(_only_checkpoint(arguments), file)
     restore.apply(arguments)
     config = validate(arguments)
     if config.ckpt_path is None:
-        raise UsageError("export needs what was trained: ckpt=RUN, its folder or a checkpoint in it.")
+        raise UsageError("export needs a trained module: ckpt=RUN, its folder or a checkpoint in it.")
     from trainer.cli.graphs import export
     from trainer.cli.run import assemble
 
@@ -112,20 +113,3 @@ def _of_run(arguments: Arguments) -> int:
             failure.tell(error)
             return 1
     return 0
-
-
-def _target(arguments: Arguments) -> Path | None:
-    """The file that ``to`` names on the command line, which it is taken out of; None without one."""
-    given = [word for word in arguments.overrides if word.startswith("to=")]
-    arguments.overrides = [word for word in arguments.overrides if word not in given]
-    return Path(given[-1].partition("=")[2].strip("'\"")).expanduser() if given else None
-
-
-def _only_checkpoint(arguments: Arguments) -> Path:
-    """The checkpoint, where nothing but that is of interest."""
-    if len(arguments.overrides) != 1 or arguments.overrides[0].partition("=")[0] not in ("ckpt", "ckpt_path"):
-        raise UsageError(
-            f"export to a {WEIGHTS} file takes the weights as the checkpoint has them, and no settings: expected"
-            f" ckpt=RUN to=FILE{WEIGHTS}, got {' '.join(arguments.overrides) or 'no checkpoint'}."
-        )
-    return find(Path(arguments.overrides[0].partition("=")[2].strip("'\"")).expanduser())

@@ -110,7 +110,7 @@ name of FILE ends says what:
 forward is called with the module's example_input_array or, without one, with the first batch of its data: a mapping
 gives it the entries that are named as its arguments, a tuple or list as many of the first as it needs. The graph takes
 batches of any size where forward does, in float32. The file is run before it is kept: it has to give what forward
-gives, within 0.0001 of the largest value. Size, difference and time are printed. Nothing is written over.
+gives, within 0.0001 of the largest value. Its size and the difference are printed. Nothing is written over.
 
 A checkpoint's weights can be had without its run: with PREFIX, those whose names begin with it, without it: what a
 LightningModule has as self.model begins with "model.".

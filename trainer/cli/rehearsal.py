@@ -1,0 +1,60 @@
+"""Run a few steps of a config on throw-away objects, for ``checks``, ``export`` and ``tune``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from trainer.precision.devices import now
+
+
+class Done(Exception):  # noqa: N818 - not an error
+    """Raised by a callback to end a run."""
+
+
+def rehearse(trainer: Any, module: Any, observer: Callback, stage: str = "fit", **arguments: Any) -> None:
+    """Run a stage of the Trainer until ``observer`` raises :class:`Done`, or to its end.
+
+    Args:
+        trainer: from :func:`trainer.cli.run.assemble`.
+        module: likewise.
+        observer: is added to the callbacks of the Trainer.
+        stage: the method of the Trainer.
+        arguments: of that method.
+    """
+    trainer.callbacks = [*trainer.callbacks, observer]
+    with suppress(Done):
+        getattr(trainer, stage)(module, **arguments)
+
+
+def first_weights(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the argument of ``fit`` for the weights that the config's training begins with."""
+    return {} if settings["weights"] is None else {"weights": settings["weights"]}
+
+
+class Clock(Callback):
+    """Measure the seconds of each training step, without the time to load its batch.
+
+    Args:
+        clock: returns seconds.
+
+    Attributes:
+        seconds: of each batch so far.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._started = 0.0
+        self.seconds: list[float] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Start the clock."""
+        self._started = now(trainer.strategy.root_device, self._clock)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Stop the clock."""
+        self.seconds.append(now(trainer.strategy.root_device, self._clock) - self._started)
