@@ -47,14 +47,14 @@ class Clock(Callback):
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+        self.clock = clock
         self._started = 0.0
         self.seconds: list[float] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Start the clock."""
-        self._started = now(trainer.strategy.root_device, self._clock)
+        self._started = now(trainer.strategy.root_device, self.clock)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Stop the clock."""
-        self.seconds.append(now(trainer.strategy.root_device, self._clock) - self._started)
+        self.seconds.append(now(trainer.strategy.root_device, self.clock) - self._started)

@@ -25,7 +25,6 @@ from trainer.cli.tune.attempt import (
     Meter,
     callbacks_that_stay,
     run_range_test,
-    samples_in,
     try_batch_size,
     watch_memory,
 )
@@ -101,7 +100,7 @@ def test_a_config_that_cannot_be_built_is_the_users(settings):
 def test_a_peak_beyond_the_budget_is_out_of_memory(settings, monkeypatch):
     monkeypatch.setattr(attempt, "watch_memory", lambda budget, tell: None)
     message = tried(settings(), memory=2**20)
-    assert (message["status"], message["error"]) == ("out of memory", "the process grew beyond the budget")
+    assert (message["status"], message["error"]) == ("out of memory", "the process exceeded the budget")
     assert message["memory"] > 2**26
 
 
@@ -150,10 +149,10 @@ def test_callbacks_that_save_or_stop_or_save_from_failing_are_left_out():
     assert sorted(names) == sorted(["ActivationCheckpointing", "WeightAveraging", "ScalerCheckpoint"])
 
 
-def test_rates_leave_out_the_first_update_and_the_waiting(monkeypatch):
-    clock = iter([0, 9, 20, 22, 30, 34, 50, 51])  # the start and the end of four batches
-    monkeypatch.setattr(attempt.time, "perf_counter", lambda: next(clock))
+def test_rates_leave_out_the_first_update_and_the_waiting():
+    ticks = iter([0, 9, 20, 22, 30, 34, 50, 51])  # the start and the end of four batches
     meter = Meter(print, 4)
+    meter.clock = lambda: next(ticks)
     trainer = SimpleNamespace(
         global_step=0, skipped_steps=0, should_stop=False, strategy=SimpleNamespace(root_device=torch.device("cpu"))
     )
@@ -163,7 +162,7 @@ def test_rates_leave_out_the_first_update_and_the_waiting(monkeypatch):
         trainer.global_step += 1
         meter.on_train_batch_end(trainer, None, None, torch.zeros(8, 2), 0)
     assert trainer.should_stop
-    assert meter.found()["samples_per_second"] == 4.0  # of 8 / 2, 8 / 4 and 8 / 1
+    assert meter.found()["samples_per_second"] == 24 / (2 + 4 + 1)
 
 
 class Stream(IterableDataset):
@@ -171,19 +170,29 @@ class Stream(IterableDataset):
         yield from range(3)
 
 
-def test_how_many_samples_there_are():
-    data = TensorDataset(torch.zeros(20, 1))
-    assert samples_in(DataLoader(data, batch_size=6, drop_last=True)) == 20
-    assert samples_in(DataLoader(data, sampler=WeightedRandomSampler(torch.ones(20), 7))) == 7
-    assert samples_in(DataLoader(Stream())) is None
-    assert samples_in({"a": DataLoader(data)}) is None
+DATA = TensorDataset(torch.zeros(20, 1))
+
+
+@pytest.mark.parametrize(
+    ("loader", "samples"),
+    [
+        (DataLoader(DATA, batch_size=6, drop_last=True), 20),
+        (DataLoader(DATA, sampler=WeightedRandomSampler(torch.ones(20), 7)), 7),
+        (DataLoader(Stream()), None),
+        ({"a": DataLoader(DATA)}, None),
+    ],
+)
+def test_the_number_of_samples_in_the_training_set(loader, samples):
+    meter = Meter(print, 4)
+    meter.on_train_start(SimpleNamespace(train_dataloader=loader), None)
+    assert meter.found()["samples"] == samples
 
 
 def test_a_range_test_leaves_nothing_behind(settings):
     made = settings("optimizer.momentum=0", "data.batch_size=16", "callbacks=default")
     before = copy.deepcopy(made)
     message = told(run_range_test, made, min_lr=1e-4, max_lr=0.3, steps=20)
-    assert (message["status"], message["ended_by"], message["groups"]) == ("ok", "the last rate", 1)
+    assert (message["status"], message["ended_by"]) == ("ok", "the last rate")
     rates, losses = zip(*message["points"], strict=True)
     assert rates == pytest.approx([1e-4 * 3000 ** (step / 19) for step in range(20)])
     assert losses[-1] < losses[0] / 2

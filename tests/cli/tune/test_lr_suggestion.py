@@ -30,7 +30,6 @@ def test_it_is_where_the_loss_falls_fastest(steepest, noise):
     assert steepest / tolerance < found.lr < steepest * tolerance
     assert found.lr in RATES
     assert found.lr < found.lowest < 100 * steepest
-    assert found.why == "where the loss falls fastest"
     assert len(found.smoothed) == 100
 
 

@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainer import redaction
-from trainer.arguments import NUMBER, TEXT, WHOLE, Kind
+from trainer.arguments import ARGUMENTS, NUMBER, TEXT, WHOLE, Kind
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.compose import resolve
 from trainer.cli.processes import under_torchrun
@@ -36,40 +36,30 @@ LOG = "tune.log"
 
 _MODULES = {"batch_size": "trainer.cli.tune.batch_size", "lr": "trainer.cli.tune.lr"}
 
-# A short training that neither validates, saves nor logs; `trainer.Trainer`'s arguments.
-_SHORT_TRAINING = {
-    "barebones": False,
+_DEFAULTS = (
+    "barebones", "exact_resume", "fast_dev_run", "limit_train_batches", "max_time", "min_epochs", "min_steps",
+    "overfit_batches", "profiler", "resume", "strategy",
+)  # fmt: skip
+_SHORT_TRAINING = {name: ARGUMENTS[name].default for name in _DEFAULTS} | {
     "devices": 1,
+    "num_nodes": 1,
     "enable_checkpointing": False,
     "enable_model_summary": False,
     "enable_progress_bar": False,
-    "exact_resume": True,
-    "fast_dev_run": False,
-    "limit_train_batches": None,
     "limit_val_batches": 0,
-    "max_time": None,
-    "min_epochs": None,
-    "min_steps": None,
-    "num_nodes": 1,
     "num_sanity_val_steps": 0,
-    "overfit_batches": 0.0,
-    "profiler": None,
-    "resume": None,
-    "strategy": "auto",
 }
+"""Arguments of the Trainer for a training without validation, checkpoints and logs."""
 _LONGEST = {"max_epochs": 1000, "max_steps": 100_000}
-"""Longer than any test: some schedules need to know the length of the run."""
-
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+"""Longer than any test. Some schedules read the length of the run."""
 
 
 class TuneError(TrainerError):
-    """A training step failed, for another reason than memory. The message is that of its error."""
+    """A training step failed for another reason than memory. Has the message of its error."""
 
 
 def bytes_in(size: object) -> int | None:
-    """How many bytes ``size`` is; None where it is no size.
+    """Return the number of bytes, or None if ``size`` is not a size.
 
     >>> bytes_in("3GiB"), bytes_in("1.5 GB"), bytes_in("512M"), bytes_in(4096), bytes_in("much")
     (3221225472, 1500000000, 536870912, 4096, None)
@@ -79,9 +69,8 @@ def bytes_in(size: object) -> int | None:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", str(size), re.IGNORECASE)
     if found is None:
         return None
-    unit, ending = found[2].lower(), (found[3] or "").lower()
-    factor = _DECIMAL[unit] if unit and ending == "b" else _UNITS[unit]
-    return int(float(found[1]) * factor) or None
+    is_decimal = (found[3] or "").lower() == "b"
+    return int(float(found[1]) * (1000 if is_decimal else 1024) ** " kmgt".index(found[2].lower() or " ")) or None
 
 
 _KEY = TEXT._replace(words="the name of a setting, such as data.batch_size")

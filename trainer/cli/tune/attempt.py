@@ -1,13 +1,12 @@
-"""What runs in the child processes of ``tune``: a few real training steps that are measured.
+"""The child processes of ``tune``: a few real training steps that are measured.
 
-Each try has a child process of its own (`trainer.cli.tune.child`), on every kind of device. On a GPU, only a new
-process is free of what an out-of-memory error leaves behind (fragments, handles of libraries, a broken context). On a
-CPU, only a new process tells the peak memory of one try, because a process rarely returns memory to the system.
+Each try has its own child process (`trainer.cli.tune.child`) on every device. On a GPU, only a new process is free of
+the remains of an out-of-memory error (fragments, handles of libraries, a broken context). On a CPU, only a new process
+reports the peak memory of one try, because a process rarely returns memory to the system.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
 import threading
 import time
@@ -19,65 +18,51 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import callbacks as lightnings
 from lightning.pytorch.callbacks import Callback
-from torch.utils.data import DataLoader
 
 from trainer import callbacks as ours
 from trainer import machine
 from trainer.cli.failure import is_about_settings
+from trainer.cli.rehearsal import Clock, first_weights, rehearse
 from trainer.cli.run import assemble
 from trainer.cli.tune.child import Message, Tell
 from trainer.cli.tune.lr_range import LearningRateSweep
 from trainer.data.samples import batch_size
 from trainer.errors import PrecisionError, is_out_of_memory
-from trainer.precision.devices import now
 
-# Callbacks that are left out of a try: they save, log, stop, or handle an out-of-memory error. All others stay, because
-# they may change the memory and time of a step: activation checkpointing, averages of the weights, the user's own.
 _LEFT_OUT: tuple[type, ...] = (
-    lightnings.BatchSizeFinder,
-    lightnings.Checkpoint,
-    lightnings.EarlyStopping,
-    lightnings.LearningRateFinder,
-    lightnings.LearningRateMonitor,
-    lightnings.ModelSummary,
-    lightnings.ProgressBar,
-    lightnings.Timer,
-    ours.Curves,
-    ours.LayerNorms,
-    ours.NonFiniteGuard,
-    ours.OverflowReport,
-    ours.RunRecorder,
-    ours.RunSummary,
-    ours.ScaleMonitor,
+    lightnings.BatchSizeFinder, lightnings.Checkpoint, lightnings.EarlyStopping, lightnings.LearningRateFinder,
+    lightnings.LearningRateMonitor, lightnings.ModelSummary, lightnings.ProgressBar, lightnings.Timer, ours.Curves,
+    ours.LayerNorms, ours.NonFiniteGuard, ours.OverflowReport, ours.RunRecorder, ours.RunSummary, ours.ScaleMonitor,
     ours.Throughput,
-)
-_MOST_SKIPPED = 30  # updates that may overflow before a scale is found; 16 halvings lead from the first scale to 1
+)  # fmt: skip
+"""Callbacks that save, log, stop, or handle errors. All others may change the memory and time of a step, and stay."""
+_MOST_SKIPPED = 30  # 16 halvings lead from the first loss scale to 1
 _LOOK_EVERY = 0.02  # seconds
 
 
-def try_batch_size(tell: Tell, folder: Path, settings: dict[str, Any], **measured: Any) -> None:
-    """Train for a few steps, and tell what they took: for `trainer.cli.tune.child.run_in_child`.
-
-    The message has a ``status``: ``ok``, ``out of memory`` or ``failed``. ``ok`` comes with the ``precision`` and what
-    `Meter.found` has; the others with ``error``.
+def try_batch_size(tell: Tell, folder: Path, settings: dict[str, Any], **limits: Any) -> None:
+    """Train for a few steps and send their measurements: for `trainer.cli.tune.child.run_in_child`.
 
     Args:
-        tell: takes the message.
-        folder: for what a Trainer may write.
-        settings: the config, resolved, with that size in it.
-        measured: arguments of `Meter`.
+        tell: sends the message. Its ``status`` is ``ok``, with the ``precision`` and :meth:`Meter.found`, or ``out of
+            memory`` or ``failed``, with ``error``.
+        folder: the Trainer's ``default_root_dir``.
+        settings: the resolved config, with the batch size.
+        limits: arguments of :class:`Meter`.
     """
-    _train(tell, folder, settings, Meter(tell, **measured))
+    _train(tell, folder, settings, Meter(tell, **limits))
 
 
 def run_range_test(tell: Tell, folder: Path, settings: dict[str, Any], **rates: Any) -> None:
-    """Train with ever larger learning rates: for `trainer.cli.tune.child.run_in_child`.
+    """Train with increasing learning rates and send the curve: for `trainer.cli.tune.child.run_in_child`.
 
-    It begins with the weights that a fit would. Tells as `try_batch_size` does; ``ok`` comes with what
-    `trainer.cli.tune.lr_range.LearningRateSweep.found` has, whose arguments ``rates`` are.
+    Args:
+        tell: sends the message, as in :func:`try_batch_size`, with :meth:`LearningRateSweep.found`.
+        folder: the Trainer's ``default_root_dir``.
+        settings: the resolved config. The training begins with its ``weights``.
+        rates: arguments of :class:`~trainer.cli.tune.lr_range.LearningRateSweep`.
     """
-    begin = {} if settings["weights"] is None else {"weights": settings["weights"]}
-    _train(tell, folder, settings, LearningRateSweep(**rates), **begin)
+    _train(tell, folder, settings, LearningRateSweep(**rates), **first_weights(settings))
 
 
 def _train(
@@ -85,8 +70,8 @@ def _train(
 ) -> None:
     try:
         module, data, trainer = assemble(settings, folder)
-        trainer.callbacks = [*callbacks_that_stay(trainer.callbacks), observer]
-        trainer.fit(module, datamodule=data, **begin)
+        trainer.callbacks = callbacks_that_stay(trainer.callbacks)
+        rehearse(trainer, module, observer, datamodule=data, **begin)
         message = {"status": "ok", "precision": trainer.precision, **observer.found()}
     except (Exception, SystemExit) as error:
         message = _failure(error)
@@ -94,40 +79,38 @@ def _train(
 
 
 def callbacks_that_stay(callbacks: list[Callback]) -> list[Callback]:
-    """The callbacks of a Trainer that may change the memory and time of a step."""
+    """Return the callbacks that may change the memory and time of a step."""
     return [callback for callback in callbacks if not isinstance(callback, _LEFT_OUT)]
 
 
-class Meter(Callback):
-    """Ends a fit after some weight updates, and measures their speed and the peak memory.
+class Meter(Clock):
+    """End a fit after some weight updates, and measure their speed and the peak memory.
 
-    The fit lasts until two updates have not been skipped: only then is the state of the optimizer complete.
+    The fit lasts until two updates were not skipped, because only then is the state of the optimizer complete.
 
     Args:
-        tell: takes the message that the process has more memory than it may.
-        steps: weight updates.
-        memory: budget in bytes, of the process on a CPU, of torch's allocations on a GPU. None for what there is.
-        only_on_cpu: the budget is the host's, and says nothing about a GPU.
+        tell: sends the message that the process exceeds the budget.
+        steps: number of weight updates.
+        memory: budget in bytes, of the process on a CPU, of torch's allocations on a GPU. Default: no limit.
+        only_on_cpu: whether the budget is the host's, and does not apply to a GPU.
     """
 
     def __init__(self, tell: Tell, steps: int, memory: int | None = None, only_on_cpu: bool = False) -> None:
+        super().__init__()
         self._tell = tell
         self._steps = steps
         self._memory = memory
         self._only_on_cpu = only_on_cpu
         self._device = torch.device("cpu")
-        self._rates: list[float] = []  # samples per second, of each update
-        self._samples = self._batch = 0
-        self._seconds = self._started = 0.0
-        self._seen = self._skipped = 0  # optimizer steps and skipped ones, when the last update ended
-        self._skips = 0  # updates
+        self._samples: list[int] = []  # in each batch
+        self._warm_up = 0  # batches of the first update
+        self._skipped = 0
         self._in_set: int | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Limits the memory: by torch's allocator on a GPU, by a thread that watches the process on a CPU.
+        """Limit the memory: with torch's allocator on a GPU, with a thread that watches the process on a CPU.
 
-        Not ``RLIMIT_AS`` or ``RLIMIT_DATA``: they count addresses, of which libraries for GPUs reserve gigabytes that
-        nobody ever uses, they count them differently from system to system, and Windows and macOS have none that hold.
+        ``RLIMIT_AS`` and ``RLIMIT_DATA`` count addresses, and libraries for GPUs reserve gigabytes that they never use.
         """
         self._device = trainer.strategy.root_device
         if self._memory is None or (self._only_on_cpu and self._device.type != "cpu"):
@@ -139,85 +122,62 @@ class Meter(Callback):
             threading.Thread(target=watch_memory, args=(self._memory, self._tell), daemon=True).start()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Notes the number of samples in the training set."""
-        self._in_set = samples_in(trainer.train_dataloader)
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Starts the clock."""
-        self._started = now(self._device, time.perf_counter)
+        """Read the number of samples in the training set, if the dataloader has one."""
+        try:
+            self._in_set = len(trainer.train_dataloader.sampler)  # type: ignore[union-attr]
+        except (AttributeError, TypeError, NotImplementedError):
+            self._in_set = None
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stops the clock, and after the last update the fit."""
-        self._seconds += now(self._device, time.perf_counter) - self._started
-        samples = batch_size(batch)
-        self._samples += samples
-        self._batch = max(self._batch, samples)
-        if trainer.global_step == self._seen:  # within a window
-            return
-        skipped: int = trainer.skipped_steps  # type: ignore[attr-defined]  # ours has it
-        self._skips += skipped > self._skipped
-        self._rates.append(self._samples / self._seconds if self._seconds else 0.0)
-        self._seen, self._skipped = trainer.global_step, skipped
-        self._samples, self._seconds = 0, 0.0
-        updates = len(self._rates)
-        trainer.should_stop = (updates >= self._steps and updates - self._skips >= 2) or self._skips >= _MOST_SKIPPED
+        """Stop the clock, and end the fit after the last update."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._samples.append(batch_size(batch))
+        updates = trainer.global_step
+        self._skipped = trainer.skipped_steps  # type: ignore[attr-defined]  # of trainer.Trainer
+        self._warm_up = self._warm_up or (len(self._samples) if updates else 0)
+        is_measured = updates >= self._steps and updates - self._skipped >= 2
+        trainer.should_stop = is_measured or self._skipped >= _MOST_SKIPPED
 
     def found(self) -> Message:
-        """The measurements, at the end of the fit.
+        """Return the measurements.
 
         ``memory``: bytes at the peak, of the process on a CPU, of tensors on a GPU. ``samples_per_second``: without the
-        waiting for batches. ``batch``: samples in a batch, as it was. ``samples``: in the training set, if that is
-        known. ``skipped``: updates that overflowed.
+        time to load batches and the first update. ``batch``: samples in a batch. ``samples``: in the training set, or
+        None. ``skipped``: number of updates that overflowed.
         """
         on_gpu = self._device.type == "cuda"
         memory = torch.cuda.max_memory_allocated(self._device) if on_gpu else machine.peak_memory()
         if self._device.type == "cpu" and self._memory is not None and memory > self._memory:
             return _over_budget(memory)
-        timed = self._rates[1:]
+        seconds = sum(self.seconds[self._warm_up :])
         return {
             "memory": memory,
-            "samples_per_second": statistics.median(timed) if timed else None,
-            "batch": self._batch,
+            "samples_per_second": sum(self._samples[self._warm_up :]) / seconds if seconds else None,
+            "batch": max(self._samples, default=0),
             "samples": self._in_set,
-            "skipped": self._skips,
+            "skipped": self._skipped,
         }
 
 
-def samples_in(loader: Any) -> int | None:
-    """How many samples a dataloader draws in an epoch; None where that is not known, or where there are several."""
-    if not isinstance(loader, DataLoader):
-        return None
-    try:
-        return len(loader.sampler)  # type: ignore[arg-type]  # most have a length
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def watch_memory(budget: int, tell: Tell) -> None:
-    """Tell, and so end the process, when its resident memory has grown beyond ``budget`` (bytes)."""
+    """Send a message, and so end the process, when its resident memory exceeds ``budget`` (bytes)."""
     while (peak := machine.peak_memory()) <= budget:
         time.sleep(_LOOK_EVERY)
     tell(_over_budget(peak))
 
 
 def _over_budget(peak: int) -> Message:
-    return {"status": "out of memory", "error": "the process grew beyond the budget", "memory": peak}
+    return {"status": "out of memory", "error": "the process exceeded the budget", "memory": peak}
 
 
 def _failure(error: BaseException) -> Message:
     traceback.print_exception(error, file=sys.stderr)
-    words = " ".join(str(error).split())
-    text = f"{type(error).__name__}: {words}"
-    if is_out_of_memory(error):
-        return {"status": "out of memory", "error": text}
-    own = is_about_settings(error)
+    words, own = " ".join(str(error).split()), is_about_settings(error)
     return {
-        "status": "failed",
-        "error": words if own else text,
+        "status": "out of memory" if is_out_of_memory(error) else "failed",
+        "error": words if own else f"{type(error).__name__}: {words}",
         "is_usage": own,
         "is_precision": isinstance(error, PrecisionError),
     }

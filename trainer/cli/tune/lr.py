@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -18,7 +17,7 @@ from trainer.cli.tune import LOG, Settings
 from trainer.cli.tune.child import Message, run_in_child
 from trainer.files import from_here
 
-_CLEAR = 5  # times the standard deviation of a mean: a fall of less may be chance, among so many means
+_CLEAR = 5  # standard errors; among so many means, a smaller fall may be chance
 _MEDIAN_OF_NORMAL = 0.6745  # of the absolute value of a standard normal variable
 
 
@@ -26,18 +25,14 @@ def run(arguments: Arguments) -> int:
     """``trainer tune lr``.
 
     Returns:
-        0, or 1 when the curve suggests nothing.
+        0, or 1 if the curve suggests no rate.
 
     Raises:
         UsageError: as `trainer.cli.tune.command`.
-        TuneError: the test failed.
+        TuneError: if the test failed.
     """
     config, settings = tune.composed(arguments)
     folder = tune.claim_folder(arguments, config)
-    tune.say(
-        f"{settings.steps} weight updates, with learning rates from {settings.min_lr:g} to {settings.max_lr:g}, in a"
-        " process of their own ..."
-    )
     message = run_in_child(
         "trainer.cli.tune.attempt:run_range_test",
         folder / LOG,
@@ -52,7 +47,7 @@ def run(arguments: Arguments) -> int:
 
 
 def report(message: Message, config: DictConfig, settings: Settings, folder: Path) -> int:
-    """Say what a curve suggests; write ``tune.json``.
+    """Print the suggestion of a curve, and write ``tune.json``.
 
     Args:
         message: of `trainer.cli.tune.attempt.run_range_test`.
@@ -62,65 +57,46 @@ def report(message: Message, config: DictConfig, settings: Settings, folder: Pat
     """
     points = [(float(rate), float(loss)) for rate, loss in message["points"]]
     found = suggest(points)
-    current = OmegaConf.select(config, settings.lr_key)
-    current = float(current) if isinstance(current, (int, float)) else None
     result: dict[str, Any] = {
         "tuned": "lr",
         "key": settings.lr_key,
         "precision": message["precision"],
         "seed": config.seed,
         "suggestion": found.lr,
-        "rule": found.why,
+        "reason": found.why,
         "lowest_loss_at": found.lowest,
-        "settings": asdict(settings),
         "curve": {"lr": [rate for rate, _ in points], "loss": [loss for _, loss in points], "smoothed": found.smoothed},
-        **{name: message[name] for name in ("ended_by", "skipped", "groups", "first_loss")},
+        **{name: message[name] for name in ("ended_by", "skipped", "first_loss")},
     }
     tune.write(folder, result)
-    *remarks, last = _lines(message, found, current, settings)
-    for remark in remarks:
-        tune.say(remark)
-    print(last)
-    tune.say(f"The losses at all rates are in {from_here(folder / tune.RESULT)}")
-    return 0 if found.lr is not None else 1
-
-
-def _lines(message: Message, found: Suggestion, current: float | None, settings: Settings) -> list[str]:
-    lines = []
-    if message["ended_by"] == "divergence":
-        last = message["points"][-1][0] if message["points"] else settings.min_lr
-        lines.append(f"The loss diverged at a learning rate of {last:.2g}.")
-    elif message["ended_by"] == "overflows":
-        lines.append("In the end every update overflowed and was skipped.")
-    if message["skipped"]:
-        lines.append(f"{message['skipped']} updates overflowed and were skipped; they are no points of the curve.")
-    if message["groups"] > 1:
-        lines.append(
-            f"There are {message['groups']} parameter groups, which kept their proportions: the rate is that of the"
-            " fastest."
-        )
+    current = OmegaConf.select(config, settings.lr_key)
+    current = float(current) if isinstance(current, (int, float)) else None
+    tune.say(
+        f"The test ended by {message['ended_by']}, after {len(points)} rates and {message['skipped']} skipped steps."
+    )
     own = message["own_rates"]
     if current is not None and own and not any(math.isclose(current, rate, rel_tol=1e-6) for rate in own):
-        lines.append(
+        tune.say(
             f"{settings.lr_key} is {current:g}, but the optimizer was given {own[-1]:g}: the module takes its learning"
             " rate from elsewhere. Name the setting it comes from, such as tune.lr_key=model.lr."
         )
     if found.lr is None:
-        return [*lines, f"No suggestion: {found.why}."]
-    lines.append(f"The loss was lowest at {found.lowest:.2g}; the largest rates that work lie below that.")
-    now = f" (it is {current:.2g})" if current is not None else ""
-    return [*lines, f"Suggestion, {found.why}: {settings.lr_key}={found.lr:.2g}{now}"]
+        print(f"No suggestion: {found.why}.")
+    else:
+        now = f" (it is {current:.2g})" if current is not None else ""
+        print(f"Suggestion, {found.why}: {settings.lr_key}={found.lr:.2g}{now}")
+    tune.say(f"The losses at all rates are in {from_here(folder / tune.RESULT)}")
+    return 0 if found.lr is not None else 1
 
 
-@dataclass(frozen=True)
-class Suggestion:
-    """What a curve suggests.
+class Suggestion(NamedTuple):
+    """The suggestion of a curve.
 
     Args:
-        lr: the learning rate; None for none.
-        why: the rule, or why there is none.
+        lr: the learning rate, or None.
+        why: the rule, or the reason why there is no suggestion.
         smoothed: the losses as a centred moving mean, one for each point.
-        lowest: the rate at which these were lowest; None without points.
+        lowest: the rate with the lowest smoothed loss; None without points.
     """
 
     lr: float | None
@@ -130,14 +106,14 @@ class Suggestion:
 
 
 def suggest(points: Sequence[tuple[float, float]]) -> Suggestion:
-    """The learning rate at which the loss falls fastest, over the logarithm of the rate.
+    """Return the learning rate at which the loss falls fastest, over the logarithm of the rate.
 
     The slope at a point is that of the straight line (least squares) through it and its neighbours, an eighth of the
-    curve in all; points after the lowest loss do not count. fastai's ``lr_find`` offers the same rule ("steep"); beyond
+    curve in all; points after the lowest loss do not count. fastai's ``lr_find`` offers the same rule ("steep"). Beyond
     it the loss still falls, but near its lowest point training is about to diverge.
 
     Args:
-        points: pairs of a rate and a loss; rates grow by the same factor from one to the next.
+        points: pairs of a rate and a loss. Rates grow by the same factor from one to the next.
     """
     losses, logs = [loss for _, loss in points], [math.log(rate) for rate, _ in points]
     reach = max(2, len(points) // 16)
@@ -145,20 +121,20 @@ def suggest(points: Sequence[tuple[float, float]]) -> Suggestion:
     if len(points) < 4 * reach:
         why = f"the curve has {len(points)} points, which is too few: use more tune.steps, or a smaller tune.min_lr"
         return Suggestion(None, why, smoothed, None)
-    inner = range(reach, len(points) - reach)  # the means of as many points as any
+    inner = range(reach, len(points) - reach)  # means of equally many points
     lowest = min(inner, key=smoothed.__getitem__)
-    rate = points[lowest][0]
-    # The spread of the loss from one point to the next, as a standard deviation, where nothing diverges yet; a mean has
-    # less, by the root of their number.
+    # The spread of the loss from one point to the next, as a standard deviation, before the loss diverges.
     calm = losses[: max(lowest + 1, len(losses) // 2)]
     spread = statistics.median(abs(b - a) for a, b in pairwise(calm)) / (math.sqrt(2) * _MEDIAN_OF_NORMAL)
     if smoothed[reach] - smoothed[lowest] <= _CLEAR * spread / math.sqrt(2 * reach + 1):
         why = (
             "the loss does not fall clearly: use other tune.min_lr and tune.max_lr, larger batches, or more tune.steps"
         )
-        return Suggestion(None, why, smoothed, rate)
-    slopes = {
-        i: statistics.linear_regression(logs[i - reach : i + reach + 1], losses[i - reach : i + reach + 1]).slope
-        for i in range(reach, lowest + 1)
-    }
-    return Suggestion(points[min(slopes, key=slopes.__getitem__)][0], "where the loss falls fastest", smoothed, rate)
+        return Suggestion(None, why, smoothed, points[lowest][0])
+
+    def slope(i: int) -> float:
+        near = slice(i - reach, i + reach + 1)
+        return statistics.linear_regression(logs[near], losses[near]).slope
+
+    steepest = min(range(reach, lowest + 1), key=slope)
+    return Suggestion(points[steepest][0], "at the steepest fall of the loss", smoothed, points[lowest][0])
