@@ -18,6 +18,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from tests.distributed.ranks import Ranks
 from tests.simulated_cuda import device
 from tests.simulated_cuda.child import Child
 from tests.warm_python import BELOW_LIGHTNING, WarmPython, save_empty_pictures, warm_python
@@ -48,8 +49,29 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+WHOLE = ("distributed/", "recipes/test_every_recipe.py")
+"""Folders and modules that ``scripts/test`` leaves out, relative to ``tests``."""
+
+PROCESSES = {"python", "python_without_lightning", "wheel", "installed", "installed_python"}
+"""Fixtures that start processes: a test that uses one is left out, too."""
+
+
+def is_whole(item: pytest.Item) -> bool:
+    """Return whether the test belongs to the tier ``whole`` by its folder or fixtures."""
+    folder = item.path.relative_to(ROOT / "tests").as_posix()
+    return folder.startswith(WHOLE) or not PROCESSES.isdisjoint(getattr(item, "fixturenames", ()))
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu(simulated=False)`` are skipped where there is none."""
+    """Sort the tests into tiers, and skip those that need a GPU if there is none.
+
+    ``scripts/test`` runs those that are not marked ``nightly``, nor ``whole`` unless they are ``representative``, too;
+    ``scripts/test --all`` runs all that are not marked ``nightly``.
+    """
+    for item in items:
+        if is_whole(item):
+            item.add_marker(pytest.mark.whole)
     if torch.cuda.is_available():
         return
     for item in items:
@@ -145,6 +167,13 @@ def python_without_lightning() -> Iterator[WarmPython]:
     """As ``python``, with torch imported, and neither Lightning nor the project."""
     with warm_python(imported=BELOW_LIGHTNING) as python:
         yield python
+
+
+@pytest.fixture(scope="session")
+def ranks(python: WarmPython) -> Iterator[Ranks]:
+    """A process group of two: ``ranks.call("module:function", ...)``. It is started again after a call that fails."""
+    with Ranks(python, 2) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")

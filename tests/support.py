@@ -50,6 +50,19 @@ def warned_by(*versions: tuple[int, int], message: str) -> pytest.MarkDecorator:
     return pytest.mark.filterwarnings(*([f"ignore:{message}"] if TORCH in versions else []))
 
 
+def seeds(number: int, *, quick: int | None = None, nightly: int = 0) -> list[Any]:
+    """Return seeds for random set-ups, sorted into tiers.
+
+    Args:
+        number: Seeds of ``scripts/test --all``.
+        quick: How many of these ``scripts/test`` runs, too. Default: all.
+        nightly: How many more ``scripts/test --nightly`` runs.
+    """
+    quick = number if quick is None else quick
+    marks = {False: pytest.mark.whole, True: pytest.mark.nightly}
+    return [pytest.param(seed, marks=() if seed < quick else marks[seed >= number]) for seed in range(number + nightly)]
+
+
 imports_inductor = warned_by((2, 10), (2, 11), message="`torch.jit.script_method` is deprecated")
 
 

@@ -524,7 +524,7 @@ def test_compiled_modules(tmp_path, graphs, precision, way, backend):
     assert_equal(mine, theirs)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @imports_inductor
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 def test_compiled_by_inductor(tmp_path, graphs, precision):

@@ -33,7 +33,7 @@ STEPS = [
 ]
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.whole,
     pytest.mark.skipif(shutil.which("bash") is None, reason="the commands are written for a shell"),
 ]
 

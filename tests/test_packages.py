@@ -154,7 +154,7 @@ assert not {"matplotlib", "jinja2.environment", "tensorboard", "torchvision", "s
 """
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_hard_dependencies_train_resume_test_and_run_a_recipe(bare: Path, tmp_path: Path) -> None:
     python = partial(run_python, bare)
     for extra in ("matplotlib", "torchvision", "tensorboard", "pandas"):

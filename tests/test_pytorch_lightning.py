@@ -60,7 +60,6 @@ def assert_equal(theirs: Any, mine: Any, where: str) -> None:
         assert theirs == mine, where
 
 
-@pytest.mark.slow
 def test_a_program_comes_to_the_same_end_wherever_the_line_stands(
     tmp_path: Path, python_without_lightning: WarmPython
 ) -> None:
@@ -140,7 +139,7 @@ NAMES = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("first", "second", "line_first"),
     [("lightning.pytorch", "pytorch_lightning", True), ("pytorch_lightning", "lightning.pytorch", False)],
@@ -166,7 +165,7 @@ MODULE = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_spawned_processes_train(tmp_path: Path) -> None:
     # the module's file does not have the line, only the program has, and that has no file
     (tmp_path / "net.py").write_text(textwrap.dedent(MODULE.split("\n\n", 1)[1]))
@@ -185,7 +184,6 @@ def test_spawned_processes_train(tmp_path: Path) -> None:
     check(program, tmp_path)
 
 
-@pytest.mark.slow
 def test_the_command_line_runs_what_a_config_names(tmp_path: Path, python_without_lightning: WarmPython) -> None:
     (tmp_path / "net.py").write_text(textwrap.dedent(MODULE))
     data = "+data._target_=lightning.pytorch.demos.boring_classes.BoringDataModule"
@@ -195,7 +193,7 @@ def test_the_command_line_runs_what_a_config_names(tmp_path: Path, python_withou
     assert "trained Net True" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.representative
 def test_without_the_line_what_is_built_on_it_is_refused(tmp_path: Path, python_without_lightning: WarmPython) -> None:
     program = f"""
         import sys

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.parity import CALLBACK_HOOKS, Classifier, RecordingLogger, data, lightning, recording, run_both
+from tests.support import seeds
 from tests.test_lightning_parity import assert_close, numbers, shape
 
 pytestmark = [
@@ -261,7 +262,7 @@ def everything_of(make: Any, setup: dict[str, Any], folder: Path) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("seed", range(SETUPS))
+@pytest.mark.parametrize("seed", seeds(SETUPS, quick=10, nightly=200))
 def test_a_run_drawn_at_random(seed: int, tmp_path: Path) -> None:
     setup = draw(seed)
     folders = iter([tmp_path / "theirs", tmp_path / "ours"])
@@ -274,7 +275,7 @@ def test_a_run_drawn_at_random(seed: int, tmp_path: Path) -> None:
             assert_close(a[what], b[what], f"run {run}, {what}")
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_runs_drawn_at_random_on_pytorch_lightning() -> None:
     # in a process of its own, where that package is loaded first: then it is what the names of `lightning` mean
     code = "import pytorch_lightning, trainer.pytorch_lightning, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"

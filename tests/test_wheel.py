@@ -12,8 +12,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-pytestmark = pytest.mark.slow
-
 
 def run(words, python, folder, *, warm=True):
     if warm:
@@ -40,6 +38,7 @@ def test_holds_the_packages_and_their_configs(wheel):
     assert tops == {"trainer", "recipes"}
 
 
+@pytest.mark.representative
 def test_finds_its_own_and_the_users_configs(installed_python, tmp_path):
     (tmp_path / "conf" / "recipe").mkdir(parents=True)
     (tmp_path / "conf" / "recipe" / "mine.yaml").write_text("# @package _global_\n# A recipe of mine.\nseed: 7\n")

@@ -11,8 +11,8 @@ from typing import Any
 import mutation_probe
 import pytest
 
-TIERS = ("nightly", "whole")
-"""Markers of tests that ``scripts/test`` leaves out."""
+TIERS = {"nightly": "nightly", "representative": "quick", "whole": "whole"}
+"""The first of these markers that a test has decides on its tier; without one it is ``quick``."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -46,7 +46,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         if "MUTATION_RECORD" in os.environ:
-            tier = next((name for name in TIERS if item.get_closest_marker(name)), "quick")
+            tier = next((tier for name, tier in TIERS.items() if item.get_closest_marker(name)), "quick")
             known = getattr(item, "_fixtureinfo", None)
             shared = [
                 f"{definition.baseid}::{name}"

@@ -165,7 +165,7 @@ def _one_thread() -> Any:
     torch.set_num_threads(before)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @settings(
     max_examples=EXAMPLES or 40,
     derandomize=not EXAMPLES,

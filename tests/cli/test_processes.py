@@ -151,7 +151,7 @@ def test_any_folder_name_survives_hydra(project, name):
     assert config.hydra.run.dir == name
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_of_a_failure_of_all_processes_one_tells(project, python):
     settings = ["model.fail_at=1", "trainer.devices=2", "trainer.strategy=ddp", "hydra.run.dir=run", "logger=none"]
     done = python.trainer("fit", "+recipe=line", *settings)

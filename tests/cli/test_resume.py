@@ -132,7 +132,7 @@ def test_a_run_goes_on_and_then_has_nothing_left_to_do(capsys, monkeypatch):
     assert [path.name for path in Path("outputs/line").iterdir()] == [folder.name]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_run_goes_on_on_two_processes(python, project, monkeypatch):
     from trainer import Trainer
 

@@ -86,7 +86,7 @@ def test_the_command_that_resumes_has_the_values_and_the_configs_of_the_run(
     assert (told["status"], told["steps"]) == ("completed", 4)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_sweep_passes_the_signal_on_to_its_job_and_ends(stopped: Path, python: WarmPython) -> None:
     done = sweep(python, "fit", "-m", *LINE, "model.to_sweep=true", "seed=1,2", "hydra.sweep.dir=jobs")
     assert done.returncode == 143, done.stderr

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.distributed.ranks import RankError, Ranks
-from tests.warm_python import WarmPython
 
-pytestmark = pytest.mark.slow
 RUN = "tests.distributed.batch_samplers:run"
-
-
-@pytest.fixture(scope="module")
-def ranks(python: WarmPython) -> Iterator[Ranks]:
-    with Ranks(python, 2) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("what", ["fit", "validate", "test", "predict"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,16 +9,8 @@ import pytest
 from tests.distributed import census_worker
 from tests.distributed.ranks import Ranks
 from tests.support import needs_fsdp2
-from tests.warm_python import WarmPython
 
-pytestmark = pytest.mark.slow
 COMPARE = "tests.distributed.census_worker:compare"
-
-
-@pytest.fixture(scope="module")
-def ranks(python: WarmPython) -> Iterator[Ranks]:
-    with Ranks(python, 2) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from trainer.checkpoint.manifest import OUR_KEY
 from trainer.cli import main
 
 pytestmark = [
-    pytest.mark.slow,
     needs_fsdp2,
 ]
 

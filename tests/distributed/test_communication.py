@@ -14,8 +14,6 @@ from tests.support import assert_identical
 from tests.warm_python import WarmPython
 from trainer.checkpoint.state import process_states_in
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -20,7 +20,7 @@ from tests.warm_python import WarmPython
 
 TIMEOUT = 150  # seconds; a hang is a failure, not a wait
 TOLERANCES = {"32-true": 1e-6, "16-mixed": 1e-3, "bf16-mixed": 1e-2}
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
 
 def run(

@@ -25,7 +25,7 @@ from trainer.checkpoint.sharded_files import read_manifest, seal
 from trainer.cli import main
 from trainer.errors import CheckpointError, UnsafeCheckpointError
 
-pytestmark = [pytest.mark.slow, needs_deepspeed]
+pytestmark = needs_deepspeed
 
 OFFLOAD = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
 STRATEGIES: list[dict[str, Any]] = [{"stage": 1}, {"stage": 2}, {"stage": 3}, OFFLOAD]
@@ -95,6 +95,7 @@ def test_an_overflow_on_one_process_skips_on_both(ranks: Ranks, strategy: dict[s
     assert first["tested"] == pytest.approx(first["val_loss"], rel=1e-2)
 
 
+@pytest.mark.representative
 def test_a_scale_that_changes_changes_nothing_else(ranks: Ranks) -> None:
     """DeepSpeed would halve the gradients, and at stage 3 the norm, of each step on which the scale doubles."""
     setup = Setup(optimizer="sgd")

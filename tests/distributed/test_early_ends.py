@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,16 +9,8 @@ import torch
 
 from tests.distributed.ranks import RankError, Ranks
 from tests.support import needs_fsdp2
-from tests.warm_python import WarmPython
 
-pytestmark = pytest.mark.slow
 FIT = "tests.distributed.early_ends:fit"
-
-
-@pytest.fixture(scope="module")
-def ranks(python: WarmPython) -> Iterator[Ranks]:
-    with Ranks(python, 2) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize(

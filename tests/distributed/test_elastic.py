@@ -23,7 +23,6 @@ from tests.warm_python import WarmPython
 
 TIMEOUT = 150  # seconds
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
 ]

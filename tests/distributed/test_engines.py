@@ -2,13 +2,11 @@
 
 On four, some chosen ones: FSDP2 with copies of the shards, and with tensor parallelism.
 
-A seed is a set-up (``setups.draw``). ``RANDOM_SETUPS=1000`` tries that many, ``RANDOM_SETUPS=500:1000`` those from 500
-on.
+A seed is a set-up (``setups.draw``); ``scripts/test --nightly`` tries many more.
 """
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,22 +20,13 @@ import torch
 from tests.distributed import by_hand, setups
 from tests.distributed.ranks import RankError, Ranks
 from tests.distributed.setups import Setup, Trace, draw
-from tests.support import needs_fsdp2
+from tests.support import needs_fsdp2, seeds
 from tests.warm_python import WarmPython
 
 TOLERANCES = {"32-true": 1e-6, "16-mixed": 1e-3, "bf16-mixed": 1e-2}
-pytestmark = pytest.mark.slow
 FSDP = pytest.param("fsdp", marks=needs_fsdp2)
 ENGINES = ("single", "ddp", FSDP)
-
-first, _, last = os.environ.get("RANDOM_SETUPS", "6").rpartition(":")
-SEEDS = range(int(first or 0), int(last))
-
-
-@pytest.fixture(scope="module")
-def ranks(python: WarmPython) -> Iterator[Ranks]:
-    with Ranks(python, 2) as ranks:
-        yield ranks
+SEEDS = seeds(6, nightly=100)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +81,7 @@ def tolerance_of(setup: Setup, engine: str) -> float:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.representative), *SEEDS[1:]])
 def test_a_fit_drawn_at_random_is_the_one_by_hand(ranks: Ranks, seed: int, engine: str) -> None:
     setup = draw(seed)
     ours, theirs = traces(ranks, setup, engine)

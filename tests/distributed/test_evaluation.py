@@ -16,7 +16,6 @@ from tests.distributed.test_ddp import load, run
 from tests.warm_python import WarmPython
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*sampler has shuffling enabled"),
     pytest.mark.filterwarnings("ignore:No (positive|negative) samples in targets"),

@@ -11,7 +11,6 @@ import pytest
 from tests.support import needs_deepspeed, needs_fsdp2
 from tests.warm_python import WarmPython
 
-pytestmark = pytest.mark.slow
 TIMEOUT = 100
 """Seconds; with the time that two processes need to import torch and Lightning."""
 

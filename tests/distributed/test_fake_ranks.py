@@ -13,7 +13,7 @@ from tests.distributed import fake_worker, growth_worker
 from tests.support import needs_fsdp2
 from tests.warm_python import ROOT, WarmPython
 
-pytestmark = [pytest.mark.slow, needs_fsdp2]
+pytestmark = needs_fsdp2
 
 
 def run(python: WarmPython, worker: Any, folder: Path, *words: str) -> None:

@@ -14,7 +14,6 @@ from tests.support import needs_fsdp2
 from tests.warm_python import WarmPython
 
 pytestmark = [
-    pytest.mark.slow,
     needs_fsdp2,
 ]
 

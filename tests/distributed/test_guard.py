@@ -11,7 +11,7 @@ import torch
 from tests.distributed import test_ddp
 from tests.warm_python import WarmPython
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
 
 @pytest.fixture(scope="module")

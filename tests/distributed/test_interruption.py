@@ -10,7 +10,7 @@ import pytest
 from tests.distributed.test_ddp import load, run
 from tests.warm_python import WarmPython
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
 
 @pytest.fixture(scope="module")

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from tests.distributed.local_sgd import LocalSGD
 from tests.distributed.ranks import Ranks
-from tests.warm_python import WarmPython
-
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def ranks(python: WarmPython) -> Iterator[Ranks]:
-    with Ranks(python, 2) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from _faults.cases import CASES, ELASTIC, TWO, node_killed, node_lost, run_case,
 from tests.support import needs_deepspeed, needs_fsdp2
 from tests.warm_python import WarmPython
 
-pytestmark = pytest.mark.slow
 SHORT = replace(TWO, batches=8, epochs=1, workers=0, pace=0.0, validate_every=3)
 
 

@@ -29,8 +29,6 @@ NAMES = [
 ]  # fmt: skip
 STRATEGIES = ("ddp", pytest.param("fsdp", marks=needs_fsdp2))
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -25,7 +25,6 @@ from trainer.callbacks import GradientCheck
 from trainer.errors import UnsupportedError
 
 pytestmark = [
-    pytest.mark.slow,
     needs_fsdp2,
 ]
 

@@ -21,8 +21,6 @@ from torch.multiprocessing import ProcessExitedException
 from tests.parity import QUIET, Classifier, Learner, data, lightning, lightnings_noise_ignored, ours
 from trainer import Trainer
 
-pytestmark = pytest.mark.slow
-
 
 class Validated(Classifier):
     def validation_step(self, batch: Any, batch_idx: int) -> Any:

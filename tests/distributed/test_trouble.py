@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,16 +10,9 @@ import torch
 
 from tests.distributed.ranks import Ranks
 from tests.support import needs_deepspeed, needs_fsdp2
-from tests.warm_python import WarmPython
 from trainer.engine.stalls import Place, missing_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
-
-
-@pytest.fixture(scope="module")
-def ranks(python: WarmPython) -> Iterator[Ranks]:
-    with Ranks(python, 2) as ranks:
-        yield ranks
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])

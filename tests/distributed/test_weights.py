@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,11 @@ from safetensors.torch import save_file
 from tests.distributed.ranks import RankError, Ranks
 from tests.distributed.weights_worker import Net
 from tests.support import needs_fsdp2
-from tests.warm_python import WarmPython
 from trainer.checkpoint import conversion
 
 pytestmark = [
-    pytest.mark.slow,
     needs_fsdp2,
 ]
-
-
-@pytest.fixture(scope="module")
-def ranks(python: WarmPython) -> Iterator[Ranks]:
-    with Ranks(python, 2) as ranks:
-        yield ranks
 
 
 def saved(folder: Path, form: str) -> tuple[Path, dict[str, Any]]:

@@ -99,7 +99,6 @@ def test_compares_outputs():
     assert missing_line("16-mixed\nfit finished\n", printed) == "fit finished"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the commands are written for a shell")
 class TestRunning:
     def run(self, text: str, tmp_path: Path, python: WarmPython, timeout: float = 60.0) -> str:

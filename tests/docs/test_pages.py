@@ -26,7 +26,11 @@ UNCHECKED = {
 that are not named: none. Raise a number only for what cannot run on a machine with one CPU and no network."""
 
 
-SHARDED = ("docs/reliability.md", "docs/scaling.md")
+MARKS = {
+    "README.md": pytest.mark.representative,
+    "docs/reliability.md": needs_fsdp2,
+    "docs/scaling.md": needs_fsdp2,
+}
 SEARCHED = (
     "Accelerate", "accumulate", "branch", "callback", "class weights", "clip", "confusion matrix", "datasets", "DDP",
     "discriminative learning rates", "early", "EMA", "export", "freeze", "FSDP", "GAN", "Hugging Face", "images",
@@ -50,14 +54,9 @@ def test_most_of_it_is_checked(page: Path) -> None:
     assert len(unchecked) == UNCHECKED.get(name_of(page), 0), f"lines {unchecked}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=needs_fsdp2 if name_of(page) in SHARDED else ())
-        for page in PAGES
-        if name_of(page) not in ELSEWHERE
-    ],
+    [pytest.param(page, marks=MARKS.get(name_of(page), ())) for page in PAGES if name_of(page) not in ELSEWHERE],
     ids=name_of,
 )
 def test_everything_runs(page: Path, tmp_path: Path, python: WarmPython) -> None:

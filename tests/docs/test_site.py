@@ -13,7 +13,7 @@ import pytest
 
 from tests.docs.pages import PAGES, ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.whole
 
 
 def build(folder: Path, site: Path) -> str:

@@ -24,6 +24,7 @@ FAST = (
     "sigkill", "disk-full", "unwritable", "truncated", "bit-flip", "sigterm", "second-signal", "worker-killed", "nan",
     "two-runs", "cli-sigterm",
 )  # fmt: skip
+REPRESENTATIVE = {"sigkill": pytest.mark.representative}
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +34,12 @@ def bench(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> Itera
     bench.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=REPRESENTATIVE.get(name, ())) for name in FAST])
 def test_what_is_promised(bench: Bench, name: str) -> None:
     outcome = run_case(CASES[name], bench, "ours")
     assert outcome.good, str(outcome)
 
 
-@pytest.mark.slow
 @needs_fsdp2
 def test_torchruns_processes_are_killed_as_often_as_asked_for(bench: Bench) -> None:
     outcome = run_case(CASES["torchrun-kills-sharded"], bench, "ours")
@@ -48,14 +47,12 @@ def test_torchruns_processes_are_killed_as_often_as_asked_for(bench: Bench) -> N
     assert outcome.detail.startswith("3 kills in ")
 
 
-@pytest.mark.slow
 def test_exact_from_the_middle(bench: Bench) -> None:
     setup = replace(EVERYTHING, batches=8, epochs=2, overflows=(1, 3, 11), validate_every=3)
     outcome = at_each("everything", setup, every=7)(bench, "ours")
     assert outcome.word == "exact", str(outcome)
 
 
-@pytest.mark.slow
 def test_another_training_is_seen(bench: Bench) -> None:
     setup, folder = replace(EACH, batches=3, epochs=1), bench.new_folder("other")
     reference = bench.reference("ours", setup=setup)
@@ -68,7 +65,6 @@ def test_another_training_is_seen(bench: Bench) -> None:
     assert bench.verdict(bench.new_folder("empty"), reference) == Outcome("lost", "no result")
 
 
-@pytest.mark.slow
 def test_a_run_that_hangs_is_an_outcome(bench: Bench) -> None:
     run = bench.train("ours", bench.new_folder("slow"), setup=Setup(batches=3, pace=60.0))
     with pytest.raises(tools.HungError):
@@ -76,7 +72,6 @@ def test_a_run_that_hangs_is_an_outcome(bench: Bench) -> None:
     assert run.status == -9
 
 
-@pytest.mark.slow
 def test_the_script(tmp_path: Path, python: WarmPython) -> None:
     page, table = tmp_path / "page.md", tmp_path / "rows.json"
     page.write_text("<!-- fault_suite: start -->\nold\n<!-- fault_suite: end -->\n")

@@ -363,7 +363,7 @@ def test_inside_inference_mode(tmp_path):
     assert not findings[0].error
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated", "ignore:The .grad attribute"
 )  # of torch 2.10's dynamo

@@ -21,6 +21,7 @@ ISSUED = [
     "finetune", "gan", "gpt", "language_model", "mlp", "resnet50", "resnet50_caltech256", "resnet50_cifar10",
     "tabular", "unet",
 ]  # fmt: skip
+FIRST = pytest.mark.representative
 SMALLER = {
     "finetune": ["model.sample_length=5"],
     "gpt": ["model.sample_length=20"],
@@ -85,7 +86,7 @@ def test_says_what_it_is_and_how_it_is_run(name, tmp_path, monkeypatch, capsys):
     assert lines[name] == description.removeprefix("# ")
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=FIRST if name == "mlp" else ()) for name in RECIPES])
 def test_runs_a_batch_of_everything(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if name == "finetune":

@@ -13,7 +13,7 @@ from tests.warm_python import WarmPython
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark_fit"
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_tables_have_times_files_and_bytes(tmp_path: Path, python: WarmPython) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- benchmark_fit: start -->\nold\n<!-- benchmark_fit: end -->\nafter\n")

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.distributed.ranks import Ranks
 from tests.support import needs_fsdp2
-from tests.warm_python import WarmPython
 
-pytestmark = [pytest.mark.slow, needs_fsdp2]
+pytestmark = [pytest.mark.whole, needs_fsdp2]
 LAYERS = 4
-
-
-@pytest.fixture(scope="module")
-def ranks(python: WarmPython) -> Iterator[Ranks]:
-    with Ranks(python, 2) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

@@ -315,7 +315,7 @@ def test_help(capsys):
         assert word in out
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_real_trainings_in_two_precisions(project, python):
     done = python.trainer("compare", *LINE, "precision=32,16", "trainer.max_epochs=3", "hydra.sweep.dir=jobs")
     assert done.returncode == 0, done.stderr
@@ -339,7 +339,7 @@ def test_real_trainings_in_two_precisions(project, python):
     assert (first["skipped_steps"], second["skipped_steps"]) == (0, 2)  # a loss above 1, times 65536
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_real_training_that_fails_stays_alone(project, python):
     done = python.trainer("compare", *LINE, "precision=16", "model.fail_at=null,3", "hydra.sweep.dir=jobs")
     assert done.returncode == 1, done.stderr
@@ -353,7 +353,7 @@ def test_a_real_training_that_fails_stays_alone(project, python):
 
 
 @pytest.mark.gpu(simulated=False)  # processes of its own, and memory
-@pytest.mark.slow
+@pytest.mark.whole
 def test_real_trainings_on_a_gpu(project, python):
     done = python.trainer("compare", *LINE, "trainer=gpu", "precision=32,16", "hydra.sweep.dir=jobs")
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ from tests.cli.report.browser import IS_THERE, browser
 from tests.cli.report.conftest import CURVES, facts, report, series
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.whole,
     pytest.mark.skipif(not IS_THERE, reason="needs Chromium or Chrome, on Linux"),
 ]
 

@@ -377,7 +377,7 @@ def test_another_file(make_run, tmp_path):
     assert not (folder / "report.html").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_no_torch(make_run):
     folder = make_run()
     code = (

@@ -70,7 +70,7 @@ def sweep(python: WarmPython, *words: str, **options: Any) -> subprocess.Complet
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_signal_ends_jobs_side_by_side_and_the_same_command_completes_the_sweep(
     once: Path, python: WarmPython
 ) -> None:
@@ -97,7 +97,7 @@ def test_a_signal_ends_jobs_side_by_side_and_the_same_command_completes_the_swee
     assert {job: Path(f"jobs/{job}/fit.log").read_text() for job in (0, 1, 2)} == before
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR2"), reason="submitit tells by it that time is up")
 def test_submitit_requeues_a_job_and_it_goes_on(once: Path, python: WarmPython) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
@@ -113,7 +113,7 @@ def test_submitit_requeues_a_job_and_it_goes_on(once: Path, python: WarmPython) 
     assert "Caught signal SIGUSR2" in log.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.skipif(os.name != "posix", reason="a process learns of its parent's end on POSIX only")
 def test_jobs_end_with_a_sweep_that_is_killed(once: Path, python: WarmPython) -> None:
     kill = [f"model.number={int(signal.SIGKILL)}", "model.to_parent=true"]
@@ -214,7 +214,7 @@ sys.exit("no queue here")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_slurm_is_asked_for_what_the_settings_say(project, monkeypatch, capsys):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     write(project, {"bin/sbatch": SBATCH, "bin/srun": "#!/bin/sh\n"})

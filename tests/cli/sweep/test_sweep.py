@@ -20,7 +20,7 @@ from trainer.record.reader import RunRecord
 LINE = ["+recipe=line", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false"]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_sweep_loses_only_the_job_that_fails(project, python, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")  # left behind by something else in this shell
     monkeypatch.setenv("MASTER_PORT", "1")
@@ -45,7 +45,7 @@ def test_a_sweep_loses_only_the_job_that_fails(project, python, monkeypatch):
     assert "Everything is in jobs" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_job_that_learned_nothing_has_failed_and_is_not_the_best(project, python):
     settings = ["precision=16", "precision.init_scale=1e30,1", "optimizer.lr=1e-9", "objective.metric=val_loss"]
     done = python.trainer("fit", "-m", *LINE, *settings, "trainer.max_epochs=1", "hydra.sweep.dir=jobs")
@@ -55,7 +55,7 @@ def test_a_job_that_learned_nothing_has_failed_and_is_not_the_best(project, pyth
     assert "Job 0 failed: TrainerError: No weight was updated: all 4 optimizer steps were skipped" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_printed_command_repeats_the_best_job(project, python):
     numbered = (
         "# @package _global_\ndefaults: [line]\nmodel:\n  start: ${hydra:job.num}\nobjective:\n  metric: val_loss\n"
@@ -343,7 +343,7 @@ def test_an_interrupt_ends_the_sweep_with_its_table(project, jobs, monkeypatch, 
     assert "Job 0 interrupted" not in out  # the table says so
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_two_processes_share_a_folder_and_one_result(project, python):
     done = python.trainer("fit", *LINE, "trainer=ddp", "trainer.accelerator=cpu")
     assert done.returncode == 0, done.stderr

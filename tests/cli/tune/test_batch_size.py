@@ -152,7 +152,7 @@ def left() -> set[str]:
     return {file.name for file in Path("outputs").rglob("*") if file.is_file()}
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_out_of_memory_above_ten_samples_finds_ten(hungry, capfd):
     assert main([*hungry, "precision=16"]) == 0
     (result,) = told()["results"]
@@ -171,7 +171,7 @@ def test_out_of_memory_above_ten_samples_finds_ten(hungry, capfd):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_budget_is_kept(hungry, capfd):
     """128 MiB a sample: one fits beside Python and torch, the sixteen there are do not."""
     settings = ["model.each=134217728", "model.capacity=1000", "precision=32", "tune.multiple_of=4"]
@@ -186,7 +186,7 @@ def test_the_budget_is_kept(hungry, capfd):
     assert {one["note"] for one in others} == {"the process exceeded the budget"}
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_another_error_ends_it(hungry, capfd):
     assert main([*hungry, "precision=32", "model.breaks_at=8"]) == 1
     captured = capfd.readouterr()

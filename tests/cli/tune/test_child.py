@@ -42,7 +42,7 @@ def raises(tell, folder):
     raise ValueError("not caught")
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_what_they_tell_and_how_they_end(tmp_path):
     log = tmp_path / "log"
@@ -64,7 +64,7 @@ def test_what_they_tell_and_how_they_end(tmp_path):
     assert "ValueError: not caught" in log.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_they_do_not_outlive_the_one_that_started_them(tmp_path):
     code = (

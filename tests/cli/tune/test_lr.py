@@ -54,7 +54,7 @@ def test_no_suggestion(config, tmp_path, capsys):
     assert "The test ended by overflows, after 0 rates" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_whole_run(project, capfd):
     plain = ["optimizer.momentum=0", "data.batch_size=16", "callbacks=default"]
     assert main(["tune", "lr", "+recipe=line", *plain, "tune.min_lr=1e-3", "tune.max_lr=100"]) == 0
