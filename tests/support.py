@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -61,6 +62,27 @@ def seeds(number: int, *, quick: int | None = None, nightly: int = 0) -> list[An
     quick = number if quick is None else quick
     marks = {False: pytest.mark.whole, True: pytest.mark.nightly}
     return [pytest.param(seed, marks=() if seed < quick else marks[seed >= number]) for seed in range(number + nightly)]
+
+
+def pairwise(**values: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test by all combinations; those that add no new pair of values are marked ``nightly``.
+
+    Args:
+        **values: The values of each argument.
+    """
+    indices = list(itertools.product(*(range(len(choices)) for choices in values.values())))
+    pairs = {index: set(itertools.combinations(enumerate(index), 2)) for index in indices}
+    left: set[Any] = set().union(*pairs.values())
+    kept = set[tuple[int, ...]]()
+    while left:
+        best = max(pairs, key=lambda row: len(pairs[row] & left))  # the first of several
+        kept.add(best)
+        left -= pairs[best]
+    rows = [[choices[place] for choices, place in zip(values.values(), index, strict=True)] for index in indices]
+    marks = [() if index in kept else pytest.mark.nightly for index in indices]
+    return pytest.mark.parametrize(
+        ",".join(values), [pytest.param(*row, marks=mark) for row, mark in zip(rows, marks, strict=True)]
+    )
 
 
 imports_inductor = warned_by((2, 10), (2, 11), message="`torch.jit.script_method` is deprecated")

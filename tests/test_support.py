@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from tests.support import pairwise, seeds
+
+
+def kept(parameters: Any) -> list[Any]:
+    return [one.values for one in parameters if not one.marks]
+
+
+def test_pairwise_keeps_every_pair_of_values_and_leaves_the_rest_to_the_night() -> None:
+    values = {"a": (1, 2, 3), "b": ("x", "y"), "c": (True, False)}
+    names, parameters = pairwise(**values).args
+    assert names == "a,b,c"
+    assert [one.values for one in parameters] == list(itertools.product(*values.values()))
+    assert {mark.name for one in parameters for mark in one.marks} == {"nightly"}
+    assert len(kept(parameters)) == 6
+    for first, second in itertools.combinations(range(3), 2):
+        found = {(row[first], row[second]) for row in kept(parameters)}
+        assert found == set(itertools.product(list(values.values())[first], list(values.values())[second]))
+
+
+def test_seeds_are_sorted_into_tiers() -> None:
+    found = [(one.values, *(mark.name for mark in one.marks)) for one in seeds(3, quick=1, nightly=1)]
+    assert found == [((0,),), ((1,), "whole"), ((2,), "whole"), ((3,), "nightly")]
