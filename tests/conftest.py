@@ -34,7 +34,6 @@ def pytest_configure() -> None:
     """Ctrl-C is heeded also where a script has started the tests with ``&``, which leaves it ignored."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ["TRAINER_TRUST"] = ""  # whatever packages you trust, the tests trust none
 
 
 @pytest.hookimpl(wrapper=True)

@@ -929,15 +929,15 @@ def malicious_pickle(bench: Bench, who: str) -> Outcome:
     return Outcome("nothing ran", f"in {number} places, from bare pickles to random states", good=True)
 
 
-@case("target", "A stranger's `_target_` in a config", compares=False)
+@case("target", "A stranger's `_target_` in the config of a checkpoint", compares=False)
 def malicious_target(bench: Bench, who: str) -> Outcome:
     ran, accepted = [], []
     for target in strangers.TARGETS:
         folder = project.write(bench.new_folder("target"))
         owned = folder / "owned"
-        words = strangers.overrides(target, folder, owned)
-        run = bench.command(folder, "fit", "+recipe=faulty", *words, environment={"TRAINER_TRUST": strangers.TRUSTED})
-        if run.wait(END) != 2:
+        given = strangers.write_run(target, folder, owned)
+        run = bench.command(folder, "fit", f"ckpt={given}")
+        if run.wait(END) != 2 or target not in " ".join(run.log.split()):
             accepted.append(f"{target} ({tools.last_line(run.log)[:60]})")
         if owned.exists():
             ran.append(target)

@@ -125,21 +125,34 @@ TARGETS: dict[str, dict[str, str]] = {
     "joblib.numpy_pickle.os.system": {"command": "touch {owned}"},
     "sklearn.externals.joblib.load": {"filename": "{pickle}"},
 }
-"""What a config may not build: the target and its arguments."""
-
-TRUSTED = "numpy,joblib"
-"""Packages that the user trusts meanwhile: what unpickles or runs in them is refused all the same."""
+"""Targets that the config of a checkpoint may not name, with their arguments."""
 
 
-def overrides(target: str, folder: Path, owned: Path) -> list[str]:
-    """The words of a command line that ask for ``target`` as a callback."""
+def write_run(target: str, folder: Path, owned: Path) -> Path:
+    """Write the folder of a run, with ``target`` as a callback in its config, and return it."""
     poison = folder / "payload.pkl"
     bare_pickle(folder, poison, owned)
     (folder / "hubconf.py").write_text(f"open({str(owned)!r}, 'w')\n")
-    words = [f"++callbacks.stranger._target_={target}"]
-    for name, value in TARGETS[target].items():
-        words.append(f"++callbacks.stranger.{name}=" + value.format(owned=owned, pickle=poison, folder=folder))
-    return words
+    arguments = [
+        f"{name}: " + value.format(owned=owned, pickle=poison, folder=folder) for name, value in TARGETS[target].items()
+    ]
+    run = folder / "given"
+    (run / ".hydra").mkdir(parents=True)
+    (run / "last.ckpt").touch()
+    (run / ".hydra/config.yaml").write_text(CONFIG.format(folder=folder, target=target, arguments=", ".join(arguments)))
+    return run
+
+
+CONFIG = """
+precision: {{_target_: trainer.precision.FullPrecision}}
+trainer: {{_target_: trainer.Trainer, accelerator: cpu, devices: 1, max_epochs: 1}}
+callbacks: {{stranger: {{_target_: {target}, {arguments}}}}}
+logger: {{}}
+data: {{_target_: faulty.Data}}
+model: {{_target_: faulty.Net, folder: {folder}}}
+optimizer: null
+scheduler: null
+"""
 
 
 def copy_of(folder: Path, where: Path) -> Path:

@@ -134,11 +134,6 @@ EARLY: list[tuple[str, list[str], str]] = [
         [*IT, "precision=16", "precision.fp32_modules=head"],
         "precision.fp32_modules is head, expected a list",
     ),
-    (
-        "a package that is not allowed",
-        [*IT, "model._target_=numpy.zeros"],
-        "To trust it, from now on, in every config: python -m trainer trust numpy",
-    ),
     ("a node for a number", [*IT, "trainer.max_epochs={a: 1}"], "expected a whole number or null"),
     ("a rate that is no number", [*IT, "optimizer.lr=nan"], "optimizer.lr is nan, expected a finite number."),
     ("a rate without end", [*IT, "optimizer.lr=inf"], "optimizer.lr is inf, expected a finite number."),

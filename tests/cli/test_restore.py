@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -188,9 +189,9 @@ STRANGE = [
     (lambda c: c["model"].update(_target_="os.system"), "os.system"),
     (
         lambda c: [c.update(allowed_packages=["pip"]), c["model"].update(_target_="pip.main")],
-        "python -m trainer trust pip",
+        "'allowed_packages=[pip.main]'",
     ),
-    (lambda c: c["trainer"].update(default_root_dir="/somewhere"), "trainer.default_root_dir leads to /somewhere"),
+    (lambda c: c["trainer"].update(default_root_dir="/somewhere"), "trainer.default_root_dir is /somewhere"),
     (lambda c: c["trainer"].update(no_such=1), "The config of that run: There is no setting 'trainer.no_such'"),
     (lambda c: c["trainer"].update(max_epochs="ten"), "The config of that run: trainer.max_epochs is ten"),
 ]
@@ -201,6 +202,21 @@ def test_a_config_of_a_stranger_is_checked_like_any_other(run, change, message, 
     changed(run, change)
     assert main(["test", f"ckpt={run}"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_run_with_classes_from_the_command_line_is_resumed_by_the_printed_command(project, capsys):
+    write(project, {"mine.py": "from line_fit import Line, Points\n\nclass Net(Line): ...\n\nclass Data(Points): ..."})
+    words = ["model._target_=mine.Net", "data._target_=mine.Data", "precision=32"]
+    assert main(["fit", "+recipe=line", *words, "hydra.run.dir=first"]) == 0
+    command = ["fit", "ckpt=first", "trainer.max_epochs=3", "hydra.run.dir=second"]
+    capsys.readouterr()
+    assert main(command) == 2
+    told = capsys.readouterr().err
+    assert "data is mine.Data, model is mine.Net" in told or "model is mine.Net, data is mine.Data" in told
+    (word,) = re.findall(r"add '(allowed_packages=\[.*?\])' to the command", told)
+    assert main([*command, word]) == 0
+    assert result("second")["epochs"] == 3
+    assert main(["test", "ckpt=second", *words[:2]]) == 0  # the names are on the command line
 
 
 def test_a_config_cannot_bring_settings_of_hydras_along(run):

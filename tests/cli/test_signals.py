@@ -42,7 +42,7 @@ STOPPED = {
         to_sweep: false
     """,
 }
-LINE = ["+recipe=line", "model=stopped", "callbacks=none", "logger=none", "allowed_packages=[stopped]"]
+LINE = ["+recipe=line", "model=stopped", "callbacks=none", "logger=none"]
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def run(blocks: Sequence[Block], folder: Path, tools: Path, python: WarmPython, 
 
 def shell_environment(tools: Path, python: WarmPython) -> dict[str, str]:
     """The environment in which commands of a page run. ``tools`` has what `make_commands` makes."""
-    dropped = ("PYTEST", "COLUMNS", "TRAINER_TRUST")
+    dropped = ("PYTEST", "COLUMNS")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     return environment | {
         "XDG_CONFIG_HOME": str(tools / "config"),

@@ -1,4 +1,4 @@
-"""A stranger's config asks for code, in every way that is known; none of it runs."""
+"""Configs that come with a checkpoint from another person: nothing executes, unpickles or starts a program."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from tests.cli.conftest import write
 from trainer.cli import main
 from trainer.cli.arguments import UsageError
 from trainer.cli.build import build
 from trainer.cli.targets import Allowlist
-
-RECIPE = "# @package _global_\ndefaults: [line]\n"
 
 
 @pytest.fixture
@@ -89,10 +88,30 @@ def payloads(proof: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def given(packages: tuple[str, ...] = (), named: tuple[str, ...] = ()) -> Allowlist:
+    """The allowlist for a config that comes with a checkpoint."""
+    return Allowlist(packages, "given/last.ckpt", named)
+
+
 @pytest.mark.parametrize("name", payloads(Path()))
-def test_a_payload_is_refused(project, proof, name):
+def test_payload_is_refused(project, proof, name):
     with pytest.raises(UsageError):
-        build({"deep": [payloads(proof)[name]]}, "model")
+        build({"deep": [payloads(proof)[name]]}, "model", given())
+    assert not proof.exists()
+
+
+HARMLESS_IF_NAMED = (
+    "through recipes", "a method", "exports", "to_torchscript", "list", "args", "not recursive", "from_", "a compiler",
+    "extract, a detour", "no text", "a name of two parts", "interpolated again",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in payloads(Path()) if name not in HARMLESS_IF_NAMED])
+def test_payload_is_refused_if_the_project_names_it(project, proof, name):
+    """The project may call such a function with arguments of its own, but not with those of a stranger."""
+    node = payloads(proof)[name]
+    with pytest.raises(UsageError, match="executes, unpickles or writes"):
+        build({"deep": [node]}, "model", given((), (node["_target_"],)))
     assert not proof.exists()
 
 
@@ -121,44 +140,68 @@ def saved_bytes(proof: Path) -> bytes:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("allowed", [(), ("numpy", "joblib", "pandas", "pickle", "torch", "lightning")])
-def test_nothing_is_unpickled_not_even_from_packages_that_are_allowed(project, proof, target, argument, allowed):
+def test_unpickling_is_refused_even_if_allowed(project, proof, target, argument, allowed):
     file = project / "file.pkl"
     file.write_bytes(saved_bytes(proof))
     with pytest.raises(UsageError):
         build(
             {"_target_": target, argument: str(file), "weights_only": False, "allow_pickle": True},
             "m",
-            Allowlist(allowed),
+            given(allowed, (target,)),
         )
     assert not proof.exists()
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        "torch.nn.functional.gelu", "torch.nn.functional.conv2d", "torch.nn.functional.max_pool2d",
-        "torch.nn.init.ones_", "torch.nn.Embedding.from_pretrained",
-        "torch.optim.lr_scheduler.StepLR", "torch.utils.data.random_split",
-        "torch.utils.data.default_collate", "torch.utils.data.DataLoader", "torch.tensor", "torch.device",
-        "torch.compile", "torch.distributions.Normal", "torchmetrics.Accuracy", "torchmetrics.functional.accuracy",
-        "torchvision.models.resnet18", "torchvision.models.get_model", "torchvision.transforms.v2.Compose",
-        "torchvision.transforms.v2.functional.hflip", "torchvision.ops.StochasticDepth",
-        "torchvision.datasets.ImageFolder", "lightning.Trainer", "lightning.pytorch.callbacks.EarlyStopping",
-        "lightning.pytorch.loggers.WandbLogger", "lightning.LightningDataModule", "lightning.pytorch.LightningModule",
-        "lightning.pytorch.strategies.DDPStrategy", "lightning.pytorch.profilers.PyTorchProfiler",
-        "lightning.pytorch.utilities.combined_loader.CombinedLoader", "lightning.fabric.plugins.TorchCheckpointIO",
-        "torch.profiler.schedule", "lightning.pytorch.demos.boring_classes.BoringModel", "recipes.schedules.onecycle",
-        "lightning.pytorch.plugins.environments.SLURMEnvironment",
-        "lightning.pytorch.LightningDataModule.from_datasets",
-        "trainer.Trainer", "trainer.callbacks.ScaleMonitor", "trainer.precision.MixedPrecision", "line_fit.Line",
-        "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook",
-        "torch.optim.swa_utils.AveragedModel",
-    ],
-)  # fmt: skip
-def test_what_experiments_are_made_of_is_there(project, target):
+CLASSES = [
+    "torch.nn.Linear", "torch.optim.SGD", "torch.optim.lr_scheduler.StepLR", "torch.optim.swa_utils.AveragedModel",
+    "torchmetrics.Accuracy", "torchvision.models.ResNet", "torchvision.transforms.v2.Resize",
+    "torchvision.ops.StochasticDepth", "torchvision.datasets.ImageFolder", "lightning.Trainer",
+    "lightning.pytorch.callbacks.EarlyStopping", "lightning.pytorch.loggers.WandbLogger",
+    "lightning.pytorch.strategies.DDPStrategy", "lightning.pytorch.profilers.PyTorchProfiler",
+    "lightning.pytorch.plugins.environments.SLURMEnvironment", "lightning.fabric.plugins.TorchCheckpointIO",
+    "lightning.pytorch.demos.boring_classes.BoringModel", "trainer.Trainer", "trainer.FSDP2Strategy",
+    "trainer.callbacks.ScaleMonitor", "trainer.precision.MixedPrecision", "recipes.tabular.TabularMLP",
+]  # fmt: skip
+OTHERS = [
+    "torch.nn.functional.gelu", "torch.nn.Embedding.from_pretrained", "torch.utils.data.DataLoader", "torch.compile",
+    "torchvision.models.resnet18", "recipes.schedules.onecycle", "line_fit.Line", "collections.OrderedDict",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("target", [*CLASSES, *OTHERS])
+def test_config_of_the_user_names_anything(project, target):
     made = build({"_target_": target, "_partial_": True})
     assert isinstance(made, partial)
     assert callable(made.func)
+
+
+@pytest.mark.parametrize("target", CLASSES)
+def test_known_class_is_allowed(project, target):
+    assert isinstance(given().locate(target), type)
+
+
+@pytest.mark.parametrize("target", OTHERS)
+def test_other_name_needs_the_project_or_the_user(project, target):
+    with pytest.raises(UsageError, match=rf"m is {target}\. .* 'allowed_packages=\[{target}\]'"):
+        given().locate(target, "m")
+    assert callable(given(named=(target,)).locate(target))
+    assert callable(given((target,)).locate(target))
+
+
+def test_all_refused_names_are_listed_with_those_allowed_already(project):
+    node = {
+        "a": {"_target_": "line_fit.Line"},
+        "b": {"_target_": "torch.compile"},
+        "c": {"_target_": "line_fit.Points"},
+    }
+    with pytest.raises(UsageError, match=r"'allowed_packages=\[torch\.compile,line_fit\.Line,line_fit\.Points\]'"):
+        given(("torch.compile",)).check(node)
+
+
+def test_allowed_package_does_not_lead_to_another(project):
+    assert given(("line_fit",)).locate("line_fit.Line").__name__ == "Line"
+    with pytest.raises(UsageError, match=r"line_fit\.DataLoader"):
+        given(("line_fit",)).locate("line_fit.DataLoader")
 
 
 def test_a_second_reading_of_what_was_resolved_does_not_happen(proof):
@@ -184,132 +227,6 @@ def test_pretrained_weights_are_loaded_as_weights_only(tmp_path, monkeypatch, pr
         build({"_target_": "torchvision.models.squeezenet1_1", "weights": "DEFAULT"})
     assert not proof.exists()
     assert os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1"
-
-
-def recipe(project: Path, text: str) -> None:
-    write(project, {"conf/recipe/evil.yaml": f"{RECIPE}{text}"})
-
-
-STREAM = "class: logging.StreamHandler\n        "
-RUN = "_target_: os.system\n      command: touch {proof}"
-JOB_LOGGING = "hydra:\n  job_logging:\n"
-HYDRA = {
-    "a callback": f"hydra:\n  callbacks:\n    x:\n      {RUN}\n",
-    "a nested callback": (
-        "hydra:\n  callbacks:\n    x:\n      _target_: hydra.experimental.callbacks.LogJobReturnCallback\n"
-        "      y: {{_target_: os.system, command: touch {proof}}}\n"
-    ),
-    "a callback that is filled in": "evil: os.system\nhydra:\n  callbacks:\n    x:\n      _target_: ${{evil}}\n"
-    "      command: touch {proof}\n",
-    "a callback made of text": "hydra:\n  callbacks:\n    x: ${{oc.create:'{{_target_: os.system, command: touch "
-    "{proof}}}'}}\n",
-    "a callback by way of the user's module": (
-        "hydra:\n  callbacks:\n    x:\n      _target_: line_fit.torch.os.system\n      command: touch {proof}\n"
-    ),
-    "all callbacks": "evil: {{x: {{_target_: os.system, command: touch {proof}}}}}\nhydra:\n  callbacks: ${{evil}}\n",
-    "a launcher": f"hydra:\n  launcher:\n      {RUN}\n",
-    "a launcher's setting": (
-        "hydra:\n  launcher:\n    _target_: hydra._internal.core_plugins.basic_launcher.BasicLauncher\n"
-        "    x:\n      _target_: os.system\n      command: touch {proof}\n"
-    ),
-    "a sweeper's setting": (
-        "hydra:\n  mode: MULTIRUN\n  sweeper:\n    max_batch_size: {{_target_: os.system, command: touch {proof}}}\n"
-    ),
-    "a sweeper from afar": "hydra:\n  sweeper:\n    _target_: hydra_plugins.evil.Sweeper\n",
-    "a logging factory": (
-        "hydra:\n  job_logging:\n    handlers:\n      x:\n        (): os.system\n        command: touch {proof}\n"
-    ),
-    "a formatter": JOB_LOGGING + "    formatters:\n      x:\n        (): os.system\n        command: touch {proof}\n",
-    "a filter": JOB_LOGGING + "    filters:\n      x:\n        (): os.system\n        command: touch {proof}\n",
-    "a handler's class": (
-        "hydra:\n  hydra_logging:\n    handlers:\n      x:\n"
-        "        class: subprocess.Popen\n        args: [touch, {proof}]\n"
-    ),
-    "something outside": f"hydra:\n  job_logging:\n    handlers:\n      x:\n        {STREAM}stream: ext://os.environ\n",
-    "something inside": f"hydra:\n  job_logging:\n    handlers:\n      x:\n        {STREAM}stream: cfg://x\n",
-    "a log elsewhere": "hydra:\n  job_logging:\n    handlers:\n      file:\n        filename: {proof}\n",
-    "a log in the place of a module": (
-        "hydra:\n  job_logging:\n    handlers:\n      file:\n        filename: line_fit.py\n        mode: w\n"
-    ),
-    "a log in the place of a module, in the run's folder": (
-        "resume: auto\nhydra:\n  run:\n    dir: .\n  job_logging:\n    handlers:\n      file:\n"
-        "        filename: ${{hydra.runtime.output_dir}}/line_fit.py\n        mode: w\n"
-    ),
-    "the run in the working directory": "resume: auto\nhydra:\n  run:\n    dir: .\n",
-    "the run in git's folder": "resume: auto\nhydra:\n  run:\n    dir: .git\n",
-    "a sweep in git's folder": "hydra:\n  sweep:\n    dir: .git/hooks\n",
-    "a log's line that reads attributes": (
-        JOB_LOGGING + "    formatters:\n      file:\n        style: '{{'\n        format: '{{msg.__class__}}'\n"
-    ),
-    "a line break in the run's folder": 'name: "a\\nb"\n',
-    "a zero byte in the run's folder": 'name: "a\\0b"\n',
-    "another working directory": "hydra:\n  job:\n    chdir: true\n",
-    "a log above": (
-        "hydra:\n  job_logging:\n    handlers:\n      file:\n        filename: ${{hydra.runtime.output_dir}}/../../x\n"
-    ),
-    "the environment": "hydra:\n  job:\n    env_set:\n      LD_PRELOAD: ./evil.so\n",
-    "packages": "allowed_packages: [os]\nevil: {{_target_: os.system}}\n",
-    "packages by a sweep": "hydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      allowed_packages: '[os],[sys]'\n",
-    "Hydra by a sweep": (
-        "hydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      +hydra.job.env_set.LD_PRELOAD: a.so,b.so\n"
-    ),
-    "the run's folder": "hydra:\n  run:\n    dir: {proof}\n",
-    "the run's name": "hydra:\n  job:\n    name: ../../pwned\n",
-    "the name in the run's folder": "name: ../../../../pwned\n",
-    "the configs' folder": "hydra:\n  output_subdir: ../../../pwned\n",
-    "a job's folder": "evil: ../../../..\nhydra:\n  sweep:\n    subdir: ${{evil}}/pwned${{hydra.job.num}}\n",
-    "a target made of two": "a: os\nmodel:\n  net:\n    _target_: ${{a}}.system\n    command: touch {proof}\n",
-    "a target in text": "evil: ${{oc.decode:'{{_target_: os.system, command: touch {proof}}}'}}\n",
-    "a python tag": "evil: !!python/object/apply:os.system [touch {proof}]\n",
-}
-
-
-@pytest.mark.parametrize("name", HYDRA)
-def test_hydras_own_node_runs_nothing(tmp_path_factory, project, capsys, name):
-    proof = tmp_path_factory.mktemp("elsewhere") / "pwned"
-    recipe(project, HYDRA[name].format(proof=proof))
-    before = set(project.parent.glob("*/pwned*"))
-    status = main(["fit", "+recipe=evil"])
-    err = capsys.readouterr().err
-    assert status == 2, err
-    assert err.startswith("trainer: ")
-    assert err.count("\n") == 1
-    assert not proof.exists()
-    assert not (project / "outputs").exists()
-    assert set(project.parent.glob("*/pwned*")) == before
-    assert os.environ.get("LD_PRELOAD") is None
-
-
-@pytest.mark.parametrize("words", [["-m"], ["--cfg", "job"], ["--info"], ["--hydra-help"]])
-def test_nor_when_something_is_only_shown(project, proof, capsys, words):
-    recipe(project, HYDRA["a logging factory"].replace("job_logging", "hydra_logging").format(proof=proof))
-    assert main(["fit", "+recipe=evil", *words]) == 2
-    assert "handlers.x.() is os.system in a config file" in capsys.readouterr().err
-    assert not proof.exists()
-
-
-def test_what_runs_nothing_may_be_in_a_file(project):
-    from trainer.cli.arguments import read
-    from trainer.cli.validate import validate
-
-    recipe(project, JOB_LOGGING + "    formatters: {file: {format: '%(message)s'}}\n    root: {level: DEBUG}\n")
-    assert validate(read(["fit", "+recipe=evil"])).hydra.job_logging.root.level == "DEBUG"
-
-
-def test_what_is_refused_in_a_file_may_be_said_on_the_command_line(project, tmp_path_factory):
-    from trainer.cli.arguments import read
-    from trainer.cli.validate import validate
-
-    folder = tmp_path_factory.mktemp("elsewhere")
-    config = validate(
-        read(
-            [
-                *("fit", "+recipe=line", "allowed_packages=[timm]", f"hydra.run.dir={folder}"),
-                *("+hydra.job.env_set.A=1", f"hydra.job_logging.handlers.file.filename={folder}/a.log"),
-            ]
-        )
-    )
-    assert config.allowed_packages == ["timm"]
 
 
 def test_rerunning_a_pickle_is_refused(project, proof, capsys):
@@ -339,7 +256,7 @@ def run_of_a_stranger(project: Path, proof: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_a_run_brings_no_code_along(project, run_of_a_stranger, proof, capsys, link):
+def test_run_brings_no_code_along(project, run_of_a_stranger, proof, capsys, link):
     given = "given/run/checkpoints/last.ckpt"
     if link:
         (project / "linked").symlink_to(project / "given/run")
@@ -347,22 +264,56 @@ def test_a_run_brings_no_code_along(project, run_of_a_stranger, proof, capsys, l
     capsys.readouterr()
     assert main(["test", f"ckpt={given}"]) == 2
     err = capsys.readouterr().err
-    assert "model asks for given.theirs.Line, which is in the folder of the run that ckpt names" in err
-    assert "'allowed_packages=[given]'" in err
+    assert "model is given.theirs.Line" in err
+    assert "'allowed_packages=[given.theirs.Line]'" in err
     assert not proof.exists()
-    assert main(["test", f"ckpt={given}", "allowed_packages=[given]"]) == 0
+    assert main(["test", f"ckpt={given}", "allowed_packages=[given.theirs.Line]"]) == 0
     assert proof.exists()
 
 
-def test_options_of_a_compiler_are_the_users_to_allow(project):
-    node = {"_target_": "torch.compile", "model": {"_target_": "torch.nn.ReLU"}, "options": {"max_autotune": False}}
-    assert build(node, "model", Allowlist(["torch.compile"]))._orig_mod.__class__ is torch.nn.ReLU
-    with pytest.raises(
-        UsageError, match=r"model\.options is .* can name a compiler.*allowed_packages=\[torch\.compile\]"
-    ):
-        build(node, "model")
-    compile_it = {"_target_": "trainer.callbacks.Compile", "options": {"max_autotune": False}}
-    assert build(compile_it, "callbacks.compile", Allowlist(["trainer.callbacks.Compile"])).settings["options"]
+@pytest.mark.parametrize("package", ["recipes", "trainer"])
+def test_class_of_a_known_package_is_refused_in_the_folder_of_the_run(project, package):
+    with pytest.raises(UsageError, match=f"m is {package}.theirs.Net"):
+        Allowlist((), f"{package}/run/last.ckpt").check({"_target_": f"{package}.theirs.Net"}, "m")
+
+
+def test_config_of_a_run_sets_nothing_of_hydra(project, proof, capsys):
+    assert main(["fit", "+recipe=line", "hydra.run.dir=given"]) == 0
+    file = project / "given/.hydra/config.yaml"
+    payload = {"_target_": "os.system", "command": f"touch {proof}"}
+    hydra = {"callbacks": {"x": payload}, "job": {"env_set": {"LD_PRELOAD": "./evil.so"}}, "launcher": payload}
+    more = {"hydra": hydra, "defaults": [{"override hydra/launcher": "evil"}], "allowed_packages": ["os"]}
+    file.write_text(file.read_text().replace("allowed_packages: []\n", "") + yaml.safe_dump(more))
+    assert main(["test", "ckpt=given", "hydra.run.dir=tested"]) == 0
+    assert not proof.exists()
+    assert os.environ.get("LD_PRELOAD") is None
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "evil: !!python/object/apply:os.system [touch PROOF]",
+        "data: {_target_: '${oc.decode:os}.system', command: touch PROOF}",
+        "data: ${oc.decode:'{_target_: os.system, command: touch PROOF}'}",
+        "data: ${oc.create:{_target_:os.system,command:'touch PROOF'}}",
+    ],
+)  # fmt: skip
+def test_payload_in_an_interpolation_or_a_tag_is_refused(project, proof, capsys, written):
+    assert main(["fit", "+recipe=line", "hydra.run.dir=given"]) == 0
+    file = project / "given/.hydra/config.yaml"
+    file.write_text(f"{file.read_text()}\n{written.replace('PROOF', str(proof))}\n")
+    assert main(["test", "ckpt=given"]) == 2
+    assert not proof.exists()
+
+
+def test_options_of_a_compiler_are_refused_unless_allowed(project):
+    callback = {"_target_": "trainer.callbacks.Compile", "options": {"max_autotune": False}}
     for target in ("trainer.callbacks.Compile", "trainer.callbacks.compile.Compile"):
-        with pytest.raises(UsageError, match=r"callbacks\.compile\.options is .* can name a compiler"):
-            build(compile_it | {"_target_": target}, "callbacks.compile")
+        message = rf"callbacks\.compile\.options is .* can name a compiler .* 'allowed_packages=\[{target}\]'"
+        with pytest.raises(UsageError, match=message):
+            build(callback | {"_target_": target}, "callbacks.compile", given())
+        assert build(callback, "callbacks.compile", given((target, callback["_target_"]))).settings["options"]
+    assert build(callback).settings["options"]
+    node = {"_target_": "torch.compile", "model": {"_target_": "torch.nn.ReLU"}, "options": {"max_autotune": False}}
+    with pytest.raises(UsageError, match="can name a compiler"):
+        build(node, "model", given(named=("torch.compile",)))

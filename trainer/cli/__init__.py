@@ -17,7 +17,6 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from trainer.cli import trusted
 from trainer.cli.arguments import COMMANDS, RUNS, TOOLS, Arguments, UsageError, read
 from trainer.cli.folders import search_here
 from trainer.cli.processes import DEBUG, environment
@@ -67,13 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _environment_of(arguments: Arguments) -> dict[str, str | None]:
     """What holds for a whole command, in the environment, where its other processes find it.
 
-    That is ``--debug``, ``--quiet``, and whom configs may name: whatever becomes of the user's list meanwhile.
+    That is ``--debug`` and ``--quiet``.
     """
     flags = (("--debug", DEBUG), ("--quiet", QUIET))
-    values: dict[str, str | None] = {name: "1" for flag, name in flags if flag in arguments.flags}
-    if arguments.command != "trust":
-        values[trusted.VARIABLE] = ",".join(trusted.packages())
-    return values
+    return {name: "1" for flag, name in flags if flag in arguments.flags}
 
 
 def _dispatch(arguments: Arguments) -> int:

@@ -27,7 +27,6 @@ TOOLS = {
     "consolidate": 2,
     "shard": 2,
     "export": 3,
-    "trust": 99,
 }
 """Subcommands that run nothing, and how many words may follow them. Each is a module of `trainer.cli` with a function
 ``command``, which gets the `Arguments` and returns the exit status; ``shard`` is ``consolidate``'s."""

@@ -21,11 +21,10 @@ from trainer.cli.failure import is_about_settings
 from trainer.cli.processes import environment
 from trainer.cli.schema import as_number
 from trainer.cli.targets import PACKAGES, Allowlist
+from trainer.cli.walk import walk
 from trainer.errors import did_you_mean
 
 _SPECIAL = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
-
-_COMPILERS = ("torch.compile", "trainer.callbacks.Compile", "trainer.callbacks.compile.Compile")
 
 _SAFE_LOADS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
 """Whatever calls ``torch.load``, such as torchvision for pretrained weights, then loads weights only."""
@@ -60,28 +59,11 @@ def check(node: Any, key: str, allowlist: Allowlist) -> None:
     Raises:
         UsageError: a target that does not exist or is not allowed, or arguments that it does not take.
     """
-    allowlist.check(node, key)
-    _check_nodes(node, key, allowlist)
-
-
-def _check_nodes(node: Any, key: str, allowlist: Allowlist) -> None:
-    if isinstance(node, list):
-        for index, child in enumerate(node):
-            _check_nodes(child, f"{key}[{index}]", allowlist)
-    elif isinstance(node, dict):
-        if "_target_" in node:
-            found = allowlist.locate(_text(node["_target_"], key), key)
-            _check_special(node, key)
-            _check_harmless(node, key, allowlist)
-            _check_arguments(found, node, key)
-        for name, child in node.items():
-            _check_nodes(child, f"{key}.{name}" if key else str(name), allowlist)
-
-
-def _text(target: Any, key: str) -> str:
-    if not isinstance(target, str):
-        raise UsageError(f"{key}._target_ is {describe(target)}, expected the dotted name of a class or a function.")
-    return target
+    allowlist.locate_all(node, key)
+    for entry in walk(node, key):
+        if isinstance(entry.value, dict) and "_target_" in entry.value:
+            _check_special(entry.value, entry.key)
+            _check_arguments(allowlist.locate(entry.value["_target_"]), entry.value, entry.key)
 
 
 def _check_special(node: dict[str, Any], key: str) -> None:
@@ -94,17 +76,6 @@ def _check_special(node: dict[str, Any], key: str) -> None:
         raise UsageError(
             f"{key}._convert_ is {describe(node['_convert_'])}, expected all: objects get plain dicts and lists. Where"
             " a class wants OmegaConf's containers, have it call OmegaConf.create."
-        )
-
-
-def _check_harmless(node: dict[str, Any], key: str, allowlist: Allowlist) -> None:
-    """Refuse settings that name programs, which are run then."""
-    target, name = node["_target_"], "options"
-    if target in _COMPILERS and name in node and not {"torch", target}.intersection(allowlist.packages):
-        raise UsageError(
-            f"{key}.{name} is {describe(node[name])}, which can name a compiler for {target} to run. A config may not."
-            f" Write a function of your own that calls it, and name that; or write 'allowed_packages=[{target}]' on the"
-            " command line."
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import posixpath
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any
 from hydra import version
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import ConfigRepository
-from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
@@ -28,7 +25,6 @@ from hydra.errors import (
     MissingConfigException,
     OverrideParseException,
 )
-from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
@@ -70,19 +66,6 @@ def register() -> None:
     ConfigStore.instance().store(group="_schema", name="trainer", node=TrainerSettings, provider="trainer")
 
 
-class _Repository(ConfigRepository):
-    """Finds configs where they are searched for, and nowhere else."""
-
-    def load_config(self, config_path: str) -> ConfigResult | None:
-        """Called by Hydra for every config, those in lists of defaults among them."""
-        if posixpath.normpath(config_path).startswith("../"):
-            raise UsageError(
-                f"A list of defaults asks for {config_path}, which is outside of the folders of configs. Configs"
-                " elsewhere are found with --config-dir FOLDER."
-            )
-        return super().load_config(config_path)
-
-
 class Composer:
     """Composes what `hydra.main` would compose for the same arguments, and raises `UsageError` where it
     fails.
@@ -106,7 +89,6 @@ class Composer:
             search_path.prepend(provider="command-line", path=path, anchor=SearchPathQuery(provider="schema"))
         self.config_name = arguments.flags.get("--config-name", CONFIG_NAME)
         self.loader = ConfigLoaderImpl(search_path)
-        self.loader.repository = _Repository(search_path)
         self.parser = OverridesParser.create(config_loader=self.loader)
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
@@ -151,14 +133,6 @@ class Composer:
         except (HydraException, OmegaConfBaseException, YAMLError):
             return {}
         return {str(name): value for name, value in node.items()} if isinstance(node, dict) else {}
-
-    def packaged(self, config: str) -> Any:
-        """What our file called ``config`` says, or Hydra's, whatever else is called so; None where there is none."""
-        search_path = ConfigSearchPathImpl()
-        search_path.append("hydra", "pkg://hydra.conf")
-        search_path.append("main", f"file://{packaged_conf()}")
-        found = ConfigRepository(search_path).load_config(config)
-        return None if found is None else OmegaConf.to_container(found.config, resolve=False)
 
     def groups(self) -> list[str]:
         """The config groups, Hydra's own and the schema's left out."""

@@ -20,8 +20,8 @@ from typing import Any
 
 from trainer import packages, redaction
 from trainer.cli.folders import PACKAGE
-from trainer.cli.leaves import leaves
 from trainer.cli.processes import is_debug, is_first, rank
+from trainer.cli.walk import walk
 from trainer.errors import (
     ConfigurationError,
     FolderInUseError,
@@ -91,7 +91,7 @@ def explain_path(error: Exception, settings: dict[str, Any]) -> None:
     if not isinstance(error, (FileNotFoundError, NotADirectoryError, PermissionError)):
         return
     said = " ".join(map(str, (error, error.filename)))
-    for key, name, value, _ in leaves(settings):
+    for key, name, value, _ in walk(settings):
         if (
             isinstance(value, str)
             and len(value) > 1

@@ -24,7 +24,6 @@ SUMMARY = {
     "consolidate": "make one file of a checkpoint that is a folder",
     "shard": "make a folder of a checkpoint that is one file",
     "export": "write what was trained as ONNX, a graph of torch.export, or safetensors",
-    "trust": "let configs name the classes of a package, from now on",
 }
 
 _ABOUT = {
@@ -119,16 +118,6 @@ Examples:
     python -m trainer export ckpt=outputs/unet/DATE_TIME to=unet.onnx
     python -m trainer export ckpt=outputs/unet/DATE_TIME to=unet.pt2 data.batch_size=4
     python -m trainer export outputs/finetune/DATE_TIME/checkpoints/last.ckpt model.safetensors model.""",
-    "trust": """\
-Lets every config name the classes and functions of a package, such as timm, from now on: in a _target_, and so
-run its code as you. Packages that you have installed from a folder of your own, modules in the working directory
-and the parts of torch, Lightning and the like that experiments are made of need no trust. The list is kept in your
-configuration folder, ~/.config/amp-trainer/trusted; TRAINER_TRUST=NAME,NAME in the environment stands in its place.
-Without NAME it prints the list.
-
-Examples:
-    python -m trainer trust timm
-    python -m trainer trust""",
     "report": """\
 Makes one page of a run or a sweep, whether it is finished, was cut short, or still goes on: settings, curves,
 loss scale and gradients, speed, memory, overflow reports, environment. It is written to report.html in the
@@ -148,7 +137,6 @@ WORDS = {
     "recipes": "[NAME [SETTING=VALUE ...] | copy NAME [NEWNAME]]",
     "tune": "batch_size|lr [SETTING=VALUE ...]",
     "checks": "[json] [+recipe=NAME SETTING=VALUE ...]",
-    "trust": "[NAME ...]",
     "report": "[RUN_DIR ...] [OUT.html]",
     "consolidate": "FOLDER FILE",
     "shard": "FILE FOLDER",
@@ -194,7 +182,7 @@ _USE = """\
 _COMMAND_GROUPS = {
     "Train": ("fit", "compare", "tune"),
     "Use what was trained": ("validate", "test", "predict", "report", "consolidate", "shard", "export"),
-    "Look around": ("recipes", "checks", "trust"),
+    "Look around": ("recipes", "checks"),
 }
 
 _BEGIN = """\

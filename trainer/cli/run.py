@@ -141,7 +141,7 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
     """
     arguments = dict(settings["trainer"])
     target = arguments.pop("_target_")
-    allowlist = Allowlist(settings["allowed_packages"], settings.get("ckpt"))
+    allowlist = Allowlist.of(settings)
     told: dict[str, Any] | None = None  # to W&B and MLflow, of the run
     if record is not None and tracking.is_asked_for(settings["logger"]):
         settings, told = _with_tracking(settings, folder, record)

@@ -7,7 +7,7 @@ import difflib
 import math
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,16 +20,16 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainer import machine
 from trainer.arguments import SWITCH, describe, either
-from trainer.cli import permissions, plugins, tracking
+from trainer.cli import plugins, tracking
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer, resolve
 from trainer.cli.folders import packaged_conf
 from trainer.cli.keys import SETTINGS, flatten, keys, options
-from trainer.cli.leaves import leaves
 from trainer.cli.objective import Objective
 from trainer.cli.restore import recipe_of
 from trainer.cli.schema import as_number, as_typed, mistake, read_settings, setting
-from trainer.cli.targets import targets
+from trainer.cli.targets import Allowlist
+from trainer.cli.walk import targets, walk
 from trainer.cli.workdir import quoted
 from trainer.errors import did_you_mean
 from trainer.precision.names import ALIASES
@@ -92,7 +92,7 @@ def validate(arguments: Arguments, composer: Composer | None = None) -> DictConf
 
         compare.check(config, jobs=math.prod(len(values) for values in _values(overrides)))
     HydraConfig.instance().set_config(config)  # for ${hydra:...}
-    permissions.check_hydra(composer, config, overrides)
+    _check_hydra(config)
     if arguments.multirun or config.hydra.mode == RunMode.MULTIRUN:
         plugins.prepare(config.hydra)
         _check_intervals(config, overrides)
@@ -197,7 +197,6 @@ def _check_option(composer: Composer, override: Override) -> None:
                 f"{group} is null, expected the name of an option{without}. Choose one of: {', '.join(known)}."
             )
         name = str(option).strip("'\"")
-        permissions.check_option(group, name)
         if not composer.has_option(group, name):
             known = composer.options(group)
             aliases = list(ALIASES) if group == "precision" else []
@@ -369,8 +368,7 @@ def _check_whole(
     settings = {name: value for name, value in plain["trainer"].items() if not str(value).startswith("${")}
     if problem := mistake(settings):
         raise UsageError(problem)
-    said = permissions.keys_said(composer, overrides)
-    permissions.check(plain, said, resolved=runs)
+    Allowlist.of(plain).check(plain)
     read_settings(Objective, "objective", plain["objective"])
     read_settings(_CheckpointFiles, "checkpoint_files", plain["checkpoint_files"])
     if runs:
@@ -380,9 +378,27 @@ def _check_whole(
         _check_combinations(plain)
         if not str(config.hydra.launcher["_target_"]).startswith(plugins.ELSEWHERE):
             _check_devices(plain["trainer"])
-        _check_checkpoint(plain["ckpt_path"], said)
+        _check_checkpoint(plain["ckpt_path"])
         _check_weights(plain)
         _check_used(OmegaConf.to_container(job, resolve=False), overrides)
+
+
+def _check_hydra(config: DictConfig) -> None:
+    """Check the settings of Hydra that a run depends on."""
+    for key in ("hydra.run.dir", "hydra.sweep.dir"):
+        folder = str(OmegaConf.select(config, key))
+        if not folder or not folder.isprintable():
+            raise UsageError(
+                f"{key} is {repr(folder) if folder else 'empty'}, expected a folder for the run, such as outputs/NAME."
+            )
+    if OmegaConf.select(config, "hydra.job.chdir"):
+        raise UsageError(
+            "hydra.job.chdir is true, expected false: modules and paths are found from the folder that the command is"
+            " run in. The run's own folder is ${hydra:runtime.output_dir}."
+        )
+    name = str(OmegaConf.select(config, "hydra.job.name"))
+    if not re.fullmatch(r"[^/\\]+", name) or not name.isprintable():
+        raise UsageError(f"hydra.job.name is {name!r}, expected a name without slashes, for the names of files.")
 
 
 def _check_complete(job: DictConfig) -> None:
@@ -472,7 +488,7 @@ def _check_values(plain: dict[str, Any]) -> None:
     seed = plain["seed"]
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32):
         raise UsageError(f"seed is {describe(seed)}, expected a whole number from 0 to {2**32 - 1}, or null for none.")
-    for key, name, value, target in leaves({group: plain.get(group) for group in ("data", "optimizer", "scheduler")}):
+    for key, name, value, target in walk({group: plain.get(group) for group in ("data", "optimizer", "scheduler")}):
         of_data, is_number = key.startswith("data."), isinstance(value, int | float) and not isinstance(value, bool)
         least = {"batch_size": 1, "num_workers": 0}.get(name) if of_data else None
         hint = "" if of_data and least is None else as_number(value)
@@ -521,18 +537,13 @@ def _check_devices(settings: dict[str, Any]) -> None:
         )
 
 
-def _check_checkpoint(path: Any, given: Collection[str]) -> None:
+def _check_checkpoint(path: Any) -> None:
     if path is not None and not isinstance(path, str):
         raise UsageError(f"ckpt_path is {describe(path)}, expected the path or URL of a file, best, last, or null.")
     if path is None or path in _NAMED_CHECKPOINTS:
         return
     if "://" in path or path.startswith("registry"):
-        if "ckpt_path" in given:
-            return
-        raise UsageError(
-            f"ckpt_path is {path} in a config file. Who is asked over the network, and with which words, is said on the"
-            f" command line: ckpt_path={path}"
-        )
+        return
     if not path.strip() or not path.isprintable():
         raise UsageError(f"ckpt_path is {path!r}, expected the path or URL of a file, best, last, or null.")
     if Path(path).is_dir() and not is_checkpoint_folder(Path(path)):

@@ -48,7 +48,7 @@ ONCE = {
         to_parent: false
     """,
 }
-LINE = ["+recipe=line", "model=once", "callbacks=none", "logger=none", "allowed_packages=[once]", "resume=auto"]
+LINE = ["+recipe=line", "model=once", "callbacks=none", "logger=none", "resume=auto"]
 
 
 def results(folder: str = "jobs") -> list[dict]:

@@ -29,7 +29,7 @@ def draw(recipe: Recipe) -> Loaded:
     """
     settings = recipe.settings
     merge_recipes()
-    allowlist = Allowlist(settings["allowed_packages"], settings.get("ckpt"))
+    allowlist = Allowlist.of(settings)
     check({name: settings[name] for name in ("precision", "callbacks", "data", "model")}, "", allowlist)
     name = "model" if settings["data"] is None else "data"
     recipe.data = make(settings[name], name, allowlist)

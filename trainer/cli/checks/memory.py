@@ -211,7 +211,7 @@ def _measure(recipe: Recipe, device: torch.device, number: int, told: Prediction
     settings = recipe.settings
     assert recipe.loaded is not None
     batch = recipe.loaded.batch
-    allowlist = Allowlist(settings["allowed_packages"], settings.get("ckpt"))
+    allowlist = Allowlist.of(settings)
     trainer_class = allowlist.locate(settings["trainer"]["_target_"], "trainer")
     precision = make(settings["precision"], "precision", allowlist).for_device(device)
     nodes = (settings["callbacks"] or {}).items()
