@@ -54,7 +54,7 @@ NOT_COMPARED: dict[str, str] = {
     r"'OverflowReport'\]\.(_before|_history|_skips)": "documented: counts of failures in a row begin again",
     r"'StochasticWeightAveraging'\]\._(init_n_averaged|scheduler_state)\b": "read when it begins to average",
     r"'LearningRateMonitor'\]\.(lrs|last)": "stock callback without a state",
-    r"engine\._reductions$|engine\._shared_sums\._turn$": "number of collectives so far in this process",
+    r"engine\._reductions$": "number of collectives so far in this process",
     r"_agreement\._(question|work|batches|to_leave_out)\b|_runner\.stalls\._key$": "paced by time; of one process",
     r"strategy\._model\._(has_rebuilt_buckets|lazy_init_ran)$": "whether DDP has run a backward pass in this process",
     r"strategy\._model\.training$": "DDP only reads that of its module, which is compared",

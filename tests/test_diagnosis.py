@@ -330,44 +330,6 @@ def test_a_gpu_says_what_was_alive_and_leaves_a_snapshot(cuda: Any, full: None, 
     assert (told["gradients"], told["unused"], told["total"]) == (780, 16 * GIBIBYTE, 80 * GIBIBYTE)
 
 
-class Asked(Regression):
-    """Somebody asks what is in memory, in the middle of the second batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 1:
-            os.kill(os.getpid(), signal.SIGUSR2)
-        return super().training_step(batch, batch_idx)
-
-
-def test_a_gpu_says_what_is_alive_when_it_is_asked_and_goes_on(
-    cuda: Any, full: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    before = signal.getsignal(signal.SIGUSR2)
-    trainer = make_trainer(tmp_path, accelerator="gpu", logger=True, max_steps=3)
-    trainer.fit(Asked(), loader_of(make_batches(4)))
-    assert trainer.global_step == 3
-    assert signal.getsignal(signal.SIGUSR2) == before
-    file = tmp_path / "lightning_logs" / "version_0" / "memory_snapshot_step_1.pickle"
-    told = capfd.readouterr().err
-    assert (
-        "Memory at step 1, batch_idx 1 of epoch 0 (train_dataloader), on cuda:0 (at its peak tensors took 70.0 GiB, of"
-        " 80.0 GiB).\nAlive were: weights 780 bytes"
-    ) in told
-    assert f"Which blocks there were is in {file}: open it at" in told
-    assert file.read_text() == "blocks"
-
-
-def test_a_cpu_says_so_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    make_trainer(tmp_path, max_steps=2).fit(Asked(), loader_of(make_batches(4)))
-    told = capfd.readouterr().err
-    assert (
-        "trainer: Memory at step 1, batch_idx 1 of epoch 0 (train_dataloader), on cpu (at its peak the process" in told
-    )
-    assert "Alive were: weights 780 bytes" in told
-    assert "activations and all else in the process" in told
-    assert list(tmp_path.rglob("*.pickle")) == []
-
-
 @pytest.mark.parametrize("is_given", [True, False])
 def test_snapshot_without_logger_goes_to_the_default_root_dir_if_the_user_passed_one(
     cuda: Any, full: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_given: bool

@@ -183,17 +183,6 @@ def _explain_memory(error: BaseException, trainer: Any, folder: Folder | None) -
     add_note(error, "\n".join(lines))
 
 
-def memory_now(trainer: Any, folder: Folder) -> str:
-    """What is in memory at this moment, by kind; on CUDA torch's snapshot is left in ``folder()`` as well."""
-    usage, device = _usage(trainer, _batch_of(trainer)), trainer.engine.device
-    step = trainer.global_step
-    lines = [
-        f"Memory at step {step}, {_where(trainer)}, on {device}{_peak(usage)}.",
-        _alive(usage, device.type == "cpu"),
-    ]
-    return "\n".join(lines + _leave_snapshot(trainer, folder, f"memory_snapshot_step_{step}"))
-
-
 def _batch_of(trainer: Any) -> Any:
     """The batch that runs; None for none."""
     return None if trainer.active_metrics is None else trainer.active_metrics.batch
@@ -264,12 +253,13 @@ def _peak(usage: Usage | None) -> str:
     return f" (at its peak {what} took {readable(usage.peak)}, of {readable(usage.total)})"
 
 
-def _leave_snapshot(trainer: Any, folder: Folder, name: str = "memory_snapshot") -> list[str]:
-    """A line about torch's snapshot of the memory, where there is one."""
+def _leave_snapshot(trainer: Any, folder: Folder) -> list[str]:
+    """Write torch's snapshot of the memory if there is one, and return the line that names the file."""
     rank = f"_rank_{trainer.global_rank}" if trainer.world_size > 1 else ""
     try:
         place = folder()
-        if place is not None and memory.write_snapshot(trainer.engine.device, file := place / f"{name}{rank}.pickle"):
+        file = None if place is None else place / f"memory_snapshot{rank}.pickle"
+        if file is not None and memory.write_snapshot(trainer.engine.device, file):
             return [f"Which blocks there were is in {file}: open it at https://pytorch.org/memory_viz."]
     except Exception as problem:  # what the user has to see is that memory has run out
         return [f"A snapshot of the memory could not be written: {problem}."]

@@ -31,7 +31,6 @@ from trainer.compat.errors import TunerExit
 from trainer.compat.logging import attach_log, detach_log
 from trainer.compat.signals import Signals
 from trainer.data.prefetching import Prefetching
-from trainer.engine.processes import say
 from trainer.engine.stalls import StallWatch
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.preparation import Preparation
@@ -231,7 +230,6 @@ class Run:
             self.process_state = self._connector.restore_fit()
         self._connector.forget()
         self._signals.register_signal_handlers()
-        self._signals.call_on_demand(self._tell_memory)
         engine.barrier("run-stage")
         module.zero_grad()
         return preparation
@@ -249,13 +247,6 @@ class Run:
             self._folder,
         )
         return self.session.enter_context(watch)
-
-    def _tell_memory(self) -> None:
-        """Say what is in the memory of this process. Called by a signal, between two lines of whatever runs."""
-        try:
-            say(diagnosis.memory_now(self._trainer, self._folder))
-        except Exception as error:  # not for whatever runs
-            say(f"What is in memory could not be told: {type(error).__name__}: {error}")
 
     def _default_max_epochs(self) -> int:
         limits = self._trainer.loop.limits

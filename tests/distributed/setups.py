@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as distributed
@@ -36,7 +35,6 @@ from tests.support import native_fp16
 from trainer import CheckpointFiles, FSDP2Strategy, Trainer
 from trainer.callbacks import GradientAccumulation, GradientClipping, NonFiniteGuard
 from trainer.compat.engine import _forward_nothing
-from trainer.engine import shared_sums
 
 """On four processes: two copies of two shards; and tensor parallelism in two groups, over which the rest is sharded."""
 
@@ -474,12 +472,6 @@ def fit(
     }  # fmt: skip
     assert not any(isinstance(p, DTensor) for p in module.parameters()) or engine not in ("single", "ddp")
     return trace
-
-
-def fit_apart(setup: Setup, engine: str) -> Trace:
-    """:func:`fit` where the processes share no memory, as on several machines."""
-    with patch.object(shared_sums, "FOLDER", Path("/nowhere")):
-        return fit(setup, engine)
 
 
 class Uneven(LightningModule):

@@ -89,15 +89,6 @@ def test_a_fit_drawn_at_random_is_the_one_by_hand(ranks: Ranks, seed: int, engin
         assert_same(mine, other, tolerance_of(setup, engine), 1e-6 if is_summed(setup, engine) else 0.0)
 
 
-@pytest.mark.parametrize("engine", ENGINES[1:])
-@pytest.mark.parametrize("weighted", [None, "number", "tensor"])
-def test_processes_that_share_no_memory_train_the_same(ranks: Ranks, weighted: str | None, engine: str) -> None:
-    setup = Setup(windows=(1, 3), weighted=weighted, none=frozenset({(0, 0, 1), (1, 1, 2)}))
-    found = [ranks.call(f"tests.distributed.setups:{name}", setup, engine) for name in ("fit", "fit_apart")]
-    for mine, other in zip(*found, strict=True):
-        assert_same(mine, other, 0.0 if weighted is None else TOLERANCES["32-true"])
-
-
 @needs_fsdp2
 @pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 def test_float8_is_that_of_one_device(ranks: Ranks) -> None:

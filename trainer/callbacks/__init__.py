@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from trainer.callbacks.gradient_check import GradientCheck
     from trainer.callbacks.gradient_clipping import GradientClipping
     from trainer.callbacks.layer_norms import LayerNorms
-    from trainer.callbacks.memory_history import MemoryHistory
     from trainer.callbacks.nonfinite_guard import NonFiniteGuard
     from trainer.callbacks.optuna_pruning import OptunaPruning
     from trainer.callbacks.overflow_report import OverflowReport
@@ -44,7 +43,6 @@ __all__ = [
     "GradientCheck",
     "GradientClipping",
     "LayerNorms",
-    "MemoryHistory",
     "NonFiniteGuard",
     "OptunaPruning",
     "OverflowReport",

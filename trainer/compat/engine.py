@@ -50,7 +50,6 @@ from trainer.engine.optimizer_states import SavedDtypes, keep_dtypes
 from trainer.engine.processes import children, leave_group_at_exit
 from trainer.engine.protocol import ModuleCalls, ScheduleConfig, Weight
 from trainer.engine.sharding.wrap import put_back
-from trainer.engine.shared_sums import SharedSums, shared_sums
 from trainer.engine.stalls import record_collectives
 from trainer.errors import CheckpointError, CheckpointWriteError, PrecisionError, UnsupportedError
 from trainer.precision.base import Precision
@@ -135,7 +134,6 @@ class LightningEngine:
         self._agreement_groups: dict[str, Callable[[], Any]] = {}  # weak: torch.distributed has them until the end
         self._hosts: Agreement | None = None
         self._save_group: Callable[[], Any] = _none
-        self._shared_sums: SharedSums | None = None
         self._use_own_optimizer_setup()
         self._refuse_overrides()
 
@@ -341,7 +339,6 @@ class LightningEngine:
         if fitting:
             self._follow_averages()
         self._trained = self._trained_now()
-        self._shared_sums = shared_sums(self) if fitting else None
 
     def _follow_averages(self) -> None:
         """If DDP averages weights instead of gradients, agree on skipped steps, which do not count for the averages."""
@@ -470,8 +467,6 @@ class LightningEngine:
 
     def begin_sum(self, *values: Weight) -> Callable[[], list[Weight]]:
         """Begin an all-reduce; without the barrier of the strategy's ``reduce``, at which the host waits."""
-        if self._shared_sums is not None:
-            return self._shared_sums.begin([float(value) for value in values])
         here = [value if isinstance(value, Tensor) else torch.full((), value, device=self.device) for value in values]
         totals = torch.stack([value.to(self.device, torch.float32) for value in here])
         work = torch.distributed.all_reduce(totals, async_op=True)
@@ -657,7 +652,7 @@ class LightningEngine:
 
     def teardown(self) -> None:
         """Unwrap the module and move it back to the CPU."""
-        self._shared_sums = self._hosts = None
+        self._hosts = None
         self.strategy.teardown()
 
 

@@ -20,9 +20,6 @@ from trainer.engine.processes import children, name_parent, parent_watched
 ENDING_SIGNALS = [signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []), signal.SIGTERM]
 """The signals that end a run; where several come, the last of these counts."""
 
-ON_DEMAND: int | None = getattr(signal, "SIGUSR2", None)
-"""The signal that asks a process what is in its memory; None where the system has none."""
-
 
 class WatchedLauncher(_SubprocessScriptLauncher):
     """Lightning's launcher of scripts, whose processes end together."""
@@ -77,8 +74,7 @@ def signals_passed_on(launcher: _MultiProcessingLauncher) -> Iterator[None]:
     """
     receive = PassOn(launcher)
     is_main = threading.current_thread() is threading.main_thread()
-    numbers = [*ENDING_SIGNALS, *([] if ON_DEMAND is None else [ON_DEMAND])]
-    taken = [n for n in numbers if is_main and signal.getsignal(n) == default_handler(n)]
+    taken = [n for n in ENDING_SIGNALS if is_main and signal.getsignal(n) == default_handler(n)]
     for number in taken:
         signal.signal(number, receive)
     try:

@@ -1,7 +1,7 @@
 """Signals: SIGTERM, SIGUSR1 and Ctrl-C end a run after the current step, and its state is saved; or Slurm requeues it.
 
 Their handler only records that a signal has come. Everything else happens between two batches, on all processes at the
-same batch. SIGUSR2 ends nothing: it asks this process, at once, what is in its memory.
+same batch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from trainer.compat import model_checkpoints
 from trainer.compat.checkpoint_io import wait_for_saves
-from trainer.compat.launchers import ENDING_SIGNALS, ON_DEMAND, PassOn, default_handler, exception_of
+from trainer.compat.launchers import ENDING_SIGNALS, PassOn, default_handler, exception_of
 from trainer.engine.agreement import Agreement
 from trainer.engine.processes import children, deadline_after
 from trainer.errors import NonFiniteError, RequeueError, rank_zero_warn
@@ -49,7 +49,6 @@ class Signals:
         self._trainer = trainer
         self._agreement: Agreement | None = None
         self._handlers: dict[int, Any] = {}  # those before ours
-        self._on_demand: Callable[[], None] | None = None
         self._process = 0
         self._requeue_signal: int | None = None
         self._noted = 0  # of `ENDING_SIGNALS`, counted from 1; 0 for none
@@ -60,7 +59,7 @@ class Signals:
         self._first_batch = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_handlers": {}, "_agreement": None, "interruption": None, "_on_demand": None}
+        return vars(self) | {"_handlers": {}, "_agreement": None, "interruption": None}
 
     @property
     def received(self) -> int:
@@ -84,12 +83,6 @@ class Signals:
         for number in ENDING_SIGNALS if self._requeue_signal is None else [*ENDING_SIGNALS, self._requeue_signal]:
             self._install(number)
 
-    def call_on_demand(self, work: Callable[[], None]) -> None:
-        """Have a SIGUSR2 call ``work`` in the main thread until the run ends, unless somebody else uses that signal."""
-        if ON_DEMAND is not None and self._requeue_signal != ON_DEMAND:
-            self._on_demand = work
-            self._install(ON_DEMAND)
-
     def teardown(self) -> None:
         """Restore the handlers that were there before, and drop the exception, which keeps the run's frames alive."""
         if self._holds:
@@ -97,7 +90,7 @@ class Signals:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
-        self.interruption = self._agreement = self._on_demand = None
+        self.interruption = self._agreement = None
         self._have_loops_attend(False)
 
     @contextmanager
@@ -165,9 +158,6 @@ class Signals:
     def _receive(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:
             return  # in a dataloader's worker, which was forked from this process and is ended by it
-        if number == ON_DEMAND and self._on_demand is not None:
-            self._on_demand()
-            return
         is_first = not self._noted and not self._to_requeue
         self._interrupts += number == signal.SIGINT
         if not self._ends:

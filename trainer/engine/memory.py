@@ -137,8 +137,8 @@ def expands_segments() -> bool:
 def write_snapshot(device: torch.device, file: Path) -> bool:
     """Write torch's snapshot of CUDA's allocator, for https://pytorch.org/memory_viz.
 
-    Without a history (:class:`~trainer.callbacks.MemoryHistory`) it says which blocks there are, in which segments;
-    with one also which line has allocated each of them. Asks the host only.
+    It lists the blocks by segment; if ``torch.cuda.memory._record_memory_history`` was called, also the line that
+    allocated each block. Does not synchronize with the device.
 
     Returns:
         Whether there is one: on CUDA, and where torch has kept the name.
