@@ -284,7 +284,7 @@ def _advice(trainer: Any, usage: Usage | None, size: int | None) -> str:
             if training
             else "a smaller batch."
         )
-    if training and str(trainer.precision).startswith(("32", "64")):
+    if training and not trainer.engine.precision.is_half:
         tries.append("precision='bf16-mixed', which halves what activations take.")
     if training:
         tries.append(

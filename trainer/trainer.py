@@ -205,7 +205,7 @@ class Trainer(TrainerBase):
             default_checkpoint=registry.default_checkpoint(self._model_registry),
             scales_loss=self.scaler.is_enabled(),
             shows_gradients=self.engine.shows_gradients,
-            uses_tensor_cores=self.engine.device.type == "cuda" and plugin.name.startswith(("16-", "bf16-")),
+            uses_tensor_cores=self.engine.device.type == "cuda" and plugin.is_half,
         )
         self.callbacks = ordering.in_order([*callbacks, *ordering.external_callbacks()])
         self.progress = FitProgress()

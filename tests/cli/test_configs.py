@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from unittest.mock import patch
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
 from tests.cli.conftest import write
+from tests.support import make_trainer
 from trainer.arguments import ACCELERATORS, ARGUMENTS, STRATEGIES
 from trainer.cli import main
 from trainer.cli.arguments import COMMANDS, GROUPS_TO_ADD, Arguments, read
@@ -17,7 +19,7 @@ from trainer.cli.folders import packaged_conf
 from trainer.cli.keys import options
 from trainer.cli.targets import Allowlist
 from trainer.cli.validate import validate
-from trainer.precision.names import NAMES
+from trainer.precision.registry import PLUGINS
 
 GROUPS = (
     "precision", "trainer", "callbacks", "logger", "optimizer", "scheduler", "compare", "debug", "sweep", "data",
@@ -101,7 +103,24 @@ def test_modules_that_stay_in_float32(project, capsys, precision):
 
 
 def test_every_precision_has_an_option():
-    assert sorted(NAMES) == sorted(Composer(Arguments()).options("precision"))
+    assert sorted(PLUGINS) == sorted(Composer(Arguments()).options("precision"))
+
+
+def test_a_precision_from_outside_of_the_package_is_a_module_and_an_option(project, tmp_path):
+    module = """
+        import torch
+        from trainer.precision import Precision
+
+        class TensorFloat32(Precision):
+            name = "tf32-true"
+            names = {"tf32-true": {}}
+    """
+    write(project, {"mine.py": module, "conf/precision/tf32-true.yaml": "_target_: mine.TensorFloat32\n"})
+    with patch.dict(PLUGINS):
+        assert main(["fit", "+recipe=line", "precision=tf32", "+debug=fast_dev_run"]) == 0
+        trainer = make_trainer(tmp_path, precision="tf32")
+    assert trainer.precision == "tf32-true"
+    assert trainer.engine.precision.is_half is False
 
 
 def test_without_a_logger_nobody_is_told_the_learning_rate(project, capsys):

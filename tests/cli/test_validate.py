@@ -36,7 +36,6 @@ def complaint(argv, capsys) -> str:
         (["fit", "+recpie=line"], "There is no config group 'recpie'. Did you mean 'recipe'?"),
         (["fit"], "There is no model to fit. Choose a recipe, such as"),
         ([*FIT, "precision=16-mixd"], "has no option '16-mixd'. Did you mean '16-mixed'?"),
-        ([*FIT, "precision=fp61"], "Did you mean 'fp"),
         ([*FIT, "precision=atuo"], "has no option 'atuo'. Did you mean 'auto'?"),
         ([*FIT, "precision=16", "precision.fp32_modules=head"], "precision.fp32_modules is head, expected a list"),
         ([*FIT, "+precision=16"], "precision is in the config already: leave out the +"),

@@ -329,7 +329,7 @@ def test_fp32_modules_have_an_eps_of_their_own():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dtype": "float32"}, r"Got dtype='float32', expected 'bfloat16' or 'float16'"),
+        ({"dtype": "float32"}, r"Got dtype='float32', expected 'float16' or 'bfloat16'"),
         ({"dtype": torch.float64}, r"Got dtype=torch.float64"),
         ({"cpu_kernels": "slow"}, r"Got cpu_kernels='slow', expected 'auto', 'fast' or 'native'"),
     ],

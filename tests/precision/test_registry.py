@@ -17,7 +17,7 @@ from trainer.precision import (
     Precision,
     resolve_precision,
 )
-from trainer.precision.names import NAMES
+from trainer.precision.base import PLUGINS
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,26 @@ def test_a_name_becomes_a_plugin(given, kind, name, scales):
 
 
 def test_every_name_has_a_plugin():
-    assert [resolve_precision(name).name for name in NAMES] == list(NAMES)
+    assert [resolve_precision(name).name for name in PLUGINS] == list(PLUGINS)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "is_half", "scales_loss"),
+    [
+        ("32-true", torch.float32, False, False), ("64-true", torch.float64, False, False),
+        ("16-mixed", torch.float16, True, True), ("bf16-mixed", torch.bfloat16, True, False),
+        ("16-true", torch.float16, True, False), ("fp8-mixed", torch.bfloat16, True, False),
+    ],
+)  # fmt: skip
+def test_properties(name, dtype, is_half, scales_loss):
+    plugin = resolve_precision(name)
+    assert (plugin.dtype, plugin.is_half, plugin.scales_loss) == (dtype, is_half, scales_loss)
+
+
+def test_a_name_that_is_taken_is_refused():
+    with pytest.raises(PrecisionError, match="'16-mixed' for Mine, but it is that of MixedPrecision"):
+        type("Mine", (Precision,), {"names": {"16-mixed": {}}, "__qualname__": "Mine"})
+    assert type(resolve_precision("16-mixed")) is MixedPrecision
 
 
 def test_an_object_is_taken_as_it_is():

@@ -72,7 +72,7 @@ class AlignmentAdvisor(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Look at the layers."""
-        is_half = trainer.precision.startswith(("16-", "bf16-"))
+        is_half = trainer.engine.precision.is_half
         if not self.everywhere and not (is_half and tensor_cores(trainer.strategy.root_device)):
             return
         found = list(misaligned(pl_module))

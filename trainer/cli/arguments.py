@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from trainer.cli.folders import conf_folders
 from trainer.errors import ConfigurationError, did_you_mean
-from trainer.precision.names import ALIASES
+from trainer.precision.names import match
 
 RUNS = ("fit", "validate", "test", "predict", "compare")
 """Subcommands that run something. All but ``compare``, a sweep of ``fit``, are methods of the Trainer."""
@@ -242,7 +243,7 @@ def _read_command(word: str, arguments: Arguments) -> None:
 
 
 def canonical_precisions(value: str) -> str:
-    """Every alias in the value of a ``precision=`` override replaced by the name of the option it stands for.
+    """Replace every short form in the value of a ``precision=`` override by the name of the option it stands for.
 
     Hydra reads 32 as a number and refuses it as an option. Quotes are dropped: no precision needs them.
 
@@ -250,4 +251,5 @@ def canonical_precisions(value: str) -> str:
     '32-true, bf16-mixed,16-mixed'
     """
     unquoted = value.replace('"', "").replace("'", "")
-    return re.sub(r"[^\s,()\[\]]+", lambda found: ALIASES.get(found[0].lower(), found[0]), unquoted)
+    names = [file.stem for folder in conf_folders() for file in folder.glob("precision/*.yaml")]
+    return re.sub(r"[^\s,()\[\]]+", lambda found: match(found[0], names) or found[0], unquoted)

@@ -32,7 +32,6 @@ from trainer.cli.targets import Allowlist
 from trainer.cli.walk import targets, walk
 from trainer.cli.workdir import quoted
 from trainer.errors import did_you_mean
-from trainer.precision.names import ALIASES
 from trainer.record.checkpoints import find_weights, is_checkpoint_folder
 
 # A sweep over a long range is checked by its first values; Hydra composes every job before it starts the
@@ -199,9 +198,8 @@ def _check_option(composer: Composer, override: Override) -> None:
         name = str(option).strip("'\"")
         if not composer.has_option(group, name):
             known = composer.options(group)
-            aliases = list(ALIASES) if group == "precision" else []
             raise UsageError(
-                f"Config group {group!r} has no option {name!r}.{did_you_mean(name, [*known, *aliases])}"
+                f"Config group {group!r} has no option {name!r}.{did_you_mean(name, known)}"
                 f" Choose one of: {', '.join(known)}."
             )
 

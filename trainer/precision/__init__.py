@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainer._lazy import attribute_from
-
 if TYPE_CHECKING:
     from trainer.precision.auto import AutoPrecision
     from trainer.precision.autocast_ops import cuda_autocast_ops
@@ -30,20 +28,12 @@ __all__ = [
     "resolve_precision",
 ]
 
-# The names alone must be readable without torch (the command line checks `precision=...` with them).
-_HOMES = {
-    "AutoPrecision": "trainer.precision.auto",
-    "DoublePrecision": "trainer.precision.full",
-    "Float8Precision": "trainer.precision.float8",
-    "FullPrecision": "trainer.precision.full",
-    "HalfPrecision": "trainer.precision.half",
-    "LossScaler": "trainer.precision.scaler",
-    "MixedPrecision": "trainer.precision.mixed",
-    "Precision": "trainer.precision.base",
-    "cuda_autocast_ops": "trainer.precision.autocast_ops",
-    "resolve_precision": "trainer.precision.registry",
-}
-
 
 def __getattr__(name: str) -> Any:
-    return attribute_from(__name__, _HOMES, name)
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from trainer.precision.registry import MODULES  # imports torch, which readers of `names` do without
+
+    value = next(getattr(module, name) for module in MODULES if hasattr(module, name))
+    globals()[name] = value  # the next access does not call this function
+    return value

@@ -36,6 +36,7 @@ class AutoPrecision(Precision):
     """
 
     name = "auto"
+    names = {"auto": {}}
 
     def __init__(
         self,

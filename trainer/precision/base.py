@@ -21,7 +21,9 @@
 ===============================  ======================================================================
 
 The base class is 32-bit training: the default of every method changes nothing, so a plugin overrides only
-the methods that it needs. A worked example, float32 with TensorFloat-32 products where the GPU has them::
+the methods that it needs. Defining a class with ``names`` adds these names to ``Trainer(precision=...)``; an option
+``conf/precision/NAME.yaml`` with the class as its ``_target_`` adds one to the command line. A worked example,
+float32 with TensorFloat-32 products where the GPU has them::
 
     class TensorFloat32(Precision):
         name = "tf32"
@@ -42,12 +44,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.errors import PrecisionError
 from trainer.precision.scaler import LossScaler
 
 _UNCHANGED: AbstractContextManager[None] = nullcontext()
@@ -57,7 +60,29 @@ class Precision:
     """32-bit training, and the base of every other precision plugin. See the module docstring for the protocol."""
 
     name: str = "32-true"
-    """What ``trainer.precision``, logs and summaries call it."""
+    """The name in ``trainer.precision``, logs and summaries."""
+    names: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """The names that ``Trainer(precision=...)`` accepts for this class, each with the arguments that it stands for."""
+    dtype: torch.dtype = torch.float32
+    """The dtype of matrix products and convolutions. Float8 precisions have bfloat16 for all other operations."""
+    scales_loss: bool = False
+    """Whether the loss is scaled, so that steps may overflow."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in vars(cls).get("names", {}):
+            known = PLUGINS.setdefault(name, cls)
+            if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise PrecisionError(
+                    f"Got the precision name {name!r} for {cls.__qualname__}, but it is that of {known.__qualname__}."
+                    " Expected a name that is not taken."
+                )
+            PLUGINS[name] = cls  # a notebook defines it again
+
+    @property
+    def is_half(self) -> bool:
+        """Whether matrix products are computed in 16 bits or fewer."""
+        return self.dtype.itemsize <= 2
 
     def for_device(self, device: torch.device) -> Precision:
         """The plugin to use on ``device``: this one, unless it is a choice between others."""
@@ -112,3 +137,7 @@ class Precision:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
+
+
+PLUGINS: dict[str, type[Precision]] = {}
+"""The classes of precisions by name. Defining a class with ``names`` adds it."""

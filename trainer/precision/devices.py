@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from trainer.errors import warn
+from trainer.errors import PrecisionError, expect, warn
 from trainer.precision import cpu_fp16
 
 CPU_BFLOAT16 = ("avx512_bf16", "amx_bf16", "sve_bf16", "bf16")
@@ -77,6 +77,12 @@ def warn_of_emulation(name: str, device: torch.device) -> None:
             f"{torch.cuda.get_device_name(device)} has no bfloat16 units: precision={name!r} is emulated"
             " and slow there. Use precision='16-mixed'.",
         )
+
+
+def check_kernels(choice: str) -> None:
+    """Raise a PrecisionError unless ``choice`` is one of those of :func:`float16_kernels`."""
+    known = "'auto', 'fast' or 'native'"
+    expect(choice in ("auto", "fast", "native"), known, PrecisionError, cpu_kernels=choice)
 
 
 def float16_kernels(

@@ -9,12 +9,27 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from trainer.errors import PrecisionError
+
 
 def cast(data: Any, dtype: torch.dtype) -> Any:
     """``data`` with every floating-point tensor in it as ``dtype``; other objects are returned as they are."""
     return apply_to_collection(
         data, Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, allow_frozen=True
     )
+
+
+def half_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """Return a 16-bit dtype, given by name or as it is.
+
+    Raises:
+        PrecisionError: another one.
+    """
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found not in (torch.float16, torch.bfloat16):
+        raise PrecisionError(f"Got dtype={dtype!r}, expected 'float16' or 'bfloat16'.")
+    assert isinstance(found, torch.dtype)
+    return found
 
 
 def real_view(tensor: Tensor) -> Tensor:

@@ -54,6 +54,8 @@ class Float8Precision(MixedPrecision):
         PrecisionError: an unknown recipe, or patterns that are no strings.
     """
 
+    names = {"fp8-mixed": {}}
+
     def __init__(
         self,
         recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise",

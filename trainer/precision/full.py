@@ -17,12 +17,15 @@ class FullPrecision(Precision):
     """``32-true``: everything in the dtype it has, usually float32."""
 
     name = "32-true"
+    names = {"32-true": {}}
 
 
 class DoublePrecision(Precision):
     """``64-true``: parameters, batches and newly made tensors in float64. For gradient checks and references."""
 
     name = "64-true"
+    names = {"64-true": {}}
+    dtype = torch.float64
 
     def __init__(self) -> None:
         self._default_dtype = DefaultDtype(torch.float64)

@@ -12,14 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from trainer.errors import PrecisionError, expect, warn
+from trainer.errors import warn
 from trainer.precision.base import Precision
-from trainer.precision.devices import float16_kernels, warn_of_emulation
-from trainer.precision.dtypes import DefaultDtype, cast
+from trainer.precision.devices import check_kernels, float16_kernels, warn_of_emulation
+from trainer.precision.dtypes import DefaultDtype, cast, half_dtype
 from trainer.precision.fp32_modules import check_patterns, find_modules, in_float32
-
-_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-_NAMES = {torch.float16: "16-true", torch.bfloat16: "bf16-true"}
 
 
 class HalfPrecision(Precision):
@@ -41,22 +38,20 @@ class HalfPrecision(Precision):
         PrecisionError: an unknown dtype or kind of kernels, or patterns that are no strings.
     """
 
+    names = {"16-true": {"dtype": "float16"}, "bf16-true": {"dtype": "bfloat16"}}
+
     def __init__(
         self,
         dtype: Literal["bfloat16", "float16"] | torch.dtype = "bfloat16",
         fp32_modules: str | Sequence[str] = (),
         cpu_kernels: Literal["auto", "fast", "native"] = "auto",
     ) -> None:
-        resolved = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-        if resolved not in _NAMES:
-            raise PrecisionError(f"Got dtype={dtype!r}, expected 'bfloat16' or 'float16'.")
-        known = "'auto', 'fast' or 'native'"
-        expect(cpu_kernels in ("auto", "fast", "native"), known, PrecisionError, cpu_kernels=cpu_kernels)
-        self.dtype: torch.dtype = resolved
-        self.name = _NAMES[resolved]
+        check_kernels(cpu_kernels)
+        self.dtype = half_dtype(dtype)
+        self.name = "16-true" if self.dtype is torch.float16 else "bf16-true"
         self.fp32_modules = check_patterns(fp32_modules)
         self.cpu_kernels = cpu_kernels
-        self._default_dtype = DefaultDtype(resolved)
+        self._default_dtype = DefaultDtype(self.dtype)
 
     def check(self, device: torch.device) -> None:
         """Warn of what float16 weights do to small gradients, and of GPUs that only emulate bfloat16."""

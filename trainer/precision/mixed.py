@@ -14,12 +14,10 @@ from trainer.precision import compiled_backward
 from trainer.precision.autocast_ops import cuda_autocast_ops
 from trainer.precision.base import Precision
 from trainer.precision.cast_cache import CastCache
-from trainer.precision.devices import float16_kernels, scales_losses, warn_of_emulation
+from trainer.precision.devices import check_kernels, float16_kernels, scales_losses, warn_of_emulation
+from trainer.precision.dtypes import half_dtype
 from trainer.precision.fp32_modules import check_patterns, find_modules, in_float32
 from trainer.precision.scaler import LossScaler
-
-_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-_NAMES = {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}
 
 
 class MixedPrecision(Precision):
@@ -59,6 +57,8 @@ class MixedPrecision(Precision):
             ``autocast_cache`` that is not True, False or None.
     """
 
+    names = {"16-mixed": {"dtype": "float16"}, "bf16-mixed": {"dtype": "bfloat16"}}
+
     def __init__(
         self,
         dtype: Literal["float16", "bfloat16"] | torch.dtype = "float16",
@@ -74,17 +74,13 @@ class MixedPrecision(Precision):
         autocast_ops: Literal["native", "cuda"] = "native",
         autocast_cache: bool | None = None,
     ) -> None:
-        resolved = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-        if resolved not in _NAMES:
-            raise PrecisionError(f"Got dtype={dtype!r}, expected 'float16' or 'bfloat16'.")
-        known = "'auto', 'fast' or 'native'"
-        expect(cpu_kernels in ("auto", "fast", "native"), known, PrecisionError, cpu_kernels=cpu_kernels)
+        check_kernels(cpu_kernels)
         expect(autocast_ops in ("native", "cuda"), "'native' or 'cuda'", PrecisionError, autocast_ops=autocast_ops)
         is_known = autocast_cache is None or isinstance(autocast_cache, bool)
         expect(is_known, "True, False or None", PrecisionError, autocast_cache=autocast_cache)
-        self.dtype: torch.dtype = resolved
-        self.name = _NAMES[resolved]
-        self.loss_scaling = resolved is torch.float16 if loss_scaling is None else loss_scaling
+        self.dtype = half_dtype(dtype)
+        self.name = "16-mixed" if self.dtype is torch.float16 else "bf16-mixed"
+        self.loss_scaling = self.dtype is torch.float16 if loss_scaling is None else loss_scaling
         self.init_scale = init_scale
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
@@ -97,6 +93,11 @@ class MixedPrecision(Precision):
         self.autocast_cache = autocast_cache
         self._cast_cache: CastCache | None = None
         self.build_scaler(torch.device("cpu"))  # refuse impossible factors here, not at the first overflow
+
+    @property
+    def scales_loss(self) -> bool:  # type: ignore[override]
+        """Whether the loss is scaled."""
+        return self.loss_scaling
 
     def check(self, device: torch.device) -> None:
         """Refuse devices without autocast for the dtype; warn where bfloat16 is only emulated.

@@ -1,49 +1,40 @@
-"""The names of the precisions. Imports no torch: the command line reads this before anything else.
+"""Match the names and short forms of precisions. Imports no torch: the command line reads this before anything else.
 
-The canonical names are Lightning's; its aliases are accepted, and ``fp32``, ``fp16-mixed`` and their like
-beside them. ``auto`` is ours, and becomes one of the others when the device is known.
+The names are declared by the plugins (``Precision.names``), and are those of the options in ``conf/precision``. The
+short forms are Lightning's: ``16`` and ``fp16`` for ``16-mixed``, ``32`` for ``32-true``, ``bf16`` for ``bf16-mixed``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from trainer.errors import PrecisionError, did_you_mean
 
-ALIASES: dict[str, str] = {
-    "32": "32-true",
-    "fp32": "32-true",
-    "fp32-true": "32-true",
-    "16": "16-mixed",
-    "fp16": "16-mixed",
-    "fp16-mixed": "16-mixed",
-    "fp16-true": "16-true",
-    "bf16": "bf16-mixed",
-    "fp8": "fp8-mixed",
-    "64": "64-true",
-    "fp64": "64-true",
-    "fp64-true": "64-true",
-}
-"""Every accepted spelling and the canonical name it stands for."""
 
-NAMES: tuple[str, ...] = ("32-true", "16-mixed", "bf16-mixed", "fp8-mixed", "16-true", "bf16-true", "64-true", "auto")
-"""The canonical names of the precisions that ship."""
+def match(precision: str | int, names: Collection[str]) -> str | None:
+    """Return the name that ``precision`` stands for, or None if there is none.
 
+    A short form leaves out ``-mixed``, or else ``-true``, and may begin with ``fp``.
 
-def canonical(precision: str | int) -> str:
-    """The canonical name of ``precision``.
-
-    Raises:
-        PrecisionError: the name is neither canonical nor an alias.
-
-    >>> canonical(16), canonical("fp32"), canonical("bf16-mixed")
-    ('16-mixed', '32-true', 'bf16-mixed')
+    >>> match("fp16", ["16-mixed", "16-true"]), match(32, ["32-true"]), match("fp8", ["fp8-mixed"])
+    ('16-mixed', '32-true', 'fp8-mixed')
     """
     given = str(precision).strip().lower()
-    name = ALIASES.get(given, given)
-    if name not in NAMES:
-        known = (*NAMES, *ALIASES)
+    forms = (f"{stem}{kind}" for stem in (given, given.removeprefix("fp")) for kind in ("", "-mixed", "-true"))
+    return next((name for name in forms if name in names), None)
+
+
+def canonical(precision: str | int, names: Collection[str]) -> str:
+    """Return the name that ``precision`` stands for.
+
+    Raises:
+        PrecisionError: if there is none.
+    """
+    if (name := match(precision, names)) is None:
+        short = dict.fromkeys(name.partition("-")[0] for name in names)
         raise PrecisionError(
-            f"Got precision={precision!r}, expected one of {', '.join(NAMES)} (or an alias: {', '.join(ALIASES)})."
-            + did_you_mean(given, known)
-            + " A precision of your own is passed as an object: Trainer(precision=MyPrecision())."
+            f"Got precision={precision!r}, expected one of {', '.join(names)} (or a short form: {', '.join(short)})."
+            + did_you_mean(str(precision).strip().lower(), [*names, *short])
+            + " Pass a custom precision as an object: Trainer(precision=MyPrecision())."
         )
     return name

@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import pkgutil
 
+from trainer import precision as package
 from trainer.errors import PrecisionError
-from trainer.precision.auto import AutoPrecision
-from trainer.precision.base import Precision
-from trainer.precision.float8 import Float8Precision
-from trainer.precision.full import DoublePrecision, FullPrecision
-from trainer.precision.half import HalfPrecision
-from trainer.precision.mixed import MixedPrecision
+from trainer.precision.base import PLUGINS, Precision
+from trainer.precision.full import FullPrecision
 from trainer.precision.names import canonical
 
-_PLUGINS: dict[str, Callable[[], Precision]] = {
-    "32-true": FullPrecision,
-    "64-true": DoublePrecision,
-    "16-mixed": lambda: MixedPrecision("float16"),
-    "bf16-mixed": lambda: MixedPrecision("bfloat16"),
-    "fp8-mixed": Float8Precision,
-    "16-true": lambda: HalfPrecision("float16"),
-    "bf16-true": lambda: HalfPrecision("bfloat16"),
-    "auto": AutoPrecision,
-}
+MODULES = [importlib.import_module(one.name) for one in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
+"""The modules of this package. Importing one registers the names of the plugins that it defines."""
 
 
 def resolve_precision(precision: str | int | Precision | None) -> Precision:
-    """The plugin that ``precision`` names, or the plugin itself if it is one already. None is ``32-true``.
+    """Return the plugin that ``precision`` names, or the plugin itself if it is one already. None is ``32-true``.
 
     Raises:
-        PrecisionError: an unknown name, or an object that is no precision plugin of ours.
+        PrecisionError: an unknown name, or an object that is not one of our precision plugins.
     """
     if precision is None:
         return FullPrecision()
     if isinstance(precision, (str, int)):
-        return _PLUGINS[canonical(precision)]()
+        name = canonical(precision, PLUGINS)
+        return PLUGINS[name](**PLUGINS[name].names[name])
     if isinstance(precision, Precision):
         return precision
     kind = type(precision)  # type: ignore[unreachable]  # callers without types

@@ -10,12 +10,13 @@ import torch
 
 from trainer.errors import PrecisionError
 from trainer.precision import cpu_fp16
+from trainer.precision.base import PLUGINS
 from trainer.precision.devices import CPU_BFLOAT16, cpu_instructions, native_bfloat16, tensor_cores
-from trainer.precision.names import NAMES
+from trainer.precision.float8 import Float8Precision
 from trainer.precision.registry import resolve_precision
 
-PRECISIONS = tuple(name for name in NAMES if name != "auto")
-"""Those that compute in something, in the order of the table."""
+PRECISIONS = tuple(sorted(PLUGINS.keys() - {"auto"}))
+"""Those that compute in something."""
 
 _CPU_FLOAT16 = ("avx512_fp16", "amx_fp16", "sve", "fp16")
 
@@ -41,22 +42,23 @@ def ability(precision: str, device: torch.device) -> Ability:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of emulation, and of small gradients: the table says it
-            resolve_precision(precision).check(device)
+            plugin = resolve_precision(precision)
+            plugin.check(device)
     except PrecisionError as error:
         return Ability(precision, "unsupported", str(error).partition(". Use")[0].partition(", expected")[0])
-    if precision.startswith("64"):
+    if plugin.dtype is torch.float64:
         slow = "a GPU made for graphics is 32 to 64 times slower than in float32" if device.type == "cuda" else ""
         return Ability(precision, "native", slow or "at most half as fast as float32: for references")
-    if precision.startswith("32"):
+    if not plugin.is_half:
         return Ability(precision, "native", _about_float32(device))
-    if precision.startswith("bf16"):
-        return Ability(precision, *_bfloat16(device))
-    if precision.startswith("fp8"):
+    if isinstance(plugin, Float8Precision):
         if device.type == "cpu":
             return Ability(precision, "emulated", "a rehearsal for a GPU, value by value, and slow")
         return Ability(precision, "native", "Tensor Cores, for Linear layers; for large ones, in a compiled model")
+    if plugin.dtype is torch.bfloat16:
+        return Ability(precision, *_bfloat16(device))
     how, why = _float16(device)
-    return Ability(precision, how, why if precision == "16-mixed" else f"{why}; small gradients vanish")
+    return Ability(precision, how, why if plugin.scales_loss else f"{why}; small gradients vanish")
 
 
 def instructions() -> list[str]:
