@@ -32,9 +32,7 @@ from trainer.checkpoint.process import ProcessState
 from trainer.compat import callbacks as ordering
 from trainer.compat import (
     defaults,
-    model_checkpoints,
     registry,
-    resuming,
 )
 from trainer.compat.averaging import training_weights
 from trainer.compat.base import TrainerBase, shown_as_lightnings
@@ -370,11 +368,13 @@ class Trainer(TrainerBase):
                 "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call"
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
-        with self.profiler.profile("save_checkpoint"), training_weights(self.callbacks, self.lightning_module):
-            checkpoint = self._checkpoint_connector.dump_checkpoint(weights_only)
-            if not weights_only:
-                model_checkpoints.save_states(self, checkpoint, filepath)
-                resuming.note_places(self, checkpoint)
+        connector = self._checkpoint_connector
+        with (
+            self.profiler.profile("save_checkpoint"),
+            training_weights(self.callbacks, self.lightning_module),
+            connector.saving_to(filepath),
+        ):
+            checkpoint = connector.dump_checkpoint(weights_only)
             checkpoint = readable(checkpoint, strict=self.resume == "auto", warn=self.is_global_zero)
             self.engine.save(checkpoint, filepath, storage_options)
 

@@ -4,7 +4,7 @@
 ``__0_0.distcp`` …  the tensors of the module and of its optimizers, those of process 0, 1 …; as DCP writes them; and
                     what each process has for itself (:mod:`trainer.checkpoint.process`): a file's bytes, as a tensor
 ``.metadata``       of DCP: where in these files each part of each tensor is
-``state.ckpt``      all else, as a file has it (:mod:`trainer.checkpoint.state`), written by process 0: the whole
+``state.ckpt``      all else, as a file has it (:mod:`trainer.compat.contents`), written by process 0: the whole
                     checkpoint, in which a tensor without data (on the meta device) stands for each of DCP's
 ``manifest.json``   the sums of these files, the last one (:mod:`trainer.checkpoint.sharded_files`)
 ==================  ==================================================================================================
@@ -101,7 +101,7 @@ def split(checkpoint: Mapping[str, Any], names: list[list[str]], *, is_first: bo
     """Take a checkpoint apart: the tree with tensors on the meta device in it, and the tensors that these stand for.
 
     Args:
-        checkpoint: from :func:`trainer.checkpoint.state.dump`.
+        checkpoint: from :func:`trainer.compat.contents.dump`.
         names: of each optimizer's parameters, in its order; [] where they are not known.
         is_first: whether this is process 0, which writes what is not sharded.
 

@@ -1,23 +1,12 @@
-"""What a checkpoint holds, and how it is put back. The keys are Lightning's; in ``loops`` there is one of ours.
+"""Read a checkpoint, and restore the module, the callbacks, the counters, the optimizers and the schedules from it.
 
-=========================  ============================================================================
-``epoch``, ``global_step``    for people and file names; not used to restore
-``state_dict``                the module
-``loops``                     the counters in Lightning's shape; under ``amp_trainer`` in ours, which say more,
-                              with the states of our own callbacks, what each process has for itself
-                              (``trainer.checkpoint.process``), and the names and dtypes of the optimizers' parameters
-``callbacks``                 the other callbacks' states: Lightning asks for every callback that has one here
-``optimizer_states``          one for each optimizer
-``lr_schedulers``             one for each schedule
-``MixedPrecision``            the loss scaler (from the ScalerCheckpoint callback)
-``hyper_parameters`` ...      what ``save_hyperparameters`` kept; may be objects
-=========================  ============================================================================
+``trainer.compat.contents`` has the table of all entries of a checkpoint.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer import redaction
-from trainer.checkpoint.compact import packed, unpacked
+from trainer.checkpoint.compact import unpacked
 from trainer.checkpoint.manifest import OUR_KEY as OUR_KEY
 from trainer.errors import (
     CheckpointError,
@@ -47,51 +36,6 @@ FORMAT = 3
 
 _READABLE = (2, FORMAT)
 """The versions that can be resumed. Since 3, the states of processes are compact (``trainer.checkpoint.compact``)."""
-
-
-def dump(run: Any, as_lightning: dict[str, Any], *, weights_only: bool) -> dict[str, Any]:
-    """A checkpoint of this moment.
-
-    Args:
-        run: whose state: a Trainer.
-        as_lightning: what goes in as Lightning has it: its version, ``loops``, the hyper-parameters.
-        weights_only: leave optimizers, schedules and callbacks out.
-    """
-    module, datamodule, engine, progress = run.lightning_module, run.datamodule, run.engine, run.progress
-    checkpoint: dict[str, Any] = {
-        "epoch": progress.epoch,
-        "global_step": progress.optimizer_steps,
-        "state_dict": engine.module_state(),
-    }
-    ours: dict[str, Any] = {"format": FORMAT, "progress": progress.state_dict()}
-    if not weights_only:
-        ours["awaited"] = _awaited_metrics(run)
-        own = run.process.dump()
-        names = {name: name for name in checkpoint["state_dict"]}
-        ours["parameters"] = [
-            [names.setdefault(name, name) for name in known] for known in parameter_names(module, engine.optimizers)
-        ]
-        ours["processes"] = [packed(one, names) for one in ([own] if engine.saves_shards else engine.gather(own))]
-        ours["dtypes"] = [[one.dtype for one in _parameters_of(optimizer)] for optimizer in engine.optimizers]
-        checkpoint["callbacks"], ours["callbacks"] = {}, {}
-        for callback in run.callbacks:
-            if state := callback.state_dict():
-                place = ours if _is_ours(callback) else checkpoint
-                place["callbacks"][callback.state_key] = state
-        checkpoint["optimizer_states"] = [engine.optimizer_state(optimizer) for optimizer in engine.optimizers]
-        checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in engine.schedules]
-    checkpoint.update(as_lightning)
-    checkpoint["loops"][OUR_KEY] = ours
-    if datamodule is not None:
-        with run.profiler.profile(f"[LightningDataModule]{type(datamodule).__name__}.state_dict"):
-            state = datamodule.state_dict()
-        if state:
-            checkpoint[type(datamodule).__qualname__] = state
-    if not weights_only:
-        for callback in run.callbacks:
-            callback.on_save_checkpoint(run, module, checkpoint)
-    module.on_save_checkpoint(checkpoint)
-    return checkpoint
 
 
 def read(load: Callable[[Any, bool], Any], path: str | Path, weights_only: bool | None) -> dict[str, Any]:
@@ -141,20 +85,9 @@ def read(load: Callable[[Any, bool], Any], path: str | Path, weights_only: bool 
     return checkpoint
 
 
-def restore_module_and_callbacks(run: Any, checkpoint: dict[str, Any]) -> None:
-    """Put back what has to be there before the module is moved to its device: weights, datamodule, callbacks."""
-    module, datamodule = run.lightning_module, run.datamodule
-    module.on_load_checkpoint(checkpoint)
-    run.engine.load_module_state(checkpoint, strict=module.strict_loading)
-    if datamodule is not None and type(datamodule).__qualname__ in checkpoint:
-        with run.profiler.profile(f"[LightningDataModule]{type(datamodule).__name__}.load_state_dict"):
-            datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
-    restore_callbacks(run, checkpoint, run.callbacks)
-
-
-def restore_callbacks(run: Any, checkpoint: dict[str, Any], callbacks: Iterable[Any]) -> None:
-    """Put back the states of ``callbacks``, which are among the run's."""
-    callbacks = list(callbacks)
+def restore_callbacks(run: Any, checkpoint: dict[str, Any], callbacks: Iterable[Any] | None = None) -> None:
+    """Restore the states of ``callbacks``, which are among the run's. Default: all of them."""
+    callbacks = list(run.callbacks if callbacks is None else callbacks)
     states = checkpoint.get("callbacks")
     if states is None:
         return
@@ -166,70 +99,104 @@ def restore_callbacks(run: Any, checkpoint: dict[str, Any], callbacks: Iterable[
         )
     for callback in callbacks:
         callback.on_load_checkpoint(run, run.lightning_module, checkpoint)
-    states = {**states, **checkpoint.get("loops", {}).get(OUR_KEY, {}).get("callbacks", {})}
+    states = {**states, **_ours(checkpoint).get("callbacks", {})}
     for callback in callbacks:
         if state := states.get(callback.state_key):
             callback.load_state_dict(deepcopy(state))
 
 
-def restore_training(run: Any, checkpoint: dict[str, Any], progress_from: Callable[..., None]) -> None:
-    """Put back what needs the optimizers to exist: counters, optimizers, schedules.
+def restore_progress(run: Any, checkpoint: dict[str, Any], progress_from: Callable[..., None]) -> None:
+    """Restore the counters.
+
+    As in Lightning, a run that counts steps, and has more to take, continues at the last step.
 
     Args:
-        run: whose state.
+        run: the Trainer.
         checkpoint: from :func:`read`.
-        progress_from: sets the counters from what Lightning's fit loop has written.
-
-    Raises:
-        IncompleteCheckpointError: the checkpoint has weights only.
-        CheckpointError: it has another number of optimizers, or other ones.
+        progress_from: sets the counters from those of Lightning's fit loop.
     """
-    engine, loops = run.engine, checkpoint.get("loops", {})
-    ours = loops.get(OUR_KEY, checkpoint.get(OUR_KEY))  # it stood beside `loops` once
-    # as in Lightning, a run that counts steps, and has more to take, goes on where the last step was
-    if ours is not None:
-        state = {"completed_steps": _shared_equally(ours["progress"], len(engine.optimizers)), **ours["progress"]}
+    ours, loops = _ours(checkpoint), checkpoint.get("loops", {})
+    if ours:
+        state = {"completed_steps": _shared_equally(ours["progress"], len(run.engine.optimizers)), **ours["progress"]}
         run.progress.load_state_dict(state, finish_epoch=run.max_steps > state["optimizer_steps"])
     elif loops:
         progress_from(loops["fit_loop"], run.progress, finish_epoch=run.max_steps != -1)
         run.progress.give_up_batch()
     run.progress.resumed_epoch = run.progress.epoch if run.progress.batches_this_epoch else -1
-    for key, what in (("optimizer_states", engine.optimizers), ("lr_schedulers", engine.schedules)):
-        if key not in checkpoint:
-            raise IncompleteCheckpointError(
-                "Trying to restore optimizer state but checkpoint contains only the model."
-                f" This is probably due to `ModelCheckpoint.save_weights_only` being set to `True`. It has no {key!r}."
-            )
-        cleared = key == "lr_schedulers" and not what  # SWA does: it goes on with one of its own
-        if what and not checkpoint[key]:
-            if run.progress.batches or not loops:  # one from before the first fit has no state to lose
-                warn(f"The checkpoint has no {key}: those of this run start anew.")
-        elif len(checkpoint[key]) != len(what) and not cleared:
-            raise CheckpointError(
-                f"The checkpoint has {len(checkpoint[key])} {key}, but configure_optimizers returned {len(what)}."
-                " Return the same ones as the run that saved it did."
-            )
+
+
+def optimizer_states(run: Any, _: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the state of each optimizer."""
+    return [run.engine.optimizer_state(optimizer) for optimizer in run.engine.optimizers]
+
+
+def restore_optimizers(run: Any, checkpoint: dict[str, Any]) -> None:
+    """Restore the states of the optimizers.
+
+    Raises:
+        IncompleteCheckpointError: the checkpoint has weights only.
+        CheckpointError: it has another number of optimizers, or other ones.
+    """
+    engine, ours = run.engine, _ours(checkpoint)
+    _check_number(run, checkpoint, "optimizer_states", engine.optimizers)
     for optimizer, state in zip(engine.optimizers, checkpoint["optimizer_states"], strict=False):
         _refuse_other_kind(optimizer, state)
         _keep_implementation(optimizer, state)
     names = parameter_names(run.lightning_module, engine.optimizers)
-    _put_in_order(checkpoint, (ours or {}).get("parameters", []), names)
-    engine.load_optimizer_states(checkpoint, _saved_dtypes(checkpoint, ours or {}, names, engine.optimizers))
-    for config, state in zip(engine.schedules, checkpoint["lr_schedulers"]):  # noqa: B905  # none, or as many
+    _put_in_order(checkpoint, ours.get("parameters", []), names)
+    engine.load_optimizer_states(checkpoint, _saved_dtypes(checkpoint, ours, names, engine.optimizers))
+
+
+def schedule_states(run: Any, _: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the state of each schedule."""
+    return [config.scheduler.state_dict() for config in run.engine.schedules]
+
+
+def restore_schedules(run: Any, checkpoint: dict[str, Any]) -> None:
+    """Restore the states of the schedules, and the metrics that they are going to read.
+
+    Raises:
+        IncompleteCheckpointError: the checkpoint has weights only.
+        CheckpointError: it has another number of schedules.
+    """
+    _check_number(run, checkpoint, "lr_schedulers", run.engine.schedules)
+    for config, state in zip(run.engine.schedules, checkpoint["lr_schedulers"]):  # noqa: B905  # none, or as many
         config.scheduler.load_state_dict(state)
-    awaited = {name: torch.tensor(value) for name, value in (ours or {}).get("awaited", {}).items()}
+    awaited = {name: torch.tensor(value) for name, value in _ours(checkpoint).get("awaited", {}).items()}
     if run.progress.batches_this_epoch:
-        run.callback_metrics.update(awaited)  # the epoch that is resumed will end, and want them
+        run.callback_metrics.update(awaited)  # the epoch that is resumed will end, and read them
         return
-    for config in engine.schedules:  # the checkpoint was written while the epoch ended, before their turn
+    for config in run.engine.schedules:  # the checkpoint was written while the epoch ended, before their turn
         waits = config.reduce_on_plateau and config.interval == "epoch" and config.monitor in awaited
         if waits and run.progress.epoch % config.frequency == 0:
             run.lightning_module.lr_scheduler_step(config.scheduler, awaited[str(config.monitor)])
             run.progress.schedule_steps += 1
 
 
+def _check_number(run: Any, checkpoint: dict[str, Any], key: str, now: Sequence[Any]) -> None:
+    """Compare the number of saved optimizers or schedules with the number that there are."""
+    if key not in checkpoint:
+        raise IncompleteCheckpointError(
+            "Trying to restore optimizer state but checkpoint contains only the model."
+            f" This is probably due to `ModelCheckpoint.save_weights_only` being set to `True`. It has no {key!r}."
+        )
+    cleared = key == "lr_schedulers" and not now  # SWA does: it continues with its own
+    if now and not checkpoint[key]:
+        if run.progress.batches or not checkpoint.get("loops"):  # one from before the first fit has no state to lose
+            warn(f"The checkpoint has no {key}: those of this run start anew.")
+    elif len(checkpoint[key]) != len(now) and not cleared:
+        raise CheckpointError(
+            f"The checkpoint has {len(checkpoint[key])} {key}, but configure_optimizers returned {len(now)}."
+            " Return the same ones as the run that saved it did."
+        )
+
+
 def roll_back(
-    run: Any, checkpoint: dict[str, Any], process: dict[str, Any], callbacks: Iterable[Any], from_: Callable[..., None]
+    run: Any,
+    checkpoint: dict[str, Any],
+    process: dict[str, Any],
+    callbacks: Iterable[Any],
+    restore_training: Callable[[Any, dict[str, Any]], None],
 ) -> None:
     """Have the weights, and all that follows them, be those of an earlier checkpoint; the data goes on where it is.
 
@@ -241,7 +208,7 @@ def roll_back(
         checkpoint: from :func:`read`, of this run.
         process: what it has of this process.
         callbacks: whose states follow the weights.
-        from_: as for :func:`restore_training`.
+        restore_training: restores the counters, the optimizers and the schedules.
     """
     loop, progress, module = run.loop, run.progress, run.lightning_module
     loop.resolve_outcome()
@@ -249,7 +216,7 @@ def roll_back(
     module.on_load_checkpoint(checkpoint)
     run.engine.load_module_state(checkpoint, strict=module.strict_loading)
     restore_callbacks(run, checkpoint, callbacks)
-    restore_training(run, checkpoint, from_)
+    restore_training(run, checkpoint)
     is_same_epoch, closing = progress.epoch == before.epoch, progress.closing
     epochs = progress.epoch + (progress.is_last_batch and progress.batches_this_epoch > 0)
     for epoch in range(epochs, before.epoch + before.is_last_batch):  # their ends have come between
@@ -279,7 +246,7 @@ def process_states_in(checkpoint: dict[str, Any], *, exact: bool) -> list[dict[s
     Raises:
         ResumeError: it was, and ``exact`` is set.
     """
-    ours = checkpoint.get("loops", {}).get(OUR_KEY, {})
+    ours = _ours(checkpoint)
     processes: list[dict[str, Any]] = ours.get("processes", [])
     if not processes or ours["format"] in _READABLE:
         return [unpacked(one) for one in processes]
@@ -306,6 +273,17 @@ def _shared_equally(progress: dict[str, Any], optimizers: int) -> dict[int, int]
     """Return ``completed_steps`` of a checkpoint that an older version wrote, which counted all optimizers together."""
     steps = progress["optimizer_steps"] // max(optimizers, 1) - progress.get("skipped_steps", 0)
     return dict.fromkeys(range(optimizers), max(steps, 0))
+
+
+def parameter_dtypes(run: Any, _: dict[str, Any]) -> list[list[torch.dtype]]:
+    """Return the dtypes of each optimizer's parameters."""
+    return [[one.dtype for one in _parameters_of(optimizer)] for optimizer in run.engine.optimizers]
+
+
+def _ours(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries that are not Lightning's, or {}; they stood next to `loops` once."""
+    ours: dict[str, Any] = checkpoint.get("loops", {}).get(OUR_KEY) or checkpoint.get(OUR_KEY) or {}
+    return ours
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -375,12 +353,13 @@ def _keep_implementation(optimizer: Any, state: dict[str, Any]) -> None:
                 saved[key] = value.to(now.device)  # a learning rate
 
 
-def _is_ours(callback: Any) -> bool:
+def is_ours(callback: Any) -> bool:
+    """Whether a callback is one of this package."""
     return type(callback).__module__.startswith(f"{__name__.partition('.')[0]}.")
 
 
-def _awaited_metrics(run: Any) -> dict[str, float]:
-    """What the schedules that watch a metric are going to read at the end of the epoch that runs; {} between epochs."""
+def awaited_metrics(run: Any, _: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics that schedules will read at the end of the current epoch; {} between epochs."""
     progress = run.progress
     if progress.epochs_trained == progress.epoch and not progress.batches_trained_this_epoch:
         return {}

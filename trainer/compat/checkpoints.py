@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from lightning_utilities.core.imports import module_available
 from trainer import redaction
 from trainer.checkpoint import files
 from trainer.checkpoint import state as checkpoints
-from trainer.compat import averaging, cluster, elastic, hparams, loop_state, model_checkpoints, resuming
+from trainer.compat import averaging, cluster, contents, elastic, loop_state, model_checkpoints, resuming
 from trainer.compat.checkpoint_io import files_of, local_path
 from trainer.compat.logging import ModuleScope
 from trainer.errors import CheckpointError, ConfigurationError, ResumeError, rank_zero_warn
@@ -69,6 +69,7 @@ class CheckpointConnector(_CheckpointConnector):
         self._is_chosen = False  # by the user
         self._foreign: dict[str, str] = {}  # by `best_model_path`, the checkpoint that says so
         self._weights: Path | None = None  # of another run, to begin with
+        self.destination: str | None = None  # of the checkpoint that is being saved
 
     def select(self, given: str | Path | None, *, model_given: bool, weights: str | Path | None = None) -> None:
         """Choose the file to load for a run that was called with ``ckpt_path=given``: ``trainer.ckpt_path``.
@@ -129,9 +130,7 @@ class CheckpointConnector(_CheckpointConnector):
             what = f"The run goes on from the checkpoint {redaction.text(str(path))}, which every process reads"
             cluster.check_shared(self.trainer.engine, path.exists, what)
         self.resume_start(self._ckpt_path, weights_only)
-        checkpoints.restore_module_and_callbacks(self.trainer, self._loaded_checkpoint)
-        if self.trainer.state.fn is TrainerFn.FITTING:
-            model_checkpoints.restore_states(self.trainer, self._loaded_checkpoint)
+        contents.load(self.trainer, self._loaded_checkpoint, "set-up")
         self._note_foreign()
 
     def _begin_with_weights(self, weights_only: bool | None) -> None:
@@ -154,7 +153,7 @@ class CheckpointConnector(_CheckpointConnector):
         if not checkpoint:
             trainer.progress.start_anew()
             return None
-        checkpoints.restore_training(trainer, checkpoint, loop_state.progress_from)
+        contents.load(trainer, checkpoint, "training")
         if loops := checkpoint.get("loops"):
             validation = trainer.eval_loops[RunningStage.VALIDATING].progress
             loop_state.evaluation_from(loops["fit_loop"], validation, trainer.progress)
@@ -226,7 +225,7 @@ class CheckpointConnector(_CheckpointConnector):
         apart = (Checkpoint, Timer)  # these count what was written, and the time
         callbacks = [one for one in trainer.callbacks if not isinstance(one, apart)]
         state = states[trainer.global_rank]
-        checkpoints.roll_back(trainer, checkpoint, state, callbacks, loop_state.progress_from)
+        checkpoints.roll_back(trainer, checkpoint, state, callbacks, partial(contents.load, moment="training"))
         return to
 
     def _newest_until(self, max_step: int) -> RolledBack | None:
@@ -295,18 +294,22 @@ class CheckpointConnector(_CheckpointConnector):
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         """A checkpoint of this moment."""
-        trainer, module, scope = self.trainer, self.trainer.lightning_module, ModuleScope(self.trainer.lightning_module)
+        trainer, scope = self.trainer, ModuleScope(self.trainer.lightning_module)
         trainer.loop.resolve_outcome()
         averaging.follow(trainer)
-        loops = loop_state.loops_of(trainer)
-        loops["fit_loop"]["state_dict"].update(trainer.data.state_dict())
-        as_lightning = hparams.as_lightning(loops, module, trainer.datamodule)
         outer = scope.enter("on_save_checkpoint")
-        checkpoint = checkpoints.dump(trainer, as_lightning, weights_only=bool(weights_only))
+        checkpoint = contents.dump(trainer, weights_only=bool(weights_only))
         scope.enter(outer)
-        elastic.note(trainer, checkpoint)
-        hparams.make_loadable(checkpoint, module, trainer.datamodule)  # after the hooks, which may have changed them
         return checkpoint
+
+    @contextmanager
+    def saving_to(self, path: str | Path) -> Iterator[None]:
+        """A context in which the checkpoint of :meth:`dump_checkpoint` is going to be written to ``path``."""
+        before, self.destination = self.destination, os.fspath(path)
+        try:
+            yield
+        finally:
+            self.destination = before
 
     def resume_start(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
         """Read a checkpoint, for the methods that restore parts of it."""
@@ -321,13 +324,13 @@ class CheckpointConnector(_CheckpointConnector):
         trainer = self.trainer
         checkpoint = checkpoints.read(trainer.engine.load, checkpoint_path, weights_only)
         trainer.engine.barrier("restore")  # rank 0 may remove the file now: a tuner does
-        checkpoints.restore_module_and_callbacks(trainer, checkpoint)
+        contents.load(trainer, checkpoint, "set-up")
         if trainer.state.fn is not TrainerFn.FITTING:
             return
         if "lr_schedulers" in checkpoint and len(checkpoint["lr_schedulers"]) != len(trainer.engine.schedules):
             checkpoint["lr_schedulers"] = []  # a finder has failed and left its own schedule: its error is reported
             trainer.engine.schedules.clear()
-        checkpoints.restore_training(trainer, checkpoint, loop_state.progress_from)
+        contents.load(trainer, checkpoint, "training")
 
 
 def _is_inside(path: str, folder: str) -> bool:

@@ -17,7 +17,6 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
 
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
-from trainer.checkpoint.state import OUR_KEY
 from trainer.compat.callbacks import first_of
 from trainer.compat.data import Carried
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet
@@ -28,21 +27,20 @@ from trainer.state.progress import FitProgress
 _KEY = "order"
 
 
-def note(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Put into ``checkpoint`` what a run on another number of processes will need to know of this one."""
-    ours, loaders = checkpoint["loops"][OUR_KEY], trainer.data.ready(RunningStage.TRAINING)
-    if "processes" not in ours or loaders is None:
-        return
+def order_to_save(trainer: Any, _: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the settings that a run on another number of processes requires; None without training dataloaders."""
+    loaders = trainer.data.ready(RunningStage.TRAINING)
+    if loaders is None:
+        return None
     given, processes, limits = _given(trainer), _replicas(trainer), trainer.loop.limits
     order = _order_of(trainer, loaders, given)
     is_carried, world_size = trainer.data.carried is not None, trainer.engine.world_size
-    ours[_KEY] = noted = {"given": given, "carried": is_carried, "world_size": world_size}
+    noted = {"given": given, "carried": is_carried, "world_size": world_size}
     if isinstance(order, str):
-        noted["problem"] = order
-        return
+        return {**noted, "problem": order}
     batch_size, every = loaders.loaders[0].loader.batch_size, limits.val_check_batch
     counts = every is not None and every != float("inf")
-    noted |= {
+    return noted | {
         "samples": order.state_dict(),
         "processes": processes,
         "batch_size": batch_size,
@@ -150,7 +148,7 @@ class _Change:
     """From the batches of the run that wrote a checkpoint to those of this one.
 
     Args:
-        noted: what :func:`note` has written.
+        noted: the result of :func:`order_to_save` in the run that wrote the checkpoint.
         order: of the samples.
         loaders: that read them in this order now.
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import lightning
 from lightning.fabric.utilities.logger import _convert_params, _flatten_dict
 from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.loggers.utilities import _log_hyperparams
@@ -22,11 +21,6 @@ from trainer.errors import rank_zero_warn, some
 from trainer.record.tracked import not_there_yet
 
 _reported: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by module or datamodule
-
-
-def as_lightning(loops: dict[str, Any], *owners: Any) -> dict[str, Any]:
-    """The entries of a checkpoint that Lightning needs: its version, ``loops``, hyper-parameters."""
-    return {"pytorch-lightning_version": lightning.__version__, "loops": loops, **hyper_parameters_of(*owners)}
 
 
 def hyper_parameters_of(*owners: Any) -> dict[str, Any]:

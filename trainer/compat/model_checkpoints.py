@@ -241,28 +241,29 @@ def _is_empty(folder: str) -> bool:
 # --- state ------------------------------------------------------------------------------------------------------------
 
 
-def save_states(trainer: Any, checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Add the state of each ModelCheckpoint to ``checkpoint``, which is about to be written to ``path``.
+def states_to_save(trainer: Any, _: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the state of each ModelCheckpoint for the checkpoint that is about to be written, or None without any.
 
     The state is the step at which it last saved, so that it does not save twice, and whether it waits for the metrics
     of a validation. For the one that writes this checkpoint, it is its state after writing it. If another one writes it
     first at the end of a batch, a save that is going to wait is already counted as waiting.
     """
-    states = {}
+    states, path = {}, trainer._checkpoint_connector.destination
     ends_batch = trainer.progress.in_batch and trainer.progress.is_trained
     for saver in model_checkpoints_of(trainer):
         step, waits = saver._last_global_step_saved, saver._defer_save_until_validation
         is_due = ends_batch and _steps_are_due(saver, trainer) and not saver._should_skip_saving_checkpoint(trainer)
         waits = waits or (is_due and _must_wait(saver, trainer))
-        if os.fspath(path) in (saver.best_model_path, saver.last_model_path, *saver.best_k_models):
+        if path in (saver.best_model_path, saver.last_model_path, *saver.best_k_models):
             step, waits = trainer.global_step, False
         states[saver.state_key] = {"dirpath": str(saver.dirpath), "step": step, "waits": waits}
-    if states:
-        checkpoint["loops"][OUR_KEY][_STATES] = states
+    return states or None
 
 
 def restore_states(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Put back what :func:`save_states` has put into ``checkpoint``; the step only if the folder is the same."""
+    """Restore the result of :func:`states_to_save`; the step only if the folder is the same."""
+    if trainer.state.fn is not TrainerFn.FITTING:
+        return
     states = checkpoint.get("loops", {}).get(OUR_KEY, {}).get(_STATES, {})
     for saver in model_checkpoints_of(trainer):
         if (state := states.get(saver.state_key)) is None:

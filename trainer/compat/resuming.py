@@ -77,12 +77,13 @@ def _choose(trainer: Any, session: ExitStack, beside: Any) -> tuple[str | None, 
     return str(path), versions if former is None else {**versions, 0: former}
 
 
-def note_places(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Put where each logger is into ``checkpoint``: a run that continues goes on there."""
+def places_to_save(trainer: Any, _: dict[str, Any]) -> list[Any] | None:
+    """Return the place of each logger in its files, at which a resumed run continues; None on other ranks than 0."""
+    if trainer._checkpoint_connector.destination is None:
+        return None
     for logger in trainer.loggers if trainer.resume else ():  # the others' files are complete, too
         logger.save()
-    if trainer.is_global_zero:  # which writes the files
-        checkpoint["loops"][OUR_KEY][_ROWS] = [log_files.place_of(logger) for logger in trainer.loggers]
+    return [log_files.place_of(logger) for logger in trainer.loggers] if trainer.is_global_zero else None
 
 
 def _place_in_logs(path: str | Path) -> tuple[int | None, list[int | str | None]]:

@@ -1,0 +1,191 @@
+"""Contents of a checkpoint: one ordered list of entries, each with the functions that save and load it.
+
+The keys are Lightning's; ``loops.amp_trainer`` holds what Lightning's format has no place for.
+
+===========================  ===========================================================================================
+``epoch``, ``global_step``   For people and file names. Not used to restore.
+``state_dict``               The module.
+``DataModule``               The datamodule, under the name of its class.
+``loops``                    The counters in Lightning's shape, and the states of dataloaders that have one.
+``loops.amp_trainer``:
+``format``                   The version of the entries under ``amp_trainer``.
+``progress``                 The counters (``trainer.state.progress``).
+``awaited``                  Metrics that schedules monitor at the end of the current epoch.
+``parameters``, ``dtypes``   Names and dtypes of each optimizer's parameters.
+``processes``                The state of each process (``trainer.checkpoint.process``).
+``callbacks``                States of callbacks of this package.
+``order``                    The order of the training samples, for another number of processes.
+``savers``                   When each ModelCheckpoint last saved.
+``rows``                     The place of each logger in its files.
+``callbacks``                States of other callbacks: Lightning reads every callback's state here.
+``optimizer_states``         One for each optimizer.
+``lr_schedulers``            One for each schedule.
+``MixedPrecision``           The loss scaler, from the ScalerCheckpoint callback (``on_save_checkpoint``).
+``hyper_parameters`` ...     From ``save_hyperparameters``; may be objects.
+===========================  ===========================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import lightning
+
+from trainer.checkpoint import state
+from trainer.checkpoint.compact import packed
+from trainer.checkpoint.manifest import OUR_KEY
+from trainer.compat import elastic, hparams, loop_state, model_checkpoints, resuming
+
+Checkpoint = dict[str, Any]
+Moment = Literal["set-up", "training"]
+
+
+class Entry(NamedTuple):
+    """An entry of a checkpoint.
+
+    Attributes:
+        key: The place of its value, with dots between nested keys. If "", the value is a dict that is merged into the
+            checkpoint.
+        save: Returns the value, from the Trainer and the entries before it. None leaves the entry out.
+        load: Restores the entry, from the Trainer and the checkpoint. None if nothing is restored.
+        moment: When it is loaded: at the ``"set-up"``, before the strategy wraps the module; or for ``"training"``,
+            when the optimizers exist.
+        is_for_resuming: Whether a checkpoint of weights alone leaves it out.
+    """
+
+    key: str
+    save: Callable[[Any, Checkpoint], Any] | None
+    load: Callable[[Any, Checkpoint], None] | None = None
+    moment: Moment = "set-up"
+    is_for_resuming: bool = True
+
+
+def dump(trainer: Any, *, weights_only: bool) -> Checkpoint:
+    """Return a checkpoint of this moment.
+
+    Args:
+        trainer: the Trainer.
+        weights_only: leave out the entries that only a resumed run needs.
+    """
+    checkpoint: Checkpoint = {}
+    for entry in ENTRIES:
+        if entry.save is None or (weights_only and entry.is_for_resuming):
+            continue
+        if (value := entry.save(trainer, checkpoint)) is None:
+            continue
+        *path, key = entry.key.split(".")
+        owner = checkpoint
+        for name in path:
+            owner = owner.setdefault(name, {})
+        owner.update(value if not key else {key: value})
+    return checkpoint
+
+
+def load(trainer: Any, checkpoint: Checkpoint, moment: Moment) -> None:
+    """Restore the entries of one moment, in their order."""
+    for entry in ENTRIES:
+        if entry.load is not None and entry.moment == moment:
+            entry.load(trainer, checkpoint)
+
+
+def _ours(key: str, save: Callable[[Any, Checkpoint], Any], **more: Any) -> Entry:
+    return Entry(f"loops.{OUR_KEY}.{key}", save, **more)
+
+
+def _weights_alone(key: str, save: Callable[[Any, Checkpoint], Any], **more: Any) -> Entry:
+    return Entry(key, save, is_for_resuming=False, **more)
+
+
+def _load_module_hook(trainer: Any, checkpoint: Checkpoint) -> None:
+    trainer.lightning_module.on_load_checkpoint(checkpoint)
+
+
+def _load_weights(trainer: Any, checkpoint: Checkpoint) -> None:
+    trainer.engine.load_module_state(checkpoint, strict=trainer.lightning_module.strict_loading)
+
+
+def _dump_datamodule(trainer: Any, _: Checkpoint) -> Checkpoint | None:
+    if (datamodule := trainer.datamodule) is None:
+        return None
+    with trainer.profiler.profile(f"[LightningDataModule]{type(datamodule).__name__}.state_dict"):
+        saved = datamodule.state_dict()
+    return {type(datamodule).__qualname__: saved} if saved else None
+
+
+def _load_datamodule(trainer: Any, checkpoint: Checkpoint) -> None:
+    if (datamodule := trainer.datamodule) is not None and type(datamodule).__qualname__ in checkpoint:
+        with trainer.profiler.profile(f"[LightningDataModule]{type(datamodule).__name__}.load_state_dict"):
+            datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
+
+
+def _dump_loops(trainer: Any, _: Checkpoint) -> Checkpoint:
+    loops = loop_state.loops_of(trainer)
+    loops["fit_loop"]["state_dict"].update(trainer.data.state_dict())
+    return loops
+
+
+def _dump_parameters(trainer: Any, checkpoint: Checkpoint) -> list[list[str]]:
+    names = {name: name for name in checkpoint["state_dict"]}  # one text is written once
+    found = state.parameter_names(trainer.lightning_module, trainer.engine.optimizers)
+    return [[names.setdefault(name, name) for name in known] for known in found]
+
+
+def _dump_processes(trainer: Any, checkpoint: Checkpoint) -> list[Any]:
+    engine, own = trainer.engine, trainer.process.dump()
+    names = {name: name for name in checkpoint["state_dict"]}
+    return [packed(one, names) for one in ([own] if engine.saves_shards else engine.gather(own))]
+
+
+def _dump_callbacks(trainer: Any, _: Checkpoint, *, ours: bool) -> Checkpoint:
+    callbacks = [callback for callback in trainer.callbacks if state.is_ours(callback) is ours]
+    return {callback.state_key: saved for callback in callbacks if (saved := callback.state_dict())}
+
+
+def _dump_progress(trainer: Any, _: Checkpoint) -> Checkpoint:
+    saved: Checkpoint = trainer.progress.state_dict()
+    return saved
+
+
+def _load_progress(trainer: Any, checkpoint: Checkpoint) -> None:
+    state.restore_progress(trainer, checkpoint, loop_state.progress_from)
+
+
+def _call_save_hooks(trainer: Any, checkpoint: Checkpoint) -> None:
+    if "optimizer_states" in checkpoint:
+        for callback in trainer.callbacks:
+            callback.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
+    trainer.lightning_module.on_save_checkpoint(checkpoint)
+
+
+def _make_loadable(trainer: Any, checkpoint: Checkpoint) -> None:
+    hparams.make_loadable(checkpoint, trainer.lightning_module, trainer.datamodule)
+
+
+ENTRIES: tuple[Entry, ...] = (
+    Entry("", None, _load_module_hook),  # may change the entries that are loaded after it
+    _weights_alone("epoch", lambda trainer, _: trainer.progress.epoch),
+    _weights_alone("global_step", lambda trainer, _: trainer.progress.optimizer_steps),
+    _weights_alone("state_dict", lambda trainer, _: trainer.engine.module_state(), load=_load_weights),
+    _weights_alone("", _dump_datamodule, load=_load_datamodule),
+    _weights_alone("pytorch-lightning_version", lambda *_: lightning.__version__),
+    _weights_alone("loops", _dump_loops),
+    _weights_alone(f"loops.{OUR_KEY}.format", lambda *_: state.FORMAT),
+    _weights_alone(f"loops.{OUR_KEY}.progress", _dump_progress, load=_load_progress, moment="training"),
+    _ours("awaited", state.awaited_metrics),
+    _ours("parameters", _dump_parameters),
+    _ours("processes", _dump_processes),  # restored by ProcessState.load, after every `on_train_start`
+    _ours("dtypes", state.parameter_dtypes),
+    _ours("callbacks", partial(_dump_callbacks, ours=True)),
+    Entry("callbacks", partial(_dump_callbacks, ours=False), state.restore_callbacks),
+    Entry("optimizer_states", state.optimizer_states, state.restore_optimizers, "training"),
+    Entry("lr_schedulers", state.schedule_states, state.restore_schedules, "training"),
+    _weights_alone("", lambda trainer, _: hparams.hyper_parameters_of(trainer.lightning_module, trainer.datamodule)),
+    _weights_alone("", _call_save_hooks),
+    _ours("order", elastic.order_to_save),
+    _ours("savers", model_checkpoints.states_to_save, load=model_checkpoints.restore_states),
+    _ours("rows", resuming.places_to_save),
+    _weights_alone("", _make_loadable),  # after the hooks, which may change the hyper-parameters
+)
+"""All entries, in the order in which they are saved and, at each moment, loaded."""
