@@ -15,8 +15,7 @@ from pathlib import Path
 import griffe
 
 from trainer.arguments import ARGUMENTS, in_python
-from trainer.cli.arguments import COMMANDS
-from trainer.cli.help import SUMMARY
+from trainer.cli import commands
 from trainer.cli.keys import description
 
 ROOT = Path(__file__).parent.parent
@@ -80,9 +79,9 @@ def _anchors(page: str) -> Iterator[tuple[str, str]]:
 
 def with_tables(readme: str) -> str:
     """The README with its tables as they should be."""
-    commands = {command: SUMMARY[command] for command in COMMANDS}
+    summaries = {name: command.summary for name in commands.names() if (command := commands.find(name))}
     recipes = {path.stem: description(path) for path in sorted((ROOT / "conf" / "recipe").glob("*.yaml"))}
-    for name, rows in (("commands", commands), ("recipes", recipes)):
+    for name, rows in (("commands", summaries), ("recipes", recipes)):
         lines = "\n".join([f"| {name[:-1]} | |", "|---|---|", *(f"| `{key}` | {text} |" for key, text in rows.items())])
         start, end = f"<!-- {name}: start -->", f"<!-- {name}: end -->"
         before, _, rest = readme.partition(start)

@@ -13,7 +13,8 @@ from tests.cli.conftest import write
 from tests.support import make_trainer
 from trainer.arguments import ACCELERATORS, ARGUMENTS, STRATEGIES
 from trainer.cli import main
-from trainer.cli.arguments import COMMANDS, GROUPS_TO_ADD, Arguments, read
+from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, read
+from trainer.cli.commands import names
 from trainer.cli.compose import Composer
 from trainer.cli.folders import packaged_conf
 from trainer.cli.keys import options
@@ -190,7 +191,7 @@ def test_a_part_of_the_config_can_be_shown_resolved(project, capsys):
 def test_the_first_screen_names_every_command_and_every_recipe(project, capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    for name in (*COMMANDS, *options("recipe")):
+    for name in (*names(), *options("recipe")):
         assert name in out
     assert len(out.splitlines()) < 40  # a screen
     assert max(map(len, out.splitlines())) <= 120
@@ -204,7 +205,7 @@ def test_help_of_a_command_names_every_option(project, capsys):
     for word in ("early_stopping", "-m", "--debug", "other", "ckpt=null", "imagefolder", *ARGUMENTS):
         assert word in out
     assert max(map(len, out.splitlines())) <= 120
-    for command in COMMANDS:
+    for command in names():
         assert main([command, "--help"]) == 0
         assert f"usage: python -m trainer {command}" in capsys.readouterr().out
 

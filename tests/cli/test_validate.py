@@ -11,7 +11,8 @@ import pytest
 
 from tests.cli.conftest import write
 from trainer.cli import main
-from trainer.cli.arguments import COMMANDS, read
+from trainer.cli.arguments import read
+from trainer.cli.commands import names
 from trainer.cli.validate import validate
 
 FIT = ["fit", "+recipe=line"]
@@ -243,5 +244,5 @@ def test_the_exit_status_reaches_the_shell(project):
     done = subprocess.run([sys.executable, "-m", "trainer", "fitt"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"trainer: There is no command 'fitt'. Did you mean 'fit'? The commands are {', '.join(COMMANDS)}.\n"
+        f"trainer: There is no command 'fitt'. Did you mean 'fit'? The commands are {', '.join(names())}.\n"
     )

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from trainer.cli.arguments import COMMANDS, RUNS, TOOLS, Arguments, UsageError, read
+from trainer.cli import commands
+from trainer.cli.arguments import Arguments, UsageError, read
 from trainer.cli.folders import search_here
 from trainer.cli.processes import DEBUG, environment
 from trainer.errors import ConfigurationError
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             arguments = read(words)
             command.enter_context(environment(_environment_of(arguments)))
-            only_prints = arguments.shows or "--help" in arguments.flags or arguments.command not in RUNS
+            only_prints = arguments.shows or "--help" in arguments.flags or not commands.is_run(arguments.command)
             if argv is None and only_prints and hasattr(signal, "SIGPIPE"):
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--cfg job | head` is no error
             return _dispatch(arguments)
@@ -84,15 +84,13 @@ def _dispatch(arguments: Arguments) -> int:
 
         print(help_text(arguments.command, flags.get("--config-dir")))
         return OK
-    if arguments.command in TOOLS:
-        module = "consolidate" if arguments.command == "shard" else arguments.command
-        tool = import_module(f"trainer.cli.{module}")
-        status: int = tool.command(arguments)
-        return status
+    command = commands.find(arguments.command)
+    if command is not None and command.function:
+        return command.load()(arguments)
     if arguments.command is None:
         if not arguments.shows:
             raise UsageError(
-                f"No command given, expected one of {', '.join(COMMANDS)}:"
+                f"No command given, expected one of {', '.join(commands.names())}:"
                 f" `python -m trainer fit {' '.join(arguments.overrides)}`."
             )
         arguments.command = "fit"

@@ -13,32 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from trainer.cli import commands
 from trainer.cli.folders import conf_folders
 from trainer.errors import ConfigurationError, did_you_mean
 from trainer.precision.names import match
 
-RUNS = ("fit", "validate", "test", "predict", "compare")
-"""Subcommands that run something. All but ``compare``, a sweep of ``fit``, are methods of the Trainer."""
-
-TOOLS = {
-    "recipes": 3,
-    "checks": 1,
-    "tune": 1,
-    "report": 999,
-    "consolidate": 2,
-    "shard": 2,
-    "export": 3,
-}
-"""Subcommands that run nothing, and how many words may follow them. Each is a module of `trainer.cli` with a function
-``command``, which gets the `Arguments` and returns the exit status; ``shard`` is ``consolidate``'s."""
-
-_OF_FILES = ("report", "consolidate", "shard", "export")
-"""Those whose words are files and folders, which may be called ``epoch=3.ckpt``."""
-
 _OF_EXPORT = ("ckpt", "ckpt_path", "recipe", "to")
 """With one of these settings ``export`` takes settings, and no words."""
-
-COMMANDS = (*RUNS, *TOOLS)
 
 GROUPS_TO_ADD = ("recipe", "debug", "sweep")
 """Not in the default config: Hydra wants a ``+`` in front. It may be left out here."""
@@ -99,8 +80,8 @@ class Arguments:
     """A command line, taken apart.
 
     Args:
-        command: one of `COMMANDS`, or None when none was given.
-        words: what followed one of `TOOLS`, such as the name of a recipe.
+        command: a name of `trainer.cli.commands`, or None if none was given.
+        words: the words without ``=`` after the command, such as the name of a recipe.
         overrides: Hydra's, in the order given; aliases are already replaced, ``command=`` is taken out.
         flags: value by long spelling, ``""`` for those that have none.
         again: whether ``resume=auto`` was added because Slurm runs the job again.
@@ -160,7 +141,7 @@ def read(argv: Sequence[str]) -> Arguments:
             _read_flag(word, words, arguments)
         elif ("=" in word or word.startswith("~")) and not _is_of_files(word, arguments):
             _read_override(word, arguments)
-        elif len(arguments.words) < TOOLS.get(arguments.command or "", 0):
+        elif (command := commands.find(arguments.command)) and len(arguments.words) < command.words:
             arguments.words.append(word)
         else:
             _read_command(word, arguments)
@@ -172,9 +153,10 @@ def read(argv: Sequence[str]) -> Arguments:
 
 
 def _is_of_files(word: str, arguments: Arguments) -> bool:
-    """Whether a word with an = in it is the name of a file."""
+    """Return whether a word with an = in it is the name of a file."""
     if arguments.command != "export":
-        return arguments.command in _OF_FILES
+        command = commands.find(arguments.command)
+        return command is not None and command.takes_files
     return not arguments.overrides and word.lstrip("+").partition("=")[0] not in _OF_EXPORT
 
 
@@ -229,14 +211,15 @@ def _read_override(word: str, arguments: Arguments) -> None:
 
 
 def _read_command(word: str, arguments: Arguments) -> None:
-    if word not in COMMANDS:
-        hint = did_you_mean(word, COMMANDS)
+    if commands.find(word) is None:
+        names = commands.names()
+        hint = did_you_mean(word, names)
         if arguments.command is not None and (not hint or word.startswith("+")):
             raise UsageError(
                 f"Got the word {word!r}, expected settings written as key=value, without spaces around the =; a recipe"
                 " is chosen by +recipe=NAME."
             )
-        raise UsageError(f"There is no command {word!r}.{hint} The commands are {', '.join(COMMANDS)}.")
+        raise UsageError(f"There is no command {word!r}.{hint} The commands are {', '.join(names)}.")
     if arguments.command not in (None, word):
         raise UsageError(f"Got two commands, {arguments.command!r} and {word!r}, expected one.")
     arguments.command = word

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trainer.checkpoint.sharded_files import MANIFEST
 from trainer.cli.arguments import Arguments, UsageError
+from trainer.cli.commands import find
 from trainer.errors import CheckpointError, CheckpointWriteError, did_you_mean
 from trainer.record.checkpoints import is_checkpoint_folder
 
@@ -50,11 +51,9 @@ def two(arguments: Arguments, expected: str) -> tuple[Path, Path]:
         UsageError: it was given fewer.
     """
     if len(arguments.words) < 2:
-        from trainer.cli.help import WORDS
-
-        name = arguments.command
-        assert name is not None
-        raise UsageError(f"{name} needs {expected}: python -m trainer {name} {WORDS[name]}")
+        command = find(arguments.command)
+        assert command is not None
+        raise UsageError(f"{arguments.command} needs {expected}: python -m trainer {arguments.command} {command.usage}")
     return Path(arguments.words[0]).expanduser(), Path(arguments.words[1]).expanduser()
 
 

@@ -1,0 +1,74 @@
+"""Commands: those of this package are its modules, those of other packages are entry points."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import write
+from trainer.cli import main
+from trainer.cli.commands import Command, find, is_run, names
+
+MODULE = """
+from trainer.cli.commands import Command
+
+PRUNE = Command(
+    summary="remove small weights", about="Removes small weights.", usage="FILE", function="pruning:prune", words=1
+)
+NOTHING = 3
+
+
+def prune(arguments):
+    print(f"pruning {arguments.words} with {arguments.overrides}")
+    return 5
+"""
+ENTRIES = "[trainer.commands]\nprune = pruning:PRUNE\nfit = pruning:PRUNE\n"
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another package, as an installer leaves it."""
+    info = "pruning-1.0.dist-info"
+    metadata = "Metadata-Version: 2.1\nName: pruning\nVersion: 1.0\n"
+    files = {"pruning.py": MODULE, f"{info}/METADATA": metadata, f"{info}/entry_points.txt": ENTRIES}
+    write(tmp_path, files)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("pruning", None)
+
+
+def test_a_command_of_another_package_gets_the_arguments(installed, capsys):
+    assert main(["prune", "a.ckpt", "share=0.5"]) == 5
+    assert capsys.readouterr().out == "pruning ['a.ckpt'] with ['share=0.5']\n"
+
+
+def test_a_command_of_another_package_is_in_the_help(installed, capsys):
+    assert main(["--help"]) == 0
+    assert "Of other packages:\n  prune        remove small weights\n" in capsys.readouterr().out
+    assert main(["prune", "--help"]) == 0
+    assert capsys.readouterr().out == "usage: python -m trainer prune FILE\n\nRemoves small weights.\n"
+    assert main(["prnue"]) == 2
+    assert "Did you mean 'prune'?" in capsys.readouterr().err
+
+
+def test_an_entry_point_that_is_not_a_command_is_refused(installed, tmp_path, capsys):
+    write(tmp_path, {"pruning-1.0.dist-info/entry_points.txt": "[trainer.commands]\nbroken = pruning:NOTHING\n"})
+    assert main(["broken"]) == 2
+    assert (
+        "The entry point pruning:NOTHING is a int, expected a trainer.cli.commands.Command" in capsys.readouterr().err
+    )
+
+
+def test_an_entry_point_does_not_replace_a_command_of_this_package(installed):
+    assert names().count("fit") == 1
+    assert is_run("fit")
+
+
+def test_each_module_declares_a_command():
+    for name in names():
+        command = find(name)
+        assert isinstance(command, Command)
+        assert is_run(name) or callable(command.load())
+    assert [name for name in names() if is_run(name)] == ["compare", "fit", "predict", "test", "validate"]

@@ -1,0 +1,112 @@
+"""The commands of the command line: each module of this package declares one, as ``COMMAND``.
+
+A module imports neither torch nor Hydra, so that help and errors are printed at once. Other packages add commands by
+entry points of the group ``trainer.commands``, which are read if a word is not a command of this package:
+
+.. code-block:: toml
+
+    [project.entry-points."trainer.commands"]
+    prune = "my_package.commands:PRUNE"
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
+
+ENTRY_POINTS = "trainer.commands"
+"""The group of entry points of other packages. Each names a :class:`Command`."""
+
+
+WITH_WEIGHTS = """\
+  With the config, and the best weights, of a run:
+    python -m trainer {command} ckpt=outputs/resnet50/DATE_TIME
+  With those of one of its checkpoints, and other settings:
+    python -m trainer {command} ckpt=outputs/resnet50/DATE_TIME/checkpoints/last.ckpt precision=bf16 data.batch_size=8
+  The weights alone, with a config that you name:
+    python -m trainer {command} +recipe=resnet50 ckpt_path=outputs/resnet50/DATE_TIME/checkpoints/last.ckpt"""
+"""Examples of the commands that evaluate trained weights."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command, such as ``fit`` of ``trainer fit``.
+
+    Args:
+        summary: one line for the list of commands.
+        about: the text of ``trainer NAME --help``.
+        group: the title of the commands that it is listed with.
+        usage: the arguments, for the help.
+        examples: command lines, for the help. ``{command}`` is replaced by the name.
+        settings: nodes of the config that the help lists.
+        function: ``module:name`` of the function that is called with the
+            :class:`~trainer.cli.arguments.Arguments` and returns the exit status. Default: the command is a method of
+            the Trainer, which runs the config.
+        words: the largest number of words without ``=`` after the command. Default: 0, settings only.
+        takes_files: whether words are files, with names that may contain ``=``.
+    """
+
+    summary: str
+    about: str
+    group: str = "Of other packages"
+    usage: str = "[SETTING=VALUE ...] [FLAGS]"
+    examples: str = ""
+    settings: tuple[str, ...] = ()
+    function: str = ""
+    words: int = 0
+    takes_files: bool = False
+
+    def load(self) -> Callable[[Any], int]:
+        """Import the function of the command."""
+        module, _, name = self.function.partition(":")
+        function: Callable[[Any], int] = getattr(import_module(module), name)
+        return function
+
+
+_OURS = tuple(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def names() -> list[str]:
+    """Return the names of all commands, those of other packages last."""
+    return [*_OURS, *sorted({entry.name for entry in _of_other_packages()} - {*_OURS})]
+
+
+def find(name: str | None) -> Command | None:
+    """Return the command of this name, or None if there is none.
+
+    Raises:
+        ConfigurationError: if the entry point of another package is not a :class:`Command`.
+    """
+    if name in _OURS:
+        command: Command = import_module(f"{__name__}.{name}").COMMAND
+        return command
+    for entry in _of_other_packages() if name else ():
+        if entry.name == name:
+            found = entry.load()
+            if not isinstance(found, Command):
+                raise ConfigurationError(
+                    f"The entry point {entry.value} is a {type(found).__name__}, expected a"
+                    " trainer.cli.commands.Command."
+                )
+            return found
+    return None
+
+
+def _of_other_packages() -> EntryPoints:
+    from importlib.metadata import entry_points  # takes 0.03 s to import
+
+    return entry_points(group=ENTRY_POINTS)
+
+
+def is_run(name: str | None) -> bool:
+    """Return whether the command runs the config, as ``fit`` does."""
+    command = find(name)
+    return command is not None and not command.function

@@ -1,0 +1,13 @@
+"""Declare ``trainer validate``."""
+
+from __future__ import annotations
+
+from trainer.cli.commands import WITH_WEIGHTS, Command
+
+COMMAND = Command(
+    summary="compute the validation metrics of a model",
+    about="""\
+Computes the metrics of a recipe's model on its validation data. The weights, and the config, come from ckpt.""",
+    group="Use what was trained",
+    examples=WITH_WEIGHTS,
+)
