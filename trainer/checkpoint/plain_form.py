@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import sys
 from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import date, timedelta
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from omegaconf import Container, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from omegaconf.resolvers import oc
 
 from trainer import redaction
+
+if TYPE_CHECKING:
+    from omegaconf import Container
 
 _LEAVES = (bool, int, float, complex, str, bytes)
 _KEPT = (torch.Tensor, torch.Size, torch.dtype, torch.device)
@@ -40,7 +41,7 @@ def plain(value: Any, place: str, left_out: list[str]) -> Any:
     for kind in _LEAVES:
         if isinstance(value, kind):
             return kind(value)  # type: ignore[arg-type]  # of a class of its own
-    if isinstance(value, Container):
+    if is_config(value):
         value = resolved(value)
     elif isinstance(value, Namespace):
         value = vars(value)
@@ -80,8 +81,17 @@ def plain_dict(value: Mapping[Any, Any], place: str, left_out: list[str]) -> dic
     return made
 
 
+def is_config(value: object) -> TypeGuard[Container]:
+    """Return whether ``value`` is a node of OmegaConf, without importing OmegaConf for values that are not."""
+    omegaconf = sys.modules.get("omegaconf")  # a node exists only if its module has been imported
+    return omegaconf is not None and isinstance(value, omegaconf.Container)
+
+
 def resolved(config: Container) -> Any:
-    """``config`` as plain containers. A value from the environment stays the text that refers to it."""
+    """Convert ``config`` to plain containers. A value from the environment stays the text that refers to it."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
         with _environment_unread():
             return OmegaConf.to_container(config, resolve=True)
@@ -91,6 +101,8 @@ def resolved(config: Container) -> Any:
 
 @contextmanager
 def _environment_unread() -> Iterator[None]:
+    from omegaconf import OmegaConf
+
     reader = redaction.environment_value  # which is at least as good as OmegaConf's own
     OmegaConf.register_new_resolver("oc.env", _unread, replace=True)
     try:
@@ -100,6 +112,8 @@ def _environment_unread() -> Iterator[None]:
 
 
 def _unread(*arguments: Any) -> Any:
+    from omegaconf.resolvers import oc
+
     try:
         value = oc.env(*arguments)
     except KeyError:

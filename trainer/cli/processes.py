@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from trainer._lazy import garbage_collection_paused
+
 PARENT = "TRAINER_PARENT"
 """The variable with the process id of the sweep that has started this process, and that it ends with."""
 
@@ -108,21 +110,19 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
 
 @contextmanager
 def imports_only() -> Iterator[None]:
-    """For the first import of torch and Lightning: meanwhile no garbage is collected.
+    """Pause garbage collection for the first import of torch and Lightning, and exclude the imported objects from it.
 
-    The collector would go through ever more modules and classes, all of which stay: a quarter of the time
-    (``scripts/benchmark_start``). Nor does it later, before the end.
+    The process is ours, so that they are excluded until it exits.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        atexit.register(gc.unfreeze)  # or what extensions leave is not collected, and they complain
-        gc.enable()
+    with garbage_collection_paused():
+        try:
+            yield
+        finally:
+            gc.freeze()
+            atexit.register(gc.unfreeze)  # extensions complain at exit if their objects are not collected
 
 
 def agree(folder: str) -> str:

@@ -11,12 +11,11 @@ from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.loggers.utilities import _log_hyperparams
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.parsing import clean_namespace
-from omegaconf import Container
 
 from trainer import redaction
 from trainer.checkpoint.inert import refusal
 from trainer.checkpoint.plain import name_of, plain_numbers
-from trainer.checkpoint.plain_form import plain, plain_dict, resolved
+from trainer.checkpoint.plain_form import is_config, plain, plain_dict, resolved
 from trainer.errors import rank_zero_warn, some
 from trainer.record.tracked import not_there_yet
 
@@ -32,8 +31,8 @@ def hyper_parameters_of(*owners: Any) -> dict[str, Any]:
         if hasattr(owner, "_hparams_name"):
             kept[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner._hparams_name
         given = owner.hparams
-        kept[owner.CHECKPOINT_HYPER_PARAMS_KEY] = given if isinstance(given, Container) else dict(given)
-        if isinstance(given, Container):
+        kept[owner.CHECKPOINT_HYPER_PARAMS_KEY] = given if is_config(given) else dict(given)
+        if is_config(given):
             kept[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = type(given)
     return kept
 
@@ -50,7 +49,7 @@ def make_loadable(checkpoint: dict[str, Any], *owners: Any) -> None:
     """
     for owner in owners:
         given = None if owner is None else checkpoint.get(owner.CHECKPOINT_HYPER_PARAMS_KEY)
-        if isinstance(given, Container):
+        if is_config(given):
             if reason := refusal(given):
                 left_out: list[str] = []
                 made = redaction.containers(plain(resolved(given), "", left_out))
@@ -138,7 +137,7 @@ class _WithoutSecrets:
 
     def log_hyperparams(self, hparams: dict[str, Any]) -> None:
         """Pass on; an OmegaConf node as plain containers."""
-        given = {name: resolved(value) if isinstance(value, Container) else value for name, value in hparams.items()}
+        given = {name: resolved(value) if is_config(value) else value for name, value in hparams.items()}
         given = redaction.containers(given)
         if isinstance(self._logger, MLFlowLogger) and self._logger.run_id is not None:  # None: of another rank
             given = not_there_yet(self._logger, _flatten_dict(_convert_params(given)))
