@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from packaging.version import Version
@@ -64,13 +65,14 @@ def seeds(number: int, *, quick: int | None = None, nightly: int = 0) -> list[An
     return [pytest.param(seed, marks=() if seed < quick else marks[seed >= number]) for seed in range(number + nightly)]
 
 
-def pairwise(**values: Sequence[Any]) -> pytest.MarkDecorator:
+def pairwise(**values: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrize a test by all combinations; those that add no new pair of values are marked ``nightly``.
 
     Args:
-        **values: The values of each argument.
+        **values: The values of each argument, or ``pytest.param`` with their marks.
     """
-    indices = list(itertools.product(*(range(len(choices)) for choices in values.values())))
+    given = [list(choices) for choices in values.values()]
+    indices = list(itertools.product(*(range(len(choices)) for choices in given)))
     pairs = {index: set(itertools.combinations(enumerate(index), 2)) for index in indices}
     left: set[Any] = set().union(*pairs.values())
     kept = set[tuple[int, ...]]()
@@ -78,11 +80,13 @@ def pairwise(**values: Sequence[Any]) -> pytest.MarkDecorator:
         best = max(pairs, key=lambda row: len(pairs[row] & left))  # the first of several
         kept.add(best)
         left -= pairs[best]
-    rows = [[choices[place] for choices, place in zip(values.values(), index, strict=True)] for index in indices]
-    marks = [() if index in kept else pytest.mark.nightly for index in indices]
-    return pytest.mark.parametrize(
-        ",".join(values), [pytest.param(*row, marks=mark) for row, mark in zip(rows, marks, strict=True)]
-    )
+    rows = []
+    for index in indices:
+        chosen = [choices[place] for choices, place in zip(given, index, strict=True)]
+        params = [one if isinstance(one, ParameterSet) else pytest.param(one) for one in chosen]
+        marks = [mark for one in params for mark in one.marks] + [pytest.mark.nightly] * (index not in kept)
+        rows.append(pytest.param(*(one.values[0] for one in params), marks=marks))
+    return pytest.mark.parametrize(",".join(values), rows)
 
 
 imports_inductor = warned_by((2, 10), (2, 11), message="`torch.jit.script_method` is deprecated")

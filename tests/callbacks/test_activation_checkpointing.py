@@ -216,12 +216,15 @@ def the_blocks_in_place(module: Any, backend: Any) -> Any:
     return module
 
 
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own
 @pytest.mark.parametrize(
     ("way", "precision"),
     [
         *((whole, precision) for precision in PRECISIONS),
-        *((way, "bf16-mixed") for way in (the_net, the_blocks, the_blocks_in_place)),
+        (the_net, "bf16-mixed"),
+        pytest.param(the_blocks, "bf16-mixed", marks=pytest.mark.representative),
+        (the_blocks_in_place, "bf16-mixed"),
     ],
 )
 def test_compiled_modules(tmp_path, graphs, way, precision):

@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule
 
 import trainer.callbacks
 from tests.parity import Classifier, data, ours
+from tests.support import pairwise
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "ActivationCheckpointing": {"modules": ["net.0"]},
@@ -68,9 +69,7 @@ class Overflows(Classifier):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("breaks", [False, True])
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-@pytest.mark.parametrize("name", [None, *CALLBACKS])
+@pairwise(name=[None, *CALLBACKS], precision=["32-true", "16-mixed"], breaks=[False, True])
 def test_copies(name: str | None, precision: str, breaks: bool, tmp_path: Path) -> None:
     """None stands for what a Trainer has by default."""
     copies = Copies()

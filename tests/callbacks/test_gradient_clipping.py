@@ -17,6 +17,7 @@ from tests.support import (
     make_net,
     make_trainer,
     native_fp16,
+    pairwise,
     train_by_hand,
 )
 from trainer.callbacks import GradientClipping
@@ -29,9 +30,7 @@ def norm_of_gradients(module):
     return nn.utils.get_total_norm([p.grad for p in module.net.parameters()]).item()
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused", "adam-fused"])
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-@pytest.mark.parametrize("first", [True, False])
+@pairwise(precision=["32-true", "16-mixed"], optimizer=["sgd", "sgd-fused", "adam-fused"], first=[True, False])
 def test_everybody_sees_unscaled_and_unclipped_gradients_before_it_clips(tmp_path, precision, optimizer, first):
     """Wherever it stands among the callbacks, and whatever the scale."""
 

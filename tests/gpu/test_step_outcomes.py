@@ -10,7 +10,16 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.support import OPTIMIZERS, Regression, loader_of, make_batches, make_net, make_trainer, train_by_hand
+from tests.support import (
+    OPTIMIZERS,
+    Regression,
+    loader_of,
+    make_batches,
+    make_net,
+    make_trainer,
+    pairwise,
+    train_by_hand,
+)
 from trainer.precision import MixedPrecision
 
 INF = float("inf")
@@ -93,10 +102,7 @@ def fit(
     return trainer
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("asks", [False, True], ids=["late", "asked"])
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("optimizer", ["momentum-fused", "adamw-fused", "adamw"])
+@pairwise(device=DEVICES, optimizer=["momentum-fused", "adamw-fused", "adamw"], window=[1, 2], asks=[False, True])
 def test_equals_the_hand_written_loop(tmp_path, device, optimizer, window, asks):
     batches = make_batches(9, gains={3: INF, 4: INF, 8: INF})  # the epoch's last, alone in its window, too
     recorder, rates, rates_by_hand = Recorder(asks), [], []
