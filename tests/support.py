@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -63,6 +63,12 @@ def seeds(number: int, *, quick: int | None = None, nightly: int = 0) -> list[An
     quick = number if quick is None else quick
     marks = {False: pytest.mark.whole, True: pytest.mark.nightly}
     return [pytest.param(seed, marks=() if seed < quick else marks[seed >= number]) for seed in range(number + nightly)]
+
+
+def tiered(values: Iterable[Any], *, quick: Sequence[Any]) -> list[Any]:
+    """Return parameters: ``scripts/test`` runs those in ``quick``, and ``scripts/test --all`` the others, too."""
+    marks = {True: pytest.mark.representative, False: pytest.mark.whole}
+    return [pytest.param(value, marks=marks[value in quick]) for value in values]
 
 
 def pairwise(**values: Iterable[Any]) -> pytest.MarkDecorator:

@@ -33,7 +33,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanMetric
 
 from tests import census
-from tests.support import make_trainer
+from tests.support import make_trainer, tiered
 from trainer.callbacks import Curves, NonFiniteGuard, OverflowReport, ScaleMonitor
 from trainer.callbacks.run_recorder import RunRecorder
 
@@ -267,7 +267,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", tiered(CASES, quick=("16-mixed, after an overflow, inside a window", "manual", "stateful"))
+)
 def test_nothing_is_different_after_a_resume(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     if case.arguments.get("logger") is CSVLogger:

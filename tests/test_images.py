@@ -40,6 +40,7 @@ def fit(loggers: list, folder: Path, model: BoringModel) -> None:
     ).fit(model)  # fmt: skip
 
 
+@pytest.mark.whole
 def test_every_logger_that_can_shows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 

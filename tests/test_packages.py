@@ -119,6 +119,7 @@ def run_python(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=site.parent, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.whole
 def test_recipe_imports_only_its_own_packages(bare: Path) -> None:
     done = run_python(
         bare, "-c", "import recipes.mlp, recipes.tabular; from recipes.data import RandomVectors, ByteText"

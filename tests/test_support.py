@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from tests.support import pairwise, seeds
+from tests.support import pairwise, seeds, tiered
 
 
 def kept(parameters: Any) -> list[Any]:
@@ -25,3 +25,8 @@ def test_pairwise_keeps_every_pair_of_values_and_leaves_the_rest_to_the_night() 
 def test_seeds_are_sorted_into_tiers() -> None:
     found = [(one.values, *(mark.name for mark in one.marks)) for one in seeds(3, quick=1, nightly=1)]
     assert found == [((0,),), ((1,), "whole"), ((2,), "whole"), ((3,), "nightly")]
+
+
+def test_values_are_sorted_into_tiers() -> None:
+    found = [(one.values, *(mark.name for mark in one.marks)) for one in tiered("ab", quick="b")]
+    assert found == [(("a",), "whole"), (("b",), "representative")]

@@ -33,6 +33,7 @@ from tests.support import (
     make_net,
     make_trainer,
     native_fp16,
+    tiered,
     train_by_hand,
 )
 from trainer.callbacks import ActivationCheckpointing, Compile, RunRecorder
@@ -450,6 +451,7 @@ def test_blocks_share_a_compilation(tmp_path):
     assert_same(trace, fit_and_watch(tmp_path, plain, make_batches(3))[1])
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("same", [True, False])
 def test_containers_of_torchs_are_compiled_each(tmp_path, same):
     """The compiler makes 8 graphs of one code, and has the rest run as it is."""
@@ -495,7 +497,7 @@ def blocks() -> Blocks:
 
 
 @pytest.mark.parametrize("modules", [None, ["net.blocks.*"]])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("precision", tiered(["32-true", "bf16-mixed", "16-mixed"], quick=["16-mixed"]))
 def test_with_checkpointing_and_fp32_modules(tmp_path, precision, modules):
     def run(*callbacks: Any) -> Trace:
         torch.manual_seed(3)
@@ -532,6 +534,7 @@ def test_averages_are_those_of_the_uncompiled_run(tmp_path):
     assert_alike(found, run())
 
 
+@pytest.mark.whole
 def test_other_sizes_in_evaluation_and_at_the_end(tmp_path):
     class Sized(Whole):
         def test_step(self, batch: Any, batch_idx: int) -> None:
@@ -620,6 +623,7 @@ def test_memory_of_a_run_is_freed(tmp_path):
 # --- inductor ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_compiles_a_small_network(tmp_path):
     mine, theirs = (nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)) for _ in range(2))

@@ -15,7 +15,7 @@ from _faults.cases import CASES, EACH, EVERYTHING, SMALL, at_each, run_case
 from _faults.scoreboard import Outcome, Row, markdown
 from _faults.training import Setup, differences
 
-from tests.support import needs_fsdp2
+from tests.support import needs_fsdp2, tiered
 from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,6 @@ FAST = (
     "sigkill", "disk-full", "unwritable", "truncated", "bit-flip", "sigterm", "second-signal", "worker-killed", "nan",
     "two-runs", "cli-sigterm",
 )  # fmt: skip
-REPRESENTATIVE = {"sigkill": pytest.mark.representative}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> Itera
     bench.close()
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=REPRESENTATIVE.get(name, ())) for name in FAST])
+@pytest.mark.parametrize("name", tiered(FAST, quick=["sigkill"]))
 def test_what_is_promised(bench: Bench, name: str) -> None:
     outcome = run_case(CASES[name], bench, "ours")
     assert outcome.good, str(outcome)

@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 
 from tests.recipes.samples import sample_for
+from tests.support import tiered
 from trainer.cli import main
 from trainer.cli.arguments import read
 from trainer.cli.targets import Allowlist
@@ -21,7 +22,6 @@ ISSUED = [
     "finetune", "gan", "gpt", "language_model", "mlp", "resnet50", "resnet50_caltech256", "resnet50_cifar10",
     "tabular", "unet",
 ]  # fmt: skip
-FIRST = pytest.mark.representative
 SMALLER = {
     "finetune": ["model.sample_length=5"],
     "gpt": ["model.sample_length=20"],
@@ -86,7 +86,7 @@ def test_says_what_it_is_and_how_it_is_run(name, tmp_path, monkeypatch, capsys):
     assert lines[name] == description.removeprefix("# ")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=FIRST if name == "mlp" else ()) for name in RECIPES])
+@pytest.mark.parametrize("name", tiered(RECIPES, quick=["mlp"]))
 def test_runs_a_batch_of_everything(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if name == "finetune":
@@ -106,6 +106,7 @@ def test_runs_a_batch_of_everything(name, tmp_path, monkeypatch):
             assert result["metrics"]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("name", "parameters", "number"),
     [("unet", "net.classify.*", 2), ("language_model", "net.norm.*", 2)],
@@ -119,6 +120,7 @@ def test_gradients_are_right(name, parameters, number, tmp_path, monkeypatch, ca
     assert "wrong" not in out
 
 
+@pytest.mark.whole
 def test_the_gradients_of_a_smaller_resnet_are_right(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     smaller = ["model.net._target_=torchvision.models.resnet18", "data.image_size=16"]

@@ -196,6 +196,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.whole
 def test_the_recipe_finds_digits_and_writes_masks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
