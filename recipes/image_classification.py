@@ -1,11 +1,15 @@
 """Image classification with any network that maps images to logits."""
 
-from collections.abc import Callable, Iterable
+import csv
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,7 +28,8 @@ class ImageClassifier(L.LightningModule):
     ``images`` is float of shape (batch, 3, height, width), ``labels`` is int64 of shape (batch,). Logged are
     ``train_loss`` at every step and, over a whole epoch, ``val_loss`` and ``val_acc``, ``test_loss`` and
     ``test_acc``: losses in nats per image (label smoothing counts in training only), accuracies in [0, 1]. A test also
-    leaves a confusion matrix, and the first images with what was predicted of them, in the run's report.
+    leaves a confusion matrix, and the first images with their predicted classes, in the run's report. They show the
+    names of the classes if the data module has them, as an attribute ``classes``; checkpoints store them.
 
     Args:
         net: maps images to logits of shape (batch, ``num_classes``).
@@ -32,7 +37,9 @@ class ImageClassifier(L.LightningModule):
             ``functools.partial(torch.optim.SGD, lr=0.1)``; in a config, ``_partial_: true``.
         scheduler: called with the optimizer and the number of optimizer steps of the run, returns a schedule
             that is stepped after every optimizer step (see `recipes.schedules`). None: the rate stays.
-        num_classes: number of classes.
+        num_classes: number of classes. Default: None, the number of ``classes`` of the data module or the checkpoint;
+            this requires a network with a method ``set_num_classes``, such as `TransferNet`.
+        classes: names of the classes. Default: None, those of the data module or the checkpoint.
         label_smoothing: share of each training target that is spread evenly over all classes, in [0, 1].
         channels_last: lay out weights and images as (batch, height, width, channels) in memory, as Tensor
             Cores want it. Values and shapes stay as they are.
@@ -46,24 +53,75 @@ class ImageClassifier(L.LightningModule):
         optimizer: Callable[[Iterable[Any]], Optimizer],
         scheduler: Callable[[Optimizer, int], LRScheduler] | None = None,
         *,
-        num_classes: int,
+        num_classes: int | None = None,
+        classes: Sequence[str] | None = None,
         label_smoothing: float = 0.0,
         channels_last: bool = False,
         decay_norm_and_bias: bool = True,
     ) -> None:
         super().__init__()
-        # Only what a checkpoint may hold when it is loaded with weights_only=True: numbers, no objects.
+        # Only values that `torch.load(..., weights_only=True)` accepts.
         self.save_hyperparameters("num_classes", "label_smoothing", "channels_last", "decay_norm_and_bias")
+        self.classes: list[str] | None = None
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        self.net = net.to(memory_format=self.memory_format)
+        self.net = net
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
         self.decay_norm_and_bias = decay_norm_and_bias
         self.train_loss = nn.CrossEntropyLoss(label_smoothing=label_smoothing)
-        # Without checking its arguments, which would stall a GPU at every batch.
-        self.val_acc = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
-        self.test_acc = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
-        self.test_confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
+        if num_classes is not None:
+            self._set_num_classes(num_classes)
+        elif not hasattr(net, "set_num_classes"):
+            raise ValueError(
+                f"num_classes is None, but {type(net).__name__} has no method `set_num_classes`. Set model.num_classes."
+            )
+        if classes is not None:
+            self.set_classes(classes)
+
+    def set_classes(self, classes: Sequence[str]) -> None:
+        """Set the names of the classes, and their number unless it is known.
+
+        Raises:
+            ValueError: the names, or their number, are different from those of the model.
+        """
+        names = list(classes)
+        if self.classes is not None and names != self.classes:
+            raise ValueError(f"The model has the classes {self.classes}, but got {names}. Use data with its classes.")
+        number = self.hparams["num_classes"]
+        if number is None:
+            self.net.set_num_classes(len(names))
+            self._set_num_classes(len(names))
+        elif number != len(names):
+            raise ValueError(f"num_classes is {number}, but got {len(names)} classes: {names}.")
+        self.classes = names
+        self.hparams.update(num_classes=len(names), classes=names)
+
+    def _set_num_classes(self, number: int) -> None:
+        self.net = self.net.to(memory_format=self.memory_format)
+        # Without checks of the arguments, which are a host-device synchronization in each batch.
+        self.val_acc = MulticlassAccuracy(number, average="micro", validate_args=False)
+        self.test_acc = MulticlassAccuracy(number, average="micro", validate_args=False)
+        self.test_confusion = MulticlassConfusionMatrix(number, validate_args=False)
+
+    def configure_model(self) -> None:
+        """Use the classes of the data module.
+
+        Raises:
+            ValueError: they are different from those of the model.
+        """
+        classes = getattr(getattr(self._trainer, "datamodule", None), "classes", None)
+        if classes:
+            self.set_classes(classes)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Use the classes of a checkpoint.
+
+        Raises:
+            ValueError: they are different from those of the data.
+        """
+        classes = checkpoint.get("hyper_parameters", {}).get("classes")
+        if classes:
+            self.set_classes(classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of shape (batch, ``num_classes``)."""
@@ -87,18 +145,23 @@ class ImageClassifier(L.LightningModule):
         self.test_confusion.update(predicted, labels)
         if batch_idx == 0:
             both = zip(labels[:_SAMPLES].tolist(), predicted[:_SAMPLES].tolist(), strict=True)  # waits for a GPU, once
-            captions = [f"{true}" if true == found else f"{true}, not {found}" for true, found in both]
+            names = [(self.name_of(true), self.name_of(found)) for true, found in both]
+            captions = [true if true == found else f"true {true},\npredicted {found}" for true, found in names]
             write_pictures(self.trainer, "test_samples", images[:_SAMPLES], captions)
 
     def on_test_epoch_end(self) -> None:
         """Write the confusion matrix."""
-        write_confusion_matrix(self.trainer, "test", self.test_confusion.compute())
+        write_confusion_matrix(self.trainer, "test", self.test_confusion.compute(), self.classes)
         self.test_confusion.reset()
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Probabilities of the classes, float32 of shape (batch, ``num_classes``)."""
         images, _ = batch
         return self(images).float().softmax(dim=1)
+
+    def name_of(self, number: int) -> str:
+        """Return the name of a class, or its number if the classes have no names."""
+        return str(number) if self.classes is None else self.classes[number]
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer and, if there is one, the schedule, stepped once per optimizer step.
@@ -125,3 +188,57 @@ class ImageClassifier(L.LightningModule):
             {"params": [parameter for parameter in parameters if parameter.ndim >= 2]},
             {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
         ]
+
+
+class PredictionTable(BasePredictionWriter):
+    """Writes the most probable class of each image that `predict` reads into ``predictions.csv``.
+
+    The columns are ``path``, ``class`` and ``probability``. Without an `ImageFolder`, ``path`` is the position of
+    the image.
+
+    Args:
+        dirpath: folder of the file.
+    """
+
+    def __init__(self, dirpath: str) -> None:
+        super().__init__(write_interval="batch")
+        self.path = Path(dirpath) / "predictions.csv"
+        self._rows: list[tuple[int, str, float]] = []
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin a new table."""
+        self._rows = []
+
+    def write_on_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        prediction: Tensor,
+        batch_indices: Sequence[int] | None,
+        batch: tuple[Tensor, Tensor],
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Add the rows of a batch. This waits for the device."""
+        best = prediction.max(dim=1)
+        name_of: Callable[[int], str] = getattr(pl_module, "name_of", str)
+        columns = (batch[1].tolist(), map(name_of, best.indices.tolist()), best.values.tolist())
+        self._rows += zip(*columns, strict=True)
+
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the table of all processes, in the order of the images, and print its path."""
+        tables: list[Any] = [self._rows]
+        if trainer.world_size > 1:
+            tables = [None] * trainer.world_size
+            dist.all_gather_object(tables, self._rows)
+        if not trainer.is_global_zero:
+            return
+        splits = getattr(getattr(trainer, "datamodule", None), "splits", {})
+        samples = getattr(splits.get("predict"), "samples", None)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("w", encoding="utf-8", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(["path", "class", "probability"])
+            for number, name, probability in sorted(row for rows in tables for row in rows):
+                table.writerow([number if samples is None else samples[number][0], name, f"{probability:.4f}"])
+        print(f"Predictions: {self.path}")

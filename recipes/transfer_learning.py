@@ -23,7 +23,7 @@ def transfer_classifier(
     optimizer: Callable[[Iterable[Any]], Optimizer],
     scheduler: Callable[[Optimizer, int], LRScheduler] | None = None,
     *,
-    num_classes: int,
+    num_classes: int | None = None,
     weights: str | None = None,
     checkpoint: str | None = None,
     frozen: bool = False,
@@ -35,7 +35,7 @@ def transfer_classifier(
         architecture: see `TransferNet`.
         optimizer: see `ImageClassifier`; it is given the parameters that are not frozen.
         scheduler: see `ImageClassifier`.
-        num_classes: number of classes.
+        num_classes: see `ImageClassifier`.
         weights: see `TransferNet`.
         checkpoint: the file that the trainer is going to load, if any. It has all weights, so ``weights`` are not even
             looked for.
@@ -59,7 +59,7 @@ class TransferNet(nn.Module):
 
     Args:
         architecture: its name in ``torchvision.models``, such as ``"resnet50"``.
-        num_classes: outputs of the head.
+        num_classes: outputs of the head. None: as many as torchvision's network has, until `set_num_classes`.
         weights: what the rest of the network starts from: the name of weights that torchvision has, such as
             ``"IMAGENET1K_V2"``, or a file with the network's ``state_dict``, such as torchvision's own. The head
             that comes with them is not used. None for random weights.
@@ -75,7 +75,7 @@ class TransferNet(nn.Module):
     """
 
     def __init__(
-        self, architecture: str, num_classes: int, *, weights: str | None = None, frozen: bool = False
+        self, architecture: str, num_classes: int | None, *, weights: str | None = None, frozen: bool = False
     ) -> None:
         super().__init__()
         known = models.list_models(module=models)
@@ -88,16 +88,23 @@ class TransferNet(nn.Module):
         if weights is not None:
             _load_all_but(name, self.net, load_weights(architecture, weights), f"{weights} of {architecture}")
         self.net.requires_grad_(not frozen)
-        parent, _, last = name.rpartition(".")
-        head = nn.Linear(self.net.get_submodule(name).in_features, num_classes)
-        setattr(self.net.get_submodule(parent), last, head)
         self._head = name
+        if num_classes is not None:
+            self.set_num_classes(num_classes)
         self.train()
 
+    def set_num_classes(self, num_classes: int) -> None:
+        """Replace the head by a new one with ``num_classes`` outputs."""
+        parent, _, last = self._head.rpartition(".")
+        head = nn.Linear(self.head.in_features, num_classes)
+        setattr(self.net.get_submodule(parent), last, head)
+
     @property
-    def head(self) -> nn.Module:
-        """The new last layer."""
-        return self.net.get_submodule(self._head)
+    def head(self) -> nn.Linear:
+        """The last layer."""
+        head = self.net.get_submodule(self._head)
+        assert isinstance(head, nn.Linear)
+        return head
 
     def train(self, mode: bool = True) -> "TransferNet":
         """Set train or eval mode; what is frozen stays in eval mode."""

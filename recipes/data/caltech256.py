@@ -1,19 +1,14 @@
 """Caltech-256: photographs of 256 kinds of things, in the layout in which Caltech publishes them."""
 
 import tarfile
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
-from PIL import Image
-from torch import Tensor
-from torch.utils.data import Dataset, Subset
 from torchvision.transforms import InterpolationMode, v2
 
-from recipes.data.image_folder import MEAN, STD, image_to_tensor, read_image
-from recipes.data.loading import SplitDataModule, check_num_classes, stratified_split
+from recipes.data.image_folder import MEAN, STD, ImageFolder, Samples, image_to_tensor
 
 FOLDER = "256_ObjectCategories"
 ARCHIVE = f"{FOLDER}.tar"
@@ -22,15 +17,14 @@ MD5 = "67b4f42ca05d46448c6bb8ecd2220f6d"  # of the archive, as that page says
 CLUTTER = "257.clutter"
 
 
-class Caltech256(SplitDataModule):
+class Caltech256(ImageFolder):
     """Photographs of 256 kinds of things, in ``root/256_ObjectCategories/001.ak47/001_0001.jpg`` and so on.
 
-    The folder ``257.clutter`` is left out: it is no class. So are files that are not named as JPEGs, of which the
-    original has a few. Grey-scale photographs become colour images of three equal channels. A stratified tenth
-    of the images is held out to validate on; it is what ``test`` and ``predict`` see, too.
+    The folder ``257.clutter`` is left out: it is not a class. So are the few files of the original that are not JPEGs.
+    A stratified tenth of the images is held out for validation, `test` and `predict`.
 
-    Every image is squeezed to ``image_size``, whatever its proportions. Those trained on are mirrored, turned, shifted
-    and scaled at random, each within the limits below; what comes in from outside is black.
+    Every image is resized to ``image_size`` without regard to its proportions. Training images are mirrored, rotated,
+    shifted and scaled at random, each within the limits below, and filled with black.
 
     Args:
         root: folder that holds ``256_ObjectCategories``, or ``256_ObjectCategories.tar``, which is unpacked then.
@@ -46,6 +40,7 @@ class Caltech256(SplitDataModule):
         std: each channel is divided by.
         split_seed: of the split, which is stratified and depends on nothing else.
         num_classes: of the model; must be the number of class folders, which is 256.
+        on_error: see `ImageFolder`.
     """
 
     def __init__(
@@ -64,11 +59,16 @@ class Caltech256(SplitDataModule):
         std: Sequence[float] = STD,
         split_seed: int = 42,
         num_classes: int = 256,
+        on_error: Literal["raise", "skip"] = "raise",
     ) -> None:
-        super().__init__(batch_size, num_workers)
-        self.root = Path(root).expanduser()
-        self.split_seed = split_seed
-        self.num_classes = num_classes
+        super().__init__(
+            Path(root) / FOLDER,
+            num_classes,
+            batch_size,
+            split_seed=split_seed,
+            num_workers=num_workers,
+            on_error=on_error,
+        )
         resize, to_tensor = v2.Resize((image_size, image_size)), image_to_tensor(mean, std)
         move = v2.RandomAffine(
             degrees,
@@ -81,11 +81,6 @@ class Caltech256(SplitDataModule):
         if not augment:
             self.training = self.evaluation
 
-    @property
-    def folder(self) -> Path:
-        """Where the class folders are."""
-        return self.root / FOLDER
-
     def prepare_data(self) -> None:
         """Unpack the archive unless that was done.
 
@@ -93,75 +88,32 @@ class Caltech256(SplitDataModule):
             FileNotFoundError: there is neither folder nor archive; says where to get it and where to put it.
             ValueError: an archive that is damaged, or holds something else.
         """
-        if self.folder.is_dir():
+        if self.root.is_dir():
             return
-        archive = self.root / ARCHIVE
+        home = self.root.parent
+        archive = home / ARCHIVE
         if not archive.is_file():
             raise FileNotFoundError(
-                f"Caltech-256 is not in {self.root.resolve()}: expected the folder {FOLDER} or the file {ARCHIVE} in"
-                f" it. Fetch that file (1.2 GB, MD5 {MD5}) from {ADDRESS} and save it as {archive.resolve()}; it is"
-                " unpacked on the next run. Or set data.root to a folder that has it. For images of your own:"
-                " data=imagefolder data.root=... data.num_classes=..."
+                f"Caltech-256 is not in {home.resolve()}: expected the folder {FOLDER} or the file {ARCHIVE} in it."
+                f" Download that file (1.2 GB, MD5 {MD5}) from {ADDRESS} and save it as {archive.resolve()}; the next"
+                " run extracts it. Or set data.root to a folder that has it. For your own images: +recipe=images"
+                " data.root=FOLDER"
             )
         unpack(archive, FOLDER)
 
-    def setup(self, stage: str) -> None:
-        """List and split the images; a second stage finds it done.
+    def class_names(self, folder: Path) -> list[str]:
+        """Return the names of the class folders in ``folder``, without the clutter."""
+        return [name for name in super().class_names(folder) if name != CLUTTER]
 
-        Raises:
-            ValueError: the number of classes is not ``num_classes``, or there are too few images to split.
-        """
-        if self.splits:
-            return
-        classes = class_folders(self.folder)
-        check_num_classes(self.num_classes, len(classes), str(self.folder))
-        samples = [(file, label) for label, folder in enumerate(classes) for file in jpegs(folder)]
-        labels = [label for _, label in samples]
-        counts = Counter(labels)
-        few = [folder.name for label, folder in enumerate(classes) if counts[label] < 2]
-        if few:
-            raise ValueError(
-                f"There are fewer than two JPEGs in {', '.join(few[:10])} of {self.folder}: expected one to train on"
-                " and one to validate. Add some, or take the folder away and set data.num_classes."
-            )
-        size = max(len(samples) // 10, len(classes))
-        train, val = stratified_split(labels, held_out=[size], seed=self.split_seed)
-        self.splits = {
-            "train": Subset(Photographs(samples, self.training), train),
-            "val": (held_out := Subset(Photographs(samples, self.evaluation), val)),
-            "test": held_out,
-        }
+    def files(self, folder: Path) -> list[str]:
+        """Return the paths of the JPEGs directly in ``folder``."""
+        named = (file for file in folder.iterdir() if file.suffix.lower() in (".jpg", ".jpeg"))
+        return sorted(str(file) for file in named if file.is_file() and not file.name.startswith("."))
 
-
-class Photographs(Dataset[tuple[Tensor, int]]):
-    """Image files, each read when it is asked for.
-
-    Args:
-        samples: file and class of each.
-        transform: from an RGB image to what the model sees.
-    """
-
-    def __init__(self, samples: Sequence[tuple[Path, int]], transform: Callable[[Image.Image], Tensor]) -> None:
-        self.samples = samples
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        file, label = self.samples[index]
-        return self.transform(read_image(file)), label
-
-
-def class_folders(folder: Path) -> list[Path]:
-    """The folders of the classes in ``folder``, without the clutter, by their numbers."""
-    return sorted(child for child in folder.iterdir() if child.is_dir() and child.name != CLUTTER)
-
-
-def jpegs(folder: Path) -> list[Path]:
-    """The files directly in ``folder`` that are named as JPEGs, in alphabetical order; hidden ones left out."""
-    named = (file for file in folder.iterdir() if file.suffix.lower() in (".jpg", ".jpeg"))
-    return sorted(file for file in named if file.is_file() and not file.name.startswith("."))
+    def _samples(self, split: str) -> Samples:
+        if split != "predict":
+            return super()._samples(split)
+        return [(file, number) for number, (file, _) in enumerate(super()._samples("val"))]
 
 
 _FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}

@@ -1,5 +1,7 @@
 """Your own images, in folders named after their classes."""
 
+import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -10,59 +12,71 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import default_collate
-from torchvision import datasets
+from torch.utils.data import Dataset, default_collate
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
-from recipes.data.loading import SplitDataModule, check_num_classes
+from recipes.data.loading import SplitDataModule, check_num_classes, stratified_split
 
-# Of ImageNet's training images in [0, 1], per channel: what torchvision's pretrained weights expect.
+# Of ImageNet's training images in [0, 1], per channel: torchvision's pretrained weights expect them.
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 
-SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
-
-
 SHOWN = 10
-"""Names of unreadable images in a message, before the rest is only counted."""
+"""Number of file or class names that a message lists."""
+
+_SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
+
+Samples = list[tuple[str, int]]
+"""The path and the class number of each image."""
 
 
 class UnreadableImageError(ValueError):
-    """A file with the name of an image that is none: cut short, empty, or of another kind."""
+    """A file with the extension of an image that cannot be decoded: truncated, empty, or of another kind."""
 
 
 class ImageFolder(SplitDataModule):
-    """Images in ``root/train/<class>/``, ``root/val/<class>/`` and, for tests, ``root/test/<class>/``.
+    """Images in ``root/<class>/``, or in ``root/train/<class>/`` with, optionally, ``root/val`` and ``root/test``.
 
-    Classes are numbered in the alphabetical order of their folders. Training images are cropped at random and
-    mirrored; the others are resized and cropped at the centre.
+    Classes are numbered in the alphabetical order of their folders. A folder may contain further folders. Hidden files
+    and folders are ignored. Without ``root/val``, a stratified fraction of the training images is held out for
+    validation; if there is no ``root/train`` either, a test uses these images. `predict` uses all images below
+    ``root/test``, or below ``root`` if there is no such folder; they need no class folders.
+
+    Training images are cropped at random and mirrored; the others are resized and cropped at the center.
 
     Args:
-        root: folder that holds ``train`` and ``val``.
-        num_classes: of the model; must be the number of class folders.
-        batch_size: images in a batch, on one rank.
-        num_workers: processes that prepare batches; 0 prepares them in the training process.
-        augment: crop at random and mirror the training images; otherwise they are treated like the others.
-        resize_size: length of the shorter side before the centre crop, in pixels.
-        crop_size: height and width of the images the model sees, in pixels.
-        mean: subtracted from each channel in [0, 1].
-        std: each channel is divided by.
-        on_error: what to do about a file that cannot be read as an image. ``"raise"`` ends the run with an
-            :class:`UnreadableImageError` that names it. ``"skip"`` leaves it out: its batch is smaller by one; at
-            the end of each epoch a warning says how many and which, over all workers and processes. A batch
-            of nothing else raises all the same. Files that the system cannot read (missing, no permission) are errors
-            always.
+        root: the folder.
+        num_classes: number of class folders, for a check. Default: None, any number.
+        batch_size: images in a batch, on one rank. Default: 64.
+        val_fraction: fraction of the training images to hold out if there is no ``root/val``, in (0, 1). Each class
+            has at least one of them. Default: 0.1.
+        split_seed: seed of that split, which depends on nothing else. Default: 42.
+        num_workers: processes that prepare batches; 0 prepares them in the training process. Default: 2.
+        augment: whether to crop at random and mirror the training images. Default: True.
+        resize_size: length of the shorter side before the center crop, in pixels. Default: 256.
+        crop_size: height and width of the images in a batch, in pixels. Default: 224.
+        mean: subtracted from each channel in [0, 1]. Default: ImageNet's.
+        std: each channel is divided by it. Default: ImageNet's.
+        on_error: ``"raise"`` (default) stops the run with an :class:`UnreadableImageError` at a file that cannot be
+            decoded. ``"skip"`` leaves such files out, so that a batch has fewer images; one warning counts and lists
+            them. A file that the system cannot read (missing, no permission) is always an error.
+
+    Attributes:
+        classes: the names of the classes; empty before ``setup``, and in `predict` if there are no class folders.
 
     Raises:
-        ValueError: an unknown ``on_error``.
+        ValueError: an unknown ``on_error``, or a ``val_fraction`` outside of (0, 1).
     """
 
     def __init__(
         self,
         root: str | Path,
-        num_classes: int,
+        num_classes: int | None = None,
         batch_size: int = 64,
         *,
+        val_fraction: float = 0.1,
+        split_seed: int = 42,
         num_workers: int = 2,
         augment: bool = True,
         resize_size: int = 256,
@@ -73,86 +87,144 @@ class ImageFolder(SplitDataModule):
     ) -> None:
         if on_error not in ("raise", "skip"):
             raise ValueError(f"Got on_error={on_error!r}, expected 'raise' or 'skip'.")
+        if not 0 < val_fraction < 1:
+            raise ValueError(f"Got val_fraction={val_fraction!r}, expected a number between 0 and 1, such as 0.1.")
         super().__init__(batch_size, num_workers, **({"collate_fn": collate_readable} if on_error == "skip" else {}))
         self.on_error = on_error
         self.root = Path(root).expanduser()
         self.num_classes = num_classes
+        self.val_fraction = val_fraction
+        self.split_seed = split_seed
+        self.classes: list[str] = []
         to_tensor = image_to_tensor(mean, std)
-        evaluation = v2.Compose([v2.Resize(resize_size), v2.CenterCrop(crop_size), to_tensor])
-        training = v2.Compose([v2.RandomResizedCrop(crop_size), v2.RandomHorizontalFlip(), to_tensor])
-        self.transforms = {
-            "train": training if augment else evaluation,
-            "val": evaluation,
-            "test": evaluation,
-        }
+        self.evaluation = v2.Compose([v2.Resize(resize_size), v2.CenterCrop(crop_size), to_tensor])
+        self.training = v2.Compose([v2.RandomResizedCrop(crop_size), v2.RandomHorizontalFlip(), to_tensor])
+        if not augment:
+            self.training = self.evaluation
 
     def setup(self, stage: str) -> None:
-        """List the images of the splits that ``stage`` reads.
+        """List the images that ``stage`` uses.
 
         Raises:
-            FileNotFoundError: a split's folder is missing, or a class without images.
-            ValueError: the number of classes is not ``num_classes``, or two splits have different classes.
+            FileNotFoundError: ``root`` or a split's folder is missing, or it contains no images.
+            ValueError: the number of classes is not ``num_classes``, two splits have different classes, or a class has
+                too few images to split them.
         """
-        for split in SPLITS_OF_STAGE[stage]:
+        if not self.root.is_dir():
+            raise FileNotFoundError(f"There is no folder {self.root.resolve()}. {_EXPECTED}")
+        for split in _SPLITS_OF_STAGE[stage]:
             if split not in self.splits:
-                self.splits[split] = self._read(split)
+                transform = self.training if split == "train" else self.evaluation
+                self.splits[split] = Images(self._samples(split), transform, skips=self.on_error == "skip")
         callbacks: list[Any] = getattr(self.trainer, "callbacks", [])
-        is_told = any(isinstance(callback, _SayUnreadable) and callback.data is self for callback in callbacks)
-        if self.on_error == "skip" and not is_told:
-            callbacks.append(_SayUnreadable(self))  # a data module has no hook at the end of an epoch
+        if self.on_error == "skip" and not any(getattr(one, "data", None) is self for one in callbacks):
+            callbacks.append(_UnreadableReport(self))  # a data module has no hook at the end of an epoch
 
-    def _read(self, split: str) -> "Images":
-        folder = self.root / split
-        if not folder.is_dir():
-            raise FileNotFoundError(
-                f"There is no folder {folder.resolve()}. Expected {self.root}/{split}/<class>/<images>, and "
-                "likewise train and val (test only for test and predict). "
-                "Set data.root to the folder that holds them."
+    def predict_dataloader(self) -> Any:
+        """Every image to predict once, in order: ``(images, numbers)``, the positions in ``splits["predict"]``."""
+        return self._loader("predict")
+
+    @property
+    def has_splits(self) -> bool:
+        """Whether a folder ``train``, ``val`` or ``test`` in ``root`` has folders; otherwise, they are classes."""
+        return any((self.root / split).is_dir() and _folders(self.root / split) for split in ("train", "val", "test"))
+
+    def class_names(self, folder: Path) -> list[str]:
+        """Return the names of the class folders in ``folder``."""
+        return _folders(folder)
+
+    def files(self, folder: Path) -> list[str]:
+        """Return the paths of the images below ``folder``."""
+        return _images_below(folder)
+
+    def _samples(self, split: str) -> Samples:
+        if split == "predict":
+            return self._unlabeled()
+        if self.has_splits and (split == "test" or (self.root / "val").is_dir()):
+            return self._labeled(self.root / split)
+        train, val = self._split(self._labeled(self.root / "train" if self.has_splits else self.root))
+        return train if split == "train" else val
+
+    def _split(self, samples: Samples) -> tuple[Samples, Samples]:
+        """Return the samples to train on, and those that are held out."""
+        labels = [label for _, label in samples]
+        few = [self.classes[label] for label, count in Counter(labels).items() if count < 2]
+        if few:
+            raise ValueError(
+                f"There are fewer than two images of {_listed(few)} in {self.root}: expected one to train on and one"
+                " for validation. Add images, or remove these folders."
             )
-        try:
-            dataset = Images(folder, self.transforms[split], skips=self.on_error == "skip")
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"{folder.resolve()} has no images of some class. {error}") from error
-        self._check_classes(split, dataset.classes)
-        return dataset
+        size = max(int(len(samples) * self.val_fraction), len(self.classes))
+        split = stratified_split(labels, held_out=[size], seed=self.split_seed)
+        train, val = ([samples[position] for position in positions] for positions in split)
+        return train, val
 
-    def _check_classes(self, split: str, classes: list[str]) -> None:
-        # Classes are numbered by position, so one folder too few would shift all labels after it, in silence.
+    def _labeled(self, folder: Path) -> Samples:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"There is no folder {folder.resolve()}. {_EXPECTED}")
+        names = self.class_names(folder)
         train = self.root / "train"
-        if train.is_dir():
-            expected, _ = datasets.folder.find_classes(train)
-            if classes != expected:
-                raise ValueError(
-                    f"The classes in {self.root / split} are not those in {train}: "
-                    f"missing {sorted(set(expected) - set(classes))}, "
-                    f"not known {sorted(set(classes) - set(expected))}. "
-                    "Every split needs the same class folders."
-                )
-        check_num_classes(self.num_classes, len(classes), str(self.root / split))
+        expected = self.class_names(train) if self.has_splits and train.is_dir() else names
+        if names != expected:
+            # Classes are numbered by position: one folder too few would shift all labels after it.
+            raise ValueError(
+                f"The classes in {folder} are not those in {train}: missing"
+                f" {sorted(set(expected) - set(names))}, not known {sorted(set(names) - set(expected))}. Every split"
+                " needs the same class folders."
+            )
+        files = [self.files(folder / name) for name in names]
+        if not names or not all(files):
+            empty = [name for name, found in zip(names, files, strict=True) if not found]
+            reason = f"no images of {_listed(empty)}" if names else "no class folders"
+            raise FileNotFoundError(
+                f"{folder.resolve()} has {reason}. {_EXPECTED} An image has one of the extensions"
+                f" {', '.join(IMG_EXTENSIONS)}."
+            )
+        if self.num_classes is not None:
+            check_num_classes(self.num_classes, len(names), str(folder))
+        self.classes = names
+        return [(file, label) for label, found in enumerate(files) for file in found]
+
+    def _unlabeled(self) -> Samples:
+        folder = self.root / "test" if self.has_splits and (self.root / "test").is_dir() else self.root
+        files = _images_below(folder)
+        if not files:
+            raise FileNotFoundError(f"{folder.resolve()} has no images. Set data.root to a folder of images.")
+        return [(file, number) for number, file in enumerate(files)]
 
 
-class Images(datasets.ImageFolder):
-    """torchvision's, which names the files that it cannot read.
+_EXPECTED = (
+    "Expected ROOT/<class>/<images>, or ROOT/train/<class>/<images> and, optionally, the same classes in ROOT/val and"
+    " ROOT/test. Set data.root to that folder."
+)
+
+
+class Images(Dataset[tuple[Tensor, int]]):
+    """Image files, each read when it is indexed.
 
     Args:
-        root: folder of the class folders.
-        transform: from an image to what the model sees.
-        skips: return None for an image that cannot be read, in the place of raising.
+        samples: path and class number of each image.
+        transform: maps an RGB image to a tensor.
+        skips: whether to return None for an image that cannot be decoded. Default: False, an error.
 
     Attributes:
-        unreadable: for each image, 1 if it was to be read and could not; shared with the workers. uint8.
+        unreadable: 1 for each image that could not be decoded, shared with the workers. uint8, shape (images,).
     """
 
-    def __init__(self, root: Path, transform: Callable[[Any], Tensor], *, skips: bool) -> None:
-        super().__init__(root, transform)
+    def __init__(self, samples: Samples, transform: Callable[[Any], Tensor], *, skips: bool = False) -> None:
+        self.samples = samples
+        self.transform = transform
         self.skips = skips
-        self.unreadable = torch.zeros(len(self.samples), dtype=torch.uint8).share_memory_()
+        self.unreadable = torch.zeros(len(samples), dtype=torch.uint8).share_memory_()
+
+    def __len__(self) -> int:
+        return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int] | None:  # type: ignore[override]
-        """The image and its class; None for one that is left out.
+        """Return the image and its class number, or None if it is skipped.
 
         Raises:
-            UnreadableImageError: with its name.
+            UnreadableImageError: the file cannot be decoded.
         """
         path, label = self.samples[index]
         try:
@@ -164,21 +236,15 @@ class Images(datasets.ImageFolder):
             raise
         return self.transform(image), label
 
-    def take_unreadable(self) -> Tensor:
-        """``unreadable``, as it was up to now; from here on it starts anew."""
-        taken = self.unreadable.clone()
-        self.unreadable.zero_()
-        return taken
-
 
 def read_image(path: str | Path) -> Image.Image:
-    """The image in a file, with three channels of 8 bits.
+    """Return the image in a file, with three channels of 8 bits.
 
-    Grey ones are repeated, a palette is looked up, alpha is dropped, of 16 bits the upper 8 are taken, and of an
+    Gray values are repeated, a palette is applied, alpha is dropped, of 16 bits the upper 8 are taken, and of an
     animation the first picture.
 
     Raises:
-        UnreadableImageError: it is none, or its pixels are numbers of no known range; names the file.
+        UnreadableImageError: the file cannot be decoded, or the range of its pixel values is unknown.
         OSError: the system cannot read the file.
     """
     try:
@@ -186,71 +252,90 @@ def read_image(path: str | Path) -> Image.Image:
             if image.mode.startswith("I;16"):  # convert would make everything above 255 white
                 return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
             if image.mode in ("I", "F"):
-                raise ValueError(f"pixels of 32 bits, mode {image.mode!r}, of which nobody knows what is white")
+                raise ValueError(f"pixels of 32 bits, mode {image.mode!r}, of unknown range")
             return image.convert("RGB")
     except Exception as error:  # a damaged file breaks a decoder in any way
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
-            raise  # the system's, not the file's
+            raise  # of the system, not of the file
         raise UnreadableImageError(
-            f"{path} cannot be read as an image ({type(error).__name__}: {error}). Mend it or take it away; or, with"
-            " data=imagefolder, set data.on_error=skip, which leaves such files out and says which."
+            f"{path} cannot be read as an image ({type(error).__name__}: {error}). Replace or remove it; or, with"
+            " data=imagefolder, set data.on_error=skip to leave such files out with a warning."
         ) from error
 
 
 def collate_readable(samples: list[tuple[Tensor, int] | None]) -> Any:
-    """A batch of the samples that are not None.
+    """Return a batch of the samples that are not None.
 
     Raises:
-        UnreadableImageError: all of them are.
+        UnreadableImageError: all of them are None.
     """
     readable = [sample for sample in samples if sample is not None]
     if not readable:
         raise UnreadableImageError(
-            f"None of the {len(samples)} files of a batch can be read as an image, so there is no batch without them."
-            " Set data.on_error=raise to see the first, or take a larger data.batch_size."
+            f"None of the {len(samples)} files of a batch can be read as an image, so the batch would be empty. Set"
+            " data.on_error=raise to see the first one, or increase data.batch_size."
         )
     return default_collate(readable)
 
 
-class _SayUnreadable(L.Callback):
-    """Says at the end of an epoch which images were left out of it.
+class _UnreadableReport(L.Callback):
+    """Lists the images that were left out, each once in a run, after an epoch and its validation.
 
     Args:
-        data: whose images.
+        data: the data module.
     """
 
     def __init__(self, data: ImageFolder) -> None:
         self.data = data
+        self._reported: set[str] = set()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        self._say(trainer, "train", f" of epoch {trainer.current_epoch}")
+        self._report(trainer)
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        self._say(trainer, "val", f" of epoch {trainer.current_epoch}" if trainer.state.fn == "fit" else "")
+        if trainer.state.fn == "validate":
+            self._report(trainer)
 
     def on_test_epoch_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        self._say(trainer, "test", "")
+        self._report(trainer)
 
     def on_predict_epoch_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        self._say(trainer, "test", "")
+        self._report(trainer)
 
-    def _say(self, trainer: Any, split: str, where: str) -> None:
-        images = self.data.splits.get(split)
-        if not isinstance(images, Images):
-            return
-        unreadable = images.take_unreadable()
-        if trainer.world_size > 1:
-            counts = trainer.strategy.reduce(unreadable.to(trainer.strategy.root_device, torch.int32), reduce_op="sum")
-            unreadable = counts.cpu()
-        names = [images.samples[index][0] for index in unreadable.nonzero().flatten().tolist()]
-        if names:
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            rank_zero_warn(
-                f"{len(names)} of {len(images)} images cannot be read and were left out of {split}{where}:"
-                f" {', '.join(names[:SHOWN])}{more}."
-            )
+    def _report(self, trainer: Any) -> None:
+        found, total = [], 0
+        for images in self.data.splits.values():
+            assert isinstance(images, Images)
+            unreadable = images.unreadable
+            if trainer.world_size > 1:
+                unreadable = unreadable.to(trainer.strategy.root_device, torch.int32)
+                unreadable = trainer.strategy.reduce(unreadable, reduce_op="sum").cpu()
+            found += [images.samples[index][0] for index in unreadable.nonzero().flatten().tolist()]
+            total += len(images)
+        new = [path for path in found if path not in self._reported]
+        self._reported.update(new)
+        if new:
+            rank_zero_warn(f"{len(new)} of {total} images cannot be read and are left out: {_listed(new)}.")
 
 
 def image_to_tensor(mean: Sequence[float], std: Sequence[float]) -> v2.Compose:
     """Return the transform from a PIL image to a float32 tensor of shape (3, height, width), scaled and normalized."""
     return v2.Compose([v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])
+
+
+def _folders(root: Path) -> list[str]:
+    return sorted(child.name for child in root.iterdir() if child.is_dir() and not child.name.startswith("."))
+
+
+def _images_below(folder: Path) -> list[str]:
+    found = []
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        named = (name for name in sorted(names) if name.lower().endswith(IMG_EXTENSIONS))
+        found += [os.path.join(parent, name) for name in named if not name.startswith(".")]
+    return found
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

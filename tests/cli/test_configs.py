@@ -61,7 +61,7 @@ def test_every_setting_that_ships_is_an_argument_of_its_target():
 @pytest.mark.parametrize("recipe", [file.stem for file in sorted((packaged_conf() / "recipe").glob("*.yaml"))])
 def test_every_recipe_composes_in_every_precision(recipe):
     for precision in ("32", "16", "bf16", "64", "16-true", "bf16-true", "auto"):
-        needed = ["model.folder=x"] if recipe == "finetune" else []
+        needed = ["model.folder=x"] if recipe == "finetune" else ["data.root=x"] if recipe == "images" else []
         config = validate(read(["fit", f"+recipe={recipe}", f"precision={precision}", *needed]))
         assert config.model._target_.startswith("recipes.")
 

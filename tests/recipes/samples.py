@@ -127,8 +127,14 @@ def _caltech256(folder: Path) -> list[str]:
     return [f"data.root={caltech256(folder).as_posix()}", "model.weights=null", *small]
 
 
+def _images(folder: Path) -> list[str]:
+    root = caltech256(folder) / "256_ObjectCategories"
+    return [f"data.root={root.as_posix()}", "data.crop_size=32", "data.num_workers=0", "data.batch_size=8"]
+
+
 _SAMPLES: dict[str, Callable[[Path], list[str]]] = {
     "finetune": _finetune,
+    "images": _images,
     "resnet50_cifar10": _cifar10,
     "resnet50_caltech256": _caltech256,
 }

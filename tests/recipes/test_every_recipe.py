@@ -19,8 +19,8 @@ from trainer.cli.validate import validate
 
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "recipe").glob("*.yaml"))
 ISSUED = [
-    "finetune", "gan", "gpt", "language_model", "mlp", "resnet50", "resnet50_caltech256", "resnet50_cifar10",
-    "tabular", "unet",
+    "finetune", "gan", "gpt", "images", "language_model", "mlp", "resnet50", "resnet50_caltech256",
+    "resnet50_cifar10", "tabular", "unet",
 ]  # fmt: skip
 SMALLER = {
     "finetune": ["model.sample_length=5"],
@@ -34,7 +34,9 @@ SMALLER = {
 WRITTEN = {
     "finetune": "samples.txt",
     "gpt": "samples.txt",
+    "images": "predictions.csv",
     "language_model": "samples.txt",
+    "resnet50_caltech256": "predictions.csv",
     "unet": "masks/test_0003.png",
 }
 """By predict, where the recipe has a writer of its own."""
@@ -51,7 +53,9 @@ PRECISIONS = {"fit": "16-mixed", "validate": "32", "test": "bf16-mixed", "predic
 
 def defined(name: str) -> list[str]:
     """The commands for which the recipe's module and data module have what they need."""
-    needed = ["data.root=x"] if "resnet50_" in name else ["model.folder=x"] if name == "finetune" else []
+    needed = (
+        ["data.root=x"] if name == "images" or "resnet50_" in name else ["model.folder=x"] if name == "finetune" else []
+    )
     config = validate(read(["fit", f"+recipe={name}", *needed]))
     module, data = made_by(config.model._target_), made_by(config.data._target_)
     return [
@@ -116,7 +120,7 @@ def test_gradients_are_right(name, parameters, number, tmp_path, monkeypatch, ca
     sample = [*SMALLER.get(name, []), "data.batch_size=4", f"callbacks.gradient_check.parameters=[{parameters}]"]
     assert main(["fit", f"+recipe={name}", "+debug=gradcheck", *sample, "trainer=cpu"]) == 0
     out = capsys.readouterr().out
-    assert f"{number} parameters in " in out
+    assert f"The gradients of {number} parameters agree" in out
     assert "wrong" not in out
 
 
@@ -127,5 +131,5 @@ def test_the_gradients_of_a_smaller_resnet_are_right(tmp_path, monkeypatch, caps
     some = "callbacks.gradient_check.parameters=[net.bn1.*,net.layer1.1.bn2.*,net.fc.*]"
     assert main(["fit", "+recipe=resnet50", "+debug=gradcheck", *smaller, some, "trainer.accelerator=cpu"]) == 0
     out = capsys.readouterr().out
-    assert "6 parameters in " in out
+    assert "The gradients of 6 parameters agree" in out
     assert "wrong" not in out

@@ -8,6 +8,7 @@ program may. Processes but the first write nothing.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ FOLDER = "figures"
 
 _COLUMNS = 8
 _SIDES = (72, 256)  # pixels: smaller images are enlarged by a whole factor, larger ones made smaller
-_MARGIN, _CAPTION = 6, 16  # pixels, around an image and below it
+_MARGIN, _LINE = 6, 16  # pixels, around an image, and the height of a line below it
 
 
 def figures_of(trainer: Any) -> Path | None:
@@ -76,7 +77,7 @@ def write_pictures(trainer: Any, name: str, images: Tensor, captions: Sequence[s
         name: such as ``"test_samples"``.
         images: shape (count, channels, height, width) of 1 or 3 channels: uint8, or of floating point, in which case
             each is shown from its darkest value to its brightest one, however it was normalised.
-        captions: a few characters for each.
+        captions: one for each, of one or several short lines.
 
     Raises:
         ValueError: another shape.
@@ -92,21 +93,24 @@ def write_pictures(trainer: Any, name: str, images: Tensor, captions: Sequence[s
 
 def sheet(images: Tensor, captions: Sequence[str] = ()) -> PIL.Image.Image:
     """Images side by side in one, eight in a row; the arguments are those of :func:`write_pictures`."""
-    from PIL import Image, ImageDraw
+    from PIL import Image, ImageDraw, ImageFont
 
     pixels = _visible(images).expand(-1, 3, -1, -1).permute(0, 2, 3, 1).cpu().numpy()
     side = max(pixels.shape[1:3])
     factor = max(1, -(-_SIDES[0] // side)) if side <= _SIDES[1] else _SIDES[1] / side
     height, width = (max(1, round(length * factor)) for length in pixels.shape[1:3])
-    step_x, step_y = width + _MARGIN, height + _MARGIN + (_CAPTION if captions else 0)
+    font = ImageFont.load_default()
+    lines = [caption.splitlines() for caption in captions]
+    step_x = max([width, *(math.ceil(font.getlength(line)) for several in lines for line in several)]) + _MARGIN
+    step_y = height + _MARGIN + _LINE * max(map(len, lines), default=0)
     rows = -(-len(pixels) // _COLUMNS)
     whole = Image.new("RGBA", (min(len(pixels), _COLUMNS) * step_x, rows * step_y))  # transparent: for dark pages, too
     draw = ImageDraw.Draw(whole)
     for index, image in enumerate(pixels):
         x, y = index % _COLUMNS * step_x, index // _COLUMNS * step_y
         whole.paste(Image.fromarray(image).resize((width, height), Image.Resampling.NEAREST), (x, y))
-        if index < len(captions):
-            draw.text((x, y + height + 2), captions[index], fill=(128, 136, 144, 255))
+        for number, line in enumerate(lines[index] if index < len(lines) else ()):
+            draw.text((x, y + height + 2 + number * _LINE), line, fill=(128, 136, 144, 255), font=font)
     return whole
 
 

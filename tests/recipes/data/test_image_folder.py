@@ -55,7 +55,7 @@ def test_batches(root: Path):
     module.setup("test")
     assert [labels.tolist() for _, labels in module.val_dataloader()] == [[0, 0, 1, 1], [2, 2]]
     assert [labels.tolist() for _, labels in module.test_dataloader()] == [[0, 1, 2]]
-    assert [labels.tolist() for _, labels in module.predict_dataloader()] == [[0, 1, 2]]
+    assert module.classes == ["blue", "green", "red"]
 
 
 def test_any_kind_of_image_has_three_channels_of_8_bits(tmp_path: Path):
@@ -78,7 +78,7 @@ def test_any_kind_of_image_has_three_channels_of_8_bits(tmp_path: Path):
 def test_a_class_without_images_is_named_with_its_folder(root: Path):
     shutil.rmtree(root / "val" / "green")
     (root / "val" / "green").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"val has no images of some class. .* for the classes green"):
+    with pytest.raises(FileNotFoundError, match="val has no images of green"):
         folder(root).setup("fit")
 
 
@@ -111,22 +111,65 @@ def test_evaluation_resizes_the_shorter_side_then_crops_the_centre(root: Path):
     assert image[0, :, 4:].min() > 0.9
 
 
-def test_a_stage_reads_only_what_it_needs(root: Path):
-    shutil.rmtree(root / "train")
-    shutil.rmtree(root / "val")
-    module = folder(root)
-    module.setup("predict")
-    assert list(module.splits) == ["test"]
+def test_predict_needs_no_classes_and_numbers_the_images(root: Path):
+    for split in ("train", "val"):
+        shutil.rmtree(root / split)
+    flat = root / "flat"
+    (flat / ".thumbs").mkdir(parents=True)
+    for name in ("b.png", "a.JPG", ".hidden.png", ".thumbs/c.png", "notes.txt"):
+        Image.new("RGB", (40, 30)).save(flat / name, format="png")
+    for place, expected in ((root, ["blue/0.png", "green/0.png", "red/0.png"]), (flat, ["a.JPG", "b.png"])):
+        module = folder(place)
+        module.setup("predict")
+        (batch,) = module.predict_dataloader()
+        assert batch[1].tolist() == list(range(len(expected)))
+        paths = [path for path, _ in module.splits["predict"].samples]
+        assert [path.endswith(name) for path, name in zip(paths, expected, strict=True)] == [True] * len(expected)
+        assert module.classes == []
 
 
-@pytest.mark.parametrize(("missing", "stage"), [("train", "fit"), ("val", "validate"), ("test", "test")])
+@pytest.mark.parametrize("has_train", [True, False])
+def test_a_fraction_is_held_out_of_each_class(root: Path, has_train: bool):
+    for split in ("val", "test"):
+        shutil.rmtree(root / split)
+    module, again = (folder(root if has_train else root / "train", val_fraction=0.25) for _ in range(2))
+    module.setup("fit")
+    again.setup("validate")
+    train, val = module.splits["train"].samples, module.splits["val"].samples
+    assert (len(train), [label for _, label in val]) == (9, [0, 1, 2])
+    assert len({path for path, _ in train + val}) == 12
+    assert again.splits["val"].samples == val
+    if has_train:
+        with pytest.raises(FileNotFoundError, match="test"):
+            module.setup("test")
+    else:
+        module.setup("test")
+        assert module.splits["test"].samples == val
+
+
+def test_a_class_may_have_the_name_of_a_split(root: Path):
+    vehicles = root / "vehicles"
+    for name in ("train", "plane"):
+        shutil.copytree(root / "train" / "red", vehicles / name)
+    module = folder(vehicles, num_classes=None)
+    module.setup("fit")
+    assert module.classes == ["plane", "train"]
+
+
+@pytest.mark.parametrize(("missing", "stage"), [("train", "fit"), ("test", "test")])
 def test_a_missing_folder_is_named(root: Path, missing: str, stage: str):
     shutil.rmtree(root / missing)
-    with pytest.raises(FileNotFoundError) as caught:
+    with pytest.raises(FileNotFoundError, match=f"There is no folder {root / missing}") as caught:
         folder(root).setup(stage)
-    assert f"There is no folder {root / missing}." in str(caught.value)
-    assert f"{missing}/<class>" in str(caught.value)
-    assert "Set data.root" in str(caught.value)
+    assert f"ROOT/{missing}" in str(caught.value)
+    with pytest.raises(FileNotFoundError, match="no class folders"):
+        folder(root / "val" / "red").setup(stage)
+
+
+@pytest.mark.parametrize("val_fraction", [0, 1, 1.5])
+def test_a_fraction_outside_of_0_and_1_is_refused(root: Path, val_fraction: float):
+    with pytest.raises(ValueError, match=f"val_fraction={val_fraction}"):
+        folder(root, val_fraction=val_fraction)
 
 
 def test_a_class_that_one_split_lacks_is_named(root: Path):
@@ -227,24 +270,19 @@ class Pixels(LightningModule):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_each_epoch_says_which_were_left_out(root: Path, num_workers: int):
-    spoilt = [root / "train" / "red" / "1.png", root / "train" / "blue" / "3.png"]
-    for path in spoilt:
+def test_a_run_lists_once_which_were_left_out(root: Path, num_workers: int):
+    bad = [root / "train" / "blue" / "3.png", root / "train" / "red" / "1.png", root / "val" / "green" / "x.jpg"]
+    for path in bad[:2]:
         a_text(path)
-    cut_short(root / "val" / "green" / "x.jpg")
+    cut_short(bad[2])
     module = Pixels()
     trainer = make_trainer(root, max_epochs=2, num_sanity_val_steps=0)
     with pytest.warns(UserWarning, match="cannot be read") as caught:
         trainer.fit(module, datamodule=folder(root, on_error="skip", num_workers=num_workers))
-    said = [str(one.message) for one in caught if "cannot be read" in str(one.message)]
-    assert [one for one in said if " train " in one] == [
-        f"2 of 12 images cannot be read and were left out of train of epoch {epoch}: {spoilt[1]}, {spoilt[0]}."
-        for epoch in range(2)
-    ]
-    assert (
-        len([one for one in said if f"1 of 7 images cannot be read and were left out of val of epoch 0: {root}" in one])
-        == 1
-    )
+    lines = [str(one.message) for one in caught if "cannot be read" in str(one.message)]
+    assert len(lines) == 1
+    assert lines[0].startswith("3 of 19 images cannot be read")
+    assert lines[0].endswith(f": {bad[0]}, {bad[1]}, {bad[2]}.")
     assert sum(module.sizes) == 20
 
 

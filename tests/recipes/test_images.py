@@ -1,0 +1,82 @@
+"""The recipe for your own images, from the command line: training, test, prediction, and classes that differ."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torchvision import models
+
+from recipes.image_classification import ImageClassifier
+from recipes.transfer_learning import TransferNet
+from tests.recipes.samples import THINGS, caltech256
+from trainer.cli import main
+
+SMALL = [
+    *("trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false"),
+    *("model.architecture=resnet18", "data.batch_size=8", "data.resize_size=36", "data.crop_size=32"),
+    *("data.num_workers=0", "trainer.max_epochs=1"),
+]
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Four classes of 12 images, of which one is gray and one has an alpha channel; and an empty file."""
+    monkeypatch.chdir(tmp_path)
+    folder = caltech256(tmp_path / "sample") / "256_ObjectCategories"
+    shutil.rmtree(folder / "257.clutter")
+    Image.new("RGBA", (40, 40), (0, 0, 255, 10)).save(folder / THINGS[1] / "056_0001.png")
+    (folder / THINGS[0] / "empty.jpg").write_bytes(b"")
+    return folder
+
+
+def test_a_folder_of_classes_is_all_that_a_training_needs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = Path("resnet18.pth")
+    pretrained = models.resnet18()
+    torch.save(pretrained.state_dict(), weights)
+    frozen = ["model.frozen=true", f"weights={weights}"]
+    with pytest.warns(UserWarning, match="1 of 51 images cannot be read"):
+        assert main(["fit", "+recipe=images", f"data.root={root}", *SMALL, *frozen, "hydra.run.dir=run"]) == 0
+    state = torch.load("run/checkpoints/last.ckpt", weights_only=True)
+    assert torch.equal(state["state_dict"]["net.net.conv1.weight"], pretrained.conv1.weight)
+    assert state["state_dict"]["net.net.fc.weight"].shape == (4, 512)
+    assert state["hyper_parameters"]["classes"] == THINGS
+
+    assert main(["test", "ckpt=run", "hydra.run.dir=tested"]) == 0
+    matrix = json.loads(Path("tested/figures/test.json").read_text())
+    assert matrix["classes"] == THINGS
+    assert sum(map(sum, matrix["counts"])) == 5
+
+    new = Path("new")
+    new.mkdir()
+    for name in ("b.jpg", "a.jpg"):
+        shutil.copy(root / THINGS[2] / "145_0001.jpg", new / name)
+    (new / "broken.png").write_text("")
+    capsys.readouterr()
+    with pytest.warns(UserWarning, match="1 of 3 images cannot be read"):
+        assert main(["predict", "ckpt=run", f"data.root={new}", "hydra.run.dir=predicted"]) == 0
+    assert str(Path("predicted/predictions.csv")) in capsys.readouterr().out
+    with Path("predicted/predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [Path(row["path"]).name for row in rows] == ["a.jpg", "b.jpg"]
+    assert {row["class"] for row in rows} <= set(THINGS)
+    assert 0.25 <= float(rows[0]["probability"]) <= 1
+
+    (root / THINGS[0]).rename(root / "001.bow")
+    assert main(["test", "ckpt=run", "hydra.run.dir=other"]) != 0
+    assert "001.bow" in capsys.readouterr().err
+
+
+def test_a_number_of_classes_is_needed_unless_the_head_can_be_replaced() -> None:
+    with pytest.raises(ValueError, match="num_classes"):
+        ImageClassifier(models.resnet18(num_classes=3), torch.optim.SGD)
+    module = ImageClassifier(TransferNet("resnet18", None), torch.optim.SGD, classes=["cat", "dog"])
+    assert module.eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 2)
+    assert [module.name_of(number) for number in (0, 1)] == ["cat", "dog"]
+    with pytest.raises(ValueError, match="num_classes is 2, but got 3"):
+        ImageClassifier(TransferNet("resnet18", 2), torch.optim.SGD, num_classes=2, classes=["a", "b", "c"])
