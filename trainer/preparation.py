@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -29,11 +28,13 @@ from trainer.compat.profiling import Profiling
 from trainer.compat.views import MonitoredMetrics
 from trainer.data.batches import NO_BATCHES, Loaders, TrainingBatches, Transfer
 from trainer.data.unpadded import Span
-from trainer.engine.optimizers import needs_closure, takes_closure
+from trainer.engine.optimizers import has_own_zero_grad, needs_closure, takes_closure
 from trainer.engine.protocol import ModuleCalls
 from trainer.errors import ConfigurationError, rank_zero_warn
+from trainer.loops.batch_path import NO_PATH, BatchPath, Clip, TrainingPath, TrainingWrapper, wrapped
 from trainer.loops.closures import ClosureOptimization
-from trainer.loops.fit import Clip, FitLoop
+from trainer.loops.evaluation import EvalLoop
+from trainer.loops.fit import FitLoop
 from trainer.loops.hooks import Hook, Hooks
 from trainer.loops.manual_optimization import ManualOptimization
 from trainer.loops.own_batches import draw_in_evaluation, draw_in_fit
@@ -45,19 +46,17 @@ class Preparation:
 
     Args:
         trainer: the loops and their settings. Its module has been set up by the strategy.
-        session: for what has to be undone when the run ends.
 
     Attributes:
         hooks: what callbacks and the module do at each point.
     """
 
-    def __init__(self, trainer: TrainerBase, session: ExitStack) -> None:
+    def __init__(self, trainer: TrainerBase) -> None:
         module = trainer.lightning_module
         self._trainer = trainer
         self._module = module
-        self._session = session
         self._profiling = Profiling.of(trainer)
-        self._path: ManualOptimization | ClosureOptimization | None = None
+        self._optimization: FitLoop | ManualOptimization | ClosureOptimization | None = None
         self.hooks = Hooks(
             trainer,
             module,
@@ -103,69 +102,93 @@ class Preparation:
         loop.prepare(
             hooks=self.hooks,
             batches=batches,
-            transfer=self._transfer(move_training_batch),
             schedules=self._schedules(),
-            clip_gradients=self._clipping(),
+            build_path=partial(
+                self._build_path, self._transfer(move_training_batch), trainer.engine.step_function("training_step")
+            ),
+            follow_changes=partial(self._follow_changes, _set_once(self._module)),
             validate=validate,
             resume=resume,
         )
-        self._choose_path()
         self._check_counts(loaders)
-        loop.choose_path = self._follow_optimizers
-        loop.follow_changes = partial(self._follow_changes, _set_once(self._module))
-        if isinstance(loaders, DrawnLoaderSet):
-            draw_in_fit(loop, loaders, ends_epoch=self._module.automatic_optimization)
-        if profiling is not None:
-            profiling.watch_fit(loop, self.hooks, self._path)
-            self._session.callback(vars(loop).pop, "update_weights", None)
 
     def _follow_changes(self, before: dict[str, Any]) -> None:
-        """Follow what has changed in callbacks and hooks since the fit began, or refuse it."""
-        trainer, loop = self._trainer, self._trainer.loop
+        """Follow changes of callbacks and hooks since the fit began, or refuse them."""
         _refuse_changes(self._module, before)
-        if self.hooks.follow(trainer.callbacks):
-            loop.clip_gradients = self._clipping()
-            loop.take_optimizers()
+        if self.hooks.follow(self._trainer.callbacks):
+            self._trainer.loop.take_optimizers()
 
-    def _choose_path(self) -> None:
-        """Set the path of a batch that module, optimizers and engine want."""
-        trainer, loop, engine = self._trainer, self._trainer.loop, self._trainer.engine
-        path: ManualOptimization | ClosureOptimization | None = None
-        backward: Callable[..., None] | None = None
-        if not self._module.automatic_optimization:
-            path = ManualOptimization(loop)
-            backward = path.backward
-        elif self._wants_closure:
-            optimizer_step = with_closure(self.hooks.of_module("optimizer_step"))
-            path = ClosureOptimization(loop, optimizer_step, lambda: engine.wrapped_optimizers)
-        if backward is None and engine.override_of("backward") is not None:
-            backward = loop.run_backward
-        step = None if path is None else path.step
-        engine.module_calls = ModuleCalls(backward, step, loop.clip_for_module)
-        trainer.process.kept_batches = path if isinstance(path, ClosureOptimization) else None
-        self._path = path
-        loop.train = loop.train_batch if path is None else path.train_batch
-        loop.close_window = (
-            path.close_window if isinstance(path, ClosureOptimization) else loop.close_window_without_batch
+    def _build_path(self, transfer: Transfer, step: Callable[..., Any]) -> TrainingPath:
+        """Build the path of a training batch: our functions or their overrides, and the wrappers around them.
+
+        Args:
+            transfer: moves a batch to the device. It stays the same if callbacks or optimizers are exchanged.
+            step: the ``training_step``. It stays the same, too.
+        """
+        loop, engine, hooks, profiling = self._trainer.loop, self._trainer.engine, self.hooks, self._profiling
+        optimization = self._optimization = self._choose_optimization()
+        zero_grad, strategy_backward = hooks.override_of("optimizer_zero_grad"), engine.override_of("backward")
+        zeroes_as_usual = zero_grad is None and hooks.on_before_zero_grad.is_empty
+        path = TrainingPath(
+            transfer=transfer,
+            on_batch_start=hooks.on_train_batch_start,
+            forward_context=engine.forward_context("training_step"),
+            step=step,
+            on_batch_end=hooks.on_train_batch_end,
+            train_batch=optimization.train_batch,
+            close_window=(optimization if isinstance(optimization, ClosureOptimization) else loop).close_window,
+            clears_early=zeroes_as_usual and not any(map(has_own_zero_grad, engine.optimizers)),
+            zero_grad=zero_grad,
+            add_gradients=loop.run_backward if strategy_backward is None else self._backward_by(strategy_backward),
+            backward=hooks.override_of("backward") or engine.gradients.backward,
+            clip=self._clipping(),
+            update_weights=loop.update_weights,
         )
+        wrappers: list[TrainingWrapper] = []
+        if isinstance(loaders := loop.batches.loaders, DrawnLoaderSet):
+            wrappers.append(partial(draw_in_fit, loop, loaders, self._module.automatic_optimization))
+        if profiling is not None:
+            timed = "backward" if strategy_backward is None else "add_gradients"
+            wrappers.append(partial(profiling.watch_fit, hooks.of_module("optimizer_zero_grad"), timed))
+        return wrapped(path, wrappers)
 
-    def _follow_optimizers(self) -> None:
-        """Choose the path again, if the optimizers have been exchanged and the new ones want another one."""
-        before, wants, trainer = self._path, self._wants_closure, self._trainer
-        again = any(map(needs_closure, trainer.optimizers))
-        if isinstance(before, ManualOptimization) or (
-            not wants if before is None else wants and before.evaluates_again == again
-        ):
-            return
-        draws = isinstance(trainer.loop.batches.loaders, DrawnLoaderSet)
-        if trainer.progress.in_batch or draws or self._profiling:
-            names = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
+    def _backward_by(self, backward: Callable[..., Any]) -> Hook:
+        """Return a hook that calls the ``backward`` of the strategy, which calls the module's."""
+        loop = self._trainer.loop
+        return Hook("backward", self.hooks.scope, module=lambda loss: backward(loss, loop.optimizers[0]))
+
+    def _choose_optimization(self) -> FitLoop | ManualOptimization | ClosureOptimization:
+        """Choose the object that runs the batches, for the current optimizers.
+
+        Raises:
+            ConfigurationError: if the optimizers have been exchanged inside a batch, and the new ones require another.
+        """
+        trainer, loop, engine, current = self._trainer, self._trainer.loop, self._trainer.engine, self._optimization
+        chosen: FitLoop | ManualOptimization | ClosureOptimization = loop
+        if not self._module.automatic_optimization:
+            chosen = current or ManualOptimization(loop)
+        elif self._wants_closure:
+            again = any(map(needs_closure, engine.optimizers))
+            if isinstance(current, ClosureOptimization) and current.evaluates_again == again:
+                return current
+            optimizer_step = with_closure(self.hooks.of_module("optimizer_step"))
+            chosen = ClosureOptimization(loop, optimizer_step, lambda: engine.wrapped_optimizers)
+        if chosen is current:
+            return chosen
+        if current is not None and trainer.progress.in_batch:
+            names = ", ".join(type(optimizer).__name__ for optimizer in engine.optimizers)
             raise ConfigurationError(
                 f"The optimizers have been exchanged for {names}, one of which evaluates the loss itself, or did so"
-                " before. Do this in `on_train_epoch_start` or between two epochs; and not with a profiler"
-                " or a `training_step` that draws its own batches."
+                " before. Do this in `on_train_epoch_start` or between two epochs."
             )
-        self._choose_path()
+        backward: Callable[..., None] | None = None if engine.override_of("backward") is None else loop.run_backward
+        step: Callable[..., Any] | None = None if isinstance(chosen, FitLoop) else chosen.step
+        if isinstance(chosen, ManualOptimization):
+            backward = chosen.backward
+            step = chosen.step if self._profiling is None else self._profiling.action("optimizer_step", chosen.step)
+        engine.module_calls = ModuleCalls(backward, step, loop.clip_for_module)
+        trainer.process.kept_batches = chosen if isinstance(chosen, ClosureOptimization) else None
+        return chosen
 
     @property
     def _wants_closure(self) -> bool:
@@ -196,8 +219,7 @@ class Preparation:
             clippers = [partial(_clip_by_module, own, self._trainer)]
         if not clippers:
             return None
-        clip = clippers[0] if len(clippers) == 1 else partial(_clip_in_turn, clippers)
-        return clip if self._profiling is None else self._profiling.clipping(clip)
+        return clippers[0] if len(clippers) == 1 else partial(_clip_in_turn, clippers)
 
     def renewed_loaders(self) -> Loaders | None:
         """The training's dataloaders for an epoch that begins, if they are due to be made anew; otherwise None."""
@@ -232,9 +254,9 @@ class Preparation:
         """Return the part of the run that needs as many batches in each process. None if there is no such part."""
         if isinstance(loaders, DrawnLoaderSet):
             return "A training_step that draws its own batches"
-        if isinstance(self._path, ManualOptimization):
+        if isinstance(self._optimization, ManualOptimization):
             return "Manual optimization"
-        if isinstance(self._path, ClosureOptimization):
+        if isinstance(self._optimization, ClosureOptimization):
             return "An overridden `optimizer_step`, or an optimizer that evaluates the loss itself,"
         return _exchanging_part(self._module) if self._trainer.engine.trains_unevenly else "DeepSpeed"
 
@@ -276,14 +298,27 @@ class Preparation:
         loop.prepare(
             hooks=self.hooks,
             module=module,
-            transfer=self._transfer(),
+            path=NO_PATH if loaders is None else self._build_evaluation_path(loop, loaders),
             loaders=loaders,
             inference_mode=inference_mode,
         )
+
+    def _build_evaluation_path(self, loop: EvalLoop, loaders: Loaders) -> BatchPath:
+        """Build the path of an evaluation batch: our functions or their overrides, and the wrappers around them."""
+        engine, hooks = self._trainer.engine, self.hooks
+        path = BatchPath(
+            transfer=self._transfer(),
+            on_batch_start=hooks.of(f"on_{loop.stage}_batch_start"),
+            forward_context=engine.forward_context(loop.step_name),
+            step=engine.step_function(loop.step_name),
+            on_batch_end=hooks.of(f"on_{loop.stage}_batch_end"),
+        )
+        wrappers: list[Callable[[BatchPath], BatchPath]] = []
         if isinstance(loaders, DrawnLoaderSet):
-            draw_in_evaluation(loop, loaders)
+            wrappers.append(partial(draw_in_evaluation, hooks.scope, loaders))
         if self._profiling is not None:
-            self._profiling.watch_evaluation(loop)
+            wrappers.append(partial(self._profiling.watch_evaluation, loop.stage))
+        return wrapped(path, wrappers)
 
     def validation(self) -> None:
         """Prepare the validation inside a fit, with new dataloaders if these are due."""

@@ -154,9 +154,6 @@ class Run:
         if fitting:
             self._check_sanity(preparation)
             self._prepare_fit(preparation)
-            begins = trainer.ckpt_path is None and not trainer.loop.limits.ends_fit()
-            if begins and trainer.resume == "auto" and trainer.engine.may_change_size:
-                trainer.loop.resume = self._save_start
             with self._signals.saving():
                 trainer.loop.run()
             _ = trainer.fit_loop.done  # says why
@@ -216,7 +213,7 @@ class Run:
         engine.precision.check_optimizers(engine.optimizers)
         if trainer.prefetch_batches and engine.device.type == "cuda":  # others copy by the stream that computes
             trainer.data.prefetching = Prefetching(engine.device)
-        preparation = self.preparation = Preparation(trainer, self.session)
+        preparation = self.preparation = Preparation(trainer)
         if fitting:
             preparation.hooks.on_fit_start()
             preparation.hooks.follow(trainer.callbacks)
@@ -292,10 +289,11 @@ class Run:
         trainer.process.begin_fit()
         if trainer.detect_anomaly and not trainer.scaler.is_enabled():  # if it is, AnomalyDetection does this
             self.session.enter_context(torch.autograd.set_detect_anomaly(True))
-        preparation.fit(
-            validate=self._validate if trainer.enable_validation else None,
-            resume=None if self.process_state is None else self._restore_process,
-        )
+        resume = None if self.process_state is None else self._restore_process
+        begins = trainer.ckpt_path is None and not trainer.loop.limits.ends_fit()
+        if begins and trainer.resume == "auto" and trainer.engine.may_change_size:
+            resume = self._save_start
+        preparation.fit(validate=self._validate if trainer.enable_validation else None, resume=resume)
 
     def _validate(self) -> None:
         """The validation inside a fit."""
@@ -344,7 +342,7 @@ class Run:
 
     def repeat(self, stage: RunningStage) -> None:
         """Run the loop of ``stage`` inside a hook of the run, with the callbacks, limits and dataloaders of now."""
-        preparation = self.preparation = Preparation(self._trainer, self.session)
+        preparation = self.preparation = Preparation(self._trainer)
         if stage is RunningStage.TRAINING:
             self._prepare_fit(preparation)
             self._trainer.loop.run()

@@ -190,7 +190,7 @@ def test_nothing_is_held_when_nothing_is_skipped(tmp_path):
     class Look(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             report = next(c for c in trainer.callbacks if isinstance(c, OverflowReport))
-            own = not isinstance(trainer.loop.training_step, Recorder)
+            own = not any(isinstance(one, Recorder) for one in trainer.loop.wrappers)
             held.append((report._recorder, report._before, own, any(m._forward_hooks for m in pl_module.modules())))
 
     gains = dict.fromkeys([1, 2, 3], 1e30)
@@ -222,7 +222,7 @@ def test_everything_is_let_go_of_at_the_end(tmp_path):
         else:
             trainer.fit(module, loader_of(make_batches(2)))
         assert (callback._recorder, callback._demand, callback._before) == (None, None, None)
-        assert not isinstance(trainer.loop.training_step, Recorder)
+        assert not trainer.loop.wrappers
 
 
 # --- the run is the same ------------------------------------------------------------------------------------------

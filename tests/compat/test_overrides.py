@@ -485,7 +485,7 @@ def test_a_patch_counts_while_it_lasts() -> None:
         if epochs != 2:
             trainer.fit(Learner(), data(4))
         assert step.call_count == (2 if epochs == 2 else 0)
-        assert (trainer.loop.forward_context is nullcontext) == (epochs == 2)
+        assert (trainer.loop.path.forward_context is nullcontext) == (epochs == 2)
 
 
 @pytest.mark.parametrize("base", [Callback, LightningModule])

@@ -152,7 +152,7 @@ def test_beside_others_and_with_a_scaler_it_gets_none(precision: Any) -> None:
     module, before = Several(Usual), weights(Several(Usual))
     trainer = ours(max_epochs=1, precision=precision)
     trainer.fit(module, data(6))
-    assert trainer.loop.train == trainer.loop.train_batch
+    assert trainer.loop.path.train_batch == trainer.loop.train_batch
     assert module.evaluations == 3
     assert not any(map(torch.equal, weights(module), before))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from tests.parity import Classifier, RecordingLogger, data, lightning, ours
 from trainer.data.unpadded import Span
+from trainer.loops.batch_path import BatchPath
 from trainer.loops.evaluation import EvalLoop
 from trainer.loops.hooks import CALLBACK_HOOKS, Hooks
 from trainer.precision import FullPrecision, MixedPrecision
@@ -71,11 +73,7 @@ def loop_of(calls: list[Any], loaders: Any, *, stage: str = "validation", step: 
     published = PublishedMetrics()
     recorder = Recorder(published, FitProgress(epoch=3))
     recorder.loggers = list(loggers)
-    engine = SimpleNamespace(
-        world_size=1,
-        step_function=lambda name: step or (lambda batch, *where: calls.append((name, *where))),
-        forward_context=lambda name: (precision or FullPrecision()).autocast,
-    )
+    engine = SimpleNamespace(world_size=1)
     loop = EvalLoop(
         stage,
         engine=engine,  # type: ignore[arg-type]
@@ -85,9 +83,15 @@ def loop_of(calls: list[Any], loaders: Any, *, stage: str = "validation", step: 
         fit_progress=FitProgress(updates=11, epochs_trained=2),
     )
     loop_hooks = Hooks(None, module, [], Scope(), lambda o, n: n in CALLBACK_HOOKS or n in own, lambda callback: False)
+    path = BatchPath(
+        transfer=lambda batch, dataloader_idx: batch,
+        on_batch_start=loop_hooks.of(f"on_{stage}_batch_start"),
+        forward_context=loop.precision.autocast,
+        step=step or (lambda batch, *where: calls.append((f"{stage}_step", *where))),
+        on_batch_end=loop_hooks.of(f"on_{stage}_batch_end"),
+    )
     loop.prepare(
-        hooks=loop_hooks, module=module, transfer=lambda batch, dataloader_idx: batch, loaders=loaders,
-        inference_mode=inference_mode,
+        hooks=loop_hooks, module=module, path=path, loaders=loaders, inference_mode=inference_mode,
     )  # fmt: skip
     return loop
 
@@ -210,7 +214,7 @@ def test_the_step_and_nothing_else_runs_under_autocast() -> None:
         [], Loaders(1), step=lambda *args: seen.append(torch.is_autocast_enabled("cpu")), precision=precision
     )
     vars(loop.module)["on_validation_batch_end"] = lambda *args: seen.append(torch.is_autocast_enabled("cpu"))
-    loop.on_batch_end = loop.hooks.of_module("on_validation_batch_end")
+    loop.path = replace(loop.path, on_batch_end=loop.hooks.of_module("on_validation_batch_end"))
     with precision.session(loop.module, torch.device("cpu")):
         loop.run()
     assert seen == [True, False]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -8,6 +9,8 @@ from torch import nn
 from tests.support import Regression, fit_and_watch, make_batches, native_fp16
 from trainer.callbacks import OverflowReport
 from trainer.loops.accumulation import AccumulationWindow
+from trainer.loops.batch_path import NO_PATH
+from trainer.loops.fit import FitLoop
 from trainer.postmortem.recording import Recorder
 from trainer.state import random_states
 
@@ -20,7 +23,9 @@ class Fit:
         self.progress = SimpleNamespace(optimizer_steps=0)
         self.module = nn.BatchNorm1d(2)
         self.module.automatic_optimization = automatic
-        self.loop = SimpleNamespace(training_step=self.step, progress=self.progress, window=self.window)
+        self.loop = FitLoop.__new__(FitLoop)
+        usual = replace(NO_PATH, step=self.step)
+        vars(self.loop).update(progress=self.progress, window=self.window, wrappers=(), usual_path=usual, path=usual)
         engine = SimpleNamespace(device=torch.device("cpu"))
         self.trainer = SimpleNamespace(lightning_module=self.module, loop=self.loop, engine=engine)
 
@@ -32,7 +37,7 @@ class Fit:
     def batch(self, name, updates=None):
         """One batch; the window's last updates the weights, unless told otherwise."""
         self.window.advance(100, False)
-        assert self.loop.training_step(name, len(self.ran)) == name
+        assert self.loop.path.step(name, len(self.ran)) == name
         if self.window.is_last if updates is None else updates:
             self.progress.optimizer_steps += 1
 
@@ -55,7 +60,7 @@ def test_outcomes_that_come_after_the_next_forward():
     fit.batch("a")
     for name, before in ("ba", "cb", "dc"):
         fit.window.advance(100, False)
-        fit.loop.training_step(name, 0)
+        fit.loop.path.step(name, 0)
         assert names(recorder.take()) == [before]
         fit.progress.optimizer_steps += 1
     assert names(recorder.take()) == ["d"]
@@ -65,7 +70,7 @@ def test_started_when_the_next_forward_has_run():
     fit = Fit()
     fit.batch("a")
     fit.window.advance(100, False)
-    fit.loop.training_step("b", 1)
+    fit.loop.path.step("b", 1)
     recorder = Recorder(fit.trainer)  # the outcome of a has come
     fit.progress.optimizer_steps += 1
     fit.batch("c")
@@ -151,7 +156,7 @@ def test_a_run_records_only_while_steps_are_skipped(tmp_path):
 
     class Look(Regression):
         def on_train_batch_end(self, *_):
-            seen.append(self.trainer.loop.training_step)
+            seen.append(self.trainer.loop.wrappers)
 
     gains = {2: 1e30, 3: 1e30}
     fit_and_watch(
@@ -161,4 +166,5 @@ def test_a_run_records_only_while_steps_are_skipped(tmp_path):
         precision=native_fp16(init_scale=256.0),
         callbacks=[OverflowReport()],
     )
-    assert [isinstance(step, Recorder) for step in seen] == [False, False, True, True, False, False, False]
+    assert [bool(wrappers) for wrappers in seen] == [False, False, True, True, False, False, False]
+    assert isinstance(seen[2][0], Recorder)

@@ -145,7 +145,7 @@ class Compile(RunCallback):
         if not self._marks:
             return
         loop, gradients = getattr(trainer, "loop", None), getattr(getattr(trainer, "engine", None), "gradients", None)
-        ends_here = loop is not None and loop.window.is_last and loop.clears_early
+        ends_here = loop is not None and loop.window.is_last and loop.path.clears_early
         if gradients is not None and not (pl_module.automatic_optimization and ends_here):
             for optimizer in trainer.optimizers:
                 gradients.keep(optimizer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any, ClassVar, Literal
 
@@ -214,10 +214,9 @@ class _Watch(Recorder):
         self._automatic = trainer.lightning_module.automatic_optimization
         self._buffers = [b for b in trainer.lightning_module.buffers() if b.is_floating_point() and b.numel()]
 
-    def __call__(self, batch: Any, batch_idx: int) -> Any:
-        """``training_step``."""
+    def _run_step(self, step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
         if self._from_step:  # it has been stopped
-            return self._training_step(batch, batch_idx)
+            return step(batch, batch_idx)
         steps, window = self._loop.progress.optimizer_steps, self._loop.window
         if steps != self._steps:
             self._steps = steps
@@ -226,12 +225,12 @@ class _Watch(Recorder):
         if kept is None or (window.is_first and self._automatic and kept.number != number):
             kept = self._windows[self._update] = _Window(self._buffers, number)
         if not self._keeps_batches:
-            return self._training_step(batch, batch_idx)
+            return step(batch, batch_idx)
         generators = {"torch": torch.get_rng_state()}
         if self._device.type != "cpu":
             generators["device"] = torch.get_device_module(self._device).get_rng_state(self._device)
         mark = copy(window)
-        output = self._training_step(batch, batch_idx)
+        output = step(batch, batch_idx)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         loss = loss.detach() if isinstance(loss, Tensor) else None
         has_loss = loss is not None or not self._automatic

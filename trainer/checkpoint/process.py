@@ -161,10 +161,8 @@ class ProcessState:
         for name, one in self._eval_loops():
             one.progress.seen_batches.update(state["seen_batches"].get(name, {}))
             one.load_data_state(state.get("evaluation", {}).get(name))
-        loop.has_updated = state["has_updated"]
-        if state["outcome"] is not None:
-            loop.outcome = outcome = StepOutcome(*state["outcome"])
-            loop.skipped = tuple(loop.optimizers[i] for i in outcome.skipped_optimizers if i < len(loop.optimizers))
+        outcome = state["outcome"]
+        loop.restore_outcome(None if outcome is None else StepOutcome(*outcome), state["has_updated"])
         loop.limits.should_stop = loop.limits.should_stop or (stops and state["should_stop"])
         window = state["window"]
         if not loop.progress.batches_this_epoch and "size" not in window:

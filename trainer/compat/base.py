@@ -107,7 +107,7 @@ class TrainerBase(LightningTrainer):
 
     def _set_window(self, batches: int) -> None:
         loop = self.loop
-        if loop.train != loop.forward_batch:  # StochasticWeightAveraging sets it for an epoch without backward passes
+        if loop.forward_only not in loop.wrappers:  # StochasticWeightAveraging adds it for its last epoch
             self.engine.check_accumulation(batches)
         loop.window.batches = batches
 

@@ -9,6 +9,7 @@ module that leaves it to the loop is the weight update alone, without forward an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.strategies import Strategy
 
 from trainer.compat.overrides import overrides
-from trainer.loops.evaluation import EvalLoop
-from trainer.loops.fit import FitLoop
-from trainer.loops.hooks import Hook, Hooks
-from trainer.loops.manual_optimization import ManualOptimization
+from trainer.loops.batch_path import BatchPath, TrainingPath
 
 Call = Callable[..., Any]
 
@@ -69,30 +67,39 @@ class Profiling:
         with self._profiler.profile("run_training_epoch"):
             yield from batches
 
-    def clipping(self, call: Call) -> Call:
-        """``call``, timed as the module's clipping of gradients."""
-        return self.action(f"[LightningModule]{type(self._module).__name__}.configure_gradient_clipping", call)
+    def watch_fit(self, zero_grad: Call, backward: str, path: TrainingPath) -> TrainingPath:
+        """Return a path with timed functions.
 
-    def watch_fit(self, loop: FitLoop, hooks: Hooks, path: object) -> None:
-        """Time what a prepared fit loop does with a batch. Each run sets it anew, but for ``update_weights``."""
+        Args:
+            zero_grad: the module's ``optimizer_zero_grad``, its default version included.
+            backward: the name of the function that is timed as the strategy's backward pass.
+            path: the path of a training batch.
+        """
         module, strategy = f"[LightningModule]{type(self._module).__name__}", self._strategy
-        loop.transfer = self.action(f"{strategy}.batch_to_device", loop.transfer)
-        loop.train = self.action("run_training_batch", loop.train)
-        loop.training_step = self.action(f"{strategy}.training_step", loop.training_step)
-        loop.optimizer_zero_grad = hooks.of_module("optimizer_zero_grad")
-        if loop.add_gradients != loop.run_backward:  # the strategy's, which calls the module's
-            loop.add_gradients = self.action(f"{strategy}.backward", loop.add_gradients)
-        else:
-            backward = loop.backward or self._module.backward
-            loop.backward = Hook("backward", hooks.scope, module=self.action(f"{strategy}.backward", backward))
-        vars(loop)["update_weights"] = self.action(f"{module}.optimizer_step", partial(FitLoop.update_weights, loop))
-        if isinstance(path, ManualOptimization):
-            loop.engine.module_calls = loop.engine.module_calls._replace(step=self.action("optimizer_step", path.step))
+        timed: dict[str, Any] = {backward: self.action(f"{strategy}.backward", getattr(path, backward))}
+        return replace(
+            path,
+            **timed,
+            transfer=self.action(f"{strategy}.batch_to_device", path.transfer),
+            train_batch=self.action("run_training_batch", path.train_batch),
+            step=self.action(f"{strategy}.training_step", path.step),
+            zero_grad=zero_grad,
+            clip=path.clip and self.action(f"{module}.configure_gradient_clipping", path.clip),
+            update_weights=self.action(f"{module}.optimizer_step", path.update_weights),
+        )
 
-    def watch_evaluation(self, loop: EvalLoop) -> None:
-        """Time what a prepared evaluation loop does with a batch."""
-        loop.transfer = self.action(f"{self._strategy}.batch_to_device", loop.transfer)
-        loop.step = self.action(f"{self._strategy}.{loop.stage}_step", loop.step)
+    def watch_evaluation(self, stage: str, path: BatchPath) -> BatchPath:
+        """Return a path with timed functions.
+
+        Args:
+            stage: the prefix of the step: ``"validation"``, ``"test"`` or ``"predict"``.
+            path: the path of a batch.
+        """
+        return replace(
+            path,
+            transfer=self.action(f"{self._strategy}.batch_to_device", path.transfer),
+            step=self.action(f"{self._strategy}.{stage}_step", path.step),
+        )
 
     def _time(self, name: str, call: Call, *args: Any, **kwargs: Any) -> Any:
         with self._profiler.profile(name):

@@ -363,7 +363,6 @@ class FitLoopView(_DataView, _FitLoop):
     def __init__(self, trainer: Any) -> None:
         _Loop.__init__(self, trainer)
         self._loop: FitLoop = trainer.loop
-        self._usual_train = self._loop.train  # kept while `_skip_backward` is set
         self.epoch_loop = EpochLoopView(trainer)
 
     @property
@@ -377,14 +376,12 @@ class FitLoopView(_DataView, _FitLoop):
 
     @property
     def _skip_backward(self) -> bool:
-        return self._loop.train == self._loop.forward_batch
+        return self._loop.forward_only in self._loop.wrappers
 
     @_skip_backward.setter
     def _skip_backward(self, skip: bool) -> None:
-        if skip and not self._skip_backward:
-            self._usual_train, self._loop.train = self._loop.train, self._loop.forward_batch
-        elif not skip and self._skip_backward:
-            self._loop.train = self._usual_train
+        if skip is not self._skip_backward:
+            (self._loop.wrap if skip else self._loop.unwrap)(self._loop.forward_only)
 
     @property
     def _data_fetcher(self) -> Any:

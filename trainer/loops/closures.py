@@ -137,7 +137,7 @@ class ClosureOptimization:
             loop.clear_gradients()
         loss = loop.share_of(output)
         if loss is not None:
-            loop.add_gradients(loss)
+            loop.path.add_gradients(loss)
             this.share = loss.detach()
         else:
             loop.gradients.backward_without_loss(exchanges=loop.window.is_last)

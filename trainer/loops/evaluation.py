@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.data.batches import EndOfPass, Loaders, as_it_is
+from trainer.data.batches import EndOfPass, Loaders
 from trainer.data.unpadded import Span
 from trainer.engine.protocol import Engine
 from trainer.errors import warn
+from trainer.loops.batch_path import NO_PATH, BatchPath
 from trainer.loops.hooks import NO_HOOKS, Hooks
 from trainer.loops.pace import Pace
 from trainer.precision.base import Precision
@@ -42,7 +43,7 @@ class EvalLoop:
         attend: called before each batch: a signal has come. It may raise. None for nothing.
         counts_once: whether what several processes log is reduced over all of their samples, of which none is counted
             twice; otherwise as in Lightning, where they have equally many. The Trainer sets it.
-        draws: whether the step draws its own batches, so that nobody knows the number of steps.
+        path: the functions that a batch passes through.
     """
 
     def __init__(
@@ -73,14 +74,14 @@ class EvalLoop:
         self.counts_once = True
         self.pace: Pace | None = None
         self.loaders: Loaders | None = None
-        self.prepare(hooks=NO_HOOKS, module=nn.Module(), transfer=as_it_is, loaders=None, inference_mode=False)
+        self.prepare(hooks=NO_HOOKS, module=nn.Module(), path=NO_PATH, loaders=None, inference_mode=False)
 
     def prepare(
         self,
         *,
         hooks: Hooks,
         module: nn.Module,
-        transfer: Callable[[Any, int], Any],
+        path: BatchPath,
         loaders: Loaders | None,
         inference_mode: bool,
     ) -> None:
@@ -89,27 +90,21 @@ class EvalLoop:
         Args:
             hooks: what callbacks and the module do at each point.
             module: the LightningModule; its modules' train and eval modes are put back after each pass.
-            transfer: moves a batch to the device: (batch, dataloader_idx).
+            path: the functions that a batch passes through.
             loaders: the data; None for none.
             inference_mode: run in ``torch.inference_mode`` (its tensors can never take part in training)
                 instead of ``torch.no_grad``.
         """
         self.hooks = hooks
         self.module = module
-        self.transfer = transfer
+        self.path = path
         if loaders is not None and self.loaders is not None and len(loaders.limits) != len(self.loaders.limits):
             self.published.drop(self.metrics.names())  # nothing would replace the values of other dataloaders
             self.metrics.clear()
         self.loaders = loaders
         self.inference_mode = inference_mode
-        self.draws = False
         self.data_state: dict[str, Any] | None = None
         self.progress.seen_batches.clear()
-        step: Callable[..., Any] = as_it_is
-        self.step = step if loaders is None else self.engine.step_function(self.step_name)
-        self.forward_context = self.engine.forward_context(self.step_name)
-        self.on_batch_start = hooks.of(f"on_{self.stage}_batch_start")
-        self.on_batch_end = hooks.of(f"on_{self.stage}_batch_end")
 
     def run(self, limit: float = float("inf")) -> list[Metrics]:
         """One pass. Returns, for each dataloader, what was logged.
@@ -166,7 +161,7 @@ class EvalLoop:
         """How many batches of each dataloader the processes have in a pass; of all, where they run side by side."""
         own = loaders.limits if loaders.is_sequential else [loaders.num_batches()]
         spans = loaders.spans or [Span(number, number) for number in own]
-        if self.draws:
+        if self.path.draws:
             spans = [Span(0, float("inf") if span.most else 0) for span in spans]
         return [Span(min(span.fewest, limit), min(span.most, limit)) for span in spans]
 
@@ -227,22 +222,22 @@ class EvalLoop:
         """One forward pass and its hooks. ``dataloader_idx`` is None where there is only one."""
         if self.attend is not None:
             self.attend()
-        progress = self.progress
-        batch = self.transfer(batch, dataloader_idx or 0)
+        progress, path = self.progress, self.path
+        batch = path.transfer(batch, dataloader_idx or 0)
         where = (batch_idx,) if dataloader_idx is None else (batch_idx, dataloader_idx)
         progress.batches += 1
         progress.total_batches += 1
         self.metrics.begin_batch(batch, dataloader_idx)
-        self.on_batch_start(batch, *where)
+        path.on_batch_start(batch, *where)
         outer = self.hooks.scope.enter(self.step_name)
-        with self.forward_context():
-            output = self.step(batch, *where)
+        with path.forward_context():
+            output = path.step(batch, *where)
         self.hooks.scope.enter(outer)
         if output is None and self.stage == "predict":
             self.warn_of_nothing()
         if self.keep_predictions:
             self.predictions[dataloader_idx or 0].append(output)
-        self.on_batch_end(output, batch, *where)
+        path.on_batch_end(output, batch, *where)
         self.metrics.end_batch()
         progress.batches_done += 1
         progress.total_done += 1

@@ -6,7 +6,7 @@ Read ``FitLoop.run``, ``train_batch`` and ``update_weights``: they are the whole
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from trainer.data.batches import TrainingBatches, as_it_is
 from trainer.engine.gradients import total_norm
-from trainer.engine.optimizers import has_own_zero_grad
 from trainer.engine.protocol import Engine
 from trainer.loops.accumulation import AccumulationWindow
-from trainer.loops.hooks import NO_HOOKS, Hook, Hooks
+from trainer.loops.batch_path import NO_PATH, TrainingPath, TrainingWrapper, wrapped
+from trainer.loops.hooks import NO_HOOKS, Hooks
 from trainer.loops.schedules import Schedules
 from trainer.loops.step_output import NOTHING, loss_in, outputs_of
 from trainer.precision.base import Precision
@@ -26,9 +26,6 @@ from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
 from trainer.state.outcome import StepOutcome
 from trainer.state.progress import FitProgress
 from trainer.state.stopping import StoppingConditions
-
-Clip = Callable[[Optimizer], Tensor | None]
-"""Clips one optimizer's gradients in place; returns their norm before that, if it measured it."""
 
 
 class FitLoop:
@@ -76,59 +73,82 @@ class FitLoop:
         # what belongs to one run
         self.hooks: Hooks = NO_HOOKS
         self.batches = TrainingBatches(None)
-        self.transfer: Callable[[Any], Any] = as_it_is  # to the device, through the user's transfer hooks
         self.optimizers: list[Optimizer] = []  # bare torch optimizers; a live list
         self.schedules = Schedules([], as_it_is, dict)
-        self.clip_gradients: Clip | None = None  # between `on_before_optimizer_step` and the step
-        self.validate: Callable[[], None] | None = None  # one validation, where there is anything to validate
-        self.resume: Callable[[], None] | None = None  # puts back what a checkpoint has; or writes the first one
-        self.train: Callable[[Any, int, bool], None] = self.train_batch
-        self.close_window: Callable[[], None] = self.close_window_without_batch
-        self.choose_path: Callable[[], Any] = as_it_is  # sets `train` again where exchanged optimizers need that
-        self.follow_changes: Callable[[], Any] = as_it_is  # in callbacks and hooks, between epochs
-        self.training_step: Callable[..., Any] = as_it_is
-        self.forward_context: Callable[[], AbstractContextManager[object]] = precision.autocast
-        self.add_gradients: Callable[[Tensor], Any] = self.run_backward  # or the overridden backward of the strategy
-        self.backward: Hook | None = None  # None where the loop may do the usual thing itself; likewise:
-        self.optimizer_zero_grad: Hook | None = None
-        self.clears_early = False  # gradients before the forward pass, too: nobody has a say in when that happens
+        self.validate: Callable[[], None] | None = None
+        self.resume: Callable[[], None] | None = None
+        self.follow_changes: Callable[[], Any] = as_it_is
+        self.build_path: Callable[[], TrainingPath] = as_it_is
+        self.path = self.usual_path = NO_PATH  # of a batch, with the wrappers and without them
+        self.wrappers: tuple[TrainingWrapper, ...] = ()
 
     def prepare(
         self,
         *,
         hooks: Hooks,
         batches: TrainingBatches,
-        transfer: Callable[[Any], Any],
         schedules: Schedules,
-        clip_gradients: Clip | None,
-        validate: Callable[[], None] | None,
-        resume: Callable[[], None] | None,
+        build_path: Callable[[], TrainingPath],
+        follow_changes: Callable[[], Any] = as_it_is,
+        validate: Callable[[], None] | None = None,
+        resume: Callable[[], None] | None = None,
     ) -> None:
-        """Set what belongs to one run: see ``__init__``. Another path may replace ``train`` afterwards."""
-        self.hooks, self.batches, self.transfer = hooks, batches, transfer
+        """Set what belongs to one run.
+
+        Args:
+            hooks: the hooks of callbacks and of the module.
+            batches: the training data.
+            schedules: the learning-rate schedules.
+            build_path: builds the path of a batch, now and when the optimizers have been exchanged.
+            follow_changes: called between epochs: follows changes of callbacks and hooks. Default: a no-op.
+            validate: runs one validation. None if there is nothing to validate.
+            resume: called after ``on_train_start``: restores the state of a checkpoint, or writes the first one. None
+                for neither.
+        """
+        self.hooks, self.batches, self.schedules = hooks, batches, schedules
+        self.build_path, self.follow_changes, self.wrappers = build_path, follow_changes, ()
+        self.validate, self.resume = validate, resume
         self.gradients.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of one
         self.unresolved, self.outcome, self.grad_norms = (), None, {}
         self.stepped, self.holds_scale = [], False
         self.window.start_run(self.engine.data_parallel_size)
-        self.schedules, self.choose_path, self.follow_changes = schedules, as_it_is, as_it_is
-        self.optimizer_zero_grad = hooks.override_of("optimizer_zero_grad")
         self.take_optimizers()
-        self.clip_gradients, self.validate, self.resume = clip_gradients, validate, resume
-        self.train, self.close_window = self.train_batch, self.close_window_without_batch
-        self.training_step = self.engine.step_function("training_step")
-        self.forward_context = self.engine.forward_context("training_step")
-        self.backward, self.add_gradients = hooks.override_of("backward"), self.run_backward
-        if (own := self.engine.override_of("backward")) is not None:
-            self.add_gradients = Hook("backward", hooks.scope, module=lambda loss: own(loss, self.optimizers[0]))
+
+    def restore_outcome(self, outcome: StepOutcome | None, has_updated: bool) -> None:
+        """Restore the outcome of the last weight update from a checkpoint.
+
+        Args:
+            outcome: the outcome. None before the first update.
+            has_updated: whether the last batch has updated the weights.
+        """
+        self.has_updated = has_updated
+        if outcome is not None:
+            self.outcome, number = outcome, len(self.optimizers)
+            self.skipped = tuple(self.optimizers[i] for i in outcome.skipped_optimizers if i < number)
+
+    # --- the path of a batch --------------------------------------------------------------------------------
+
+    def wrap(self, wrapper: TrainingWrapper) -> None:
+        """Add a wrapper around the path of a batch, until it is removed or the run ends."""
+        self.wrappers = (*self.wrappers, wrapper)
+        self.path = wrapped(self.usual_path, self.wrappers)
+
+    def unwrap(self, wrapper: TrainingWrapper) -> None:
+        """Remove a wrapper. A no-op if it was not added in this run."""
+        self.wrappers = tuple(one for one in self.wrappers if one != wrapper)
+        self.path = wrapped(self.usual_path, self.wrappers)
+
+    def forward_only(self, path: TrainingPath) -> TrainingPath:
+        """Wrap a path: forward passes and their hooks, without training, for buffers that follow the data (SWA)."""
+        return replace(path, train_batch=self.forward_batch)
 
     def take_optimizers(self) -> None:
-        """Use the engine's optimizers and schedules from here on: callbacks may exchange them during a run."""
+        """Use the engine's optimizers and schedules from now on. Callbacks may exchange them during a run."""
         self.resolve_outcome()
         self.optimizers = self.engine.optimizers
         self.schedules.follow(self.engine.schedules, self.optimizers)
-        is_usual = self.optimizer_zero_grad is None and self.hooks.on_before_zero_grad.is_empty
-        self.clears_early = is_usual and not any(map(has_own_zero_grad, self.optimizers))
-        self.choose_path()
+        self.usual_path = self.build_path()
+        self.path = wrapped(self.usual_path, self.wrappers)
 
     # --- epochs ---------------------------------------------------------------------------------------------
 
@@ -143,7 +163,7 @@ class FitLoop:
         while self.progress.batches_this_epoch or not limits.fit_is_done():  # an epoch that was resumed is ended
             self.start_epoch()
             for batch, batch_idx, is_last in self.batches:
-                self.train(batch, batch_idx, is_last)
+                self.path.train_batch(batch, batch_idx, is_last)
                 del batch  # a validation has the memory for itself
                 if self.skips_epoch:
                     break
@@ -239,13 +259,13 @@ class FitLoop:
         batch = self.start_batch(batch, batch_idx, is_last)
         if self.skips_epoch:
             return
-        window = self.window
-        if window.is_first and self.clears_early:
+        window, path = self.window, self.path
+        if window.is_first and path.clears_early:
             self.free_gradients()
         with self.engine.gradient_sync(window.is_last):
             self.hooks.scope.enter("training_step")
-            with self.forward_context():  # forward and loss; never the backward
-                output = NOTHING if batch is None else self.training_step(batch, batch_idx)
+            with path.forward_context():  # forward and loss; never the backward
+                output = NOTHING if batch is None else path.step(batch, batch_idx)
             self.hooks.scope.enter(None)
             if window.is_first:
                 self.clear_gradients()
@@ -253,18 +273,18 @@ class FitLoop:
             outputs = outputs_of(loss, output)
             del output  # a backward pass has its memory
             if loss is not None:
-                self.add_gradients(loss)
+                path.add_gradients(loss)
             else:
                 self.gradients.backward_without_loss(exchanges=window.is_last)
         if window.is_last and window.close(self.optimizers, self.engine):
-            self.update_weights()
+            path.update_weights()
         elif window.is_last and (batch is not None or self.engine.data_parallel_size > 1):
             self.progress.optimizer_steps += len(self.optimizers)  # counted, though no process has learned from it
             outputs = outputs and {}  # a weight that was read late may be 0
         self.end_batch(outputs, batch, batch_idx)
 
     def forward_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
-        """In the place of ``train_batch``: the forward pass and its hooks, for buffers that follow the data (SWA)."""
+        """Run the forward pass and its hooks, without training."""
         batch = self.start_batch(batch, batch_idx, is_last)
         if self.skips_epoch:
             return
@@ -274,18 +294,18 @@ class FitLoop:
     def run_training_step(self, batch: Any, batch_idx: int, nothing: Any = NOTHING) -> Any:
         """``training_step`` under autocast, also from inside another hook; ``nothing`` where the batch is None."""
         outer = self.hooks.scope.enter("training_step")  # from `optimizer_step`, perhaps
-        with self.forward_context():
-            output = nothing if batch is None else self.training_step(batch, batch_idx)
+        with self.path.forward_context():
+            output = nothing if batch is None else self.path.step(batch, batch_idx)
         self.hooks.scope.enter(outer)
         return output
 
     def start_batch(self, batch: Any, batch_idx: int, is_last: bool) -> Any:
         """Count the batch, move it to the device, announce it. Returns it as it is on the device."""
-        batch = self.transfer(batch)
+        batch = self.path.transfer(batch)
         self.progress.begin_batch(batch_idx, is_last)
         self.has_updated = False
         self.metrics.begin_batch(batch)
-        self.skips_epoch = batch is not None and self.hooks.on_train_batch_start(batch, batch_idx) == -1
+        self.skips_epoch = batch is not None and self.path.on_batch_start(batch, batch_idx) == -1
         if self.skips_epoch:
             self.progress.is_last_batch = True
         else:
@@ -306,13 +326,14 @@ class FitLoop:
         And what ``training_step`` itself has left there, if it ran a backward pass of its own.
         """
         self.progress.zero_grads += 1
-        if self.clears_early:
+        path = self.path
+        if path.clears_early:
             self.free_gradients()
             return
         for optimizer in self.optimizers:
             self.hooks.on_before_zero_grad(optimizer)
-            if self.optimizer_zero_grad is not None:
-                self.optimizer_zero_grad(self.progress.epoch, self.progress.batch_idx, optimizer)
+            if path.zero_grad is not None:
+                path.zero_grad(self.progress.epoch, self.progress.batch_idx, optimizer)
             else:
                 self.gradients.clear(optimizer)
 
@@ -342,16 +363,11 @@ class FitLoop:
 
         Args:
             loss: the loss, not scaled.
-            run: runs the backward pass of the scaled loss. None for the module's ``backward`` or the usual one.
+            run: runs the backward pass of the scaled loss. Default: that of the path.
         """
         scaled = self.gradients.scale(loss)
         self.hooks.on_before_backward(scaled)
-        if run is not None:
-            run(scaled)
-        elif self.backward is None:
-            self.gradients.backward(scaled)
-        else:
-            self.backward(scaled)
+        (run or self.path.backward)(scaled)
         self.hooks.on_after_backward()
 
     def end_batch(self, outputs: dict[str, Any] | None, batch: Any, batch_idx: int) -> None:
@@ -363,7 +379,7 @@ class FitLoop:
             self.resolve_if_due()
         if self.schedules.stepped:
             self.advance_schedules()
-        self.hooks.on_train_batch_end(outputs, batch, batch_idx)
+        self.path.on_batch_end(outputs, batch, batch_idx)
         if self.stepped:
             self.finish_steps()
             self.resolve_if_due()
@@ -411,7 +427,8 @@ class FitLoop:
     def expose_gradients(self, optimizer: Optimizer) -> None:
         """Let the hooks see the true, unclipped gradients; then clip them."""
         self.hooks.on_before_optimizer_step(optimizer)
-        if self.clip_gradients is not None and (norm := self.clip_gradients(optimizer)) is not None:
+        clip = self.path.clip
+        if clip is not None and (norm := clip(optimizer)) is not None:
             self.grad_norms[optimizer] = norm
 
     def clip_for_module(self, optimizer: Optimizer, limit: float, algorithm: str) -> None:
@@ -518,17 +535,17 @@ class FitLoop:
         if window.is_open and (engine.data_parallel_size == 1 or engine.trains_unevenly):
             window.advance(0, is_last_batch=True)
             self.has_updated = False
-            self.close_window()
+            self.path.close_window()
             self.resolve_outcome()
             if self.has_updated:
                 self.advance_by_step()
                 self.progress.closing = True
         window.reset()
 
-    def close_window_without_batch(self) -> None:
+    def close_window(self) -> None:
         """Do what a window's last batch does after its backward pass. All processes call this together."""
         with self.engine.gradient_sync(True):
             self.share_of(NOTHING)
             self.gradients.backward_without_loss(exchanges=True)
         if self.window.close(self.optimizers, self.engine):
-            self.update_weights()
+            self.path.update_weights()

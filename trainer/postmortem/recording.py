@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from trainer.loops.accumulation import AccumulationWindow
+from trainer.loops.batch_path import TrainingPath
 from trainer.postmortem.state import ObjectState
 from trainer.state import random_states
 
@@ -41,8 +44,8 @@ class RecordedBatch(NamedTuple):
 class Recorder:
     """Keeps the batches of weight updates until their outcome is known.
 
-    While it records it replaces ``FitLoop.training_step``: a run that records nothing has no cost, and what is kept
-    is the state just before the forward, after all ``on_train_batch_start`` hooks.
+    While it records it wraps the step in the path of a batch: a run that records nothing has no cost, and the state is
+    that just before the forward pass, after all ``on_train_batch_start`` hooks.
 
     The outcome of an update may be delivered late, when the next window has run already. So windows are numbered
     by the updates there have been since recording started, and :meth:`take` is called once for each outcome.
@@ -60,19 +63,17 @@ class Recorder:
         self._trainer = trainer
         self._module = trainer.lightning_module
         self._loop = trainer.loop
-        self._training_step = self._loop.training_step
         self._steps = self._loop.progress.optimizer_steps
         self._update = 0  # the number of the update that the next batch belongs to
         self._resolved = 0  # the number of the update whose outcome comes next
         self._windows: dict[int, Any] = {}  # what is kept of each
-        self._loop.training_step = self
+        self._loop.wrap(self)
 
     def stop(self) -> None:
         """Stop recording, and drop all batches."""
         self._windows.clear()
         self._from_step = math.inf
-        if self._loop.training_step is self:  # otherwise another recorder was put in front of this one
-            self._loop.training_step = self._training_step
+        self._loop.unwrap(self)
 
     def take(self) -> list[RecordedBatch]:
         """The batches of the update whose outcome has come; [] where they were not recorded from the first on."""
@@ -85,8 +86,11 @@ class Recorder:
         self._resolved += 1
         return self._windows.pop(self._resolved - 1, None)
 
-    def __call__(self, batch: Any, batch_idx: int) -> Any:
-        """``training_step``."""
+    def __call__(self, path: TrainingPath) -> TrainingPath:
+        """Wrap the path of a batch: record each batch before its step."""
+        return replace(path, step=partial(self._run_step, path.step))
+
+    def _run_step(self, step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
         steps, window = self._loop.progress.optimizer_steps, self._loop.window
         if steps != self._steps:
             self._steps = steps
@@ -99,9 +103,9 @@ class Recorder:
             random_state = random_states.capture(self._trainer.engine.device)
             recorded = RecordedBatch(batch, batch_idx, steps, copy(window), random_state, state)
             kept.append(recorded)
-            output = self._training_step(batch, batch_idx)
+            output = step(batch, batch_idx)
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if loss is None and self._module.automatic_optimization:
                 kept[-1] = recorded._replace(has_loss=False)
             return output
-        return self._training_step(batch, batch_idx)
+        return step(batch, batch_idx)

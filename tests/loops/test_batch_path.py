@@ -1,0 +1,86 @@
+"""The path of a batch is built by one function, and changed by wrappers only."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainer
+from tests.support import Regression, loader_of, make_batches, make_trainer
+from trainer.loops.batch_path import NO_PATH, BatchPath, TrainingPath, wrapped
+
+PACKAGE = Path(trainer.__file__).parent
+LOOPS = {"trainer.loop", "self._loop", "loop", "self.loop", "self._trainer.loop"}
+
+
+def assigned_to_loops(file: Path) -> set[str]:
+    """Return the attributes of loops that a file assigns to."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            for one in ast.walk(target) if target is not None else ():
+                if isinstance(one, ast.Attribute) and ast.unparse(one.value) in LOOPS:
+                    found.add(one.attr)
+    return found
+
+
+def test_only_loops_assign_to_the_path_of_a_batch() -> None:
+    names = {"path", "usual_path", "wrappers", "build_path", *BatchPath.__slots__, *TrainingPath.__slots__}
+    for file in PACKAGE.rglob("*.py"):
+        assert not assigned_to_loops(file) & names, file
+
+
+def test_a_path_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        NO_PATH.step = print  # type: ignore[misc]
+
+
+def test_wrappers_apply_from_the_inside_to_the_outside() -> None:
+    calls: list[str] = []
+
+    def named(name: str) -> Any:
+        def wrap(path: BatchPath) -> BatchPath:
+            def step(batch: Any) -> Any:
+                calls.append(name)
+                return path.step(batch)
+
+            return replace(path, step=step)
+
+        return wrap
+
+    assert wrapped(NO_PATH, [named("inner"), named("outer")]).step(3) == 3
+    assert calls == ["outer", "inner"]
+
+
+def test_a_wrapper_lasts_until_it_is_removed_or_the_run_ends(tmp_path: Path) -> None:
+    class Wrapped(Regression):
+        seen: list[int]
+
+        def watch(self, path: TrainingPath) -> TrainingPath:
+            def step(batch: Any, batch_idx: int) -> Any:
+                self.seen.append(batch_idx)
+                return path.step(batch, batch_idx)
+
+            return replace(path, step=step)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self.trainer.loop.wrap(self.watch)
+            if batch_idx == self.removed_at:
+                self.trainer.loop.unwrap(self.watch)
+
+    for removed_at, seen in ((3, [1, 2]), (9, [1, 2, 3])):
+        module = Wrapped()
+        module.seen, module.removed_at = [], removed_at
+        trainer = make_trainer(tmp_path)
+        trainer.fit(module, loader_of(make_batches(4)))
+        assert module.seen == seen
+    module.removed_at = 1
+    trainer.fit(module, loader_of(make_batches(1)))
+    assert module.seen == [1, 2, 3]
+    assert trainer.loop.wrappers == ()

@@ -1,0 +1,87 @@
+"""The path of a batch: the functions that it passes through, chosen once per run.
+
+``Preparation`` in ``trainer/preparation.py`` builds the path of each loop. Everything that changes how a batch is run
+(a profiler, a step that draws its own batches, a recorder of batches) is a wrapper: a function that takes a path and
+returns another one, mostly by ``dataclasses.replace``. Nothing else changes a path, and a path without wrappers has no
+branch for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.data.batches import as_it_is
+
+Clip = Callable[[Optimizer], Tensor | None]
+"""Clips the gradients of one optimizer in place. Returns their norm before clipping, or None if it is not computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPath:
+    """The functions that a batch passes through in an evaluation, in this order.
+
+    Attributes:
+        transfer: moves the batch to the device through the user's transfer hooks: ``(batch, dataloader_idx=0)``.
+        on_batch_start: runs the hooks before the step: ``(batch, batch_idx)``, and ``dataloader_idx`` if there are
+            several dataloaders.
+        forward_context: returns the context of the step: autocast, or a no-op if the step enters autocast itself.
+        step: calls the module's step: arguments as ``on_batch_start``.
+        on_batch_end: runs the hooks after the step: ``(outputs, batch, batch_idx)`` and ``dataloader_idx`` likewise.
+        draws: whether the step draws its own batches, so that the number of steps is unknown. Default: False.
+    """
+
+    transfer: Callable[..., Any]
+    on_batch_start: Callable[..., Any]
+    forward_context: Callable[[], AbstractContextManager[object]]
+    step: Callable[..., Any]
+    on_batch_end: Callable[..., Any]
+    draws: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPath(BatchPath):
+    """The functions that a batch passes through in a fit.
+
+    Attributes:
+        train_batch: runs one batch, and calls the others: ``(batch, batch_idx, is_last)``. It belongs to
+            ``FitLoop``, ``ManualOptimization`` or ``ClosureOptimization``.
+        close_window: updates the weights with the batches of an open window if no other batch follows.
+        clears_early: whether gradients are cleared before the forward pass, because no hook overrides ``zero_grad``.
+        zero_grad: the module's own ``optimizer_zero_grad(epoch, batch_idx, optimizer)``. None for the usual one.
+        add_gradients: runs the hooks and the backward pass of a loss, which is not scaled yet.
+        backward: runs the backward pass of a scaled loss.
+        clip: clips the gradients of one optimizer after ``on_before_optimizer_step``. None for no clipping.
+        update_weights: steps all optimizers at the end of an accumulation window.
+    """
+
+    train_batch: Callable[[Any, int, bool], None]
+    close_window: Callable[[], None]
+    clears_early: bool
+    zero_grad: Callable[..., Any] | None
+    add_gradients: Callable[[Tensor], Any]
+    backward: Callable[[Tensor], Any]
+    clip: Clip | None
+    update_weights: Callable[[], None]
+
+
+Path = TypeVar("Path", bound=BatchPath)
+TrainingWrapper = Callable[[TrainingPath], TrainingPath]
+
+NO_PATH = TrainingPath(
+    as_it_is, as_it_is, nullcontext, as_it_is, as_it_is, train_batch=as_it_is, close_window=as_it_is,
+    clears_early=False, zero_grad=None, add_gradients=as_it_is, backward=as_it_is, clip=None, update_weights=as_it_is,
+)  # fmt: skip
+"""The path of a loop that no run has prepared yet."""
+
+
+def wrapped(path: Path, wrappers: Iterable[Callable[[Path], Path]]) -> Path:
+    """Apply wrappers to a path, the innermost first."""
+    for wrap in wrappers:
+        path = wrap(path)
+    return path
