@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from trainer.callbacks import traits
 from trainer.callbacks.gradient_clipping import GradientClipping
-from trainer.compat import callbacks as ordering
 from trainer.compat import modules
 from trainer.compat.base import TrainerBase
 from trainer.compat.data import move_training_batch
@@ -63,8 +63,8 @@ class Preparation:
             trainer.callbacks,
             ModuleScope(module),
             overrides,
-            ordering.monitors,
-            ordering.saves,
+            traits.reads_epoch_metrics,
+            traits.runs_last,
             None if self._profiling is None else self._profiling.hook,
             trainer.strategy,
         )

@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from torch import Tensor
 
 from trainer import arguments
-from trainer.callbacks.gradient_accumulation import GradientAccumulation
+from trainer.callbacks.gradient_accumulation import GradientAccumulation, batches_in
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.checkpoint.plain import readable
 from trainer.checkpoint.process import ProcessState
@@ -213,6 +213,8 @@ class Trainer(TrainerBase):
         self.recorder.loggers = defaults.build_loggers(
             given["logger"], self._default_root_dir, fast_dev_run=bool(fast_dev_run)
         )
+        own = ordering.first_of(self.callbacks, GradientAccumulation)
+        accumulation = own or GradientAccumulation(accumulate_grad_batches or 1)
         shared: dict[str, Any] = {
             "engine": self.engine,
             "precision": plugin,
@@ -221,7 +223,7 @@ class Trainer(TrainerBase):
         }
         self.loop = FitLoop(
             **shared,
-            window=self._first_window(accumulate_grad_batches),
+            window=AccumulationWindow(accumulation.batches_in(0), accumulation.straddles_epochs),
             progress=self.progress,
             limits=StoppingConditions(
                 self.progress,
@@ -237,7 +239,7 @@ class Trainer(TrainerBase):
             ),
         )
         self.engine.refuse(self.callbacks)
-        self.engine.check_accumulation(self.accumulate_grad_batches)
+        self.engine.check_accumulation(max(ordering.accumulation_schedule(self).values()))
         validation = EvalLoop("validation", **shared, fit_progress=self.progress)
         self.eval_loops = {
             RunningStage.SANITY_CHECKING: validation,
@@ -473,11 +475,8 @@ class Trainer(TrainerBase):
         batches = 0 if loaders is None else loaders.num_batches()
         if batches == float("inf"):
             return float("inf") if loop.limits.max_steps == -1 else loop.limits.max_steps
-        accumulation = ordering.first_of(self.callbacks, GradientAccumulation)
-        sizes = (
-            loop.window.batches if accumulation is None else accumulation.batches_in(epoch)
-            for epoch in range(max(loop.limits.max_epochs, 1))
-        )
+        schedule = ordering.accumulation_schedule(self)
+        sizes = (batches_in(schedule, epoch) for epoch in range(max(loop.limits.max_epochs, 1)))
         steps = count_windows(int(batches), sizes, loop.window.straddles_epochs)
         return steps if loop.limits.max_steps == -1 else min(steps, loop.limits.max_steps)
 
@@ -503,12 +502,6 @@ class Trainer(TrainerBase):
         return results
 
     # --- construction -----------------------------------------------------------------------------------------
-
-    def _first_window(self, given: int | None) -> AccumulationWindow:
-        accumulation = ordering.first_of(self.callbacks, GradientAccumulation)
-        if accumulation is None:
-            return AccumulationWindow(1 if given is None else given)
-        return AccumulationWindow(accumulation.batches_in(0), accumulation.straddles_epochs)
 
     def _set_clipping(self, limit: float | None, algorithm: str | None) -> None:
         self._gradient_clip_val, self._gradient_clip_algorithm = limit, algorithm

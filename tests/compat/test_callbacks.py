@@ -18,7 +18,8 @@ from lightning.pytorch.callbacks import (
 )
 
 from tests.parity import Classifier, Learner, data, lightning, lightnings_noise_ignored, ours, run_both
-from trainer.compat.callbacks import in_order, monitors
+from trainer.callbacks.traits import reads_epoch_metrics
+from trainer.compat.callbacks import in_order
 from trainer.compat.overrides import overrides
 
 
@@ -69,9 +70,9 @@ def test_tuners_come_first_and_checkpoints_last() -> None:
 
 
 def test_those_that_read_metrics_at_the_epochs_end_wait_for_the_module() -> None:
-    assert monitors(EarlyStopping("x"))
-    assert monitors(ModelCheckpoint())
-    assert not monitors(Own())
+    assert reads_epoch_metrics(EarlyStopping("x"))
+    assert reads_epoch_metrics(ModelCheckpoint())
+    assert not reads_epoch_metrics(Own())
 
 
 def test_the_modules_callbacks_run() -> None:

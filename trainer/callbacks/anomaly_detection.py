@@ -34,6 +34,9 @@ class AnomalyDetection(RunCallback):
         RuntimeError: torch's own, while training.
     """
 
+    unsupported_with: ClassVar = {
+        "deepspeed": "looks into the gradients of skipped steps, which DeepSpeed keeps to itself."
+    }
     of_no_run: ClassVar = {"_recorder": None}
 
     def __init__(self) -> None:

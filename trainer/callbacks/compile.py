@@ -61,6 +61,9 @@ class Compile(RunCallback):
             is nothing to compile, or one that ``torch.compile`` has compiled as a whole.
     """
 
+    unsupported_with: ClassVar = {
+        "deepspeed": "makes graphs of forward passes, which DeepSpeed's hooks break. Use strategy='fsdp'."
+    }
     of_no_run: ClassVar = {"_undo": [], "_is_on": False}  # the module is compiled, and put back, by the original
 
     def __init__(

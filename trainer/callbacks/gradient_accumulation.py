@@ -47,12 +47,13 @@ class GradientAccumulation(Callback):
 
     def batches_in(self, epoch: int) -> int:
         """The number of batches in a window of ``epoch``."""
-        number = 1
-        for first, batches in self.schedule.items():
-            if epoch >= first:
-                number = batches
-        return number
+        return batches_in(self.schedule, epoch)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Set the number for the windows that open in this epoch."""
         trainer.accumulate_grad_batches = self.batches_in(trainer.current_epoch)
+
+
+def batches_in(schedule: Mapping[int, int], epoch: int) -> int:
+    """Return the number of batches in a window of ``epoch``, by a schedule such as ``{0: 8, 10: 4}``."""
+    return next((schedule[first] for first in sorted(schedule, reverse=True) if epoch >= first), 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -59,6 +59,10 @@ class GradientCheck(Callback):
             optimization, or ``training_step`` does not return the same loss twice.
         GradientCheckError: if a gradient is wrong. Names the parameters, with both derivatives.
     """
+
+    unsupported_with: ClassVar = dict.fromkeys(
+        ("fsdp", "deepspeed"), "needs whole gradients. Check them on one device: strategy='auto', devices=1."
+    )
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -49,6 +50,13 @@ class GradientClipping(Callback):
         self.clip_value = clip_value
         self.norm_type = norm_type
         self.log_norm = log_norm
+
+    @property
+    def unsupported_with(self) -> Mapping[str, str]:
+        """The strategies that cannot clip so, and the reasons."""
+        if not self.clip_value and self.norm_type == 2.0:
+            return {}
+        return {"deepspeed": "does not clip by the L2 norm, as DeepSpeed does. Use GradientClipping(max_norm=...)."}
 
     @property
     def limit(self) -> float:

@@ -43,6 +43,8 @@ class LayerNorms(RunCallback):
         UnsupportedError: at the start of a fit by a Trainer of another library.
     """
 
+    unsupported_with: ClassVar = {"deepspeed": "needs the gradients of each layer, which DeepSpeed keeps to itself."}
+    observes_only: ClassVar = True
     of_no_run: ClassVar = {"_layers": {}, "_seen": [], "_numbers": [], "_readback": None}
 
     def __init__(self, every_n_steps: int = 50) -> None:

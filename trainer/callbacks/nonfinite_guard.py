@@ -63,6 +63,7 @@ class NonFiniteGuard(RunCallback):
         NonFiniteError: while training.
     """
 
+    observes_only: ClassVar = True
     of_no_run: ClassVar = {"_scaler": None, "_watch": None}
 
     def __init__(
@@ -83,6 +84,13 @@ class NonFiniteGuard(RunCallback):
         self._watch: _Watch | None = None
         self._in_a_row = 0
         self._has_told = False
+
+    @property
+    def unsupported_with(self) -> Mapping[str, str]:
+        """The strategies that cannot run a batch again, and the reasons."""
+        if not self.every_step or self.policy != "stop":
+            return {}
+        return {"deepspeed": "runs batches again to find where a number came from. Use NonFiniteGuard('skip')."}
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Replace a scaler that neither scales nor skips by one that skips steps."""

@@ -64,6 +64,10 @@ class OverflowReport(RunCallback):
             skipped steps; weights, optimizers and schedules have not changed since.
     """
 
+    unsupported_with: ClassVar = {
+        "deepspeed": "runs the batches of a skipped step again, for gradients that DeepSpeed keeps to itself."
+    }
+    observes_only: ClassVar = True
     of_no_run: ClassVar = {"_demand": None, "_recorder": None, "_before": None}
 
     def __init__(

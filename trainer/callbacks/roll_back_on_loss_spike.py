@@ -56,6 +56,10 @@ class RollBackOnLossSpike(RunCallback):
         LossSpikeError: there is one spike more than ``max_rollbacks``.
     """
 
+    runs_last: ClassVar = True
+    unsupported_with: ClassVar = {
+        "deepspeed": "loads a checkpoint in the middle of a run, for which DeepSpeed's parameters are not made."
+    }
     of_no_run: ClassVar = {"_sum": None, "_last": None, "_readback": Readback("cpu")}
 
     def __init__(

@@ -47,6 +47,8 @@ class RecordView(Callback):
         max_points: Maximum number of points that the record keeps of each curve. None if the callback needs no curves.
     """
 
+    observes_only: ClassVar = True
+
     def __init__(self, dirpath: str | os.PathLike[str] | None = None, max_points: int | None = None) -> None:
         self.dirpath = dirpath
         self.max_points = max_points
@@ -98,6 +100,7 @@ class RunRecorder(Callback):
         metrics: By stage ("train" or "val") and name, a point for each time that stage came to an end.
     """
 
+    observes_only: ClassVar = True
     reads_epoch_metrics: ClassVar = True
 
     def __init__(

@@ -59,6 +59,7 @@ class ScaleMonitor(RunCallback):
         ConfigurationError: bounds out of order, a share that is none, or a number of steps below 1.
     """
 
+    observes_only: ClassVar = True
     of_no_run: ClassVar = {"_names": {}, "_probe": None, "_norms": {}}
 
     def __init__(

@@ -4,7 +4,7 @@ import statistics
 import time
 import zlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -59,6 +59,8 @@ class Throughput(Callback):
     Raises:
         ValueError: If `warmup_batches` is negative, or `flops_per_sample` not above 0.
     """
+
+    observes_only: ClassVar = True
 
     def __init__(self, warmup_batches: int = 10, flops_per_sample: float | None = None) -> None:
         if warmup_batches < 0:

@@ -9,25 +9,12 @@ from functools import lru_cache
 from typing import Any
 
 from lightning.fabric.utilities import registry
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector, _validate_callbacks_list
 
 from trainer.arguments import refuse_other_package
-from trainer.callbacks.roll_back_on_loss_spike import RollBackOnLossSpike
+from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.errors import ConfigurationError
-
-
-def monitors(callback: Any) -> bool:
-    """Whether a callback's ``on_train_epoch_end`` runs after the module's, because it reads the metrics logged there.
-
-    Stock callbacks are known by their classes. A callback of this package has the attribute ``reads_epoch_metrics``.
-    """
-    return isinstance(callback, (EarlyStopping, Checkpoint)) or getattr(callback, "reads_epoch_metrics", False)
-
-
-def saves(callback: Any) -> bool:
-    """Whether a callback writes checkpoints, or puts one back, and so has to run last."""
-    return isinstance(callback, (Checkpoint, RollBackOnLossSpike))
 
 
 def in_order(callbacks: Sequence[Any]) -> list[Any]:
@@ -59,6 +46,18 @@ def attach_model_callbacks(trainer: Any) -> None:
 def first_of(callbacks: Sequence[Any], kind: type) -> Any:
     """The first of ``callbacks`` of a kind; None without one."""
     return next((callback for callback in callbacks if isinstance(callback, kind)), None)
+
+
+def accumulation_schedule(trainer: Any) -> dict[int, int]:
+    """Return the batches of an accumulation window, by the first epoch that uses them.
+
+    It is that of a callback, or the current ``accumulate_grad_batches`` if no callback sets it.
+    """
+    if (ours := first_of(trainer.callbacks, GradientAccumulation)) is not None:
+        return dict(ours.schedule)
+    if (stock := first_of(trainer.callbacks, GradientAccumulationScheduler)) is not None:
+        return dict(stock.scheduling)
+    return {0: trainer.accumulate_grad_batches}
 
 
 _FACTORIES = "lightning.pytorch.callbacks_factory"

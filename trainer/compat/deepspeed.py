@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -26,19 +26,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from trainer import packages
-from trainer.callbacks.anomaly_detection import AnomalyDetection
-from trainer.callbacks.compile import Compile
-from trainer.callbacks.gradient_accumulation import GradientAccumulation
-from trainer.callbacks.gradient_check import GradientCheck
-from trainer.callbacks.gradient_clipping import GradientClipping
-from trainer.callbacks.layer_norms import LayerNorms
-from trainer.callbacks.nonfinite_guard import NonFiniteGuard
-from trainer.callbacks.overflow_report import OverflowReport
-from trainer.callbacks.roll_back_on_loss_spike import RollBackOnLossSpike
 from trainer.callbacks.scale_monitor import ScaleMonitor
 from trainer.checkpoint import zero as parts
 from trainer.checkpoint.sharded_files import read_manifest
-from trainer.compat.callbacks import first_of
+from trainer.compat.callbacks import accumulation_schedule
 from trainer.compat.checkpoint_io import files_of
 from trainer.compat.engine import LightningEngine
 from trainer.compat.fsdp import UNCALLED
@@ -344,8 +335,7 @@ def _without_auto(value: Any) -> Any:
 
 def _window_of(trainer: Any) -> list[int]:
     """The batches of accumulation windows, over the epochs: the different numbers, the largest last."""
-    accumulation = first_of(trainer.callbacks, GradientAccumulation)
-    return sorted({trainer.loop.window.batches} if accumulation is None else set(accumulation.schedule.values()))
+    return sorted(set(accumulation_schedule(trainer).values()))
 
 
 def _refuse_module(module: LightningModule, optimizers: list[Optimizer]) -> None:
@@ -441,6 +431,7 @@ class DeepSpeedEngine(LightningEngine):
     shows_gradients = False
     trains_unevenly = False
     keeps_optimizers = True
+    kind = "deepspeed"
     uncalled = {**UNCALLED, "backward": "training_step", "optimizer_step": "on_before_zero_grad"}
     accumulates = True
 
@@ -464,17 +455,14 @@ class DeepSpeedEngine(LightningEngine):
     def refuse(self, callbacks: Iterable[Any]) -> None:
         """Refuse callbacks that look into a backward pass, and a config that contradicts the Trainer."""
         callbacks = list(callbacks)
-        stage, halves = self.strategy.stage, self.precision.name != "32-true"
+        super().refuse(callbacks)
         for callback in callbacks:
-            problem = _NEED_GRADIENTS.get(type(callback), "")
-            if isinstance(callback, NonFiniteGuard) and callback.every_step and callback.policy == "stop":
-                problem = "runs batches again to find where a number came from. Use NonFiniteGuard('skip')."
-            elif isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) and (stage == 3 or halves):
-                problem = "averages whole weights in float32. Use stage 1 or 2 with precision='32-true', or FSDP."
-            elif isinstance(callback, GradientClipping) and (callback.clip_value or callback.norm_type != 2.0):
-                problem = "does not clip by the L2 norm, as DeepSpeed does. Use GradientClipping(max_norm=...)."
-            if problem:
-                raise UnsupportedError(f"Got {type(callback).__name__} with strategy='deepspeed'. It {problem}")
+            averages = isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
+            if averages and (self.strategy.stage == 3 or self.precision.name != "32-true"):
+                raise UnsupportedError(
+                    f"Got {type(callback).__name__} with strategy='deepspeed'. It averages whole weights in float32."
+                    " Use stage 1 or 2 with precision='32-true', or FSDP."
+                )
         self._refuse_config()
         files = files_of(self.strategy)
         if files is not None and files.sharded and files.asynchronous:
@@ -629,14 +617,3 @@ class DeepSpeedEngine(LightningEngine):
         """Load ``checkpoint["optimizer_states"]`` with their saved dtypes."""
         for state in checkpoint["optimizer_states"]:
             self._zero().load_optimizer_state(state, saved)
-
-
-_NEED_GRADIENTS = {
-    AnomalyDetection: "looks into the gradients of skipped steps, which DeepSpeed keeps to itself.",
-    Compile: "makes graphs of forward passes, which DeepSpeed's hooks break. Use strategy='fsdp'.",
-    GradientCheck: "needs whole gradients. Check them on one device: strategy='auto', devices=1.",
-    LayerNorms: "needs the gradients of each layer, which DeepSpeed keeps to itself.",
-    ModelPruning: "changes parameters that DeepSpeed keeps to itself: prune with strategy='ddp'.",
-    RollBackOnLossSpike: "loads a checkpoint in the middle of a run, for which DeepSpeed's parameters are not made.",
-    OverflowReport: "runs the batches of a skipped step again, for gradients that DeepSpeed keeps to itself.",
-}

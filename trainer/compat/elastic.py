@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
 
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
-from trainer.compat.callbacks import first_of
+from trainer.compat.callbacks import accumulation_schedule, first_of
 from trainer.compat.data import Carried
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet
 from trainer.data.elastic import ElasticSampler, SampleOrder
@@ -200,13 +200,11 @@ def _given(trainer: Any) -> dict[str, Any]:
     if trainer.data.carried is not None:
         given: dict[str, Any] = trainer.data.carried.given
         return given
-    accumulation = first_of(trainer.callbacks, GradientAccumulation)
-    schedule = {0: trainer.loop.window.batches} if accumulation is None else accumulation.schedule
     every = trainer.val_check_interval
     if isinstance(every, int):
         every = int(every)  # a checkpoint holds plain numbers
     return {
-        "accumulate_grad_batches": [list(pair) for pair in sorted(schedule.items())],
+        "accumulate_grad_batches": [list(pair) for pair in sorted(accumulation_schedule(trainer).items())],
         "limit_train_batches": trainer.limit_train_batches,
         "val_check_interval": every if isinstance(every, (int, float)) else str(every),
     }

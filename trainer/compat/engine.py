@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
@@ -33,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer.arguments import refuse_other_package
-from trainer.callbacks.gradient_accumulation import GradientAccumulation
+from trainer.callbacks.traits import unsupported_with
 from trainer.checkpoint import sharded_files
 from trainer.compat import cluster
 from trainer.compat.checkpoint_io import CheckpointFiles, adopt, files_of, local_path, without_objects
@@ -77,6 +76,7 @@ class LightningEngine:
         precision: the plugin for this device.
         gradients: all that is done to them.
         may_change_size: whether the run may go on with another number of processes: ``num_nodes="auto"``.
+        kind: the kind of strategy, as in ``unsupported_with`` of a callback.
         keeps_optimizers: whether the optimizers cannot be exchanged during a run.
         uncalled: methods of the strategy that this engine never calls, so that overriding them is refused, each with
             the method of the module to override instead.
@@ -89,6 +89,7 @@ class LightningEngine:
 
     shows_gradients = trains_unevenly = evaluates_unevenly = True
     keeps_optimizers = False
+    kind = "ddp"
     uncalled: Mapping[str, str] = {}
     accumulates = False
 
@@ -231,12 +232,10 @@ class LightningEngine:
             return launcher.launch(function, *args, trainer=self._trainer)
 
     def refuse(self, callbacks: Iterable[Any]) -> None:
-        """Refuse callbacks that accumulate gradients, if DDP cannot."""
+        """Refuse callbacks that cannot be used with this kind of strategy."""
         for callback in callbacks:
-            if isinstance(callback, GradientAccumulation):
-                self.check_accumulation(max(callback.schedule.values()))
-            elif isinstance(callback, GradientAccumulationScheduler):
-                self.check_accumulation(max(callback.scheduling.values()))
+            if (reason := unsupported_with(callback).get(self.kind)) is not None:
+                raise UnsupportedError(f"Got {type(callback).__name__} with strategy={self.kind!r}. It {reason}")
 
     def check_accumulation(self, batches: int) -> None:
         """Refuse windows of several batches if DDP's graph is static.

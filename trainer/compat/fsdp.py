@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from lightning.fabric.strategies.model_parallel import _setup_device_mesh
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -23,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from trainer.callbacks.gradient_check import GradientCheck
 from trainer.compat.checkpoint_io import files_of
 from trainer.compat.engine import LightningEngine
 from trainer.engine.gradients import Gradients
@@ -342,6 +340,7 @@ class ShardedEngine(LightningEngine):
     """Lightning's launcher and collectives; sharded parameters and gradients."""
 
     strategy: FSDP2Strategy
+    kind = "fsdp"
     uncalled = UNCALLED
 
     def build_gradients(self, scaler: LossScaler) -> Gradients:
@@ -387,15 +386,6 @@ class ShardedEngine(LightningEngine):
         """Add up over the processes that have batches of their own."""
         sums, copies = super().begin_sum(*values), self.world_size // self.data_parallel_size
         return sums if copies == 1 else lambda: [value / copies for value in sums()]
-
-    def refuse(self, callbacks: Iterable[Any]) -> None:
-        """Refuse callbacks that need whole gradients."""
-        for callback in callbacks:
-            if (instead := _NEED_WHOLE.get(type(callback))) is not None:
-                raise UnsupportedError(
-                    f"Got {type(callback).__name__} with strategy='fsdp', under which no process has whole gradients."
-                    f" {instead}"
-                )
 
     @property
     def goes_through_wrapper(self) -> bool:
@@ -445,9 +435,3 @@ class ShardedEngine(LightningEngine):
             return self._through_wrapper(name, *args)
         finally:
             self._sharded().idle.forget()
-
-
-_NEED_WHOLE = {
-    GradientCheck: "Check them on one device: strategy='auto', devices=1.",
-    ModelPruning: "torch.nn.utils.prune has no rules for sharded weights: prune under strategy='ddp'.",
-}

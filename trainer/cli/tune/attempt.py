@@ -16,11 +16,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch import callbacks as lightnings
 from lightning.pytorch.callbacks import Callback
 
-from trainer import callbacks as ours
 from trainer import machine
+from trainer.callbacks.traits import observes_only
 from trainer.cli.failure import is_about_settings
 from trainer.cli.rehearsal import Clock, first_weights, rehearse
 from trainer.cli.run import assemble
@@ -29,13 +28,6 @@ from trainer.cli.tune.lr_range import LearningRateSweep
 from trainer.data.samples import batch_size
 from trainer.errors import PrecisionError, is_out_of_memory
 
-_LEFT_OUT: tuple[type, ...] = (
-    lightnings.BatchSizeFinder, lightnings.Checkpoint, lightnings.EarlyStopping, lightnings.LearningRateFinder,
-    lightnings.LearningRateMonitor, lightnings.ModelSummary, lightnings.ProgressBar, lightnings.Timer, ours.Curves,
-    ours.LayerNorms, ours.NonFiniteGuard, ours.OverflowReport, ours.RunRecorder, ours.RunSummary, ours.ScaleMonitor,
-    ours.Throughput,
-)  # fmt: skip
-"""Callbacks that save, log, stop, or handle errors. All others may change the memory and time of a step, and stay."""
 _MOST_SKIPPED = 30  # 16 halvings lead from the first loss scale to 1
 _LOOK_EVERY = 0.02  # seconds
 
@@ -80,7 +72,7 @@ def _train(
 
 def callbacks_that_stay(callbacks: list[Callback]) -> list[Callback]:
     """Return the callbacks that may change the memory and time of a step."""
-    return [callback for callback in callbacks if not isinstance(callback, _LEFT_OUT)]
+    return [callback for callback in callbacks if not observes_only(callback)]
 
 
 class Meter(Clock):

@@ -1,0 +1,83 @@
+"""The attributes of a callback from outside the package, and their values for Lightning's own callbacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ModelPruning, Timer
+
+from tests.parity import ours
+from tests.support import Regression, loader_of, make_batches, make_trainer
+from trainer.callbacks import GradientClipping, NonFiniteGuard, traits
+from trainer.cli.tune.attempt import callbacks_that_stay
+from trainer.errors import UnsupportedError
+
+
+class Foreign(Callback):
+    """A callback of another package."""
+
+    observes_only: ClassVar = True
+    reads_epoch_metrics: ClassVar = True
+    runs_last: ClassVar = True
+    unsupported_with: ClassVar = {"fsdp": "needs whole weights. Use strategy='ddp'."}
+
+    def __init__(self, calls: list[str] | None = None) -> None:
+        self.calls = [] if calls is None else calls
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.calls.append("callback's batch")
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.calls.append(f"callback reads {trainer.callback_metrics['epochs']:.0f}")
+
+
+class Module(Regression):
+    calls: ClassVar[list[str]] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.calls.append("module's batch")
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epochs", 3.0)
+
+
+def test_attributes_of_a_foreign_callback_set_its_order(tmp_path: Path) -> None:
+    module = Module()
+    module.calls.clear()
+    make_trainer(tmp_path, callbacks=[Foreign(module.calls)]).fit(module, loader_of(make_batches(1)))
+    assert module.calls == ["module's batch", "callback's batch", "callback reads 3"]
+
+
+def test_a_foreign_callback_is_refused_with_the_strategies_that_it_names() -> None:
+    with pytest.raises(UnsupportedError, match="Got Foreign with strategy='fsdp'"):
+        ours(strategy="fsdp", devices=2, callbacks=[Foreign()])
+    ours(strategy="ddp", devices=2, callbacks=[Foreign()])
+
+
+def test_a_trial_run_leaves_a_foreign_callback_out() -> None:
+    stays = Callback()
+    assert callbacks_that_stay([Foreign(), stays, Timer("00:01:00:00")]) == [stays]
+
+
+def test_callbacks_without_attributes_have_the_defaults() -> None:
+    callback = Callback()
+    found = traits.observes_only(callback), traits.reads_epoch_metrics(callback), traits.runs_last(callback)
+    assert found == (False, False, False)
+    assert traits.unsupported_with(callback) == {}
+
+
+def test_stock_callbacks_are_known() -> None:
+    assert traits.runs_last(ModelCheckpoint())
+    assert traits.reads_epoch_metrics(EarlyStopping("loss"))
+    assert not traits.runs_last(EarlyStopping("loss"))
+    assert traits.unsupported_with(ModelPruning("l1_unstructured")).keys() == {"fsdp", "deepspeed"}
+
+
+def test_the_reasons_follow_the_arguments_of_a_callback() -> None:
+    assert traits.unsupported_with(GradientClipping(1.0)) == {}
+    assert traits.unsupported_with(GradientClipping(clip_value=1.0)).keys() == {"deepspeed"}
+    assert traits.unsupported_with(NonFiniteGuard("skip")) == {}
+    assert traits.unsupported_with(NonFiniteGuard("stop")).keys() == {"deepspeed"}

@@ -1,0 +1,59 @@
+"""The attributes of a callback's class that the framework reads, and their values for Lightning's own callbacks.
+
+A callback of any package may define them::
+
+    observes_only: bool          it saves, logs, reports or stops a run, and does not change a step. A trial run, as of
+                                 ``tune``, leaves it out. Default: False.
+    reads_epoch_metrics: bool    its ``on_train_epoch_end`` runs after the module's, to read the metrics logged there.
+                                 Default: False.
+    runs_last: bool              it writes or restores checkpoints, so its hooks at the end of a batch, an epoch or a
+                                 validation run after all others. Default: False.
+    unsupported_with: Mapping    by strategy (``"fsdp"``, ``"deepspeed"``), the reason why the callback cannot be used
+                                 with it: "needs whole gradients. Use strategy='ddp'.". Default: empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Checkpoint,
+    EarlyStopping,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelPruning,
+    ModelSummary,
+    ProgressBar,
+    Timer,
+)
+
+_OBSERVERS = (
+    BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, LearningRateMonitor, ModelSummary, ProgressBar,
+    Timer,
+)  # fmt: skip
+_SHARDED = dict.fromkeys(("fsdp", "deepspeed"), "has no rules for sharded weights: prune with strategy='ddp'.")
+
+
+def observes_only(callback: Any) -> bool:
+    """Return whether a callback saves, logs, reports or stops a run, and does not change a step."""
+    return bool(getattr(callback, "observes_only", isinstance(callback, _OBSERVERS)))
+
+
+def reads_epoch_metrics(callback: Any) -> bool:
+    """Return whether the ``on_train_epoch_end`` of a callback runs after the module's."""
+    return bool(getattr(callback, "reads_epoch_metrics", isinstance(callback, (EarlyStopping, Checkpoint))))
+
+
+def runs_last(callback: Any) -> bool:
+    """Return whether a callback writes or restores checkpoints, and runs after all others."""
+    return bool(getattr(callback, "runs_last", isinstance(callback, Checkpoint)))
+
+
+def unsupported_with(callback: Any) -> Mapping[str, str]:
+    """Return the strategies that a callback cannot be used with, and the reasons."""
+    reasons: Mapping[str, str] = getattr(
+        callback, "unsupported_with", _SHARDED if isinstance(callback, ModelPruning) else {}
+    )
+    return reasons
