@@ -20,7 +20,7 @@ import torch
 from tests.docs.execute import make_commands, run, shell_environment
 from tests.docs.pages import ROOT, Block, read
 from tests.warm_python import WarmPython
-from trainer.record.reader import read_run
+from trainer.record.run_record import load_run
 
 PAGE = ROOT / "docs" / "quick-start.md"
 STEPS = [
@@ -200,7 +200,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(newcomer: Newcomer, tmp_path: 
         os.kill(first.pid, signal.SIGKILL)
     killed = newcomer.one("outputs/mine/auto-*")
     assert first.returncode == -signal.SIGKILL
-    _wait_for(lambda: read_run(killed).status == "killed")  # the warm Python kills what was killed a moment later
+    _wait_for(lambda: load_run(killed).status == "killed")  # the warm Python kills what was killed a moment later
 
     assert newcomer.start(command).wait(timeout=120) == 0
     assert newcomer.one("outputs/mine/auto-*") == killed

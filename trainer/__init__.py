@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from trainer.compat.fsdp import FSDP2Strategy
     from trainer.images import log_images
     from trainer.precision import LossScaler, Precision
+    from trainer.record.run_record import load_run
+    from trainer.record.sweep import load_sweep
     from trainer.state.outcome import StepOutcome
     from trainer.trainer import Trainer
     from trainer.weights import LoadedWeights, load_weights
@@ -35,6 +37,8 @@ __all__ = [
     "StepOutcome",
     "Trainer",
     "__version__",
+    "load_run",
+    "load_sweep",
     "load_weights",
     "log_images",
 ]
@@ -49,6 +53,8 @@ _HOMES = {
     "Precision": "trainer.precision.base",
     "StepOutcome": "trainer.state.outcome",
     "Trainer": "trainer.trainer",
+    "load_run": "trainer.record.run_record",
+    "load_sweep": "trainer.record.sweep",
     "load_weights": "trainer.weights",
     "log_images": "trainer.images",
 }

@@ -18,6 +18,12 @@ _SHORTEST = 4
 
 _PASSWORD = re.compile(r"(\b[a-zA-Z][\w+.-]*://[^\s/:@]*):([^\s/@]+)@")
 
+_HIDDEN = "***"
+_SECRET_NAME = re.compile(
+    r"(?:^|[_.\-])(?:password|passwd|passphrase|secret|token|credentials?|auth|(?:api|access|private|secret)_?key)$",
+    re.IGNORECASE,
+)
+
 _values: dict[str, str] = {}  # by value, the name of the variable
 
 
@@ -49,6 +55,26 @@ def text(written: str) -> str:
         if len(value) >= _SHORTEST and value in written:
             written = written.replace(value, stand_in(name))
     return _PASSWORD.sub(r"\1:***@", written) if "://" in written else written
+
+
+def setting(key: str, value: Any) -> Any:
+    """Return ``value`` of a setting without secrets. A text is hidden if the setting has the name of a secret.
+
+    >>> setting("logger.wandb.api_key", "0123"), setting("data.num_tokens", "512")
+    ('***', '512')
+    """
+    if isinstance(value, str):
+        is_reference = value.startswith("${")
+        return _HIDDEN if value and not is_reference and _SECRET_NAME.search(key) else text(value)
+    if isinstance(value, dict):
+        return {name: setting(f"{key}.{name}", child) for name, child in value.items()}
+    return [setting(key, child) for child in value] if isinstance(value, list) else value
+
+
+def word(written: str) -> str:
+    """Return a word of a command line, such as ``key=value``, without secrets."""
+    key, equals, value = written.partition("=")
+    return f"{key}{equals}{setting(key, value)}" if equals else text(written)
 
 
 def containers(value: Any) -> Any:

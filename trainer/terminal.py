@@ -33,6 +33,15 @@ def four_digits(value: float) -> str:
     return f"{float(f'{value:.4g}'):,.10g}"
 
 
+def format_mebibytes(size: int | None) -> str:
+    """Return a number of bytes in MiB, or "-" for None.
+
+    >>> format_mebibytes(3 * 2**30)
+    '3,072 MiB'
+    """
+    return "-" if size is None else f"{size / 2**20:,.0f} MiB"
+
+
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in Markdown."""
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows))

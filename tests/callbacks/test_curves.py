@@ -13,7 +13,7 @@ from matplotlib.image import imread
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer.callbacks import Curves, RunRecorder
 from trainer.callbacks.curves import figure_of
-from trainer.record.reader import RunRecord, read_run
+from trainer.record.run_record import RunRecord, load_run
 
 
 def series(points: dict[int, float]) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def test_a_fit(tmp_path):
     curves = Curves(dirpath=tmp_path / "mine", max_points=2)
     fit(tmp_path / "run", curves, RunRecorder())
     assert curves.path == tmp_path / "mine" / "curves.png"
-    assert len(read_run(tmp_path / "mine").losses) == 2
+    assert len(load_run(tmp_path / "mine").losses) == 2
     assert not (tmp_path / "run").exists()
 
 

@@ -22,8 +22,7 @@ from trainer.callbacks import Curves, OptunaPruning, RunRecorder, RunSummary, Th
 from trainer.callbacks import run_recorder as module
 from trainer.precision import MixedPrecision
 from trainer.record.measures import folder_of_files, memory_in_use, tensor_cores_of, training_loss
-from trainer.record.reader import read_run
-from trainer.record.run_file import RunFile
+from trainer.record.run_record import RunRecord, load_run
 from trainer.record.series import Series
 
 
@@ -86,7 +85,7 @@ def test_what_is_written(tmp_path, recorder, clock):
     Fit(recorder, folder=tmp_path, clock=clock, world_size=2).fit()
     facts = written(tmp_path)
     assert os.listdir(tmp_path) == ["run.json"]  # nothing temporary
-    assert facts == recorder.file.facts
+    assert facts == recorder.record.facts
     curves, environment, peak = (facts.pop(name) for name in ("curves", "environment", "peak_memory"))
     assert 2**26 < peak["process"] < 2**40
     assert environment["pid"] == os.getpid()
@@ -144,7 +143,7 @@ def test_it_is_written_while_the_fit_goes_on(tmp_path, recorder, clock):
     assert (facts["status"], facts["steps"], facts["scale"]) == ("running", 1, 65536.0)
     assert facts["curves"]["losses"]["values"] == [0.5]
     assert facts["curves"]["metrics"]["val"]["val_loss"]["values"] == [0.75]
-    assert read_run(tmp_path).status == "running"
+    assert load_run(tmp_path).status == "running"
     trainer.train(0.25)
     trainer.end_epoch()  # too soon for another one
     assert written(tmp_path) == facts
@@ -174,7 +173,7 @@ def test_a_fit_that_fails_before_training(tmp_path, recorder):
     trainer = Fit(recorder, folder=tmp_path)
     trainer.hook("setup", "fit")
     trainer.hook("on_exception", ValueError("no data"))
-    run = read_run(tmp_path)
+    run = load_run(tmp_path)
     assert (run.status, run.error, run.seconds) == ("failed", "ValueError: no data", None)
 
 
@@ -185,7 +184,7 @@ def test_a_fit_that_fails_after_training(tmp_path, recorder, clock):
     trainer.hook("on_train_end")
     clock.now += 7  # another callback tries to save
     trainer.hook("on_exception", OSError("disk full"))
-    run = read_run(tmp_path)
+    run = load_run(tmp_path)
     assert (run.status, run.seconds, run.train_seconds) == ("failed", 3.0, 3.0)
 
 
@@ -199,7 +198,7 @@ def test_a_device_that_has_failed_hides_no_exception(tmp_path, recorder, caplog)
     trainer.callback_metrics["loss"] = Gone()
     trainer.hook("on_exception", RuntimeError("first"))
     assert "not complete" in caplog.text
-    assert read_run(tmp_path).error == "RuntimeError: first"
+    assert load_run(tmp_path).error == "RuntimeError: first"
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, recorder):
@@ -215,8 +214,8 @@ def test_only_rank_zero_writes(tmp_path, recorder):
 
 def test_no_folder_on_this_machine(recorder):
     Fit(recorder, folder="s3://bucket/run").fit()
-    assert recorder.file.facts["status"] == "completed"
-    assert recorder.file.facts["paths"] == {}
+    assert recorder.record.facts["status"] == "completed"
+    assert recorder.record.facts["paths"] == {}
 
 
 def test_validation_alone_is_no_fit(tmp_path, recorder):
@@ -224,7 +223,7 @@ def test_validation_alone_is_no_fit(tmp_path, recorder):
     trainer.hook("setup", "validate")
     trainer.evaluate(val_loss=1.0)
     trainer.hook("on_exception", ValueError())
-    assert recorder.file is None
+    assert recorder.record is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -307,7 +306,7 @@ def test_a_gpu(tmp_path, recorder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     Fit(recorder, folder=tmp_path, device="cuda:1").fit()
-    run = read_run(tmp_path)
+    run = load_run(tmp_path)
     assert (run.peak_memory, run.memory_is_the_gpus, run.devices) == (12346, True, "1 x NVIDIA X")
     assert run.gpu["capability"] == [8, 0]
     assert calls[0] == "reset"
@@ -363,14 +362,14 @@ def test_batches_of_unknown_size(tmp_path, recorder):
     trainer.train_batch(batch="text")
     trainer.hook("on_train_end")
     trainer.hook("on_fit_end")
-    run = read_run(tmp_path)
+    run = load_run(tmp_path)
     assert (run.samples_per_step, run.samples_per_second, run.steps) == (None, None, 1)
 
 
 def test_what_other_callbacks_add(tmp_path, recorder, clock):
     throughput = Throughput(warmup_batches=0)
     Fit(recorder, throughput, folder=tmp_path, clock=clock).fit()
-    run = read_run(tmp_path)
+    run = load_run(tmp_path)
     assert run.throughput["train_seconds"] == 4.0
     assert run.samples_per_second == throughput.samples_per_second == 13.5
 
@@ -380,7 +379,7 @@ def test_a_pruned_run(tmp_path, recorder, error, status):
     pruning = OptunaPruning("sqlite://", "study", 0, "val_loss")
     pruning.pruned, pruning.on_fit_start, pruning.on_validation_end = True, lambda *_: None, lambda *_: None
     Fit(recorder, pruning, folder=tmp_path).fit(error)
-    assert read_run(tmp_path).status == status
+    assert load_run(tmp_path).status == status
 
 
 def test_paths(tmp_path, recorder, monkeypatch):
@@ -390,7 +389,7 @@ def test_paths(tmp_path, recorder, monkeypatch):
     loggers = [CSVLogger("run/logs", name="x", version=3), CSVLogger("run/logs", name="x", version=3)]
     Fit(recorder, folder=tmp_path / "run", checkpoint_callback=checkpoints, loggers=loggers).fit()
     folder = tmp_path / "run" / "logs" / "x" / "version_3"
-    run = read_run(folder)
+    run = load_run(folder)
     assert run.paths == {
         "run": str(folder),
         "record": str(folder / "run.json"),
@@ -403,8 +402,8 @@ def test_paths(tmp_path, recorder, monkeypatch):
 
 
 def test_the_file_of_somebody_who_has_begun_one(tmp_path, clock):
-    file = RunFile(tmp_path / "mine", command="fit", seed=7)
-    Fit(RunRecorder(file, writes=False), folder=tmp_path / "run", clock=clock).fit()
+    record = RunRecord.begin(tmp_path / "mine", command="fit", seed=7)
+    Fit(RunRecorder(record, writes=False), folder=tmp_path / "run", clock=clock).fit()
     assert (written(tmp_path / "mine")["seed"], written(tmp_path / "mine")["steps"]) == (7, 8)
     assert not (tmp_path / "run").exists()
 
@@ -487,7 +486,7 @@ def real_fit(trainer_class, recorder, folder, model, ckpt_path=None, **options):
 def test_a_real_fit(tmp_path, trainer_class):
     recorder, model = RunRecorder(), Logging()
     real_fit(trainer_class, recorder, tmp_path, model)
-    run = read_run(tmp_path)
+    run = load_run(tmp_path)
     assert (run.status, run.precision, run.devices) == ("completed", "32-true", "1 x CPU")
     assert (run.epochs, run.steps, run.scale, run.facts["samples"]) == (2, 6, None, 20)
     assert 0 < run.train_seconds < run.seconds
@@ -507,7 +506,7 @@ def test_a_real_fit_that_fails(tmp_path, trainer_class):
 
     with pytest.raises(RuntimeError, match="enough"):
         real_fit(trainer_class, RunRecorder(), tmp_path, Fails())
-    run = read_run(tmp_path)
+    run = load_run(tmp_path)
     assert (run.status, run.error, run.facts["samples"]) == ("failed", "RuntimeError: enough", 8)
 
 
@@ -521,7 +520,7 @@ def test_a_real_fit_with_loss_scaling(tmp_path):
     trainer = real_fit(Trainer, recorder, tmp_path, Overflow(), precision=precision)
     assert points(recorder.skipped) == {2: 1, 5: 2}
     assert points(recorder.scales) == {1: 1024.0, 3: 512.0, 6: 256.0}
-    run = read_run(tmp_path)
+    run = load_run(tmp_path)
     assert (run.steps, run.skipped_steps, run.scale) == (6, trainer.skipped_steps, trainer.scaler.get_scale())
     assert (run.skips.steps, run.skips.values) == ([2, 5], [1024.0, 512.0])
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer import Trainer
 from trainer.callbacks import Curves, OverflowReport, RunRecorder, RunSummary
-from trainer.record.reader import RunRecord
+from trainer.record.run_record import RunRecord
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from trainer.cli import main
-from trainer.cli.objective import best, choose, monitored, value_of
-from trainer.record.reader import RunRecord
+from trainer.cli.objective import choose, monitored
+from trainer.record.run_record import RunRecord
+from trainer.record.sweep import Sweep
 
 pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of tiny data and few workers
 
@@ -51,17 +52,28 @@ def run_with(value, metric="a", mode="max", status="completed"):
 
 @pytest.mark.parametrize(("value", "told"), [(0.5, 0.5), (float("nan"), None), (float("inf"), None)])
 def test_only_a_finite_value_counts(value, told):
-    assert value_of(run_with(value)) == told
-    assert value_of(run_with(value, metric="b")) is None
-    assert value_of(run_with(value, status="failed")) is None
+    assert run_with(value).result == told
+    assert run_with(value, metric="b").result is None
+    assert run_with(value, status="failed").result is None
 
 
 def test_the_best_of_several():
     low, high, failed = run_with(0.25), run_with(0.75), run_with(1.0, status="failed")
-    assert best([low, high, failed]) is high
-    assert best([run_with(0.25, mode="min"), run_with(0.75, mode="min")]).objective_value == 0.25
-    assert best([low, run_with(0.5, mode="min")]) is None
-    assert best([failed]) is None
+    assert Sweep([low, high, failed]).best is high
+    assert Sweep([run_with(0.25, mode="min"), run_with(0.75, mode="min")]).best.objective_value == 0.25
+    assert Sweep([low, run_with(0.5, mode="min")]).best is None
+    assert Sweep([failed]).best is None
+
+
+def test_the_value_is_that_of_the_best_checkpoint():
+    kept = {"monitor": {"metric": "a", "mode": "max"}, "best_score": 0.9}
+    early, late = run_with(0.5), run_with(0.75)
+    early.facts |= kept
+    assert (early.objective_value, early.reached(("a", "max")).is_best) == (0.9, True)
+    assert Sweep([early, late]).best is early
+    other = run_with(0.5, mode="min")  # its checkpoints are chosen the other way
+    other.facts |= kept
+    assert other.objective_value == 0.5
 
 
 def test_a_run_tells_the_value_of_its_objective(project, monkeypatch):

@@ -11,8 +11,7 @@ import pytest
 from tests.cli.report.conftest import Page
 from trainer.callbacks.curves import figure_of
 from trainer.cli import main, sweep
-from trainer.record.reader import read_run
-from trainer.record.run_file import read, write
+from trainer.record.run_record import RunRecord, load_run, read_json
 
 pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of tiny data and few workers
 
@@ -39,7 +38,7 @@ def page() -> Page:
 
 def in_a_table() -> dict[str, object]:
     """The run in the table of a sweep, as a file."""
-    write(RUN, read(RUN) | {"job": 0})
+    RunRecord(read_json(RUN) | {"job": 0}, RUN).write()
     sweep.report(RUN.parent)
     (told,) = json.loads((RUN.parent / "summary.json").read_text())
     return told
@@ -50,7 +49,7 @@ def test_a_run_that_overflows_until_it_stops(project, capsys):
     with pytest.warns(UserWarning, match="The loss scale fell to"):
         assert main(["fit", *LINE, "model.start=100000"]) == 1
     shown = summary_in(capsys.readouterr().out)
-    run = read_run(RUN)
+    run = load_run(RUN)
     assert (run.status, run.scale) == ("failed", 1.0)
     assert run.skipped_steps == run.steps > 20
     assert (shown["scale"], shown["skipped steps"], shown["optimizer steps"]) == ("1", str(run.steps), str(run.steps))
@@ -81,7 +80,7 @@ def test_a_run_that_overflows_until_it_stops(project, capsys):
 def test_a_run_that_is_completed(project, capsys):
     assert main(["fit", *LINE, "precision.init_scale=1024"]) == 0
     printed = capsys.readouterr().out
-    shown, run = summary_in(printed), read_run(RUN)
+    shown, run = summary_in(printed), load_run(RUN)
     assert "fit completed" in printed
     assert run.status == "completed"
     assert shown["time"] == f"{run.seconds:.1f} s (training {run.train_seconds:.1f} s)"
@@ -105,13 +104,13 @@ def test_a_run_that_is_completed(project, capsys):
 
 def test_a_quiet_run(project, capsys):
     assert main(["fit", *LINE, "trainer.max_epochs=1", "-q"]) == 0
-    run = read_run(RUN)
+    run = load_run(RUN)
     assert f"fit completed in {run.seconds:.1f} s: val_loss={run.metrics['val_loss']:.4g}." in capsys.readouterr().out
 
 
 def test_another_command(project, capsys):
     assert main(["test", *LINE]) == 0
-    run = read_run(RUN)
+    run = load_run(RUN)
     assert (run.status, run.command, run.precision, run.steps) == ("completed", "test", "16-mixed", 0)
     assert f"test completed in {run.seconds:.1f} s. Everything is in {RUN}" in capsys.readouterr().out
     assert "test_loss" in page().text

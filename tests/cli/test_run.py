@@ -19,7 +19,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from tests.cli.conftest import write
 from trainer.cli import main
 from trainer.cli.run import _last_line
-from trainer.record.reader import RunRecord
+from trainer.record.run_record import RunRecord
 
 pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of tiny data and few workers
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from trainer.cli.report.drawing import told
+from trainer.cli.report.drawing import format_number
 from trainer.record.curve import Curve, read_rows, thin
 
 
@@ -51,4 +51,4 @@ def test_a_step_that_was_made_again_counts_once(tmp_path):
     ],
 )
 def test_values_in_words(value, text):
-    assert told(value) == text
+    assert format_number(value) == text

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.record.reader import read_run
+from trainer.record.run_record import load_run
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "verify_recipes"
 QUICK = ["trainer.max_epochs=2", "trainer.limit_train_batches=2", "logger=none", "callbacks=none"]
@@ -81,7 +81,7 @@ def test_trains_keeps_and_goes_on(tmp_path, page, python):
     assert "| `tabular` | bf16-mixed | of another precision |\n" in text
     found, name = rows(page), "`, `".join(["`tabular", *QUICK]) + "`"
     for precision, scale in (("32-true", "-"), ("16-mixed", "65,536")):
-        record = read_run(folder / precision)
+        record = load_run(folder / precision)
         assert (record.epochs, record.steps, record.precision) == (2, 4, precision)
         cells = found[name, precision]
         assert f"`val_acc` {record.metrics['val_acc']:.4g}" in cells[1]
@@ -129,7 +129,7 @@ def test_downloads_where_it_may(script, tmp_path, monkeypatch):
 
     need = script.Need("a text (1 MB)", lambda: [file], get)
     monkeypatch.setitem(script.CASES, "gpt", script.Case("gpt", needs=(need,)))
-    monkeypatch.setattr(script, "train", lambda words, folder: script.read_run(folder))
+    monkeypatch.setattr(script, "train", lambda words, folder: script.load_run(folder))
     monkeypatch.setattr(script, "last_words", lambda folder: "|trained|")
 
     def first_row(*words):

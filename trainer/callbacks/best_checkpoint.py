@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
-from trainer.record.reader import direction_of, without_twins
+from trainer.record.run_record import direction_of, without_twins
 
 AUTO = "auto"
 

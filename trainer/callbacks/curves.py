@@ -11,7 +11,7 @@ from trainer.callbacks.plotting import INK, PALETTE, canvas, fit_loss_axis, labe
 from trainer.callbacks.run_recorder import RecordView
 from trainer.errors import ConfigurationError
 from trainer.record.curve import Curve
-from trainer.record.reader import RunRecord, without_twins
+from trainer.record.run_record import RunRecord, without_twins
 
 if TYPE_CHECKING:  # takes a second to import, and is needed at the end of a fit only
     from matplotlib.axes import Axes
@@ -25,7 +25,7 @@ class Curves(RecordView):
     """Draw loss, accuracy and loss scale over the optimizer steps into ``curves.png`` when a fit has ended.
 
     Not a default callback. It needs matplotlib. The points come from the run's record, not from a logger, so they are
-    complete when a run is resumed. To plot several runs together, use ``trainer.record.reader.read_run(folder)``.
+    complete when a run is resumed. To plot several runs together, use ``trainer.load_run(folder)``.
     The panels are:
 
     - Loss: what ``training_step`` returned, and every metric of the validation with "loss" in its name.

@@ -27,8 +27,7 @@ from trainer.record.measures import (
     training_loss,
     why_nothing_was_learned,
 )
-from trainer.record.reader import RunRecord
-from trainer.record.run_file import RUN, RunFile
+from trainer.record.run_record import RUN, RunRecord
 from trainer.record.series import Series
 
 log = logging.getLogger(__name__)
@@ -84,13 +83,13 @@ class RunRecorder(Callback):
     same folder takes them from its ``run.json``.
 
     Args:
-        file: Record of a run that has started to write one. Default: ``run.json`` in `dirpath`.
+        record: Record of a run that has started to write one. Default: a new one, ``run.json`` in `dirpath`.
         dirpath: Folder of the file. Default: the folder that a view was given, else that of the first logger.
         writes: Whether to write the file.
         max_points: The most points kept of each curve.
 
     Attributes:
-        file: What is written, and where; None before the first fit.
+        record: The record of the run, or None before the first fit.
         losses: Training loss of a batch, as ``training_step`` returned it.
         scales: Loss scale: the first step with it, for each change.
         skipped: Steps skipped so far, at each skipped step.
@@ -105,21 +104,21 @@ class RunRecorder(Callback):
 
     def __init__(
         self,
-        file: RunFile | None = None,
+        record: RunRecord | None = None,
         dirpath: str | os.PathLike[str] | None = None,
         writes: bool = True,
         max_points: int = 1024,
     ) -> None:
-        self.file: RunFile | None = None
+        self.record: RunRecord | None = None
         self.losses = Series(max_points)
         self.scales = Series(max_points)
         self.skipped = Series(max_points)
         self.seconds = Series(max_points)
         self.memory = Series(max_points)
         self.metrics: dict[str, dict[str, Series]] = {"train": {}, "val": {}}
-        self._given = file
+        self._given = record
         self._dirpath = dirpath
-        self._writes = writes or file is not None
+        self._writes = writes or record is not None
         self._keeps_curves = False
         self._max_points = max_points
         self._views: list[RecordView] = []
@@ -156,15 +155,15 @@ class RunRecorder(Callback):
         self._is_fitting = True
         self._began = self._ended = self._paused = None
         self._samples = 0
-        self.file = self._given or RunFile(self._folder(trainer) if trainer.is_global_zero else None)
+        self.record = self._given or RunRecord.begin(self._folder(trainer) if trainer.is_global_zero else None)
         self._keeps_curves = self._writes or any(view.max_points for view in self._views)
         if trainer.is_global_zero:
-            self.file.facts |= {"module": type(pl_module).__name__, "monitor": monitor_of(trainer)}
-            self.file.facts.setdefault("environment", environment())
+            self.record.facts |= {"module": type(pl_module).__name__, "monitor": monitor_of(trainer)}
+            self.record.facts.setdefault("environment", environment())
             if trainer.ckpt_path is not None:  # until there are others
-                self.file.facts["curves"] = self.file.former.get("curves", {})
-                if "weights" in self.file.former:
-                    self.file.facts["weights"] = self.file.former["weights"]
+                self.record.facts["curves"] = self.record.former.get("curves", {})
+                if "weights" in self.record.former:
+                    self.record.facts["weights"] = self.record.former["weights"]
             self._write_if_possible()
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -176,11 +175,11 @@ class RunRecorder(Callback):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Forgets points that are not of this run, ahead of the step it starts from; starts the clock."""
-        assert self.file is not None
+        assert self.record is not None
         if trainer.global_step and not self.seconds:
             with suppress(LookupError, TypeError):  # no earlier run in this folder, or not one that wrote these
                 for name in ("seconds", "memory"):
-                    getattr(self, name).load_state_dict(self.file.former["curves"][name])
+                    getattr(self, name).load_state_dict(self.record.former["curves"][name])
         for series in self._all():
             series.truncate(trainer.global_step + (series is self.scales))  # the next step's scale is known already
         scales, seconds = self.scales.read(), self.seconds.read()
@@ -274,7 +273,7 @@ class RunRecorder(Callback):
         self._is_fitting = False
         if trainer.is_global_zero:
             problem = why_nothing_was_learned(trainer)
-            self._tell(trainer, "failed" if problem else "completed", problem, facts_of(trainer))
+            self._update(trainer, "failed" if problem else "completed", problem, facts_of(trainer))
             self._complete()
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
@@ -284,13 +283,13 @@ class RunRecorder(Callback):
         self._is_fitting = False
         self._stop(self._clock())  # without waiting for a device that may be what failed
         if trainer.is_global_zero:
-            assert self.file is not None
+            assert self.record is not None
             status = "interrupted" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
             error = redaction.text(f"{type(exception).__name__}: {exception}".rstrip(": "))
             try:
-                self.file.facts |= memory_at(exception)
-                self._tell(trainer, status, error, {})
-                self._tell(trainer, status, error, facts_of(trainer))  # a device that has failed may make this fail
+                self.record.facts |= memory_at(exception)
+                self._update(trainer, status, error, {})
+                self._update(trainer, status, error, facts_of(trainer))  # a device that has failed may make this fail
                 self._complete()
             except Exception:  # what the user has to see is the exception that ended the fit
                 log.warning("The run's record is not complete.", exc_info=True)
@@ -314,68 +313,66 @@ class RunRecorder(Callback):
 
     # --- how ----------------------------------------------------------------------------------------------------
 
-    def _tell(self, trainer: "pl.Trainer", status: str, error: str | None, facts: dict[str, Any]) -> None:
-        """Bring the file's facts up to date; ``facts`` are those of the Trainer."""
-        assert self.file is not None
-        told = self.file.facts
-        told |= {**facts, "status": status, "error": error}
+    def _update(self, trainer: "pl.Trainer", status: str, error: str | None, facts: dict[str, Any]) -> None:
+        """Bring the record up to date; ``facts`` are those of the Trainer."""
+        assert self.record is not None
+        known = self.record.facts
+        known |= {**facts, "status": status, "error": error}
         if status == "completed" and facts.get("pruned"):
-            told["status"] = "pruned"
-        if self._scale is not None and told.get("scale") is not None:
-            told["scale"] = self._scale  # of the last step: after a collapse the scaler's own is that from before it
+            known["status"] = "pruned"
+        if self._scale is not None and known.get("scale") is not None:
+            known["scale"] = self._scale  # of the last step: after a collapse the scaler's own is that from before it
+        processes = data_parallel_size_of(trainer)
         if self._first_size:
-            told["samples_per_step"] = (
-                self._first_size * trainer.accumulate_grad_batches * data_parallel_size_of(trainer)
-            )
+            known["samples_per_step"] = self._first_size * trainer.accumulate_grad_batches * processes
         if self._began is not None:
             end = self._ended or self._clock()
             training = (self._paused or end) - self._zero - self._seconds_before
-            samples = self._samples_so_far() * data_parallel_size_of(trainer)
-            rate = told.get("throughput", {}).get("samples_per_second")  # the callback Throughput's, without warm-up
-            told |= {
+            samples = self._samples_so_far() * processes
+            rate = known.get("throughput", {}).get("samples_per_second")  # without warm-up
+            known |= {
                 "seconds": end - self._began,
                 "train_seconds": training,
                 "samples": samples or None,
                 "samples_per_second": rate or (samples / training if samples and training else None),
             }
-        folder = self.file.folder
+        folder = self.record.home
         own = {} if folder is None else {"run": str(folder), **({"record": str(folder / RUN)} if self._writes else {})}
-        told["paths"] = own | paths_of(trainer)
-        told["curves"] = self._curves()
+        known["paths"] = own | paths_of(trainer)
+        known["curves"] = self._curves()
 
     def _complete(self) -> None:
         """Have the views draw, write the file, and have them show it."""
-        assert self.file is not None
-        if self.file.folder is not None:
-            record = RunRecord(self.file.facts, self.file.folder)
+        assert self.record is not None
+        folder = self.record.home
+        if folder is not None:
             try:
                 for view in self._views:
-                    drawn = view.draw(record, self.file.folder)
-                    self.file.facts["paths"] |= {name: str(path) for name, path in drawn.items()}
+                    drawn = view.draw(self.record, folder)
+                    self.record.facts["paths"] |= {name: str(path) for name, path in drawn.items()}
                 if self._writes:
-                    self.file.write()
+                    self.record.write()
             except OSError as problem:  # no reason to fail a fit that went through
-                told = f"The run's record could not be written to {self.file.folder}: {problem}"
-                warn(told)
+                warn(f"The run's record could not be written to {folder}: {problem}")
         for view in self._views:
-            view.show(RunRecord(self.file.facts, self.file.folder or Path()))
+            view.show(self.record)
 
     def _write_now_and_then(self, trainer: "pl.Trainer") -> None:
         if trainer.is_global_zero and time.monotonic() - self._written >= _SECONDS_BETWEEN_WRITES:
-            self._tell(trainer, "running", None, facts_of(trainer))
+            self._update(trainer, "running", None, facts_of(trainer))
             self._write_if_possible()
 
     def _write_if_possible(self) -> None:
-        assert self.file is not None
+        assert self.record is not None
         if self._writes:
             with suppress(OSError):  # the fit's end will tell
-                self.file.write()
+                self.record.write()
         self._written = time.monotonic()
 
     def folder_of_record(self, trainer: "pl.Trainer") -> Path | None:
         """Return the folder of ``run.json``, or None if this process writes none. No communication."""
         if self._given is not None:
-            return self._given.folder
+            return self._given.home
         return self._folder(trainer) if self._writes and trainer.is_global_zero else None
 
     def _folder(self, trainer: "pl.Trainer") -> Path | None:

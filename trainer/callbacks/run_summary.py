@@ -13,7 +13,7 @@ from rich.text import Text
 from trainer import terminal
 from trainer.callbacks.run_recorder import RecordView
 from trainer.files import from_here
-from trainer.record.reader import RunRecord, without_twins
+from trainer.record.run_record import RunRecord, without_twins
 from trainer.terminal import Table
 
 _LABELS = 20
@@ -113,7 +113,7 @@ def _counters(record: RunRecord) -> dict[str, Any]:
         "time": None if seconds is None else f"{_duration(seconds)} (training {_duration(training or 0.0)})",
         "samples/s": None if rate is None else f"{rate:,.1f}",
         "MFU": None if (mfu := record.throughput.get("mfu")) is None else f"{mfu:.1%}",
-        "peak memory": None if record.peak_memory is None else f"{record.peak_memory / 2**20:,.0f} MiB",
+        "peak memory": None if record.peak_memory is None else terminal.format_mebibytes(record.peak_memory),
         "fast settings": None if record.fast_settings is None else ", ".join(record.fast_settings) or "none",
         "compiled": _compiled(record.compile) if record.compile else None,
         "scale": None if record.scale is None else f"{record.scale:,.10g}",

@@ -1,18 +1,18 @@
 """The one number a run is judged by: what a sweep names the best job by, and a sweeper optimises. Imports no torch.
 
 It is the metric ``objective.metric`` or, where that is null, the one that the run's checkpoints, else its early
-stopping, go by. Its value is the one at the end of the run.
+stopping, go by. Its value is `trainer.record.run_record.RunRecord.objective_value`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.arguments import TEXT
 from trainer.cli.schema import setting
-from trainer.record.reader import RunRecord, direction_of
+from trainer.record.run_record import direction_of
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,3 @@ def monitored(callbacks: Any) -> dict[str, Any] | None:
     nodes = [node for node in named if node["monitor"] != "auto"]  # which the run will find out
     nodes.sort(key=lambda node: "Checkpoint" not in str(node.get("_target_")))
     return {"metric": nodes[0]["monitor"], "mode": nodes[0].get("mode", "min")} if nodes else None
-
-
-def value_of(run: RunRecord) -> float | None:
-    """What a run that completed has reached; None for one that did not, or has no finite value."""
-    return run.objective_value if run.completed else None
-
-
-def best(runs: Sequence[RunRecord]) -> RunRecord | None:
-    """The best of a sweep's jobs, the first of equals; None where they cannot be compared, or none has a value."""
-    rated = [(run, value) for run in runs if (value := value_of(run)) is not None]
-    goals = {run.objective for run, _ in rated}
-    if len(goals) != 1 or (goal := goals.pop()) is None:
-        return None
-    return (min if goal[1] == "min" else max)(rated, key=lambda each: each[1])[0]

@@ -23,7 +23,7 @@ from trainer.cli.processes import is_first
 from trainer.cli.workdir import quoted
 from trainer.files import from_here
 from trainer.record.checkpoints import find
-from trainer.record.reader import read_run
+from trainer.record.run_record import load_run
 from trainer.terminal import is_quiet
 
 _CONFIG = Path(".hydra", "config.yaml")
@@ -78,7 +78,7 @@ def run_of(checkpoint: Path) -> Path | None:
 def recipe_of(checkpoint: str | None) -> str | None:
     """The recipe of the run that wrote ``checkpoint``, where that is known."""
     run = None if checkpoint is None else run_of(Path(checkpoint))
-    recipe = None if run is None else read_run(run).recipe
+    recipe = None if run is None else load_run(run).recipe
     return recipe if recipe is not None and re.fullmatch(r"\w[\w./-]*", recipe) else None
 
 

@@ -22,19 +22,18 @@ from trainer.cli.arguments import UsageError
 from trainer.cli.build import check, make
 from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
-from trainer.cli.objective import choose, monitored, value_of
+from trainer.cli.objective import choose, monitored
 from trainer.cli.overrides import with_values
 from trainer.cli.processes import PARENT, end_with_parent, imports_only, is_first
 from trainer.cli.restore import recipe_of, run_of
-from trainer.cli.sweep import ENDED_WELL, worth_showing
 from trainer.cli.targets import Allowlist
 from trainer.cli.warned import noted
 from trainer.cli.workdir import config_flags, go_on_command
 from trainer.errors import ConfigurationError, FolderInUseError, TrainerError, did_you_mean, memory_at
 from trainer.files import from_here
 from trainer.record.environment import environment
-from trainer.record.reader import RunRecord
-from trainer.record.run_file import RunFile, read
+from trainer.record.run_record import ENDED_WELL, RunRecord, read_json
+from trainer.record.sweep import worth_showing
 from trainer.terminal import is_quiet
 
 ADVICE = "lightning.pytorch.advice"
@@ -74,7 +73,7 @@ def run(config: DictConfig) -> float | None:
     """
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
-    record = RunFile(
+    record = RunRecord.begin(
         folder,
         command=config.command,
         recipe=hydra.runtime.choices.get("recipe") or recipe_of(config.get("ckpt")),
@@ -122,16 +121,15 @@ def run(config: DictConfig) -> float | None:
         if is_first() and is_ours:
             record.write()
         tracking.end(well=record.facts["status"] in ENDED_WELL)
-    run = RunRecord(record.facts, folder)
-    _warn_of_missing_objective(settings, run)
+    _warn_of_missing_objective(settings, record)
     if is_first() and not is_quiet() and isinstance(settings["trainer"]["profiler"], str):
         print(f"The profile is in {from_here(folder)}/{config.command}.log.")
     if is_first() and not (config.command == "fit" and _shows_summary(trainer)):
-        print(_last_line(run), flush=True)
-    return value_of(run)
+        print(_last_line(record), flush=True)
+    return record.result
 
 
-def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = None) -> tuple[Any, Any, Any]:
+def assemble(settings: dict[str, Any], folder: Path, record: RunRecord | None = None) -> tuple[Any, Any, Any]:
     """The LightningModule, the LightningDataModule (or None) and the Trainer that the config describes.
 
     Args:
@@ -218,11 +216,11 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunFile | None = No
     return module, data, trainer
 
 
-def _with_tracking(settings: dict[str, Any], folder: Path, record: RunFile) -> tuple[dict[str, Any], dict[str, Any]]:
+def _with_tracking(settings: dict[str, Any], folder: Path, record: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings with those of the loggers for W&B and MLflow filled in; and what these are told as the run's own."""
     former: Any = {}
     if settings["ckpt"] and settings["command"] != "fit" and (tested := run_of(Path(settings["ckpt"]))):
-        former = read(tested).get("tracking") or {}  # what is said of the run that is tested belongs to it
+        former = read_json(tested).get("tracking") or {}  # what is said of the run that is tested belongs to it
     name, is_job = (
         settings.get("name") or record.facts["recipe"],
         not OmegaConf.is_missing(HydraConfig.get().job, "num"),
@@ -303,7 +301,7 @@ def _make_all(nodes: dict[str, Any] | None, key: str, allowlist: Allowlist) -> l
     ]
 
 
-def _execute(settings: dict[str, Any], record: RunFile, module: Any, data: Any, trainer: Any) -> None:
+def _execute(settings: dict[str, Any], record: RunRecord, module: Any, data: Any, trainer: Any) -> None:
     command, checkpoint = settings["command"], settings["ckpt_path"]
     if command != "fit" and is_first():
         if checkpoint is None:
@@ -376,7 +374,7 @@ def _predict(folder: Path, module: Any, data: Any, trainer: Any, checkpoint: str
         torch.save(predictions, folder / name)
 
 
-def _complete(record: RunFile, trainer: Any, started: float, status: str, error: str | None = None) -> None:
+def _complete(record: RunRecord, trainer: Any, started: float, status: str, error: str | None = None) -> None:
     """Add to the record what it lacks: all of it, where this was no fit, or nobody has recorded it."""
     facts = record.facts
     if facts["status"] == "running" and trainer is not None:
@@ -390,7 +388,7 @@ def _complete(record: RunFile, trainer: Any, started: float, status: str, error:
     facts.setdefault("seconds", round(time.monotonic() - started, 3))
 
 
-def _has_added_nothing(trainer: Any, record: RunFile) -> bool:
+def _has_added_nothing(trainer: Any, record: RunRecord) -> bool:
     """Whether a run that was complete has been resumed, and is where it was."""
     goes_on = record.facts["command"] == "fit" and getattr(trainer, "ckpt_path", None) is not None
     return (
@@ -406,7 +404,7 @@ def _goal(settings: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, An
     if chosen is None:
         return None
     goal = {"metric": chosen[0], "mode": chosen[1]}
-    return goal | {"value": RunRecord({**facts, "objective": goal}, Path()).objective_value}
+    return goal | {"value": RunRecord({**facts, "objective": goal}, None).objective_value}
 
 
 def _warn_of_missing_objective(settings: Mapping[str, Any], run: RunRecord) -> None:

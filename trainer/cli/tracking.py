@@ -16,7 +16,6 @@ from typing import Any
 from trainer import packages, redaction
 from trainer.cli.arguments import UsageError
 from trainer.cli.processes import is_first
-from trainer.cli.report import private
 from trainer.terminal import is_quiet
 
 _STORE = Path("outputs", "mlflow.db")
@@ -197,7 +196,7 @@ def settings_to_log(settings: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in settings.items() if name not in _NOT_LOGGED}
     if isinstance(model := kept.get("model"), Mapping):  # which says the settings of its optimizer once more
         kept["model"] = {name: value for name, value in model.items() if value not in shared}
-    return {name: private.setting(name, redaction.containers(value)) for name, value in _without_nulls(kept).items()}
+    return {name: redaction.setting(name, redaction.containers(value)) for name, value in _without_nulls(kept).items()}
 
 
 def _without_nulls(node: Mapping[str, Any]) -> dict[str, Any]:

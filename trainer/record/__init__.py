@@ -1,5 +1,5 @@
-"""What a run writes about itself: ``run.json``, and who reads it.
+"""The record of a run, ``run.json``: `run_record.RunRecord` writes and reads it, `sweep.Sweep` compares several.
 
-`recorder` collects while a fit goes on; `run_file` is the file; `reader` is the one place that reads it, with
-``metrics.csv`` beside it, for the printed summary, the pictures, the report, sweeps and comparisons.
+`trainer.callbacks.RunRecorder` collects the facts of a fit. The printed summary, the curves, the report, sweeps and
+comparisons read the record.
 """

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from trainer.checkpoint.sharded_files import MANIFEST
 from trainer.errors import ConfigurationError, did_you_mean
-from trainer.record.reader import read_run
-from trainer.record.run_file import of_older_version
+from trainer.record.run_record import load_run, of_older_version
 
 
 def is_checkpoint_folder(path: Path) -> bool:
@@ -60,7 +59,7 @@ def find_weights(path: str | Path) -> Path:
 
 def _best(run: Path, files: list[Path], key: str) -> Path | None:
     """Of ``files`` the one that the run's record calls the best; where it has none, the only one."""
-    name = read_run(run).best_checkpoint
+    name = load_run(run).best_checkpoint
     if name is None:
         if len(files) > 1 and (said := of_older_version(run)):
             raise ConfigurationError(

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cli.compare.test_verdict import labeled
 from tests.cli.conftest import write
 from trainer.cli import main
 from trainer.cli.compare import Comparison, read_runs, report, unequal
-from trainer.cli.compare.verdict import Run, Thresholds
-from trainer.record.reader import RunRecord, read_run
+from trainer.cli.compare.verdict import Thresholds
+from trainer.record.run_record import RunRecord, load_run
 from trainer.terminal import QUIET
 
 LINE = ["+recipe=line", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false"]
@@ -52,7 +53,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def leave(*results: dict) -> list[Run]:
+def leave(*results: dict) -> list[RunRecord]:
     for each in results:
         write(Path(each["run_dir"]), {"run.json": json.dumps(each)})
     return read_runs(Path())
@@ -198,9 +199,9 @@ def test_runs_are_named_by_what_sets_them_apart(folder):
     assert named(result(0, "32-true"), chosen) == ["32-true", "auto (bf16-mixed)"]
 
 
-def runs(**of_second) -> list[Run]:
+def runs(**of_second) -> list[RunRecord]:
     first, second = result(0, "32-true"), result(1, "16-mixed", **of_second)
-    return [Run(label, RunRecord(facts, Path())) for label, facts in (("32-true", first), ("16-mixed", second))]
+    return [labeled(label, facts) for label, facts in (("32-true", first), ("16-mixed", second))]
 
 
 @pytest.mark.parametrize(
@@ -237,7 +238,7 @@ def test_circumstances():
     few = {"throughput": result(0, "")["throughput"] | {"measured_batches": 5}}
     assert "The rates rest on 5 batches: train for longer" in Comparison(runs(**few), Thresholds()).conditions[1]
     on_cpu = result(0, "32-true", peak_memory={"process": 2**30})
-    on_cpu = Comparison([Run("32-true", RunRecord(on_cpu, Path()))] * 2, Thresholds())
+    on_cpu = Comparison([labeled("32-true", on_cpu)] * 2, Thresholds())
     (hint,) = [line for line in on_cpu.conditions if "CPU" in line]
     assert "not expected to be faster" in hint
     assert len(Comparison(runs(), Thresholds()).conditions) == 2
@@ -327,7 +328,7 @@ def test_real_trainings_in_two_precisions(project, python):
         "The same in all runs: seed 42, 1 x CPU, 3 epochs (12 optimizer steps), the first batch of every epoch."
     )
     for run in (first, second):
-        record = read_run(Path(run["run_dir"]))
+        record = load_run(Path(run["run_dir"]))
         measured = record.throughput
         assert measured["measured_batches"] == 2 + 4 + 4  # half of the first epoch's four are warm-up
         assert len(measured["batches"]) == 3
@@ -349,7 +350,7 @@ def test_a_real_training_that_fails_stays_alone(project, python):
         ("model.fail_at=3", "failed"),
     ]
     assert "model.fail_at=3: failed: RuntimeError: asked to fail" in done.stdout
-    assert len(read_run(Path("jobs/1")).losses) == 3  # as far as it came
+    assert len(load_run(Path("jobs/1")).losses) == 3  # as far as it came
 
 
 @pytest.mark.gpu(simulated=False)  # processes of its own, and memory
@@ -360,6 +361,6 @@ def test_real_trainings_on_a_gpu(project, python):
     numbers = json.loads(Path("jobs/compare.json").read_text())
     assert [list(run["peak_memory"]) for run in numbers["runs"]] == [["gpu"], ["gpu"]]
     assert numbers["runs"][1]["verdict"]["met"] is False  # a line has nothing for Tensor Cores to do
-    known = read_run(Path("jobs/0")).gpu
+    known = load_run(Path("jobs/0")).gpu
     assert tuple(known["capability"]) == torch.cuda.get_device_capability()
     assert "memory" in numbers["runs"][1]["verdict"]["text"]

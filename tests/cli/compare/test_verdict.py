@@ -10,13 +10,19 @@ import pytest
 from omegaconf import OmegaConf
 
 from trainer.cli.arguments import UsageError
-from trainer.cli.compare.verdict import Metric, Run, Thresholds, choose_metric, judge
+from trainer.cli.compare.verdict import Metric, Thresholds, choose_metric, judge
 from trainer.cli.folders import packaged_conf
 from trainer.cli.schema import read_settings
-from trainer.record.reader import RunRecord
+from trainer.record.run_record import RunRecord
 
 GB = 2**30
 ACC, LOSS = Metric("val_acc", higher_is_better=True), Metric("val_loss", higher_is_better=False)
+
+
+def labeled(label, facts):
+    record = RunRecord(facts, Path())
+    record.label = label
+    return record
 
 
 def run(precision="32-true", *, rate=100.0, memory=10 * GB, gpu=True, waiting=0.01, capability=(8, 0), tf32=(), **more):
@@ -29,7 +35,7 @@ def run(precision="32-true", *, rate=100.0, memory=10 * GB, gpu=True, waiting=0.
         "throughput": {"waiting": waiting, "measured_batches": 50},
         "metrics": {"val_acc": 0.9, "val_loss": 0.5},
     }
-    return Run(precision, RunRecord(facts | more, Path()))
+    return labeled(precision, facts | more)
 
 
 def test_the_sentence_of_the_house():

@@ -182,6 +182,7 @@ def facts(**more: Any) -> dict[str, Any]:
         "metrics": {"train_loss": 1.0, "val_loss": 1.5, "val_acc": 0.75},
         "peak_memory": {"process": 3 * 2**30},
         "monitor": {"metric": "val_acc", "mode": "max"},
+        "best_score": 0.75,
         "throughput": {"samples_per_second": 123.4, "measured_batches": 20},
         "samples_per_second": 123.4,
     }

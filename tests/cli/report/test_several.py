@@ -29,7 +29,7 @@ def two(make_run):
     first = make_run("outputs/digits/one")
     second = make_run(
         "elsewhere/scans/two",
-        told=facts(recipe="scans", overrides=words, environment=there, skipped_steps=0),
+        told=facts(recipe="scans", overrides=words, environment=there, skipped_steps=0, best_score=0.875),
         files={".hydra/config.yaml": config, "csv/metrics.csv": rows},
     )
     return first, second
@@ -66,6 +66,12 @@ def test_curves_are_overlaid(two):
     assert [line["y"] for line in lines.values()] == [[0.25, 0.75], [0.875, 0.75]]
     assert [line["color"] for line in lines.values()] == [0, 1]
     assert set(lines) == {"digits", "scans optimizer.lr=0.5"}
+
+
+def test_curves_with_a_slash_in_their_name_are_overlaid(make_run):
+    rows = "epoch,step,val/loss\n0,1,0.5\n1,3,0.25\n"
+    page = several(*(make_run(f"a/{number}", files={"csv/metrics.csv": rows}) for number in (1, 2)))
+    assert [line["y"] for line in page.lines("val/loss").values()] == [[0.5, 0.25]] * 2
 
 
 def test_optimizers_of_different_names_share_a_chart(make_run):

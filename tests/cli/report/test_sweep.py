@@ -16,7 +16,7 @@ def job(number: int, accuracy: float, **more):
     overrides = ["+recipe=digits", f"optimizer.lr={number / 10}", "precision=16-mixed", "command=fit"]
     metrics = {"val_acc": accuracy, "val_loss": 1.5}
     objective = {"metric": "val_acc", "mode": "max", "value": accuracy}
-    return facts(job=number, overrides=overrides, metrics=metrics, objective=objective) | more
+    return facts(job=number, overrides=overrides, metrics=metrics, objective=objective, best_score=None) | more
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ def test_jobs_and_curves(sweep):
     assert "Highest val_acc at the end 0.875 optimizer.lr=0.2" in page.text
     jobs = page.sections["jobs"]
     assert "The same in all: +recipe=digits precision=16-mixed" in jobs
-    assert "Job Settings Status val_acc val_loss Time Samples/s Memory Skipped" in jobs
-    assert "2 optimizer.lr=0.2 best Completed 0.875 1.5 1 min 02 s 123.4 3.0 GiB 1" in jobs
+    assert "Job Settings Status Last val_acc at step val_loss Time Samples/s Memory Skipped" in jobs
+    assert "2 optimizer.lr=0.2 best Completed 0.875 3 1.5 1 min 02 s 123.4 3.0 GiB 1" in jobs
     assert jobs.index("optimizer.lr=0.2") < jobs.index("optimizer.lr=1.0")  # by number, not by name
     assert page.titles[:4] == ["Training loss", "val_loss", "val_acc", "Learning rate"]
     lines = page.lines("val_acc")

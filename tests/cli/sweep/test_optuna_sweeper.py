@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.conftest import write
 from trainer.cli import main
-from trainer.record.run_file import read
+from trainer.record.run_record import read_json
 
 optuna = pytest.importorskip("optuna")
 
@@ -140,7 +140,7 @@ def test_another_sweep_may_share_the_study(trials, capsys):
     told = study("sqlite:///shared.db", "both").get_trials()
     assert [trial.state.name for trial in told] == ["COMPLETE", "COMPLETE", "RUNNING", "COMPLETE", "COMPLETE"]
     assert theirs.number == 2
-    assert [Path(read(Path("other", str(job)))["run_dir"]).name for job in (0, 1)] == ["0", "1"]
+    assert [Path(read_json(Path("other", str(job)))["run_dir"]).name for job in (0, 1)] == ["0", "1"]
 
 
 def test_every_kind_of_value(trials, capsys):

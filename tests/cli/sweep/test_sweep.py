@@ -13,9 +13,9 @@ from rich.console import Console
 
 from tests.cli.conftest import write
 from trainer.cli import main
-from trainer.cli.objective import best
 from trainer.cli.sweep import report
-from trainer.record.reader import RunRecord
+from trainer.record.run_record import RunRecord
+from trainer.record.sweep import Sweep
 
 LINE = ["+recipe=line", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false"]
 
@@ -171,7 +171,7 @@ def test_means_over_seeds_and_folds(tmp_path, capsys):
 
 def test_what_cannot_be_compared_has_no_best():
     def best_of(*jobs):
-        return best([RunRecord(job, Path()) for job in jobs])
+        return Sweep([RunRecord(job, Path()) for job in jobs]).best
 
     assert best_of(result(0), result(1)) is None
     assert best_of(reached(0, 1.0), reached(1, 1.0, "max")) is None

@@ -1,8 +1,8 @@
 """``trainer compare``: a sweep whose jobs are measured and compared with the first one. Imports no torch.
 
 The jobs are those of any sweep (`trainer.cli.sweep`): each is an ordinary ``fit`` in a process and a folder of its own,
-with one more callback, `trainer.callbacks.Throughput`. Only the report at the end is another one: ``compare.md``,
-``compare.png`` and ``compare.json``.
+with one more callback, `trainer.callbacks.Throughput`. Only the report at the end differs: ``compare.md`` and
+``compare.json``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.cli.arguments import Arguments, UsageError
-from trainer.cli.compare.verdict import Run, Thresholds, Verdict, choose_metric, judge
+from trainer.cli.compare.verdict import Thresholds, Verdict, choose_metric, judge
 from trainer.cli.help import versions
 from trainer.cli.schema import read_settings
-from trainer.cli.sweep import MEASURING, own_overrides
-from trainer.record.reader import jobs_of
-from trainer.terminal import Table, four_digits, is_quiet, markdown_table, tell
+from trainer.record.run_record import MEASURING, RunRecord
+from trainer.record.sweep import load_sweep
+from trainer.terminal import Table, format_mebibytes, four_digits, is_quiet, markdown_table, tell
 
 _FEW_BATCHES = 20
 
@@ -32,7 +32,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("metric", "", "{:.4g}".format),
     ("train_seconds", "training", "{:.1f} s".format),
     ("samples_per_second", "samples/s", four_digits),
-    ("peak_memory", "peak memory", lambda sizes: f"{next(iter(sizes.values())) / 2**20:,.0f} MiB"),
+    ("peak_memory", "peak memory", lambda sizes: format_mebibytes(next(iter(sizes.values())))),
     ("skipped_steps", "skipped", str),
     ("speedup", "speed-up", "{:.2f}x".format),
     ("memory_saving", "memory", lambda saving: f"{-saving:+z.0%}"),
@@ -117,17 +117,14 @@ def report(folder: Path, limits: Thresholds, overrides: Sequence[str] = (), sinc
     return failed + (missed if limits.strict else 0)
 
 
-def read_runs(folder: Path, since: float = 0.0) -> list[Run]:
-    """The runs in ``folder``, in their order, each named by what sets it apart from the others."""
-    records = jobs_of(folder, since)
-    runs = []
-    for record, own in zip(records, own_overrides(records), strict=True):
-        words = [word.removeprefix("precision=") for word in own] if len(records) > 1 else []
-        label = " ".join(words) or str(record.precision)
-        if label == "auto" and record.precision != "auto":
-            label = f"auto ({record.precision})"
-        runs.append(Run(label, record))
-    return runs
+def read_runs(folder: Path, since: float = 0.0) -> list[RunRecord]:
+    """Return the runs in ``folder``, in their order, labeled by the overrides that differ."""
+    sweep = load_sweep(folder, since)
+    sweep.set_labels()
+    for run in sweep.runs:
+        if len(sweep.runs) == 1 or (run.label == "auto" and run.precision != "auto"):
+            run.label = f"auto ({run.precision})" if run.label == "auto" else str(run.precision)
+    return sweep.runs
 
 
 class Comparison:
@@ -143,7 +140,7 @@ class Comparison:
         conditions: whether the comparison was fair, and what to bear in mind with its numbers: sentences.
     """
 
-    def __init__(self, runs: Sequence[Run], limits: Thresholds) -> None:
+    def __init__(self, runs: Sequence[RunRecord], limits: Thresholds) -> None:
         self.runs = runs
         self.limits = limits
         self.metric, remark = choose_metric(runs, limits)
@@ -234,7 +231,7 @@ class Comparison:
         return [str(name) for _, name, _ in columns], rows
 
 
-def unequal(runs: Sequence[Run]) -> list[str]:
+def unequal(runs: Sequence[RunRecord]) -> list[str]:
     """What was not the same in all runs, though a comparison wants it to be; or the sentence that it was."""
     done = [run for run in runs if run.completed]
     if len(done) < 2:
@@ -262,11 +259,11 @@ def unequal(runs: Sequence[Run]) -> list[str]:
     return [f"The same in all runs: {', '.join(filter(None, same))}."]
 
 
-def _length(run: Run) -> str:
+def _length(run: RunRecord) -> str:
     return f"{_count(run.epochs, 'epoch')} ({_count(run.steps, 'optimizer step')})"
 
 
-def _first_difference(run: Run, first: Run) -> int | None:
+def _first_difference(run: RunRecord, first: RunRecord) -> int | None:
     """The first epoch, counted from 1, whose first batches are known to differ."""
     pairs = zip(run.throughput.get("batches", []), first.throughput.get("batches", []), strict=False)
     for epoch, (ours, theirs) in enumerate(pairs, start=1):
@@ -275,7 +272,7 @@ def _first_difference(run: Run, first: Run) -> int | None:
     return None
 
 
-def _circumstances(runs: Sequence[Run]) -> list[str]:
+def _circumstances(runs: Sequence[RunRecord]) -> list[str]:
     """What to bear in mind with the numbers."""
     found = []
     batches = [measured for run in runs if (measured := run.throughput.get("measured_batches")) is not None]
@@ -292,7 +289,7 @@ def _circumstances(runs: Sequence[Run]) -> list[str]:
     return found
 
 
-def _outcome(run: Run) -> str:
+def _outcome(run: RunRecord) -> str:
     """What became of a run that did not complete; empty for one that did."""
     return "" if run.completed else f"{run.status}: {run.error or 'it did not say why'}"
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trainer.arguments import NUMBER, SWITCH, TEXT
 from trainer.cli.schema import setting
 from trainer.errors import did_you_mean
-from trainer.record.reader import RunRecord, direction_of
+from trainer.record.run_record import RunRecord, direction_of
 
 MIN_SPEEDUP = 1.5
 """Times the samples per second of 32 bits: below it a GPU has hardly used its Tensor Cores, or had little to do."""
@@ -31,30 +30,6 @@ class Thresholds:
     min_speedup: float | str | None = setting("auto", NUMBER, "auto", None)
     min_memory_saving: float | str | None = setting("auto", NUMBER, "auto", None)
     strict: bool = setting(False, *SWITCH)
-
-
-class Run(RunRecord):
-    """One run of a comparison.
-
-    Args:
-        label: what sets it apart from the others, such as "16-mixed".
-        record: what it has left.
-    """
-
-    def __init__(self, label: str, record: RunRecord) -> None:
-        super().__init__(record.facts, record.folder, record.now)
-        self.label = label
-
-    @property
-    def is_half(self) -> bool:
-        """Whether its precision computes in 16 bits."""
-        return str(self.precision).startswith(("16", "bf16", "fp8"))
-
-    @property
-    def final_loss(self) -> float | None:
-        """Mean training loss over the last tenth of the batches."""
-        losses = self.losses.values
-        return statistics.fmean(losses[-math.ceil(len(losses) / 10) :]) if losses else None
 
 
 @dataclass(frozen=True)
@@ -99,7 +74,7 @@ class Verdict:
     memory_saving: float | None = None
 
 
-def choose_metric(runs: Sequence[Run], thresholds: Thresholds) -> tuple[Metric | None, str | None]:
+def choose_metric(runs: Sequence[RunRecord], thresholds: Thresholds) -> tuple[Metric | None, str | None]:
     """The metric to compare, and a remark where that is not the one that was asked for.
 
     In this order: ``compare.metric``; what the run's checkpoints are chosen by; an accuracy; another score of the
@@ -131,7 +106,7 @@ def _metric(name: str | None, thresholds: Thresholds) -> Metric:
     return Metric(name, (thresholds.mode or direction_of(name)) != "min")
 
 
-def judge(run: Run, first: Run, metric: Metric | None, thresholds: Thresholds) -> Verdict:
+def judge(run: RunRecord, first: RunRecord, metric: Metric | None, thresholds: Thresholds) -> Verdict:
     """Hold a completed run against the first, completed too."""
     clauses: list[str] = []
     advice: list[str] = []
@@ -158,16 +133,21 @@ def judge(run: Run, first: Run, metric: Metric | None, thresholds: Thresholds) -
     return Verdict(text, met=not advice, advice=tuple(advice), speedup=speedup, memory_saving=saving)
 
 
-def _wanted(setting: float | str | None, on_gpu: float, run: Run, first: Run) -> float | None:
+def _is_half(run: RunRecord) -> bool:
+    """Return whether the precision of a run computes in 16 bits."""
+    return str(run.precision).startswith(("16", "bf16", "fp8"))
+
+
+def _wanted(setting: float | str | None, on_gpu: float, run: RunRecord, first: RunRecord) -> float | None:
     """A threshold; None where nothing is asked for. "auto" asks for what 16 bits instead of 32 give on a GPU."""
     if setting == "auto":
         on_gpus = run.memory_is_the_gpus and first.memory_is_the_gpus
-        return on_gpu if on_gpus and run.is_half and not first.is_half else None
+        return on_gpu if on_gpus and _is_half(run) and not _is_half(first) else None
     assert not isinstance(setting, str)
     return setting
 
 
-def _judge_quality(run: Run, first: Run, metric: Metric, tolerance: float | None) -> tuple[str, str | None]:
+def _judge_quality(run: RunRecord, first: RunRecord, metric: Metric, tolerance: float | None) -> tuple[str, str | None]:
     """The clause on the metric and, if it is too far off, what that means."""
     value, reference = run.metrics.get(metric.name), first.metrics.get(metric.name)
     if value is None or reference is None:
@@ -207,7 +187,7 @@ def _memory(saving: float, wanted: float | None) -> str:
     return f"{abs(saving):.{digits}%} {'less' if saving > 0 else 'more'} memory"
 
 
-def _why_slow(run: Run, first: Run) -> Iterable[str]:
+def _why_slow(run: RunRecord, first: RunRecord) -> Iterable[str]:
     """Why 16 bits may not be faster: first what the runs know of it, then what there is to look at."""
     if not run.memory_is_the_gpus:
         yield "A CPU has no Tensor Cores, and few have instructions for 16 bits: this is what is to be expected there."
@@ -233,7 +213,7 @@ def _why_slow(run: Run, first: Run) -> Iterable[str]:
     )
 
 
-def _why_large(run: Run) -> Iterable[str]:
+def _why_large(run: RunRecord) -> Iterable[str]:
     """Why 16 bits may not be smaller."""
     if not run.memory_is_the_gpus:
         yield "The figure is the size of the whole process, Python and its libraries included."

@@ -1,7 +1,7 @@
 """``trainer report``: one HTML page of a run, a sweep or any runs, from the files in their folders. Imports no torch.
 
-``folders`` says which are meant, ``record`` reads them, ``charts`` says what is drawn, ``drawing`` draws, and ``page``,
-for more than one run ``several``, puts it together. The page needs nothing but itself: no network, no file beside it.
+``selection`` finds the runs, ``artifacts`` reads their files, ``charts`` chooses the charts, ``drawing`` draws them,
+and ``page``, or ``several`` for more than one run, fills the template. The page is one file and needs no network.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trainer.cli.arguments import Arguments, UsageError
 from trainer.files import write_text
 
 if TYPE_CHECKING:
-    from trainer.cli.report.folders import Chosen
+    from trainer.cli.report.selection import Chosen
 
 __all__ = ["PAGE", "command", "write_report"]
 
@@ -26,7 +26,7 @@ PAGE = "report.html"
 
 def command(arguments: Arguments) -> int:
     """``trainer report [RUN_DIR ...] [OUT.html]``."""
-    from trainer.cli.report.folders import chosen
+    from trainer.cli.report.selection import chosen
 
     if problem := packages.missing("report"):
         raise UsageError(f"report needs {problem}")
@@ -76,8 +76,7 @@ def write_report(about: Chosen, out: Path) -> list[str]:
         UsageError: the page cannot be written, or nothing that it is about can be read.
     """
     from trainer.cli.report.page import run_page
-    from trainer.cli.report.record import NOT_A_RUNS, unreadable
-    from trainer.cli.report.several import several_page
+    from trainer.cli.report.several import NOT_A_RUNS, several_page, unreadable
 
     if not _is_name_of_page(str(out)) or out.is_dir():
         raise UsageError(

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from trainer.callbacks.plotting import smooth
-from trainer.cli.report.record import Run
 from trainer.record.curve import Curve
-from trainer.record.reader import RunRecord
+from trainer.record.run_record import RunRecord
 
 _STAGE = re.compile(r"^(train|training|val|valid|validation|test)[_/.\-](.+)$")
 _PACE_POINTS = 60
@@ -20,7 +19,7 @@ _MOST_OTHERS = 24
 _COLORS = {"tra": 0, "val": 1, "tes": 2}
 """Of the stages, by the first letters of their names."""
 _LAYERS = 3
-_OF_A_LAYER = "grad_norm/"
+_LAYER_NORM = "grad_norm/"
 """What `trainer.callbacks.LayerNorms` logs begins so."""
 
 
@@ -34,7 +33,8 @@ class Line:
         color: its number in the palette; the same label has the same in all charts of a sweep.
         faint: whether it is only the ground on which another one is drawn, and not in the legend.
         steps: whether the value holds until the next point.
-        name: what it is called in a chart of its own; the chart's title, or the label where the chart has several.
+        name: the title of a chart with this line alone. Default: the chart's title, or the label if it has several.
+        is_detail: whether the charts of several runs leave it out.
     """
 
     label: str
@@ -43,6 +43,7 @@ class Line:
     faint: bool = False
     steps: bool = False
     name: str = ""
+    is_detail: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,16 +76,16 @@ class Section:
     notes: Sequence[str] = ()
 
 
-def sections_of(run: Run) -> list[Section]:
+def sections_of(run: RunRecord) -> list[Section]:
     """Return the charts of one run."""
     is_fit = run.command == "fit"
-    rows = {name: curve for name, curve in run.record.rows.items() if is_fit or len(curve) > 1}
+    rows = {name: curve for name, curve in run.rows.items() if is_fit or len(curve) > 1}
     amp = _mixed_precision(run, rows)
     rate = _learning_rate(rows)
     learning, others = _metrics(run, rows)
-    missing = [] if run.record.rows and is_fit else [_without_rows(run)]
+    missing = [] if run.rows and is_fit else [_without_rows(run)]
     found = [
-        Section("Learning", [*learning, *rate], missing if not (run.record.rows and (learning or rate)) else ()),
+        Section("Learning", [*learning, *rate], missing if not (run.rows and (learning or rate)) else ()),
         Section("Loss scale and gradients", *amp),
         Section("Speed and memory", *_pace(run)),
         Section(
@@ -96,26 +97,25 @@ def sections_of(run: Run) -> list[Section]:
     return [section for section in found if section.charts or section.notes]
 
 
-def overlay(runs: Sequence[tuple[str, Run]], colors: Sequence[int | None], winner: Run | None = None) -> list[Section]:
-    """The charts of a sweep: each curve that its jobs have, of all of them on top of each other.
+def overlay(runs: Sequence[RunRecord], colors: Sequence[int | None], winner: RunRecord | None = None) -> list[Section]:
+    """Return the charts of several runs: one for each curve, with the lines of all runs that have it.
 
     Args:
-        runs: labels, and the runs.
-        colors: of each the number in the palette; None for one among too many to tell apart.
-        winner: the best run, whose curves are to be seen where others are the same.
+        runs: the runs, with their labels.
+        colors: the number in the palette of each; None for one among too many to tell apart.
+        winner: the best run, drawn on top.
     """
     gathered: dict[str, dict[tuple[str, str], Chart]] = {}
     # the coloured ones on top, and the best one on top of them
-    drawn = sorted(zip(runs, colors, strict=True), key=lambda each: (each[1] is not None, each[0][1] is winner))
-    for (label, run), color in drawn:
+    drawn = sorted(zip(runs, colors, strict=True), key=lambda each: (each[1] is not None, each[0] is winner))
+    for run, color in drawn:
         for section in sections_of(run):
             charts = gathered.setdefault(section.title, {})
             for chart in section.charts:
-                for line in chart.lines if not chart.is_map else ():
-                    if line.faint or "/" in line.label:
-                        continue
-                    title = line.name or (chart.title if len(_named(chart)) == 1 else line.label)
-                    own = replace(line, label=label, color=-1 if color is None else color, faint=False)
+                named = [line for line in chart.lines if not (chart.is_map or line.faint or line.is_detail)]
+                for line in named:
+                    title = line.name or (chart.title if len(named) == 1 else line.label)
+                    own = replace(line, label=run.label, color=-1 if color is None else color, faint=False)
                     key = chart.title, line.name or line.label
                     before = charts.get(key)
                     lines = [*(before.lines if before else ()), own]
@@ -123,22 +123,18 @@ def overlay(runs: Sequence[tuple[str, Run]], colors: Sequence[int | None], winne
     return [Section(title, list(charts.values())) for title, charts in gathered.items() if charts]
 
 
-def _named(chart: Chart) -> list[Line]:
-    return [line for line in chart.lines if not line.faint and "/" not in line.label]
-
-
-def _metrics(run: Run, rows: dict[str, Curve]) -> tuple[list[Chart], list[Chart]]:
+def _metrics(run: RunRecord, rows: dict[str, Curve]) -> tuple[list[Chart], list[Chart]]:
     """What was logged for a stage, those of one name together, the loss first; and what is left."""
-    rows |= {name: curve for name, curve in run.record.stages.get("val", {}).items() if curve and name not in rows}
+    rows |= {name: curve for name, curve in run.stages.get("val", {}).items() if curve and name not in rows}
     groups: dict[str, list[str]] = {}
     for name in rows:
         groups.setdefault(_base(name), []).append(name)
-    has_losses = bool(run.record.losses.finite)
+    has_losses = bool(run.losses.finite)
     learning: list[Chart] = []
     others: list[Chart] = []
     for base, names in groups.items():
         is_loss = base == "loss"
-        losses = run.record.losses
+        losses = run.losses
         if is_loss and has_losses:
             of_steps = [rows[name] for name in names if _is_training(name) and not name.endswith("_epoch")]
             losses = _continued(losses, of_steps[0]) if of_steps else losses
@@ -153,7 +149,7 @@ def _metrics(run: Run, rows: dict[str, Curve]) -> tuple[list[Chart], list[Chart]
         is_metric = is_loss or any(_STAGE.match(name) for name in names)
         (learning if is_metric else others).append(Chart(title, lines))
     if has_losses and "loss" not in groups:
-        learning.append(Chart("Loss", list(_training_loss(run.record.losses))))
+        learning.append(Chart("Loss", list(_training_loss(run.losses))))
     return sorted(learning, key=lambda chart: chart.title != "Loss"), others
 
 
@@ -208,19 +204,18 @@ def _learning_rate(rows: dict[str, Curve]) -> list[Chart]:
     return [Chart("Learning rate", lines, "linear")] if lines else []
 
 
-def _mixed_precision(run: Run, rows: dict[str, Curve]) -> tuple[list[Chart], list[str]]:
-    charts, notes = [], []
-    record = run.record
-    scale = _continued(record.scales_to_the_end, rows.pop("amp/scale", Curve()))
-    if scale and (record.scale is not None or set(scale.values) != {1.0}):
-        charts.append(Chart("Loss scale", [Line("scale", scale, 0, steps=True)], "log2", record.skips))
-    skipped = _continued(record.skipped, rows.pop("amp/skipped_steps", Curve()))
+def _mixed_precision(run: RunRecord, rows: dict[str, Curve]) -> tuple[list[Chart], list[str]]:
+    charts, notes = list[Chart](), list[str]()
+    scale = _continued(run.scales_to_the_end, rows.pop("amp/scale", Curve()))
+    if scale and (run.scale is not None or set(scale.values) != {1.0}):
+        charts.append(Chart("Loss scale", [Line("scale", scale, 0, steps=True)], "log2", run.skips))
+    skipped = _continued(run.skipped, rows.pop("amp/skipped_steps", Curve()))
     skip_rate = rows.pop("amp/skip_rate", Curve())
     if skipped.last:
         charts.append(Chart("Skipped steps", [Line("so far", skipped, 5, steps=True)], "linear"))
         if skip_rate:
             charts.append(Chart("Skip rate", [Line("share of the last steps", skip_rate, 5)], "linear"))
-    elif scale and not record.skipped_steps:
+    elif scale and not run.skipped_steps:
         notes.append("No step was skipped.")
     norms = [rows.pop(name, Curve()) for name in ("grad_norm_step", "grad_norm", "grad_norm_epoch")]
     named = zip(("step", "grad_norm", "epoch mean"), norms, strict=True)
@@ -229,8 +224,8 @@ def _mixed_precision(run: Run, rows: dict[str, Curve]) -> tuple[list[Chart], lis
     ]
     if lines:
         charts.append(Chart("Gradient norm", lines[:2], note="of all true gradients, before clipping"))
-    if layers := {name: rows.pop(name) for name in [*rows] if name.startswith(_OF_A_LAYER)}:
-        lines = [Line(name.removeprefix(_OF_A_LAYER), curve) for name, curve in layers.items()]
+    if layers := {name: rows.pop(name) for name in [*rows] if name.startswith(_LAYER_NORM)}:
+        lines = [Line(name.removeprefix(_LAYER_NORM), curve) for name, curve in layers.items()]
         note = "from the first layer, at the top, to the last one; of true gradients, before clipping"
         charts.append(Chart("Gradient norm by layer", lines, note=note, is_map=True))
     for kind, title, note in (
@@ -244,9 +239,11 @@ def _mixed_precision(run: Run, rows: dict[str, Curve]) -> tuple[list[Chart], lis
             lines = [Line("all parameters", whole, 0)]
             if kind == "underflow":
                 named_layers = ((name.removeprefix(f"amp/{kind}"), curve) for name, curve in worst)
-                lines += [Line(name, curve, number) for number, (name, curve) in enumerate(named_layers, start=1)]
+                lines += [
+                    Line(name, curve, color, is_detail=True) for color, (name, curve) in enumerate(named_layers, 1)
+                ]
             charts.append(Chart(title, lines, "linear", note=note))
-    if not charts and run.command == "fit" and record.rows:
+    if not charts and run.command == "fit" and run.rows:
         callbacks = run.config.get("callbacks")
         monitor = callbacks.get("scale_monitor") if isinstance(callbacks, dict) else None
         if isinstance(monitor, dict) and "_target_" in monitor:
@@ -264,16 +261,16 @@ def _continued(curve: Curve, logged: Curve) -> Curve:
     return Curve([*curve.steps, *(step for step, _ in later)], [*curve.values, *(value for _, value in later)])
 
 
-def _pace(run: Run) -> tuple[list[Chart], list[str]]:
-    charts, record = [], run.record
-    if len(rate := speed(record)) > 1:  # a single value is a tile above the curves
-        unit = "training samples per second" if record.samples_per_step else "optimizer steps per second"
+def _pace(run: RunRecord) -> tuple[list[Chart], list[str]]:
+    charts = list[Chart]()
+    if len(rate := speed(run)) > 1:  # a single value is a tile above the curves
+        unit = "training samples per second" if run.samples_per_step else "optimizer steps per second"
         charts.append(Chart("Throughput", [Line("rate", rate, 2)], "linear", note=f"{unit}, without validation"))
-    if len(memory := record.memory) > 1:
+    if len(memory := run.memory) > 1:
         in_mib = Curve(memory.steps, [value / 2**20 for value in memory.values])
-        what = "reserved on the GPU" if record.memory_is_the_gpus else "of the whole process"
+        what = "reserved on the GPU" if run.memory_is_the_gpus else "of the whole process"
         charts.append(Chart("Memory", [Line("memory", in_mib, 3)], "linear", note=f"MiB, {what}"))
-    if charts or record.elapsed or run.command != "fit" or not record.rows:
+    if charts or run.elapsed or run.command != "fit" or not run.rows:
         return charts, []
     return [], ["Time and memory over the steps come with run.json, which does not have them yet."]
 
@@ -292,10 +289,10 @@ def speed(run: RunRecord) -> Curve:
     return Curve([step for step, _ in points], [rate for _, rate in points])
 
 
-def _without_rows(run: Run) -> str:
+def _without_rows(run: RunRecord) -> str:
     """Why there are fewer curves than could be."""
     what = "learning rate, gradient norm, underflow and whatever else the module logs"
-    if run.record.status == "running":
+    if run.status == "running":
         return f"No metrics.csv yet: it is written every 100 steps and at the end of an epoch. It has {what}."
     if run.command != "fit":
         return f"This was a {run.command}, which draws no curves."
@@ -305,7 +302,7 @@ def _without_rows(run: Run) -> str:
         return f"This run logged nothing (logger=none). The default logger writes {what}."
     if "csv" in names:
         every = (run.config.get("trainer") or {}).get("log_every_n_steps")
-        if run.record.completed and isinstance(every, int) and (run.step or 0) < every:
+        if run.completed and isinstance(every, int) and (run.step or 0) < every:
             return (
                 f"There is no metrics.csv: rows are written every {every} steps (trainer.log_every_n_steps), and the"
                 f" run had {run.step}. They have {what}."

@@ -80,9 +80,9 @@ def draw(chart: Chart, last_step: float = 0) -> Drawn:
     broken = [step for line in chart.lines for step, value in _points(line.curve) if not math.isfinite(value)]
     if broken:
         marks = "red" if chart.is_map else "red marks"
-        told_of = f"{len(broken):,} values are not finite, the first at step {min(broken):,.0f} ({marks})."
-        remark = f"{told_of} {remark}".strip()
-    legend = [(line.label, line.color, told(line.curve.last)) for line in shown]
+        said = f"{len(broken):,} values are not finite, the first at step {min(broken):,.0f} ({marks})."
+        remark = f"{said} {remark}".strip()
+    legend = [(line.label, line.color, format_number(line.curve.last)) for line in shown]
     return Drawn(chart, legend, _in_page(written.getvalue(), chart), data, remark, ramp)
 
 
@@ -152,11 +152,16 @@ def _draw_map(axes: Axes, chart: Chart, last_step: float) -> tuple[dict[str, Any
     }
     few = f"The {len(lines)} layers with the largest values, of {len(chart.lines)}."
     largest = sorted(lines, key=lambda line: -(line.curve.finite or [0.0])[-1])[:3]
-    return {"map": data}, largest, few if len(lines) < len(chart.lines) else "", (told(low), told(high))
+    return (
+        {"map": data},
+        largest,
+        few if len(lines) < len(chart.lines) else "",
+        (format_number(low), format_number(high)),
+    )
 
 
-def told(value: float | None) -> str:
-    """A value as text: four digits, or all of a whole number."""
+def format_number(value: float | None) -> str:
+    """Return a number as text: four digits, or all of a whole number; "-" for None."""
     if value is None:
         return "-"
     if not math.isfinite(value):

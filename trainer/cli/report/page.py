@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,13 +14,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from trainer import redaction
 from trainer.cli.help import versions
 from trainer.cli.keys import flatten
+from trainer.cli.report.artifacts import figures_of, files_of, log_of, overflows_of, warnings_in
 from trainer.cli.report.charts import Section, sections_of
-from trainer.cli.report.drawing import Drawn, draw, told
-from trainer.cli.report.record import Run
-from trainer.cli.sweep import worth_showing
+from trainer.cli.report.drawing import Drawn, draw, format_number
 from trainer.machine import readable
+from trainer.record.run_record import RunRecord, load_run
+from trainer.record.sweep import worth_showing
 
 _TEMPLATE = Path(__file__).parent / "template"
 SAYS = {
@@ -47,24 +48,29 @@ class Tile:
 
 
 def run_page(folder: Path, out: Path) -> str:
-    """The HTML of the report on a run.
+    """Return the HTML of the report on a run.
 
     Args:
-        folder: of it.
-        out: where the page is going to be: links to files lead from there.
+        folder: of the run.
+        out: the file of the page, to which its links are relative.
     """
-    run = Run(folder)
+    run = load_run(folder)
+    log = log_of(run)
     return render(
         "run.html.jinja",
         out,
         run=run,
         title=run.name,
-        tiles=tiles_of(run),
+        tiles=tiles_of(run, run.objective),
         facts=_facts(run),
-        sections=drawn(sections_of(run), run.step or 0),
-        settings=_settings(run.config, run.overrides),
+        sections=draw_sections(sections_of(run), run.step or 0),
+        settings=_settings(run),
         environment=environment_of(run),
-        files=[(str(file.relative_to(folder)), readable(size), _link(file, out)) for file, size in run.files],
+        files=[(str(file.relative_to(folder)), readable(size), _link(file, out)) for file, size in files_of(run)],
+        figures=figures_of(run),
+        overflows=overflows_of(run),
+        log=log,
+        warnings=warnings_in(log),
         note=note_of(run),
     )
 
@@ -80,7 +86,7 @@ def render(template: str, out: Path, **context: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"told": told, "when": _when}
+    environment.filters |= {"number": format_number, "when": _when}
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     script = (_TEMPLATE / "page.js").read_text(encoding="utf-8").strip()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -97,87 +103,69 @@ def render(template: str, out: Path, **context: Any) -> str:
     )
 
 
-def tiles_of(run: Run) -> list[Tile]:
-    """The numbers above a run's curves."""
-    tiles = [*_metric_tiles(run)]
-    total = run.config.get("trainer", {}).get("max_epochs") if isinstance(run.config.get("trainer"), dict) else None
-    record = run.record
-    is_fit = run.command == "fit"
-    if run.step is not None and is_fit:
-        wanted = f" of {total}" if isinstance(total, int) and total > 0 else ""
-        of_all = f"of {total} epochs in all" if wanted else ""
-        note = f"{record.epochs}{wanted} epochs" if record.epochs is not None else of_all
-        tiles.append(Tile("Optimizer steps", f"{run.step:,}", note))
-    skipped = record.skipped_steps
-    if skipped is not None and is_fit and (record.scale is not None or skipped):
-        share = f"{skipped / run.step:.1%} of all" if run.step and skipped else ""
-        tiles.append(Tile("Skipped steps", f"{skipped:,}", share))
-    if record.scale is not None and is_fit:
-        tiles.append(Tile("Loss scale", told(record.scale), "at the end"))
-    if run.duration is not None:
-        train = record.train_seconds
-        tiles.append(Tile("Time", duration(run.duration), f"{duration(train)} of training" if train else ""))
-    if record.samples_per_second is not None:
-        mfu = record.throughput.get("mfu")
-        note = "samples per second" if mfu is None else f"samples per second, MFU {mfu:.1%}"
-        tiles.append(Tile("Throughput", told(float(f"{record.samples_per_second:.4g}")), note))
-    if record.peak_memory is not None:
-        what = "on the GPU" if record.memory_is_the_gpus else "of the process"
-        tiles.append(Tile("Peak memory", readable(record.peak_memory), what))
-    return tiles
-
-
-def _metric_tiles(run: Run) -> list[Tile]:
-    """The objective with its best value, and the metrics of validation and test."""
-    tiles = []
-    objective = run.record.objective
-    chosen = objective if objective and objective[0] in run.metrics else None
-    if chosen:
-        name, last = chosen[0], told(run.metrics[chosen[0]])
-        value, step = best_point(run, *chosen)
-        if step is None:
-            tiles.append(Tile(name, last, "", strong=True))
-        else:
-            note = f"at step {step:,.0f}" + (f", last {last}" if last != told(value) else "")
-            tiles.append(Tile(f"Best {name}", told(value), note, strong=True))
-    for name in worth_showing(run.metrics)[:_METRICS]:
-        if (not chosen or name != chosen[0]) and len(tiles) < _METRICS:
-            tiles.append(Tile(name, told(run.metrics[name]), "last", strong=not tiles))
-    return tiles
-
-
-def best_point(run: Run, name: str, mode: str) -> tuple[float | None, float | None]:
-    """The best value of a metric and its step; of one without a curve the last value, and None. None without any.
+def tiles_of(run: RunRecord, goal: tuple[str, str] | None) -> list[Tile]:
+    """Return the tiles above the curves of a run: its metrics, counters, time and memory.
 
     Args:
-        run: whose.
-        name: of the metric.
-        mode: ``"min"`` or ``"max"``.
+        run: the run.
+        goal: the metric that comes first, and the direction in which it is better.
     """
-    curve = run.record.rows.get(name) or run.record.metric_curve(name)
-    points = [(v, s) for s, v in zip(curve.steps, curve.values, strict=True) if math.isfinite(v)]
-    if not points:
-        last = run.metrics.get(name)
-        return (last if last is not None and math.isfinite(last) else None), None
-    best = (max if mode == "max" else min)(value for value, _ in points)
-    return best, next(step for value, step in points if value == best)
+    trainer = run.config.get("trainer")
+    total = trainer.get("max_epochs") if isinstance(trainer, dict) else None
+    tiles = [*_metric_tiles(run, goal)]
+    if run.step is not None and run.command == "fit":
+        of_all = f" of {total}" if isinstance(total, int) and total > 0 else ""
+        epochs = (
+            f"{run.epochs}{of_all} epochs" if run.epochs is not None else f"of {total} epochs in all" if of_all else ""
+        )
+        tiles.append(Tile("Optimizer steps", f"{run.step:,}", epochs))
+        if run.skipped_steps is not None and (run.scale is not None or run.skipped_steps):
+            share = f"{run.skipped_steps / run.step:.1%} of all" if run.step and run.skipped_steps else ""
+            tiles.append(Tile("Skipped steps", f"{run.skipped_steps:,}", share))
+        if run.scale is not None:
+            tiles.append(Tile("Loss scale", format_number(run.scale), "at the end"))
+    if run.duration is not None:
+        train = run.train_seconds
+        tiles.append(
+            Tile("Time", format_duration(run.duration), f"{format_duration(train)} of training" if train else "")
+        )
+    if run.samples_per_second is not None:
+        mfu = run.throughput.get("mfu")
+        note = "samples per second" if mfu is None else f"samples per second, MFU {mfu:.1%}"
+        tiles.append(Tile("Throughput", format_rate(run.samples_per_second), note))
+    if run.peak_memory is not None:
+        where = "on the GPU" if run.memory_is_the_gpus else "of the process"
+        tiles.append(Tile("Peak memory", readable(run.peak_memory), where))
+    return tiles
 
 
-def _facts(run: Run) -> list[tuple[str, str]]:
-    facts = [
-        ("Precision", run.precision),
-        ("Devices", run.record.devices or ""),
-        ("Seed", run.record.seed or ""),
-        ("Started", _when(run.record.started) if run.record.started else ""),
-    ]
+def _metric_tiles(run: RunRecord, goal: tuple[str, str] | None) -> list[Tile]:
+    """Return the tile of the metric that the run is judged by, and those of validation and test metrics."""
+    tiles, metrics, reached = list[Tile](), run.latest, run.reached(goal)
+    if goal is not None and goal[0] in metrics:
+        last = format_number(metrics[goal[0]])
+        value = format_number(reached.value) if reached.is_best else last
+        at = "" if reached.step is None else f"at step {reached.step:,.0f}"
+        note = ", ".join(filter(None, (at or "at the best checkpoint", f"last {last}" if last != value else "")))
+        label = f"Best {goal[0]}" if reached.is_best else goal[0]
+        tiles.append(Tile(label, value, note if reached.is_best else "last", strong=True))
+    for name in worth_showing(metrics)[:_METRICS]:
+        if (not tiles or name != (goal or ("",))[0]) and len(tiles) < _METRICS:
+            tiles.append(Tile(name, format_number(metrics[name]), "last", strong=not tiles))
+    return tiles
+
+
+def _facts(run: RunRecord) -> list[tuple[str, str]]:
+    started = _when(run.started) if run.started else None
+    facts = [("Precision", run.precision), ("Devices", run.devices), ("Seed", run.seed), ("Started", started)]
     return [(label, value) for label, value in facts if value and value != "None"]
 
 
-def note_of(run: Run) -> str:
+def note_of(run: RunRecord) -> str:
     """What there is to say of a run that has not said how it ended."""
     at = f"step {run.step:,}" if run.step is not None else "no step yet"
-    seen = f"{at}, written {duration(max(0.0, time.time() - run.changed))} ago"
-    match run.record.status:
+    seen = f"{at}, written {format_duration(max(0.0, time.time() - run.changed))} ago"
+    match run.status:
         case "running":
             return f"The run goes on: {seen}. Make the page again, and reload it, for what has come since."
         case "killed":
@@ -187,20 +175,23 @@ def note_of(run: Run) -> str:
     return ""
 
 
-def _settings(config: Mapping[str, Any], overrides: Sequence[str]) -> list[tuple[str, list[tuple[str, str, bool]]]]:
-    """Groups of settings: key, value, and whether the command line set it."""
-    said = {word.lstrip("+~").partition("=")[0] for word in overrides}
-    plain = [(str(key), value) for key, value in config.items() if not isinstance(value, dict)]
-    groups = [("run", dict(plain)), *((str(k), v) for k, v in config.items() if isinstance(v, dict) and v)]
-    found = []
-    for group, settings in groups:
-        prefix = "" if group == "run" else f"{group}."
-        rows = [
-            (key, value, f"{prefix}{key}" in said or (key == "_target_" and group in said))
+def _settings(run: RunRecord) -> list[tuple[str, list[tuple[str, str, bool]]]]:
+    """Return groups of settings: key, value, and whether the command line set it."""
+    said = {word.lstrip("+~").partition("=")[0] for word in run.chosen}
+    groups: dict[str, dict[str, Any]] = {"run": {}}
+    for key, value in run.config.items():
+        if isinstance(value, dict):
+            groups[str(key)] = value
+        else:
+            groups["run"][str(key)] = value
+    found = {
+        group: [
+            (key, value, (key if group == "run" else f"{group}.{key}") in said or (key == "_target_" and group in said))
             for key, value in flat(settings)
         ]
-        found.append((group, rows))
-    return [(group, rows) for group, rows in found if rows]
+        for group, settings in groups.items()
+    }
+    return [(group, rows) for group, rows in found.items() if rows]
 
 
 def flat(settings: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
@@ -210,44 +201,38 @@ def flat(settings: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
             yield name, value if isinstance(value, str) else json.dumps(value)
 
 
-def environment_of(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Groups of labels and values."""
-    found = run.record.environment
+def environment_of(run: RunRecord) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return groups of labels and values: the command, the machine and the versions."""
+    found = run.environment
     if not found:
         return []
-    git, cores, memory = found.get("git") or {}, found.get("cores"), found.get("memory")
-    commit = str(git.get("commit", ""))[:12]
+    git, memory, command = found.get("git") or {}, found.get("memory"), found.get("command")
+    commit = f"{str(git.get('commit', ''))[:12]}{' with changes' if git.get('modified') else ''}".strip()
     groups = {
-        "Run": [
-            ("command", " ".join(run.command_line)),
-            ("directory", found.get("directory")),
-            ("commit", " ".join(filter(None, (commit, "with changes" if git.get("modified") else "")))),
-            ("branch", git.get("branch")),
-            *(found.get("variables") or {}).items(),
-        ],
-        "Machine": [
-            ("host", found.get("host")),
-            ("devices", run.record.devices),
-            ("CPU", found.get("cpu")),
-            ("cores", cores),
-            ("memory", readable(memory) if memory else ""),
-            ("system", found.get("platform")),
-        ],
-        "Versions": [
-            ("Python", found.get("python")),
-            *(found.get("versions") or {}).items(),
-            ("CUDA", found.get("cuda")),
-        ],
+        "Run": {
+            "command": " ".join(redaction.word(str(word)) for word in command) if isinstance(command, list) else "",
+            "directory": found.get("directory"),
+            "commit": commit,
+            "branch": git.get("branch"),
+            **(found.get("variables") or {}),
+        },
+        "Machine": {
+            "host": found.get("host"),
+            "devices": run.devices,
+            "CPU": found.get("cpu"),
+            "cores": found.get("cores"),
+            "memory": readable(memory) if memory else "",
+            "system": found.get("platform"),
+        },
+        "Versions": {"Python": found.get("python"), **(found.get("versions") or {}), "CUDA": found.get("cuda")},
     }
-    told_of = {group: [(str(label), str(value)) for label, value in rows if value] for group, rows in groups.items()}
-    return [(group, rows) for group, rows in told_of.items() if rows]
+    shown = {group: [(str(k), str(v)) for k, v in rows.items() if v] for group, rows in groups.items()}
+    return [(group, rows) for group, rows in shown.items() if rows]
 
 
-def drawn(sections: Sequence[Section], last_step: float) -> list[tuple[str, list[Drawn], Sequence[str]]]:
-    """The sections with their charts as pictures."""
-    return [
-        (section.title, [draw(chart, last_step) for chart in section.charts], section.notes) for section in sections
-    ]
+def draw_sections(sections: Sequence[Section], last_step: float) -> list[tuple[str, list[Drawn], Sequence[str]]]:
+    """Return the sections with their charts as pictures."""
+    return [(part.title, [draw(chart, last_step) for chart in part.charts], part.notes) for part in sections]
 
 
 def _link(file: Path, out: Path) -> str:
@@ -259,12 +244,17 @@ def _link(file: Path, out: Path) -> str:
     return "./" + quote(Path(relative).as_posix())
 
 
+def format_rate(rate: float | None) -> str:
+    """Return a rate with four digits, or "-" if it is None."""
+    return "-" if rate is None else format_number(float(f"{rate:.4g}"))
+
+
 def _when(moment: float) -> str:
     return datetime.fromtimestamp(moment).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z").strip()
 
 
-def duration(seconds: float) -> str:
-    """A time as text."""
+def format_duration(seconds: float) -> str:
+    """Return a time as text."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -23,9 +23,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from trainer.arguments import describe
 from trainer.cli.arguments import UsageError
-from trainer.cli.objective import value_of
 from trainer.cli.sweep.jobs import Job, Stop, carry_out
-from trainer.record.reader import read_run
+from trainer.record.run_record import load_run
 
 _THREADS = "OMP_NUM_THREADS"
 
@@ -89,7 +88,7 @@ class JoblibLauncher(Launcher):
         )
         stop.end()
         for job, returned in composed:
-            returned.return_value, returned.status = value_of(read_run(job.folder)), JobStatus.COMPLETED
+            returned.return_value, returned.status = load_run(job.folder).result, JobStatus.COMPLETED
         return [returned for _, returned in composed]
 
     def _compose(self, words: list[str], number: int) -> tuple[Job, JobReturn]:

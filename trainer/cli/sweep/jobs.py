@@ -24,14 +24,11 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.cli.objective import value_of
 from trainer.cli.overrides import with_values
 from trainer.cli.plugins import ELSEWHERE
 from trainer.cli.processes import PARENT, clean_environment, is_first
-from trainer.cli.sweep import ENDED_WELL, shown
 from trainer.cli.workdir import config_flags, quoted
-from trainer.record.reader import RunRecord, read_run
-from trainer.record.run_file import RUN, read, write
+from trainer.record.run_record import ENDED_WELL, RUN, RunRecord, load_run, read_json, shown
 from trainer.terminal import is_quiet
 
 CONSOLE = "console.log"
@@ -125,15 +122,15 @@ class Job:
 
     def is_done(self) -> bool:
         """Whether it goes on with the same job of an earlier sweep, which has left nothing to do."""
-        former = read(self.folder)
+        former = read_json(self.folder)
         return self.resumes and former.get("status") in ENDED_WELL and former.get("digest") == self.digest
 
     def keep(self) -> float | None:
         """Take over the record of an earlier sweep, for the table of this one. Returns the value of its objective."""
         (self.folder / RUN).touch()
-        run = read_run(self.folder)
+        run = load_run(self.folder)
         self.said(f"{run.status} before")
-        return value_of(run)
+        return run.result
 
     @contextmanager
     def process(self) -> Iterator[subprocess.Popen[bytes]]:
@@ -169,7 +166,7 @@ class Job:
         """Complete the job's record, or write one for a job that could not."""
         if not is_first():
             return
-        facts = {"metrics": {}, "run_dir": str(self.folder), **read(self.folder)}
+        facts = {"metrics": {}, "run_dir": str(self.folder), **read_json(self.folder)}
         said = facts.get("status")
         if said in (None, "running") or (status != 0 and said in ENDED_WELL):
             facts["status"] = "failed"
@@ -182,9 +179,9 @@ class Job:
                 facts["error"] += f", see {self.folder / CONSOLE}" if self.aside else ""
         facts |= {"job": self.number, "overrides": self.overrides, "flags": self.flags}
         facts |= {"exit_status": status, "digest": self.digest}
-        write(self.folder, facts)
+        run = RunRecord(facts, self.folder)
+        run.write()
         if self.aside:
-            run = RunRecord(facts, self.folder)
             value, goal = run.objective_value, run.objective
             reached = "" if value is None or goal is None else f", {goal[0]} {value:.4g}"
             self.said(f"{run.status} after {seconds:.1f} s{reached}")
@@ -228,7 +225,7 @@ def carry_out(job: Job, stop: Stop) -> float | None:
         if callable(handler):
             handler(number, None)  # the launcher's: submitit has the job requeued
         raise SystemExit(128 + number)
-    return value_of(read_run(job.folder))
+    return load_run(job.folder).result
 
 
 def _wait(process: subprocess.Popen[bytes], stop: Stop | None) -> None:

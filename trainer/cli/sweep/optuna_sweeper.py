@@ -32,10 +32,9 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from trainer.cli.arguments import UsageError, canonical_precisions
-from trainer.cli.objective import choose, monitored, value_of
-from trainer.cli.sweep import PRUNING
-from trainer.record.reader import RunRecord, jobs_of
-from trainer.record.run_file import RUN
+from trainer.cli.objective import choose, monitored
+from trainer.record.run_record import PRUNING, RUN, RunRecord
+from trainer.record.sweep import load_sweep
 from trainer.studies import check_pickles, make_pruner, make_sampler
 
 _JOB, _FOLDER = "job", "folder"
@@ -207,7 +206,7 @@ class OptunaSweeper(Sweeper):
         return [trial for trial in trials if trial.user_attrs.get(_FOLDER) == str(self._folder)]
 
     def _jobs(self) -> dict[int | None, RunRecord]:
-        return {run.job: run for run in jobs_of(self._folder)}
+        return {run.job: run for run in load_sweep(self._folder).runs}
 
     def _next(self) -> list[tuple[int, list[str]]]:
         """Numbers, one after the other, and overrides of the jobs to run next; none when there are none left."""
@@ -256,7 +255,7 @@ class OptunaSweeper(Sweeper):
             run = jobs.get(trial.user_attrs[_JOB])
             if run is None:
                 continue
-            if (value := value_of(run)) is not None:
+            if (value := run.result) is not None:
                 self._study.tell(trial.number, value)
             elif run.status == "pruned":
                 self._study.tell(trial.number, state=TrialState.PRUNED)

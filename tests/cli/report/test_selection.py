@@ -7,7 +7,7 @@ import os
 import pytest
 
 from trainer.cli import main
-from trainer.cli.report import folders
+from trainer.cli.report import selection
 
 
 def told(capsys, *words) -> str:
@@ -64,9 +64,9 @@ def test_the_only_run_below(make_run, capsys):
 def test_a_sweep_is_one_thing(make_run):
     for job in (0, 1):
         make_run(f"multirun/a/1/{job}", told={"status": "completed", "job": job, "overrides": []})
-    (sweep,) = folders.below(folders.Path("multirun"))
-    assert sweep == folders.Path("multirun/a/1")
-    assert [job.name for job in folders.jobs_of(sweep)] == ["0", "1"]
+    (sweep,) = selection.below(selection.Path("multirun"))
+    assert sweep == selection.Path("multirun/a/1")
+    assert [job.name for job in selection.jobs_of(sweep)] == ["0", "1"]
 
 
 def test_the_page_overwrites_nothing_else(make_run, capsys):

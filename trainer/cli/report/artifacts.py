@@ -1,17 +1,22 @@
-"""What lies in ``figures`` in a run's folder: pictures, and confusion matrices. Imports no torch."""
+"""The files in a run's folder that its page shows: overflow reports, figures and the log. Imports no torch."""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainer import redaction
-from trainer.record.reader import RunRecord
+from trainer.record.run_record import RunRecord
 
+_OVERFLOWS = "overflow_report_step_*.md"
+_LOG_LINES = 400
+_LOG_BYTES = 200_000
+_FILES = 60
 _PICTURES = {
     ".png": (b"\x89PNG\r\n\x1a\n", "png"),
     ".jpg": (b"\xff\xd8\xff", "jpeg"),
@@ -21,6 +26,84 @@ _MOST = 12
 _LARGEST = 2**21  # bytes, of a file: the page has it in itself
 _MOST_CLASSES = 24  # that a table shows; of more there are the classes that are mistaken most
 _MOST_MISTAKES = 12
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """What `trainer.callbacks.OverflowReport` has written of a step.
+
+    Args:
+        step: the optimizer step.
+        title: one line.
+        verdict: what happened.
+        advice: what to try, most promising first.
+        rows: labels and what stands beside them.
+    """
+
+    step: int
+    title: str
+    verdict: str
+    advice: list[str] = field(default_factory=list)
+    rows: list[tuple[str, str]] = field(default_factory=list)
+
+
+def read_overflow(file: Path) -> Overflow | None:
+    """Read a report; None where the file is none, cannot be read, or has nothing in it yet."""
+    number = re.fullmatch(r"overflow_report_step_(\d+)\.md", file.name)
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    title = next((line[2:] for line in lines if line.startswith("# ")), "")
+    if number is None or not title:
+        return None
+    cells = [line.strip("| ").split(" | ", 1) for line in lines if re.match(r"\| \S.* \| ", line)]
+    verdict = [line for line in lines if line and not line.startswith(("# ", "- ", "|"))]
+    return Overflow(
+        int(number[1]),
+        title,
+        "\n".join(verdict),
+        [line[2:] for line in lines if line.startswith("- ")],
+        [(label, value) for label, value in cells],
+    )
+
+
+def overflows_of(run: RunRecord) -> list[Overflow]:
+    """Return the overflow reports of a run, sorted by step."""
+    patterns = (_OVERFLOWS, f"*/{_OVERFLOWS}", f"lightning_logs/*/{_OVERFLOWS}")
+    found = (read_overflow(run.inside(file)) for pattern in patterns for file in run.folder.glob(pattern))
+    return sorted((report for report in found if report), key=lambda report: report.step)
+
+
+def log_of(run: RunRecord) -> list[str]:
+    """Return the last lines of the log of a run."""
+    file = run.inside(run.folder / f"{run.command}.log")
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, file.stat().st_size - _LOG_BYTES))
+            text = stream.read().decode("utf-8", errors="replace")
+    except OSError:
+        return []
+    return [redaction.text(line) for line in text.splitlines()[-_LOG_LINES:]]
+
+
+def warnings_in(log: Iterable[str]) -> list[str]:
+    """Return the warnings and errors in a log, without the time in front."""
+    marks = ("[WARNING] - ", "[ERROR] - ", "[CRITICAL] - ")
+    found = dict.fromkeys(line.partition(mark)[2] for line in log for mark in marks if mark in line)
+    return [text for text in found if text != "The run failed."]  # the page shows its error above
+
+
+def files_of(run: RunRecord) -> list[tuple[Path, int]]:
+    """Return the files in the folder of a run, with their sizes in bytes."""
+    found = []
+    for file in sorted(file for pattern in ("*", "*/*", ".hydra/*") for file in run.folder.glob(pattern)):
+        try:
+            if file.is_file() and not file.name.startswith(".") and file.suffix != ".html":
+                found.append((file, file.stat().st_size))
+        except OSError:
+            continue
+    return list(dict.fromkeys(found))[:_FILES]
 
 
 @dataclass(frozen=True)
@@ -61,7 +144,7 @@ class Matrix:
     of_all: int
 
 
-def figures_in(run: RunRecord) -> tuple[list[Matrix], list[Picture], list[str]]:
+def figures_of(run: RunRecord) -> tuple[list[Matrix], list[Picture], list[str]]:
     """The matrices and the pictures of a run; and what is said of files that cannot be shown."""
     files = sorted({*run.folder.glob("figures/*"), *run.folder.glob("*/figures/*"), *run.folder.glob("*/*/figures/*")})
     matrices, pictures, notes = list[Matrix](), list[Picture](), list[str]()
@@ -94,14 +177,14 @@ def _picture(file: Path, content: bytes) -> Picture:
     return Picture(file.stem, f"data:image/{kind};base64,{base64.b64encode(content).decode()}")
 
 
-def _matrix(name: str, told: Any) -> Matrix:
-    if told["kind"] != "confusion matrix":
+def _matrix(name: str, content: Any) -> Matrix:
+    if content["kind"] != "confusion matrix":
         raise ValueError("it is no confusion matrix, the one kind of .json that is known")
-    counts = [[float(count) for count in row] for row in told["counts"]]
+    counts = [[float(count) for count in row] for row in content["counts"]]
     size = len(counts)
     if {len(row) for row in counts} != {size}:
         raise ValueError("its counts are not square")
-    classes = [redaction.text(str(one)) for one in told.get("classes") or range(size)]
+    classes = [redaction.text(str(one)) for one in content.get("classes") or range(size)]
     if len(classes) != size:
         raise ValueError(f"it has {len(classes)} names for {size} classes")
     sums = [sum(row) for row in counts]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.cli.arguments import UsageError
-from trainer.record.reader import changed as written
-from trainer.record.run_file import RUN, of_older_version, read
+from trainer.record.run_record import RUN, of_older_version, read_json
+from trainer.record.run_record import changed as written
 
 _OF_A_RUN = (RUN, "metrics.csv", "csv/metrics.csv", ".hydra/config.yaml")
 _OF_A_SWEEP = ("multirun.yaml", "summary.md", "compare.json", "optimization_results.yaml")
@@ -22,7 +22,7 @@ def is_sweep(folder: Path) -> bool:
     """Whether ``folder`` holds the jobs of one sweep, or comparison."""
     if any((folder / name).is_file() for name in _OF_A_SWEEP):
         return True
-    return any("job" in read(child) for child in _children(folder))
+    return any("job" in read_json(child) for child in _children(folder))
 
 
 def is_run(folder: Path) -> bool:

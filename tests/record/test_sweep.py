@@ -1,0 +1,84 @@
+"""Several runs in Python: their records, their labels, and the best of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainer import load_run, load_sweep
+from trainer.record.run_record import RunRecord
+from trainer.record.sweep import Sweep, best_of
+
+
+def write(folder: Path, job: int, value: float, **more: Any) -> None:
+    facts = {
+        "command": "fit",
+        "status": "completed",
+        "job": job,
+        "overrides": ["command=fit", "+recipe=line", f"optimizer.lr={job}"],
+        "metrics": {"val_loss": value, "train_loss": 1.0},
+        "objective": {"metric": "val_loss", "mode": "min"},
+        "paths": {"best_checkpoint": f"{folder}/{job}/best.ckpt"},
+    }
+    RunRecord(facts | more, folder / str(job)).write()
+
+
+def test_a_sweep_has_a_table_and_a_best_run(tmp_path: Path) -> None:
+    for job, value in ((10, 0.5), (2, 0.25)):
+        write(tmp_path, job, value)
+    sweep = load_sweep(str(tmp_path))
+    assert [row["job"] for row in sweep.table()] == [2, 10]
+    assert sweep.table()[0] | {"folder": ""} == {
+        "job": 2,
+        "status": "completed",
+        "overrides": "optimizer.lr=2",
+        "objective": 0.25,
+        "val_loss": 0.25,
+        "train_loss": 1.0,
+        "seconds": None,
+        "folder": "",
+        "best_checkpoint": f"{tmp_path}/2/best.ckpt",
+        "last_checkpoint": None,
+    }
+    assert sweep.best is not None
+    assert load_run(str(sweep.best.folder)).metrics["val_loss"] == 0.25
+
+
+def test_the_value_at_the_best_checkpoint_counts(tmp_path: Path) -> None:
+    monitor = {"metric": "val_loss", "mode": "min"}
+    write(tmp_path, 0, 0.0707, monitor=monitor, best_score=0.06)
+    write(tmp_path, 1, 0.09, monitor=monitor, best_score=0.0503)
+    best = load_sweep(tmp_path).best
+    assert best is not None
+    assert (best.job, best.objective_value) == (1, 0.0503)
+
+
+def test_only_completed_runs_are_the_best_of_a_sweep(tmp_path: Path) -> None:
+    write(tmp_path, 0, 0.5)
+    write(tmp_path, 1, 0.25, status="pruned")
+    sweep = load_sweep(tmp_path)
+    assert sweep.best is sweep.runs[0]
+    assert best_of(sweep.runs, ("val_loss", "min")) is sweep.runs[1]
+    assert best_of(sweep.runs, None) is None
+
+
+def test_labels_are_the_overrides_that_differ(tmp_path: Path) -> None:
+    for job in (1, 2):
+        write(tmp_path, job, 0.5)
+    write(tmp_path, 3, 0.5, overrides=["+recipe=line", "precision=16-mixed"])
+    sweep = load_sweep(tmp_path)
+    sweep.set_labels()
+    assert [run.label for run in sweep.runs] == ["optimizer.lr=1", "optimizer.lr=2", "16-mixed"]
+
+
+def test_equal_labels_get_the_folder(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / name, 0, 0.5)
+    sweep = Sweep([load_run(tmp_path / name / "0") for name in ("a", "b")])
+    sweep.set_labels(distinct=True)
+    assert [run.label for run in sweep.runs] == ["0 [1]", "0 [2]"]
+
+
+def test_a_folder_without_runs(tmp_path: Path) -> None:
+    assert load_sweep(tmp_path / "missing").best is None
+    assert load_run(tmp_path).metrics == {}

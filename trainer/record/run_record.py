@@ -1,0 +1,522 @@
+"""The record of a run: the class that collects, writes and reads ``run.json``. Imports no torch.
+
+Files that are missing or half written count as empty, and are not an error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import socket
+import sys
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from trainer import redaction
+from trainer.files import write_text
+from trainer.record.curve import Curve, read_rows
+
+Value = TypeVar("Value")
+
+RUN = "run.json"
+"""The file that a run keeps in its folder, from its beginning to its end."""
+
+ENDED_WELL = ("completed", "pruned")
+"""The status of a run without an error. A sweeper stops ("prunes") a job that is not promising."""
+
+PRUNING = "++callbacks.pruning={_target_:trainer.callbacks.OptunaPruning,"
+"""The beginning of the override by which Optuna's sweeper has a job report to its study."""
+
+MEASURING = ("++callbacks.throughput._target_=trainer.callbacks.Throughput",)
+"""The overrides by which ``compare`` measures a job."""
+
+_VERSION = 1
+_OLDER = ("result.json", "curves.json", "environment.json")
+"""Files that earlier versions wrote instead."""
+
+_LOWER_IS_BETTER = frozenset((
+    "bits", "bpc", "cer", "err", "error", "fid", "frechet", "mae", "mape", "mse", "nll", "perplexity", "ppl",
+    "rmse", "wer",
+))  # fmt: skip
+_HIGHER_IS_BETTER = frozenset((
+    "acc", "acc1", "acc5", "accuracy", "ap", "auc", "auprc", "auroc", "bleu", "dice", "f1", "fbeta", "iou",
+    "jaccard", "kappa", "map", "mcc", "miou", "ndcg", "precision", "psnr", "r2", "recall", "rouge", "score",
+    "ssim", "top1", "top5",
+))  # fmt: skip
+
+_ROWS = ("metrics.csv", "*/metrics.csv", "lightning_logs/*/metrics.csv")
+
+
+class Fact(Generic[Value]):
+    """The entry of ``run.json`` with the attribute's name, or None if there is none.
+
+    Args:
+        kind: converts the entry.
+    """
+
+    def __init__(self, kind: Callable[[Any], Value]) -> None:
+        self._kind = kind
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, record: RunRecord, owner: type) -> Value | None:
+        told = record.facts.get(self._name)
+        return None if told is None else self._kind(told)
+
+
+class Reached(NamedTuple):
+    """The value of a metric that a run is judged by.
+
+    Args:
+        value: None if it is not known, or not finite.
+        step: the optimizer step at which it was logged, or None if that is not known.
+        is_best: whether it is that of the best checkpoint, and not the last one.
+    """
+
+    value: float | None
+    step: float | None = None
+    is_best: bool = False
+
+
+class RunRecord:
+    """The facts of a run, and the files in its folder that they are written to and read from.
+
+    A value that is not recorded is None, or empty. `load_run` reads the record of a folder; `begin` starts a new one.
+
+    Args:
+        facts: the content of ``run.json``. The run, and `RunRecorder`, add to it.
+        folder: of the run, or None if it has none: then `write` does nothing.
+        now: the time (of `time.time`) that `duration` refers to. Default: the current time.
+
+    Attributes:
+        former: the facts of an earlier run in the same folder. Empty unless the record was started by `begin`.
+        label: the name of the run among others that it is compared with.
+        recipe: The recipe's name.
+        module: The class of the model.
+        precision: Such as "16-mixed"; before the Trainer is built the one that was asked for, which may be "auto".
+        devices: Such as "2 x NVIDIA A100".
+        sharding: Over how many processes, and when gradients are reduced; None where nothing is sharded.
+        prefetching: Batches that went to the GPU while the step before them ran, and from where; None for none.
+        seed: As it was set.
+        job: The number in a sweep.
+        error: Why it ended; None where it went through.
+        epochs: Completed epochs, those before a resume included.
+        steps: Optimizer steps attempted, skipped ones included.
+        skipped_steps: How many of these were skipped.
+        scale: The loss scale after the last step; None without loss scaling.
+        seconds: Wall time: of a fit that of training, validations included; of another command all that it took.
+        train_seconds: Time of training without validations.
+        samples_per_step: Training samples of an optimizer step over all processes, by an epoch's first batch.
+        best_score: What the metric was, at the best checkpoint, that the checkpoints go by.
+    """
+
+    recipe = Fact(str)
+    module = Fact(str)
+    precision = Fact(str)
+    devices = Fact(str)
+    sharding = Fact(str)
+    prefetching = Fact(str)
+    seed = Fact(str)
+    job = Fact(int)
+    error = Fact(str)
+    epochs = Fact(int)
+    steps = Fact(int)
+    skipped_steps = Fact(int)
+    scale = Fact(float)
+    seconds = Fact(float)
+    train_seconds = Fact(float)
+    samples_per_step = Fact(int)
+    best_score = Fact(float)
+
+    def __init__(self, facts: dict[str, Any], folder: Path | None, now: float | None = None) -> None:
+        self.facts = facts
+        self.folder = folder or Path()
+        self.former: dict[str, Any] = {}
+        self.label = ""
+        self.now = time.time() if now is None else now
+        self._is_stored = folder is not None
+
+    @classmethod
+    def begin(cls, folder: Path | None, **facts: Any) -> RunRecord:
+        """Start the record of a run in ``folder``, with the facts that are known so far."""
+        record = cls({"version": _VERSION, "status": "running", **facts}, folder)
+        record.former = {} if folder is None else read_json(folder)
+        return record
+
+    @property
+    def home(self) -> Path | None:
+        """The folder of the run, or None if it has none."""
+        return self.folder if self._is_stored else None
+
+    def write(self) -> None:
+        """Write ``run.json``, one line per fact. Readers see the whole file, or the one before it.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if self._is_stored:
+            lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(fact)}" for name, fact in self.facts.items())
+            write_text(self.folder / RUN, f"{{\n{lines}\n}}\n")
+
+    @property
+    def command(self) -> str:
+        """The command that made the run, such as "fit"."""
+        return str(self.facts.get("command") or self.config.get("command") or "fit")
+
+    @property
+    def overrides(self) -> list[str]:
+        """The words of the command line that set something."""
+        words = self.facts.get("overrides")
+        return [str(word) for word in words] if isinstance(words, list) else []
+
+    @property
+    def chosen(self) -> list[str]:
+        """The overrides that the user wrote, without secrets."""
+        words = self.overrides or self._hydra("overrides.yaml")
+        return [redaction.word(word) for word in shown(map(str, words if isinstance(words, list) else []))]
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The composed config, without secrets; empty if the run was not started on the command line."""
+        written = self._hydra("config.yaml")
+        if not isinstance(written, dict):
+            return {}
+        return {str(name): redaction.setting(str(name), value) for name, value in written.items()}
+
+    @property
+    def name(self) -> str:
+        """The recipe of the run, or the name of its folder."""
+        recipes = [word.partition("=")[2] for word in self.chosen if word.lstrip("+").startswith("recipe=")]
+        return str(self.recipe or next(iter(recipes), None) or self.folder.resolve().name)
+
+    @property
+    def fast_settings(self) -> list[str] | None:
+        """The settings that were on, from the callback FastSettings, or None without it."""
+        names = self.facts.get("fast_settings")
+        return [str(name) for name in names] if isinstance(names, list) else None
+
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        """The result of `trainer.record.environment`."""
+        return self._mapping("environment")
+
+    @property
+    def paths(self) -> Mapping[str, Any]:
+        """The files and folders that the run has written."""
+        return self._mapping("paths")
+
+    @property
+    def gpu(self) -> Mapping[str, Any]:
+        """``capability`` and ``tf32`` of the GPU; empty on another device."""
+        return self._mapping("gpu")
+
+    @property
+    def throughput(self) -> Mapping[str, Any]:
+        """The measurements of the callback Throughput; empty without it."""
+        return self._mapping("throughput")
+
+    @property
+    def compile(self) -> Mapping[str, Any]:
+        """The modules that the callback Compile has compiled; empty without it."""
+        return self._mapping("compile")
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last value of each metric."""
+        found = self._mapping("metrics").items()
+        return {str(name): float(value) for name, value in found if isinstance(value, int | float)}
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """`metrics`, or the last values in ``metrics.csv`` if the run has not recorded any yet."""
+        return self.metrics or {name: curve.values[-1] for name, curve in self.rows.items()}
+
+    @property
+    def status(self) -> str:
+        """How the run has ended: "completed", "interrupted", "failed" or "pruned".
+
+        A run that has not recorded its end is "running" if its process exists, "killed" if it does not, and
+        "unfinished" if that cannot be determined on this machine.
+        """
+        said = self.facts.get("status")
+        if said and said != "running":
+            return str(said)
+        alive = self._is_alive()
+        return "unfinished" if alive is None else "running" if alive else "killed"
+
+    @property
+    def completed(self) -> bool:
+        """Whether it came to its end."""
+        return self.status == "completed"
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples per second: of a fit in training, of another command that the callback Throughput has measured."""
+        rate = self.facts.get("samples_per_second") or self.throughput.get(self.command)
+        return None if rate is None else float(rate)
+
+    @property
+    def peak_memory(self) -> int | None:
+        """Bytes: on a GPU the most that tensors occupied, else the largest size of the process."""
+        return next((int(size) for size in self._mapping("peak_memory").values()), None)
+
+    @property
+    def memory_is_the_gpus(self) -> bool:
+        """Whether the memory is that of a GPU, and not that of the process."""
+        return "gpu" in self._mapping("peak_memory")
+
+    @property
+    def objective(self) -> tuple[str, str] | None:
+        """The metric that the run is judged by, and which way it is better, "min" or "max"; None without one."""
+        return self._goal("objective") or self.monitor
+
+    @property
+    def monitor(self) -> tuple[str, str] | None:
+        """The metric that checkpoints or early stopping go by, likewise."""
+        return self._goal("monitor")
+
+    def reached(self, goal: tuple[str, str] | None) -> Reached:
+        """Return the value of a metric at the best checkpoint, or its last value if no checkpoint was chosen by it.
+
+        Args:
+            goal: the metric, and the direction in which it is better, "min" or "max".
+        """
+        if goal is None:
+            return Reached(None)
+        is_best = goal == self.monitor and self.best_score is not None
+        value = self.best_score if is_best else self.latest.get(goal[0])
+        if value is None or not math.isfinite(value):
+            return Reached(None)
+        curve = self.rows.get(goal[0]) or self.metric_curve(goal[0])
+        at = [
+            step
+            for step, point in zip(curve.steps, curve.values, strict=True)
+            if math.isclose(point, value, rel_tol=1e-5)
+        ]
+        return Reached(value, (at[0] if is_best else at[-1]) if at else None, is_best)
+
+    @property
+    def objective_value(self) -> float | None:
+        """The value of the objective that the run has `reached`; None if it has no objective, or it is not finite."""
+        return self.reached(self.objective).value
+
+    @property
+    def result(self) -> float | None:
+        """`objective_value` of a run that completed, or None."""
+        return self.objective_value if self.completed else None
+
+    @property
+    def final_loss(self) -> float | None:
+        """Mean training loss over the last tenth of the batches."""
+        losses = self.losses.values
+        last = losses[-math.ceil(len(losses) / 10) :]
+        return sum(last) / len(last) if last else None
+
+    @property
+    def started(self) -> float | None:
+        """A time (of `time.time`)."""
+        told = self.environment.get("started")
+        return float(told) if isinstance(told, int | float) else None
+
+    @cached_property
+    def step(self) -> int | None:
+        """Optimizer steps so far, also of a run that has not recorded its end."""
+        if self.steps is not None and self.status not in ("running", "killed", "unfinished"):
+            return self.steps
+        seen = [curve.steps[-1] + 1 for curve in self.rows.values() if curve]
+        seen += [curve.steps[-1] for curve in (self.losses, self.elapsed) if curve]
+        return int(max(seen)) if seen else self.steps
+
+    @cached_property
+    def changed(self) -> float:
+        """The time (of `time.time`) at which the run last wrote a file."""
+        files = [*self.folder.glob("*"), *self.folder.glob("*/*")]
+        return max((changed(file) for file in files if not file.name.startswith("report")), default=0.0)
+
+    @property
+    def duration(self) -> float | None:
+        """Wall time in seconds, also of a run that has not recorded its end."""
+        if self.status in ("running", "killed"):
+            end = self.now if self.status == "running" else self.changed
+            return None if self.started is None else end - self.started
+        return self.seconds
+
+    @property
+    def best_checkpoint(self) -> str | None:
+        """The name of the file: its folder may have been moved."""
+        path = self.paths.get("best_checkpoint")
+        return Path(str(path).replace("\\", "/")).name if path else None
+
+    @property
+    def losses(self) -> Curve:
+        """The training loss of a batch, as ``training_step`` returned it."""
+        return self._curve("losses")
+
+    @property
+    def scales(self) -> Curve:
+        """The loss scale where it changes; no points without loss scaling."""
+        found = self._curve("scales")
+        return found if self.scale is not None or set(found.values) != {1.0} else Curve()
+
+    @property
+    def skipped(self) -> Curve:
+        """At each skipped step, how many there have been so far."""
+        return self._curve("skipped")
+
+    @property
+    def scales_to_the_end(self) -> Curve:
+        """`scales`, and the last of them again at the last step that is known of."""
+        scales = self.scales
+        if not scales:
+            return scales
+        end = max(curve.steps[-1] for curve in (scales, self.losses, self.skipped, self.elapsed) if curve)
+        return Curve([*scales.steps, end], [*scales.values, scales.values[-1]])
+
+    @property
+    def skips(self) -> Curve:
+        """At each skipped step, the loss scale that it was computed with."""
+        scales = self.scales
+        at = [bisect_right(scales.steps, step) - 1 for step in self.skipped.steps]
+        found = [(step, scales.values[i]) for step, i in zip(self.skipped.steps, at, strict=True) if i >= 0]
+        return Curve([step for step, _ in found], [scale for _, scale in found])
+
+    @property
+    def elapsed(self) -> Curve:
+        """Seconds of training."""
+        return self._curve("seconds")
+
+    @property
+    def memory(self) -> Curve:
+        """Bytes: what torch has reserved on a GPU, else the memory of the process."""
+        return self._curve("memory")
+
+    @property
+    def stages(self) -> dict[str, dict[str, Curve]]:
+        """The metrics that were logged for an epoch or a validation, by stage ("train" or "val") and name."""
+        stages = self._mapping("curves").get("metrics")
+        found = stages.items() if isinstance(stages, Mapping) else ()
+        return {
+            str(stage): {str(name): Curve.of(series) for name, series in metrics.items()}
+            for stage, metrics in found
+            if isinstance(metrics, Mapping)
+        }
+
+    def metric_curve(self, name: str) -> Curve:
+        """A metric over the steps, of the validation or, without that, of the training."""
+        return next(
+            (self.stages[stage][name] for stage in ("val", "train") if name in self.stages.get(stage, ())), Curve()
+        )
+
+    @cached_property
+    def rows(self) -> dict[str, Curve]:
+        """The columns of the newest ``metrics.csv`` of the run."""
+        files = [file for pattern in _ROWS for file in self.folder.glob(pattern)] if self._is_stored else []
+        return read_rows(self.inside(max(files, key=changed))) if files else {}
+
+    def inside(self, file: Path) -> Path:
+        """``file``; a link that leads out of the folder, perhaps to a secret, counts as missing, as does a pipe."""
+        is_here = Path(os.path.realpath(file)).is_relative_to(os.path.realpath(self.folder))
+        return file if is_here and file.is_file() else Path(os.devnull, file.name)
+
+    def _hydra(self, name: str) -> Any:
+        """Return the content of a file that Hydra has written, or None if it is missing or not readable."""
+        from omegaconf import OmegaConf
+
+        if not self._is_stored:
+            return None
+        try:
+            return OmegaConf.to_container(OmegaConf.load(self.inside(self.folder / ".hydra" / name)), resolve=False)
+        except Exception:  # half a file can be wrong in many ways
+            return None
+
+    def _mapping(self, name: str) -> Mapping[str, Any]:
+        value = self.facts.get(name)
+        return value if isinstance(value, Mapping) else {}
+
+    def _goal(self, name: str) -> tuple[str, str] | None:
+        goal = self._mapping(name)
+        metric = goal.get("metric")
+        return (metric, "max" if goal.get("mode") == "max" else "min") if isinstance(metric, str) else None
+
+    def _curve(self, name: str) -> Curve:
+        return Curve.of(self._mapping("curves").get(name))
+
+    def _is_alive(self) -> bool | None:
+        """Whether the process of the run is there; None where that cannot be told."""
+        pid, host = self.environment.get("pid"), self.environment.get("host")
+        if not isinstance(pid, int) or pid < 1 or host != socket.gethostname() or sys.platform == "win32":
+            return None
+        try:
+            os.kill(pid, 0)  # sends nothing; on Windows it would
+        except ProcessLookupError:
+            return False
+        except OSError:  # somebody else's
+            return True
+        return True
+
+
+def shown(overrides: Iterable[str]) -> list[str]:
+    """Return the overrides that the user wrote, without those that a command has added."""
+    return [word for word in overrides if not word.startswith(("command=", PRUNING, *MEASURING))]
+
+
+def load_run(path: str | os.PathLike[str]) -> RunRecord:
+    """Return the record of the run in the folder ``path``, as it is now; without facts if there is no ``run.json``."""
+    folder = Path(path)
+    return RunRecord(dict(redaction.containers(read_json(folder))), folder)
+
+
+def direction_of(name: str) -> str | None:
+    """Which way a metric of this name is better, "min" or "max"; None where its name does not say so."""
+    words = {*re.split(r"[^a-z0-9]+", name.lower()), *re.split(r"[^a-z]+", name.lower())}
+    if "loss" in name.lower() or words & _LOWER_IS_BETTER:
+        return "min"
+    return "max" if words & _HIGHER_IS_BETTER else None
+
+
+def without_twins(names: Iterable[str]) -> list[str]:
+    """The names of metrics; of one that was logged per step and per epoch there are three, and one says it all."""
+    listed = list(names)
+    plain = {name: name.removesuffix("_step").removesuffix("_epoch") for name in listed}
+    return [name for name in listed if plain[name] == name or plain[name] not in plain]
+
+
+def changed(file: Path) -> float:
+    """When a file was last written, as a time (of `time.time`); 0 without it."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def read_json(folder: Path, name: str = RUN) -> dict[str, Any]:
+    """Return the content of ``run.json`` in ``folder``, or of another JSON file; {} if it is missing or not readable.
+
+    A link that leads out of the folder, perhaps to a secret, counts as missing. So does a pipe.
+    """
+    file = folder / name
+    try:
+        if not (file.is_file() and file.resolve().is_relative_to(folder.resolve())):
+            return {}
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def of_older_version(folder: Path) -> str:
+    """What to say of a folder that an earlier version has written, in files that are no longer read; else empty."""
+    found = [name for name in _OLDER if (folder / name).is_file()]
+    if not found or (folder / RUN).is_file():
+        return ""
+    return (
+        f"{folder} was written by an older version (it has {found[0]}, expected {RUN}), whose record of a run is no"
+        " longer read. Make the run again, or use the version that wrote it."
+    )

@@ -1,0 +1,140 @@
+"""Several runs: the jobs of a sweep, or any runs that are compared. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.record.run_record import RUN, RunRecord, changed, load_run, without_twins
+
+_NO_METRICS = ("amp/", "lr-", "grad_norm")
+"""Prefixes of values that callbacks log and that do not measure success."""
+_METRICS = 4
+_LONG = re.compile(r"(?<![\w.])\d+\.\d{5,}(?:e[+-]?\d+)?(?![\w.])")  # numbers that a sweeper has drawn
+_LONGEST = 64  # characters of a label
+
+
+class Sweep:
+    """Several runs, and the best of them.
+
+    Args:
+        runs: in the order in which they are shown.
+
+    Attributes:
+        runs: as given.
+    """
+
+    def __init__(self, runs: Sequence[RunRecord]) -> None:
+        self.runs = list(runs)
+
+    @property
+    def goal(self) -> tuple[str, str] | None:
+        """The objective of the completed runs, and "min" or "max"; None if they have different ones, or none."""
+        goals = {run.objective for run in self.runs if run.result is not None}
+        return goals.pop() if len(goals) == 1 else None
+
+    @property
+    def best(self) -> RunRecord | None:
+        """The completed run that has reached the best value of `goal`, the first of equals, or None without a goal."""
+        return best_of([run for run in self.runs if run.completed], self.goal)
+
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics that tables show: the objectives first."""
+        objectives = [run.objective[0] for run in self.runs if run.objective]
+        return worth_showing({name for run in self.runs for name in run.latest}, objectives)[:_METRICS]
+
+    @property
+    def common(self) -> list[str]:
+        """The overrides that all runs have."""
+        first, *others = [run.chosen for run in self.runs] or [[]]
+        return [word for word in first if all(word in words for words in others)]
+
+    def own(self) -> list[list[str]]:
+        """Return for each run the overrides that not all of several runs have."""
+        common = set(self.common) if len(self.runs) > 1 else set()
+        return [[word for word in run.chosen if word not in common] for run in self.runs]
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return a dict for each run, such as for ``pandas.DataFrame``, with its metrics as columns.
+
+        The other columns are ``job``, ``status``, ``overrides`` (those that not all runs have), ``objective`` (its
+        value), ``seconds``, ``folder``, ``best_checkpoint`` and ``last_checkpoint``.
+        """
+        return [
+            {
+                "job": run.job,
+                "status": run.status,
+                "overrides": " ".join(own),
+                "objective": run.objective_value,
+                **run.metrics,
+                "seconds": run.seconds,
+                "folder": str(run.folder),
+                "best_checkpoint": run.paths.get("best_checkpoint"),
+                "last_checkpoint": run.paths.get("last_checkpoint"),
+            }
+            for run, own in zip(self.runs, self.own(), strict=True)
+        ]
+
+    def set_labels(self, *, distinct: bool = False) -> None:
+        """Set the label of each run: the overrides that not all runs have, else its precision or the folder's name.
+
+        Args:
+            distinct: also shorten long labels, and add the folder's name, or a number, to equal ones.
+        """
+        common = set(self.common) if len(self.runs) > 1 else set()
+        for run in self.runs:
+            words = (re.sub(r"^precision=|^\+*recipe=", "", word) for word in run.chosen if word not in common)
+            run.label = " ".join(words) or run.precision or run.folder.name
+        short = [_LONG.sub(lambda found: f"{float(found[0]):.4g}", run.label) for run in self.runs]
+        if len(set(short)) == len({run.label for run in self.runs}):
+            for run, label in zip(self.runs, short, strict=True):
+                run.label = label
+        if not distinct:
+            return
+        for run in self.runs:
+            run.label = run.label if len(run.label) <= _LONGEST else f"{run.label[: _LONGEST - 1]}\u2026"
+        twins = Counter(run.label for run in self.runs)
+        for run in self.runs:
+            if twins[run.label] > 1 and run.label != run.folder.name:
+                run.label = f"{run.label} ({run.folder.resolve().name})"
+        again = Counter(run.label for run in self.runs)
+        for number, run in enumerate(self.runs, start=1):
+            run.label += f" [{number}]" if again[run.label] > 1 else ""
+
+
+def best_of(runs: Iterable[RunRecord], goal: tuple[str, str] | None) -> RunRecord | None:
+    """Return the run that has reached the best value of a metric (`RunRecord.reached`), the first of equals.
+
+    Args:
+        runs: the runs.
+        goal: the metric, and the direction in which it is better. None: no run is the best.
+    """
+    rated = [(value, run) for run in runs if (value := run.reached(goal).value) is not None]
+    best = max if goal is not None and goal[1] == "max" else min
+    return best(rated, key=lambda one: one[0])[1] if rated else None
+
+
+def load_sweep(path: str | os.PathLike[str], since: float = 0.0) -> Sweep:
+    """Return the jobs below the folder ``path``, by their numbers.
+
+    Args:
+        path: the folder of a sweep or a comparison.
+        since: a time (of `time.time`). Jobs with an older record are left out.
+    """
+    folders = [file.parent for file in Path(path).rglob(RUN) if changed(file) >= since]
+    jobs = [run for run in map(load_run, folders) if run.job is not None]
+    return Sweep(sorted(jobs, key=lambda run: run.job or 0))
+
+
+def worth_showing(names: Iterable[str], objectives: Iterable[str] = ()) -> list[str]:
+    """Return the objectives, then the metrics of validation and test, or the others if there are none of these."""
+    wanted, whole = set(objectives), sorted(names)
+    metrics = [name for name in without_twins(whole) if not name.startswith(_NO_METRICS)]
+    evaluated = [name for name in metrics if name.startswith(("val", "test"))]
+    others = [name for name in evaluated or metrics or whole if name not in wanted]
+    return [*(name for name in whole if name in wanted), *others]
