@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +44,18 @@ def test_a_recipes_folder_of_the_users_and_ours_are_one_package(tmp_path, init):
 def test_a_console_script_finds_them_too(tmp_path):
     write(tmp_path, {"recipes/mine.py": "NAME = 'mine'\n"})
     assert run_here(tmp_path, sys.executable, "-I")[0] == "mine"
+
+
+@pytest.mark.parametrize("name", ["trainer.py", "trainer/__init__.py"])
+def test_a_module_with_the_name_of_the_package_is_reported_and_not_used(tmp_path, name):
+    here = tmp_path / "here"
+    write(here, {name: "raise RuntimeError('the wrong one')\n", "recipes/mine.py": "NAME = 'mine'\n"})
+    write(tmp_path, {"bin/script.py": USE_BOTH + "import trainer.errors\n"})
+    command = [sys.executable, str(tmp_path / "bin" / "script.py")]
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[0] == "mine"
+    assert str(Path(name)) in done.stderr
+    assert "Rename it" in done.stderr
 
 
 def test_where_both_have_a_module_the_users_wins(tmp_path):

@@ -35,10 +35,24 @@ def conf_folders(extra: str | None = None) -> list[Path]:
 
 
 def search_here() -> None:
-    """Let modules in the working directory be imported: ``python -m`` sees to that, a console script does not."""
+    """Make modules in the working directory importable, as ``python -m`` does and a console script does not.
+
+    If a module there has the name of this package, the directory comes last, so that other processes of the run import
+    this package. A line on stderr names the module.
+    """
     here = os.getcwd()
-    if not sys.flags.safe_path and here not in sys.path and "" not in sys.path:
+    if sys.flags.safe_path or here in sys.path or "" in sys.path:
+        return
+    found = [path for path in (Path(here, "trainer.py"), Path(here, "trainer", "__init__.py")) if path.is_file()]
+    if not found or found[0].resolve() == PACKAGE / "__init__.py":
         sys.path.insert(0, here)
+        return
+    sys.path.append(here)
+    print(
+        f"trainer: {found[0].relative_to(here)} has the name of this package: `import trainer` and `python -m trainer`"
+        " here use one or the other, depending on how a program is started. Rename it.",
+        file=sys.stderr,
+    )
 
 
 def merge_recipes() -> None:
