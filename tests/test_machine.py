@@ -109,6 +109,7 @@ def test_this_machine():
     assert 2**20 < machine.peak_memory() < memory.total
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells it in /proc")
 def test_the_peak_is_that_of_this_process_and_grows():
     before = machine.peak_memory()

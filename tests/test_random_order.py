@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from tests.parity import (
     run_both,
     weights,
 )
+from tests.support import tiered
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # Lightning's CombinedLoader on torch 2.15
@@ -225,7 +226,13 @@ def fit_of(data: str, **arguments: Any) -> Callable[[Any, Any], None]:
     return lambda make, model: make(**{"max_epochs": 2, **arguments}).fit(model, datamodule=Data(TRAIN[data]))
 
 
-@pytest.mark.parametrize("data", TRAIN)
+def kinds(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Parametrize a test by kinds of data; workers are processes, which ``scripts/test`` does not start."""
+    names = list(names)
+    return pytest.mark.parametrize("data", tiered(names, quick=[name for name in names if "worker" not in name]))
+
+
+@kinds(TRAIN)
 def test_a_fit_of_any_data(data: str) -> None:
     check(fit_of(data, reload_dataloaders_every_n_epochs=int("worker" not in data)))
 
@@ -235,7 +242,7 @@ def test_any_fit(how: str) -> None:
     check(fit_of("two", **FIT[how]))
 
 
-@pytest.mark.parametrize("data", ["stream", "workers that stay"])
+@kinds(["stream", "workers that stay"])
 @pytest.mark.parametrize("how", ["reloading", "validating after each", "stopping", "no sanity check"])
 def test_other_pairs(data: str, how: str) -> None:
     check(fit_of(data, **FIT[how]))
@@ -251,7 +258,7 @@ VAL: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("what", ["fit", "validate", "test", "predict"])
-@pytest.mark.parametrize("data", VAL)
+@kinds(VAL)
 def test_evaluation(data: str, what: str) -> None:
     if (data, what) == ("side by side", "predict"):
         pytest.skip("refused")
@@ -265,7 +272,7 @@ def test_evaluation(data: str, what: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 @pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
-@pytest.mark.parametrize("data", ["shuffled", "stream", "two", "workers"])
+@kinds(["shuffled", "stream", "two", "workers"])
 def test_steps_that_draw_their_own_batches(data: str) -> None:
     check(fit_of(data), kind=Drawer)
 
@@ -280,12 +287,12 @@ def test_a_second_fit_opens_another_pass() -> None:
     check(run)
 
 
-@pytest.mark.parametrize("data", ["shuffled", "workers", "stream"])
+@kinds(["shuffled", "workers", "stream"])
 def test_an_estimate_of_the_fits_length_opens_the_first_pass(data: str) -> None:
     check(fit_of(data), estimates=True)
 
 
-@pytest.mark.parametrize("data", ["shuffled", "stream", "workers"])
+@kinds(["shuffled", "stream", "workers"])
 def test_going_on_from_a_checkpoint_of_lightnings(data: str, tmp_path: Path) -> None:
     first = lightning(max_epochs=1)
     with lightnings_noise_ignored():
@@ -306,7 +313,7 @@ class Saving(Checkpoint):
 
 
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start"])
-@pytest.mark.parametrize("data", ["shuffled", "its own generator", "stream", "two", "workers", "workers that stay"])
+@kinds(["shuffled", "its own generator", "stream", "two", "workers", "workers that stay"])
 def test_a_resume_from_before_the_first_batch_is_exact(data: str, hook: str, tmp_path: Path) -> None:
     whole, options = Noting(), {"max_epochs": 2, "num_sanity_val_steps": 0}  # whose losses would be noted
     torch.manual_seed(1)

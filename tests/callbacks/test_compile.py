@@ -118,7 +118,7 @@ PRECISIONS: dict[str, Any] = {"32-true": "32-true", "bf16-mixed": "bf16-mixed", 
 
 
 @pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", tiered(PRECISIONS, quick=["16-mixed"]))
 def test_the_weights_are_those_of_a_loop_by_hand(tmp_path, replays, precision, window):
     mine, theirs, batches = make_net(), make_net(), make_batches(7)
     clip = 0.1 if window == 3 else None
@@ -142,7 +142,7 @@ def test_the_weights_are_those_of_a_loop_by_hand(tmp_path, replays, precision, w
     assert (replays.graphs, replays.calls, replays.steps) == (2, 28, 14)
 
 
-@pytest.mark.parametrize("name", ["sgd-fused", "adamw-fused", "momentum"])
+@pytest.mark.parametrize("name", tiered(["sgd-fused", "adamw-fused", "momentum"], quick=["adamw-fused"]))
 def test_outcomes_that_are_read_late(tmp_path, replays, name):
     mine, theirs = make_net(), make_net()
     batches = make_batches(8, gains={2: float("inf"), 5: 1e6})
@@ -247,6 +247,7 @@ def assert_alike(one: Any, other: Any) -> None:
         assert one == other
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "arguments", [{}, {"accumulate_grad_batches": 2}, {"accumulate_grad_batches": 3, "weighted": True}]
 )
@@ -521,6 +522,7 @@ def test_with_checkpointing_and_fp32_modules(tmp_path, precision, modules):
     assert_same(found, expected)
 
 
+@pytest.mark.whole
 def test_averages_are_those_of_the_uncompiled_run(tmp_path):
     def run(*callbacks: Any) -> Any:
         averaging = WeightAveraging(avg_fn=lambda average, new, number: average + (new - average) * 0.3)

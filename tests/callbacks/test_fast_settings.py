@@ -183,6 +183,7 @@ def test_a_module_without_convolutions_has_nothing_on(tmp_path):
     assert fast.run_facts() == {"fast_settings": []}
 
 
+@pytest.mark.whole
 def test_with_compile(tmp_path):
     class Whole(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -49,12 +49,14 @@ def test_a_trial_that_is_behind_ends_its_run(study):
     assert told.state.name == "RUNNING"  # it is the sweep that closes it
 
 
+@pytest.mark.whole
 def test_without_a_pruner_it_only_reports(study):
     assert main([*LINE, pruning(pruner="{name:none}")]) == 0
     assert list(study.get_trials()[1].intermediate_values) == [0, 1, 2, 3]
     assert (result()["status"], result()["epochs"]) == ("completed", 4)
 
 
+@pytest.mark.whole
 def test_validations_are_counted_across_a_resume(study):
     words = [*LINE[:-1], pruning(pruner="{name:none}"), "callbacks=model_checkpoint", "resume=auto"]
     assert main([*words, "trainer.max_epochs=2"]) == 0
@@ -62,6 +64,7 @@ def test_validations_are_counted_across_a_resume(study):
     assert list(study.get_trials()[1].intermediate_values) == [0, 1, 2]
 
 
+@pytest.mark.whole
 def test_a_trial_that_is_run_again_reports_what_is_new(study, recwarn):
     optuna.trial.Trial(study, study.get_trials()[1]._trial_id).report(7.0, 0)
     assert main([*LINE, pruning(pruner="{name:none}")]) == 0
