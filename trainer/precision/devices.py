@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
+from trainer import machine
 from trainer.errors import PrecisionError, expect, warn
 from trainer.precision import cpu_fp16
 
@@ -29,6 +30,11 @@ def now(device: torch.device, clock: Callable[[], float] = time.perf_counter) ->
     elif device.type != "cpu":
         torch.accelerator.synchronize(device)  # likewise
     return clock()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak in bytes: of the tensors on a CUDA device, otherwise of the process; 0 if it is unknown."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else machine.peak_memory()
 
 
 def native_bfloat16(device: torch.device) -> bool:

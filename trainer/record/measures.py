@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer import machine
+from trainer.precision.devices import peak_memory
 
 _TOO_MANY = 3
 """Skipped steps, and no other, that are no longer how a loss scale finds its level; as for the overflow report."""
@@ -196,10 +197,8 @@ def memory_in_use(device: torch.device) -> int:
 
 def _peak_memory(device: torch.device) -> dict[str, int]:
     """Bytes: the most that tensors occupied on the GPU, else the largest size of the process."""
-    if device.type == "cuda":
-        return {"gpu": torch.cuda.max_memory_allocated(device)}
-    peak = machine.peak_memory()
-    return {"process": peak} if peak else {}
+    peak = peak_memory(device)
+    return {"gpu" if device.type == "cuda" else "process": peak} if peak else {}
 
 
 def tensor_cores_of(device: torch.device) -> dict[str, Any] | None:

@@ -248,7 +248,7 @@ def test_batches_of_any_kind(kind, expected, capsys):
     assert found["layers"]["loss"] > 0
     assert found["loading"]["timed"] == 1
     assert found["loading"]["step"]["samples"] == (0 if kind == "texts" else 8)
-    assert found["loading"]["told"]
+    assert found["loading"]["bottleneck"]
     assert found["problems"] == []
     assert any("no tensor in the batch" in remark for remark in found["remarks"]) == (kind == "texts")
     assert not Path("outputs").exists()
@@ -484,7 +484,7 @@ def test_what_float16_would_do():
     layer = Layer("a", "Linear", 1, 4, 2.0, 4.0, nonzero=1000, vanishing=250, vanishing_scaled=10)
     facts = first_look._float16([layer])
     assert (facts["vanishing"], facts["vanishing_scaled"], facts["largest_scale"]) == (0.25, 0.01, 2.0**13)
-    assert facts["told"][1:3] == [
+    assert facts["sentences"][1:3] == [
         "Without a loss scale 25% of the gradients would be below 6e-8 and vanish (in 'a' (Linear) 25%); with a scale"
         " of 65,536 1%.",
         "Times 16-mixed's first loss scale, 65,536, gradients overflow: it skips steps until its scale is about 8,192.",
@@ -547,17 +547,29 @@ def test_no_batch():
 @pytest.mark.parametrize(
     ("workers", "loading", "step", "gpus", "said"),
     [
-        (0, 0.001, 1.0, 1, "The step is the brake: training waits for data in < 0.1% of the time"),
-        (0, 3.0, 1.0, 1, "The data are the brake: training waits for data in 75% of the time. Try +data.num_workers="),
+        (0, 0.001, 1.0, 1, "The training step is the bottleneck: training waits for data in < 0.1% of the time"),
+        (
+            0,
+            3.0,
+            1.0,
+            1,
+            "The data are the bottleneck: training waits for data in 75% of the time. Try +data.num_workers=",
+        ),
         (0, 1.0, 3.0, 0, "Training waits for data in 25% of the time. Try cheaper samples"),
-        (2, 1.0, 3.0, 1, "The step is the brake: training waits for data in 0% of the time"),
-        (2, 4.0, 1.0, 1, "The data are the brake: training waits for data in 75% of the time. Its 2 workers do not"),
+        (2, 1.0, 3.0, 1, "The training step is the bottleneck: training waits for data in 0% of the time"),
+        (
+            2,
+            4.0,
+            1.0,
+            1,
+            "The data are the bottleneck: training waits for data in 75% of the time. Its 2 workers are too slow",
+        ),
         (0, None, 3.0, 1, ""),
     ],
 )
-def test_the_brake(workers, loading, step, gpus, said, monkeypatch):
+def test_the_bottleneck(workers, loading, step, gpus, said, monkeypatch):
     monkeypatch.setattr("trainer.machine.cores", lambda: SimpleNamespace(usable=4))
     loaded = Loaded(None, 1.0, loading, 10, workers)
-    told = first_look._brake(recipe(None), loaded, Step(step, 1, "32-true", "cuda"), gpus)
+    told = first_look.bottleneck(recipe(None), loaded, Step(step, 1, "32-true", "cuda"), gpus)
     assert told.startswith(said)
     assert bool(told) == bool(said)

@@ -1,4 +1,4 @@
-"""Measured speeds, by a clock that the test turns on; what is slow, is measured on something small."""
+"""Measured speeds, by a clock that the test turns on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Machine:
     """Its clock goes on with the operations that it is given, by the dtype's rate; nothing is computed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rates: dict[torch.dtype, float]) -> None:
-        self.now, self.rates, self.largest, self.dtypes = 0.0, rates, {}, []
+        self.now, self.rates = 0.0, rates
 
         def mm(a, b):
             return self.work(a.dtype, 2.0 * len(a) ** 3)
@@ -32,8 +32,6 @@ class Machine:
         if self.rates[dtype] == 0:
             raise RuntimeError("not implemented for this dtype")
         self.now += operations / self.rates[dtype]
-        self.largest[dtype] = max(self.largest.get(dtype, 0.0), operations)
-        self.dtypes.append(dtype)
 
     def clock(self) -> float:
         return self.now
@@ -52,26 +50,7 @@ def test_the_rates_of_a_cpu_with_float16_instructions(monkeypatch):
         assert getattr(found["float32"], operation) == pytest.approx(1e11)
         assert getattr(found["bfloat16"], operation) == pytest.approx(2e9)
         assert found["float16"].ratios[operation] == pytest.approx(4.0)
-    assert 1.5 < machine.now < 3.0
-    assert machine.largest[torch.bfloat16] < machine.largest[torch.float32] / 8
-
-
-def test_short_calls_are_timed_several_at_once(monkeypatch):
-    monkeypatch.setattr(cpu_fp16, "native_fp16", lambda: True)
-    monkeypatch.setattr(speed, "_LARGEST_MATRIX", 128)
-    monkeypatch.setattr(speed, "_LARGEST_BATCH", 1)
-    machine = Machine(monkeypatch, dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), 1e11))
-    found = rows(speed.measure(CPU, 0.5, machine.clock))
-    assert found["float32"].matmul == pytest.approx(1e11)
-    assert machine.dtypes[-100:] == machine.dtypes[-1:] * 100
-
-
-def test_all_take_turns(monkeypatch):
-    monkeypatch.setattr(cpu_fp16, "native_fp16", lambda: True)
-    machine = Machine(monkeypatch, dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), 1e11))
-    speed.measure(CPU, 2.0, machine.clock)
-    turns = [dtype for index, dtype in enumerate(machine.dtypes) if machine.dtypes[index - 1] != dtype]
-    assert turns[-6:] == [torch.float32, torch.float16, torch.bfloat16] * 2
+    assert 1.9 < machine.now < 3.0
 
 
 def test_what_does_not_run_has_no_rate(monkeypatch):
@@ -90,5 +69,5 @@ def test_without_float16_instructions_the_trainers_and_torchs_own_are_measured(m
     found = rows(speed.measure(CPU, 0.01, lambda: next(ticks) * 1e-3))  # every look at the clock is a millisecond
     assert list(found) == ["float32", "float16", "bfloat16", "float16 (torch's own)"]
     assert all(row.matmul and row.convolution for row in found.values())
-    assert len(used) >= 2 * 4  # matmul and convolution: the search for the size, and three rounds
+    assert used == [1]
     assert cpu_fp16._replacement.users == 0

@@ -1,10 +1,8 @@
-"""``trainer checks``: what is installed, what the machine has, and which precision to use; of a recipe the data, the
-layers, and the memory.
+"""``trainer checks``: versions, devices, precisions and speed of this machine; data, layers and memory of a recipe.
 
-Each check is a function that adds to the `Findings`: `CHECKS` lists those of the machine in the order in which they are
-told, `trainer.cli.checks.first_look.CHECKS_OF_RECIPE` those of a recipe. What there is to know comes from ``machine``
-(cores, memory, disks), ``abilities`` (what a device computes in), ``speed`` (how fast), ``memory`` (of a training), and
-``first_look`` (data and layers of a recipe). torch is imported only when the command runs: it may be what is broken.
+Each check is a function that adds to the :class:`Findings`, in the order of `CHECKS` for the machine and of
+`trainer.cli.checks.first_look.CHECKS_OF_RECIPE` for a recipe. torch is imported only when the command runs, because it
+may be broken.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import warnings
@@ -35,29 +32,28 @@ from trainer.terminal import Table, tell
 if TYPE_CHECKING:
     import torch
 
-_PACKAGES = ("lightning", "torchmetrics", "hydra-core", "omegaconf", "torchvision", "scikit-learn", "optuna")
+_PACKAGES = ("lightning", "torchmetrics", "hydra-core", "omegaconf")
 _OPTIONAL = ("torchvision", "scikit-learn", "optuna")
-_DRIVER = "NVIDIA driver"
-_RUNS = "outputs"  # where runs, and their checkpoints, go by default (conf/amp_trainer.yaml)
-_LITTLE_DISK, _LITTLE_SHARED = 2**30, 2**30
+_RUNS = "outputs"  # the default folder of runs (conf/amp_trainer.yaml)
+_LITTLE = 2**30  # bytes, of a disk and of shared memory
 _DTYPE_OF = {"16": "float16", "bf16": "bfloat16", "32": "float32"}
 _OPERATIONS = {"matmul": "matrix products", "convolution": "convolutions"}
 
 
 def command(arguments: Arguments) -> int:
-    """``trainer checks [json]``, and of a recipe ``trainer checks [json] +recipe=NAME [SETTING=VALUE ...]``.
+    """``trainer checks [json]``, and for a recipe ``trainer checks [json] +recipe=NAME [SETTING=VALUE ...]``.
 
     Returns:
-        0, or 1 when something is broken: torch cannot be imported, or nothing can be written.
+        0, or 1 if something is broken: torch cannot be imported, or a folder cannot be written.
 
     Raises:
-        UsageError: a word other than json; of a recipe what `trainer.cli.checks.memory.predict` refuses.
+        UsageError: for a word other than json; for a recipe, as `trainer.cli.checks.memory.predict`.
     """
     if arguments.words not in ([], ["json"]):
         given = arguments.words[0]
         raise UsageError(
-            f"checks takes one word: json. Got {given!r}.{did_you_mean(given, ['json'])} What memory a recipe needs is"
-            " told by `python -m trainer checks +recipe=NAME`."
+            f"checks takes one word: json. Got {given!r}.{did_you_mean(given, ['json'])} `python -m trainer checks"
+            " +recipe=NAME` predicts the memory of a recipe."
         )
     arguments.check_flags()
     found = Findings()
@@ -67,7 +63,7 @@ def command(arguments: Arguments) -> int:
     try:
         for check in CHECKS if found.recipe is None else (check_versions, check_devices):
             check(found)
-        if found.recipe is not None and found.devices:  # or torch is broken
+        if found.recipe is not None and found.devices:  # otherwise torch is broken
             from trainer.cli.checks.first_look import CHECKS_OF_RECIPE
 
             for check_of_recipe in CHECKS_OF_RECIPE:
@@ -82,62 +78,61 @@ def command(arguments: Arguments) -> int:
         print(json.dumps(found.facts, indent=2))
     else:
         show(found)
-    if found.facts["problems"]:
-        return 1
-    if found.recipe is not None and found.recipe.failure is not None:
+    if not found.facts["problems"] and found.recipe is not None and found.recipe.failure is not None:
         raise found.recipe.failure
-    return 0
+    return int(bool(found.facts["problems"]))
 
 
 def check_versions(found: Findings) -> None:
-    """What is installed, and whether torch can be imported."""
-    known = {name: version_of(name) for name in ("torch", *_PACKAGES)}
-    versions = {"trainer": trainer.__version__, "python": platform.python_version()}
-    versions |= {name: text or "not installed" for name, text in known.items() if text or name not in _OPTIONAL}
-    driver = nvidia_driver()
-    versions |= ({_DRIVER: driver} if driver else {}) | {"system": platform.platform()}
+    """List the installed versions, and check that torch can be imported."""
+    versions = {"trainer": trainer.__version__, "python": platform.python_version(), "torch": version_of("torch")}
+    versions |= {name: version_of(name) or "not installed" for name in _PACKAGES}
+    versions |= {name: version for name in _OPTIONAL if (version := version_of(name))}
+    if driver := nvidia_driver():
+        versions["NVIDIA driver"] = driver
+    versions["system"] = platform.platform()
     try:
         import torch
     except Exception as error:
-        problem = f"torch cannot be imported: {type(error).__name__}: {' '.join(str(error).split())}."
-        found.problem(f"{problem} Install it anew: pip install --force-reinstall torch.")
-        found.facts["verdict"] = "Nothing can be trained here before torch is mended."
+        found.problem(
+            f"torch cannot be imported: {type(error).__name__}: {' '.join(str(error).split())}. Install it again: pip"
+            " install --force-reinstall torch."
+        )
+        found.facts["verdict"] = "No training is possible before torch is repaired."
     else:
         cuda, hip = torch.version.cuda, torch.version.hip
-        build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "no CUDA"
-        versions["torch"] = f"{torch.__version__} ({build})"
-        with warnings.catch_warnings(record=True) as said:
+        versions["torch"] = f"{torch.__version__} ({f'CUDA {cuda}' if cuda else f'ROCm {hip}' if hip else 'no CUDA'})"
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             found.devices = devices()
-        found.facts["remarks"] += [" ".join(str(warning.message).split()) for warning in said]
+        found.facts["remarks"] += [" ".join(str(warning.message).split()) for warning in warned]
         if driver and found.devices[0].type == "cpu":
-            why = "torch was built without CUDA" if cuda is None else "torch finds no GPU it can use"
+            why = "torch was built without CUDA" if cuda is None else "torch finds no GPU that it can use"
             found.remark(f"There is an NVIDIA driver, but {why}.")
     found.facts["versions"] = versions
-    if found.recipe is None:  # one screen is for what is looked at
-        found.tables.append(Table("Versions", (), list(versions.items())))
+    if found.recipe is None:  # a recipe fills the screen
+        found.tables.append(Table("Versions", (), [(name, str(version)) for name, version in versions.items()]))
 
 
 def check_devices(found: Findings) -> None:
-    """The devices, and what they have."""
+    """List the devices, with name and memory."""
     found.facts["devices"] = [_describe(device) for device in found.devices]
     rows = [[row["device"], row["name"], readable(row["memory"]), row["detail"]] for row in found.facts["devices"]]
     found.tables.append(Table("Devices", ("device", "name", "memory", "about"), rows, ("device", "name", "about")))
 
 
 def check_precisions(found: Findings) -> None:
-    """What each precision does on each kind of device."""
+    """List each precision on each kind of device."""
     for name, device in {_name(device): device for device in found.devices}.items():
         from trainer.cli.checks.abilities import PRECISIONS, ability
 
         rows = [ability(precision, device) for precision in PRECISIONS]
-        found.facts["precisions"][name] = [vars(row) for row in rows]
-        cells = [[row.precision, row.how, row.why] for row in rows]
-        found.tables.append(Table(f"Precisions on {name}", ("precision", "here", "why"), cells))
+        found.facts["precisions"][name] = [row._asdict() for row in rows]
+        found.tables.append(Table(f"Precisions on {name}", ("precision", "here", "why"), rows))
 
 
 def check_speed(found: Findings) -> None:
-    """How fast the first device is, and which precision to use on it."""
+    """Measure the first device, and recommend a precision."""
     if not found.devices:
         return
     import torch
@@ -145,27 +140,27 @@ def check_speed(found: Findings) -> None:
     from trainer.cli.checks.speed import measure
 
     device, cores, threads, load = found.devices[0], machine.cores().usable, torch.get_num_threads(), _load()
-    speeds = measure(device, found.seconds)
-    found.facts["speed"] = {
-        "device": _name(device), "threads": threads, "load": load, "rows": [vars(row) for row in speeds]
-    }  # fmt: skip
+    name, speeds = _name(device), measure(device, found.seconds)
+    facts = {"device": name, "threads": threads, "load": load, "rows": [vars(row) for row in speeds]}
+    found.facts["speed"] = facts
     is_busy = load is not None and device.type == "cpu" and load > cores
     if is_busy:
         found.remark(
-            f"Other processes keep the cores busy (load {load:.1f}, cores {cores}): the measured speeds mean"
-            " little. Run this again when the machine is idle."
+            f"Other processes keep the cores busy (load {load:.1f}, cores {cores}), so the measured speeds are not"
+            " reliable. Run this again on an idle machine."
         )
     found.facts["verdict"] = verdict(device, {} if is_busy else {row.name: row.ratios for row in speeds})
     on_cpu = f", {threads} thread{'s' * (threads != 1)}" if device.type == "cpu" else ""
-    numbers = [name for words in _OPERATIONS.values() for name in (words, "against float32")]
-    cells = [[_rate(getattr(row, name)), _ratio(row.ratios.get(name))] for row in speeds for name in _OPERATIONS]
-    rows = [[row.name, *cells[2 * place], *cells[2 * place + 1]] for place, row in enumerate(speeds)]
-    title, first = f"Measured speed of {_name(device)}{on_cpu}", ["arithmetic"]
-    found.tables.append(Table(title, [*first, *numbers], rows, first))
+    header = ["arithmetic", *(text for words in _OPERATIONS.values() for text in (words, "against float32"))]
+    rows = [
+        [row.name, *(text for one in _OPERATIONS for text in (_rate(getattr(row, one)), _ratio(row.ratios.get(one))))]
+        for row in speeds
+    ]
+    found.tables.append(Table(f"Measured speed of {name}{on_cpu}", header, rows, header[:1]))
 
 
 def check_host(found: Findings) -> None:
-    """Cores for the dataloaders, memory, and disks."""
+    """List cores for the dataloaders, memory, and disks."""
     found.tables.append(Table("Host", (), [*_workers(found), *_memory(found), *_disks(found)]))
 
 
@@ -182,7 +177,7 @@ CHECKS: tuple[Callable[[Findings], None], ...] = (
 
 
 def devices() -> list[torch.device]:
-    """The devices that a Trainer can run on; the first is the one that ``accelerator=auto`` takes."""
+    """Return the devices that a Trainer can use; the first is the choice of ``accelerator=auto``."""
     import torch
 
     found = [torch.device("mps")] if torch.backends.mps.is_available() else []
@@ -191,13 +186,11 @@ def devices() -> list[torch.device]:
 
 
 def verdict(device: torch.device, ratios: dict[str, dict[str, float]]) -> str:
-    """Which precision to use on ``device``, and why.
-
-    It is the one that ``precision=auto`` takes, unless a measurement speaks against it.
+    """Return which precision to use on ``device``, and why: that of ``precision=auto`` unless it was measured slower.
 
     Args:
-        device: where.
-        ratios: measured speeds against float32, by dtype and operation; empty where they mean nothing.
+        device: the device.
+        ratios: measured speeds against float32, by dtype and operation; empty if they are not reliable.
     """
     from trainer.precision import AutoPrecision
 
@@ -223,17 +216,15 @@ def _describe(device: torch.device) -> dict[str, Any]:
 
     from trainer.cli.checks.abilities import instructions
 
+    memory, detail = machine.memory().total, "shares the host's memory"
     if device.type == "cuda":
-        memory: int | None = torch.cuda.get_device_properties(device).total_memory
+        memory = torch.cuda.get_device_properties(device).total_memory
         detail = f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
-    else:
-        memory, detail = machine.memory().total, "shares the host's memory"
-    if device.type == "cpu":
+    elif device.type == "cpu":
         cores = machine.cores()
         of = f"{cores.usable} of {cores.total} cores usable" if cores.usable < cores.total else f"{cores.total} cores"
         detail = f"{of}; 16-bit instructions: {', '.join(instructions()) or 'none that torch uses'}"
-    name = platform.processor() if device.type == "mps" else _name(device)
-    return {"device": str(device), "name": name, "memory": memory, "detail": detail}
+    return {"device": str(device), "name": _name(device), "memory": memory, "detail": detail}
 
 
 def _name(device: torch.device) -> str:
@@ -241,39 +232,28 @@ def _name(device: torch.device) -> str:
 
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return machine.cpu_name() if device.type == "cpu" else device.type.upper()
+    return machine.cpu_name() if device.type == "cpu" else platform.processor()
 
 
 # --- without torch --------------------------------------------------------------------------------------------
 
 
-def nvidia_driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """The version of NVIDIA's driver; None where there is none.
-
-    Args:
-        file: where Linux tells; elsewhere ``nvidia-smi`` is asked.
-    """
-    try:
-        found = re.search(r"Module\D*?(?:for \S+\s+)?(\d+[\d.]+)", file.read_text(encoding="utf-8"))
-        return found[1] if found else None
-    except OSError:
-        tool = shutil.which("nvidia-smi")
+def nvidia_driver() -> str | None:
+    """Return the version of NVIDIA's driver from ``nvidia-smi``, or None."""
+    tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
-    asked = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.strip().partition("\n")[0] or None
 
 
 def _load() -> float | None:
-    """How many processes have wanted a core in the last minute, on average."""
-    try:
-        return round(os.getloadavg()[0], 1)
-    except (AttributeError, OSError):  # Windows
-        return None
+    """Return the mean number of processes that were ready to run in the last minute."""
+    return round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None  # not on Windows
 
 
 def _workers(found: Findings) -> list[list[str]]:
@@ -289,7 +269,7 @@ def _memory(found: Findings) -> list[list[str]]:
     memory = machine.memory()
     shared = known[1] if (known := machine.shared_memory()) else None
     found.facts["memory"] = {**vars(memory), "usable": memory.usable, "shared": shared}
-    if shared is not None and shared < _LITTLE_SHARED:
+    if shared is not None and shared < _LITTLE:
         found.remark(
             f"{machine.SHARED_MEMORY} has {readable(shared)}, and batches of dataloader workers travel through it:"
             " start the container with --shm-size=8g or --ipc=host."
@@ -307,17 +287,16 @@ def _disks(found: Findings) -> list[list[str]]:
     found.facts["disks"] = [{**vars(disk), "folder": str(disk.folder), "for": name} for name, disk in disks.items()]
     rows = []
     for name, disk in disks.items():
+        space = f"{readable(disk.free)} of {readable(disk.total)} free"
         if disk.problem is not None:
             found.problem(
-                f"Nothing can be written into {disk.folder}: {disk.problem} ({readable(disk.free)} of"
-                f" {readable(disk.total)} free). Runs and checkpoints go there: work in another folder, or choose one"
-                " with hydra.run.dir=FOLDER."
+                f"{disk.folder} cannot be written: {disk.problem} ({space}). Runs and checkpoints go there: work in"
+                " another folder, or choose one with hydra.run.dir=FOLDER."
             )
-        elif disk.free < _LITTLE_DISK:
+        elif disk.free < _LITTLE:
             found.remark(f"{disk.folder} has {readable(disk.free)} left: checkpoints may not fit.")
         network = f", on a network ({disk.network})" if disk.network else ""
         state = "writable" if disk.problem is None else f"not writable: {disk.problem}"
-        space = f"{readable(disk.free)} free of {readable(disk.total)}"
         rows.append([name, f"{disk.folder}: {space}, {state}{network}"])
     return rows
 
@@ -326,15 +305,16 @@ def _disks(found: Findings) -> list[list[str]]:
 
 
 def show(found: Findings) -> None:
-    """Print what was found for a person; with ``--quiet`` the verdict, and what is wrong."""
+    """Print the tables, remarks, problems and the verdict; with ``--quiet`` no tables."""
     for table in found.tables:
         if table.rows:
             table.show()
-    remarks = [(f"Note: {remark}", "") for remark in found.facts["remarks"]]
-    problems = [(f"Broken: {problem}", "red") for problem in found.facts["problems"]]
-    verdict = [(found.facts["verdict"], "bold")] if found.facts["verdict"] else []
-    for line, style in [*remarks, *problems, *verdict]:
-        tell(line, style)
+    for remark in found.facts["remarks"]:
+        tell(f"Note: {remark}")
+    for problem in found.facts["problems"]:
+        tell(f"Broken: {problem}", "red")
+    if found.facts["verdict"]:
+        tell(found.facts["verdict"], "bold")
 
 
 def _rate(value: float | None) -> str:

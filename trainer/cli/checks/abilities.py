@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -21,8 +20,7 @@ PRECISIONS = tuple(sorted(PLUGINS.keys() - {"auto"}))
 _CPU_FLOAT16 = ("avx512_fp16", "amx_fp16", "sve", "fp16")
 
 
-@dataclass(frozen=True)
-class Ability:
+class Ability(NamedTuple):
     """What one precision does on one device.
 
     Args:

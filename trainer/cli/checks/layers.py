@@ -5,9 +5,11 @@ make of these numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from trainer.cli.checks.batch import classes_of, labels_out_of_range
+from trainer.cli.rehearsal import Done
 from trainer.data.samples import tensors_in
 from trainer.postmortem.probe import measure
 from trainer.precision.fp32_modules import plain_class
@@ -26,10 +29,6 @@ SMALLEST = 2.0**-24
 """The smallest number above 0 that float16 has: 6e-8."""
 SCALE = 2.0**16
 """What 16-mixed multiplies the loss by to begin with."""
-
-
-class Done(Exception):  # noqa: N818 - no error
-    """Ends a fit when there is nothing more to see."""
 
 
 @dataclass
@@ -172,16 +171,10 @@ def largest_scale(layers: Iterable[Layer]) -> float | None:
 
 def shown(layers: list[Layer], most: int) -> list[Layer]:
     """The layers that matter most, in the module's order: by parameters, activations, magnitudes and what vanishes."""
-    keys: tuple[Callable[[Layer], float], ...] = (
-        lambda one: one.parameters,
-        lambda one: one.outputs,
-        lambda one: one.largest,
-        lambda one: one.share,
-    )
-    ranked = [sorted(layers, key=key, reverse=True) for key in keys]
-    chosen: dict[int, None] = {}
-    for place in range(len(layers)):
-        for key, ranking in zip(keys, ranked, strict=True):
-            if len(chosen) < most and key(ranking[place]):
-                chosen[id(ranking[place])] = None
+    ranked = [
+        [layer for layer in sorted(layers, key=attrgetter(name), reverse=True) if getattr(layer, name)]
+        for name in ("parameters", "outputs", "largest", "share")
+    ]
+    in_turn = [id(layer) for tier in zip_longest(*ranked) for layer in tier if layer is not None]
+    chosen = list(dict.fromkeys(in_turn))[:most]
     return [layer for layer in layers if id(layer) in chosen]

@@ -125,50 +125,46 @@ def read(recipe: Recipe) -> Settings:
 
 
 def check_memory(found: Findings, recipe: Recipe) -> None:
-    """What the training of a recipe will take on each device, and which strategy fits."""
+    """Predict the memory that the training of a recipe takes on each device, and which strategy fits."""
     try:
-        told = predict(recipe, found.devices)
-    except UnpredictableError as error:  # the rest can be told
+        prediction = predict(recipe, found.devices)
+    except UnpredictableError as error:  # the other checks still run
         recipe.failure = error
         return
-    found.facts["memory_of_recipe"] = {
-        "parameters": told.parameters,
-        "gpu_memory": told.memory,
-        "needs": [need._asdict() | {"fits": told.fits(need)} for need in told.needs],
-        "others": [need._asdict() | {"fits": told.fits(need)} for need in told.others],
-    }
-    found.facts["remarks"] += told.assumptions
-    found.facts["verdict"] = told.verdict
-    one, *spread = told.needs
+    needs, others = ([one._asdict() | {"fits": prediction.fits(one)} for one in kind] for kind in (
+        prediction.needs, prediction.others
+    ))  # fmt: skip
+    waits = list(prediction.waits.values())
+    found.facts |= {
+        "memory_of_recipe": {
+            "parameters": prediction.parameters, "gpu_memory": prediction.memory, "needs": needs, "others": others,
+        },
+        "verdict": prediction.verdict,
+        "missed": prediction.missed,
+        "host_waits": [vars(wait) | {"instead": wait.instead} for wait in waits],
+        "autocast_ops": prediction.ops,
+    }  # fmt: skip
+    found.facts["remarks"] += prediction.assumptions
+    if prediction.missed:
+        settings = "; ".join(f"{name} ({gain})" for name, gain in prediction.missed.items())
+        found.remark(f"Left on the table on a GPU: {settings}. tuning=fast turns on what is safe.")
+    if prediction.ops:
+        found.remark("precision.autocast_ops=cuda computes those operations here as on CUDA.")
+    one, *spread = prediction.needs
     rows = [
-        [
-            need.strategy,
-            str(need.devices),
-            need.precision,
-            readable(need.peak),
-            readable(need.after),
-            _FITS[told.fits(need)],
-        ]
-        for need in (one, *told.others, *spread)
+        [need.strategy, str(need.devices), need.precision, readable(need.peak), readable(need.after), fits]
+        for need in (one, *prediction.others, *spread)
+        for fits in [_FITS[prediction.fits(need)]]
     ]
     header = ("strategy", "devices", "precision", "peak of a step", "after it", "fits")
-    title = f"Memory on each device, for {told.parameters:,} parameters and this batch"
-    found.tables.append(Table(title, header, rows, ("strategy", "precision", "fits")))
-    found.facts["missed"] = told.missed
-    if told.missed:
-        settings = "; ".join(f"{name} ({gain})" for name, gain in told.missed.items())
-        found.remark(f"Left on the table on a GPU: {settings}. tuning=fast turns on what is safe.")
-    found.facts["host_waits"] = [vars(wait) | {"instead": wait.instead} for wait in told.waits.values()]
-    rows = [[f"{Path(wait.file).name}:{wait.line}", wait.code, wait.instead] for wait in told.waits.values()]
-    found.tables.append(
-        Table("Lines that make the host wait for a GPU in each step", ("line", "code", "instead"), rows)
-    )
-    found.facts["autocast_ops"] = told.ops
-    rows = [[name, here, there] for name, (here, there) in told.ops.items()]
-    title = "Operations that autocast computes in another dtype on CUDA"
-    found.tables.append(Table(title, ("operation", "here", "on CUDA"), rows))
-    if told.ops:
-        found.remark("precision.autocast_ops=cuda computes those operations here as on CUDA.")
+    title = f"Memory on each device, for {prediction.parameters:,} parameters and this batch"
+    lines = [[f"{Path(wait.file).name}:{wait.line}", wait.code, wait.instead] for wait in waits]
+    ops = [[name, *dtypes] for name, dtypes in prediction.ops.items()]
+    found.tables += [
+        Table(title, header, rows, ("strategy", "precision", "fits")),
+        Table("Lines that make the host wait for a GPU in each step", ("line", "code", "instead"), lines),
+        Table("Operations that autocast computes in another dtype on CUDA", ("operation", "here", "on CUDA"), ops),
+    ]
 
 
 def predict(recipe: Recipe, devices: list[torch.device]) -> Prediction:

@@ -10,10 +10,9 @@ import copy
 import os
 import statistics
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -23,11 +22,12 @@ from lightning.pytorch import Callback
 
 from trainer import machine
 from trainer.cli.checks.findings import Recipe
-from trainer.cli.checks.layers import Done, Layers
+from trainer.cli.checks.layers import Layers
 from trainer.cli.processes import environment
+from trainer.cli.rehearsal import Clock, Done, first_weights, rehearse
 from trainer.cli.run import assemble
 from trainer.data.samples import batch_size, part_of
-from trainer.precision.devices import now
+from trainer.errors import some
 from trainer.precision.float8 import Float8Precision
 from trainer.state import random_states
 
@@ -123,30 +123,18 @@ def time_step(recipe: Recipe, batch: Any, samples: int) -> Step:
 
 
 def _float8(chosen: Mapping[str, Any], others: Mapping[str, str]) -> str:
-    few = 6
-    names = [f"{name!r}" for name in chosen]
-    why = [f"{name!r} {reason}" for name, reason in others.items()]
-    return (
-        f"{len(chosen)} of {len(chosen) + len(others)} Linear layers compute in float8: {', '.join(names[:few])}"
-        f"{' ...' if len(names) > few else ''}."
-        + (f" The others do not: {'; '.join(why[:few])}{' ...' if len(why) > few else ''}." if why else "")
-    )
+    why = some((f"{name!r} {reason}" for name, reason in others.items()), 6, "; ")
+    names = some(map(repr, chosen), 6)
+    rest = f" The others do not: {why}." if others else ""
+    return f"{len(chosen)} of {len(chosen) + len(others)} Linear layers compute in float8: {names}.{rest}"
 
 
-class _Clock(Callback):
-    """Times steps, and ends the fit after some."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self.seconds: list[float] = []
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Starts the clock."""
-        self._started = now(trainer.strategy.root_device, self._clock)
+class _Clock(Clock):
+    """Measure some steps, then end the fit."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Stops it."""
-        self.seconds.append(now(trainer.strategy.root_device, self._clock) - self._started)
+        """Stop the clock."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if len(self.seconds) >= _STEPS or sum(self.seconds) > _SECONDS:
             raise Done
 
@@ -166,21 +154,20 @@ class _Again:
 
 
 def _fit(recipe: Recipe, batch: Any, observer: Callback, **changes: Any) -> Any:
-    """Train a module of the recipe on one batch until ``observer`` has seen enough; returns the Trainer."""
-    ours = recipe.settings["trainer"] | {"_target_": "trainer.Trainer"}  # whichever it is, a step is a step
+    """Train a module of the recipe on one batch until ``observer`` ends the run. Returns the Trainer."""
+    ours = recipe.settings["trainer"] | {"_target_": "trainer.Trainer"}
     settings = recipe.settings | {"callbacks": {}, "data": None, "trainer": ours} | changes
-    begin = {} if settings["weights"] is None else {"weights": settings["weights"]}
+    begin = first_weights(settings)
     with TemporaryDirectory() as folder:
         module, _, trainer = assemble(settings, Path(folder))
-        trainer.callbacks = [observer]
+        trainer.callbacks = []
         if recipe.settings["data"] is None:
             begin["train_dataloaders"] = _Again(batch)
-        else:  # it is set up; its hooks for batches are wanted
+        else:  # already set up; its hooks for batches are used
             recipe.data.prepare_data = recipe.data.setup = recipe.data.teardown = _nothing
             recipe.data.train_dataloader = lambda: _Again(batch)
             begin["datamodule"] = recipe.data
-        with suppress(Done):
-            trainer.fit(module, **begin)
+        rehearse(trainer, module, observer, **begin)
     return trainer
 
 

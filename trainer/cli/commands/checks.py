@@ -15,7 +15,7 @@ fails, a loss that is not finite, or labels that the model has no class for.
 
 With a recipe it takes a first look at the data, in seconds and without a training. It shows a batch (shapes, ranges,
 labels, NaN; images as a picture in outputs/checks), the layers with their parameters, activations and gradients in one
-step, what float16 would make of these, and whether loading or the step is the brake. checks.steps=false runs no step.
+step, these numbers in float16, and whether loading or the step is the bottleneck. checks.steps=false runs no step.
 
 It predicts the memory that the training takes on each device, in each precision: on one, by DDP, and sharded by FSDP.
 That step is run on tensors without values, so neither a GPU nor the memory is needed; a recipe that reads weights from

@@ -27,6 +27,7 @@ from trainer.cli.tune.child import Message, Tell
 from trainer.cli.tune.lr_range import LearningRateSweep
 from trainer.data.samples import batch_size
 from trainer.errors import PrecisionError, is_out_of_memory
+from trainer.precision.devices import peak_memory
 
 _MOST_SKIPPED = 30  # 16 halvings lead from the first loss scale to 1
 _LOOK_EVERY = 0.02  # seconds
@@ -139,8 +140,7 @@ class Meter(Clock):
         time to load batches and the first update. ``batch``: samples in a batch. ``samples``: in the training set, or
         None. ``skipped``: number of updates that overflowed.
         """
-        on_gpu = self._device.type == "cuda"
-        memory = torch.cuda.max_memory_allocated(self._device) if on_gpu else machine.peak_memory()
+        memory = peak_memory(self._device)
         if self._device.type == "cpu" and self._memory is not None and memory > self._memory:
             return _over_budget(memory)
         seconds = sum(self.seconds[self._warm_up :])
