@@ -517,6 +517,33 @@ def test_a_module_may_override_backward_zero_grad_clipping_and_the_schedules_ste
     ]
 
 
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_gradients_clipped_within_a_window_are_added_to_unclipped_ones_of_the_same_scale(tmp_path, precision):
+    class ClipsEach(Regression):
+        def on_after_backward(self):
+            self.clip_gradients(self.optimizers(), 0.1, "norm")
+
+    ours, theirs, batches = make_net(), make_net(), make_batches(4)
+    plugin, scaler = precision_and_scaler(precision, **SMALL)
+    make_trainer(tmp_path, precision=plugin, accumulate_grad_batches=2).fit(ClipsEach(ours, sgd), loader_of(batches))
+    optimizer = sgd(theirs.parameters())
+    for index, batch in enumerate(batches):
+        with torch.autocast("cpu", torch.float16, enabled=precision == "16-mixed"):
+            loss = loss_of(theirs, batch) / 2
+        scaler.scale(loss).backward()
+        for parameter in theirs.parameters():
+            parameter.grad /= scaler.get_scale()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
+        if index % 2 == 0:
+            for parameter in theirs.parameters():
+                parameter.grad *= scaler.get_scale()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours_now, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(ours_now, expected)
+
+
 def test_an_optimizers_own_zero_grad_is_called(tmp_path):
     cleared = []
 

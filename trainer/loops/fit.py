@@ -365,6 +365,8 @@ class FitLoop:
             loss: the loss, not scaled.
             run: runs the backward pass of the scaled loss. Default: that of the path.
         """
+        if not self.window.is_first:
+            self.gradients.scale_again()  # if a hook has unscaled them
         scaled = self.gradients.scale(loss)
         self.hooks.on_before_backward(scaled)
         (run or self.path.backward)(scaled)
