@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,9 @@ def test_a_run_goes_on_and_then_has_nothing_left_to_do(capsys, monkeypatch):
         assert main(words) == 130
     (folder,) = Path("outputs/line").iterdir()
     assert result(folder)["status"] == "interrupted"
+    capsys.readouterr()
     assert main(words) == 0
+    assert re.search(r"checkpoint at \S+\.ckpt: epoch 2, step 8", "".join(capsys.readouterr()))
     told, whole = result(folder), result(Path("whole"))
     assert (told["status"], told["epochs"], told["steps"]) == ("completed", 3, 12)
     assert told["metrics"] == whole["metrics"]

@@ -244,10 +244,15 @@ class CheckpointConnector(_CheckpointConnector):
         return None
 
     def forget(self) -> None:
-        """After everything is restored: say so, and free the memory."""
-        if self._loaded_checkpoint:
-            done = "Restored all states" if self.trainer.state.fn is TrainerFn.FITTING else "Loaded model weights"
-            rank_zero_info(f"{done} from the checkpoint at {redaction.text(str(self._ckpt_path))}")
+        """Log which checkpoint was restored, and free the memory."""
+        trainer, path = self.trainer, redaction.text(str(self._ckpt_path))
+        if self._loaded_checkpoint and trainer.state.fn is not TrainerFn.FITTING:
+            rank_zero_info(f"Loaded model weights from the checkpoint at {path}")
+        elif self._loaded_checkpoint and trainer.is_global_zero:
+            logging.getLogger("lightning.pytorch.advice").info(  # the command line prints it, too
+                f"Restored all states from the checkpoint at {path}: epoch {trainer.current_epoch}, step"
+                f" {trainer.global_step}"
+            )
         self._loaded_checkpoint = {}
 
     def _note_foreign(self) -> None:
