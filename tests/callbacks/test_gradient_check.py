@@ -343,10 +343,10 @@ class Manual(Regression):
     ("module", "arguments", "message"),
     [
         (Counting, {}, r"Got a loss of \S+ and then of \S+ for the same weights"),
-        (Infinite, {"samples": 3}, r"Got a loss of inf on 3 samples, expected a finite one"),
-        (Float, {}, r"Got torch.float32 of shape \(\) as the loss .* a cast such as x.float\(\)"),
+        (Infinite, {"samples": 3}, r"Got a loss of inf and then of inf for the same weights, 3 samples"),
+        (Float, {}, r"Got torch.float32 of shape \(\) as the loss .* such as x.float\(\)"),
         (Nothing, {}, "Got None as the loss of training_step, expected one float64 number"),
-        (Detached, {}, "Got a loss that needs no gradient"),
+        (Detached, {}, r"Got torch.float64 of shape \(\) as the loss .* that requires a gradient"),
         (Manual, {}, "Got Manual with manual optimization"),
         (Regression, {"parameters": "net.0.wieght"}, "Got 'net.0.wieght' .* Did you mean 'net.0.weight'?"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
@@ -160,25 +159,14 @@ class GradientCheck(Callback):
 
     def _repeatable(self, loss: Loss, parameters: Mapping[str, Tensor]) -> float:
         """Return the loss at the weights if two evaluations agree."""
-        first, second = loss(parameters), loss(parameters)
-        value, again = first.item(), second.item()
-        if not math.isfinite(value):
+        first, second = loss(parameters).item(), loss(parameters).item()
+        if not abs(first - second) <= 2 * self.eps * self.atol * max(1.0, abs(first)):
             raise ConfigurationError(
-                f"Got a loss of {value!r} on {self.samples} samples, expected a finite one. Use more of them:"
-                " GradientCheck(samples=...)."
+                f"Got a loss of {first!r} and then of {second!r} for the same weights, {self.samples} samples and"
+                " random numbers, expected the same finite one: training_step changes something that it depends on"
+                " (other than buffers), or an operation is not deterministic (Trainer(deterministic=True) finds it)."
             )
-        if not first.requires_grad:
-            raise ConfigurationError(
-                "Got a loss that needs no gradient, expected one computed from trainable parameters: training_step has"
-                " detached it, or computed it under no_grad."
-            )
-        if abs(value - again) > 2 * self.eps * self.atol * max(1.0, abs(value)):
-            raise ConfigurationError(
-                f"Got a loss of {value!r} and then of {again!r} for the same weights, samples and random numbers,"
-                " expected the same one: training_step changes something that it depends on (other than buffers), or"
-                " uses an operation that is not deterministic (Trainer(deterministic=True) finds it)."
-            )
-        return value
+        return first
 
     def _report(self) -> str:
         nearest = list(self.problems)[-1]
@@ -208,11 +196,11 @@ def _loss_of(trainer: Any, module: LightningModule, batch: Any, batch_idx: int) 
         with isolate_rng(), trainer.precision_plugin.forward_context():
             output = functional_call(step, {f"module.{name}": value for name, value in values.items()}, arguments)
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.dtype is not torch.float64:
+        if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.dtype is torch.float64 and loss.requires_grad):
             found = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise ConfigurationError(
-                f"Got {found} as the loss of training_step, expected one float64 number. Finite differences need"
-                " float64 in the whole forward pass; a cast such as x.float() loses it."
+                f"Got {found} as the loss of training_step, expected one float64 number that requires a gradient. Casts"
+                " such as x.float(), detach() and no_grad() lose one of the two."
             )
         return loss.reshape(())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,12 +14,11 @@ from trainer.data.samples import PLAIN, leaves_in, named_tensors_in
 from trainer.errors import some
 from trainer.record.figures import sheet
 
-_MOST_COUNTED = 12  # labels that are told one by one
+_MOST_COUNTED = 12  # labels that are listed one by one
 _MOST_IMAGES = 32
 _SMALLEST_IMAGE = 8
 _IGNORED = (-100, -1)
 """Labels of targets that do not count: of torch's losses, and of many data sets."""
-_LONGEST = 40
 
 
 class Entry(NamedTuple):
@@ -136,20 +136,12 @@ def _entry(name: str, value: Any) -> Entry:
         dtype = str(value.dtype).removeprefix("torch.")
         if value.layout is not torch.strided:
             return Entry(name, shape, dtype, content=str(value.layout).removeprefix("torch."))
-        return Entry(name, shape, dtype, _range(value), _content(value), _not_finite(value))
+        return Entry(name, shape, dtype, *_statistics(value), _not_finite(value))
+    content = reprlib.repr(value[0] if isinstance(value, (list, tuple)) and value else value)
     if isinstance(value, (list, tuple)):
-        kinds = {type(item).__name__ for item in value}
-        first = f"the first: {_shortened(value[0])}" if value else ""
-        return Entry(
-            name, str(len(value)), f"list of {' and '.join(sorted(kinds))}" if kinds else "list", content=first
-        )
-    content = _shortened(value) if isinstance(value, PLAIN) else "not looked into"
-    return Entry(name, "", type(value).__name__, content=content)
-
-
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+        kinds = " and ".join(sorted({type(item).__name__ for item in value}))
+        return Entry(name, str(len(value)), f"list of {kinds}" if kinds else "list", content=f"the first: {content}")
+    return Entry(name, "", type(value).__name__, content=content if isinstance(value, PLAIN) else "not described")
 
 
 def _is_labels(tensor: Tensor) -> bool:
@@ -162,32 +154,26 @@ def _is_labels(tensor: Tensor) -> bool:
     )
 
 
-def _range(tensor: Tensor) -> str:
-    if tensor.dtype is torch.bool or tensor.is_complex() or not tensor.numel():
-        return ""
+def _statistics(tensor: Tensor) -> tuple[str, str]:
+    """Return the range of the finite numbers, and their labels or mean and standard deviation."""
+    if tensor.is_complex() or not tensor.numel():
+        return "", ""
     values = tensor.detach()
     if values.is_floating_point():
-        values = values.float() if values.dtype is not torch.float64 else values
-        values = values[values.isfinite()]
-    if not values.numel():
-        return ""
-    return f"{_number(values.min().item())} to {_number(values.max().item())}"
-
-
-def _content(tensor: Tensor) -> str:
-    if not tensor.numel() or tensor.is_complex():
-        return ""
-    if tensor.is_floating_point():
-        values = tensor.detach().double()
+        values = values.double()
         values = values[values.isfinite()]
         if not values.numel():
-            return ""
-        return f"mean {_number(values.mean().item())}, std {_number(values.std(correction=0).item())}"
-    labels, counts = torch.unique(tensor, return_counts=True)
-    if len(labels) > _MOST_COUNTED:
-        return f"{len(labels)} different values"
-    pairs = zip(labels.tolist(), counts.tolist(), strict=True)
-    return ", ".join(f"{str(label).lower()}: {count:,}" for label, count in pairs)
+            return "", ""
+        content = f"mean {_number(values.mean().item())}, std {_number(values.std(correction=0).item())}"
+    else:
+        labels, counts = torch.unique(values, return_counts=True)
+        pairs = zip(labels.tolist(), counts.tolist(), strict=True)
+        content = ", ".join(f"{str(label).lower()}: {count:,}" for label, count in pairs)
+        if len(labels) > _MOST_COUNTED:
+            content = f"{len(labels)} different values"
+    if values.dtype is torch.bool:
+        return "", content
+    return f"{_number(values.min().item())} to {_number(values.max().item())}", content
 
 
 def _not_finite(tensor: Tensor) -> str:
