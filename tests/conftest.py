@@ -48,8 +48,8 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-WHOLE = ("distributed/",)
-"""Folders that ``scripts/test`` leaves out, relative to ``tests``."""
+WHOLE = ("distributed/", "security/test_network.py", "test_start_up.py")
+"""Folders and modules that ``scripts/test`` leaves out, relative to ``tests``."""
 
 PROCESSES = {"python", "python_without_lightning", "wheel", "installed", "installed_python"}
 """Fixtures that start processes: a test that uses one is left out, too."""

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from tests.conftest import ROOT, is_whole
 from tests.support import pairwise, seeds, tiered
 
 
@@ -30,3 +34,19 @@ def test_seeds_are_sorted_into_tiers() -> None:
 def test_values_are_sorted_into_tiers() -> None:
     found = [(one.values, *(mark.name for mark in one.marks)) for one in tiered("ab", quick="b")]
     assert found == [(("a",), "whole"), (("b",), "representative")]
+
+
+@pytest.mark.parametrize(
+    ("path", "fixtures", "whole"),
+    [
+        ("tests/loops/test_fit.py", ["tmp_path"], False),
+        ("tests/test_trainer.py", ["python", "tmp_path"], True),
+        ("tests/distributed/test_ddp.py", [], True),
+    ],
+)
+def test_tests_that_start_processes_are_not_those_of_scripts_test(path: str, fixtures: list[str], whole: bool) -> None:
+    assert is_whole(SimpleNamespace(path=ROOT / path, fixturenames=fixtures)) is whole
+
+
+def test_ci_runs_all_tests() -> None:
+    assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "exec scripts/test --all"

@@ -102,6 +102,8 @@ def same_in(source: str, fault: Fault) -> Fault | None:
 def with_probes(source: str, faults: dict[int, Fault]) -> str:
     """Return the source with a call before the statement of each fault, which records that a test reaches it.
 
+    The module that is called, ``mutation_probe``, must be in the package: programs of tests may have no other folder.
+
     Args:
         source: Of the file that all these faults are in.
         faults: By number.
@@ -110,7 +112,9 @@ def with_probes(source: str, faults: dict[int, Fault]) -> str:
     for number, fault in sorted(faults.items(), key=lambda pair: -pair[1].statement):
         line = lines[fault.statement - 1]
         indent = line[: len(line) - len(line.lstrip())]
-        lines.insert(fault.statement - 1, f"{indent}__import__('mutation_probe').reach({number})\n")
+        lines.insert(
+            fault.statement - 1, f"{indent}__import__('trainer.mutation_probe').mutation_probe.reach({number})\n"
+        )
     return "".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""What the probes in a copy of the source call: record in a file which test reaches which fault, in any process."""
+"""Record in a file which test reaches which fault, in any process; probes in a copy of the source call it."""
 
 from __future__ import annotations
 

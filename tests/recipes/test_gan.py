@@ -16,7 +16,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from recipes.data import DigitScans
 from recipes.gan import GAN, SamplePictures, frechet_distance
-from tests.support import AUTOCAST_DTYPES, make_trainer, native_fp16
+from tests.support import AUTOCAST_DTYPES, make_trainer, native_fp16, tiered
 
 ADAM = partial(torch.optim.Adam, lr=2e-3, betas=(0.5, 0.999))
 
@@ -109,7 +109,7 @@ def trained(folder: Path, precision: str = "32-true", epochs: int = 5, **options
     return gan, trainer
 
 
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize("precision", tiered(["32-true", "16-mixed", "bf16-mixed"], quick=["16-mixed"]))
 def test_generated_images_become_like_the_digits(precision, scans, tmp_path):
     gan, trainer = trained(tmp_path, precision)
     assert set(trainer.callback_metrics) == {"d_loss", "g_loss", "val_frechet"}

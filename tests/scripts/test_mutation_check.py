@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from _mutations import faults
+
+import trainer
 
 SOURCE = '''
 LIMIT = 3
@@ -68,10 +72,10 @@ def test_a_fault_is_found_again_in_another_version() -> None:
 
 
 def test_probes_stand_before_the_statements_of_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    import mutation_probe
-
     reached: list[int] = []
-    monkeypatch.setattr(mutation_probe, "reach", reached.append)
+    probe = SimpleNamespace(reach=reached.append)
+    monkeypatch.setitem(sys.modules, "trainer.mutation_probe", probe)
+    monkeypatch.setattr(trainer, "mutation_probe", probe, raising=False)
     numbered = dict(enumerate(faults.candidates(SOURCE, "sum.py")))
     space: dict[str, object] = {}
     exec(faults.with_probes(SOURCE.replace("torch.zeros(2, dtype=torch.float32)", "1"), numbered), space)

@@ -133,6 +133,7 @@ def test_a_data_set_of_the_library_datasets(monkeypatch):
         ready("real", field="number")
 
 
+@pytest.mark.whole
 @needs_tokenizers
 def test_a_tokenizer_of_a_model():
     folder = tiny_llama(Path("model"))
