@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.weights import read
 from trainer.errors import ConfigurationError, some
-from trainer.precision.fp32_modules import plain_name
+from trainer.modules import plain_name
 from trainer.record.checkpoints import find_weights
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from trainer.errors import (
     UnsafeCheckpointError,
     warn,
 )
-from trainer.precision.fp32_modules import plain_name
+from trainer.modules import parameters_of, plain_name
 from trainer.state.metric_objects import MetricObjects
 
 FORMAT = 3
@@ -265,7 +265,7 @@ def process_states_in(checkpoint: dict[str, Any], *, exact: bool) -> list[dict[s
 def parameter_names(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[list[str]]:
     """The names of each optimizer's parameters, in its order; [] for one with parameters that are not the module's."""
     names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
-    held = [[id(one) for one in _parameters_of(optimizer)] for optimizer in optimizers]
+    held = [[id(one) for one in parameters_of(optimizer)] for optimizer in optimizers]
     return [[names[one] for one in ids] if names.keys() >= set(ids) else [] for ids in held]
 
 
@@ -277,17 +277,13 @@ def _shared_equally(progress: dict[str, Any], optimizers: int) -> dict[int, int]
 
 def parameter_dtypes(run: Any, _: dict[str, Any]) -> list[list[torch.dtype]]:
     """Return the dtypes of each optimizer's parameters."""
-    return [[one.dtype for one in _parameters_of(optimizer)] for optimizer in run.engine.optimizers]
+    return [[one.dtype for one in parameters_of(optimizer)] for optimizer in run.engine.optimizers]
 
 
 def _ours(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the entries that are not Lightning's, or {}; they stood next to `loops` once."""
     ours: dict[str, Any] = checkpoint.get("loops", {}).get(OUR_KEY) or checkpoint.get(OUR_KEY) or {}
     return ours
-
-
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _saved_dtypes(
@@ -311,7 +307,7 @@ def _saved_dtypes(
     return {
         parameter: saved[name]
         for known, optimizer in zip(names, optimizers, strict=True)
-        for name, parameter in zip(known, _parameters_of(optimizer), strict=False)  # not named: not the module's
+        for name, parameter in zip(known, parameters_of(optimizer), strict=False)  # not named: not the module's
         if name in saved
     }
 

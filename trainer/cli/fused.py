@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from trainer.modules import parameters_of
+
 _FUSED = (Adam, AdamW, SGD)
 """Those of torch whose fused step runs on CUDA."""
 
@@ -62,7 +64,7 @@ class FusedOnCuda(partial[Optimizer]):
 
 def _has_fused_step(optimizer: Optimizer, device: str) -> bool:
     """Whether all of its parameters are on such a device, and of kinds that torch's fused step takes."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of(optimizer)
     if not all(parameter.device.type == device and parameter.is_floating_point() for parameter in parameters):
         return False
     if not isinstance(optimizer, SGD):

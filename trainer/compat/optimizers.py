@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from trainer.compat.overrides import overrides
 from trainer.engine.optimizers import needs_closure
 from trainer.errors import ConfigurationError, rank_zero_warn
+from trainer.modules import parameters_of
 
 
 class MultipleOptimizersError(ConfigurationError, RuntimeError):
@@ -109,7 +110,7 @@ def _check_several(module: LightningModule, optimizers: list[Optimizer], owns_st
     owners: dict[int, int] = {}
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for index, optimizer in enumerate(optimizers):
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for parameter in parameters_of(optimizer):
             if owners.setdefault(id(parameter), index) != index:
                 raise MultipleOptimizersError(
                     "Training with multiple optimizers is only supported with manual optimization where they share"

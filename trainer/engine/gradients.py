@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.engine.optimizers import has_own_zero_grad
+from trainer.modules import parameters_of
 from trainer.precision.dtypes import real_view
 from trainer.precision.scaler import LossScaler, UpdateOutcome, gradients_of
 
@@ -111,12 +112,7 @@ class Gradients:
 
         Autograd takes a first gradient as ``.grad`` as it is, without a copy. What it adds up in ours stays ours.
         """
-        loose = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None and not hasattr(parameter.grad, _IS_KEPT)
-        ]
+        loose = [p for p in parameters_of(optimizer) if p.grad is not None and not hasattr(p.grad, _IS_KEPT)]
         dense = [parameter for parameter in loose if not parameter.grad.is_sparse]
         copies = [torch.empty_like(parameter.grad) for parameter in dense]
         if dense:
@@ -189,7 +185,7 @@ class Gradients:
         Returns:
             The norm before clipping, as :meth:`norm` returns it; or None.
         """
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
         if not parameters:
             return None
         if algorithm == "norm":
@@ -237,8 +233,7 @@ class Gradients:
 
         A figure of what is spread over processes is that of one process only: sum it over them before it is told.
         """
-        parameters = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-        return [(parameter, real_view(self.part(parameter.grad))) for parameter in parameters]
+        return [(p, real_view(self.part(p.grad))) for p in parameters_of(optimizer) if p.grad is not None]
 
     def part(self, tensor: Tensor) -> Tensor:
         """As much of a parameter, or of anything else, as this process holds, as a plain tensor."""

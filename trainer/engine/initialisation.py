@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from trainer.engine.parts import local
 from trainer.errors import ConfigurationError, some
+from trainer.modules import owned_tensors
 
 
 def is_on_meta(module: nn.Module) -> bool:
@@ -38,13 +39,7 @@ def initialise(root: nn.Module, device: torch.device, finish: Callable[[Tensor, 
     """
     if not is_on_meta(root):
         return
-    names = {id(part): name for name, part in root.named_modules()}
-    empty = [
-        (part, name, names[id(part)])
-        for part in root.modules()
-        for name, tensor in (*part._parameters.items(), *part._buffers.items())
-        if tensor is not None and tensor.is_meta
-    ]
+    empty = [(one.owner, one.name, one.path) for one in owned_tensors(root) if one.tensor.is_meta]
     unfilled: list[str] = []
     if callable(fill := getattr(root, "init_weights", None)):
         _give_memory(root, device, sharded=finish is not None)
@@ -118,15 +113,13 @@ def _give_memory(root: nn.Module, device: torch.device, *, sharded: bool) -> Non
         apply(lambda tensor: _blank_part(tensor, device) if tensor.is_meta else tensor)
         return
     made: dict[int, nn.Parameter] = {}  # what several modules share stays shared
-    for part in root.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                if id(parameter) not in made:
-                    made[id(parameter)] = _with_memory(parameter, device)
-                part._parameters[name] = made[id(parameter)]
-        for name, buffer in part._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                part._buffers[name] = _blank(buffer, device)
+    for _, part, name, tensor in owned_tensors(root):
+        if tensor.is_meta and isinstance(tensor, nn.Parameter):
+            if id(tensor) not in made:
+                made[id(tensor)] = _with_memory(tensor, device)
+            part._parameters[name] = made[id(tensor)]
+        elif tensor.is_meta:
+            part._buffers[name] = _blank(tensor, device)
 
 
 def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from trainer import machine
+from trainer.modules import parameters_of
 from trainer.precision.scaler import gradients_of
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -79,7 +80,7 @@ def measure(
     """
     optimizers = list(optimizers)
     of_module = [] if module is None else list(module.parameters())
-    parameters = [*of_module, *(p for o in optimizers for group in o.param_groups for p in group["params"])]
+    parameters = [*of_module, *(p for optimizer in optimizers for p in parameters_of(optimizer))]
     found: dict[str, Iterable[Any]] = {
         "weights": parameters,
         "gradients": [gradient for optimizer in optimizers for gradient in gradients_of(optimizer)],

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.modules import parameters_of
+
 SavedDtypes = Mapping[Tensor, torch.dtype]
 """The dtype that each parameter had when the checkpoint was saved, by the parameter."""
 
@@ -73,7 +75,7 @@ def _restore_given(given: Mapping[Any, Any], saved: SavedDtypes, optimizer: Opti
 
 
 def _restore(optimizer: Optimizer, state: Mapping[str, Any], saved: SavedDtypes) -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of(optimizer)
     numbers = [number for group in state.get("param_groups", ()) for number in group["params"]]
     values = state.get("state", {})
     for number, parameter in zip(numbers, parameters, strict=False):

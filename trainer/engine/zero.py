@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from trainer.engine.gradients import Gradients
 from trainer.engine.optimizer_states import SavedDtypes, dtype_to_load
 from trainer.errors import UnsupportedError, warn
+from trainer.modules import parameters_of
 from trainer.precision.scaler import LossScaler, UpdateOutcome
 
 
@@ -250,7 +251,7 @@ class ZeroModule:
         """The optimizer's state dict, as torch has it: of whole tensors, or empty ones, as in :meth:`module_state`."""
         assert self.optimizer is not None
         states: dict[int, dict[str, Any]] = {}
-        for number, parameter in enumerate(self._stepped()):
+        for number, parameter in enumerate(parameters_of(self.optimizer)):
             part = self._parts.get(parameter)
             kept = {} if part is None else self._base.state.get(part.flat, {})
             found = {
@@ -271,7 +272,7 @@ class ZeroModule:
         assert self.optimizer is not None
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
-        for number, parameter in enumerate(self._stepped()):
+        for number, parameter in enumerate(parameters_of(self.optimizer)):
             part, saved = self._parts.get(parameter), state["state"].get(number, {})
             if part is None:
                 continue
@@ -284,10 +285,6 @@ class ZeroModule:
                     self.set(parameter, value.to(self._device), key)
                 else:
                     kept[key] = copy.deepcopy(value)
-
-    def _stepped(self) -> list[nn.Parameter]:
-        assert self.optimizer is not None
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     # --- the end ----------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trainer.engine.protocol import Engine, ModuleCalls
 from trainer.loops.step_output import loss_in
+from trainer.modules import parameters_of
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.state import ObjectState
 from trainer.precision.cast_cache import forget_casts
@@ -92,7 +93,7 @@ def optimized(trainer: Any) -> dict[str, Tensor]:
     Their gradients decide whether a step is skipped. All processes call this together.
     """
     leaves: dict[str, Tensor] = trainer.engine.gradients.leaves(trainer.lightning_module)
-    stepped = {id(p) for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
+    stepped = {id(p) for optimizer in trainer.optimizers for p in parameters_of(optimizer)}
     return {name: leaves[name] for name, p in trainer.lightning_module.named_parameters() if id(p) in stepped}
 
 

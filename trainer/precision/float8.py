@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from trainer import packages
 from trainer.errors import PrecisionError, expect
-from trainer.precision.fp32_modules import check_patterns, find_modules, plain_class, plain_name
+from trainer.modules import parts_of, plain_class, plain_name
+from trainer.precision.fp32_modules import check_patterns, find_modules
 from trainer.precision.mixed import MixedPrecision
 
 MULTIPLE = 16
@@ -99,7 +100,7 @@ class Float8Precision(MixedPrecision):
         Raises:
             PrecisionError: a pattern of ``modules`` matches no Linear layer, or one of ``fp32_modules`` no module.
         """
-        in_full = {part for chosen in find_modules(module, self.fp32_modules) for part in chosen.modules()}
+        in_full = parts_of(*find_modules(module, self.fp32_modules))
         linear = {plain_name(path): part for path, part in module.named_modules() if isinstance(part, nn.Linear)}
         for pattern in self.modules:
             if linear and not any(fnmatchcase(name, pattern) for name in linear):

@@ -32,10 +32,9 @@ import torch
 from torch import nn
 
 from trainer.errors import PrecisionError, did_you_mean, some
+from trainer.modules import has_forward, parts_by_name, parts_of
 from trainer.precision.dtypes import DefaultDtype, cast, widen
 
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
-"""Parts of a module's name that come from ``torch.compile`` and from torch's activation checkpointing wrapper."""
 _SHOWN = 12  # names in an error message
 _HOW = "_in_float32"
 """The attribute of a chosen module while a run lasts: whose autocast is off, and the dtype of what comes out."""
@@ -70,8 +69,7 @@ def find_modules(root: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
     Raises:
         PrecisionError: a pattern that matches no module, none that is ever called, or a ``ScriptModule``.
     """
-    # The innermost of several modules with one name is the user's, those around it are wrappers.
-    named = {plain_name(path): module for path, module in root.named_modules(remove_duplicate=False)}
+    named = parts_by_name(root)
     named.pop("")
     found: dict[nn.Module, None] = {}
     for pattern in patterns:
@@ -127,19 +125,7 @@ def in_float32(modules: Iterable[nn.Module], device_type: str, back_to: torch.dt
 
 def running_in_float32(root: nn.Module) -> set[nn.Module]:
     """The modules of ``root`` that run in float32 because a run's ``fp32_modules`` says so, their parts included."""
-    chosen = [module for module in root.modules() if _HOW in vars(module)]
-    return {part for module in chosen for part in module.modules()}
-
-
-def plain_name(path: str) -> str:
-    """A name from ``named_modules()`` without what wrappers around modules add to it."""
-    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
-
-
-def plain_class(module: nn.Module) -> type[nn.Module]:
-    """A module's class, without the one that ``fully_shard`` makes of it (``FSDPLinear``)."""
-    cls = type(module)
-    return cls.__mro__[getattr(cls, "_orig_cls_mro_index", 0)]
+    return parts_of(*(module for module in root.modules() if _HOW in vars(module)))
 
 
 def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -175,13 +161,6 @@ def _called(name: str, named: dict[str, nn.Module]) -> list[nn.Module]:
     if has_forward(named[name]):
         return [named[name]]
     return [module for inside, module in named.items() if inside.startswith(f"{name}.") and has_forward(module)]
-
-
-def has_forward(module: nn.Module) -> bool:
-    """Whether a module is one that is called, and no mere container (``nn.ModuleList``)."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return True  # to ask its class for a forward is an error
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _refuse_attention_projections(named: dict[str, nn.Module], found: dict[nn.Module, None]) -> None:

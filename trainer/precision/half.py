@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from trainer.errors import warn
+from trainer.modules import owned_buffers, owned_parameters, parts_of
 from trainer.precision.base import Precision
 from trainer.precision.devices import check_kernels, float16_kernels, warn_of_emulation
 from trainer.precision.dtypes import DefaultDtype, cast, half_dtype
@@ -95,17 +96,15 @@ class HalfPrecision(Precision):
         Raises:
             PrecisionError: a pattern of ``fp32_modules`` that matches no module.
         """
-        kept = {part for chosen in find_modules(module, self.fp32_modules) for part in chosen.modules()}
+        kept = parts_of(*find_modules(module, self.fp32_modules))
         parameters = [
             (parameter, parameter.data)
-            for owner in module.modules()
-            for parameter in owner.parameters(recurse=False)
+            for _, owner, _, parameter in owned_parameters(module)
             if owner in kept or not parameter.is_floating_point()
         ]
         buffers = [
             (owner, name, buffer)
-            for owner in module.modules()
-            for name, buffer in owner.named_buffers(recurse=False)
+            for _, owner, name, buffer in owned_buffers(module)
             if owner in kept or isinstance(owner, Metric) or not buffer.is_floating_point()
         ]
         # `type`, not `to`: a LightningModule's `dtype` follows, and torchmetrics leaves its states alone. It takes

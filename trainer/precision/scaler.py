@@ -444,7 +444,7 @@ def _holder_of(gradient: Tensor) -> Tensor:
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    """The gradients of the parameters that have one."""
+    """Return the gradients that the parameters of an optimizer have."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 

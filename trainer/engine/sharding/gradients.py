@@ -19,8 +19,9 @@ from trainer.engine.gradients import Gradients, clamp_
 from trainer.engine.parts import local
 from trainer.engine.sharding.state import load_waiting_gradients, waiting_gradients
 from trainer.engine.sharding.wrap import ShardedModule
+from trainer.modules import parameters_of
 from trainer.precision.dtypes import real_view
-from trainer.precision.scaler import LossScaler
+from trainer.precision.scaler import LossScaler, gradients_of
 
 _WHOLE = "whole: "  # in names of a checkpoint
 
@@ -93,7 +94,7 @@ class ShardedGradients(Gradients):
         Each process sends the norm of its own. What several of them hold counts once: it is divided by their number,
         before it is raised to the power. Gathered, not reduced: gloo's maximum drops a NaN.
         """
-        gradients = _gradients(optimizer)
+        gradients = gradients_of(optimizer)
         if not gradients:
             return None
         processes = distributed.get_world_size()
@@ -172,7 +173,7 @@ class ShardedGradients(Gradients):
         """This process's parts of the gradients that no weight update has used yet; whole ones of an open window."""
         parameters, optimizers = list(parameters), list(optimizers)
         found = {name: local(gradient) for name, gradient in super().state_dict(parameters, optimizers).items()}
-        held = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+        held = {id(one) for optimizer in optimizers for one in parameters_of(optimizer)}
         whole = {id(one): gradient for one, gradient in waiting_gradients(self._sharded().root).items()}
         return found | {_WHOLE + name: whole[id(p)] for name, p in parameters if id(p) in held & whole.keys()}
 
@@ -189,7 +190,7 @@ class ShardedGradients(Gradients):
             self.scaler.expect_scaled(self._device)
 
     def _parts(self, optimizer: Optimizer) -> list[Tensor]:
-        return [local(gradient) for gradient in _gradients(optimizer)]
+        return [local(gradient) for gradient in gradients_of(optimizer)]
 
     def _any_process(self, flag: Tensor) -> None:
         if flag.device.type == self._device.type:
@@ -197,10 +198,6 @@ class ShardedGradients(Gradients):
         else:  # of gradients that are kept on the CPU
             distributed.all_reduce(there := flag.to(self._device), distributed.ReduceOp.MAX)
             flag.copy_(there)
-
-
-def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def _copies(gradient: Tensor, processes: int) -> int:

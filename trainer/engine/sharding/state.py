@@ -17,6 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from trainer.modules import parameters_of
+
 Place = tuple[str, ...]
 """Where something is in nested containers: the keys and the indices that lead to it."""
 
@@ -111,7 +113,7 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool)
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load a state dict, whole or sharded, into an optimizer of sharded parameters."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of(optimizer)
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     owners = dict(zip(numbers, parameters, strict=False))
     states = {

@@ -6,7 +6,8 @@ What belongs to no block belongs to the root, the module itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from trainer.engine.initialisation import initialise
 from trainer.engine.sharding.idle import IdlePasses, call_with_hooks, sharded_modules
 from trainer.errors import ConfigurationError, UnsupportedError, did_you_mean
+from trainer.modules import owned_buffers, owned_parameters, parts_of
 
 Blocks = Iterable[type[nn.Module] | str] | Callable[[nn.Module, DeviceMesh], Any] | None
 
@@ -77,7 +79,7 @@ class ShardedModule:
         self.mesh = mesh
         self.settings = settings
         self._device = device
-        self._owners: list[tuple[nn.Module, str, nn.Parameter]] = []  # of the parameters, as they were
+        self._owners: list[tuple[nn.Module, str, Any]] = []  # of the parameters, as they were
         self._of_root: dict[nn.Module, list[Any]] = {}  # the parameters of the root's, by who owns them
         self.handles: list[Any] = []
         self._in_float32: set[nn.Module] = set()
@@ -137,19 +139,15 @@ class ShardedModule:
         if self.settings.policy.param_dtype is None and len({p.dtype for p in self.root.parameters()}) == 1:
             return []
         found = list(chosen)
-        self._in_float32 = {part for module in found for part in module.modules()}
+        self._in_float32 = parts_of(*found)
         return found
 
     def _send(self, module: nn.Module) -> None:
         """Move what is whole in ``module`` to the device, make it what rank 0 has, and note it for the end."""
-        whole: list[Tensor] = []
-        for part in module.modules():
-            for name, parameter in part._parameters.items():
-                if parameter is not None and not isinstance(parameter, DTensor):
-                    self._owners.append((part, name, parameter))
-                    whole.append(parameter)
-            whole += [buffer for buffer in part._buffers.values() if buffer is not None]
-        whole = [one for one in dict.fromkeys(whole) if not one.is_meta and not isinstance(one, DTensor)]
+        owned = [one for one in owned_parameters(module) if not isinstance(one.tensor, DTensor)]
+        self._owners += [(one.owner, one.name, one.tensor) for one in owned]
+        both = dict.fromkeys(one.tensor for one in (*owned, *owned_buffers(module)))
+        whole = [one for one in both if not one.is_meta and not isinstance(one, DTensor)]
         for tensor in whole:
             tensor.data = tensor.data.to(self._device).contiguous()
         _broadcast(whole)
@@ -287,12 +285,12 @@ def put_back_sharded(root: nn.Module, before: dict[tuple[nn.Module, str], nn.Par
         before: parameters as they were, by who owns them and their names.
     """
     done: dict[int, nn.Parameter] = {}  # what several modules share stays shared
+    for _, owner, name, sharded in owned_parameters(root):
+        if hasattr(sharded, "device_mesh"):
+            if id(sharded) not in done:
+                done[id(sharded)] = _gathered(sharded, before.get((owner, name)))
+            owner._parameters[name] = done[id(sharded)]
     for owner in root.modules():
-        for name, sharded in owner._parameters.items():
-            if sharded is not None and hasattr(sharded, "device_mesh"):
-                if id(sharded) not in done:
-                    done[id(sharded)] = _gathered(sharded, before.get((owner, name)))
-                owner._parameters[name] = done[id(sharded)]
         for hooks in (owner._forward_pre_hooks, owner._forward_hooks):  # of tensor parallelism
             for key, hook in list(hooks.items()):
                 if getattr(hook, "__module__", "").startswith("torch.distributed.tensor"):
@@ -361,11 +359,7 @@ def find_blocks(
         most = sum(parameter.numel() for parameter in module.parameters()) / 2
         found = list(_members(module, most))
     found += [block for block in more if block not in found]
-    uses: dict[nn.Parameter, int] = {}
-    for part in module.modules():
-        for parameter in part._parameters.values():
-            if parameter is not None:
-                uses[parameter] = uses.get(parameter, 0) + 1
+    uses = Counter(one.tensor for one in owned_parameters(module))
     return [block for block in found if _owns_parameters(block, uses)]
 
 
@@ -400,13 +394,9 @@ def _members(module: nn.Module, most: float) -> Iterator[nn.Module]:
             yield from inner or ([child] if is_member else [])
 
 
-def _owns_parameters(block: nn.Module, uses: dict[nn.Parameter, int]) -> bool:
+def _owns_parameters(block: nn.Module, uses: Mapping[Tensor, int]) -> bool:
     """Whether it has parameters, and shares none with what is outside of it (tied embeddings): torch refuses that."""
-    inside: dict[nn.Parameter, int] = {}
-    for part in block.modules():
-        for parameter in part._parameters.values():
-            if parameter is not None:
-                inside[parameter] = inside.get(parameter, 0) + 1
+    inside = Counter(one.tensor for one in owned_parameters(block))
     return bool(inside) and all(uses[parameter] == number for parameter, number in inside.items())
 
 
@@ -417,9 +407,8 @@ def _nothing() -> None:
 def _persistent_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
     found = {
         buffer: (part, name)
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None and name not in part._non_persistent_buffers_set and not isinstance(buffer, DTensor)
+        for _, part, name, buffer in owned_buffers(module)
+        if name not in part._non_persistent_buffers_set and not isinstance(buffer, DTensor)
     }
     return list(found.values())
 

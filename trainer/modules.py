@@ -1,0 +1,80 @@
+"""Walks over the parts of a module, and over the parameters of an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+"""Parts of a module's name that come from ``torch.compile`` and from torch's activation checkpointing wrapper."""
+
+
+class Owned(NamedTuple):
+    """A parameter or buffer at one of its places: a shared one has several.
+
+    Attributes:
+        path: the name of the module that owns it.
+        owner: that module.
+        name: the name of the tensor there.
+        tensor: the parameter or buffer.
+    """
+
+    path: str
+    owner: nn.Module
+    name: str
+    tensor: Tensor
+
+
+def owned_tensors(root: nn.Module, kinds: Sequence[str] = ("named_parameters", "named_buffers")) -> Iterator[Owned]:
+    """Yield each parameter and buffer at each of its places. The owners may be changed meanwhile."""
+    for path, owner in root.named_modules():
+        for kind in kinds:
+            for name, tensor in list(getattr(owner, kind)(recurse=False, remove_duplicate=False)):
+                yield Owned(path, owner, name, tensor)
+
+
+def owned_parameters(root: nn.Module) -> Iterator[Owned]:
+    """Yield the parameters among :func:`owned_tensors`."""
+    return owned_tensors(root, ("named_parameters",))
+
+
+def owned_buffers(root: nn.Module) -> Iterator[Owned]:
+    """Yield the buffers among :func:`owned_tensors`."""
+    return owned_tensors(root, ("named_buffers",))
+
+
+def parts_by_name(root: nn.Module) -> dict[str, nn.Module]:
+    """Return the parts of a module by their names without those of wrappers: of several, the innermost."""
+    return {plain_name(path): part for path, part in root.named_modules(remove_duplicate=False)}
+
+
+def parts_of(*modules: nn.Module) -> set[nn.Module]:
+    """Return the modules and all of their parts."""
+    return {part for module in modules for part in module.modules()}
+
+
+def plain_name(path: str) -> str:
+    """Return a name from ``named_modules()`` without the names of wrappers around modules."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Return a module's class; not the class that ``fully_shard`` derives from it (``FSDPLinear``)."""
+    cls = type(module)
+    return cls.__mro__[getattr(cls, "_orig_cls_mro_index", 0)]
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called, unlike a mere container (``nn.ModuleList``)."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return True  # reading the forward of its class raises
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Any]:
+    """Return the parameters of an optimizer, in the order of its state dict."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
