@@ -49,8 +49,8 @@ from trainer.checkpoint.inert import load_inert
 from trainer.checkpoint.manifest import OUR_KEY, Manifest
 from trainer.checkpoint.sharded_files import MANIFEST, STATE
 from trainer.checkpoint.snapshot import is_plain
-from trainer.engine.sharding.state import Place, mapped
 from trainer.errors import CheckpointError
+from trainer.state.containers import Place, mapped
 
 _METADATA = ".metadata"
 _PROCESS = "process "

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from trainer.state.containers import Place, mapped
+
 
 def on_host(checkpoint: Any) -> Any:
-    """A copy of ``checkpoint`` with every tensor in host memory of its own.
+    """Return a copy of ``checkpoint`` with every tensor in host memory of its own.
 
-    What is one object, or shares memory, is one object and shares memory in the copy. So ``torch.save`` writes the same
-    bytes for the copy of a checkpoint on the CPU as for the checkpoint.
+    Objects that are one, or share memory, are one and share memory in the copy. So ``torch.save`` writes the same bytes
+    for the copy of a checkpoint on the CPU as for the checkpoint.
     """
-    return _Copier().copy(checkpoint)
+    copies: dict[int, Any] = {}  # by the id of the original, as `copy.deepcopy` keeps them
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def copy_tensor(_: Place, tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _copied(tensor, storages)
+        return tensor
+
+    mapped(checkpoint, copy_tensor)
+    return copy.deepcopy(checkpoint, copies)
 
 
 def is_sharded(value: Any) -> bool:
@@ -33,50 +43,17 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, Parameter) and is_dense
 
 
-class _Copier:
-    """Keeps in mind what it has copied."""
-
-    def __init__(self) -> None:
-        self._made: dict[int, Any] = {}  # by the original's id; as `copy.deepcopy` keeps it, which goes on with it
-        self._storages: dict[int, torch.UntypedStorage] = {}
-
-    def copy(self, value: Any) -> Any:
-        if id(value) in self._made:
-            return self._made[id(value)]
-        made: Any
-        if type(value) in (dict, OrderedDict):
-            made = self._made[id(value)] = type(value)()
-            for key, item in value.items():
-                made[self.copy(key)] = self.copy(item)
-            if type(value) is OrderedDict:  # a state dict has its version numbers as an attribute
-                vars(made).update(self.copy(vars(value)))
-        elif type(value) is list:
-            made = self._made[id(value)] = []
-            made.extend(map(self.copy, value))
-        elif type(value) is tuple:
-            made = self._made[id(value)] = tuple(map(self.copy, value))
-        elif isinstance(value, Tensor):
-            made = self._made[id(value)] = self._copy_tensor(value)
-        else:
-            made = copy.deepcopy(value, self._made)
-        return made
-
-    def _copy_tensor(self, tensor: Tensor) -> Tensor:
-        if tensor.is_meta:
-            return tensor
-        if not is_plain(tensor):
-            return copy.deepcopy(tensor.detach()).cpu()
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._storages:
-            self._storages[storage._cdata] = _copied(storage)
-        made = torch.empty(0, dtype=tensor.dtype)
-        made.set_(self._storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
-        if type(tensor) is Parameter:
-            return Parameter(made, requires_grad=tensor.requires_grad)
-        return made.requires_grad_(tensor.requires_grad)
-
-
-def _copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    made = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
-    made.copy_(storage)  # waits for the device
-    return made
+def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    if tensor.is_meta:
+        return tensor
+    if not is_plain(tensor):
+        return copy.deepcopy(tensor.detach()).cpu()
+    storage = tensor.untyped_storage()
+    if storage._cdata not in storages:
+        storages[storage._cdata] = made = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+        made.copy_(storage)  # waits for the device
+    copied = torch.empty(0, dtype=tensor.dtype)
+    copied.set_(storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+    if type(tensor) is Parameter:
+        return Parameter(copied, requires_grad=tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad)

@@ -543,18 +543,13 @@ class LightningEngine:
         Raises:
             CheckpointError: it cannot be written; on all ranks.
         """
-        if not self.saves_shards:
-            checkpoint = self.gathered(checkpoint)
-        error: CheckpointError | None = None
-        try:
-            if self.saves_shards:
-                self._files.wait()  # raises on rank 0 alone where a file was not removed
-            else:
-                self.strategy.save_checkpoint(checkpoint, path, storage_options=storage_options)
-        except CheckpointError as problem:
-            error = problem
-        if self.any_rank(error is not None):  # the ranks wait for each other here
-            raise error or CheckpointWriteError(f"The checkpoint {path} was not written: rank 0 says why.")
+        write: Callable[[], Any]
+        if self.saves_shards:
+            write = self._files.wait  # raises on rank 0 alone where a file was not removed
+        else:
+            whole = self.gathered(checkpoint)
+            write = partial(self.strategy.save_checkpoint, whole, path, storage_options=storage_options)
+        self._on_all(write, f"The checkpoint {path} was not written", CheckpointWriteError)
         if self.saves_shards:
             self.save_shards(checkpoint, path)
 
@@ -626,15 +621,15 @@ class LightningEngine:
         checkpoint: dict[str, Any] = self._on_all(read, f"{folder} cannot be read")
         return checkpoint
 
-    def _on_all(self, work: Callable[[], Any], problem: str) -> Any:
-        """Call ``work`` in all processes. If it raises in one, all raise: the others, that there is a ``problem``."""
+    def _on_all(self, work: Callable[[], Any], problem: str, kind: type[CheckpointError] = CheckpointError) -> Any:
+        """Call ``work`` on all ranks, which wait for each other. If it raises on one, the others raise ``problem``."""
         result, error = None, None
         try:
             result = work()
         except Exception as raised:
             error = raised
         if self.any_rank(error is not None):
-            raise error or CheckpointError(f"{problem}: another process says why.")
+            raise error or kind(f"{problem}: another process says why.")
         return result
 
     def on_exception(self, error: BaseException) -> None:

@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, ExitStack
 from copy import deepcopy
 from functools import cache
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -150,7 +150,26 @@ class CastCache:
             self._decide(self._reuses_weights)
 
 
-class WeightWatch(TorchFunctionMode):
+class _Inspecting(TorchFunctionMode):
+    """Autocast under which every operation is inspected. Reusable, but not re-entrant."""
+
+    def __init__(self, autocast: AbstractContextManager[object]) -> None:
+        super().__init__()
+        self._autocast = autocast
+
+    def __enter__(self) -> Self:
+        self._autocast.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._autocast.__exit__(kind, error, trace)
+
+
+class WeightWatch(_Inspecting):
     """Autocast that observes which weights are used several times, and which change in between.
 
     A weight is a leaf tensor that requires a gradient. It has changed if its version, its memory, or the number of
@@ -165,17 +184,15 @@ class WeightWatch(TorchFunctionMode):
     """
 
     def __init__(self, autocast: AbstractContextManager[object], finish: Callable[[bool, bool], None]) -> None:
-        super().__init__()
-        self._autocast = autocast
+        super().__init__(autocast)
         self._finish = finish
         self._reuses = self._changes = False
         self._used: dict[int, tuple[Tensor, object]] = {}  # weights that may be in the cache, and their state then
         self._writes: Counter[object] = Counter()  # in-place operations by memory
 
-    def __enter__(self) -> WeightWatch:
+    def __enter__(self) -> Self:
         self._reuses = self._changes = False
-        self._autocast.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         _watches.append(self)
         return self
 
@@ -183,8 +200,7 @@ class WeightWatch(TorchFunctionMode):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _watches.remove(self)
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        self._autocast.__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)
         self.forget()
         self._writes.clear()
         if error is None:
@@ -307,24 +323,12 @@ def loses_gradients() -> bool:
             return not torch.mm(weight, weight).requires_grad
 
 
-class _ForgetsCastsWithoutGraph(TorchFunctionMode):
+class _ForgetsCastsWithoutGraph(_Inspecting):
     """Autocast that inspects each operation under it."""
 
     def __init__(self, autocast: AbstractContextManager[object]) -> None:
-        super().__init__()
-        self._autocast = autocast
+        super().__init__(autocast)
         self._may_hold_casts_without_graph = False
-
-    def __enter__(self) -> _ForgetsCastsWithoutGraph:
-        self._autocast.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        self._autocast.__exit__(kind, error, trace)
 
     def __torch_function__(
         self,

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from trainer.engine.sharding.state import gathered, mapped
+from trainer.engine.sharding.state import gathered
+from trainer.state.containers import mapped
 
 
 def test_what_is_gathered_of_a_module_has_its_versions(tmp_path: Path) -> None:

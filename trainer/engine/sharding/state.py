@@ -7,8 +7,7 @@ rank 0 (:func:`gathered`); from a file, of which every process has mapped the wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from copy import copy
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,32 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from trainer.modules import parameters_of
-
-Place = tuple[str, ...]
-"""Where something is in nested containers: the keys and the indices that lead to it."""
-
-
-def mapped(value: Any, change: Callable[[Place, Tensor], Any], place: Place = ()) -> Any:
-    """``value`` with what ``change`` makes of each tensor in its containers; those that change are new ones.
-
-    Args:
-        value: dicts, lists, tuples and what is in them, such as a checkpoint.
-        change: gets where a tensor is, and the tensor.
-        place: where ``value`` itself is.
-    """
-    if isinstance(value, Tensor):
-        return change(place, value)
-    if isinstance(value, dict):
-        made = {key: mapped(one, change, (*place, str(key))) for key, one in value.items()}
-        if all(made[key] is one for key, one in value.items()):
-            return value
-        copied = copy(value)  # with the `_metadata` of a module's state
-        copied.update(made)
-        return copied
-    if type(value) in (list, tuple):
-        items = [mapped(one, change, (*place, str(index))) for index, one in enumerate(value)]
-        return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
-    return value
+from trainer.state.containers import Place, mapped
 
 
 def gathered(value: Any, keep: bool) -> Any:
