@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from tests.support import OPTIMIZERS, Regression, loader_of, make_batches, make_trainer
 from trainer.callbacks import RunRecorder
 from trainer.diagnosis import explain
-from trainer.engine import memory
+from trainer.engine import memory_usage as memory
 from trainer.errors import ConfigurationError, DataLoaderError, is_out_of_memory
 
 

@@ -294,7 +294,7 @@ def test_what_is_left_out_is_a_warning_in_the_log(tmp_path: Path, caplog: Any) -
     name = next(iter(state))
     torch.save({key: value for key, value in state.items() if key != name}, file)
     make_trainer(tmp_path, max_epochs=1).fit(Seen(make_net()), loader_of(BATCHES), weights=file)
-    (record,) = [one for one in caplog.records if one.name == "trainer.compat.checkpoints"]
+    (record,) = [one for one in caplog.records if one.name == "trainer.compat.checkpoint_connector"]
     assert record.levelname == "WARNING"
     assert f"because the file does not have them: {name}." in record.message
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from trainer import machine
 from trainer.data.samples import batch_size, tensors_in
 from trainer.data.workers import DEAD_WORKER
-from trainer.engine import memory
-from trainer.engine.memory import Usage
+from trainer.engine import memory_usage as memory
+from trainer.engine.memory_usage import Usage
 from trainer.errors import DataLoaderError, is_out_of_memory
 from trainer.machine import readable
 
@@ -45,7 +45,7 @@ def explain(
         error: with its traceback. Where a dataset has raised it, or memory has run out, it is given a note
             (``__notes__``), which a traceback shows below the message: it stays what it is for those who catch it.
             One about memory has what was alive as its attribute ``memory``
-            (:class:`~trainer.engine.memory.Usage`), and lets go of what its traceback held.
+            (:class:`~trainer.engine.memory_usage.Usage`), and lets go of what its traceback held.
         trainer: whose run it was; still in the state in which the error found it.
         folder: says where the run writes, for a snapshot of a GPU's memory; None for none.
         stall: says what was found out while the processes waited for one of them; None where nobody looks.

@@ -28,7 +28,7 @@ from trainer.compat.profiling import Profiling
 from trainer.compat.views import MonitoredMetrics
 from trainer.data.batches import NO_BATCHES, Loaders, TrainingBatches, Transfer
 from trainer.data.unpadded import Span
-from trainer.engine.optimizers import has_own_zero_grad, needs_closure, takes_closure
+from trainer.engine.optimizer_calls import has_own_zero_grad, needs_closure, takes_closure
 from trainer.engine.protocol import ModuleCalls
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.loops.batch_path import NO_PATH, BatchPath, Clip, TrainingPath, TrainingWrapper, wrapped

@@ -26,7 +26,7 @@ from trainer.compat import callbacks as ordering
 from trainer.compat import defaults, hparams, model_checkpoints, modules, tuning
 from trainer.compat.averaging import attach_averaging, defer_copies, detach_averaging, shard_averages
 from trainer.compat.base import TrainerBase
-from trainer.compat.checkpoints import CheckpointConnector
+from trainer.compat.checkpoint_connector import CheckpointConnector
 from trainer.compat.errors import TunerExit
 from trainer.compat.logging import attach_log, detach_log
 from trainer.compat.signals import Signals

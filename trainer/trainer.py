@@ -27,20 +27,18 @@ from torch import Tensor
 from trainer import arguments
 from trainer.callbacks.gradient_accumulation import GradientAccumulation, batches_in
 from trainer.callbacks.gradient_clipping import GradientClipping
-from trainer.checkpoint.plain import readable
+from trainer.checkpoint.plain import require_loadable
 from trainer.checkpoint.process import ProcessState
 from trainer.compat import callbacks as ordering
-from trainer.compat import (
-    defaults,
-    registry,
-)
+from trainer.compat import defaults
+from trainer.compat import model_registry as registry
 from trainer.compat.averaging import training_weights
 from trainer.compat.base import TrainerBase, shown_as_lightnings
-from trainer.compat.checkpoints import CheckpointConnector, RolledBack
+from trainer.compat.checkpoint_connector import CheckpointConnector, RolledBack
 from trainer.compat.data import DataSource
-from trainer.compat.environment import defaults_from_environment, log_devices, registered_names
 from trainer.compat.logging import LoggerConnector, no_log
 from trainer.compat.signals import Signals
+from trainer.compat.trainer_arguments import defaults_from_environment, log_devices, registered_names
 from trainer.compat.views import EvalLoopView, FitLoopView, PredictLoopView
 from trainer.errors import ConfigurationError
 from trainer.loops.accumulation import AccumulationWindow, count_windows
@@ -377,7 +375,7 @@ class Trainer(TrainerBase):
             connector.saving_to(filepath),
         ):
             checkpoint = connector.dump_checkpoint(weights_only)
-            checkpoint = readable(checkpoint, strict=self.resume == "auto", warn=self.is_global_zero)
+            checkpoint = require_loadable(checkpoint, strict=self.resume == "auto", warn=self.is_global_zero)
             self.engine.save(checkpoint, filepath, storage_options)
 
     def roll_back(self, max_step: int) -> RolledBack | None:

@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.weights import read
 from trainer.errors import ConfigurationError, some
-from trainer.modules import plain_name
 from trainer.record.checkpoints import find_weights
+from trainer.walks import plain_name
 
 if TYPE_CHECKING:
     from trainer.checkpoint.shards import Template

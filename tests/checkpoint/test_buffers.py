@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tests.support import assert_identical, loader_of, make_batches, make_net, make_trainer
 from trainer import CheckpointFiles
 from trainer.checkpoint import buffers
-from trainer.checkpoint.state import process_states_in
+from trainer.checkpoint.loading import process_states_in
 from trainer.errors import ResumeError
 
 BATCHES = make_batches(6)

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tests.support import Regression, fit_and_watch, loader_of, make_batches, make_trainer
-from trainer.checkpoint.plain import readable
+from trainer.checkpoint.plain import require_loadable
 from trainer.errors import CheckpointError
 
 Pair = namedtuple("Pair", "a b")
@@ -33,14 +33,14 @@ def test_what_is_plain_is_left_as_it_is():
         "dtype": torch.float16, "device": torch.device("cpu"), "size": torch.Size([1]), "counter": Counter("aab"),
         "bytes": b"x", "array": bytearray(b"x"), "parameter": torch.nn.Parameter(torch.zeros(1)), "complex": 1j,
     }  # fmt: skip
-    assert readable(checkpoint, strict=True, warn=True) is checkpoint
+    assert require_loadable(checkpoint, strict=True, warn=True) is checkpoint
     read_back(checkpoint)
 
 
 def test_numpys_scalars_become_numbers_and_nothing_else_is_copied():
     weights = OrderedDict(w=torch.zeros(2))
     given = {"state_dict": weights, "s": [{"best": np.float64(0.1)}, (np.int64(3), np.bool_(True))], np.str_("k"): 1}
-    made = readable(given, strict=True, warn=True)
+    made = require_loadable(given, strict=True, warn=True)
     assert made == {"state_dict": weights, "s": [{"best": 0.1}, (3, True)], "k": 1}
     assert [type(made["s"][0]["best"]), type(made["s"][1][0]), type(made["s"][1][1])] == [float, int, bool]
     assert {type(key) for key in made} == {str}
@@ -66,10 +66,10 @@ def test_numpys_scalars_become_numbers_and_nothing_else_is_copied():
 def test_what_cannot_be_read_back_is_named(value, said):
     checkpoint = {"x": [{"y": value}]}
     with pytest.warns(UserWarning, match=rf"(?s)weights_only=False alone.*{said}.*add_safe_globals"):
-        assert readable(checkpoint, strict=False, warn=True) is checkpoint
+        assert require_loadable(checkpoint, strict=False, warn=True) is checkpoint
     with pytest.raises(CheckpointError, match=r"resume='auto'"):
-        readable(checkpoint, strict=True, warn=False)
-    readable(checkpoint, strict=False, warn=False)
+        require_loadable(checkpoint, strict=True, warn=False)
+    require_loadable(checkpoint, strict=False, warn=False)
 
 
 class Own:
@@ -78,7 +78,7 @@ class Own:
 
 def test_what_the_user_has_declared_safe_is_fine():
     with torch.serialization.safe_globals([Own]):
-        readable({"own": Own()}, strict=True, warn=True)
+        require_loadable({"own": Own()}, strict=True, warn=True)
 
 
 class Adds(Callback):

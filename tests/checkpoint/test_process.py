@@ -21,7 +21,7 @@ from tests.parity import RecordingLogger
 from tests.support import make_trainer, native_fp16
 from trainer import Trainer
 from trainer.callbacks import GradientAccumulation
-from trainer.checkpoint.state import process_states_in
+from trainer.checkpoint.loading import process_states_in
 from trainer.errors import ResumeError
 
 pytestmark = [

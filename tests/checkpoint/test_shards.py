@@ -20,8 +20,8 @@ from tests.support import Regression, loader_of, make_batches, make_trainer
 from tests.warm_python import WarmPython
 from trainer import CheckpointFiles
 from trainer.checkpoint import conversion, files, sharded_files, shards
-from trainer.checkpoint.folders import held
-from trainer.checkpoint.state import OUR_KEY
+from trainer.checkpoint.folder_locks import held
+from trainer.checkpoint.loading import OUR_KEY
 from trainer.compat.checkpoint_io import files_of
 from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError
 

@@ -159,7 +159,7 @@ def test_a_run_goes_on_on_two_processes(python, project, monkeypatch):
 
 
 def test_a_run_that_is_refused_leaves_the_others_result_alone(monkeypatch, capsys):
-    from trainer.checkpoint import folders
+    from trainer.checkpoint import folder_locks as folders
 
     words = [*FIT, *SHORT, "logger=none", "trainer.max_epochs=1"]
     assert main(words) == 0

@@ -26,7 +26,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 import trainer
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer import CheckpointFiles
-from trainer.checkpoint import files, folders
+from trainer.checkpoint import files
+from trainer.checkpoint import folder_locks as folders
 from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError, FolderInUseError
 
 BATCHES = make_batches(4)

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from tests.parity import QUIET
 from trainer import Trainer
-from trainer.checkpoint.folders import held, owner
+from trainer.checkpoint.folder_locks import held, owner
 from trainer.compat import cluster
 from trainer.errors import ClusterError, ConfigurationError
 

@@ -19,7 +19,8 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
-from trainer.checkpoint import files, folders
+from trainer.checkpoint import files
+from trainer.checkpoint import folder_locks as folders
 from trainer.errors import ConfigurationError, FolderInUseError
 
 BATCHES = make_batches(4)

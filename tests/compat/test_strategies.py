@@ -19,7 +19,7 @@ from tests.support import Regression, needs_fsdp2
 from trainer import FSDP2Strategy
 from trainer.callbacks import GradientAccumulation, GradientCheck
 from trainer.compat.fsdp import ParallelStrategy, ShardedEngine, _refuse_fused_sgd
-from trainer.engine.sharding.gradients import ShardedGradients
+from trainer.engine.sharding.sharded_gradients import ShardedGradients
 from trainer.errors import UnsupportedError
 
 pytestmark = needs_fsdp2

@@ -22,7 +22,7 @@ from tests.distributed.worker import Regression as Plain
 from tests.mixed_states import MixedStates
 from trainer import CheckpointFiles, FSDP2Strategy, Trainer
 from trainer.checkpoint import conversion
-from trainer.engine.sharding import state
+from trainer.engine.sharding import state_dicts as state
 
 FORMS = {"folder": {"sharded": True}, "folder later": {"sharded": True, "asynchronous": True}, "file": {}}
 """How a checkpoint is written."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import worker  # beside this file
 
-from trainer.engine import processes
+from trainer.engine import child_processes as processes
 
 
 class Failing(worker.Regression):

@@ -12,7 +12,7 @@ from tests.distributed import communication_worker as worker
 from tests.distributed.test_ddp import load, run
 from tests.support import assert_identical
 from tests.warm_python import WarmPython
-from trainer.checkpoint.state import process_states_in
+from trainer.checkpoint.loading import process_states_in
 
 
 @pytest.fixture(scope="module")

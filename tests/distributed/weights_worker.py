@@ -16,7 +16,7 @@ from tests.distributed.sharded import whole
 from tests.distributed.worker import BATCH, Shard, samples
 from tests.distributed.worker import Regression as Plain
 from trainer import FSDP2Strategy, Trainer
-from trainer.engine.sharding.state import gathered
+from trainer.engine.sharding.state_dicts import gathered
 
 
 class Net(Plain):

@@ -38,7 +38,7 @@ def test_nobody_else_touches_a_gradient():
     """The loss scaler does, which is the other half of this: torch's ``GradScaler`` is given an optimizer."""
     homes = {
         "trainer/engine/gradients.py",
-        "trainer/engine/sharding/state.py",  # of a window that is open, FSDP's own
+        "trainer/engine/sharding/state_dicts.py",  # of a window that is open, FSDP's own
         "trainer/precision/scaler.py",
         "trainer/cli/checks/fake_step.py",  # a step with tensors that have no memory
     }

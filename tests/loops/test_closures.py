@@ -10,7 +10,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from tests.parity import Learner, data, ours, run_both, weights
-from trainer.engine.optimizers import needs_closure, takes_closure
+from trainer.engine.optimizer_calls import needs_closure, takes_closure
 from trainer.errors import ConfigurationError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")

@@ -23,7 +23,7 @@ from tests.parity import Classifier, data
 from tests.support import make_trainer
 from trainer import Trainer
 from trainer.cli import main
-from trainer.compat import checkpoints
+from trainer.compat import checkpoint_connector as checkpoints
 from trainer.errors import CheckpointError, UnsafeCheckpointError
 
 

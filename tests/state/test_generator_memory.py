@@ -27,7 +27,7 @@ def read(generator: Any) -> Any:
     """The state, from memory."""
     reader = generator_memory.reader_of(generator)
     assert reader is not None
-    return generator_memory.plain(reader())
+    return generator_memory.decoded(reader())
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -44,12 +44,12 @@ def test_a_state_is_the_one_that_the_generator_gives(kind: Any, seed: int) -> No
         draw, count = choices.choice(draws), choices.randrange(20)
         for _ in range(count):
             draw()
-        assert read(generator) == generator_memory.plain(reader()) == said_by(generator)
+        assert read(generator) == generator_memory.decoded(reader()) == said_by(generator)
         assert (last == reader()) == (count == 0)
         last = reader()
     generator.seed(seed)
     assert read(generator) == said_by(generator)
-    random_states.set_state(generator, generator_memory.plain(last))
+    random_states.set_state(generator, generator_memory.decoded(last))
     assert reader() == last
 
 
@@ -94,6 +94,6 @@ def test_a_generator_that_gets_another_source_of_bits_is_asked() -> None:
     reader = generator_memory.reader_of(generator)
     assert reader is not None
     np.random.RandomState.__init__(generator, np.random.PCG64(1))  # as np.random.set_bit_generator does
-    assert generator_memory.plain(reader()) == said_by(generator)
+    assert generator_memory.decoded(reader()) == said_by(generator)
     generator.rand()
-    assert generator_memory.plain(reader()) == said_by(generator)
+    assert generator_memory.decoded(reader()) == said_by(generator)

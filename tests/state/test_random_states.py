@@ -74,9 +74,9 @@ def test_a_watch_tells_what_has_been_drawn_from(is_read: bool, monkeypatch: pyte
     for name, functions in draws.items():
         for function in functions:
             function()
-            assert random_states.plain(watch.changes()) == {name: random_states.capture(own=own)[name]}
+            assert random_states.decoded(watch.changes()) == {name: random_states.capture(own=own)[name]}
             assert watch.changes() == {}
     draw()
     state = random_states.capture(own=own)
-    changes = random_states.plain(watch.changes())
-    assert changes == random_states.plain(changes) == {name: state[name] for name in ("python", "numpy", "torch")}
+    changes = random_states.decoded(watch.changes())
+    assert changes == random_states.decoded(changes) == {name: state[name] for name in ("python", "numpy", "torch")}

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from trainer.errors import ConfigurationError, did_you_mean
-from trainer.modules import has_forward, plain_class, plain_name
+from trainer.walks import has_forward, plain_class, plain_name
 
 Choice = str | type[nn.Module]
 

@@ -15,7 +15,7 @@ from trainer.callbacks.choice import Choice, as_choices, choose
 from trainer.callbacks.run_callback import RunCallback
 from trainer.engine import compilation
 from trainer.errors import ConfigurationError, expect, warn
-from trainer.modules import has_forward, plain_class
+from trainer.walks import has_forward, plain_class
 
 _USUAL = 4
 """How often a function is compiled anew where all is well: with and without gradients, and when a size first varies."""

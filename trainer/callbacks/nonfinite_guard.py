@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from trainer.callbacks.run_callback import RunCallback
-from trainer.engine.optimizers import needs_closure
+from trainer.engine.optimizer_calls import needs_closure
 from trainer.engine.protocol import Engine
 from trainer.errors import ConfigurationError, NonFiniteError, expect, is_count, rank_zero_warn
 from trainer.postmortem.examine import examine

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.snapshot import is_sharded
-from trainer.modules import parts_by_name, plain_name
+from trainer.walks import parts_by_name, plain_name
 
 Buffers = Mapping[str, Tensor | None]
 """Buffers by name, without the prefixes of wrappers such as ``torch.compile``."""

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import files, sharded_files, shards, state
+from trainer.checkpoint import files, sharded_files, shards
+from trainer.checkpoint import loading as state
 from trainer.checkpoint.inert import PLACES, StandIn, load_inert
 from trainer.checkpoint.manifest import facts_of
 from trainer.checkpoint.weights import read as read_weights

@@ -22,7 +22,7 @@ _LEAVES = frozenset(
 _DICTS = (dict, OrderedDict)
 
 
-def readable(checkpoint: dict[str, Any], *, strict: bool, warn: bool) -> dict[str, Any]:
+def require_loadable(checkpoint: dict[str, Any], *, strict: bool, warn: bool) -> dict[str, Any]:
     """``checkpoint`` with numpy's scalars as plain numbers; the same object where there are none.
 
     Looks at containers and types; tensors are not touched. Hyper-parameters, which may be objects, are left alone.

@@ -43,7 +43,8 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # `
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint import sharded_files, zero
+from trainer.checkpoint import sharded_files
+from trainer.checkpoint import zero_files as zero
 from trainer.checkpoint.files import Summed, make_folder
 from trainer.checkpoint.inert import load_inert
 from trainer.checkpoint.manifest import OUR_KEY, Manifest

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainer import packages
-from trainer.checkpoint import files, state
+from trainer.checkpoint import files
+from trainer.checkpoint import loading as state
 from trainer.checkpoint.inert import load_inert
 from trainer.errors import CheckpointError, ConfigurationError
 
@@ -33,7 +34,7 @@ def read(path: Path, weights_only: bool | None = None, template: Template | None
 
     Args:
         path: the file or folder.
-        weights_only: as for :func:`trainer.checkpoint.state.read`.
+        weights_only: as for :func:`trainer.checkpoint.loading.read`.
         template: what tensors of a folder are read into, as for :func:`trainer.checkpoint.shards.read`.
 
     Raises:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from trainer.engine.sharding.state import load_module_state, spread
+from trainer.engine.sharding.state_dicts import load_module_state, spread
 from trainer.state.outcome import StepOutcome
 
 _HOOK, _QUESTION, _SWAP = "on_after_optimizer_step", "should_update", "_swap_models"

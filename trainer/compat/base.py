@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerState
 
 from trainer.checkpoint.process import ProcessState
 from trainer.compat.callbacks import first_of
-from trainer.compat.checkpoints import CheckpointConnector
+from trainer.compat.checkpoint_connector import CheckpointConnector
 from trainer.compat.data import DataSource
 from trainer.compat.errors import adopt
 from trainer.compat.logging import LoggerConnector

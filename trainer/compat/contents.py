@@ -33,10 +33,11 @@ from typing import Any, Literal, NamedTuple
 
 import lightning
 
-from trainer.checkpoint import state
+from trainer.checkpoint import loading as state
 from trainer.checkpoint.compact import packed
 from trainer.checkpoint.manifest import OUR_KEY
-from trainer.compat import elastic, hparams, loop_state, model_checkpoints, resuming
+from trainer.compat import elastic_resume as elastic
+from trainer.compat import hparams, loop_state, model_checkpoints, resuming
 
 Checkpoint = dict[str, Any]
 Moment = Literal["set-up", "training"]

@@ -20,14 +20,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from trainer import packages
 from trainer.callbacks.scale_monitor import ScaleMonitor
-from trainer.checkpoint import zero as parts
+from trainer.checkpoint import zero_files as parts
 from trainer.checkpoint.sharded_files import read_manifest
 from trainer.compat.callbacks import accumulation_schedule
 from trainer.compat.checkpoint_io import files_of
@@ -36,11 +34,12 @@ from trainer.compat.fsdp import UNCALLED
 from trainer.compat.overrides import overrides
 from trainer.engine.gradients import Gradients
 from trainer.engine.initialisation import initialise
+from trainer.engine.optimizer_calls import needs_closure
 from trainer.engine.optimizer_states import SavedDtypes
-from trainer.engine.optimizers import needs_closure
 from trainer.engine.zero import ZeroGradients, ZeroModule, ZeroScaler
 from trainer.errors import CheckpointError, ConfigurationError, PrecisionError, UnsupportedError
 from trainer.precision.base import Precision
+from trainer.precision.dtypes import cast
 from trainer.precision.mixed import MixedPrecision
 from trainer.precision.scaler import LossScaler
 
@@ -400,8 +399,7 @@ class ZeroPrecision(Precision):
                     f" Trainer(precision={name!r}), or leave it out of the config."
                 )
         given.check(device)
-        self.name = given.name
-        self._dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(given.name)
+        self.name, self.dtype, self.scales_loss = given.name, given.dtype, given.scales_loss
         return self
 
     def build_scaler(self, device: torch.device) -> LossScaler:
@@ -410,7 +408,7 @@ class ZeroPrecision(Precision):
         fixed = scaling["loss_scale"]
         return ZeroScaler(
             device.type,
-            self._dtype is torch.float16,
+            self.scales_loss,
             float(fixed or 2.0 ** scaling["initial_scale_power"]),
             int(scaling["loss_scale_window"]),
             float(scaling["min_loss_scale"]),
@@ -418,10 +416,7 @@ class ZeroPrecision(Precision):
 
     def convert_batch(self, batch: Any) -> Any:
         """Floating-point tensors in the dtype of the weights."""
-        return batch if self._dtype is None else tree_map(self._converted, batch)
-
-    def _converted(self, value: Any) -> Any:
-        return value.to(self._dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        return cast(batch, self.dtype) if self.is_half else batch
 
 
 class DeepSpeedEngine(LightningEngine):
@@ -458,7 +453,7 @@ class DeepSpeedEngine(LightningEngine):
         super().refuse(callbacks)
         for callback in callbacks:
             averages = isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
-            if averages and (self.strategy.stage == 3 or self.precision.name != "32-true"):
+            if averages and (self.strategy.stage == 3 or self.precision.is_half):
                 raise UnsupportedError(
                     f"Got {type(callback).__name__} with strategy='deepspeed'. It averages whole weights in float32."
                     " Use stage 1 or 2 with precision='32-true', or FSDP."

@@ -35,18 +35,18 @@ from trainer.arguments import refuse_other_package
 from trainer.callbacks.traits import unsupported_with
 from trainer.checkpoint import sharded_files
 from trainer.compat import cluster
+from trainer.compat.checkpoint_connector import up_to_date
 from trainer.compat.checkpoint_io import CheckpointFiles, adopt, files_of, local_path, without_objects
-from trainer.compat.checkpoints import up_to_date
 from trainer.compat.launchers import WatchedLauncher, signals_passed_on
 from trainer.compat.optimizers import set_up_optimizers
 from trainer.compat.overrides import overridden, overrides
 from trainer.compat.precision import PrecisionAdapter
 from trainer.engine.agreement import Agreement
+from trainer.engine.child_processes import children, leave_group_at_exit
 from trainer.engine.communication import Communication, communication_of
 from trainer.engine.gradients import Gradients, zero_loss
 from trainer.engine.initialisation import initialise
 from trainer.engine.optimizer_states import SavedDtypes, keep_dtypes
-from trainer.engine.processes import children, leave_group_at_exit
 from trainer.engine.protocol import ModuleCalls, ScheduleConfig, Weight
 from trainer.engine.sharding.wrap import put_back
 from trainer.engine.stalls import record_collectives

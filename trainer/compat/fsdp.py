@@ -26,9 +26,9 @@ from trainer.compat.checkpoint_io import files_of
 from trainer.compat.engine import LightningEngine
 from trainer.engine.gradients import Gradients
 from trainer.engine.protocol import Weight
-from trainer.engine.sharding import state
-from trainer.engine.sharding.gradients import ShardedGradients
+from trainer.engine.sharding import state_dicts as state
 from trainer.engine.sharding.settings import IS_SUPPORTED, check_sharding
+from trainer.engine.sharding.sharded_gradients import ShardedGradients
 from trainer.engine.sharding.wrap import Blocks, ShardedModule, Sharding
 from trainer.errors import ConfigurationError, UnsupportedError
 from trainer.precision.fp32_modules import find_modules

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from trainer.compat.cluster import check_addresses
-from trainer.engine.processes import children, name_parent, parent_watched
+from trainer.engine.child_processes import children, name_parent, parent_watched
 
 ENDING_SIGNALS = [signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []), signal.SIGTERM]
 """The signals that end a run; where several come, the last of these counts."""

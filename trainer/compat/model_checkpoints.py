@@ -24,8 +24,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from trainer.checkpoint.files import EXTENSION
-from trainer.checkpoint.folders import LOCK, held, owner
-from trainer.checkpoint.state import OUR_KEY
+from trainer.checkpoint.folder_locks import LOCK, held, owner
+from trainer.checkpoint.loading import OUR_KEY
 from trainer.compat import cluster
 from trainer.compat.checkpoint_io import files_of, local_path
 from trainer.loops.fit import FitLoop

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.compat.overrides import overrides
-from trainer.engine.optimizers import needs_closure
+from trainer.engine.optimizer_calls import needs_closure
 from trainer.errors import ConfigurationError, rank_zero_warn
-from trainer.modules import parameters_of
+from trainer.walks import parameters_of
 
 
 class MultipleOptimizersError(ConfigurationError, RuntimeError):

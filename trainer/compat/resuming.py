@@ -11,11 +11,11 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 
 from trainer.checkpoint import files
-from trainer.checkpoint import state as checkpoints
-from trainer.checkpoint.folders import held
+from trainer.checkpoint import loading as checkpoints
+from trainer.checkpoint.folder_locks import held
 from trainer.checkpoint.inert import load_inert
+from trainer.checkpoint.loading import OUR_KEY
 from trainer.checkpoint.sharded_files import STATE
-from trainer.checkpoint.state import OUR_KEY
 from trainer.compat import log_files
 from trainer.compat.checkpoint_io import files_of, local_path
 from trainer.compat.model_checkpoints import allow_removal, folders_of, on_first_rank

@@ -24,7 +24,7 @@ from trainer.compat import model_checkpoints
 from trainer.compat.checkpoint_io import wait_for_saves
 from trainer.compat.launchers import ENDING_SIGNALS, PassOn, default_handler, exception_of
 from trainer.engine.agreement import Agreement
-from trainer.engine.processes import children, deadline_after
+from trainer.engine.child_processes import children, deadline_after
 from trainer.errors import NonFiniteError, RequeueError, rank_zero_warn
 from trainer.loops.evaluation import EvalLoop
 

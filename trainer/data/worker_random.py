@@ -94,7 +94,7 @@ class WorkerRandom:
             self._states.update(changes)
             own = {name: state for name, state in self._states.items() if name not in (BEGAN, PASSES, ENDS_LATE, EPOCH)}
             late = bool(changes) and self._states.get(PASSES, 0) > 0
-            self._states |= {BEGAN: random_states.plain(own), PASSES: self._states.get(PASSES, 0) + 1}
+            self._states |= {BEGAN: random_states.decoded(own), PASSES: self._states.get(PASSES, 0) + 1}
             self._states[ENDS_LATE] = late or self._states.get(ENDS_LATE, False)
             self._has_news = True
 
@@ -193,7 +193,7 @@ class WorkerStates:
     def state_dict(self) -> dict[int, State]:
         """By worker: of the generators that have been drawn from."""
         now = {worker: pickle.loads(self._read(worker, mark)) for worker, mark in self._marks.items()}
-        return {worker: random_states.plain(state) for worker, state in {**self._starts, **now}.items()}
+        return {worker: random_states.decoded(state) for worker, state in {**self._starts, **now}.items()}
 
     @staticmethod
     def at_start_of_pass(states: dict[int, State]) -> dict[int, State] | None:

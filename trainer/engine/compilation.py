@@ -184,7 +184,7 @@ class Compilations:
             return False
         self._has_news = False
         news = [one for one in _records() if one.start_time > self._until]  # torch keeps the last 64
-        self.done += [_told(one) for one in news]
+        self.done += [_compilation_of(one) for one in news]
         self._until = max((one.start_time for one in news), default=self._until)
         self.graph_breaks = _graph_breaks() - self._breaks_before
         return True
@@ -218,7 +218,7 @@ def _graph_breaks() -> int:
     return sum(counters["graph_break"].values())
 
 
-def _told(record: Any) -> Compilation:
+def _compilation_of(record: Any) -> Compilation:
     reason = (record.recompile_reason or "").partition("\n")[0].partition("  #")[0]
     return Compilation(
         f"{record.co_name} ({Path(record.co_filename).name}:{record.co_firstlineno})",

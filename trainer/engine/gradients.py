@@ -33,10 +33,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.engine.optimizers import has_own_zero_grad
-from trainer.modules import parameters_of
+from trainer.engine.optimizer_calls import has_own_zero_grad
 from trainer.precision.dtypes import real_view
 from trainer.precision.scaler import LossScaler, UpdateOutcome, gradients_of
+from trainer.walks import parameters_of
 
 _IS_KEPT = "_is_kept"
 """Marks a gradient that :meth:`Gradients.keep` has made; one in which autograd adds up stays the same tensor."""

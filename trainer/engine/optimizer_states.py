@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.modules import parameters_of
+from trainer.walks import parameters_of
 
 SavedDtypes = Mapping[Tensor, torch.dtype]
 """The dtype that each parameter had when the checkpoint was saved, by the parameter."""
@@ -112,7 +112,7 @@ def _like(value: Tensor, now: Tensor) -> Tensor:
 
     if not isinstance(now, DTensor):
         return value
-    from trainer.engine.sharding.state import spread
+    from trainer.engine.sharding.state_dicts import spread
 
     sharded: Tensor = spread(value, now)
     return sharded

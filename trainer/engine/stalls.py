@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as distributed
 
-from trainer.engine.processes import say
+from trainer.engine.child_processes import say
 from trainer.files import write_text
 
 _RUNS = itertools.count()
@@ -122,7 +122,7 @@ class StallWatch:
                 try:
                     self._tell(place, interval, seen)
                 except Exception as problem:  # the store is in the memory of a process, which may have died
-                    say(f"{_told([place])}\nThe others could not be asked: {problem}")
+                    say(f"{_report([place])}\nThe others could not be asked: {problem}")
 
     # --- this process -----------------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class StallWatch:
                 return
         came = [f"{self._key}/{rank}" for rank in everyone if rank not in missing]
         places = [_read(text) for text in store.multi_get(came)]
-        text = _told(places, sorted(missing))
+        text = _report(places, sorted(missing))
         with suppress(OSError):
             if (folder := self._folder()) is not None:
                 write_text(file := folder / "stall.txt", f"{text}\n\n{_stacks(places)}\n")
@@ -231,7 +231,7 @@ def _waits_in(frames: list[FrameType]) -> str:
     return found
 
 
-def _told(places: list[Place], silent: Sequence[int] = ()) -> str:
+def _report(places: list[Place], silent: Sequence[int] = ()) -> str:
     late, by_rank = missing_ranks(places), {place.rank: place for place in places}
     lines = [f"The run has not moved for {min(place.seconds for place in places):.0f} s."]
     for rank in late:

@@ -2,7 +2,7 @@
 
 It takes the place of ``FitLoop.train_batch`` where the module overrides ``optimizer_step``, where the optimizer
 evaluates the loss itself (LBFGS), and where it is another library's and may do so (SAM):
-``trainer.engine.optimizers.takes_closure``.
+``trainer.engine.optimizer_calls.takes_closure``.
 
 The scaler's rules are those of the loop: gradients are unscaled once for each step, the scale is the same
 throughout a batch, and ``update`` runs once, at its end.
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from trainer.engine.optimizers import needs_closure
+from trainer.engine.optimizer_calls import needs_closure
 from trainer.errors import ConfigurationError, ResumeError, warn
 from trainer.loops.fit import FitLoop
 from trainer.loops.step_output import outputs_of

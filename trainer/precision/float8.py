@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from trainer import packages
 from trainer.errors import PrecisionError, expect
-from trainer.modules import parts_of, plain_class, plain_name
 from trainer.precision.fp32_modules import check_patterns, find_modules
 from trainer.precision.mixed import MixedPrecision
+from trainer.walks import parts_of, plain_class, plain_name
 
 MULTIPLE = 16
 """What the sizes of a layer have to be multiples of: of ``torch._scaled_mm``, which computes the products on a GPU."""

@@ -32,8 +32,8 @@ import torch
 from torch import nn
 
 from trainer.errors import PrecisionError, did_you_mean, some
-from trainer.modules import has_forward, parts_by_name, parts_of
 from trainer.precision.dtypes import DefaultDtype, cast, widen
+from trainer.walks import has_forward, parts_by_name, parts_of
 
 _SHOWN = 12  # names in an error message
 _HOW = "_in_float32"

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from trainer.errors import warn
-from trainer.modules import owned_buffers, owned_parameters, parts_of
 from trainer.precision.base import Precision
 from trainer.precision.devices import check_kernels, float16_kernels, warn_of_emulation
 from trainer.precision.dtypes import DefaultDtype, cast, half_dtype
 from trainer.precision.fp32_modules import check_patterns, find_modules, in_float32
+from trainer.walks import owned_buffers, owned_parameters, parts_of
 
 
 class HalfPrecision(Precision):

@@ -24,7 +24,7 @@ _GAUSS = struct.Struct("i4xd")
 
 
 def reader_of(generator: random.Random | np.random.RandomState) -> Callable[[], Any] | None:
-    """What reads the state of a generator, as :func:`plain` understands it. None where it has to be asked.
+    """What reads the state of a generator, as :func:`decoded` understands it. None where it has to be asked.
 
     It reads what kind of generator it is, its words and position, and what is left over of normal numbers.
     """
@@ -35,7 +35,7 @@ def reader_of(generator: random.Random | np.random.RandomState) -> Callable[[], 
     return None
 
 
-def plain(state: Any) -> Any:
+def decoded(state: Any) -> Any:
     """What ``getstate()`` or ``get_state(legacy=False)`` returns, with bytes in the place of the words."""
     if not isinstance(state, tuple):
         return state  # the generator has been asked
@@ -59,17 +59,17 @@ def _numpy_reader(generator: Any, at: int) -> Callable[[], Any]:
 
     def read() -> Any:
         if _bits_of(generator) is not bits:  # np.random.set_bit_generator
-            return plain_numpy(generator.get_state(legacy=False))
+            return numpy_as_bytes(generator.get_state(legacy=False))
         with lock:
             return "numpy", memory.raw, gauss.raw
 
     return read
 
 
-def plain_numpy(state: Any) -> Any:
+def numpy_as_bytes(state: Any) -> Any:
     """A state of numpy's with bytes in place of arrays."""
     if isinstance(state, dict):
-        return {key: plain_numpy(value) for key, value in state.items()}
+        return {key: numpy_as_bytes(value) for key, value in state.items()}
     if isinstance(state, np.ndarray):
         return state.tobytes()
     return state.item() if isinstance(state, np.generic) else state

@@ -88,7 +88,7 @@ class Watch:
         self._seen = {name: read() for name, read in self._readers.items()}
 
     def changes(self) -> State:
-        """The part of :func:`capture`'s result that is not what it was at the last call, for :func:`plain`."""
+        """The part of :func:`capture`'s result that is not what it was at the last call, for :func:`decoded`."""
         changes: State = {}
         for name, read in self._readers.items():
             if (seen := read()) != self._seen[name]:
@@ -96,9 +96,9 @@ class Watch:
         return changes
 
 
-def plain(changes: State) -> State:
+def decoded(changes: State) -> State:
     """What :meth:`Watch.changes` returned, as :func:`capture` has it. Leaves that as it is."""
-    read = generator_memory.plain
+    read = generator_memory.decoded
     return {name: list(map(read, state)) if name == "own" else read(state) for name, state in changes.items()}
 
 
@@ -125,7 +125,7 @@ def derived(state: State, number: int) -> State:
 
 def state_of(generator: Generator) -> Any:
     """The state of one generator."""
-    return generator_memory.plain(_reader_of(generator)())
+    return generator_memory.decoded(_reader_of(generator)())
 
 
 def set_state(generator: Generator, state: Any) -> None:
@@ -248,12 +248,12 @@ def _asked(generator: Generator) -> Any:
         version, numbers, gauss = generator.getstate()
         return [version, array("I", numbers).tobytes(), gauss]
     if isinstance(generator, np.random.RandomState):
-        return generator_memory.plain_numpy(generator.get_state(legacy=False))
-    return generator_memory.plain_numpy(generator.bit_generator.state)
+        return generator_memory.numpy_as_bytes(generator.get_state(legacy=False))
+    return generator_memory.numpy_as_bytes(generator.bit_generator.state)
 
 
 def _with_arrays(state: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of ``plain_numpy``."""
+    """The inverse of ``numpy_as_bytes``."""
     kind = np.uint32 if state["bit_generator"] == "MT19937" else np.uint64
 
     def array_of(value: Any) -> Any:

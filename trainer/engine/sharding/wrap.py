@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from trainer.engine.initialisation import initialise
 from trainer.engine.sharding.idle import IdlePasses, call_with_hooks, sharded_modules
 from trainer.errors import ConfigurationError, UnsupportedError, did_you_mean
-from trainer.modules import owned_buffers, owned_parameters, parts_of
+from trainer.walks import owned_buffers, owned_parameters, parts_of
 
 Blocks = Iterable[type[nn.Module] | str] | Callable[[nn.Module, DeviceMesh], Any] | None
 

@@ -140,7 +140,7 @@ def resume(trainer: Any, ours: dict[str, Any], states: list[Any]) -> dict[str, A
     if state["data"]:
         state["data"] = loaders.taken_over([one["data"] for one in states], done, state["rng"])
     state["window"] = {**state["window"], "batches": change.accumulated(trainer.progress.epochs_trained)}
-    rank_zero_info(_told(trainer, change, lost))
+    rank_zero_info(_summary(trainer, change, lost))
     return state
 
 
@@ -344,7 +344,7 @@ def _position(state: dict[str, Any], progress: FitProgress, change: _Change) -> 
     return done * change.was // change.now
 
 
-def _told(trainer: Any, change: _Change, lost: set[str]) -> str:
+def _summary(trainer: Any, change: _Change, lost: set[str]) -> str:
     """What is exact, and what is not."""
     order, sampler, noted, epoch = change.order, change.sampler, change.noted, trainer.progress.epochs_trained
     size = order.update_size(epoch)

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from trainer.checkpoint import folders
+from trainer.checkpoint import folder_locks as folders
 from trainer.errors import CheckpointWriteError, FolderInUseError
 
 HOLDER = """
 import os, sys, time
 sys.path.insert(0, sys.argv[2])
-from trainer.checkpoint.folders import held
+from trainer.checkpoint.folder_locks import held
 with held(sys.argv[1]):
     child = os.fork() if sys.argv[3] == "forks" else 1
     if child:

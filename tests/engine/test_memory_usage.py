@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trainer import machine
-from trainer.engine.memory import Usage, expands_segments, measure, write_snapshot
+from trainer.engine.memory_usage import Usage, expands_segments, measure, write_snapshot
 
 CPU = torch.device("cpu")
 GIBIBYTE = 2**30

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 from tests.support import make_trainer
 from trainer import Trainer
 from trainer.callbacks import GradientAccumulation
-from trainer.checkpoint.state import OUR_KEY
+from trainer.checkpoint.loading import OUR_KEY
 from trainer.errors import ResumeError
 
 pytestmark = [

@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.parity import Classifier, Learner, data, ours
-from trainer.compat import registry
+from trainer.compat import model_registry as registry
 from trainer.errors import CheckpointError
 
 
@@ -39,7 +39,7 @@ def test_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for module in (package, ModuleType("litmodels.integrations"), checkpoints):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     connector = "lightning.pytorch.trainer.connectors.checkpoint_connector"
-    for place in ("trainer.compat.checkpoints", connector, "lightning.pytorch.utilities.model_registry"):
+    for place in ("trainer.compat.checkpoint_connector", connector, "lightning.pytorch.utilities.model_registry"):
         monkeypatch.setattr(f"{place}.module_available", lambda name: True)
     monkeypatch.setattr(registry, "RequirementCache", lambda requirement: True)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from trainer.engine import processes
-from trainer.engine.processes import ChildProcesses, _how, deadline_after
+from trainer.engine import child_processes as processes
+from trainer.engine.child_processes import ChildProcesses, _how, deadline_after
 
 
 @pytest.fixture

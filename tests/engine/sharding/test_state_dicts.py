@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from trainer.engine.sharding.state import gathered
+from trainer.engine.sharding.state_dicts import gathered
 from trainer.state.containers import mapped
 
 

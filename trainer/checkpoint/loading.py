@@ -28,13 +28,13 @@ from trainer.errors import (
     UnsafeCheckpointError,
     warn,
 )
-from trainer.modules import parameters_of, plain_name
 from trainer.state.metric_objects import MetricObjects
+from trainer.walks import parameters_of, plain_name
 
 FORMAT = 3
 """The version of the entries under ``amp_trainer``."""
 
-_READABLE = (2, FORMAT)
+_SUPPORTED = (2, FORMAT)
 """The versions that can be resumed. Since 3, the states of processes are compact (``trainer.checkpoint.compact``)."""
 
 
@@ -248,7 +248,7 @@ def process_states_in(checkpoint: dict[str, Any], *, exact: bool) -> list[dict[s
     """
     ours = _ours(checkpoint)
     processes: list[dict[str, Any]] = ours.get("processes", [])
-    if not processes or ours["format"] in _READABLE:
+    if not processes or ours["format"] in _SUPPORTED:
         return [unpacked(one) for one in processes]
     problem = (
         f"The checkpoint was written by another version of this package (format {ours['format']}, expected {FORMAT}):"

@@ -16,8 +16,8 @@ from lightning.pytorch.loggers import CSVLogger
 from tests.parity import Classifier, Learner, assert_same_weights, data, lightning, lightnings_noise_ignored, ours
 from tests.support import OPTIMIZERS, Regression, assert_identical, loader_of, make_batches, make_trainer, native_fp16
 from trainer import Trainer
-from trainer.checkpoint import state
-from trainer.checkpoint.state import _keep_implementation
+from trainer.checkpoint import loading as state
+from trainer.checkpoint.loading import _keep_implementation
 from trainer.errors import CheckpointError
 from trainer.precision import MixedPrecision
 

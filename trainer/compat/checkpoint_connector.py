@@ -21,8 +21,9 @@ from lightning_utilities.core.imports import module_available
 
 from trainer import redaction
 from trainer.checkpoint import files
-from trainer.checkpoint import state as checkpoints
-from trainer.compat import averaging, cluster, contents, elastic, loop_state, model_checkpoints, resuming
+from trainer.checkpoint import loading as checkpoints
+from trainer.compat import averaging, cluster, contents, loop_state, model_checkpoints, resuming
+from trainer.compat import elastic_resume as elastic
 from trainer.compat.checkpoint_io import files_of, local_path
 from trainer.compat.logging import ModuleScope
 from trainer.errors import CheckpointError, ConfigurationError, ResumeError, rank_zero_warn

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from trainer.engine.optimizers import needs_closure
+from trainer.engine.optimizer_calls import needs_closure
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
