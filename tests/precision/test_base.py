@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
+from trainer.errors import PrecisionError
 from trainer.precision import LossScaler, Precision, base
 
 
@@ -144,6 +145,19 @@ def test_the_worked_example(tmp_path):
     assert torch.get_float32_matmul_precision() == before != "high"
     assert not trainer.scaler.is_enabled()
     assert trainer.precision == "tf32"
+
+
+@pytest.mark.parametrize(("name", "hook"), [("convert_bach", "convert_batch"), ("build_scalar", "build_scaler")])
+def test_a_misspelt_hook_is_refused(name, hook):
+    with pytest.raises(PrecisionError, match=f"{name!r}.* Did you mean {hook!r}"):
+        type("Own", (Precision,), {name: lambda self, batch: batch})
+    helper = {
+        f"_{name}": lambda self, batch: batch,
+        "round_weights": lambda self: None,
+        hook: lambda self, batch: batch,
+    }
+    own = type("Own", (Precision,), helper)
+    type("Derived", (own,), {"round_weights": lambda self: None})
 
 
 def test_the_base_class_is_32_bit_training():

@@ -44,6 +44,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from difflib import get_close_matches
 from typing import Any, ClassVar
 
 import torch
@@ -70,6 +71,15 @@ class Precision:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        hooks = [name for name in vars(Precision) if not name.startswith("_")]
+        own = {name for name, value in vars(cls).items() if callable(value) and not name.startswith("_")}
+        for name in sorted(own):
+            near = [] if hasattr(super(cls, cls), name) else get_close_matches(name, hooks, n=1, cutoff=0.8)
+            if near:
+                raise PrecisionError(
+                    f"{cls.__qualname__} has a method {name!r}, which is not a hook of Precision. Did you mean"
+                    f" {near[0]!r}? Otherwise, give it another name, such as '_{name}'."
+                )
         for name in vars(cls).get("names", {}):
             known = PLUGINS.setdefault(name, cls)
             if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
