@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
+pytestmark = pytest.mark.whole
+
 MODULES_OF_A_TRAINER = 175
 """The upper limit of the project's modules that ``from trainer import Trainer`` imports."""
 

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="the comman
 
 UNCHECKED = {
     "docs/architecture.md": 1,  # the layers
+    "docs/fast-on-a-gpu.md": 1,  # a GPU
     "docs/how-do-i.md": 3,  # Slurm; datasets and torchao, which are not installed
     "docs/migrating-from-lightning.md": 1,  # the one import that changes
     "docs/scaling.md": 3,  # Slurm, Ray, and nodes that come and go
