@@ -15,7 +15,7 @@ MODULE = """
 from trainer.cli.commands import Command
 
 PRUNE = Command(
-    summary="remove small weights", about="Removes small weights.", usage="FILE", function="pruning:prune", words=1
+    "Remove small weights.\\n\\nThe smallest are set to 0.", usage="FILE", function="pruning:prune", words=1
 )
 NOTHING = 3
 
@@ -46,9 +46,9 @@ def test_a_command_of_another_package_gets_the_arguments(installed, capsys):
 
 def test_a_command_of_another_package_is_in_the_help(installed, capsys):
     assert main(["--help"]) == 0
-    assert "Of other packages:\n  prune        remove small weights\n" in capsys.readouterr().out
+    assert "Of other packages:\n  prune        Remove small weights\n" in capsys.readouterr().out
     assert main(["prune", "--help"]) == 0
-    assert capsys.readouterr().out == "usage: python -m trainer prune FILE\n\nRemoves small weights.\n"
+    assert capsys.readouterr().out == "usage: python -m trainer prune FILE\n\nThe smallest are set to 0.\n"
     assert main(["prnue"]) == 2
     assert "Did you mean 'prune'?" in capsys.readouterr().err
 

@@ -14,7 +14,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_the_tables_of_commands_and_recipes():
     assert with_tables(README) == README, "Run scripts/make_api_reference."
-    assert "| `fit` | train a model, validating as it goes |" in README
+    assert "| `fit` | Train a model, with validation |" in README
     assert "| `resnet50` | ResNet-50 on scanned digits" in README
 
 

@@ -41,11 +41,11 @@ class Command:
     """A command, such as ``fit`` of ``trainer fit``.
 
     Args:
-        summary: one line for the list of commands.
-        about: the text of ``trainer NAME --help``.
+        text: the docstring of its module: the first line for the list of commands, the others for
+            ``trainer NAME --help``. None with ``python -OO``.
         group: the title of the commands that it is listed with.
         usage: the arguments, for the help.
-        examples: command lines, for the help. ``{command}`` is replaced by the name.
+        examples: more command lines for the help. ``{command}`` is replaced by the name.
         settings: nodes of the config that the help lists.
         function: ``module:name`` of the function that is called with the
             :class:`~trainer.cli.arguments.Arguments` and returns the exit status. Default: the command is a method of
@@ -54,8 +54,7 @@ class Command:
         takes_files: whether words are files, with names that may contain ``=``.
     """
 
-    summary: str
-    about: str
+    text: str | None
     group: str = "Of other packages"
     usage: str = "[SETTING=VALUE ...] [FLAGS]"
     examples: str = ""
@@ -63,6 +62,16 @@ class Command:
     function: str = ""
     words: int = 0
     takes_files: bool = False
+
+    @property
+    def summary(self) -> str:
+        """The first line."""
+        return (self.text or "").strip().partition("\n")[0].rstrip(".")
+
+    @property
+    def about(self) -> str:
+        """The text without the first line."""
+        return (self.text or "").strip().partition("\n")[2].strip()
 
     def load(self) -> Callable[[Any], int]:
         """Import the function of the command."""

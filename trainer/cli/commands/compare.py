@@ -1,25 +1,21 @@
-"""Declare ``trainer compare``."""
+"""Train in several precisions, and compare what each of them gains and costs.
 
-from __future__ import annotations
+Trains the model of a recipe once in each precision, with the same seed and the same batches. Each run has its own
+process, one after the other. The runs are compared with the first: loss, metric, time, samples per second, peak memory
+and skipped steps, with a verdict on each. compare.md and compare.json are written to multirun/RECIPE/DATE_TIME, and
+each run to a folder in it; `trainer report` draws their curves. The exit status is 0 if all runs completed. The default
+precisions are 32, 16-mixed and bf16-mixed.
 
-from trainer.cli.commands import Command
-
-COMMAND = Command(
-    summary="train in several precisions, and say what each of them gains and costs",
-    about="""\
-Trains the model of a recipe once in each precision, with the same seed and the same batches, every run
-in a process of its own and one after the other. Then it compares them with the first: loss, metric, time,
-samples per second, peak memory and skipped steps, with a verdict on each. compare.md and compare.json go to
-multirun/RECIPE/DATE_TIME, each run to a folder in there; `trainer report` draws their curves. The exit status
-is 0 if all runs completed. If no precision is given, 32, 16-mixed and bf16-mixed are compared.""",
-    group="Train",
-    examples="""\
+Examples:
     python -m trainer compare +recipe=resnet50 precision=32,16-mixed,bf16-mixed
   A first impression, in two epochs:
     python -m trainer compare +recipe=resnet50 trainer.max_epochs=2
-  What is asked of each run: at most 0.5 points less accuracy, on a GPU at least 1.5x the speed; status 1 if not:
+  Require at most 0.5 points less accuracy and, on a GPU, 1.5x the speed; the exit status is 1 if a run fails that:
     python -m trainer compare +recipe=resnet50 compare.accuracy_tolerance=0.5 compare.strict=true
-  Not precisions but something else, in one precision:
-    python -m trainer compare +recipe=resnet50 precision=16-mixed +optimizer.fused=false,true""",
-    settings=("compare",),
-)
+  Compare other settings in one precision:
+    python -m trainer compare +recipe=resnet50 precision=16-mixed +optimizer.fused=false,true
+"""
+
+from trainer.cli.commands import Command
+
+COMMAND = Command(__doc__, group="Train", settings=("compare",))

@@ -1,18 +1,17 @@
-"""Declare ``trainer consolidate``."""
+"""Make one file of a sharded checkpoint.
 
-from __future__ import annotations
+Converts a checkpoint that is a folder (checkpoint_files.sharded=true) to one file in Lightning's format, with all its
+contents, so load_from_checkpoint and any run read it, and ckpt continues from it. One process does it in host memory,
+after the folder is verified. No file is overwritten.
+
+Example:
+    python -m trainer consolidate outputs/gpt/DATE_TIME/checkpoints/last.ckpt last.ckpt
+"""
 
 from trainer.cli.commands import Command
 
 COMMAND = Command(
-    summary="make one file of a checkpoint that is a folder",
-    about="""\
-Makes one file, in Lightning's format, of a checkpoint that is a folder (checkpoint_files.sharded=true). It has all
-that the folder has, so load_from_checkpoint and any run read it, and ckpt goes on from it. One process does it, in
-host memory; the folder is verified first. Nothing is written over.
-
-Example:
-    python -m trainer consolidate outputs/gpt/DATE_TIME/checkpoints/last.ckpt last.ckpt""",
+    __doc__,
     group="Use what was trained",
     usage="FOLDER FILE",
     function="trainer.cli.consolidate:command",

@@ -1,14 +1,9 @@
-"""Declare ``trainer predict``."""
+"""Run a model over data, and save its outputs.
 
-from __future__ import annotations
+The data are the prediction data of the recipe. The outputs are written to predictions.pt in the folder of the run, for
+torch.load. The weights and the config come from ckpt.
+"""
 
 from trainer.cli.commands import WITH_WEIGHTS, Command
 
-COMMAND = Command(
-    summary="run a model over data and save what it says",
-    about="""\
-Runs a recipe's model over its prediction data and writes predictions.pt, which torch.load reads,
-into the run's folder. The weights, and the config, come from ckpt.""",
-    group="Use what was trained",
-    examples=WITH_WEIGHTS,
-)
+COMMAND = Command(__doc__, group="Use what was trained", examples=WITH_WEIGHTS)

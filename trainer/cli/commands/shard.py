@@ -1,17 +1,16 @@
-"""Declare ``trainer shard``."""
+"""Make a sharded checkpoint of one file.
 
-from __future__ import annotations
+Converts a checkpoint that is one file to a folder, as checkpoint_files.sharded=true writes it. Each process that
+continues from it reads only its own part. No file is overwritten.
+
+Example:
+    python -m trainer shard last.ckpt last_folder.ckpt
+"""
 
 from trainer.cli.commands import Command
 
 COMMAND = Command(
-    summary="make a folder of a checkpoint that is one file",
-    about="""\
-Makes a folder, as checkpoint_files.sharded=true writes them, of a checkpoint that is one file: the opposite of
-consolidate. Processes that go on from it read their parts alone. Nothing is written over.
-
-Example:
-    python -m trainer shard last.ckpt last_folder.ckpt""",
+    __doc__,
     group="Use what was trained",
     usage="FILE FOLDER",
     function="trainer.cli.consolidate:command",

@@ -1,13 +1,8 @@
-"""Declare ``trainer test``."""
+"""Compute the test metrics of a model.
 
-from __future__ import annotations
+The test data are those of the recipe. The weights and the config come from ckpt.
+"""
 
 from trainer.cli.commands import WITH_WEIGHTS, Command
 
-COMMAND = Command(
-    summary="compute the test metrics of a model",
-    about="""\
-Computes the metrics of a recipe's model on its test data. The weights, and the config, come from ckpt.""",
-    group="Use what was trained",
-    examples=WITH_WEIGHTS,
-)
+COMMAND = Command(__doc__, group="Use what was trained", examples=WITH_WEIGHTS)
