@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
+from trainer.loggers import adapter
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -28,19 +28,12 @@ def log_images(trainer: pl.Trainer, name: str, images: Tensor) -> None:
         ValueError: another shape.
         TypeError: another dtype.
     """
-    shows = (TensorBoardLogger, WandbLogger, MLFlowLogger)
-    loggers: list[Any] = [logger for logger in trainer.loggers if isinstance(logger, shows)]
-    if not loggers or not trainer.is_global_zero or trainer.sanity_checking:
+    adapters = [one for one in map(adapter, trainer.loggers) if one.logs_images]
+    if not adapters or not trainer.is_global_zero or trainer.sanity_checking:
         return
-    pictures, step = _pixels(images), trainer.global_step
-    for logger in loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_images(name, pictures, step, dataformats="NHWC")
-        elif isinstance(logger, WandbLogger):
-            logger.log_image(name, list(pictures), step=step)
-        else:
-            for index, picture in enumerate(pictures):
-                logger.experiment.log_image(logger.run_id, picture, key=f"{name}/{index}", step=step)
+    pixels, step = _pixels(images), trainer.global_step
+    for each in adapters:
+        each.log_images(name, pixels, step)
 
 
 def _pixels(images: Tensor) -> Any:

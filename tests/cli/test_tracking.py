@@ -18,6 +18,7 @@ from trainer import redaction
 from trainer.cli import main, tracking
 from trainer.cli.arguments import UsageError, read
 from trainer.cli.validate import validate
+from trainer.loggers import LoggedRun
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")  # MLflow's, of SQLAlchemy
 
@@ -192,8 +193,9 @@ def test_a_job_of_a_sweep_has_its_group(monkeypatch: pytest.MonkeyPatch) -> None
 OPENS = """
 from pathlib import Path
 from trainer.cli import tracking
+from trainer.loggers import LoggedRun
 node = {"_target_": "lightning.pytorch.loggers.MLFlowLogger", "tracking_uri": None}
-tracking.open_stores(tracking.complete({"m": node}, Path("run"), "line", is_job=False, former={}))
+tracking.open_stores(tracking.complete({"m": node}, LoggedRun(Path("run"), "line"), {}))
 """
 
 
@@ -260,12 +262,12 @@ def test_mistakes(words: list[str], absent: str, complaint: str, monkeypatch: py
 def test_the_words_of_the_packages_themselves_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     node = {"_target_": "lightning.pytorch.loggers.WandbLogger", "project": None, "name": None, "id": "mine"}
-    completed = tracking.complete({"w": node, "csv": {}}, tmp_path / "a", "line", is_job=False, former={"wandb": "x"})
+    completed = tracking.complete({"w": node, "csv": {}}, LoggedRun(tmp_path / "a", "line"), {"wandb": "x"})
     assert completed == {"w": node | {"name": "a", "log_model": False}, "csv": {}}
     node = {"_target_": "lightning.pytorch.loggers.MLFlowLogger", "tracking_uri": None}
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/other.db")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "theirs")
-    loggers = tracking.complete({"m": node}, tmp_path / "a", "line", is_job=False, former={"mlflow": "gone"})
+    loggers = tracking.complete({"m": node}, LoggedRun(tmp_path / "a", "line"), {"mlflow": "gone"})
     tracking.open_stores(loggers)
     completed = loggers["m"]
     assert completed["tracking_uri"] == f"sqlite:///{tmp_path}/other.db"

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from trainer import redaction
 from trainer.data.samples import batch_size
 from trainer.errors import memory_at, warn
+from trainer.loggers import adapter
 from trainer.precision.devices import now
 from trainer.record.environment import environment
 from trainer.record.measures import (
@@ -87,6 +88,8 @@ class RunRecorder(Callback):
         dirpath: Folder of the file. Default: the folder that a view was given, else that of the first logger.
         writes: Whether to write the file.
         max_points: The most points kept of each curve.
+        settings: Hyperparameters of the run for loggers that collect runs, such as W&B's. The ids of the runs there
+            are stored as ``tracking``. None to log none.
 
     Attributes:
         record: The record of the run, or None before the first fit.
@@ -108,6 +111,7 @@ class RunRecorder(Callback):
         dirpath: str | os.PathLike[str] | None = None,
         writes: bool = True,
         max_points: int = 1024,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.record: RunRecord | None = None
         self.losses = Series(max_points)
@@ -117,6 +121,7 @@ class RunRecorder(Callback):
         self.memory = Series(max_points)
         self.metrics: dict[str, dict[str, Series]] = {"train": {}, "val": {}}
         self._given = record
+        self._settings = settings
         self._dirpath = dirpath
         self._writes = writes or record is not None
         self._keeps_curves = False
@@ -144,7 +149,10 @@ class RunRecorder(Callback):
     # --- a fit begins -----------------------------------------------------------------------------------------
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Says that the run has begun."""
+        """Start the record of a fit, and log the settings of any run."""
+        if self._given is not None and self._settings is not None and trainer.is_global_zero:
+            ids = {one.key(): one.log_settings(self._settings) for one in map(adapter, trainer.loggers)}
+            self._given.facts["tracking"] = {name: run for name, run in ids.items() if run is not None}
         if stage != "fit":
             return
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning assigns it from outside

@@ -31,6 +31,7 @@ from trainer.cli.warned import noted
 from trainer.cli.workdir import config_flags, go_on_command
 from trainer.errors import ConfigurationError, FolderInUseError, TrainerError, did_you_mean, memory_at
 from trainer.files import from_here
+from trainer.loggers import LoggedRun
 from trainer.record.environment import environment
 from trainer.record.run_record import ENDED_WELL, RunRecord, read_json
 from trainer.record.sweep import worth_showing
@@ -120,7 +121,7 @@ def run(config: DictConfig) -> float | None:
             log.info("Nothing was left to do: the run in %s is complete.", folder)
         if is_first() and is_ours:
             record.write()
-        tracking.end(well=record.facts["status"] in ENDED_WELL)
+        tracking.end(ok=record.facts["status"] in ENDED_WELL)
     _warn_of_missing_objective(settings, record)
     if is_first() and not is_quiet() and isinstance(settings["trainer"]["profiler"], str):
         print(f"The profile is in {from_here(folder)}/{config.command}.log.")
@@ -140,9 +141,9 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunRecord | None = 
     arguments = dict(settings["trainer"])
     target = arguments.pop("_target_")
     allowlist = Allowlist.of(settings)
-    told: dict[str, Any] | None = None  # to W&B and MLflow, of the run
+    logged: dict[str, Any] | None = None  # settings, as W&B and MLflow show them
     if record is not None and tracking.is_asked_for(settings["logger"]):
-        settings, told = _with_tracking(settings, folder, record)
+        settings, logged = _with_tracking(settings, folder, record)
     with imports_only():  # everything is found and checked before anything is made
         import lightning as L
         from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar
@@ -176,11 +177,8 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunRecord | None = 
     arguments["default_root_dir"] = arguments["default_root_dir"] or str(folder)
     arguments["precision"] = make(settings["precision"], "precision", allowlist)
     arguments["callbacks"] = _make_all(settings["callbacks"], "callbacks", allowlist)
-    if told is not None:
-        from trainer.record.tracked import Tracked
-
+    if logged is not None:
         tracking.open_stores(settings["logger"])
-        arguments["callbacks"].append(Tracked(told))
     arguments["logger"] = _make_all(_available(settings["logger"]), "logger", allowlist) or False
     unwanted: tuple[type, ...] = ()  # what the default config, or a recipe, has put there
     if arguments["barebones"]:
@@ -194,7 +192,7 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunRecord | None = 
         logging.getLogger(ADVICE).handlers.clear()
     arguments["callbacks"] = [c for c in arguments["callbacks"] if not isinstance(c, unwanted)]
     if record is not None and not arguments["barebones"]:
-        arguments["callbacks"].append(RunRecorder(record))
+        arguments["callbacks"].append(RunRecorder(record, settings=logged))
 
     data = make(settings["data"], "data", allowlist)
     if settings["weights"] is not None and not issubclass(trainer_class, Trainer):
@@ -217,15 +215,13 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunRecord | None = 
 
 
 def _with_tracking(settings: dict[str, Any], folder: Path, record: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings with those of the loggers for W&B and MLflow filled in; and what these are told as the run's own."""
+    """Return the settings with those of the loggers filled in, and the settings that the loggers show."""
     former: Any = {}
     if settings["ckpt"] and settings["command"] != "fit" and (tested := run_of(Path(settings["ckpt"]))):
-        former = read_json(tested).get("tracking") or {}  # what is said of the run that is tested belongs to it
-    name, is_job = (
-        settings.get("name") or record.facts["recipe"],
-        not OmegaConf.is_missing(HydraConfig.get().job, "num"),
-    )
-    loggers = tracking.complete(settings["logger"], folder, name, is_job=is_job, former=former)
+        former = read_json(tested).get("tracking") or {}  # the results belong to the run that is tested
+    is_job = not OmegaConf.is_missing(HydraConfig.get().job, "num")
+    run = LoggedRun(folder, settings.get("name") or record.facts["recipe"], folder.parent.name if is_job else None)
+    loggers = tracking.complete(settings["logger"], run, former)
     return settings | {"logger": loggers}, {} if former else tracking.settings_to_log(settings)
 
 

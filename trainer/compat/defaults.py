@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, ModelSummary, RichModelSummary, Timer
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import (
     AdvancedProfiler,
@@ -36,6 +36,7 @@ from trainer.callbacks.progress_bar import ProgressBar
 from trainer.callbacks.run_recorder import RecordView, RunRecorder
 from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
 from trainer.errors import ConfigurationError, rank_zero_warn
+from trainer.loggers import adapter
 
 _PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,
@@ -197,9 +198,9 @@ def _default_logger(folder: str) -> Logger:
 def in_opening_order(loggers: Iterable[Any]) -> list[Any]:
     """Sort ``loggers`` in the order in which they open their files.
 
-    W&B records only the libraries that are opened after it. A CSV logger expects an empty folder, which it may share.
+    See :attr:`trainer.loggers.LoggerAdapter.opening_order`.
     """
-    return sorted(loggers, key=lambda one: (not isinstance(one, WandbLogger), not isinstance(one, CSVLogger)))
+    return sorted(loggers, key=lambda logger: adapter(logger).opening_order)
 
 
 def build_profiler(given: Profiler | str | None) -> Profiler:

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from lightning.fabric.utilities.logger import _convert_params, _flatten_dict
-from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.loggers.utilities import _log_hyperparams
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.parsing import clean_namespace
@@ -17,7 +15,7 @@ from trainer.checkpoint.inert import refusal
 from trainer.checkpoint.plain import name_of, plain_numbers
 from trainer.checkpoint.plain_form import is_config, plain, plain_dict, resolved
 from trainer.errors import rank_zero_warn, some
-from trainer.record.tracked import not_there_yet
+from trainer.loggers import adapter
 
 _reported: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by module or datamodule
 
@@ -138,10 +136,7 @@ class _WithoutSecrets:
     def log_hyperparams(self, hparams: dict[str, Any]) -> None:
         """Pass on; an OmegaConf node as plain containers."""
         given = {name: resolved(value) if is_config(value) else value for name, value in hparams.items()}
-        given = redaction.containers(given)
-        if isinstance(self._logger, MLFlowLogger) and self._logger.run_id is not None:  # None: of another rank
-            given = not_there_yet(self._logger, _flatten_dict(_convert_params(given)))
-        self._logger.log_hyperparams(given)
+        self._logger.log_hyperparams(adapter(self._logger).new_parameters(redaction.containers(given)))
 
 
 def drop_unpicklable(module: Any) -> None:

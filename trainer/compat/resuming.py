@@ -16,12 +16,13 @@ from trainer.checkpoint.folder_locks import held
 from trainer.checkpoint.inert import load_inert
 from trainer.checkpoint.loading import OUR_KEY
 from trainer.checkpoint.sharded_files import STATE
-from trainer.compat import log_files
 from trainer.compat.checkpoint_io import files_of, local_path
 from trainer.compat.model_checkpoints import allow_removal, folders_of, on_first_rank
 from trainer.errors import ConfigurationError, rank_zero_warn
+from trainer.loggers import adapter
 
 _ROWS = "rows"
+_CHECKPOINTS = "checkpoints/*.ckpt"  # below the folder of a logger: the default of ModelCheckpoint
 
 
 def newest_checkpoint(trainer: Any, session: ExitStack, beside: Any = None) -> str | None:
@@ -36,24 +37,24 @@ def newest_checkpoint(trainer: Any, session: ExitStack, beside: Any = None) -> s
     """
     path, versions = on_first_rank(trainer, lambda: _choose(trainer, session, beside))
     for index, version in versions.items():
-        log_files.take_version(trainer.loggers[index], version)
+        adapter(trainer.loggers[index]).use_version(version)
     if path is not None:
         allow_removal(trainer, session)
         rank_zero_info(f"resume='auto': going on from {path}")
         if trainer.is_global_zero:
             step, places = _place_in_logs(path)
             for logger, place in zip_longest(trainer.loggers, places[: len(trainer.loggers)]):
-                log_files.go_on(logger, step, place)
+                adapter(logger).resume(step, place)
     return path
 
 
 def _choose(trainer: Any, session: ExitStack, beside: Any) -> tuple[str | None, dict[int, Any]]:
     """The checkpoint, and the version of each logger that is numbered."""
-    loggers = {index: logger for index, logger in enumerate(trainer.loggers) if log_files.is_numbered(logger)}
+    numbered = {index: one for index, one in enumerate(map(adapter, trainer.loggers)) if one.is_numbered}
     former = None
-    if 0 in loggers:  # its folder holds the checkpoints
-        former = log_files.newest_version(loggers[0], log_files.CHECKPOINTS)
-        log_files.take_version(loggers[0], former)
+    if 0 in numbered:  # its folder holds the checkpoints
+        former = numbered[0].newest_version(_CHECKPOINTS)
+        numbered[0].use_version(former)
     folders = folders_of(trainer)
     if not folders:
         rank_zero_warn("resume='auto', but there is no ModelCheckpoint: nothing is saved to go on from.")
@@ -72,8 +73,8 @@ def _choose(trainer: Any, session: ExitStack, beside: Any) -> tuple[str | None, 
     if path is None:
         if folders:
             rank_zero_info(f"resume='auto': no checkpoint to go on from in {', '.join(folders)}: starting anew")
-        return None, dict.fromkeys(loggers)
-    versions = {index: log_files.newest_version(logger) for index, logger in loggers.items()}
+        return None, dict.fromkeys(numbered)
+    versions = {index: one.newest_version() for index, one in numbered.items()}
     return str(path), versions if former is None else {**versions, 0: former}
 
 
@@ -83,7 +84,7 @@ def places_to_save(trainer: Any, _: dict[str, Any]) -> list[Any] | None:
         return None
     for logger in trainer.loggers if trainer.resume else ():  # the others' files are complete, too
         logger.save()
-    return [log_files.place_of(logger) for logger in trainer.loggers] if trainer.is_global_zero else None
+    return [adapter(logger).position() for logger in trainer.loggers] if trainer.is_global_zero else None
 
 
 def _place_in_logs(path: str | Path) -> tuple[int | None, list[int | str | None]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer import machine
+from trainer.loggers import adapter
 from trainer.precision.devices import peak_memory
 
 _TOO_MANY = 3
@@ -157,10 +158,8 @@ def folder_of_reports(trainer: Any) -> Path | None:
 
 
 def folders_of_loggers(trainer: Any) -> list[str]:
-    """The folders of this machine that the loggers write into."""
-    named = [[getattr(logger, name, None) for name in ("log_dir", "save_dir")] for logger in trainer.loggers]
-    found = (next((folder for folder in folders if isinstance(folder, str | Path)), "") for folders in named)
-    return [str(folder) for folder in found if folder and "://" not in str(folder)]
+    """Return the folders of this machine that the loggers write to."""
+    return [folder for logger in trainer.loggers if (folder := adapter(logger).folder)]
 
 
 def training_loss(trainer: Any, outputs: Any, *, keep: bool = False) -> Tensor | None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from trainer.compat import log_files
+from trainer.loggers import adapter
 
 
 def file_of(folder: Path) -> Path:
@@ -28,8 +28,8 @@ def first_run(folder: Path) -> None:
 
 def second_run(folder: Path, step: int | None, count: int | None = None) -> Any:
     logger = CSVLogger(folder)
-    log_files.take_version(logger, 0)
-    log_files.go_on(logger, step, count)
+    adapter(logger).use_version(0)
+    adapter(logger).resume(step, count)
     return logger
 
 
@@ -50,19 +50,19 @@ def test_rows_are_counted_rather_than_looked_at_where_that_is_known(tmp_path: Pa
     before = lines(tmp_path)
     logger = second_run(tmp_path, 2, count=4)
     assert lines(tmp_path) == before[:5]
-    assert log_files.place_of(logger) == 4
+    assert adapter(logger).position() == 4
     logger.log_metrics({"val": 0.25, "epoch": 0}, 3)
     logger.save()
-    assert log_files.place_of(logger) == 5
+    assert adapter(logger).position() == 5
     assert lines(tmp_path) == before
 
 
 def test_rows_of_others_are_not_counted(tmp_path: Path) -> None:
-    assert log_files.place_of(TensorBoardLogger(tmp_path)) is None
+    assert adapter(TensorBoardLogger(tmp_path)).position() is None
     logger = CSVLogger(tmp_path)
-    assert log_files.place_of(logger) is None
+    assert adapter(logger).position() is None
     _ = logger.experiment
-    assert log_files.place_of(logger) == 0
+    assert adapter(logger).position() == 0
 
 
 def test_half_a_line_is_dropped(tmp_path: Path) -> None:
@@ -95,9 +95,9 @@ def test_the_newest_version_with_what_is_wanted(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch() if not name.endswith("/") else path.mkdir()
     csv, board = CSVLogger(tmp_path), TensorBoardLogger(tmp_path)
-    assert log_files.newest_version(csv, log_files.CHECKPOINTS) == 10
-    assert log_files.newest_version(csv) == 11
-    assert log_files.newest_version(board) is None
-    assert log_files.newest_version(CSVLogger(tmp_path / "none")) is None
-    assert log_files.is_numbered(csv)
-    assert not log_files.is_numbered(CSVLogger(tmp_path, version="mine"))
+    assert adapter(csv).newest_version("checkpoints/*.ckpt") == 10
+    assert adapter(csv).newest_version() == 11
+    assert adapter(board).newest_version() is None
+    assert adapter(CSVLogger(tmp_path / "none")).newest_version() is None
+    assert adapter(csv).is_numbered
+    assert not adapter(CSVLogger(tmp_path, version="mine")).is_numbered

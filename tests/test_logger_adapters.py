@@ -1,0 +1,116 @@
+"""An adapter from outside the package, for a logger of another package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+
+from tests.support import Regression, loader_of, make_batches, make_trainer
+from trainer import log_images, loggers
+from trainer.callbacks import RunRecorder
+from trainer.cli import tracking
+from trainer.cli.arguments import UsageError
+from trainer.compat.defaults import in_opening_order
+from trainer.errors import ConfigurationError
+from trainer.loggers import LoggedRun, LoggerAdapter, adapter, adapter_class
+from trainer.record.run_record import RunRecord, load_run
+
+
+class Memory(Logger):
+    """A logger that keeps everything in memory."""
+
+    def __init__(self, title: str | None = None) -> None:
+        self.title = title
+        self.settings: dict[str, Any] = {}
+        self.images: list[tuple[str, Any, int]] = []
+
+    @property
+    def name(self) -> str:
+        return "memory"
+
+    @property
+    def version(self) -> str:
+        return "7"
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        pass
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.settings |= params
+
+
+NODE = {"_target_": f"{__name__}.Memory", "title": None}
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    adapter(None)  # the built-in ones are there first
+    before = dict(loggers._ADAPTERS)
+
+    class MemoryAdapter(LoggerAdapter):
+        target: ClassVar[str] = f"{__name__}.Memory"
+        opening_order: ClassVar[int] = 0
+        logs_images: ClassVar[bool] = True
+        is_tracker: ClassVar[bool] = True
+
+        @classmethod
+        def check(cls, key: str, node: Mapping[str, Any], checkpoint_files: Any) -> None:
+            if node["title"] == "":
+                raise ConfigurationError(f"{key}.title is empty.")
+
+        @classmethod
+        def complete(cls, node: Any, run: LoggedRun) -> Any:
+            return loggers.fill(node, title=run.title)
+
+        def log_images(self, name: str, images: Any, step: int) -> None:
+            self.logger.images.append((name, images, step))
+
+        def log_settings(self, settings: Mapping[str, Any]) -> str | None:
+            self.logger.log_hyperparams(dict(settings))
+            return str(self.logger.version)
+
+    yield
+    loggers._ADAPTERS.clear()
+    loggers._ADAPTERS.update(before)
+
+
+def test_its_settings_are_checked_and_completed() -> None:
+    assert tracking.complete({"m": NODE}, LoggedRun(Path("a/b"), sweep="s"), {})["m"]["title"] == "s/b"
+    assert tracking.is_asked_for({"m": NODE})
+    assert not tracking.is_asked_for({"c": {"_target_": "lightning.pytorch.loggers.CSVLogger"}})
+    with pytest.raises(UsageError, match="title is empty"):
+        tracking.check({"logger": {"m": NODE | {"title": ""}}, "checkpoint_files": {}})
+
+
+def test_it_logs_images_and_the_settings_of_the_run(tmp_path: Path) -> None:
+    memory, rows = Memory(), CSVLogger(tmp_path, name="csv")
+    record = RunRecord.begin(tmp_path / "run", command="fit")
+    recorder = RunRecorder(record, settings={"seed": 3})
+
+    class Model(Regression):
+        def on_train_end(self) -> None:
+            log_images(self.trainer, "samples", torch.zeros(1, 3, 2, 2))
+
+    make_trainer(tmp_path, logger=[rows, memory], callbacks=[recorder]).fit(Model(), loader_of(make_batches(2)))
+    assert memory.settings["seed"] == 3
+    assert [(name, images.shape, step) for name, images, step in memory.images] == [("samples", (1, 2, 2, 3), 2)]
+    assert load_run(tmp_path / "run").facts["tracking"] == {"memoryadapter": "7"}
+
+
+def test_it_is_found_by_the_class_of_the_logger_and_of_its_bases(tmp_path: Path) -> None:
+    class Derived(Memory):
+        pass
+
+    assert type(adapter(Derived())).__name__ == "MemoryAdapter"
+    assert type(adapter(object())) is LoggerAdapter
+    assert (
+        adapter_class({"_target_": "lightning.pytorch.loggers.tensorboard.TensorBoardLogger"}).__name__ == "TensorBoard"
+    )
+    assert adapter_class({"_target_": "pytorch_lightning.loggers.WandbLogger"}).__name__ == "Wandb"
+    one, other, memory = TensorBoardLogger(tmp_path), CSVLogger(tmp_path), Memory()
+    assert in_opening_order([one, other, memory]) == [memory, other, one]
