@@ -215,9 +215,7 @@ def test_a_failed_run_has_failed_there_too() -> None:
 
 def test_without_an_account(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FIT, "logger=wandb"]) == 1
-    said = capsys.readouterr().err
-    assert "No API key configured" in said
-    assert "logger.wandb.offline=true keeps everything in the run's folder, and `wandb sync` can send it later." in said
+    assert "No API key configured" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -294,6 +294,8 @@ def _leads_out(text: str) -> bool:
     """Return whether ``text``, read as a path or an address to write to, is outside the working directory."""
     if re.match(r"https?://(?!.*::)", text):
         return False
+    if re.match(r"sqlite:///(?!.*[%?:])", text):  # no URI, in which SQLite would decode characters
+        text = text.removeprefix("sqlite:///")
     path, here = re.sub(r"^(?:file|local):", "", os.path.expandvars(text), flags=re.IGNORECASE), Path.cwd().resolve()
     try:
         return "://" in path or not (here / Path(path).expanduser()).resolve().is_relative_to(here)
