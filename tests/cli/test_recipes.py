@@ -16,7 +16,7 @@ from trainer.cli import main
 from trainer.cli.arguments import Arguments
 from trainer.cli.compose import Composer
 from trainer.cli.folders import packaged_conf
-from trainer.cli.keys import keys
+from trainer.cli.keys import meanings
 from trainer.cli.recipes import annotated
 
 RECIPES = [file.stem for file in sorted((packaged_conf() / "recipe").glob("*.yaml"))]
@@ -24,10 +24,11 @@ GROUPS = ("precision", "optimizer", "scheduler", "callbacks", "data", "logger", 
 
 
 def without_meaning(words: list[str]) -> list[str]:
-    """The lines of the composed config behind which nothing is said."""
-    config = OmegaConf.to_container(Composer(Arguments()).compose(words), resolve=False)
+    """Return the lines of the composed config that have no comment."""
+    composer = Composer(Arguments())
+    config = OmegaConf.to_container(composer.compose(words), resolve=False)
     del config["hydra"]
-    return [line for line in annotated(config, keys(words)).splitlines() if " # " not in line]
+    return [line for line in annotated(config, meanings(composer, words)[0]).splitlines() if " # " not in line]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,19 @@ def register() -> None:
     ConfigStore.instance().store(group="_schema", name="trainer", node=TrainerSettings, provider="trainer")
 
 
+class _Loader(ConfigLoaderImpl):
+    """Passes the config to ``check`` before the command line sets values in it."""
+
+    check: Callable[[dict[str, Any], dict[str, str]], None] | None = None
+
+    def _compose_config_from_defaults_list(self, defaults: Any, repo: Any) -> DictConfig:
+        config = super()._compose_config_from_defaults_list(defaults, repo)
+        if self.check is not None:
+            paths = [str(default.config_path).rpartition("/") for default in defaults]
+            self.check(unresolved(config), {group: option for group, _, option in paths})
+        return config
+
+
 class Composer:
     """Composes what `hydra.main` would compose for the same arguments, and raises `UsageError` where it
     fails.
@@ -88,7 +101,7 @@ class Composer:
             path = f"file://{Path(extra).resolve()}"
             search_path.prepend(provider="command-line", path=path, anchor=SearchPathQuery(provider="schema"))
         self.config_name = arguments.flags.get("--config-name", CONFIG_NAME)
-        self.loader = ConfigLoaderImpl(search_path)
+        self.loader = _Loader(search_path)
         self.parser = OverridesParser.create(config_loader=self.loader)
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
@@ -138,12 +151,30 @@ class Composer:
         """The config groups, Hydra's own and the schema's left out."""
         return [group for group in self.loader.list_groups("") if group not in ("hydra", "_schema")]
 
-    def compose(self, overrides: Sequence[str]) -> DictConfig:
-        """The config, with Hydra's own node.
+    def files(self, words: Sequence[str]) -> Iterator[tuple[Path, str, str]]:
+        """Iterate over the files of a config in the order of merging: file, config group and package."""
+        for default in self.loader.compute_defaults_list(self.config_name, list(words), RunMode.RUN).defaults:
+            path, package = str(default.config_path), default.package or ""
+            found = self.loader.repository.load_config(path)
+            if found is not None and found.path.startswith("file://") and not package.startswith("hydra"):
+                yield Path(found.path.removeprefix("file://"), f"{path}.yaml"), path.rpartition("/")[0], package
+
+    def compose(
+        self,
+        overrides: Sequence[str],
+        check: Callable[[dict[str, Any], dict[str, str]], None] | None = None,
+    ) -> DictConfig:
+        """Return the config, with Hydra's own node.
+
+        Args:
+            overrides: the command line.
+            check: called with the config before ``overrides`` set values in it, not resolved, and with the options of
+                config groups in it.
 
         Raises:
             UsageError: a config or an override that does not fit.
         """
+        self.loader.check = check
         try:
             return self.loader.load_configuration(self.config_name, list(overrides), RunMode.RUN)
         except (ConfigCompositionException, OmegaConfBaseException, MissingConfigException) as error:
@@ -193,6 +224,13 @@ class Composer:
             GlobalHydra.instance().clear()
 
 
+def unresolved(config: DictConfig) -> dict[str, Any]:
+    """Return the config as plain containers with its interpolations."""
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict)
+    return {str(name): value for name, value in plain.items()}
+
+
 def resolve(config: DictConfig) -> dict[str, Any]:
     """The config as plain containers, every interpolation replaced by its value.
 
@@ -238,7 +276,9 @@ def explain(error: Exception) -> str:
             file = "The config of that run: "
         name = key.removeprefix("trainer.")
         if key.startswith("trainer.") and name in SETTINGS:
-            return f"{file}{key} is {_value_in(cause)}, expected {SETTINGS[name].expected}."
+            wrong = _value_in(cause)
+            problem = SETTINGS[name].mistake(wrong, key) or f"{key} is {wrong}, expected {SETTINGS[name].expected}."
+            return f"{file}{problem}"
         if key.startswith("trainer."):
             return f"{file}There is no setting {key!r}.{did_you_mean(name, SETTINGS)}"
         said = _one_paragraph(str(cause.msg or cause).partition("full_key:")[0])

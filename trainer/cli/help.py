@@ -1,4 +1,4 @@
-"""The texts of ``--help`` and ``--version``. Needs neither Hydra nor torch."""
+"""The texts of ``--help`` and ``--version``. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import trainer
 from trainer.arguments import describe
 from trainer.cli import commands
-from trainer.cli.arguments import FLAGS, GROUPS_TO_ADD
-from trainer.cli.keys import groups, keys, options
+from trainer.cli.arguments import FLAGS, GROUPS_TO_ADD, Arguments
+from trainer.cli.keys import groups, meanings, options
 from trainer.record.environment import version_of
 
 _GROUPS_OF_COMMANDS = ("Train", "Use what was trained", "Look around")
@@ -68,25 +68,39 @@ def help_text(command: str | None, config_dir: str | None = None) -> str:
     sections = [f"usage: python -m trainer {command} {about.usage}", about.about]
     if about.examples:
         sections.append(f"Examples:\n{about.examples.format(command=command)}")
-    sections += [_settings(node, config_dir) for node in about.settings]
-    if not about.function:
-        flags = [(f"{', '.join(reversed(one.spellings))} {one.value}", one.about) for one in FLAGS if one.about]
-        sections += [_groups(config_dir), _settings("", config_dir), _settings("trainer", config_dir)]
-        sections.append(_listed("Flags, anywhere among the settings:", flags))
+    if about.function:
+        return "\n\n".join([*sections, *_settings(config_dir, about.settings)])
+    *own, general, trainers = _settings(config_dir, [*about.settings, "", "trainer"])
+    flags = [(f"{', '.join(reversed(one.spellings))} {one.value}", one.about) for one in FLAGS if one.about]
+    sections += [*own, _groups(config_dir), general, trainers, _listed("Flags, anywhere among the settings:", flags)]
     return "\n\n".join(sections)
 
 
-def _settings(node: str, config_dir: str | None) -> str:
-    """The settings in a node of the config, or with "" in none, with their defaults."""
-    rows = [
-        (f"{key.name}={describe(key.value)}", key.meaning)
-        for key in keys((), config_dir).values()
-        if key.name.rpartition(".")[0] in (node, node or "checkpoint_files")
-        and key.name not in (*groups(config_dir), "command", "objective", "checkpoint_files")
-    ]
-    if not node:
-        return _listed("Settings, with their defaults (--cfg job prints all):", [*rows, *_ADDED])
-    return _listed(f"Settings {node}.NAME, with their defaults:", rows)
+def _settings(config_dir: str | None, nodes: Sequence[str]) -> list[str]:
+    """Return a section for each node of the default config, with its settings; "" is the config itself."""
+    if not nodes:
+        return []
+    from omegaconf import OmegaConf
+
+    from trainer.cli.compose import Composer
+    from trainer.cli.walk import walk
+
+    composer = Composer(Arguments(flags={} if config_dir is None else {"--config-dir": config_dir}))
+    known, _ = meanings(composer, ())
+    entries = list(walk(OmegaConf.to_container(composer.compose(()), resolve=False), into_lists=False))
+    left_out = {*groups(config_dir), "", "command", "hydra", "objective", "checkpoint_files", "trainer._target_"}
+    sections = []
+    for node in nodes:
+        rows = [
+            (f"{entry.key}={describe(entry.value)}", known.get(entry.key, ""))
+            for entry in entries
+            if entry.key.rpartition(".")[0] in (node, node or "checkpoint_files") and entry.key not in left_out
+        ]
+        if node:
+            sections.append(_listed(f"Settings {node}.NAME, with their defaults:", rows))
+        else:
+            sections.append(_listed("Settings, with their defaults (--cfg job prints all):", [*rows, *_ADDED]))
+    return sections
 
 
 def _listed(title: str, rows: Sequence[tuple[str, str]]) -> str:

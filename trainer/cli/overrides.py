@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer import redaction
+from trainer.cli.walk import walk
 
 _OF_ONE_RUN = re.compile(r"\$\{(?:hydra:job\.|now:)[^${}]*\}")
 _OF_A_JOB = re.compile(r"\$\{hydra:job\.(?:num|id)\}")
@@ -34,7 +35,9 @@ def with_values(words: Sequence[str], config: DictConfig) -> list[str]:
     parser = OverridesParser.create()
     parsed = [(word, parser.parse_override(word)) for word in words]
     written = [word if one.is_delete() else _with_value(word, one, config) for word, one in parsed]
-    for key, raw in _leaves(OmegaConf.to_container(config, resolve=False)):
+    for key, _, raw, _ in walk(OmegaConf.to_container(config, resolve=False), into_lists=False):
+        if isinstance(raw, dict) or not re.fullmatch(r"[\w/.-]+", key):
+            continue
         is_set = any(_sets(override, key) for _, override in parsed)
         if _OF_A_JOB.search(str(raw)) and not is_set and (value := _value_of(raw, config)) != raw:
             written.append(_written(parser.parse_override(f"{key}=null"), value))
@@ -72,16 +75,6 @@ def _value_of(raw: Any, config: DictConfig) -> Any:
 def _resolved(text: str, config: DictConfig) -> Any:
     node = OmegaConf.create({"value": text}, parent=config)
     return OmegaConf.to_container(node, resolve=True)["value"]  # type: ignore[index, call-overload]
-
-
-def _leaves(container: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Iterate over the settings that an override can set: a list is one of them."""
-    if isinstance(container, dict):
-        for name, child in container.items():
-            if re.fullmatch(r"[\w/-]+", str(name)):
-                yield from _leaves(child, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, container
 
 
 def _written(override: Override, value: Any) -> str:

@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.folders import packaged_conf
-from trainer.cli.keys import SETTINGS, Key, description, heading, keys, options
+from trainer.cli.keys import SETTINGS, description, heading, meanings, options
 from trainer.errors import did_you_mean
 from trainer.files import from_here
 
@@ -67,29 +67,30 @@ def show(name: str, overrides: Sequence[str], config_dir: str | None = None) -> 
     file = _find(name, config_dir)
     flags = {} if config_dir is None else {"--config-dir": config_dir}
     words = [f"+recipe={name}", *overrides]
-    config = OmegaConf.to_container(Composer(Arguments(flags=flags)).compose(words), resolve=False)
+    composer = Composer(Arguments(flags=flags))
+    config = OmegaConf.to_container(composer.compose(words), resolve=False)
     assert isinstance(config, dict)
-    known = keys(words, config_dir)
+    known, written = meanings(composer, words)
     config["trainer"] = {
         name: value
         for name, value in config["trainer"].items()
-        if name not in SETTINGS or value != SETTINGS[name].default or known[f"trainer.{name}"].file
+        if name not in SETTINGS or value != SETTINGS[name].default or f"trainer.{name}" in written
     }
     del config["hydra"]
     return "\n".join([*heading(file), f"# From {_place(file)}, and what it builds upon:", "", annotated(config, known)])
 
 
-def annotated(config: dict[Any, Any], known: Mapping[str, Key]) -> str:
+def annotated(config: dict[Any, Any], known: Mapping[str, str]) -> str:
     """``config`` as YAML with the meaning behind every key that has one.
 
     Args:
         config: as plain containers.
-        known: its keys.
+        known: the meanings by key.
     """
     return "\n".join(_lines(config, known, ""))
 
 
-def _lines(node: dict[Any, Any], known: Mapping[str, Key], prefix: str) -> Iterator[str]:
+def _lines(node: dict[Any, Any], known: Mapping[str, str], prefix: str) -> Iterator[str]:
     for name, value in node.items():
         line = "  " * prefix.count(".") + f"{name}:"
         if isinstance(value, dict) and value:
@@ -103,9 +104,9 @@ def _lines(node: dict[Any, Any], known: Mapping[str, Key], prefix: str) -> Itera
         yield from inner
 
 
-def _meaning(key: str, value: Any, known: Mapping[str, Key]) -> str:
-    if key in known and known[key].meaning:
-        return known[key].meaning
+def _meaning(key: str, value: Any, known: Mapping[str, str]) -> str:
+    if known.get(key):
+        return known[key]
     reference = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
     return _SPECIAL.get(key.rpartition(".")[2]) or (f"what {reference[1]} is" if reference else "")
 

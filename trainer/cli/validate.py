@@ -22,9 +22,9 @@ from trainer import machine
 from trainer.arguments import SWITCH, describe, either
 from trainer.cli import plugins, tracking
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
-from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer, resolve
+from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer, resolve, unresolved
 from trainer.cli.folders import packaged_conf
-from trainer.cli.keys import SETTINGS, flatten, keys, options
+from trainer.cli.keys import SETTINGS, options
 from trainer.cli.objective import Objective
 from trainer.cli.restore import recipe_of
 from trainer.cli.schema import as_number, as_typed, mistake, read_settings, setting
@@ -73,33 +73,34 @@ def validate(arguments: Arguments, composer: Composer | None = None) -> DictConf
     for override in overrides:
         _check_option(composer, override)
 
-    known = _KnownKeys(composer, arguments)
+    checked = _Checked(composer)
     first = next(_jobs(overrides))
-    _check_settings(composer, known, first)
-    config = composer.compose(first)
-    if arguments.multirun or config.hydra.mode == RunMode.MULTIRUN:
+    config = checked.compose(first)
+    is_sweep = arguments.multirun or config.hydra.mode == RunMode.MULTIRUN
+    if is_sweep:
         overrides = [*_sweeper_params(arguments, composer, config), *overrides]
     else:
         _refuse_several_values(overrides)
-
-    for job in _jobs(overrides):
-        _check_settings(composer, known, job)
-    if (job := next(_jobs(overrides))) != first:  # what the config sweeps over is in it now
-        config = composer.compose(job)
+    configs = [config]
+    for number, job in enumerate(_jobs(overrides)):
+        if number == 0 and job != first:  # the config has values to sweep over
+            configs = [checked.compose(job)]
+        elif number in range(1, _MOST_JOBS):
+            configs.append(checked.compose(job))
+        elif number:
+            checked.check(job)
     if arguments.command == "compare":
         from trainer.cli import compare  # which takes a moment
 
-        compare.check(config, jobs=math.prod(len(values) for values in _values(overrides)))
-    HydraConfig.instance().set_config(config)  # for ${hydra:...}
-    _check_hydra(config)
-    if arguments.multirun or config.hydra.mode == RunMode.MULTIRUN:
-        plugins.prepare(config.hydra)
-        _check_intervals(config, overrides)
-    config_dir = arguments.flags.get("--config-dir")
-    _check_whole(composer, config, overrides, runs=not arguments.shows, config_dir=config_dir)
-    for job in islice(_jobs(overrides), 1, _MOST_JOBS):
-        _check_whole(composer, composer.compose(job), overrides, runs=not arguments.shows, config_dir=config_dir)
-    return config
+        compare.check(configs[0], jobs=math.prod(len(values) for values in _values(overrides)))
+    HydraConfig.instance().set_config(configs[0])  # for ${hydra:...}
+    _check_hydra(configs[0])
+    if is_sweep:
+        plugins.prepare(configs[0].hydra)
+        _check_intervals(configs[0], overrides)
+    for config in configs:
+        _check_whole(composer, config, overrides, arguments)
+    return configs[0]
 
 
 def _values(overrides: Sequence[Override]) -> list[list[str]]:
@@ -204,32 +205,39 @@ def _check_option(composer: Composer, override: Override) -> None:
             )
 
 
-class _KnownKeys:
-    """The keys of the config, and the values that they have before the command line changes them.
+class _Checked:
+    """Composes the jobs of a sweep, and checks the settings in each against the config that they change."""
 
-    They are read from the files, which takes no time, and composed by Hydra only where that leaves a doubt.
-    """
-
-    def __init__(self, composer: Composer, arguments: Arguments) -> None:
+    def __init__(self, composer: Composer) -> None:
         self._composer = composer
-        self._config_dir = arguments.flags.get("--config-dir")
-        self._is_ours = composer.config_name == CONFIG_NAME and "--config-path" not in arguments.flags
-        self._composed: dict[tuple[str, ...], dict[str, Any]] = {}
+        self._known: dict[tuple[str, ...], dict[str, Any]] = {}
 
-    def of(self, job: Sequence[str], wanted: set[str]) -> dict[str, Any]:
-        """Values by key of the config that ``job`` chooses: of all keys, if the files lack any ``wanted``."""
-        choices = tuple(_choices(self._composer, job))
-        if self._is_ours and choices not in self._composed:
-            read = {name: key.value for name, key in keys(choices, self._config_dir).items()}
-            if wanted <= read.keys():
-                return read
-        if choices not in self._composed:
-            self._composed[choices] = dict(flatten(_unresolved(self._composer.compose(choices))))
-        return self._composed[choices]
+    def compose(self, job: Sequence[str]) -> DictConfig:
+        """Return the config of ``job``, after its settings were checked."""
+
+        def check(config: dict[str, Any], chosen: dict[str, str]) -> None:
+            known = {entry.key: entry.value for entry in walk(config, into_lists=False)}
+            self._known[tuple(_choices(self._composer, job))] = known
+            _check_settings(self._composer, known, chosen, job)
+
+        return self._composer.compose(job, check)
+
+    def check(self, job: Sequence[str]) -> None:
+        """Check the settings in ``job``. Compose it only if no other job chooses the same options."""
+        known = self._known.get(tuple(_choices(self._composer, job)))
+        if known is None:
+            self.compose(job)
+        else:
+            _check_settings(self._composer, known, {}, job)
 
 
-def _check_settings(composer: Composer, keys_of: _KnownKeys, job: Sequence[str]) -> None:
-    """Hold the settings in ``job`` against the config that they change."""
+def _check_settings(composer: Composer, known: dict[str, Any], chosen: dict[str, str], job: Sequence[str]) -> None:
+    """Check the settings in ``job`` against the config that they change.
+
+    Args:
+        known: the values in that config by key.
+        chosen: the options of config groups in it.
+    """
     settings = [
         override
         for override in composer.parse(job)
@@ -238,7 +246,6 @@ def _check_settings(composer: Composer, keys_of: _KnownKeys, job: Sequence[str])
         and override.key_or_group != "hydra.searchpath"
         and not composer.chooses(override)
     ]
-    known = keys_of.of(job, {one.key_or_group for one in settings if not (one.is_add() or one.is_force_add())})
     for override in settings:
         key = override.key_or_group
         if override.is_delete() and key.startswith("trainer."):
@@ -246,15 +253,9 @@ def _check_settings(composer: Composer, keys_of: _KnownKeys, job: Sequence[str])
         if override.is_add() or override.is_force_add():
             _check_new_key(composer, override)
         elif key not in known:
-            _check_unknown_key(known, override, composer)
+            _check_unknown_key(known, chosen, override, composer)
         elif not override.is_delete():
             _check_value(key, override.value(), known[key])
-
-
-def _unresolved(config: DictConfig) -> dict[Any, Any]:
-    plain = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(plain, dict)
-    return plain
 
 
 def _setting(key: str) -> str | None:
@@ -274,7 +275,7 @@ def _check_new_key(composer: Composer, override: Override) -> None:
         raise UsageError(f"There is no config group {key!r}.{near} To add a setting of that name, write ++{key}.")
 
 
-def _check_unknown_key(known: dict[str, Any], override: Override, composer: Composer) -> None:
+def _check_unknown_key(known: dict[str, Any], chosen: dict[str, str], override: Override, composer: Composer) -> None:
     """Refuse a key that is not there. What it is in may be null, or a list: then nobody can tell."""
     key = override.key_or_group
     above, rest = key, ""
@@ -287,16 +288,16 @@ def _check_unknown_key(known: dict[str, Any], override: Override, composer: Comp
     if above and (node is None or node == "???" or isinstance(node, list)):
         return
     groups = [group for group in composer.groups() if not key.startswith(f"{group}.")]
-    near = _of_other_option(known, key, composer) or _nearest(key, known) or did_you_mean(key, groups)
+    near = _of_other_option(chosen, key, composer) or _nearest(key, known) or did_you_mean(key, groups)
     is_new = not near and not override.is_delete() and not key.startswith("trainer.")
     new = f" To add a new setting, write +{override.input_line}." if is_new else ""
     raise UsageError(f"There is no setting {key!r}.{near}{new}")
 
 
-def _of_other_option(known: dict[str, Any], key: str, composer: Composer) -> str:
+def _of_other_option(options: dict[str, str], key: str, composer: Composer) -> str:
     """Of ``precision.fp32_modules`` with ``precision=32-true``: which options of the group have such a setting."""
     group, _, name = key.rpartition(".")
-    chosen = known.get(f"hydra.runtime.choices.{group}")
+    chosen = options.get(group)
     others = ("", "callbacks", "data", "logger", "trainer")  # whose options have nothing to do with each other
     if group in others or not composer.is_group(group) or chosen is None:
         return ""
@@ -349,11 +350,9 @@ def _kind(value: Any) -> str:
     return "a list" if isinstance(value, list) else "text"
 
 
-def _check_whole(
-    composer: Composer, config: DictConfig, overrides: Sequence[Override], *, runs: bool, config_dir: str | None
-) -> None:
+def _check_whole(composer: Composer, config: DictConfig, overrides: Sequence[Override], arguments: Arguments) -> None:
     """What only the whole config shows: values that are missing, a model, a checkpoint, targets that are allowed."""
-    job = copy.deepcopy(config)
+    runs, job = not arguments.shows, copy.deepcopy(config)
     with open_dict(job):
         del job["hydra"]
     _check_complete(job)
@@ -362,7 +361,7 @@ def _check_whole(
     for name in ("resume", "exact_resume"):
         if problem := SETTINGS[name].mistake(job.get(name), name):
             raise UsageError(problem)
-    plain = resolve(job) if runs else _unresolved(job)  # what is only shown need not be complete
+    plain = resolve(job) if runs else unresolved(job)  # what is only shown need not be complete
     settings = {name: value for name, value in plain["trainer"].items() if not str(value).startswith("${")}
     if problem := mistake(settings):
         raise UsageError(problem)
@@ -371,7 +370,7 @@ def _check_whole(
     read_settings(_CheckpointFiles, "checkpoint_files", plain["checkpoint_files"])
     if runs:
         tracking.check(plain)
-        _check_model(plain, config_dir, config.hydra.runtime.choices.get("recipe"))
+        _check_model(plain, arguments.flags.get("--config-dir"), config.hydra.runtime.choices.get("recipe"))
         _check_values(plain)
         _check_combinations(plain)
         if not str(config.hydra.launcher["_target_"]).startswith(plugins.ELSEWHERE):
@@ -408,7 +407,7 @@ def _check_complete(job: DictConfig) -> None:
                 f"There is no {name} in the config, expected one: it can be changed, but not left out.{none}"
             )
     for name in ("callbacks", "logger"):
-        group = _unresolved(job)[name] or {}
+        group = unresolved(job)[name] or {}
         for key, node in group.items() if isinstance(group, dict) else [("", group)]:
             if node is not None and not isinstance(node, dict) and not str(node).startswith("${"):
                 place = f"{name}.{key}".rstrip(".")
@@ -417,7 +416,7 @@ def _check_complete(job: DictConfig) -> None:
 
 def _check_nothing_is_lost(composer: Composer, config: DictConfig, overrides: Sequence[Override]) -> None:
     """Refuse what a file says to no effect: all of it, for want of a package, or a key that is misspelt."""
-    known = _unresolved(config)
+    known = unresolved(config)
     for group in GROUPS_TO_ADD:
         if group in known:
             raise UsageError(

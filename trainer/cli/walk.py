@@ -21,29 +21,26 @@ class Entry(NamedTuple):
     value: Any
     target: str
 
-    @property
-    def is_leaf(self) -> bool:
-        """Whether the entry has no entries below it."""
-        return not isinstance(self.value, dict | list)
 
-
-def walk(node: Any, key: str = "", name: str = "", target: str = "") -> Iterator[Entry]:
+def walk(node: Any, key: str = "", name: str = "", target: str = "", *, into_lists: bool = True) -> Iterator[Entry]:
     """Iterate over ``node`` and all entries below it, each before the entries that it contains.
 
     Args:
         node: plain containers.
         key, name, target: as in `Entry`, for ``node``.
+        into_lists: whether the items of a list are entries.
 
-    >>> [(entry.key, entry.value) for entry in walk({"a": {"b": 1}, "c": [2, {"d": 3}]}) if entry.is_leaf]
-    [('a.b', 1), ('c[0]', 2), ('c[1].d', 3)]
+    >>> [(entry.key, entry.value) for entry in walk({"a": {"b": 1}, "c": [2]})]
+    [('', {'a': {'b': 1}, 'c': [2]}), ('a', {'b': 1}), ('a.b', 1), ('c', [2]), ('c[0]', 2)]
     """
     if isinstance(node, dict):
         target = str(node.get("_target_", target))
     yield Entry(key, name, node, target)
     if isinstance(node, dict):
         for child, value in node.items():
-            yield from walk(value, f"{key}.{child}" if key else str(child), str(child), target)
-    elif isinstance(node, list):
+            place = f"{key}.{child}" if key else str(child)
+            yield from walk(value, place, str(child), target, into_lists=into_lists)
+    elif isinstance(node, list) and into_lists:
         for index, value in enumerate(node):
             yield from walk(value, f"{key}[{index}]", "", target)
 

@@ -16,10 +16,10 @@ from urllib.parse import quote
 
 from trainer import redaction
 from trainer.cli.help import versions
-from trainer.cli.keys import flatten
 from trainer.cli.report.artifacts import figures_of, files_of, log_of, overflows_of, warnings_in
 from trainer.cli.report.charts import Section, sections_of
 from trainer.cli.report.drawing import Drawn, draw, format_number
+from trainer.cli.walk import walk
 from trainer.machine import readable
 from trainer.record.run_record import RunRecord, load_run
 from trainer.record.sweep import worth_showing
@@ -196,9 +196,9 @@ def _settings(run: RunRecord) -> list[tuple[str, list[tuple[str, str, bool]]]]:
 
 def flat(settings: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     """Keys with dots in them, and what they are set to, as text."""
-    for name, value in flatten(dict(settings)):
-        if not (isinstance(value, dict) and value):
-            yield name, value if isinstance(value, str) else json.dumps(value)
+    for key, _, value, _ in walk(dict(settings), into_lists=False):
+        if key and not (isinstance(value, dict) and value):
+            yield key, value if isinstance(value, str) else json.dumps(value)
 
 
 def environment_of(run: RunRecord) -> list[tuple[str, list[tuple[str, str]]]]:
