@@ -256,7 +256,7 @@ HOUR: list[tuple[str, int, tuple[str, ...]]] = [
     ),
     ("fit +recipe=mine optimizer.lr=-1", 2, ("optimizer.lr is -1, expected at least 0.",)),
     ("fit +recipe=mine 'optimizer.lr=${oc.env:RATE}'", 2, ("environment variable RATE, which is not set",)),
-    ("RATE=0.0123 fit +recipe=mine 'optimizer.lr=${oc.env:RATE}'", 2, ("is the text", "oc.decode")),
+    ("RATE=0.0123 fit +recipe=mine 'optimizer.lr=${oc.env:RATE}'", 2, ("is 0.0123, expected", "oc.decode")),
     (
         """RATE=0.0123 fit +recipe=mine 'optimizer.lr="${oc.decode:${oc.env:RATE}}"' +debug=fast_dev_run""",
         0,

@@ -12,14 +12,13 @@ import typing
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from types import NoneType, UnionType
 from typing import Any
 
-from trainer.arguments import describe, either
+from trainer.arguments import describe
 from trainer.cli.arguments import UsageError
 from trainer.cli.failure import is_about_settings
 from trainer.cli.processes import environment
-from trainer.cli.schema import as_number
+from trainer.cli.schema import mistake, of_hint
 from trainer.cli.targets import PACKAGES, Allowlist
 from trainer.cli.walk import walk
 from trainer.errors import did_you_mean
@@ -28,17 +27,6 @@ _SPECIAL = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 
 _SAFE_LOADS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
 """Whatever calls ``torch.load``, such as torchvision for pretrained weights, then loads weights only."""
-
-_KINDS: dict[Any, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    NoneType: "null",
-    list: "a list",
-    tuple: "a list",
-    dict: "a node with settings of its own",
-}
 
 
 def build(node: Any, key: str = "", allowlist: Allowlist | None = None) -> Any:
@@ -101,9 +89,10 @@ def _check_arguments(found: Any, node: dict[str, Any], key: str) -> None:
         raise UsageError(f"{key}: {target}: {error}. It takes {', '.join(known) or 'none'}.") from error
     hints = _hints(found)
     for name, value in given.items():
-        parameter = parameters.get(name)
-        if parameter is not None and name in hints:
-            _check_kind(value, hints[name], parameter.default, f"{key}.{name}", target)
+        if name not in parameters or value is None or isinstance(value, dict) or value == parameters[name].default:
+            continue  # null is often accepted although the annotation lacks it; a node becomes an object
+        if problem := mistake(f"{key}.{name}", value, of_hint(hints.get(name, Any))):
+            raise UsageError(problem)
 
 
 def _has_no(unknown: list[Any], known: list[str], key: str) -> str:
@@ -125,34 +114,6 @@ def _hints(found: Any) -> Mapping[str, Any]:
         return typing.get_type_hints(function)
     except Exception:  # annotations of others: any name in them may be missing at run time
         return {}
-
-
-def _check_kind(value: Any, hint: Any, default: Any, key: str, target: str) -> None:
-    """Refuse a value that ``hint`` rules out; says nothing where it is about more than plain values."""
-    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
-    if any(typing.get_origin(member) is typing.Literal for member in members):
-        words = [word for m in members for word in (typing.get_args(m) if m is not NoneType else (None,))]
-        others = [m for m in members if m is not NoneType and typing.get_origin(m) is not typing.Literal]
-        if others or value in words or value == default:
-            return
-        shown = [describe(word) for word in words]
-        raise UsageError(
-            f"{key} is {describe(value)}, but {target} expects {either(shown)}.{did_you_mean(str(value), shown)}"
-        )
-    kinds = {typing.get_origin(member) or member for member in members}
-    if not kinds <= _KINDS.keys() or value is None or isinstance(value, dict) or (default is None and not kinds):
-        return  # null is often welcome where the annotation forgets it; a node is somebody's object
-    accepted = kinds | ({int} if float in kinds else set()) | ({list} if tuple in kinds else set())
-    if bool in kinds and value in (0, 1):
-        return
-    if type(value) not in accepted and not (isinstance(value, bool) and int in accepted):
-        named = [_KINDS[typing.get_origin(member) or member] for member in members]
-        shown = sorted(dict.fromkeys(named), key="null".__eq__)  # which comes last
-        raise UsageError(f"{key} is {describe(value)}, but {target} expects {either(shown)}.{_decoded(value, kinds)}")
-
-
-def _decoded(value: Any, kinds: set[Any]) -> str:
-    return as_number(value) if kinds & {int, float} else ""
 
 
 def make(node: Any, key: str, allowlist: Allowlist, finish: Callable[[partial[Any]], Any] | None = None) -> Any:

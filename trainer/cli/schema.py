@@ -1,33 +1,47 @@
-"""What settings may be: of the config's ``trainer`` node, from the table in `trainer.arguments`, and of our own nodes.
+"""Checks of the values in a config. Imports no torch.
 
-The nodes of our own, such as ``tune``, have a dataclass each, which says it. Imports no torch.
+There is one mechanism: the values that a setting accepts (`trainer.arguments.Argument`). They come from the table of
+the Trainer's arguments, from the dataclass of a node such as ``tune``, from the value that the setting has by default,
+or from the signature of the class that gets it.
 """
 
 from __future__ import annotations
 
+import math
+import typing
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import field, fields, make_dataclass
 from functools import reduce
 from operator import or_
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, TypeVar
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from trainer.arguments import Argument, Kind, describe
+from trainer.arguments import TEXT, Argument, Kind, describe
 from trainer.cli.arguments import UsageError
 from trainer.cli.keys import SETTINGS
 from trainer.errors import did_you_mean
 
 Made = TypeVar("Made")
 
+_LIST = Kind("a list", lambda value: isinstance(value, list))
+NUMBER = Kind("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool))
+FINITE = Kind("a finite number", lambda value: NUMBER.includes(value) and math.isfinite(value))
+_BY_TYPE: dict[Any, Any] = {
+    bool: Kind("true or false", lambda value: value in (0, 1)),
+    int: Kind("a whole number", lambda value: isinstance(value, int)),
+    float: NUMBER,
+    str: TEXT,
+    NoneType: None,
+    list: _LIST,
+    tuple: _LIST,
+    dict: Kind("a node with settings of its own", lambda value: isinstance(value, dict)),
+}
+
 
 def _type(argument: Argument) -> Any:
-    """The type that OmegaConf holds a setting to: the text of an ``${oc.env:...}`` becomes a number by it.
+    """Return the type of a setting for OmegaConf, which converts the text of an ``${oc.env:...}`` by it.
 
-    Any where there are words among what the setting may be.
+    Any if words are among the values.
     """
     kinds: list[Any] = []
     for one in argument.accepts or (object,):
@@ -42,19 +56,45 @@ TrainerSettings = make_dataclass(
 """The schema of the ``trainer`` node: names and defaults as in `trainer.Trainer`."""
 
 
-def as_typed(name: str, value: Any) -> Any:
-    """``value`` as the ``trainer`` node holds it, a number for ``"3"``; ``value`` itself where that does not go."""
-    settings = OmegaConf.structured(TrainerSettings)
-    with suppress(OmegaConfBaseException):
-        settings[name] = value
-        typed = OmegaConf.to_container(settings, resolve=False)
-        assert isinstance(typed, dict)
-        return typed[name]
-    return value
+def of_default(default: Any) -> tuple[Any, ...]:
+    """Return the values that may replace ``default``: a number stays a number. Empty if any value may."""
+    if isinstance(default, bool):
+        return (Kind(f"true or false (it is {describe(default)} by default)", lambda value: isinstance(value, bool)),)
+    kind = next((_BY_TYPE[type_] for type_ in (float, list, dict) if _BY_TYPE[type_].includes(default)), None)
+    if kind is None or isinstance(default, dict):
+        return () if kind is None else (kind,)
+    return (kind._replace(words=f"{kind.words} (it is {describe(default)} by default)"),)
+
+
+def of_hint(hint: Any) -> tuple[Any, ...]:
+    """Return the values that a type annotation accepts. Empty if it is about more than plain values."""
+    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
+    accepts: list[Any] = []
+    for member in members:
+        kind = typing.get_origin(member) or member
+        words = typing.get_args(member) if kind is typing.Literal else ()
+        if not all(isinstance(word, str | bool | NoneType) for word in words) or not (words or kind in _BY_TYPE):
+            return ()
+        accepts += words or [_BY_TYPE[kind]]
+    return tuple(sorted(dict.fromkeys(accepts), key=lambda one: one is None))  # null comes last in a message
+
+
+def mistake(key: str, value: Any, accepts: tuple[Any, ...]) -> str | None:
+    """Return an error message if ``value`` is not among the values in ``accepts``, or None.
+
+    Args:
+        key: full key of the setting.
+        value: resolved.
+        accepts: as in `trainer.arguments.Argument`; () for any value.
+    """
+    is_switch = any(isinstance(one, Kind) and one.words.startswith("true or false") for one in accepts)
+    problem = Argument(key, None, "", accepts).mistake(value, key, ("true", "false") if is_switch else ())
+    takes_numbers = any(isinstance(one, Kind) and "number" in one.words for one in accepts)
+    return f"{problem}{as_number(value)}" if problem and takes_numbers else problem
 
 
 def as_number(value: Any) -> str:
-    """What to do where ``value`` is text and was to be a number; "" where it is no number either."""
+    """Return advice if ``value`` is text that stands for a number; "" otherwise."""
     try:
         float(value if isinstance(value, str) else "")
     except ValueError:
@@ -65,33 +105,39 @@ def as_number(value: Any) -> str:
     )
 
 
-def mistake(settings: Mapping[str, Any]) -> str | None:
-    """What is wrong with the resolved ``trainer`` node, as a sentence; None if nothing is."""
+def check_trainer(settings: Mapping[str, Any]) -> None:
+    """Check the ``trainer`` node. A setting that is still an interpolation is not checked.
+
+    Raises:
+        UsageError: a value that an argument of the Trainer does not accept, or a minimum above its maximum.
+    """
+    settings = {name: value for name, value in settings.items() if not str(value).startswith("${")}
     for name, argument in SETTINGS.items():
         if problem := argument.mistake(settings.get(name, argument.default), f"trainer.{name}"):
-            return problem
+            raise UsageError(problem)
     for unit in ("epochs", "steps"):
         low, high = settings.get(f"min_{unit}"), settings.get(f"max_{unit}")
         if isinstance(low, int) and isinstance(high, int) and -1 < high < low:
-            return f"trainer.min_{unit} is {low} and trainer.max_{unit} is {high}: expected no more than that."
-    return None
+            raise UsageError(
+                f"trainer.min_{unit} is {low} and trainer.max_{unit} is {high}: expected no more than that."
+            )
 
 
 def setting(default: Any, *accepts: Any) -> Any:
-    """A field of a dataclass of settings: its default, and what it may be, as `trainer.arguments.Argument` says it."""
+    """Return the field of a dataclass of settings, with its default and the values that it accepts."""
     return field(default=default, metadata={"accepts": accepts})
 
 
 def read_settings(kind: type[Made], node: str, values: Any) -> Made:
-    """The settings of a node. One that is an interpolation still, as where a config is only shown, is not judged.
+    """Return the settings of a node. A setting that is still an interpolation is not checked.
 
     Args:
         kind: the dataclass to make of them.
         node: its name in the config.
-        values: what the config has there.
+        values: the node as a plain container.
 
     Raises:
-        UsageError: a setting that does not exist, or a value that makes no sense.
+        UsageError: a setting that does not exist, or a value that is not accepted.
     """
     accepts = {one.name: one.metadata["accepts"] for one in fields(kind)}  # type: ignore[arg-type]
     if not isinstance(values, dict):
@@ -99,7 +145,7 @@ def read_settings(kind: type[Made], node: str, values: Any) -> Made:
     for name, value in values.items():
         if name not in accepts:
             raise UsageError(f"There is no setting '{node}.{name}'.{did_you_mean(name, accepts)}")
-        problem = Argument(name, None, "", accepts[name]).mistake(value, f"{node}.{name}")
+        problem = mistake(f"{node}.{name}", value, accepts[name])
         if problem and not str(value).startswith("${"):
             raise UsageError(problem)
     return kind(**values)

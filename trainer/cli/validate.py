@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainer import machine
-from trainer.arguments import SWITCH, describe, either
+from trainer.arguments import SWITCH, Kind, describe, either
 from trainer.cli import plugins, tracking
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer, resolve, unresolved
@@ -27,7 +27,7 @@ from trainer.cli.folders import packaged_conf
 from trainer.cli.keys import SETTINGS, options
 from trainer.cli.objective import Objective
 from trainer.cli.restore import recipe_of
-from trainer.cli.schema import as_number, as_typed, mistake, read_settings, setting
+from trainer.cli.schema import FINITE, as_number, check_trainer, mistake, of_default, read_settings, setting
 from trainer.cli.targets import Allowlist
 from trainer.cli.walk import targets, walk
 from trainer.cli.workdir import quoted
@@ -45,6 +45,18 @@ _NEEDED = ("precision", "trainer")
 """Groups that are always there."""
 _NAMED_CHECKPOINTS = ("last", "best", "hpc")
 _TORCHS_NUMBERS = ("optimizer.lr", "optimizer.weight_decay", "optimizer.eps", "optimizer.momentum")
+
+
+def _whole(least: int, most: int = 2**63 - 1, words: str = "") -> Kind:
+    words = words or f"a whole number of at least {least}"
+    return Kind(words, lambda value: type(value) is int and least <= value <= most)
+
+
+_ROOT = {
+    "seed": (_whole(0, 2**32 - 1, f"a whole number from 0 to {2**32 - 1}"), None),
+    **{name: SETTINGS[name].accepts for name in ("resume", "exact_resume")},
+}
+_OF_DATA = {"batch_size": (_whole(1),), "num_workers": (_whole(0),)}
 
 
 @dataclass(frozen=True)
@@ -199,8 +211,9 @@ def _check_option(composer: Composer, override: Override) -> None:
         name = str(option).strip("'\"")
         if not composer.has_option(group, name):
             known = composer.options(group)
+            short = [f"fp{one.partition('-')[0]}" for one in known] if group == "precision" else []
             raise UsageError(
-                f"Config group {group!r} has no option {name!r}.{did_you_mean(name, known)}"
+                f"Config group {group!r} has no option {name!r}.{did_you_mean(name, [*known, *short])}"
                 f" Choose one of: {', '.join(known)}."
             )
 
@@ -323,31 +336,16 @@ def _nearest(key: str, known: Iterable[str]) -> str:
 
 
 def _check_value(key: str, value: Any, default: Any) -> None:
-    """A setting keeps the kind of value it has: a number stays a number."""
-    if isinstance(value, str) and value.startswith("${"):
-        return  # known only once the whole config is there
-    if name := _setting(key):
-        if problem := SETTINGS[name].mistake(as_typed(name, value), key):
-            raise UsageError(problem)
+    """Check that a setting keeps the kind of value that it has by default."""
+    is_text = isinstance(value, str) and (value.startswith("${") or bool(as_number(value)))
+    if name := _setting(key):  # the schema makes a number of a text
+        problem = None if is_text else SETTINGS[name].mistake(value, key)
+    elif value is None or key.startswith("hydra.") or (isinstance(value, str) and value.startswith("${")):
         return
-    is_open = default is None or default == "???" or str(default).startswith("${")
-    if value is None or is_open or key.startswith("hydra."):
-        return
-    kind = _kind(default)
-    if kind != "text" and _kind(value) != kind:
-        hint = did_you_mean(str(value), ["true", "false"]) if kind == "true or false" else ""
-        was = "" if kind == "a node with settings of its own" else f" (it is {describe(default)} by default)"
-        raise UsageError(f"{key} is {describe(value)}, expected {kind}{was}.{hint}")
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true or false"
-    if isinstance(value, (int, float)):
-        return "a number"
-    if isinstance(value, dict):
-        return "a node with settings of its own"
-    return "a list" if isinstance(value, list) else "text"
+    else:
+        problem = mistake(key, value, of_default(default))
+    if problem:
+        raise UsageError(problem)
 
 
 def _check_whole(composer: Composer, config: DictConfig, overrides: Sequence[Override], arguments: Arguments) -> None:
@@ -358,13 +356,8 @@ def _check_whole(composer: Composer, config: DictConfig, overrides: Sequence[Ove
     _check_complete(job)
     if composer.config_name != RESTORED:  # that has run
         _check_nothing_is_lost(composer, config, overrides)
-    for name in ("resume", "exact_resume"):
-        if problem := SETTINGS[name].mistake(job.get(name), name):
-            raise UsageError(problem)
-    plain = resolve(job) if runs else unresolved(job)  # what is only shown need not be complete
-    settings = {name: value for name, value in plain["trainer"].items() if not str(value).startswith("${")}
-    if problem := mistake(settings):
-        raise UsageError(problem)
+    plain = resolve(job) if runs else unresolved(job)  # a config that is only shown may be incomplete
+    check_trainer(plain["trainer"])
     Allowlist.of(plain).check(plain)
     read_settings(Objective, "objective", plain["objective"])
     read_settings(_CheckpointFiles, "checkpoint_files", plain["checkpoint_files"])
@@ -481,24 +474,17 @@ def _check_used(config: Any, overrides: Sequence[Override]) -> None:
 
 
 def _check_values(plain: dict[str, Any]) -> None:
-    """Numbers that cannot be right whatever they are given to."""
-    seed = plain["seed"]
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32):
-        raise UsageError(f"seed is {describe(seed)}, expected a whole number from 0 to {2**32 - 1}, or null for none.")
+    """Check values that are wrong for any class: of the config itself, of data, optimizers and schedulers."""
+    for key, accepts in _ROOT.items():
+        if problem := mistake(key, plain.get(key), accepts):
+            raise UsageError(problem)
     for key, name, value, target in walk({group: plain.get(group) for group in ("data", "optimizer", "scheduler")}):
-        of_data, is_number = key.startswith("data."), isinstance(value, int | float) and not isinstance(value, bool)
-        least = {"batch_size": 1, "num_workers": 0}.get(name) if of_data else None
-        hint = "" if of_data and least is None else as_number(value)
-        # torch says the same of its optimizers, when it is loaded
         is_torchs = target.startswith("torch.optim.") and key in _TORCHS_NUMBERS
-        if hint or (is_torchs and isinstance(value, str)):
-            raise UsageError(f"{key} is the text {value!r}, expected a number.{hint}")
-        if is_number and least is not None and not (isinstance(value, int) and least <= value < 2**63):
-            raise UsageError(f"{key} is {describe(value)}, expected a whole number of at least {least}.")
-        if is_number and not of_data and not math.isfinite(value):
-            raise UsageError(f"{key} is {describe(value)}, expected a finite number.")
-        if is_number and is_torchs and value < 0:
-            raise UsageError(f"{key} is {describe(value)}, expected at least 0.")
+        if isinstance(value, int | float) or as_number(value) or (is_torchs and isinstance(value, str)):
+            accepts = (FINITE.at_least(0),) if is_torchs else (FINITE,)
+            accepts = _OF_DATA.get(name, ()) if key.startswith("data.") else accepts
+            if not isinstance(value, bool) and (problem := mistake(key, value, accepts)):
+                raise UsageError(problem)
 
 
 def _check_combinations(plain: dict[str, Any]) -> None:
