@@ -159,7 +159,7 @@ EARLY: list[tuple[str, list[str], str]] = [
     (
         "a batch from the environment",
         [*IT, "data.batch_size=${oc.env:NO_SIZE,'4'}"],
-        "data.batch_size is 4, expected a whole number of at least 1. What comes from the environment is text: ${oc.decode:",
+        "data.batch_size is 4, expected a whole number of at least 1. What comes from the environment is text:",
     ),
     (
         "an argument that the config lacks",

@@ -35,9 +35,8 @@ from trainer import redaction
 from trainer.cli import plugins
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.folders import packaged_conf, user_conf
-from trainer.cli.keys import SETTINGS
 from trainer.cli.processes import is_first
-from trainer.cli.schema import TrainerSettings
+from trainer.cli.schema import SETTINGS, TrainerSettings
 from trainer.errors import did_you_mean
 
 CONFIG_NAME = "amp_trainer"
@@ -73,9 +72,10 @@ class _Loader(ConfigLoaderImpl):
 
     def _compose_config_from_defaults_list(self, defaults: Any, repo: Any) -> DictConfig:
         config = super()._compose_config_from_defaults_list(defaults, repo)
-        if self.check is not None:
+        check, self.check = self.check, None  # which may compose other configs
+        if check is not None:
             paths = [str(default.config_path).rpartition("/") for default in defaults]
-            self.check(unresolved(config), {group: option for group, _, option in paths})
+            check(unresolved(config), {group: option for group, _, option in paths})
         return config
 
 

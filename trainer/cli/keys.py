@@ -13,16 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
 
-from trainer.arguments import ARGUMENTS
 from trainer.cli.arguments import GROUPS_TO_ADD
 from trainer.cli.failure import printable
 from trainer.cli.folders import conf_folders
+from trainer.cli.schema import SETTINGS
 
 if TYPE_CHECKING:
     from trainer.cli.compose import Composer
-
-SETTINGS = {name: one for name, one in ARGUMENTS.items() if name not in ("precision", "logger", "callbacks")}
-"""The Trainer's arguments that ``trainer.NAME`` sets; the others are config groups."""
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _COMMENT = re.compile(r"^\s*,?\s*#\s*(.*\S)")

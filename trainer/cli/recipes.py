@@ -11,7 +11,8 @@ import yaml  # type: ignore[import-untyped]
 
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.folders import packaged_conf
-from trainer.cli.keys import SETTINGS, description, heading, meanings, options
+from trainer.cli.keys import description, heading, meanings, options
+from trainer.cli.schema import SETTINGS
 from trainer.errors import did_you_mean
 from trainer.files import from_here
 

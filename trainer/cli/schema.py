@@ -16,12 +16,14 @@ from operator import or_
 from types import NoneType, UnionType
 from typing import Any, TypeVar
 
-from trainer.arguments import TEXT, Argument, Kind, describe
+from trainer.arguments import ARGUMENTS, TEXT, Argument, Kind, describe
 from trainer.cli.arguments import UsageError
-from trainer.cli.keys import SETTINGS
 from trainer.errors import did_you_mean
 
 Made = TypeVar("Made")
+
+SETTINGS = {name: one for name, one in ARGUMENTS.items() if name not in ("precision", "logger", "callbacks")}
+"""The Trainer's arguments that ``trainer.NAME`` sets; the others are config groups."""
 
 _LIST = Kind("a list", lambda value: isinstance(value, list))
 NUMBER = Kind("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool))

@@ -24,20 +24,18 @@ from trainer.cli import plugins, tracking
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer, resolve, unresolved
 from trainer.cli.folders import packaged_conf
-from trainer.cli.keys import SETTINGS, options
+from trainer.cli.keys import options
 from trainer.cli.objective import Objective
 from trainer.cli.restore import recipe_of
-from trainer.cli.schema import FINITE, as_number, check_trainer, mistake, of_default, read_settings, setting
+from trainer.cli.schema import FINITE, SETTINGS, as_number, check_trainer, mistake, of_default, read_settings, setting
 from trainer.cli.targets import Allowlist
 from trainer.cli.walk import targets, walk
 from trainer.cli.workdir import quoted
 from trainer.errors import did_you_mean
 from trainer.record.checkpoints import find_weights, is_checkpoint_folder
 
-# A sweep over a long range is checked by its first values; Hydra composes every job before it starts the
-# first.
-_MOST_VALUES = 50
-_MOST_JOBS = 20  # are composed and checked as a whole, which takes a tenth of a second
+_MOST_JOBS = 50
+"""Jobs of a sweep that are composed and checked before the first one starts. Each takes a tenth of a second."""
 _ALWAYS = (
     "allowed_packages", "callbacks", "checkpoint_files", "checks", "compare", "logger", "objective", "seed", "tune",
 )  # fmt: skip
@@ -56,7 +54,7 @@ _ROOT = {
     "seed": (_whole(0, 2**32 - 1, f"a whole number from 0 to {2**32 - 1}"), None),
     **{name: SETTINGS[name].accepts for name in ("resume", "exact_resume")},
 }
-_OF_DATA = {"batch_size": (_whole(1),), "num_workers": (_whole(0),)}
+_OF_DATA: dict[str, tuple[Kind, ...]] = {"batch_size": (_whole(1),), "num_workers": (_whole(0),)}
 
 
 @dataclass(frozen=True)
@@ -85,22 +83,15 @@ def validate(arguments: Arguments, composer: Composer | None = None) -> DictConf
     for override in overrides:
         _check_option(composer, override)
 
-    checked = _Checked(composer)
     first = next(_jobs(overrides))
-    config = checked.compose(first)
+    config = _compose(composer, first)
     is_sweep = arguments.multirun or config.hydra.mode == RunMode.MULTIRUN
     if is_sweep:
         overrides = [*_sweeper_params(arguments, composer, config), *overrides]
     else:
         _refuse_several_values(overrides)
-    configs = [config]
-    for number, job in enumerate(_jobs(overrides)):
-        if number == 0 and job != first:  # the config has values to sweep over
-            configs = [checked.compose(job)]
-        elif number in range(1, _MOST_JOBS):
-            configs.append(checked.compose(job))
-        elif number:
-            checked.check(job)
+    jobs = list(islice(_jobs(overrides), _MOST_JOBS))
+    configs = [_compose(composer, job) if job != first else config for job in jobs]
     if arguments.command == "compare":
         from trainer.cli import compare  # which takes a moment
 
@@ -121,7 +112,7 @@ def _values(overrides: Sequence[Override]) -> list[list[str]]:
     for override in overrides:
         values = [str(override.input_line)]
         if override.is_sweep_override():
-            values = [f"{override.get_key_element()}={value}" for value in islice(_sweep(override), _MOST_VALUES)]
+            values = [f"{override.get_key_element()}={value}" for value in islice(_sweep(override), _MOST_JOBS)]
         if not values:
             raise UsageError(f"{override.input_line} stands for no value at all, expected one or more.")
         found.append(values)
@@ -146,15 +137,6 @@ def _jobs(overrides: Sequence[Override]) -> Iterator[list[str]]:
     for position, choices in enumerate(values):
         for choice in choices[1:]:
             yield [choice if index == position else others[0] for index, others in enumerate(values)]
-
-
-def _choices(composer: Composer, overrides: Sequence[str]) -> list[str]:
-    """Those of ``overrides`` that choose a command, an option of a config group, or where Hydra is to search."""
-    return [
-        str(override.input_line)
-        for override in composer.parse(overrides)
-        if override.key_or_group in ("command", "hydra.searchpath") or composer.chooses(override)
-    ]
 
 
 def _sweeper_params(arguments: Arguments, composer: Composer, config: DictConfig) -> list[Override]:
@@ -218,30 +200,14 @@ def _check_option(composer: Composer, override: Override) -> None:
             )
 
 
-class _Checked:
-    """Composes the jobs of a sweep, and checks the settings in each against the config that they change."""
+def _compose(composer: Composer, job: Sequence[str]) -> DictConfig:
+    """Return the config of ``job``. Check its settings against the config that they change."""
 
-    def __init__(self, composer: Composer) -> None:
-        self._composer = composer
-        self._known: dict[tuple[str, ...], dict[str, Any]] = {}
+    def check(config: dict[str, Any], chosen: dict[str, str]) -> None:
+        known = {entry.key: entry.value for entry in walk(config, into_lists=False)}
+        _check_settings(composer, known, chosen, job)
 
-    def compose(self, job: Sequence[str]) -> DictConfig:
-        """Return the config of ``job``, after its settings were checked."""
-
-        def check(config: dict[str, Any], chosen: dict[str, str]) -> None:
-            known = {entry.key: entry.value for entry in walk(config, into_lists=False)}
-            self._known[tuple(_choices(self._composer, job))] = known
-            _check_settings(self._composer, known, chosen, job)
-
-        return self._composer.compose(job, check)
-
-    def check(self, job: Sequence[str]) -> None:
-        """Check the settings in ``job``. Compose it only if no other job chooses the same options."""
-        known = self._known.get(tuple(_choices(self._composer, job)))
-        if known is None:
-            self.compose(job)
-        else:
-            _check_settings(self._composer, known, {}, job)
+    return composer.compose(job, check)
 
 
 def _check_settings(composer: Composer, known: dict[str, Any], chosen: dict[str, str], job: Sequence[str]) -> None:
@@ -340,8 +306,8 @@ def _check_value(key: str, value: Any, default: Any) -> None:
     is_text = isinstance(value, str) and (value.startswith("${") or bool(as_number(value)))
     if name := _setting(key):  # the schema makes a number of a text
         problem = None if is_text else SETTINGS[name].mistake(value, key)
-    elif value is None or key.startswith("hydra.") or (isinstance(value, str) and value.startswith("${")):
-        return
+    elif value is None or value != value or key.startswith("hydra.") or str(value).startswith("${"):
+        return  # NaN is refused where no setting may have it
     else:
         problem = mistake(key, value, of_default(default))
     if problem:
@@ -356,6 +322,9 @@ def _check_whole(composer: Composer, config: DictConfig, overrides: Sequence[Ove
     _check_complete(job)
     if composer.config_name != RESTORED:  # that has run
         _check_nothing_is_lost(composer, config, overrides)
+    for key, accepts in _ROOT.items():
+        if (problem := mistake(key, value := job.get(key), accepts)) and not str(value).startswith("${"):
+            raise UsageError(problem)
     plain = resolve(job) if runs else unresolved(job)  # a config that is only shown may be incomplete
     check_trainer(plain["trainer"])
     Allowlist.of(plain).check(plain)
@@ -474,15 +443,13 @@ def _check_used(config: Any, overrides: Sequence[Override]) -> None:
 
 
 def _check_values(plain: dict[str, Any]) -> None:
-    """Check values that are wrong for any class: of the config itself, of data, optimizers and schedulers."""
-    for key, accepts in _ROOT.items():
-        if problem := mistake(key, plain.get(key), accepts):
-            raise UsageError(problem)
+    """Check values of data, optimizers and schedulers that are wrong for any class."""
     for key, name, value, target in walk({group: plain.get(group) for group in ("data", "optimizer", "scheduler")}):
         is_torchs = target.startswith("torch.optim.") and key in _TORCHS_NUMBERS
         if isinstance(value, int | float) or as_number(value) or (is_torchs and isinstance(value, str)):
-            accepts = (FINITE.at_least(0),) if is_torchs else (FINITE,)
-            accepts = _OF_DATA.get(name, ()) if key.startswith("data.") else accepts
+            accepts = (
+                _OF_DATA.get(name, ()) if key.startswith("data.") else (FINITE.at_least(0) if is_torchs else FINITE,)
+            )
             if not isinstance(value, bool) and (problem := mistake(key, value, accepts)):
                 raise UsageError(problem)
 
