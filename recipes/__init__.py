@@ -1,5 +1,5 @@
-"""Ready-made LightningModules and LightningDataModules, plain Lightning code with nothing of ours inside.
+"""Ready-made LightningModules and LightningDataModules in plain Lightning code.
 
-What a recipe trains is written here; which pieces it combines, and with which values, in ``conf/recipe``.
+The classes are defined here. The configs in ``conf/recipe`` combine them and set their arguments.
 Each recipe needs only its own packages. For all of them: ``pip install torchvision scikit-learn``.
 """

@@ -32,16 +32,16 @@ class FineTuner(L.LightningModule):
 
     A batch is ``(tokens, targets)`` or ``(tokens, mask, targets)``, int64. ``tokens`` has shape (batch, length), and so
     has ``mask``: 1 for a token, 0 for padding. A language model's targets have that shape, too: the token that follows,
-    -100 where none counts; the loss is the mean over those that do, and ``training_step`` returns their number as the
+    -100 for ignored positions. The loss is the mean over the others, and ``training_step`` returns their number as the
     batch's weight. A classifier's have shape (batch,), and the weight is the number of texts.
 
     Logged are ``train_loss`` at every step and, over an epoch, ``val_loss`` and ``test_loss``, in nats; of a language
     model ``val_perplexity`` and ``test_perplexity``, of a classifier ``val_acc`` and ``test_acc``, in [0, 1].
 
     At the end of a fit the model is written in Hugging Face's format (``save_pretrained``), its tokenizer with it; with
-    LoRA the adapters alone. Under a strategy that shards, the first process gathers what is written in its memory.
+    LoRA the adapters alone. Under a strategy that shards, the first process gathers the written weights in its memory.
 
-    Only what the folder itself holds is read: no code that comes with a model is run (``trust_remote_code`` is False),
+    Only the folder is read: custom code of a model is not run (``trust_remote_code`` is False),
     no pickle is opened (weights are ``.safetensors``), and nothing is downloaded.
 
     Args:
@@ -52,12 +52,12 @@ class FineTuner(L.LightningModule):
         folder: of the model, as ``save_pretrained`` writes it: ``config.json`` and ``.safetensors``.
         task: ``"causal"``: a language model; ``"classification"``: of whole texts. A head that the folder lacks is new.
         num_classes: of a classifier.
-        lora_rank: rank of the adapters that are trained in the weights' place (needs ``peft``); None: all weights.
+        lora_rank: rank of the adapters that are trained instead of the weights (needs ``peft``); None: all weights.
         lora_alpha: the adapters' output is multiplied by this over the rank.
         lora_dropout: probability that an input of an adapter is set to zero in training.
         lora_modules: which layers get adapters: names, or the ends of them, such as ``["q_proj", "v_proj"]``; None: all
             linear layers but the head.
-        attention: what computes it: ``"sdpa"`` (torch's), or ``"eager"`` for architectures that have nothing else.
+        attention: implementation: ``"sdpa"`` (torch's), or ``"eager"`` for architectures that support nothing else.
         save_to: folder that is written at the end of a fit; None: nothing.
         sample_length: tokens that `predict_step` of a language model writes, always the likeliest.
 
@@ -67,8 +67,8 @@ class FineTuner(L.LightningModule):
     Raises:
         FileNotFoundError: no such folder, or no model in it.
         ModuleNotFoundError: ``transformers`` or, for LoRA, ``peft`` is not installed.
-        ValueError: a folder that has code or pickles in the place of what is read; a task that is none; classes without
-            a number.
+        ValueError: a folder that needs custom code or has pickles instead of ``.safetensors``; an unknown task; a
+            classifier without ``num_classes``.
     """
 
     net: nn.Module
@@ -154,7 +154,7 @@ class FineTuner(L.LightningModule):
         from peft import LoraConfig, get_peft_model
 
         config = LoraConfig(
-            task_type="CAUSAL_LM" if self.task == "causal" else "SEQ_CLS",  # whose new head is trained as well
+            task_type="CAUSAL_LM" if self.task == "causal" else "SEQ_CLS",  # its new head is trained as well
             r=self.lora_rank,
             lora_alpha=self.lora_alpha,
             lora_dropout=self.lora_dropout,
@@ -202,9 +202,9 @@ class FineTuner(L.LightningModule):
 
     @torch.no_grad()
     def write(self, prompt: str) -> str:
-        """What the model writes after ``prompt``: ``sample_length`` tokens, or fewer where it ends the document.
+        """Return the continuation of ``prompt``: ``sample_length`` tokens, or fewer if the model ends the document.
 
-        Of several processes that hold parts of the weights all must call it, with the same prompt.
+        If the weights are sharded, all ranks must call it with the same prompt.
         """
         stream = self.tokenizer.encode([prompt])[0] or [self.tokenizer.end]
         start = len(stream)
@@ -237,7 +237,7 @@ class FineTuner(L.LightningModule):
         All processes of a sharded model must call it; the first one writes.
 
         Args:
-            folder: made where it is missing; what it has of the same names is overwritten.
+            folder: created if it does not exist; files of the same names are overwritten.
         """
         only_trained = self.lora_rank is not None
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=only_trained)
@@ -270,7 +270,7 @@ def check_folder(folder: str) -> Path:
 
     Raises:
         FileNotFoundError: there is no such folder, or no model in it.
-        ValueError: its weights are pickles, or it needs code of its own.
+        ValueError: its weights are pickles, or it needs custom code.
     """
     place = Path(folder).expanduser()
     if not place.is_dir():

@@ -24,7 +24,7 @@ class GAN(L.LightningModule):
     discriminator and then the generator takes a step, both with the non-saturating loss (Goodfellow et al. 2014). With
     loss scaling, both steps of a batch see the same scale, which is adjusted once, at the end of the batch.
 
-    Logged are ``d_loss`` and ``g_loss`` at every step, in nats per image (a discriminator that cannot tell has ln 2 =
+    Logged are ``d_loss`` and ``g_loss`` at every step, in nats per image (a discriminator that guesses has ln 2 =
     0.693), and over the validation images ``val_frechet``: the `frechet_distance` of as many generated ones.
 
     Args:
@@ -99,8 +99,8 @@ class GAN(L.LightningModule):
         """Generated images, float32 of shape (``count``, 1, 8, 8), on the module's device; the same for a seed.
 
         Args:
-            count: how many.
-            seed: of what they are generated from; ``sample_seed`` if None. No global random state is touched.
+            count: number of images.
+            seed: seed of the latents. Default: None, ``sample_seed``. No global random state is used.
         """
         draw = torch.Generator().manual_seed(self.sample_seed if seed is None else seed)
         latents = torch.randn(count, self.latent_size, generator=draw).to(next(self.generator.parameters()))
@@ -119,7 +119,7 @@ class GAN(L.LightningModule):
 class SamplePictures(L.Callback):
     """Writes a grid of generated images at the end of every training epoch: ``epoch_000.png`` and so on.
 
-    TensorBoard, W&B and MLflow show them as well, where they are among the loggers.
+    TensorBoard, W&B and MLflow loggers show them as well.
 
     Args:
         dirpath: folder of the pictures.
@@ -161,7 +161,7 @@ def make_generator(latent_size: int, width: int) -> nn.Sequential:
 
 
 def make_discriminator(width: int) -> nn.Sequential:
-    """From images of shape (batch, 1, 8, 8) to logits of shape (batch,): positive where they look real."""
+    """From images of shape (batch, 1, 8, 8) to logits of shape (batch,): positive if they look real."""
     return nn.Sequential(
         nn.Conv2d(1, width // 2, 4, stride=2, padding=1),  # 4x4
         nn.LeakyReLU(0.2),
@@ -182,17 +182,17 @@ def frechet_distance(images: Tensor, others: Tensor) -> Tensor:
     """How far apart two sets of images are: the Frechet distance of the normal distributions that fit their pixels.
 
     ``|m1 - m2|^2 + trace(C1 + C2 - 2 (C1 C2)^(1/2))`` with the means and covariances of the pixels (Dowson and Landau
-    1982). It is what the FID takes of the features of a network; images of 8x8 are small enough to do without.
+    1982). The FID is the same distance of a network's features; for images of 8x8, pixels suffice.
 
     Args:
         images: float, shape (count, ...); at least two of them.
-        others: likewise; the counts may differ.
+        others: float, shape (count, ...), at least two; the count may differ.
 
     Returns:
         A float32 scalar, in squared units of the pixels; computed in float64.
     """
     (mean, covariance), (other_mean, other_covariance) = _moments(images), _moments(others)
-    # The trace of a product's square root from its eigenvalues; on the CPU, where there is float64 on every machine.
+    # The trace of a product's square root from its eigenvalues; on the CPU, which supports float64 on every machine.
     roots = torch.linalg.eigvals(covariance @ other_covariance).real.clamp(min=0).sqrt().sum()
     return ((mean - other_mean).square().sum() + covariance.trace() + other_covariance.trace() - 2 * roots).float()
 

@@ -32,7 +32,7 @@ class GPT(nn.Module):
             turned by an angle that grows with the place.
 
     Raises:
-        ValueError: ``width`` is no multiple of ``heads``; or ``positions`` is another word, or rotary where the width
+        ValueError: ``width`` is not a multiple of ``heads``; ``positions`` is unknown; or it is rotary and the width
             of a head is odd.
     """
 
@@ -65,7 +65,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(width, heads, dropout, is_rotary=is_rotary) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        # Tied, there is no second name for the one weight: what copies parameters one by one would untie them.
+        # A tied weight has one name only: code that copies parameters one by one would untie two names.
         self.head = None if tie_weights else nn.Linear(width, vocabulary, bias=False)
         if not self.token.weight.is_meta:
             self.init_weights()
@@ -87,9 +87,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int | None = None) -> None:
-        """As GPT-2: normal weights, smaller ones where a layer adds to the residual stream, and biases of 0.
+        """Initialize as GPT-2: normal weights, smaller ones in layers that add to the residual stream, and biases of 0.
 
-        Each parameter is drawn on its device by a generator of its own, whose seed comes from ``seed`` and the
+        Each parameter is drawn on its device by a separate generator, with a seed that depends on ``seed`` and the
         parameter's name. So the weights are the same on any number of processes, sharded (DTensors) or not; a process
         draws each parameter as a whole, one after the other, and keeps its part. No global random state is touched.
 
@@ -179,7 +179,7 @@ def rotate(vectors: Tensor) -> Tensor:
     """``vectors`` of shape (..., length, width), each pair of values turned by an angle that grows with the place.
 
     The product of a query and a key then depends on the distance of their places alone. The angles are computed in
-    float32, whatever the vectors' dtype, and anew each time: no buffer has to be made, moved, saved or kept in float32.
+    float32, whatever the vectors' dtype, and again in each call: no buffer has to be moved, saved or kept in float32.
     """
     length, width = vectors.shape[-2:]
     exponents = torch.arange(0, width, 2, device=vectors.device, dtype=torch.float32) / width

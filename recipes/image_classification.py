@@ -139,7 +139,7 @@ class ImageClassifier(L.LightningModule):
         self._evaluate("val", self.val_acc, batch)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log ``test_loss`` and ``test_acc``, and count which class was taken for which."""
+        """Log ``test_loss`` and ``test_acc``, and update the confusion matrix."""
         images, labels = batch
         predicted = self._evaluate("test", self.test_acc, batch).argmax(dim=1)
         self.test_confusion.update(predicted, labels)

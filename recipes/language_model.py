@@ -32,17 +32,17 @@ __all__ = [
 class LanguageModel(L.LightningModule):
     """Trains a `GPT` to predict the next token.
 
-    A batch is ``(tokens, targets)``, both int64 of shape (batch, length); places whose target is -100 do not count. The
+    A batch is ``(tokens, targets)``, both int64 of shape (batch, length); targets of -100 are ignored. The
     loss is the mean over those that do, and ``training_step`` returns their number as the batch's weight: with
     ``accumulate_grad_batches`` the update is that of one big batch, however many targets each part has.
 
     Logged are ``train_loss`` at every step and, over an epoch, ``val_loss`` and ``test_loss``, in nats per token, and
-    ``val_perplexity`` and ``test_perplexity``, e to the power of that. Where tokens are bytes also ``train_bpc``,
+    ``val_perplexity`` and ``test_perplexity``, e to the power of that. If tokens are bytes, also ``train_bpc``,
     ``val_bpc`` and ``test_bpc``: bits per character, which are the sum of all bits over the number of characters (a
     character beyond ASCII has several bytes; the end of a document counts as one).
 
-    The network is made by `configure_model`, on the device where it is to be, or without values (on the meta device)
-    where a strategy is to shard it first; `init_weights` then gives every process its part of the same weights.
+    `configure_model` creates the network on its device, or on the meta device if a strategy shards it first. Then
+    `init_weights` initializes the shard of each rank, with the same weights in total.
 
     Args:
         optimizer: called with parameter groups and returns the optimizer, such as
@@ -52,7 +52,7 @@ class LanguageModel(L.LightningModule):
             that is stepped after every optimizer step (see `recipes.schedules`). None: the rate stays.
         context: tokens that the model sees at most.
         vocabulary: number of tokens; 256 for bytes.
-        tokenizer: for what is written: a folder with a ``tokenizer.json``, or that file; None for bytes.
+        tokenizer: for generated text: a folder with a ``tokenizer.json``, or that file; None for bytes.
         width: size of the hidden vectors.
         heads: of the attention; they share the width.
         layers: number of blocks.
@@ -60,8 +60,8 @@ class LanguageModel(L.LightningModule):
         tie_weights: let the output layer use the token embedding's weights.
         positions: ``"learned"`` or ``"rotary"`` (see `GPT`).
         sample_length: tokens that `predict_step` writes.
-        temperature: of what is written: below 1 likely tokens become likelier; 0 takes the likeliest.
-        sample_seed: of what is written, and of nothing else.
+        temperature: of the sampling: below 1 likely tokens become likelier; 0 takes the likeliest.
+        sample_seed: seed of the sampling.
 
     Attributes:
         net: the `GPT`, after `configure_model`.
@@ -137,12 +137,12 @@ class LanguageModel(L.LightningModule):
         """Draw the network's weights: the same on every process, and whether they are sharded or not."""
         seed = [torch.initial_seed()]
         if dist.is_available() and dist.is_initialized():
-            dist.broadcast_object_list(seed)  # where nobody has set the seed, each process has its own
+            dist.broadcast_object_list(seed)  # without `seed_everything`, each rank has a different seed
         self.net.init_weights(seed[0])
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """What makes tokens of prompts, and text of tokens."""
+        """The tokenizer for prompts and generated text."""
         return load_tokenizer(self.tokenizer_path)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -172,13 +172,13 @@ class LanguageModel(L.LightningModule):
 
     @torch.no_grad()
     def write(self, prompt: str = "", *, seed: int = 0) -> str:
-        """What the model writes after ``prompt``: ``sample_length`` tokens, or fewer where a document ends.
+        """Return the continuation of ``prompt``: ``sample_length`` tokens, or fewer if a document ends.
 
-        Of several processes that hold parts of the weights all must call it, with the same arguments.
+        If the weights are sharded, all ranks must call it with the same arguments.
 
         Args:
-            prompt: what it continues; an empty one begins a document.
-            seed: of the choice. No global random state is touched.
+            prompt: the beginning; an empty one begins a document.
+            seed: seed of the sampling. No global random state is used.
         """
         end = self.tokenizer.end
         draw = torch.Generator(self.device).manual_seed(seed)
@@ -241,9 +241,9 @@ def characters(targets: Tensor) -> Tensor:
 
 
 class Ratio(Metric):
-    """All amounts over all counts, also over processes.
+    """The sum of all amounts divided by the sum of all counts, over all ranks.
 
-    (torchmetrics' `MeanMetric` would look for NaN, for which a GPU stalls at every batch; and where it is told not to,
+    (torchmetrics' `MeanMetric` checks for NaN, a host-device synchronization in each batch. With
     ``nan_strategy="disable"``, torchmetrics 1.9 ignores the weights.)
     """
 
@@ -257,7 +257,7 @@ class Ratio(Metric):
         self.add_state("count", torch.tensor(0.0), dist_reduce_fx="sum")
 
     def update(self, amount: Tensor, count: Tensor) -> None:
-        """Add an amount, and what it is for; both scalars."""
+        """Add an amount and a count; both are scalars."""
         self.amount += amount
         self.count += count
 
@@ -279,7 +279,7 @@ class TextSamples(Callback):
 
     Args:
         dirpath: folder of the file.
-        prompt: what it continues; an empty one begins a document.
+        prompt: the beginning of the text; an empty one begins a document.
     """
 
     def __init__(self, dirpath: str, prompt: str = "") -> None:
@@ -299,9 +299,9 @@ class TextSamples(Callback):
 
 
 class TextWriter(BasePredictionWriter):
-    """Writes what ``predict`` has made into ``samples.txt``, and to the terminal.
+    """Writes the predictions into ``samples.txt`` and prints them.
 
-    Of several processes each writes a file of its own, ``samples_0.txt`` and so on.
+    With several processes, each writes a separate file, ``samples_0.txt`` and so on.
 
     Args:
         dirpath: folder of the file.
@@ -338,7 +338,7 @@ class TextWriter(BasePredictionWriter):
 
 
 def printable(text: str) -> str:
-    """``text`` with "?" for what a terminal would obey, or cannot show: an untrained model writes any bytes."""
+    """Return ``text`` with "?" for control characters and for characters that the terminal cannot encode."""
     shown = "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
     encoding = sys.stdout.encoding or "utf-8"
     return shown.encode(encoding, errors="replace").decode(encoding)

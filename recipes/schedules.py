@@ -1,4 +1,4 @@
-"""Learning-rate schedules that are told how long the run is.
+"""Learning-rate schedules that depend on the number of optimizer steps of the run.
 
 Every factory is called as ``factory(optimizer, total_steps)``, ``total_steps`` being the number of optimizer
 steps of the whole run, and returns a scheduler to be stepped once after each of them. The optimizer's own
@@ -19,12 +19,12 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, O
 def with_schedule(
     optimizer: Optimizer, make_scheduler: Callable[[Optimizer, int], LRScheduler] | None, module: LightningModule
 ) -> OptimizerLRScheduler:
-    """What ``configure_optimizers`` returns: the optimizer, and a schedule that is stepped after each of its steps.
+    """Return the value for ``configure_optimizers``: the optimizer, and a schedule that is stepped after each step.
 
     Args:
-        optimizer: what is to be scheduled.
+        optimizer: the optimizer.
         make_scheduler: one of the factories of this module, with its options bound; None: the rate stays.
-        module: whose optimizer it is; its trainer knows how many optimizer steps the run has.
+        module: the module with this optimizer; its trainer computes the number of optimizer steps of the run.
 
     Raises:
         ValueError: there is a schedule, and the run has no end.
@@ -61,7 +61,7 @@ def onecycle(
         div_factor: peak over first learning rate.
         final_div_factor: first over last learning rate.
         cycle_momentum: let the momentum (or Adam's beta1) fall from 0.95 to 0.85 and rise again, against the
-            learning rate. Off by default, so that the optimizer's own momentum is what is used.
+            learning rate. Default: False, which keeps the optimizer's momentum.
 
     Raises:
         ValueError: ``total_steps`` or ``pct_start`` out of range.

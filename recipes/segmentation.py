@@ -80,7 +80,7 @@ def _block(in_channels: int, channels: int) -> nn.Sequential:
 
 
 class Masks(TypedDict):
-    """What ``Segmenter.predict_step`` returns for a batch.
+    """The predictions of ``Segmenter.predict_step`` for a batch.
 
     Attributes:
         names: of the images.
@@ -141,12 +141,12 @@ class Segmenter(L.LightningModule):
         return {"masks": self._evaluate("val", self.val_dice, batch)}
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log ``test_loss`` and ``test_dice``, and count which class was taken for which, pixel by pixel."""
+        """Log ``test_loss`` and ``test_dice``, and update the confusion matrix of the pixels."""
         images, masks = batch
         found = self._evaluate("test", self.test_dice, batch)
         self.test_confusion.update(found, masks)
         if batch_idx == 0:
-            two = (part[:8].byte().cpu().numpy() for part in (masks, found))  # host-device synchronisation
+            two = (part[:8].byte().cpu().numpy() for part in (masks, found))  # host-device synchronization
             columns = np.stack([_column(image, *both) for image, *both in zip(images[:8], *two, strict=True)])
             write_pictures(self.trainer, "test_samples", torch.from_numpy(columns).permute(0, 3, 1, 2))
 
@@ -202,7 +202,7 @@ def _dice_score(num_classes: int) -> DiceScore:
 
 
 class MaskWriter(BasePredictionWriter):
-    """Writes what `Segmenter` predicts: a PNG for each image, called like it, whose pixels are classes.
+    """Writes the masks that `Segmenter` predicts: a PNG with the name of each image and a class in each pixel.
 
     The files have a palette: the background is black, and each class has a colour. Their values, which
     ``numpy.asarray(Image.open(file))`` gives, are the classes. ``overview.png`` shows the first images above their
@@ -244,7 +244,7 @@ class MaskWriter(BasePredictionWriter):
         Raises:
             ValueError: a name that leads out of the folder.
         """
-        # Host-device synchronisation: the masks are fetched from the device.
+        # Host-device synchronization: the masks are fetched from the device.
         for index, (name, mask) in enumerate(zip(prediction["names"], prediction["masks"].cpu().numpy(), strict=True)):
             if Path(name).name != name:
                 raise ValueError(f"An image is called {name!r}, expected a name without folders: masks are called so.")
@@ -254,7 +254,7 @@ class MaskWriter(BasePredictionWriter):
                 self._shown.append(_column(batch[0][index], mask))
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the overview, and say where the masks are."""
+        """Write the overview, and log the folder of the masks."""
         if trainer.is_global_zero and self._shown:
             overview = Image.fromarray(np.concatenate(self._shown, axis=1))
             overview.save(self.dirpath / "overview.png")
@@ -288,7 +288,7 @@ class MaskPictures(L.Callback):
             return
         images, *masks = (
             part[: self.count].cpu() for part in (*batch, outputs["masks"])
-        )  # host-device synchronisation
+        )  # host-device synchronization
         columns = [
             _column(image, *both) for image, *both in zip(images, *(m.byte().numpy() for m in masks), strict=True)
         ]
@@ -296,7 +296,7 @@ class MaskPictures(L.Callback):
 
 
 def coloured(mask: np.ndarray) -> Image.Image:
-    """An image with a palette whose values are those of ``mask``, uint8 of shape (height, width)."""
+    """Return an image with a palette and the values of ``mask``, uint8 of shape (height, width)."""
     image = Image.fromarray(mask)
     image.putpalette([channel for number in range(256) for channel in _colour(number)])
     return image

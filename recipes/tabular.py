@@ -21,14 +21,14 @@ class TabularMLP(L.LightningModule):
     """Trains an `mlp` on ``(features, targets)``: classes with the cross-entropy loss, numbers with the squared error.
 
     ``features`` is float of shape (batch, ``num_features``), ``targets`` has shape (batch,): int64 classes, or float
-    numbers in a unit of their own. Logged are ``train_loss`` at every step and, over an epoch, for validation and test:
+    numbers in any unit. Logged are ``train_loss`` at every step and, over an epoch, for validation and test:
 
     - classification: ``val_loss`` in nats per row, and ``val_acc`` in [0, 1];
     - regression: ``val_loss``, the squared error over the variance of the training targets; ``val_mae``, the mean
       absolute error in the targets' unit; ``val_r2``, the share of their variance that is explained, at most 1.
 
     A regression takes the mean and the standard deviation of the training targets from the data module's
-    ``target_mean`` and ``target_std``, where it has them, and keeps them in its checkpoint.
+    ``target_mean`` and ``target_std``, if it has them, and stores them in checkpoints.
 
     Args:
         optimizer: called with the parameters and returns the optimizer, such as

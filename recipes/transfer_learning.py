@@ -37,8 +37,8 @@ def transfer_classifier(
         scheduler: see `ImageClassifier`.
         num_classes: see `ImageClassifier`.
         weights: see `TransferNet`.
-        checkpoint: the file that the trainer is going to load, if any. It has all weights, so ``weights`` are not even
-            looked for.
+        checkpoint: the file that the trainer is going to load, if any. It has all weights, so ``weights`` is
+            ignored.
         frozen: see `TransferNet`.
         **options: further arguments of `ImageClassifier`.
 
@@ -49,18 +49,18 @@ def transfer_classifier(
     if checkpoint is not None and Path(checkpoint).is_file():  # not "last", which may be none yet
         weights = None
     net = TransferNet(architecture, num_classes, weights=weights, frozen=frozen)
-    if frozen:  # that is what was asked for
+    if frozen:  # as requested
         warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode at the start of training")
     return ImageClassifier(net, optimizer, scheduler, num_classes=num_classes, **options)
 
 
 class TransferNet(nn.Module):
-    """A classification network of torchvision whose last linear layer, its head, is new.
+    """A classification network of torchvision with a new last linear layer, the head.
 
     Args:
         architecture: its name in ``torchvision.models``, such as ``"resnet50"``.
         num_classes: outputs of the head. None: as many as torchvision's network has, until `set_num_classes`.
-        weights: what the rest of the network starts from: the name of weights that torchvision has, such as
+        weights: initial weights of the other layers: the name of weights that torchvision has, such as
             ``"IMAGENET1K_V2"``, or a file with the network's ``state_dict``, such as torchvision's own. The head
             that comes with them is not used. None for random weights.
         frozen: train the head and nothing else: the rest has no gradients, and stays in eval mode, so that
@@ -107,7 +107,7 @@ class TransferNet(nn.Module):
         return head
 
     def train(self, mode: bool = True) -> "TransferNet":
-        """Set train or eval mode; what is frozen stays in eval mode."""
+        """Set train or eval mode; frozen layers stay in eval mode."""
         super().train(mode)
         if self.frozen:
             self.net.eval()
@@ -128,7 +128,7 @@ def load_weights(architecture: str, weights: str) -> Weights:
             downloaded into it; or a file that holds a ``state_dict``, loaded with ``weights_only=True``.
 
     Raises:
-        FileNotFoundError: they are neither there nor to be had; says what was tried, and where to put them.
+        FileNotFoundError: the file does not exist and cannot be downloaded. The message has its address.
         ValueError: a file that holds something else.
     """
     known = models.get_model_weights(architecture).__members__

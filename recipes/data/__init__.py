@@ -1,7 +1,7 @@
-"""Data sets as LightningDataModules, imported when they are first used: each needs only its own packages.
+"""Datasets as LightningDataModules, imported at first use: each needs only its own packages.
 
-Images come in batches ``(images, labels)``: ``images`` is float32 of shape (batch, 3, height, width), normalised;
-``labels`` is int64 of shape (batch,). What the others give is in their docstrings.
+Images come in batches ``(images, labels)``: ``images`` is float32 of shape (batch, 3, height, width), normalized;
+``labels`` is int64 of shape (batch,). The docstrings of the other data modules describe their batches.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Caltech-256: photographs of 256 kinds of things, in the layout in which Caltech publishes them."""
+"""Caltech-256: photographs of 256 kinds of objects, in the layout that Caltech publishes."""
 
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from recipes.data.image_folder import MEAN, STD, ImageFolder, Samples, image_to_
 FOLDER = "256_ObjectCategories"
 ARCHIVE = f"{FOLDER}.tar"
 ADDRESS = "https://data.caltech.edu/records/nyy15-4j048"
-MD5 = "67b4f42ca05d46448c6bb8ecd2220f6d"  # of the archive, as that page says
+MD5 = "67b4f42ca05d46448c6bb8ecd2220f6d"  # of the archive, from that page
 CLUTTER = "257.clutter"
 
 
@@ -33,7 +33,7 @@ class Caltech256(ImageFolder):
         augment: change the training images at random.
         image_size: height and width of the images the model sees, in pixels.
         flip: probability that an image is mirrored.
-        degrees: largest angle by which an image is turned, either way.
+        degrees: largest rotation in either direction, in degrees.
         shift: largest shift as a fraction of the image's side, along each axis and either way.
         scale: largest relative change of size, either way.
         mean: subtracted from each channel in [0, 1]; ImageNet's by default.
@@ -85,7 +85,7 @@ class Caltech256(ImageFolder):
         """Unpack the archive unless that was done.
 
         Raises:
-            FileNotFoundError: there is neither folder nor archive; says where to get it and where to put it.
+            FileNotFoundError: neither the folder nor the archive exists. The message has its address.
             ValueError: an archive that is damaged, or holds something else.
         """
         if self.root.is_dir():
@@ -121,7 +121,7 @@ _FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") 
 
 
 def unpack(archive: Path, name: str) -> None:
-    """Unpack the folder ``name`` of a tar archive beside it, whole or not at all.
+    """Extract the folder ``name`` of a tar archive next to it, completely or not at all.
 
     Raises:
         ValueError: the archive is damaged, does not hold the folder, or has files that would land elsewhere.
@@ -139,7 +139,7 @@ def unpack(archive: Path, name: str) -> None:
 
 
 def _harmless(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The members of an archive, as long as each is a file or a folder that lands where it is unpacked."""
+    """Yield the members of an archive, each a file or a folder below the target folder."""
     for member in tar:
         path = PurePosixPath(member.name.replace("\\", "/"))
         if path.is_absolute() or ".." in path.parts or ":" in member.name or not (member.isfile() or member.isdir()):

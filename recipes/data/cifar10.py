@@ -37,13 +37,13 @@ class CIFAR10(SplitDataModule):
         crop_size: height and width of the square at the centre that the model sees; None for the whole image.
         mean: subtracted from each channel in [0, 1]; those of CIFAR-10 by default.
         std: each channel is divided by.
-        limit: train on the first so many of the training images; None for all of them.
+        limit: number of training images to use, from the first on. Default: None, all of them.
         val_size: images to validate on, held out of the training images that come after the first ``limit``;
             None for a tenth of all of them.
         split_seed: of the validation split, which is stratified and depends on nothing else.
         num_classes: of the model; must be 10.
-        check_md5: hold the files against the original's checksums, and download those that differ. False is for
-            files of your own in the same format; they are read without a network.
+        check_md5: hold the files against the original's checksums, and download those that differ. Set it to False
+            for custom files in the same format, which are read without a network.
 
     Raises:
         ValueError: ``num_classes`` is not 10.
@@ -82,14 +82,14 @@ class CIFAR10(SplitDataModule):
 
     @property
     def folder(self) -> Path:
-        """Where the files are."""
+        """The folder of the files."""
         return self.root / datasets.CIFAR10.base_folder
 
     def prepare_data(self) -> None:
         """Download the data unless it is there.
 
         Raises:
-            FileNotFoundError: it is neither there nor to be had; says what was tried and where to put it.
+            FileNotFoundError: the archive does not exist and cannot be downloaded. The message has its address.
         """
         if not self.check_md5:
             self._check_files()
@@ -150,12 +150,12 @@ class CIFAR10(SplitDataModule):
 
 
 class Pictures(Dataset[tuple[Tensor, int]]):
-    """Images in memory, each transformed when it is asked for.
+    """Images in memory, each transformed when it is indexed.
 
     Args:
         data: uint8, shape (images, height, width, 3).
         targets: class of each.
-        transform: from a PIL image to what the model sees.
+        transform: maps a PIL image to a tensor.
     """
 
     def __init__(self, data: np.ndarray, targets: list[int], transform: Callable[[Image.Image], Tensor]) -> None:
@@ -173,8 +173,8 @@ class Pictures(Dataset[tuple[Tensor, int]]):
 def read_batches(folder: Path, names: Sequence[str]) -> tuple[np.ndarray, list[int]]:
     """Read files of CIFAR-10's python version, one after the other.
 
-    They are pickles. Unpickled are arrays and plain containers, nothing else: files without the original's checksum
-    may be anybody's.
+    They are pickles. Only arrays and plain containers are unpickled, because files without the original's checksum are
+    not trusted.
 
     Returns:
         Images, uint8 of shape (images, 32, 32, 3), and the class of each.
@@ -198,7 +198,7 @@ def read_batches(folder: Path, names: Sequence[str]) -> tuple[np.ndarray, list[i
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Numpy's arrays, under the names by which numpy 1 and 2 pickle them, and Python's containers."""
+    """Unpickle NumPy arrays, with the names that NumPy 1 and 2 use, and Python containers."""
 
     NAMES = frozenset(
         [

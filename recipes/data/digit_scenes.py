@@ -22,11 +22,11 @@ STD = 0.23
 
 
 class DigitScenes(SplitDataModule):
-    """Photographs' details with one to three scanned digits in them, and masks that say which pixel is which digit.
+    """Crops of photographs with one to three scanned digits, and masks with the class of each pixel.
 
-    The digits and the photographs (``china.jpg``, ``flower.jpg``) come with scikit-learn. Every scene has a detail
-    of a photograph of its own place, size and contrast; digits of random sizes, places, colours and contrasts, a later
-    one over an earlier one; and noise. No digit, and no part of a photograph, is both in training scenes and in
+    The digits and the photographs (``china.jpg``, ``flower.jpg``) come with scikit-learn. Every scene has a crop
+    of a photograph with a random position, size and contrast; digits of random sizes, positions, colors and contrasts,
+    the later ones on top; and noise. No digit, and no part of a photograph, is both in training scenes and in
     others. Scenes depend on ``seed``, their number and their size alone. They are made in a second and held in memory.
 
     A batch to train, validate or test on is ``(images, masks)``: ``images`` is float32 of shape (batch, 3, height,
@@ -88,7 +88,7 @@ class DigitScenes(SplitDataModule):
             self.splits[name] = Scenes(torch.from_numpy(images), torch.from_numpy(masks), names)
 
     def predict_dataloader(self) -> DataLoader[tuple[Tensor, list[str]]]:
-        """The test scenes with their names, in the place of masks."""
+        """The test scenes with their names instead of masks."""
         test = self.splits["test"]
         assert isinstance(test, Scenes)
         named = Scenes(test.images, None, test.names)
@@ -102,7 +102,7 @@ class Scenes(Dataset[tuple[Tensor, Tensor | str]]):
 
     Args:
         images: uint8, shape (scenes, 3, height, width).
-        masks: uint8, shape (scenes, height, width); None to give the names in their place.
+        masks: uint8, shape (scenes, height, width); None to return the names instead.
         names: of the scenes.
     """
 
@@ -127,7 +127,7 @@ class Scenes(Dataset[tuple[Tensor, Tensor | str]]):
 
     @staticmethod
     def collate(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """What the DataLoader is to do with a batch that is one already: nothing."""
+        """Return the batch unchanged: `__getitems__` has already collated it."""
         return batch
 
 
@@ -171,7 +171,7 @@ class Painter:
         return pixels.mean() + self.draw.uniform(0.4, 1.0) * (pixels - pixels.mean())
 
     def _add_digit(self, image: np.ndarray, mask: np.ndarray) -> None:
-        """Paint a digit into ``image`` and ``mask``, lighter or darker than what is behind it."""
+        """Paint a digit into ``image`` and ``mask``, lighter or darker than the background."""
         which = self.draw.integers(len(self.scans))
         size = len(mask)
         side = int(self.draw.integers(size // 4, size // 2 + 1))

@@ -67,7 +67,7 @@ class Digits(SplitDataModule):
 
 
 def random_affine(images: Tensor, *, degrees: float = 10.0, scale: float = 0.1, shift: float = 0.125) -> Tensor:
-    """Every image turned, scaled and shifted by amounts of its own, drawn evenly; the border is continued.
+    """Rotate, scale and shift each image by random amounts, uniformly distributed; the border is continued.
 
     Draws from torch's default generator.
 

@@ -1,4 +1,4 @@
-"""Examples of one's own for fine-tuning: texts, prompts with their completions, or texts with classes."""
+"""Custom examples for fine-tuning: texts, prompts with their completions, or texts with classes."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -19,14 +19,14 @@ Example = tuple[list[int], list[int] | int]
 class Examples(TextData):
     """Lines of a ``.jsonl``, each of them an example, in batches that are padded to their longest.
 
-    What a line is can be seen from its fields:
+    The fields of a line determine its kind:
 
     - ``{"prompt": ..., "completion": ...}``: a language model learns the completion, and that it ends there;
     - ``{"text": ..., "label": 0}``: a classifier learns the class, a whole number from 0 on;
     - ``{"text": ...}``: a language model learns the whole text.
 
     A batch is ``(tokens, mask, targets)``, int64: ``tokens`` and ``mask`` (0: padding) of shape (batch, length), the
-    targets of the same shape, -100 where none counts, or of shape (batch,) where they are classes.
+    targets of the same shape, -100 for ignored positions, or of shape (batch,) for classes.
 
     Args:
         path: the file.
@@ -34,9 +34,9 @@ class Examples(TextData):
         context: tokens of an example at most; longer ones lose their end, of a prompt with a completion the beginning.
         batch_size: examples in a batch, on one rank.
         num_workers: processes that prepare batches; there is little to prepare.
-        split_seed: of which examples are for the training, the validation and the test.
+        split_seed: seed of the split into training, validation and test examples.
         held_out: share of the text for the validation, and again for the test.
-        prompts: what ``predict`` continues; None: the test examples are classified.
+        prompts: prompts that ``predict`` continues. Default: None, the test examples are classified.
 
     Raises:
         FileNotFoundError: no such file, or no tokenizer.

@@ -1,4 +1,4 @@
-"""What the data modules share: a split that never changes, and how a loader is set up."""
+"""Shared by the data modules: a reproducible split, and the construction of a DataLoader."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ class ImageTensors(Dataset[tuple[Tensor, Tensor]]):
 
     @staticmethod
     def collate(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """What the DataLoader is to do with a batch that is one already: nothing."""
+        """Return the batch unchanged: `__getitems__` has already collated it."""
         return batch
 
 

@@ -35,7 +35,7 @@ class PackedText(TextData):
     same text and tokenizer find; they are memory-mapped, so that they need not fit into memory and workers share them.
 
     Args:
-        path: a text file in UTF-8 whose documents are separated by ``separator``; a ``.jsonl`` file with a document in
+        path: a text file in UTF-8 with documents separated by ``separator``; a ``.jsonl`` file with a document in
             each line, an object that has it under ``field``; a folder of such files; or a folder that
             ``Dataset.save_to_disk`` of the library ``datasets`` wrote, with the documents in the column ``field``. None
             for Python's topics, as in `ByteText`.
@@ -46,19 +46,19 @@ class PackedText(TextData):
         context: tokens in a sequence.
         batch_size: sequences in a batch, on one rank.
         num_workers: processes that prepare batches; 0 prepares them in the training process.
-        split_seed: of which documents are for the training, the validation and the test.
+        split_seed: seed of the split into training, validation and test documents.
         held_out: share of the text for the validation, and again for the test.
-        prompts: what ``predict`` continues: one batch for each, a tuple of one string. Or a single one.
+        prompts: one or several prompts that ``predict`` continues, each in a batch: a tuple of one string.
         cache: folder of the token files.
 
     Attributes:
         splits: the data by name: ``"train"``, ``"val"`` and ``"test"``.
 
     Raises:
-        FileNotFoundError: no text, or no tokenizer, where it is said to be.
+        FileNotFoundError: there is no text, or no tokenizer, at the given path.
         ModuleNotFoundError: ``tokenizers`` or ``datasets`` is needed and not installed.
         ValueError: no token in a sequence, a share that leaves nothing to train on, a vocabulary that is too small, a
-            file that is not what its name says, or a split without a document.
+            file with content of another format than its name, or a split without a document.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class PackedText(TextData):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """What makes tokens of the text; checked against ``vocabulary``."""
+        """The tokenizer of the text; checked against ``vocabulary``."""
         tokenizer = load_tokenizer(self.tokenizer_path)
         if self.vocabulary is not None:
             check_vocabulary(self.vocabulary, tokenizer)
@@ -107,12 +107,12 @@ class PackedText(TextData):
 
     @property
     def _dtype(self) -> npt.DTypeLike:
-        """Of the token files: the smallest that holds every token."""
+        """The dtype of the token files: the smallest that represents every token."""
         return np.min_scalar_type(self.tokenizer.vocabulary - 1)
 
     @cached_property
     def _documents(self) -> tuple[Callable[[], Iterator[str]], Path]:
-        """What reads the documents, as often as it is called, and the folder of their tokens."""
+        """Return a function that returns an iterator over the documents, and the folder of their tokens."""
         if self.path is None:
             topics = python_topics()
             return partial(iter, topics), self._folder(hashlib.sha256("\0".join(topics).encode()).hexdigest())
@@ -131,7 +131,7 @@ class PackedText(TextData):
         return read, self._folder([stats, self.separator, self.field])
 
     def _folder(self, origin: Any) -> Path:
-        """Of the token files: its name says what they were made from."""
+        """Return the folder of the token files; its name is a hash of their sources."""
         tokenizer = getattr(self.tokenizer, "file", None)
         made_from = [
             _FORMAT, origin, self.split_seed, self.held_out, self.tokenizer.end,
@@ -140,7 +140,7 @@ class PackedText(TextData):
         return Path(self.cache) / hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
 
     def _write(self, read: Callable[[], Iterator[str]], folder: Path) -> None:
-        """Tokenize what ``read`` gives into a file for each split; complete as soon as the folder has its name."""
+        """Tokenize the documents into a file for each split. The folder gets its name when it is complete."""
         if folder.is_dir():
             return
         sizes = [_size(document) for document in read()]
@@ -172,13 +172,13 @@ class PackedText(TextData):
 
 
 class PackedSequences(Dataset[Batch]):
-    """A file of tokens, cut into sequences. It is opened where it is read, so that workers map it themselves.
+    """A file of tokens, cut into sequences. It is opened at the first read, so that each worker maps it.
 
     Args:
         file: the tokens, one after the other.
         dtype: of them.
         context: tokens in a sequence.
-        end: what stands behind the end of the last one.
+        end: the token that pads the last sequence.
     """
 
     def __init__(self, file: Path, dtype: npt.DTypeLike, context: int, end: int) -> None:
@@ -210,7 +210,7 @@ def _padded(values: Tensor, missing: int, value: int) -> Tensor:
 
 
 def _size(document: Any) -> int:
-    """Characters of a document; 0 for what is null."""
+    """Return the number of characters in a document; 0 for null."""
     if not isinstance(document, str | None):
         raise ValueError(f"A document is {document!r}, expected text. Set data.field to the field that has it.")
     return len(document or "")

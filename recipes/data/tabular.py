@@ -15,7 +15,7 @@ LOADERS: dict[str, Callable[..., Any]] = {
     "diabetes": lambda **options: load_diabetes(scaled=False, **options),  # in the units they were measured in
     "wine": load_wine,
 }
-BINS = 10  # of a regression's targets, each of which is in every split
+BINS = 10  # of a regression's targets; every split has targets from each bin
 
 
 class Tabular(SplitDataModule):
@@ -79,7 +79,7 @@ class Tabular(SplitDataModule):
             self.splits[split] = TensorDataset(inputs[chosen], outputs[chosen])
 
     def _check(self, features: Any, targets: Any) -> Any:
-        """Hold the configured sizes against the table's; returns what the split is stratified by."""
+        """Check the configured sizes against the table. Return the classes for the stratified split."""
         if features.shape[1] != self.num_features:
             raise ValueError(
                 f"num_features is {self.num_features}, but {self.name} has {features.shape[1]} features. "

@@ -1,4 +1,4 @@
-"""Text as bytes, in sequences of unequal length: what a small language model reads."""
+"""Text as bytes, in sequences of unequal length, for a small language model."""
 
 import random
 import re
@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from recipes.data.loading import SplitDataModule
 
-END = 0  # the byte before and after a document; there is none in a text
-NO_TARGET = -100  # what torch's cross-entropy leaves out
+END = 0  # the byte before and after a document; texts do not contain it
+NO_TARGET = -100  # ignored by torch's cross-entropy
 VOCABULARY = 256  # bytes
 
 Batch = tuple[Tensor, Tensor]
@@ -24,10 +24,10 @@ class TextData(SplitDataModule):
 
     Args:
         context: tokens in a sequence.
-        split_seed: of which documents are for the training, the validation and the test.
+        split_seed: seed of the split into training, validation and test documents.
         held_out: share of the text for the validation, and again for the test.
-        prompts: what ``predict`` continues: one batch for each, a tuple of one string. Or a single one. None: it gets
-            the test's sequences.
+        prompts: one or several prompts that ``predict`` continues, each in a batch: a tuple of one string. None:
+            ``predict`` uses the test sequences.
         **loader: of `SplitDataModule`.
 
     Raises:
@@ -56,26 +56,26 @@ class TextData(SplitDataModule):
 
 
 class ByteText(TextData):
-    """Documents as sequences of bytes (UTF-8): the language reference of Python, or a file of your own.
+    """Documents as sequences of bytes (UTF-8): the language reference of Python, or a custom file.
 
-    Without a ``path`` the text is what ``help()`` says about Python's topics (`pydoc_data.topics`): about 370,000
-    characters of English, which come with every Python and differ a little from version to version. Paragraphs that
+    Without a ``path``, the text is the output of ``help()`` for Python's topics (`pydoc_data.topics`): about 370,000
+    characters of English, which are included in every Python and differ a little between versions. Paragraphs that
     several topics share are kept in one of them, so that no validation text has been seen in training.
 
     A batch is ``(tokens, targets)``, both int64 of shape (batch, ``context``). A target is the byte that follows its
-    token. A document is cut where a line ends, into sequences as long as fit; behind shorter ones targets are -100
-    and tokens 0. So sequences, and batches, differ in how many targets they have. Every byte of a document is the
-    target of one token, and so is its end, a 0.
+    token. A document is cut at the ends of lines into the longest sequences that fit; shorter ones are padded with
+    targets of -100 and tokens of 0. Thus sequences, and batches, differ in their numbers of targets. Every byte of a
+    document is the target of one token, and so is its end, a 0.
 
     Args:
-        path: a text file in UTF-8, whose documents are separated by ``separator``; None for Python's topics.
+        path: a text file in UTF-8 with documents separated by ``separator``; None for Python's topics.
         separator: between two documents of the file: a regular expression. Default: two empty lines.
         context: tokens in a sequence.
         batch_size: sequences in a batch, on one rank.
         num_workers: processes that prepare batches; there is nothing to prepare.
-        split_seed: of the documents' order, from which the test, validation and training documents are taken.
+        split_seed: seed of the order that the test, validation and training documents are taken in.
         held_out: share of the bytes for the validation, and again for the test.
-        prompts: what ``predict`` continues: one batch for each, a tuple of one string. Or a single one.
+        prompts: one or several prompts that ``predict`` continues, each in a batch: a tuple of one string.
 
     Raises:
         ValueError: no token in a sequence, a share that leaves nothing to train on, a file that is not in UTF-8, or a
@@ -114,7 +114,7 @@ class ByteText(TextData):
 
 
 def read_text(file: Path) -> str:
-    """What is in ``file``.
+    """Return the text in ``file``.
 
     Raises:
         ValueError: it is not in UTF-8.
@@ -129,7 +129,7 @@ def read_text(file: Path) -> str:
 
 
 def python_topics() -> list[str]:
-    """What ``help()`` says about each of Python's topics, without the paragraphs that an earlier one has as well.
+    """Return the output of ``help()`` for each of Python's topics, without paragraphs that an earlier topic contains.
 
     Under the Python Software Foundation's licence, read from the Python that runs.
     """
@@ -137,7 +137,7 @@ def python_topics() -> list[str]:
 
     seen: set[str] = set()
     documents = []
-    for name in sorted(topics, key=lambda name: (len(topics[name]), name)):  # what is left of long ones stays long
+    for name in sorted(topics, key=lambda name: (len(topics[name]), name)):  # long topics keep most of their text
         paragraphs = []
         for paragraph in re.split(r"\n[ ]*\n", topics[name].replace("\0", "")):
             if paragraph.strip() not in seen:
@@ -153,9 +153,9 @@ def split_documents(sizes: Sequence[int], held_out: float, seed: int) -> dict[st
 
     Args:
         sizes: of the documents, in bytes or characters; above 0.
-        held_out: share of all bytes for the test, and again for the validation; what comes closest with documents
-            that are not longer than what is still missing.
-        seed: of the order in which documents are taken.
+        held_out: share of all bytes for the test, and again for the validation. Documents that would exceed it are
+            skipped.
+        seed: seed of the order of the documents.
 
     Raises:
         ValueError: there is not a document for each split.
@@ -196,7 +196,7 @@ def cut(documents: Iterable[bytes], context: int) -> tuple[Tensor, Tensor]:
         start = 0
         while start < len(stream) - 1:
             end = min(start + context, len(stream) - 1)
-            if end < len(stream) - 1:  # go back to the last end of a line, from which the next sequence sets out
+            if end < len(stream) - 1:  # the next sequence starts at the last end of a line
                 line_end = stream.rfind(b"\n", start + 1, end + 1)
                 end = line_end if line_end > 0 else end
             sequences.append(stream[start : end + 1])

@@ -12,7 +12,7 @@ _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>"
 
 
 class Tokenizer(Protocol):
-    """What the data modules and the language models ask of one.
+    """The interface that the data modules and the language models use.
 
     Attributes:
         vocabulary: number of tokens.
@@ -26,11 +26,11 @@ class Tokenizer(Protocol):
         """The tokens of each text, without an end."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of ``tokens``; "�" for what is none."""
+        """Return the text of ``tokens``, with "�" for bytes that are not valid text."""
 
 
 class Bytes:
-    """UTF-8: 256 tokens, of which 0 is the end of a document. A 0 in a text is left out."""
+    """UTF-8: 256 tokens. The token 0 ends a document; it is removed from texts."""
 
     vocabulary = VOCABULARY
     end = END
@@ -51,9 +51,9 @@ class FileTokenizer:
         path: the file, or a folder with it, such as a model's.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the file does not exist.
         ModuleNotFoundError: ``tokenizers`` is not installed.
-        ValueError: the file is no tokenizer's; or nothing says which token ends a document.
+        ValueError: the file does not contain a tokenizer, or the token that ends a document is unknown.
     """
 
     def __init__(self, path: str) -> None:
@@ -102,12 +102,12 @@ class FileTokenizer:
 
 
 def load_tokenizer(path: str | None) -> Tokenizer:
-    """`Bytes` where ``path`` is None, else a `FileTokenizer`."""
+    """Return `Bytes` if ``path`` is None, otherwise a `FileTokenizer`."""
     return Bytes() if path is None else FileTokenizer(path)
 
 
 def check_vocabulary(given: int, tokenizer: Tokenizer) -> None:
-    """Raise a ValueError where a model of ``given`` tokens has no place for all of the tokenizer's."""
+    """Raise a ValueError if the tokenizer has more tokens than the model's ``given``."""
     if given < tokenizer.vocabulary:
         raise ValueError(
             f"vocabulary is {given}, but the tokenizer has {tokenizer.vocabulary} tokens. Set"
