@@ -37,7 +37,7 @@ from trainer.checkpoint import loading as state
 from trainer.checkpoint.compact import packed
 from trainer.checkpoint.manifest import OUR_KEY
 from trainer.compat import elastic_resume as elastic
-from trainer.compat import hparams, loop_state, model_checkpoints, resuming
+from trainer.compat import horizons, hparams, loop_state, model_checkpoints, resuming
 
 Checkpoint = dict[str, Any]
 Moment = Literal["set-up", "training"]
@@ -180,8 +180,10 @@ ENTRIES: tuple[Entry, ...] = (
     _ours("dtypes", state.parameter_dtypes),
     _ours("callbacks", partial(_dump_callbacks, ours=True)),
     Entry("callbacks", partial(_dump_callbacks, ours=False), state.restore_callbacks),
+    Entry("", None, horizons.continue_schedules, "training"),
     Entry("optimizer_states", state.optimizer_states, state.restore_optimizers, "training"),
     Entry("lr_schedulers", state.schedule_states, state.restore_schedules, "training"),
+    Entry("", None, horizons.refuse_exceeded, "training"),
     _weights_alone("", lambda trainer, _: hparams.hyper_parameters_of(trainer.lightning_module, trainer.datamodule)),
     _weights_alone("", _call_save_hooks),
     _ours("order", elastic.order_to_save),

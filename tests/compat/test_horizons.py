@@ -1,0 +1,136 @@
+"""A run that is continued with another length: schedules that span the run get the new length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, SequentialLR, StepLR
+
+from tests.support import Regression, loader_of, make_batches, make_trainer
+from trainer.errors import ConfigurationError
+
+BATCHES = 4
+
+
+class Factor:
+    """Falls to 0 at the end of the run."""
+
+    def __init__(self, total_steps: int) -> None:
+        self.total_steps = total_steps
+
+    def __call__(self, step: int) -> float:
+        return max(0.0, 1 - step / self.total_steps)
+
+
+def warm_up(optimizer: Any, steps: int) -> SequentialLR:
+    parts = [LinearLR(optimizer, 0.1, total_iters=2), CosineAnnealingLR(optimizer, steps - 2)]
+    return SequentialLR(optimizer, parts, [2])
+
+
+SCHEDULES: dict[str, Callable[[Any, int], Any]] = {
+    "onecycle": lambda optimizer, steps: OneCycleLR(optimizer, 0.1, total_steps=steps),
+    "cosine": lambda optimizer, steps: CosineAnnealingLR(optimizer, steps),
+    "object": lambda optimizer, steps: LambdaLR(optimizer, Factor(steps)),
+    "sequence": warm_up,
+}
+
+
+class Scheduled(Regression):
+    """Records the learning rate, and the momentum, of each step.
+
+    Args:
+        make: builds the schedule, from the optimizer and the number of steps of the run.
+        lr: of the optimizer.
+    """
+
+    def __init__(self, make: Callable[[Any, int], Any], lr: float = 0.1) -> None:
+        super().__init__()
+        self.make, self.lr, self.seen = make, lr, list[tuple[float, float]]()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        schedule = self.make(optimizer, int(self.trainer.estimated_stepping_batches))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        (group,) = self.trainer.optimizers[0].param_groups
+        self.seen.append((float(group["lr"]), group["momentum"]))
+
+
+def fit(folder: Path, module: Scheduled, epochs: int, ckpt_path: Path | None = None) -> Any:
+    trainer = make_trainer(folder, max_epochs=epochs)
+    trainer.fit(module, loader_of(make_batches(BATCHES)), ckpt_path=ckpt_path)
+    trainer.save_checkpoint(folder / "last.ckpt")
+    return trainer
+
+
+def assert_same_rates(resumed: Scheduled, whole: Scheduled) -> None:
+    torch.testing.assert_close(torch.tensor(resumed.seen), torch.tensor(whole.seen[2 * BATCHES :]))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_of_a_longer_run_continues_at_its_position(tmp_path: Path, name: str, caplog: Any) -> None:
+    whole, first, second = (Scheduled(SCHEDULES[name]) for _ in range(3))
+    fit(tmp_path, whole, 3)
+    fit(tmp_path, first, 2)
+    caplog.clear()
+    fit(tmp_path, second, 3, tmp_path / "last.ckpt")
+    assert_same_rates(second, whole)
+    (message,) = [one.getMessage() for one in caplog.records if "another length" in one.getMessage()]
+    assert f"continues at step {2 * BATCHES}" in message
+    assert f"{second.seen[0][0]:.4g} now" in message
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_run_of_the_same_length_restores_the_saved_schedule(tmp_path: Path, name: str, caplog: Any) -> None:
+    def stop(module: Scheduled, epochs: int, ckpt_path: Path | None = None) -> None:
+        trainer = make_trainer(tmp_path, max_epochs=2)
+        trainer.fit_loop.max_epochs = 2
+        module.stops = epochs == 1
+        trainer.fit(module, loader_of(make_batches(BATCHES)), ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    class Stops(Scheduled):
+        stops = False
+
+        def on_train_epoch_end(self) -> None:
+            self.trainer.should_stop = self.stops
+
+    whole, first, second = (Stops(SCHEDULES[name]) for _ in range(3))
+    stop(whole, 2)
+    stop(first, 1)
+    caplog.clear()
+    stop(second, 2, tmp_path / "half.ckpt")
+    assert second.seen == whole.seen[BATCHES:]
+    assert not any("another length" in one.getMessage() for one in caplog.records)
+
+
+def test_a_horizon_that_the_user_has_fixed_stays(tmp_path: Path) -> None:
+    for make in (lambda o, _: CosineAnnealingLR(o, 5), lambda o, _: StepLR(o, 3, 0.5)):
+        whole, first, second = (Scheduled(make) for _ in range(3))
+        fit(tmp_path, whole, 3)
+        fit(tmp_path, first, 2)
+        fit(tmp_path, second, 3, tmp_path / "last.ckpt")
+        assert second.seen == whole.seen[2 * BATCHES :]
+
+
+def test_a_fixed_horizon_that_torch_cannot_exceed_is_refused(tmp_path: Path) -> None:
+    fixed = Scheduled(lambda optimizer, _: OneCycleLR(optimizer, 0.1, total_steps=2 * BATCHES))
+    fit(tmp_path, fixed, 2)
+    with pytest.raises(
+        ConfigurationError, match=r"run of 12 optimizer steps and OneCycleLR\(total_steps=8\).*weights="
+    ):
+        fit(tmp_path, Scheduled(fixed.make), 3, tmp_path / "last.ckpt")
+
+
+def test_a_rate_that_was_found_stays(tmp_path: Path) -> None:
+    found, again = Scheduled(SCHEDULES["cosine"], lr=0.2), Scheduled(SCHEDULES["cosine"], lr=0.1)
+    whole = Scheduled(SCHEDULES["cosine"], lr=0.2)
+    fit(tmp_path, whole, 3)
+    fit(tmp_path, found, 2)
+    fit(tmp_path, again, 3, tmp_path / "last.ckpt")
+    assert_same_rates(again, whole)

@@ -1,0 +1,125 @@
+"""Continue a run with another length: schedules that span the run get the new length, and continue at their position.
+
+``configure_optimizers`` builds the schedules for the new length, before their states are restored. If the horizon of a
+schedule differs from the saved one, it was computed from the length of the run, or the user has changed it. Then the
+schedule is advanced from its beginning to the saved position, and the checkpoint, which is restored afterwards, gets
+its state and its learning rates. All other schedules are restored unchanged.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+
+from trainer.compat.tuning import parts_of
+from trainer.errors import ConfigurationError
+
+_HORIZON = frozenset(
+    ("total_steps", "T_max", "total_iters", "milestones", "_milestones", "warmup_steps", "_schedule_phases")
+)
+"""Entries of a schedule's state that hold a number of steps or epochs of the run."""
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+
+
+def continue_schedules(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Advance the schedules with a new horizon to their saved position, and write them into the checkpoint.
+
+    Args:
+        trainer: the Trainer, with new optimizers and schedules.
+        checkpoint: of which ``lr_schedulers`` and ``optimizer_states`` are restored afterwards. It is changed.
+    """
+    schedules = [config.scheduler for config in trainer.engine.schedules]
+    owners = [getattr(schedule, "optimizer", None) for schedule in schedules]
+    saved_states, optimizers = checkpoint.get("lr_schedulers", []), checkpoint.get("optimizer_states", [])
+    if len(saved_states) != len(schedules):
+        return
+    for number, (schedule, saved) in enumerate(zip(schedules, saved_states, strict=True)):
+        is_new = isinstance(schedule, LRScheduler) and schedule.last_epoch == 0
+        index = next((i for i, one in enumerate(trainer.engine.optimizers) if one is owners[number]), len(optimizers))
+        is_alone = sum(owner is owners[number] for owner in owners) == 1
+        if not (is_new and is_alone and index < len(optimizers) and _differs(schedule.state_dict(), saved)):
+            continue
+        groups = optimizers[index].get("param_groups", [])
+        before = [group.get("lr") for group in groups]
+        _scale(schedule, groups)
+        changed = _advance(schedule, saved["last_epoch"])
+        for group, now in zip(groups, schedule.optimizer.param_groups, strict=False):
+            group.update({name: now[name] for name in changed if name in now})
+        saved_states[number] = schedule.state_dict()
+        if before:
+            rank_zero_info(
+                f"{type(schedule).__name__} was built for another length of the run, and continues at step"
+                f" {schedule.last_epoch} of it: learning rate {float(before[0]):.4g} before,"
+                f" {float(groups[0]['lr']):.4g} now."
+            )
+
+
+def refuse_exceeded(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Refuse a run that takes more steps than ``OneCycleLR`` has, which would raise in the middle of the run.
+
+    Raises:
+        ConfigurationError: with the number of steps.
+    """
+    configs = trainer.engine.schedules if len(trainer.engine.optimizers) == 1 else []
+    for config in configs:
+        schedule = config.scheduler
+        if not isinstance(schedule, OneCycleLR) or (config.interval, config.frequency) != ("step", 1):
+            continue
+        total, steps = schedule.total_steps, trainer.estimated_stepping_batches
+        needed = schedule.last_epoch + steps - trainer.progress.updates
+        if total < min(steps, needed) < float("inf"):
+            raise ConfigurationError(
+                f"Got a run of {steps} optimizer steps and OneCycleLR(total_steps={total}), which cannot take more."
+                " Compute total_steps from self.trainer.estimated_stepping_batches to continue the run with a longer"
+                " schedule, or begin a new run with its weights: weights=RUN, in Python fit(weights=...)."
+            )
+
+
+def _differs(now: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Return whether the horizon of a schedule, or of one that it holds, differs between two of its states."""
+    for name in now.keys() & saved.keys():
+        mine, other = now[name], saved[name]
+        if name in _HORIZON:
+            if mine != other:
+                return True
+        elif isinstance(mine, list) and isinstance(other, list):
+            parts = zip(mine, other, strict=False)
+            if any(isinstance(a, Mapping) and isinstance(b, Mapping) and _differs(a, b) for a, b in parts):
+                return True
+    return False
+
+
+def _scale(schedule: LRScheduler, saved_groups: list[dict[str, Any]]) -> None:
+    """Scale the rates of a new schedule to the saved ones, which ``LearningRateFinder`` may have changed."""
+    groups = schedule.optimizer.param_groups
+    for index, (group, saved) in enumerate(zip(groups, saved_groups, strict=False)):
+        first, wanted = float(group.get("initial_lr", 0.0)), float(saved.get("initial_lr", 0.0))
+        if first and wanted and first != wanted:
+            for name in group.keys() & _RATES:
+                group[name] = group[name] * (wanted / first)
+            for part in parts_of(schedule):
+                if hasattr(part, "base_lrs"):
+                    part.base_lrs[index] = part.base_lrs[index] * (wanted / first)
+
+
+def _advance(schedule: LRScheduler, position: int) -> set[str]:
+    """Step a new schedule up to a position. Return the settings of parameter groups that it sets."""
+    groups = schedule.optimizer.param_groups
+    before = [dict(group) for group in groups]
+    limit = getattr(schedule, "total_steps", position)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the optimizer has not stepped yet
+        for _ in range(min(position, limit)):
+            schedule.step()
+    changed = {
+        name
+        for group, then in zip(groups, before, strict=True)
+        for name, value in group.items()
+        if name != "params" and not isinstance(value, Tensor) and value != then.get(name)
+    }
+    return changed | set(_RATES)
