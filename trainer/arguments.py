@@ -364,11 +364,13 @@ def check(given: Mapping[str, Any], **registered: Collection[str]) -> None:
 
 
 def describe(value: Any) -> str:
-    """``value`` as one would write it in a config, or on the command line."""
+    """Return ``value`` as written in a config or on the command line; in quotes if it is blank or unprintable text."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, str) and value and not (value.strip() and value.isprintable()):
+        return repr(value)
     return str(value) or "empty"
 
 

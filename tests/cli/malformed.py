@@ -40,9 +40,6 @@ PROJECT = {
     "conf/model/typed.yaml": "_target_: typed.Typed\noptimizer: ${optimizer}\nwidth: 4\n",
     "conf/recipe/it.yaml": "# @package _global_\ndefaults: [line, override /data: untouched]\n",
     "conf/recipe/typed.yaml": "# @package _global_\ndefaults: [it, override /model: typed]\n",
-    "conf/recipe/lbfgs.yaml": (
-        "# @package _global_\ndefaults: [it]\noptimizer:\n  _target_: torch.optim.LBFGS\n  momentum: null\n"
-    ),
     "conf/recipe/tab.yaml": "# @package _global_\nmodel:\n\tstart: 1\n",
     "conf/recipe/indented.yaml": "# @package _global_\nmodel:\n  start: 1\n stop: 2\n",
     "conf/recipe/twice.yaml": "# @package _global_\nseed: 1\nseed: 2\n",
@@ -94,11 +91,6 @@ EARLY: list[tuple[str, list[str], str]] = [
     ("a seed below 0", [*IT, "seed=-1"], "seed is -1, expected a whole number from 0 to 4294967295 or null"),
     ("half a seed", [*IT, "seed=0.5"], "seed is 0.5, expected a whole number"),
     ("resuming how", [*IT, "resume=yes"], "resume is yes, expected auto or null."),
-    (
-        "scaling and LBFGS",
-        ["fit", "+recipe=lbfgs", "precision=16"],
-        "optimizer is torch.optim.LBFGS, which asks for the loss",
-    ),
     ("a tab", ["fit", "+recipe=tab"], "A config file is not valid YAML"),
     ("wrong indentation", ["fit", "+recipe=indented"], "A config file is not valid YAML"),
     ("a key twice", ["fit", "+recipe=twice"], "found duplicate key seed"),

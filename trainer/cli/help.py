@@ -9,7 +9,7 @@ import trainer
 from trainer.arguments import describe
 from trainer.cli import commands
 from trainer.cli.arguments import FLAGS, GROUPS_TO_ADD, Arguments
-from trainer.cli.keys import groups, meanings, options
+from trainer.cli.keys import meanings, options
 from trainer.record.environment import version_of
 
 _GROUPS_OF_COMMANDS = ("Train", "Use what was trained", "Look around")
@@ -88,7 +88,7 @@ def _settings(config_dir: str | None, nodes: Sequence[str]) -> list[str]:
     composer = Composer(Arguments(flags={} if config_dir is None else {"--config-dir": config_dir}))
     known, _ = meanings(composer, ())
     entries = list(walk(OmegaConf.to_container(composer.compose(()), resolve=False), into_lists=False))
-    left_out = {*groups(config_dir), "", "command", "hydra", "objective", "checkpoint_files", "trainer._target_"}
+    left_out = {*composer.groups(), "", "command", "hydra", "objective", "checkpoint_files", "trainer._target_"}
     sections = []
     for node in nodes:
         rows = [

@@ -25,12 +25,6 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _COMMENT = re.compile(r"^\s*,?\s*#\s*(.*\S)")
 
 
-def groups(config_dir: str | None = None) -> list[str]:
-    """Return the config groups, without those of Hydra."""
-    folders = (one for folder in conf_folders(config_dir) for one in folder.iterdir() if one.is_dir())
-    return sorted({folder.name for folder in folders if not folder.name.startswith((".", "_", "hydra"))})
-
-
 def options(group: str, config_dir: str | None = None) -> dict[str, Path]:
     """Return the options of a config group and their files, in alphabetical order.
 

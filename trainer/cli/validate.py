@@ -29,7 +29,7 @@ from trainer.cli.objective import Objective
 from trainer.cli.restore import recipe_of
 from trainer.cli.schema import FINITE, SETTINGS, as_number, check_trainer, mistake, of_default, read_settings, setting
 from trainer.cli.targets import Allowlist
-from trainer.cli.walk import targets, walk
+from trainer.cli.walk import walk
 from trainer.cli.workdir import quoted
 from trainer.errors import did_you_mean
 from trainer.record.checkpoints import find_weights, is_checkpoint_folder
@@ -50,8 +50,14 @@ def _whole(least: int, most: int = 2**63 - 1, words: str = "") -> Kind:
     return Kind(words, lambda value: type(value) is int and least <= value <= most)
 
 
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip()) and value.isprintable()
+
+
 _ROOT = {
     "seed": (_whole(0, 2**32 - 1, f"a whole number from 0 to {2**32 - 1}"), None),
+    "ckpt_path": (Kind("the path or URL of a file, best, last", _is_path), None),
+    "weights": (Kind("the folder of a run, a checkpoint, a state dict, a .safetensors file", _is_path), None),
     **{name: SETTINGS[name].accepts for name in ("resume", "exact_resume")},
 }
 _OF_DATA: dict[str, tuple[Kind, ...]] = {"batch_size": (_whole(1),), "num_workers": (_whole(0),)}
@@ -88,8 +94,7 @@ def validate(arguments: Arguments, composer: Composer | None = None) -> DictConf
     is_sweep = arguments.multirun or config.hydra.mode == RunMode.MULTIRUN
     if is_sweep:
         overrides = [*_sweeper_params(arguments, composer, config), *overrides]
-    else:
-        _refuse_several_values(overrides)
+    _check_several_values(overrides, config, is_sweep=is_sweep)
     jobs = list(islice(_jobs(overrides), _MOST_JOBS))
     configs = [_compose(composer, job) if job != first else config for job in jobs]
     if arguments.command == "compare":
@@ -100,7 +105,6 @@ def validate(arguments: Arguments, composer: Composer | None = None) -> DictConf
     _check_hydra(configs[0])
     if is_sweep:
         plugins.prepare(configs[0].hydra)
-        _check_intervals(configs[0], overrides)
     for config in configs:
         _check_whole(composer, config, overrides, arguments)
     return configs[0]
@@ -151,22 +155,19 @@ def _sweeper_params(arguments: Arguments, composer: Composer, config: DictConfig
     return overrides
 
 
-def _check_intervals(config: DictConfig, overrides: Sequence[Override]) -> None:
-    if "BasicSweeper" in config.hydra.sweeper["_target_"]:
-        for override in overrides:
-            if override.is_interval_sweep():
-                raise UsageError(
-                    f"{override.input_line} is an interval, which only hydra/sweeper=optuna can choose from. Add that,"
-                    " or give the values one by one."
-                )
-
-
-def _refuse_several_values(overrides: Sequence[Override]) -> None:
+def _check_several_values(overrides: Sequence[Override], config: DictConfig, *, is_sweep: bool) -> None:
+    """Refuse values that only a sweep takes, and intervals that only a sweeper with a search takes."""
+    has_search = "BasicSweeper" not in config.hydra.sweeper["_target_"]
     for override in overrides:
-        if override.is_sweep_override():
+        if override.is_sweep_override() and not is_sweep:
             raise UsageError(
                 f"{override.input_line} has several values: add -m to run them one after the other."
                 " If it is one value, put quotes around it; if it is a list, brackets."
+            )
+        if override.is_interval_sweep() and not has_search:
+            raise UsageError(
+                f"{override.input_line} is an interval, which only hydra/sweeper=optuna can choose from. Add that,"
+                " or give the values one by one."
             )
 
 
@@ -334,7 +335,6 @@ def _check_whole(composer: Composer, config: DictConfig, overrides: Sequence[Ove
         tracking.check(plain)
         _check_model(plain, arguments.flags.get("--config-dir"), config.hydra.runtime.choices.get("recipe"))
         _check_values(plain)
-        _check_combinations(plain)
         if not str(config.hydra.launcher["_target_"]).startswith(plugins.ELSEWHERE):
             _check_devices(plain["trainer"])
         _check_checkpoint(plain["ckpt_path"])
@@ -345,19 +345,17 @@ def _check_whole(composer: Composer, config: DictConfig, overrides: Sequence[Ove
 def _check_hydra(config: DictConfig) -> None:
     """Check the settings of Hydra that a run depends on."""
     for key in ("hydra.run.dir", "hydra.sweep.dir"):
-        folder = str(OmegaConf.select(config, key))
-        if not folder or not folder.isprintable():
-            raise UsageError(
-                f"{key} is {repr(folder) if folder else 'empty'}, expected a folder for the run, such as outputs/NAME."
-            )
+        if not _is_path(folder := str(OmegaConf.select(config, key))):
+            raise UsageError(f"{key} is {describe(folder)}, expected a folder for the run, such as outputs/NAME.")
     if OmegaConf.select(config, "hydra.job.chdir"):
         raise UsageError(
             "hydra.job.chdir is true, expected false: modules and paths are found from the folder that the command is"
             " run in. The run's own folder is ${hydra:runtime.output_dir}."
         )
-    name = str(OmegaConf.select(config, "hydra.job.name"))
-    if not re.fullmatch(r"[^/\\]+", name) or not name.isprintable():
-        raise UsageError(f"hydra.job.name is {name!r}, expected a name without slashes, for the names of files.")
+    if not _is_path(name := str(OmegaConf.select(config, "hydra.job.name"))) or re.search(r"[/\\]", name):
+        raise UsageError(
+            f"hydra.job.name is {describe(name)}, expected a name without slashes, for the names of files."
+        )
 
 
 def _check_complete(job: DictConfig) -> None:
@@ -454,20 +452,6 @@ def _check_values(plain: dict[str, Any]) -> None:
                 raise UsageError(problem)
 
 
-def _check_combinations(plain: dict[str, Any]) -> None:
-    """What is fine by itself, and does not go together."""
-    precision = plain["precision"]
-    scales = isinstance(precision, dict) and precision.get("loss_scaling") is True and "dtype" in precision
-    if scales and precision["dtype"] == "float16":
-        for key, target in targets(plain):
-            if target in ("torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS"):
-                raise UsageError(
-                    f"{key} is {target}, which asks for the loss several times in a step, and the precision scales the"
-                    " loss, which an overflow in between would spoil. Choose precision=bf16-mixed or precision=32, or"
-                    " another optimizer."
-                )
-
-
 def _check_devices(settings: dict[str, Any]) -> None:
     """Refuse to ask for GPUs where there surely are none, without loading torch. Where torch is, it will say so."""
     accelerator, devices = str(settings["accelerator"]), settings["devices"]
@@ -487,15 +471,9 @@ def _check_devices(settings: dict[str, Any]) -> None:
         )
 
 
-def _check_checkpoint(path: Any) -> None:
-    if path is not None and not isinstance(path, str):
-        raise UsageError(f"ckpt_path is {describe(path)}, expected the path or URL of a file, best, last, or null.")
-    if path is None or path in _NAMED_CHECKPOINTS:
+def _check_checkpoint(path: str | None) -> None:
+    if path is None or path in _NAMED_CHECKPOINTS or "://" in path or path.startswith("registry"):
         return
-    if "://" in path or path.startswith("registry"):
-        return
-    if not path.strip() or not path.isprintable():
-        raise UsageError(f"ckpt_path is {path!r}, expected the path or URL of a file, best, last, or null.")
     if Path(path).is_dir() and not is_checkpoint_folder(Path(path)):
         raise UsageError(
             f"ckpt_path is {path}, which is a folder, expected a checkpoint. For a run's folder, with the config in it,"
@@ -513,12 +491,6 @@ def _check_weights(plain: dict[str, Any]) -> None:
     weights, command, checkpoint = plain["weights"], plain["command"], plain["ckpt_path"]
     if weights is None:
         return
-    if not isinstance(weights, str) or not weights.strip() or not weights.isprintable():
-        shown = repr(weights) if isinstance(weights, str) else describe(weights)
-        raise UsageError(
-            f"weights is {shown}, expected the folder of a run, a checkpoint, a state dict, a .safetensors"
-            " file, or null."
-        )
     if command not in ("fit", "compare", "tune", "checks"):
         raise UsageError(
             f"weights is {weights}, with which a training begins, and {command} is none. For the weights of a run:"
