@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -23,19 +24,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = sorted((item for item in items if item.nodeid in order), key=lambda item: order[item.nodeid])
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_fixture_setup(fixturedef: Any, request: Any) -> Iterator[None]:
-    """All tests that use a shared fixture reach the lines that its set-up runs."""
-    if fixturedef.scope == "function" or "MUTATION_RECORD" not in os.environ:
-        return (yield)
+@contextlib.contextmanager
+def set_up_of(fixture: str) -> Iterator[None]:
+    """Record the faults that are reached in this context, and in its processes, for all tests of the fixture."""
     outer = os.environ.get("MUTATION_FIXTURE")
-    os.environ["MUTATION_FIXTURE"] = f"{fixturedef.baseid}::{fixturedef.argname}"
+    os.environ["MUTATION_FIXTURE"] = fixture
     try:
-        return (yield)
+        yield
     finally:
         os.environ.pop("MUTATION_FIXTURE")
         if outer is not None:
             os.environ["MUTATION_FIXTURE"] = outer
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_fixture_setup(fixturedef: Any, request: Any) -> Iterator[None]:
+    """Record which lines the set-up of a shared fixture reaches: all tests that use it reach them."""
+    if fixturedef.scope == "function" or "MUTATION_RECORD" not in os.environ:
+        return (yield)
+    name = f"{fixturedef.baseid}::{fixturedef.argname}"
+    with set_up_of(name):
+        result = yield
+    if type(result).__name__ == "Ranks":  # starts its processes later, and keeps them for several tests
+        result._start = set_up_of(name)(result._start)
+    return result
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
