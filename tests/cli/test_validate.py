@@ -32,7 +32,7 @@ def complaint(argv, capsys) -> str:
     ("argv", "message"),
     [
         (["fitt", "+recipe=line"], "Did you mean 'fit'?"),
-        (["+recipe=line"], "No command given, expected one of fit, validate, test, predict, compare,"),
+        (["+recipe=line"], "No command given, expected one of checks, compare, consolidate,"),
         (["fit", "+recipe=lin"], "Config group 'recipe' has no option 'lin'. Did you mean 'line'?"),
         (["fit", "+recpie=line"], "There is no config group 'recpie'. Did you mean 'recipe'?"),
         (["fit"], "There is no model to fit. Choose a recipe, such as"),
