@@ -13,7 +13,7 @@ from trainer.cli import main
 from trainer.cli.arguments import UsageError, read
 from trainer.cli.tune import Settings, TuneError
 from trainer.cli.tune import batch_size as tune_batch_size
-from trainer.cli.tune.batch_size import Finding, Tried, find, precisions_in
+from trainer.cli.tune.batch_size import Finding, find, precisions_in
 
 OK = {"status": "ok", "device": "CPU", "precision": "32-true", "memory": 2**20, "skipped": 0, "samples": 1000}
 
@@ -30,23 +30,27 @@ def run(attempt, start=64, are_given=True, folder=Path("run"), **settings):
     return find("32-true", attempt, start, Settings(**settings), are_given=are_given, folder=folder)
 
 
-def at(found: Finding, size: int) -> Tried:
-    return next(one for one in found.tried if one.size == size)
+def at(found: Finding, size: int) -> dict[str, Any]:
+    return next(one for one in found.tried if one["size"] == size)
+
+
+def sizes(found: Finding) -> list[int]:
+    return [one["size"] for one in found.tried]
 
 
 def test_the_largest_size_is_found():
     found = run(lambda size: answer(size) if size <= 300 else out_of_memory(size), multiple_of=1)
     assert found.largest == 300
-    assert [(one.size, one.fits) for one in found.tried[:4]] == [(64, True), (128, True), (256, True), (512, False)]
-    assert at(found, 512).note == "OutOfMemoryError: tried to allocate 512 GiB"
-    assert at(found, 300).memory == 300 * 2**20
+    assert sizes(found)[:4] == [64, 128, 256, 512]
+    assert at(found, 512)["error"] == "OutOfMemoryError: tried to allocate 512 GiB"
+    assert at(found, 300)["memory"] == 300 * 2**20
 
 
 def test_a_process_that_the_system_kills_did_not_fit():
     killed = {"status": "out of memory", "error": "killed by the system"}
     found = run(lambda size: answer(size) if size <= 70 else killed, multiple_of=1)
     assert found.largest == 70
-    assert at(found, 128).note == "killed by the system"
+    assert at(found, 128)["error"] == "killed by the system"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +62,7 @@ def test_bounds(settings, largest):
 
 def test_a_data_set_without_a_length_ends_where_batches_do_not_grow():
     found = run(lambda size: answer(size, batch=min(size, 200), samples=None))
-    assert (found.largest, at(found, 200).fits) == (200, True)
+    assert (found.largest, sizes(found)) == (200, [64, 128, 256])
 
 
 def test_a_setting_that_is_not_the_batch_size():
@@ -86,7 +90,7 @@ def test_a_precision_that_the_device_does_not_have_is_a_row_unless_it_was_asked_
 
 def test_nothing_fits():
     found = run(out_of_memory, start=4)
-    assert (found.largest, [one.size for one in found.tried]) == (0, [4, 2, 1])
+    assert (found.largest, sizes(found)) == (0, [4, 2, 1])
 
 
 @pytest.mark.parametrize(
@@ -158,9 +162,10 @@ def test_out_of_memory_above_ten_samples_finds_ten(hungry, capfd):
     (result,) = told()["results"]
     assert (result["precision"], result["largest"]) == ("16-mixed", 10)
     assert [one["size"] for one in result["tried"]] == [4, 8, 16, 12, 10, 11]
-    assert all(one["samples_per_second"] > 0 and one["memory"] > 2**20 for one in result["tried"] if one["fits"])
+    fits = [one for one in result["tried"] if one["status"] == "ok"]
+    assert all(one["samples_per_second"] > 0 and one["memory"] > 2**20 for one in fits)
     out = capfd.readouterr().out
-    assert "data.batch_size=16 in precision=16-mixed: does not fit. OutOfMemoryError: CUDA out of memory." in out
+    assert "data.batch_size=16 in precision=16-mixed: out of memory. OutOfMemoryError: CUDA out of memory." in out
     assert "\nprecision=16-mixed data.batch_size=10\n" in out
     assert left() == {"tune.json", "tune.log"}
     assert sorted(file.name for file in Path().iterdir() if file.name != "__pycache__") == [
@@ -180,10 +185,10 @@ def test_the_budget_is_kept(hungry, capfd):
     assert main([*hungry, *settings, "tune.memory=1500MiB"]) == 0
     (result,) = told()["results"]
     assert 1 <= result["largest"] < 16
-    fits = [one for one in result["tried"] if one["fits"]]
-    others = [one for one in result["tried"] if not one["fits"]]
+    fits = [one for one in result["tried"] if one["status"] == "ok"]
+    others = [one for one in result["tried"] if one["status"] != "ok"]
     assert max(one["memory"] for one in fits) <= budget < min(one["memory"] for one in others)
-    assert {one["note"] for one in others} == {"the process exceeded the budget"}
+    assert {one["error"] for one in others} == {"the process exceeded the budget"}
 
 
 @pytest.mark.whole

@@ -27,37 +27,18 @@ _MARGIN = 0.9  # of the host's free memory; the rest is for the system and the g
 
 
 @dataclass
-class Tried:
-    """A batch size that was tried.
-
-    Args:
-        size: the batch size.
-        fits: whether it fits.
-        samples_per_second: of training steps, without the time to load batches.
-        memory: bytes at the peak; None if unknown.
-        note: a remark for the user.
-    """
-
-    size: int
-    fits: bool
-    samples_per_second: float | None = None
-    memory: int | None = None
-    note: str = ""
-
-
-@dataclass
 class Finding:
     """The result in one precision.
 
     Args:
         precision: as it is overridden.
-        tried: in the order of the tries.
+        tried: the messages of the child processes (`trainer.cli.tune.attempt.try_batch_size`), with the ``size``.
         largest: the largest size that fits; 0 if no size does.
         problem: why this precision was not tried, or "".
     """
 
     precision: str
-    tried: list[Tried] = field(default_factory=list)
+    tried: list[Message] = field(default_factory=list)
     largest: int = 0
     problem: str = ""
 
@@ -163,10 +144,15 @@ def find(
     while size is not None:
         place = f"{key}={size} in precision={precision}"
         message = attempt(size)
-        if message["status"] == "out of memory":
-            too_large = size
-            tried = Tried(size, False, memory=message.get("memory"), note=message["error"][:120])
-        elif message["status"] == "ok":
+        if message["status"] == "failed":
+            if are_given or not message.get("is_precision"):
+                raise tune.failure(message, place, folder)
+            finding.problem = message["error"]
+            tune.say(f"precision={precision}: {finding.problem}")
+            return finding
+        finding.tried.append({"size": size, **message})
+        tune.say(f"{place}: {message['status']}. {message.get('error', '')[:120]}".rstrip())
+        if message["status"] == "ok":
             samples, batch = message["samples"], message["batch"]
             if batch < size and size == start and (samples is None or samples >= size):
                 raise UsageError(
@@ -176,16 +162,8 @@ def find(
             samples = batch if batch < size else samples  # the data set has no more
             most = min((bound for bound in (samples, settings.max_batch_size) if bound is not None), default=None)
             finding.largest = size if most is None else min(size, most)
-            note = f"{message['skipped']} updates overflowed" if message["skipped"] else ""
-            tried = Tried(min(size, batch), True, message["samples_per_second"], message["memory"], note)
-        elif message.get("is_precision") and not are_given:
-            finding.problem = message["error"]
-            tune.say(f"precision={precision}: {finding.problem}")
-            return finding
         else:
-            raise tune.failure(message, place, folder)
-        finding.tried.append(tried)
-        tune.say(f"{place}: {'fits' if tried.fits else 'does not fit'}. {tried.note}".rstrip())
+            too_large = size
         size = next_size(finding.largest, too_large, most, settings.multiple_of)
     return finding
 
@@ -212,11 +190,10 @@ def next_size(fits: int, too_large: int | None, most: int | None, multiple_of: i
 def _report(findings: list[Finding], settings: Settings, folder: Path) -> None:
     rows, lines = [], []
     for finding in findings:
-        at = next((one for one in finding.tried if one.fits and one.size == finding.largest), Tried(0, False))
-        rate = four_digits(at.samples_per_second) if at.samples_per_second else "-"
-        rows.append(
-            [finding.precision, str(finding.largest or "none"), rate, readable(at.memory) if at.memory else "-"]
-        )
+        fits = [one for one in finding.tried if one["status"] == "ok" and one["batch"] == finding.largest]
+        rate, memory = (fits[-1].get(name) if fits else None for name in ("samples_per_second", "memory"))
+        numbers = [four_digits(rate) if rate else "-", readable(memory) if memory else "-"]
+        rows.append([finding.precision, str(finding.largest or "none"), *numbers])
         if finding.largest:
             lines.append(f"precision={finding.precision} {settings.batch_size_key}={finding.largest}")
         else:
