@@ -18,7 +18,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import DataLoader, SequentialSampler
 
 from trainer.compat.profiling import records
-from trainer.data.batches import IDLE, Batch, LookAhead, as_it_is
+from trainer.data.batches import IDLE, Batch, LookAhead, identity
 from trainer.data.epochs import parts_of
 from trainer.data.resumable import MapStyleLoader, ResumableLoader, StatefulLoader, generators_of, length_of, resumable
 from trainer.data.unpadded import Span
@@ -70,8 +70,8 @@ class LoaderSet:
         self.idle = 0
         self.announce: Callable[[int], None] | None = None
         self.any_host: Callable[..., list[bool]] | None = None
-        self.on_batch: Callable[[bool], Any] = as_it_is
-        self._watch = watch or as_it_is
+        self.on_batch: Callable[[bool], Any] = identity
+        self._watch = watch or identity
         self._epoch = 0
         self._generators: list[list[random_states.Generator]] | None = None
         self._loaders: list[ResumableLoader] = []

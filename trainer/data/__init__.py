@@ -1,1 +1,1 @@
-"""Where batches come from: dataloaders, their position, their worker processes."""
+"""The source of batches: dataloaders, their position, their worker processes."""

@@ -1,4 +1,4 @@
-"""Batches: how many there are, where they come from, and how they get to the device."""
+"""The batches of a stage: their number, their source, and the position in a pass."""
 
 from __future__ import annotations
 
@@ -19,78 +19,78 @@ from trainer.state.random_states import State
 
 Batch = Any
 IDLE: Any = object()
-"""In the place of a batch, where other processes have more of them: a step on None, in which this one takes part."""
+"""Replaces a batch if other ranks have more of them: this rank takes part in the step with None."""
 
 
 class Loaders(Protocol):
     """The dataloaders of one stage, ready to run: samplers distributed, limits applied.
 
-    Those of training can be resumed, by torchdata's convention: ``state_dict`` says where the pass is, and after
-    ``load_state_dict`` the next iteration is what is left of it, or, if it was over, the pass that follows it.
+    Training dataloaders can be resumed, by torchdata's convention: ``state_dict`` returns the position in the pass.
+    After ``load_state_dict``, the next iteration yields the rest of that pass, or the following pass if it was over.
     """
 
     limits: list[float]
-    """Batches to run of each dataloader; inf for one without a length."""
+    """Number of batches to run of each dataloader; inf if it has no length."""
     has_length: bool
-    """Whether their lengths are known; if not, a limit may be more than there is."""
+    """Whether their lengths are known. If not, a limit may exceed the number of batches."""
     made_in: float
-    """The epoch they were made in."""
+    """The epoch in which they were created."""
     spans: list[Span]
-    """The batches of each dataloader, over the processes; one number where they run side by side, as in training, where
-    there is none if a length is unknown."""
+    """The smallest and largest number of batches on any rank, for each dataloader. A single entry if the dataloaders
+    are combined, as in training; empty in training if a length is unknown."""
     on_batch: Callable[[bool], Any]
-    """Called before each batch of training with whether all processes have one, if their lengths are not exact. It may
+    """Called before each training batch with whether all ranks have one, if their lengths are not exact. It may
     raise."""
 
     def first_empty(self) -> str:
-        """Return the name of the first dataloader without a batch, of training. "" if there is no dataloader at all."""
+        """Return the name of the first training dataloader without a batch; "" if there is no dataloader."""
 
     @property
     def is_sequential(self) -> bool:
-        """Whether the dataloaders run one after the other, not side by side."""
+        """Whether the dataloaders run one after the other instead of combined."""
 
     def num_batches(self) -> float:
-        """Batches in one pass over all of them; inf if unknown."""
+        """Return the number of batches in one pass over all dataloaders; inf if unknown."""
 
     def start_epoch(self, epoch: int) -> None:
-        """Tell the samplers which epoch it is: they shuffle by it."""
+        """Set the epoch of the samplers, which determines their order."""
 
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
-        """Begin a pass of evaluation: (batch, batch_idx, dataloader_idx); at most ``limit`` of each dataloader."""
+        """Begin an evaluation pass: yield (batch, batch_idx, dataloader_idx), at most ``limit`` of each dataloader."""
 
     def evaluation_state(self) -> State:
-        """Return the state between two passes of evaluation: tensors and plain containers."""
+        """Return the state between two evaluation passes: tensors and plain containers."""
 
     def load_evaluation_state(self, state: State) -> None:
-        """Have the next pass of evaluation be that which followed a state."""
+        """Restore a state, so that the next evaluation pass is the one that followed it."""
 
     def open(self, done: int = 0) -> None:
-        """Begin a pass of training: that draws random numbers, and fetches a batch if their number is unknown.
+        """Begin a training pass. This draws random numbers, and fetches a batch if the number of batches is unknown.
 
         Args:
-            done: batches of it that are not in it any more, where it is what is left of a resumed one.
+            done: number of batches that a resumed pass has already yielded. Default: 0.
         """
 
     def __iter__(self) -> Iterator[Batch]:
-        """The pass of training that was opened, or else one that begins now: of each batch, what a step gets."""
+        """Iterate over the training pass that was opened, or over a new one. Yields the input of each step."""
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the last batch of the pass has been handed out, of loaders without a length."""
+        """Whether the last batch of the pass has been yielded, for dataloaders without a length."""
 
     def state_dict(self) -> State:
-        """Where the pass of training is: tensors and plain containers."""
+        """Return the position in the training pass: tensors and plain containers."""
 
     def load_state_dict(self, state: State) -> list[str]:
-        """Have the next pass be what is left of that one. Changes the random states of this process.
+        """Restore a position, so that the next pass is the rest of the saved one. Changes this process's random states.
 
         Args:
-            state: what :meth:`state_dict` returned, and in addition ``batches``: how many were trained; ``is_over``:
-                no more of them are; ``inside``: it was written in the middle of the batch after these. Without the
-                rest, as many batches are skipped.
+            state: the return value of :meth:`state_dict` with additional keys: ``batches``, the number of trained
+                batches; ``is_over``, whether the pass was over; ``inside``, whether the state was saved in the middle
+                of the next batch. A state with ``batches`` only skips this number of batches.
 
         Returns:
-            Why what follows may not be what would have followed; empty where it is.
+            The reasons why the following batches may differ from those of an uninterrupted run; empty if they do not.
         """
 
 
@@ -103,32 +103,32 @@ NO_BATCHES = (
 
 
 class EndOfPass(Exception):  # noqa: N818 - no error
-    """A step that draws its own batches has come to their end."""
+    """Raised if a step that draws its own batches finds no more of them."""
 
 
 class DrawnLoaders(Loaders, Protocol):
-    """Loaders whose batches a step draws itself (``dataloader_iter``): a pass says only that there is a step to do."""
+    """Loaders for a step that draws its own batches (``dataloader_iter``): a pass only yields once for each step."""
 
     @property
     def is_done(self) -> bool:
-        """Whether the last batch of the pass has been drawn, as far as is known."""
+        """Whether the last batch of the pass is known to have been drawn."""
 
     @property
     def last(self) -> tuple[Batch, int, int]:
-        """The batch drawn last, its index, and its dataloader's."""
+        """The last batch drawn, its index, and the index of its dataloader."""
 
     def iterator(self) -> Iterator[tuple[Batch, int, int]]:
-        """What a step draws from."""
+        """Return the iterator that a step draws from."""
 
 
 class TrainingBatches:
-    """The training data as the fit loop sees it: iterate for (batch, batch_idx, is_last).
+    """The training data for the fit loop. Iterate for (batch, batch_idx, is_last).
 
     Args:
-        loaders: the training dataloaders; None for none.
-        renew: asked before each epoch for dataloaders to go on with; None where the first ones stay.
-        watch: put around the batches of an epoch, by a profiler; None for nothing.
-        opened_for: the epoch whose pass was opened when the dataloaders were made; -1 for none.
+        loaders: the training dataloaders. None if the run has no training data.
+        renew: returns new dataloaders before each epoch, or None to keep them. Default: None, they are kept.
+        watch: wraps the batches of an epoch, for a profiler. Default: None.
+        opened_for: the epoch of a pass that was opened when the dataloaders were created. Default: -1, no pass.
 
     Attributes:
         num_batches: batches in one pass, by the length of the dataloaders; inf if unknown. The pass has fewer if the
@@ -148,22 +148,22 @@ class TrainingBatches:
         self.has_length = loaders is None or loaders.has_length
         self._renew = renew
         self._watch = watch
-        # the pass that is under way, or was last
+        # the current or last pass
         self._epoch, self._batches, self.is_over = opened_for, 0, False
         self._is_open = opened_for >= 0
-        # the pass that is about to begin
+        # the next pass
         self._next_epoch, self._first, self._is_empty = -1, 0, False
         self._loaded: State = {}
         self._exact = True
-        self._has_batches = False  # the pass before
+        self._has_batches = False  # in the previous pass
 
     def __bool__(self) -> bool:
         return self.num_batches > 0
 
     def state_dict(self) -> State:
-        """Where the pass is that is under way, or was last: tensors and plain containers. {} before the first.
+        """Return the position in the current or last pass, after its last yielded batch; {} before the first pass.
 
-        It is that after the batch which was handed out last.
+        It consists of tensors and plain containers.
         """
         if self._loaded or self._epoch < 0 or self.loaders is None:
             return self._loaded
@@ -171,24 +171,25 @@ class TrainingBatches:
         return {**here, "made_in": self.loaders.made_in, **self.loaders.state_dict()}
 
     def load_state_dict(self, state: State, *, exact: bool = True) -> None:
-        """Have the next epoch begin, or go on, as it would have where ``state_dict`` returned ``state``.
+        """Continue with the next epoch from the position that ``state_dict`` returned.
 
         Args:
-            state: what it returned.
-            exact: refuse where that cannot be shown; otherwise go on as well as possible, with a warning.
+            state: its return value.
+            exact: whether to raise if the batches may differ from those of an uninterrupted run. Default: True. If
+                False, warn and continue as well as possible.
         """
         self._loaded, self._exact = state, exact
         self._epoch, self._is_open = -1, False
 
     def start_epoch(self, epoch: int, skip: int) -> None:
-        """The next pass is that of ``epoch``, without its first ``skip`` batches.
+        """Prepare the pass of ``epoch`` without its first ``skip`` batches.
 
-        A state that was loaded and is of this epoch, or of the one before, is resumed from here. Otherwise the samples
-        of these batches are skipped, or loaded and dropped, where the dataloaders cannot do better.
+        A loaded state of this epoch, or of the previous one, is restored here. Otherwise these batches are skipped, or
+        loaded and dropped if the dataloaders do not support skipping.
 
         Raises:
             ConfigurationError: the dataloaders run one after the other.
-            ResumeError: what follows could not be shown to be what would have followed.
+            ResumeError: the batches may differ from those of an uninterrupted run, and the resume must be exact.
         """
         state, self._loaded = self._loaded, {}
         renewed = self._renew() if self._renew is not None else None
@@ -202,11 +203,11 @@ class TrainingBatches:
             )
         self._next_epoch, self._first, self._is_empty = epoch, skip, False
         if state.get("made_in", self.loaders.made_in) != self.loaders.made_in:
-            state = {}  # it is of dataloaders that have been replaced since
+            state = {}  # of dataloaders that have been replaced since
         is_its_epoch = bool(state) and state["epoch"] == epoch
         if state and state["epoch"] + 1 == epoch and not skip:
             self._resume({**state, "is_over": True}, state["batches"])  # restores the epoch's number, too
-        if renewed is None and not (self._is_open and self._epoch == epoch):  # otherwise set when they were made
+        if renewed is None and not (self._is_open and self._epoch == epoch):  # otherwise set when they were created
             self.loaders.start_epoch(epoch)
         if is_its_epoch and (skip or not state["batches"]):
             self._resume(state, skip)
@@ -219,9 +220,9 @@ class TrainingBatches:
             )
 
     def _resume(self, state: State, batches: int) -> None:
-        """Go on after the first ``batches`` of the pass in ``state``."""
+        """Continue after the first ``batches`` of the pass in ``state``."""
         assert self.loaders is not None
-        inside = batches != state["batches"]  # an exception may have had it written in the middle of a batch
+        inside = batches != state["batches"]  # an exception may have caused a save in the middle of a batch
         is_over = state["is_over"] and not inside
         self._epoch, self._batches, self.is_over = state["epoch"], batches, is_over
         self._is_empty, self._is_open = is_over and state["epoch"] == self._next_epoch, not is_over
@@ -240,14 +241,14 @@ class TrainingBatches:
             )
 
     def end(self) -> None:
-        """The pass that was resumed is over: what is left of it is not trained."""
+        """End the resumed pass: the rest of it is not trained."""
         assert self.loaders is not None
         self._is_empty, self._is_open = True, False
         with random_states.isolated():
             self.loaders.load_state_dict({**self.loaders.state_dict(), "batches": self._batches, "is_over": True})
 
     def give_up_batch(self) -> None:
-        """End the pass before the batch that was handed out last: a step that draws its own batches found none."""
+        """End the pass before the last yielded batch, because a step that draws its own batches found no more."""
         self._batches -= 1
         self.is_over = True
 
@@ -262,11 +263,11 @@ class TrainingBatches:
         if self._watch is not None:
             source = self._watch(source)
         self._epoch, self._batches, self.is_over = self._next_epoch, self._first, False
-        count = self.loaders.num_batches() if self.loaders.has_length else None  # callbacks change our `num_batches`
+        count = self.loaders.num_batches() if self.loaders.has_length else None  # callbacks may change `num_batches`
         return chain(map(partial(self._number, self.loaders, count), source), self._end())
 
     def _end(self) -> Iterator[tuple[Batch, int, bool]]:
-        """Note that no batch is left. Yields nothing.
+        """Record that no batch is left. Yields nothing.
 
         Raises:
             ConfigurationError: the first pass had no batch, or two in succession had none.
@@ -281,22 +282,22 @@ class TrainingBatches:
         yield from ()
 
     def _number(self, loaders: Loaders, count: float | None, batch: Batch) -> tuple[Batch, int, bool]:
-        """Count a batch that is handed out. No reference to it stays here: it may be on a GPU."""
+        """Count a yielded batch. Keeps no reference to it, because it may be in GPU memory."""
         self._batches += 1
         self.is_over = loaders.is_exhausted if count is None else self._batches == count
         return batch, self._batches - 1, self.is_over
 
 
 class LookAhead:
-    """An iterator that fetches each item before it hands out the one before it: so the last is known to be the last.
+    """An iterator that fetches one item ahead, so that the last item is known to be the last.
 
     Args:
         source: the items.
-        before: called before an item is fetched; None for nothing.
-        now: fetch the first item at once.
+        before: called before an item is fetched. Default: None.
+        now: whether to fetch the first item immediately. Default: True.
 
     Attributes:
-        is_exhausted: whether nothing is left.
+        is_exhausted: whether no item is left.
     """
 
     def __init__(self, source: Iterator[Any], before: Callable[[], None] | None = None, *, now: bool = True) -> None:
@@ -308,7 +309,7 @@ class LookAhead:
             self.fetch_first()
 
     def fetch_first(self) -> None:
-        """Fetch the first item, if nobody has."""
+        """Fetch the first item, unless it was fetched."""
         if not self._is_fetched:
             self._fetch()
 
@@ -330,18 +331,18 @@ class LookAhead:
         return item
 
 
-def as_it_is(value: Any = None, *_: Any) -> Any:
-    """Stands where a loop has nothing to do."""
+def identity(value: Any = None, *_: Any) -> Any:
+    """Return ``value`` unchanged, or None without one."""
     return value
 
 
 @dataclass(eq=False)
 class Transfer:
-    """Moves batches to the device, through the user's hooks where there are any.
+    """Moves batches to the device, through the user's transfer hooks if there are any.
 
     Args:
-        device: where to.
-        convert: what the precision does to a batch beforehand (``Precision.convert_batch``); None for nothing.
+        device: the target device.
+        convert: conversion by the precision before the move (``Precision.convert_batch``). None for no conversion.
         move: moves any collection of tensors: (batch, device).
         before, transfer, after: the user's ``on_before_batch_transfer(batch, dataloader_idx)``,
             ``transfer_batch_to_device(batch, device, dataloader_idx)`` and ``on_after_batch_transfer``; each None

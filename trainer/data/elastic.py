@@ -1,10 +1,10 @@
-"""The order of a run's samples, so that a resume on another number of processes gives each update the same ones.
+"""The order of a run's samples, so that each update has the same samples after a resume with another world size.
 
-The samples of an epoch stand in one row for all processes. Of W processes, process r takes the samples r, r + W,
-r + 2W and so on of the row, in batches of B; so batch k of all processes together has the samples from kWB to (k+1)WB,
-and an update over A batches has WBA of them. Another run with the same product WBA that reads the same row gives each
-update the same samples, however they are divided. How the row comes about (shuffled by whom, padded to a multiple of
-what, cut off where) is decided by the run that has begun: a :class:`SampleOrder` says it, and is in the checkpoints.
+The samples of an epoch form one row for all processes. Of W processes, process r takes the samples r, r + W, r + 2W and
+so on, in batches of B. Thus batch k of all processes together has the samples from kWB to (k+1)WB, and an update over A
+batches has WBA of them. A run with the same product WBA and the same row has the same samples in each update. The
+original run determines the row (how it is shuffled, padded and cut): a :class:`SampleOrder` describes it, and is stored
+in checkpoints.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from trainer.state.random_states import State
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """How the run that was begun orders the samples of an epoch, and divides them into updates.
+    """The order of an epoch's samples in the original run, and their division into updates.
 
     Attributes:
         sampler: ``"RandomSampler"``, ``"SequentialSampler"`` or ``"DistributedSampler"``.
-        processes: that share the samples.
+        processes: number of processes that share the samples.
         batch_size: samples in a batch of one process.
-        drop_last: whether the dataloader leaves out a last batch that is not full.
-        limit: ``limit_train_batches``: batches of one process (int), or their share of an epoch (float).
-        accumulate: ``accumulate_grad_batches`` from each of some epochs on: pairs.
+        drop_last: whether the dataloader drops an incomplete last batch.
+        limit: ``limit_train_batches``: batches of one process (int), or a fraction of the epoch (float).
+        accumulate: pairs of an epoch and ``accumulate_grad_batches`` from that epoch on.
         has_workers: whether the dataloader has worker processes.
-        shuffle, seed, cuts: of a DistributedSampler, which shuffles by seed and epoch; ``cuts``: it leaves out the
-            samples that do not divide, in the place of repeating some.
+        shuffle, seed, cuts: settings of a DistributedSampler, which shuffles by seed and epoch; ``cuts``: it drops the
+            samples that do not divide evenly instead of repeating some.
     """
 
     sampler: str
@@ -54,7 +54,7 @@ class SampleOrder:
 
     @classmethod
     def of(cls, loader: Any, limit: int | float, accumulate: Mapping[int, int], processes: int) -> SampleOrder | str:
-        """The order of a run with this dataloader, on so many processes; or why there is none."""
+        """Return the order of a run with this dataloader and number of processes, or the reason why it has none."""
         if (reason := not_ordered(loader)) is not None:
             return reason
         sampler = loader.batch_sampler.sampler
@@ -77,40 +77,40 @@ class SampleOrder:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> SampleOrder:
-        """The inverse of :meth:`state_dict`."""
+        """Return the order from the value of :meth:`state_dict`."""
         return cls(**{**state, "accumulate": tuple(map(tuple, state["accumulate"]))})
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the order as plain data."""
         return {**asdict(self), "accumulate": [list(pair) for pair in self.accumulate]}
 
     def accumulated(self, epoch: int) -> int:
-        """Batches of one process in an update of ``epoch``."""
+        """Return the number of batches of one process in an update of ``epoch``."""
         return next((batches for first, batches in reversed(self.accumulate) if first <= epoch), 1)
 
     def update_size(self, epoch: int) -> int:
-        """Samples of all processes in an update of ``epoch``."""
+        """Return the number of samples of all processes in an update of ``epoch``."""
         return self.processes * self.batch_size * self.accumulated(epoch)
 
     def batches(self, samples: int) -> int:
-        """Batches of one process in an epoch of ``samples`` samples, the limit applied."""
+        """Return the number of batches of one process in an epoch of ``samples`` samples, with the limit."""
         own = self._row(samples) // self.processes
         count = own // self.batch_size if self.drop_last else math.ceil(own / self.batch_size)
         return min(count, self.limit) if isinstance(self.limit, int) else int(count * self.limit)
 
     def total(self, samples: int) -> int:
-        """Samples that all processes together train in an epoch: repeated ones count again."""
+        """Return the number of samples that all processes train in an epoch, including repeated ones."""
         return min(self._row(samples), self.batches(samples) * self.batch_size * self.processes)
 
     def is_read_to_the_end(self, samples: int) -> bool:
-        """Whether the sampler is asked for more than there is. A RandomSampler draws once more for that."""
+        """Return whether the sampler is iterated to its end. A RandomSampler draws once more at the end."""
         is_limited = self.drop_last or self.total(samples) < samples
         return self.has_workers or (samples % self.batch_size > 0 and not is_limited)
 
     def shares(self, samples: int, epoch: int) -> list[float]:
-        """How much each sample of an epoch's last, short update counts in it; [] where the last one is full.
+        """Return the weight of each sample in an epoch's last update if that is short; [] if it is full.
 
-        Each batch's loss is a mean, and an update is the mean over its batches: a sample in a short batch counts more.
+        Each batch's loss is a mean, and an update is the mean over its batches: a sample in a short batch weighs more.
         """
         total, size = self.total(samples), self.update_size(epoch)
         start = total - total % size
@@ -123,14 +123,14 @@ class SampleOrder:
         return [share(place) for place in range(start, total)]
 
     def _row(self, samples: int) -> int:
-        """The samples of an epoch before batches are made: padded, or cut, to a multiple of the processes."""
+        """Return the number of samples in a row: padded or cut to a multiple of the processes."""
         if self.cuts:
             return samples // self.processes * self.processes
         return math.ceil(samples / self.processes) * self.processes
 
 
 def not_ordered(loader: Any) -> str | None:
-    """Why the batches of a dataloader cannot be divided in another way; None where they can."""
+    """Return the reason why the batches of a dataloader cannot be divided differently; None if they can."""
     if not isinstance(loader, DataLoader):
         return f"the training data is a {type(loader).__name__}, no DataLoader"
     if isinstance(loader.dataset, IterableDataset):
@@ -147,22 +147,22 @@ def not_ordered(loader: Any) -> str | None:
 
 
 class ElasticSampler(Sampler[int]):
-    """One process's samples of the row that a :class:`SampleOrder` describes.
+    """Yields the samples of one process from the row that a :class:`SampleOrder` describes.
 
-    All processes have as many batches. One that would lack an epoch's last gets the last sample of the row once more,
+    All processes have the same number of batches. A process without a last batch gets the last sample of the row again,
     with a weight of 0 (:meth:`weight_of`).
 
     Args:
-        order: of the run that was begun.
-        source: what that run's RandomSampler is now; of no use to the other kinds of an order.
-        dataset: whose samples.
-        processes, rank: how many processes share the samples now, and which one this is.
+        order: the order of the original run.
+        source: the sampler to draw from if the original run had a RandomSampler.
+        dataset: the dataset of the samples.
+        processes, rank: the current number of processes, and the rank of this one.
         batch_size: samples in a batch of one process now.
-        share: returns on all processes what the first one was called with.
+        share: broadcasts its argument from the first process.
 
     Attributes:
-        epoch: a DistributedSampler shuffles by it.
-        row: the epoch's samples, of all processes.
+        epoch: the epoch, which determines the order of a DistributedSampler.
+        row: the indices of the epoch's samples, of all processes.
     """
 
     def __init__(
@@ -185,21 +185,21 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def samples(self) -> int:
-        """How many there are in an epoch of one process, before any is repeated or left out."""
+        """The number of samples in an epoch, before padding or cutting."""
         return len(self._source if self.order.sampler == "RandomSampler" else self._dataset)
 
     @property
     def total(self) -> int:
-        """Samples that all processes together train in an epoch."""
+        """The number of samples that all processes train in an epoch."""
         return self.order.total(self.samples)
 
     @property
     def batches(self) -> int:
-        """Batches of each process in an epoch."""
+        """The number of batches of each process in an epoch."""
         return math.ceil(self.total / (self.num_replicas * self.batch_size))
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is that of ``epoch``."""
+        """Set the epoch of the next pass."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -213,16 +213,16 @@ class ElasticSampler(Sampler[int]):
         return iter([*own.tolist(), *row[-1:].tolist() * (count - len(own))])
 
     def batch_of(self, number: int, rank: int, processes: int, batch_size: int) -> list[int]:
-        """Batch ``number`` of this epoch on process ``rank`` of so many, with batches of that size."""
+        """Return the samples of batch ``number`` in this epoch on ``rank`` of ``processes``."""
         own = self.row[rank::processes]
         batch: list[int] = own[number * batch_size : (number + 1) * batch_size].tolist()
         return batch
 
     def weight_of(self, number: int) -> float | None:
-        """What batch ``number`` of this process counts in its update; None for 1.
+        """Return the weight of batch ``number`` of this process in its update; None for 1.
 
-        In an epoch's last update, if it is a short one, each sample counts as much as it would have done where the run
-        was begun: as far as that is the same for the samples of one batch.
+        In a short last update, each sample has its weight of the original run, if that is the same for all samples of a
+        batch.
         """
         total, size = self.total, self.order.update_size(self.epoch)
         together = self.num_replicas * self.batch_size
@@ -233,7 +233,7 @@ class ElasticSampler(Sampler[int]):
         return sum(own, 0.0) * self.num_replicas * (self.batches - start // together)  # 1 in the mean over the update
 
     def keeps_shares(self, epoch: int) -> bool:
-        """Whether each sample of the epoch's last update counts as much as where the run was begun."""
+        """Return whether each sample of the epoch's last update has its weight of the original run."""
         shares, together = self.order.shares(self.samples, epoch), self.num_replicas * self.batch_size
         for first in range(0, len(shares), together):
             for rank in range(self.num_replicas):
@@ -253,7 +253,7 @@ class ElasticSampler(Sampler[int]):
         return row[torch.arange(self.total) % max(samples, 1)]
 
     def _drawn(self, samples: int) -> list[int]:
-        """What the first process's RandomSampler draws: on the others, without a change to their random states."""
+        """Draw the order on the first process, and repeat it on the others with unchanged random states."""
         generators = random_states.find(self._source)
         state = self._share(random_states.capture(own=generators))
         if self.rank == 0:

@@ -1,8 +1,8 @@
-"""Batches go to a GPU while the step before them runs there.
+"""Copy batches to a GPU while the previous step runs there.
 
-The host does nothing earlier or in another order for it. It is ahead of the device: when it has issued a step and takes
-the next batch, the device is still at that step. A copy on the usual stream would wait for it. Here the copy goes by a
-stream of its own, and waits for the step before that one only.
+The order of operations on the host does not change. The host is ahead of the device: when it has issued a step and
+takes the next batch, the device still runs that step. A copy on the default stream would wait for it. Here the copy
+uses a separate stream, and waits only for the step before that one.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from torch.overrides import TorchFunctionMode
 Call = Callable[..., Any]
 
 WORTHWHILE = 2**18
-"""Bytes. What is smaller is copied in 10 microseconds (at 25 GB/s, of PCIe 4), which it takes to use another stream."""
+"""Bytes. Copying less takes at most 10 microseconds (at 25 GB/s, PCIe 4), the cost of using another stream."""
 
 _COPIES = frozenset({Tensor.to, Tensor.cuda})
 
 
 class Prefetching(TorchFunctionMode):
-    """A context in which tensors are copied from host memory to a GPU by a stream of their own.
+    """A context that copies tensors from host memory to a GPU on a separate stream.
 
-    It is for one batch, between two steps. ``Tensor.to`` and ``Tensor.cuda`` are sent that way, whoever calls them.
-    The usual stream waits for each copy; everything else runs where it ran, and the host waits for nothing new.
+    Use it for one batch, between two steps. It redirects all calls of ``Tensor.to`` and ``Tensor.cuda``. The default
+    stream waits for each copy; all other operations stay on their streams, and no host-device synchronization is added.
 
-    Memory that was allocated on a stream is given, once it is free, to what that stream does next. So a copy must not
-    begin before the device is done with whatever had its place, and it begins when the device has done all that was
-    issued before the step that runs. Nothing may become free during this step, then: what was copied is held until the
-    next batch has been copied. Who holds it longer frees it at a time that nobody knows; for him the memory waits for
-    the device (``record_stream``). So the device has two batches at most, however far the host is ahead.
+    The caching allocator reuses freed memory for later operations of the same stream. Thus a copy must not begin before
+    the device has finished with the previous content of its memory: it begins when the device has completed everything
+    that was issued before the running step. For the same reason, no copied memory may be freed during this step: each
+    batch is held until the next one has been copied. If other code holds it for longer, ``record_stream`` delays its
+    reuse. Thus the device holds at most two batches, however far the host is ahead.
 
     Args:
         device: a CUDA device.
 
     Attributes:
-        from_pinned: whether the first tensor that was sent was in pinned memory; None where none has been sent.
+        from_pinned: whether the first copied tensor was in pinned memory; None before the first copy.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,13 +47,13 @@ class Prefetching(TorchFunctionMode):
         self.from_pinned: bool | None = None
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # of whatever is waited for next
-        self._held: list[Tensor] = []  # of the batch whose step runs
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # of the next operation to wait for
+        self._held: list[Tensor] = []  # of the batch of the running step
         self._sent: list[Tensor] = []
         self.let_go()
 
     def around(self, call: Call) -> Call:
-        """``call``, whose first argument is a batch, in this context. A batch that shows to be small needs none."""
+        """Return a function that runs ``call(batch, ...)`` in this context, unless the batch is small."""
         return partial(self._run, call)
 
     def _run(self, call: Call, batch: Any, *args: Any) -> Any:
@@ -68,13 +68,13 @@ class Prefetching(TorchFunctionMode):
         self._held, self._sent = self._sent, []
 
     def let_go(self) -> None:
-        """Let go of the last batch, whose step has been issued. The next copy waits for that step."""
+        """Release the last batch after its step was issued. The next copy waits for that step."""
         usual = torch.cuda.current_stream(self._device)
         self._release(usual)
         self._stream.wait_event(usual.record_event(self._event))
 
     def close(self) -> None:
-        """Let go of the last batch. There is no next copy."""
+        """Release the last batch, without a next copy."""
         self._release(torch.cuda.current_stream(self._device))
 
     def _release(self, usual: torch.cuda.Stream) -> None:
@@ -93,12 +93,12 @@ class Prefetching(TorchFunctionMode):
             copy = func(*args, **kwargs or {})
         usual.wait_event(self._stream.record_event(self._event))
         if copy.device == self._device:
-            self._sent.append(copy.detach())  # an object of our own: nobody can count who else holds that one
+            self._sent.append(copy.detach())  # a separate object, so that other holders of the storage can be counted
         return copy
 
 
 def _is_small(batch: Any) -> bool:
-    """Whether a batch of the commonest kinds (a tensor; a list, tuple or dict of them) has only small tensors."""
+    """Return whether a batch (a tensor, or a list, tuple or dict of tensors) has only small tensors."""
     kind = type(batch)
     for part in batch if kind in (list, tuple) else batch.values() if kind is dict else (batch,):
         if type(part) is not Tensor or part.nbytes >= WORTHWHILE:
@@ -107,7 +107,7 @@ def _is_small(batch: Any) -> bool:
 
 
 def _is_worthwhile(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a plain one, in host memory, and large."""
+    """Return whether ``tensor`` is a plain, large tensor in host memory."""
     return (
         type(tensor) is Tensor
         and tensor.is_cpu
@@ -118,7 +118,7 @@ def _is_worthwhile(tensor: Tensor) -> bool:
 
 
 def _has_other_holders(tensor: Tensor) -> bool:
-    """Whether somebody else holds the memory of ``tensor``, an object that only we have; True if torch cannot tell."""
+    """Return whether another object holds the storage of ``tensor``; True if torch cannot count them."""
     count = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001 - nothing public counts them
     storage = tensor.untyped_storage()
     return count is None or count(storage._cdata) > 2  # noqa: SLF001 - two are the tensor, and `storage`

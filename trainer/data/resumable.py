@@ -1,23 +1,22 @@
-"""Dataloaders whose pass can be resumed in another process.
+"""Dataloaders with a pass that can be resumed in another process.
 
-A :class:`ResumableLoader` stands around a dataloader and knows where the pass over it is. It follows torchdata's
-convention: ``state_dict`` returns where the pass is, and after ``load_state_dict`` the next iteration yields what is
-left of it: the same samples in the same order, prepared with the same random numbers, in the workers too. Of a pass
-that was over, the next iteration is the pass that follows it. There are three kinds:
+A :class:`ResumableLoader` wraps a dataloader and tracks the position in its pass. It follows torchdata's convention:
+``state_dict`` returns the position, and after ``load_state_dict`` the next iteration yields the rest of the pass: the
+same samples in the same order, prepared with the same random numbers, also in workers. If the pass was over, the next
+iteration is the following pass. There are three kinds:
 
 ``MapStyleLoader``
-    A ``DataLoader`` with a map-style dataset. Its sampler is asked again for the indices, from the random state that it
-    started from; those of batches that have been trained are compared with what was seen, and dropped: no sample is
-    loaded.
+    A ``DataLoader`` with a map-style dataset. Its sampler is iterated again from its initial random state. The indices
+    of trained batches are compared with the saved ones and dropped: no sample is loaded.
 ``StatefulLoader``
     A loader that has ``state_dict`` and ``load_state_dict`` resumes itself.
 ``ReplayedLoader``
-    Anything else: what has been trained is loaded again, and dropped.
+    Anything else: the trained batches are loaded again, and dropped.
 
-A state is of one process: how many of its batches were trained, and in ``set_up`` the batch size and how many
-processes shared the samples, which together say how many samples of the epoch all of them had used. Other processes
-than those that wrote the states take them over together (:meth:`MapStyleLoader.taken_over`), if the samples come from
-an :class:`~trainer.data.elastic.ElasticSampler`.
+A state belongs to one process: the number of its trained batches, and in ``set_up`` the batch size and the number of
+processes that shared the samples. Together they determine how many samples of the epoch were used. A different number
+of processes converts the states (:meth:`MapStyleLoader.taken_over`), if the samples come from an
+:class:`~trainer.data.elastic.ElasticSampler`.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ Batch = Any
 
 
 class ResumableLoader:
-    """A dataloader, and where the pass over it is.
+    """A dataloader and the position in its pass.
 
     Iterating it draws the same random numbers as iterating the dataloader.
 
@@ -59,7 +58,7 @@ class ResumableLoader:
         generators: the random generators that it holds.
 
     Attributes:
-        replays: whether the batches that were trained are loaded again to resume.
+        replays: whether a resume loads the trained batches again.
     """
 
     kind = ""
@@ -70,15 +69,15 @@ class ResumableLoader:
         self.loader = loader
         self.generators = generators
         self._begun: State = {}  # the random states when the pass began
-        self._batches = 0  # of the pass, that have been handed out
-        self._workers = WorkerStates({})  # the random states of the workers after those
+        self._batches = 0  # number of batches that the pass has yielded
+        self._workers = WorkerStates({})  # the random states of the workers after these batches
         self._resumed: Iterator[Batch] | None = None  # the pass of the next iteration
         self._finished: State = {}  # the state of a pass that was over, until the next one begins
         self.epoch = 0
-        self._shared_epoch: torch.Tensor | None = None  # which persistent workers read
+        self._shared_epoch: torch.Tensor | None = None  # for persistent workers
 
     def start_epoch(self, epoch: int) -> None:
-        """Note the number of the epoch for persistent workers, which have copies of the dataset."""
+        """Set the epoch, also for persistent workers, which have copies of the dataset."""
         self.epoch = epoch
         if self._shared_epoch is not None:
             self._shared_epoch[0] = epoch
@@ -92,7 +91,7 @@ class ResumableLoader:
         return self._shared_epoch
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of a Trainer has no pass under way."""
+        """Leave the current pass out of copies."""
         return vars(self) | {"_resumed": None}
 
     def __len__(self) -> int:
@@ -100,7 +99,7 @@ class ResumableLoader:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a batch of the pass has been handed out."""
+        """Whether the pass has yielded a batch."""
         return self._batches > 0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -108,20 +107,20 @@ class ResumableLoader:
         return self._begin() if resumed is None else resumed
 
     def state_dict(self) -> State:
-        """Where the pass is: tensors and plain containers. {} before the first."""
+        """Return the position in the pass: tensors and plain containers. {} before the first pass."""
         state = self._finished or (self._here() if self._begun else {})
         return {**state, "own": random_states.states_of(self.generators), "epoch": self.epoch} if state else {}
 
     def load_state_dict(self, state: State) -> list[str]:
-        """Have the next iteration be what is left of a pass. Changes the random states of this process.
+        """Restore a position: the next iteration yields the rest of its pass. Changes this process's random states.
 
         Args:
-            state: what :meth:`state_dict` returned, with these in addition where they hold: ``is_over``, the pass had
-                come to its end; ``inside``, the state is that of a later moment than ``batches``. A state of another
-                kind, with ``batches`` only, skips as many.
+            state: the return value of :meth:`state_dict`, with two optional keys: ``is_over``, the pass was over;
+                ``inside``, the state was saved later than ``batches``. A state of another kind, with ``batches`` only,
+                skips this number of batches.
 
         Returns:
-            Why what follows may not be what would have followed; empty where it is.
+            The reasons why the following batches may differ from those of an uninterrupted run; empty if they do not.
         """
         self._resumed, self._finished = None, {}
         if not state:
@@ -131,7 +130,7 @@ class ResumableLoader:
             if state["kind"] != self.kind:
                 return []
             if getattr(self.loader, "persistent_workers", False) and "epoch" in state:
-                for part in parts_of(self.loader.dataset):  # the new workers get a copy as it was
+                for part in parts_of(self.loader.dataset):  # new workers get a copy of the saved epoch
                     part.set_epoch(state["epoch"])
                 self.epoch = state["epoch"]
             reasons = self._follow(state)
@@ -143,7 +142,7 @@ class ResumableLoader:
             return [f"the dataloader is of another kind than the one that was saved: it is now a {now}"]
         reasons = _changes(state["set_up"], self.loader)
         self._resumed = self._resume(state, reasons)
-        if state["prefetch_factor"] == self._prefetch_factor:  # otherwise the sampler is ahead by another number
+        if state["prefetch_factor"] == self._prefetch_factor:  # otherwise the sampler is not as far ahead
             random_states.set_states(self.generators, state["own"])
         return reasons
 
@@ -152,19 +151,19 @@ class ResumableLoader:
         return getattr(self.loader, "prefetch_factor", None)
 
     def _begin(self) -> Iterator[Batch]:
-        """A pass, from its beginning."""
+        """Return an iterator over a new pass."""
         raise NotImplementedError
 
     def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
-        """What is left of the pass in ``state``. Adds to ``reasons`` why it may be something else."""
+        """Return an iterator over the rest of the pass in ``state``. Appends to ``reasons`` why it may differ."""
         raise NotImplementedError
 
     def _skip(self, batches: int) -> Iterator[Batch]:
-        """What is left of a new pass after its first ``batches``."""
+        """Return an iterator over a new pass without its first ``batches``."""
         raise NotImplementedError
 
     def _follow(self, state: State) -> list[str]:
-        """Restore what the pass after the one in ``state`` depends on, in addition to random generators.
+        """Restore the state that the pass after the one in ``state`` depends on, in addition to random generators.
 
         Returns:
             The reasons why that pass may be different; empty if it is the same.
@@ -222,7 +221,7 @@ def _has_state(thing: Any) -> bool:
 
 
 class ReplayedLoader(ResumableLoader):
-    """Any iterable of batches: to resume, it loads what came before.
+    """Any iterable of batches. A resume loads the earlier batches again.
 
     Worker processes that persist (``persistent_workers=True``) are started again as they were at the beginning of the
     pass: with their random states, and with the attributes of their datasets that had changed.
@@ -238,18 +237,18 @@ class ReplayedLoader(ResumableLoader):
         self._started: State = {}  # the random states when the workers were started: in this pass, or an earlier one
 
     def begin_pass(self, *, with_old_workers: bool = False) -> None:
-        """Note that a pass begins, with new workers or those of the last pass."""
+        """Record that a pass begins, with new workers or those of the last pass."""
         self._begun, self._batches = random_states.capture(own=self.generators), 0
         if not with_old_workers:
             self._started = self._begun
 
     def take(self, marked: Marked) -> Batch:
-        """Return the batch that a worker has sent, and note the worker's state."""
+        """Return the batch that a worker has sent, and record the worker's state."""
         self._batches += 1
         return self._workers.take(marked)
 
     def drop(self, marked: Marked) -> None:
-        """Note the state of a worker that has sent a batch which is not used."""
+        """Record the state of a worker that has sent an unused batch."""
         self._workers.take(marked)
 
     def _begin(self) -> Iterator[Batch]:
@@ -363,7 +362,7 @@ class StatefulLoader(ReplayedLoader):
         self.generators = find(loader)
         self.replays = False
         self._may_know_workers = is_torchs and loader.num_workers > 0
-        # a DataLoader begins each pass anew; but not, if it has no workers, its dataset
+        # a DataLoader begins each pass from the start, but without workers its dataset may not
         lasting: Any = loader.dataset if isinstance(loader, DataLoader) else loader
         self._lasting: Any = None if self._may_know_workers or not _has_state(lasting) else lasting
         samplers, dataset = ((loader.sampler, loader.batch_sampler), loader.dataset) if is_torchs else ((), None)
@@ -443,7 +442,7 @@ def _as_in_a_later_pass(state: State) -> Callable[[Callable[[Any], Any], Any], A
 
 
 def _replayed_by_workers(state: State) -> tuple[int, bool]:
-    """Of a StatefulDataLoader's state: how many batches its workers load again, and whether from the beginning."""
+    """Return how many batches the workers of a StatefulDataLoader load again, and whether from the beginning."""
     snapshot = state.get("_snapshot", {})
     workers = snapshot.get("_worker_snapshots", {}).values()
     fetchers = [one.get("fetcher_state") for one in workers if one.get("dataset_state") is None]
@@ -464,8 +463,8 @@ class MapStyleLoader(ResumableLoader):
         self._started: State = {}  # the random states when the workers were started: in this pass, or an earlier one
         self._knows_workers = True
         self._running: weakref.ref[_WorkerIterator] | None = None
-        # of a resumed pass with in_order=False: the numbers of the batches that the sampler had given and that had not
-        # arrived, and how many it had given
+        # of a resumed pass with in_order=False: the numbers of the sampled batches that had not arrived, and the number
+        # of sampled batches
         self._late: list[int] = []
         self._drawn_before = 0
 
@@ -474,15 +473,15 @@ class MapStyleLoader(ResumableLoader):
 
     @property
     def has_begun(self) -> bool:
-        """Whether the sampler has given the indices of a batch."""
+        """Whether the sampler has yielded the indices of a batch."""
         return self._sampler.drawn > 0
 
     def taken_over(self, states: Sequence[State], batches: int, random: State) -> State:
-        """The state of this process, for :meth:`load_state_dict`, of a pass that other processes have begun.
+        """Return the state of this process for a pass that another number of processes has begun.
 
         Args:
-            states: of those processes.
-            batches: that this process would have trained in the place of theirs.
+            states: the states of those processes.
+            batches: the number of batches of this process that correspond to their trained batches.
             random: the random states that its workers start from.
         """
         first = states[0]
@@ -491,9 +490,9 @@ class MapStyleLoader(ResumableLoader):
             "batches": batches,
             "begun": random,
             "started": random,
-            "asked": first["asked"],  # what is drawn is the first process's
+            "asked": first["asked"],  # the first process draws the order
             "own": first["own"],
-            "prefetch_factor": -1,  # what the order is drawn from is left as that leaves it
+            "prefetch_factor": -1,  # the generators of the order are not restored
             "set_up": {**_set_up_of(self.loader), "samples": first["set_up"]["samples"]},
             "workers": {},
             "first": None,
@@ -502,19 +501,19 @@ class MapStyleLoader(ResumableLoader):
         }
 
     def begin_pass(self, *, with_old_workers: bool = False) -> None:
-        """A pass begins, with new workers or those of the last pass."""
+        """Record that a pass begins, with new workers or those of the last pass."""
         self._begun, self._batches = random_states.capture(own=self.generators), 0
         self._late, self._drawn_before = [], 0
         if not with_old_workers:
             self._started = self._begun
 
     def take(self, marked: Marked) -> Batch:
-        """A batch has arrived from a worker."""
+        """Return the batch that a worker has sent, and record the worker's state."""
         self._batches += 1
         return self._workers.take(marked)
 
     def drop(self, marked: Marked) -> None:
-        """A batch has arrived that nobody asks for any more."""
+        """Record the state of a worker that has sent an unused batch."""
         self._workers.take(marked)
 
     def _begin(self) -> Iterator[Batch]:
@@ -522,21 +521,21 @@ class MapStyleLoader(ResumableLoader):
         if loader.num_workers and loader.persistent_workers and loader._iterator is not None:
             iterator = loader._iterator
             self._knows_workers = _owner_of(iterator) is self
-            if not self._knows_workers:  # somebody else has started them
+            if not self._knows_workers:  # started by other code
                 self.begin_pass()
             return iter(loader) if self._knows_workers else self._counted(iter(loader))
         self.begin_pass()
         return self._open({})
 
     def _open(self, starts: dict[int, State], *, silent: bool = False) -> Iterator[Batch]:
-        """An iterator of the dataloader with our sampler in it. The dataloader itself is left as it is.
+        """Return an iterator of the dataloader that uses the recorded sampler. The dataloader stays unchanged.
 
         Args:
-            starts: random states to start the workers from.
-            silent: send the workers nothing yet.
+            starts: initial random states of the workers.
+            silent: whether to send no indices to the workers yet. Default: False.
         """
         loader, view = self.loader, copy.copy(self.loader)
-        vars(view).pop("_get_iterator", None)  # it would make an iterator of the original
+        vars(view).pop("_get_iterator", None)  # it would create an iterator of the original
         vars(view)["sampler" if loader.batch_sampler is None else "batch_sampler"] = self._sampler
         if not loader.num_workers:
             return iter(view)
@@ -573,7 +572,7 @@ class MapStyleLoader(ResumableLoader):
         return state
 
     def _out_of_order(self) -> tuple[int, list[int]]:
-        """How many batches the sampler has given, and which of them have not arrived."""
+        """Return the number of sampled batches, and the numbers of those that have not arrived."""
         iterator = None if self._running is None else self._running()
         if iterator is None:
             return self._batches, []
@@ -611,17 +610,17 @@ class MapStyleLoader(ResumableLoader):
         return iterator
 
     def _advance(self, iterator: Iterator[Batch], batches: int, drawn: int, late: list[int], exhausted: bool) -> bool:
-        """Skip what the sampler has given already, in a pass that was just opened.
+        """Skip the batches that were sampled before, in a pass that was just opened.
 
         Args:
-            iterator: of the pass.
-            batches: that were handed out.
-            drawn: that the sampler had given; more than ``batches`` where it was asked ahead, and they got ``late``.
-            late: the numbers of those of them that were not handed out.
-            exhausted: whether the sampler was asked for one more than there are: a RandomSampler draws for that.
+            iterator: the iterator of the pass.
+            batches: the number of yielded batches.
+            drawn: the number of sampled batches; more than ``batches`` if batches arrive out of order.
+            late: the numbers of sampled batches that were not yielded.
+            exhausted: whether the sampler was asked for one more batch than it has: a RandomSampler draws for that.
 
         Returns:
-            Whether the sampler drew from the global random state after the first.
+            Whether the sampler drew from the global random state after the first batch.
         """
         left, draws = self._sampler.skip(drawn + exhausted, late)
         self._batches, self._late, self._drawn_before = batches, list(late), drawn
@@ -638,23 +637,23 @@ class MapStyleLoader(ResumableLoader):
     def _follow(self, state: State) -> list[str]:
         stay = self.loader.num_workers and self.loader.persistent_workers and self.loader._iterator is None
         if stay and state.get("workers") is not None and not _changes(state["set_up"], self.loader):
-            self._resume(state, [])  # starts the workers, which the loader keeps
+            self._resume(state, [])  # starts persistent workers
         return []
 
 
 class _RecordedSampler:
-    """Takes the place of a dataloader's sampler, and remembers what it has given.
+    """Replaces the sampler of a dataloader, and records its batches.
 
     Args:
-        sampler: gives the indices of one batch after the other.
-        kept: how many of the last ones to remember.
-        generators: that it may draw from.
+        sampler: yields the indices of one batch after the other.
+        kept: number of the last batches to keep.
+        generators: the generators that it may draw from.
 
     Attributes:
-        drawn: batches that it has given in this pass.
-        asked: the random states when it was first asked. {} before.
-        exhausted: whether it was asked for more than there was.
-        is_silent: give nothing.
+        drawn: number of batches that it has yielded in this pass.
+        asked: the random states before the first batch; {} before that.
+        exhausted: whether it was asked for one more batch than it has.
+        is_silent: whether to yield nothing.
     """
 
     def __init__(self, sampler: Any, kept: int, generators: list[Generator]) -> None:
@@ -680,7 +679,7 @@ class _RecordedSampler:
         return iter(()) if self.is_silent else self.rest()
 
     def rest(self) -> Iterator[Any]:
-        """What it has not given yet."""
+        """Yield the batches that are left."""
         if not self.drawn:
             self.asked = random_states.capture(own=self._generators)
         for indices in self._indices:
@@ -692,11 +691,11 @@ class _RecordedSampler:
         self.exhausted = True
 
     def skip(self, count: int, except_of: Container[int]) -> tuple[list[Any], bool]:
-        """Have it give ``count`` batches.
+        """Draw ``count`` batches.
 
         Returns:
-            Those of them whose numbers are in ``except_of``, and whether it drew from the global random state after the
-            first.
+            The batches with numbers in ``except_of``, and whether the sampler drew from the global random state after
+            the first batch.
         """
         kept, before = [], None
         for number, indices in enumerate(islice(self.rest(), count)):
@@ -707,7 +706,7 @@ class _RecordedSampler:
         return kept, before is not None and before != random_states.capture()
 
     def proof_of(self, number: int) -> State | None:
-        """What tells the indices of batch ``number`` from others; None where it was not given, or is forgotten."""
+        """Return the fingerprint of batch ``number``; None if it was not drawn, or is no longer kept."""
         if number == 0:
             return self._first
         back = self.drawn - number
@@ -715,11 +714,11 @@ class _RecordedSampler:
 
 
 class _OwnedIterator:
-    """A mixin for a pass with worker processes that send their states with each batch; it gives the batches.
+    """A mixin for a pass with workers that send their states with each batch. It yields the batches.
 
     Attributes:
-        owner: a weak reference to the loader that is given what arrives: a cycle would be left to the garbage
-            collector, which runs in forked workers, too.
+        owner: a weak reference to the loader that receives the states. A reference cycle would be left to the garbage
+            collector, which also runs in forked workers.
     """
 
     owner: weakref.ref[MapStyleLoader | ReplayedLoader]
@@ -737,7 +736,7 @@ class _OwnedIterator:
         super()._reset(loader, first_iter, **how)  # type: ignore[misc]
 
     def _drain(self: Any, owner: MapStyleLoader | ReplayedLoader) -> None:
-        """Receive the batches that were prepared and not used: they have changed the states of workers, too."""
+        """Receive the prepared, unused batches: they have changed the states of workers, too."""
         self._sampler_iter = iter(())
         interval = vars(self).get("_snapshot_interval")
         self._snapshot_interval = 0  # of torchdata: no snapshots of these
@@ -752,7 +751,7 @@ class _OwnedIterator:
 
 
 def _owner_of(iterator: Any) -> Any:
-    """Return the loader that is given what arrives from an iterator's workers, or None."""
+    """Return the loader that receives the states of an iterator's workers, or None."""
     return iterator.owner() if isinstance(iterator, _OwnedIterator) else None
 
 
@@ -767,7 +766,7 @@ class _WorkerIterator(_OwnedIterator, _MultiProcessingDataLoaderIter):
 
     Args:
         loader: the dataloader, with a :class:`WorkerRandom`'s methods in it.
-        owner: is given what arrives.
+        owner: the loader that receives the states.
     """
 
     def __init__(self, loader: DataLoader[Any], owner: MapStyleLoader) -> None:
@@ -775,7 +774,7 @@ class _WorkerIterator(_OwnedIterator, _MultiProcessingDataLoaderIter):
         super().__init__(loader)
 
     def go_on(self, indices: Iterator[Any], worker: int) -> None:
-        """Send out ``indices``, the first of them to ``worker``; nothing has been sent before."""
+        """Send ``indices`` to the workers, the first one to ``worker``. Nothing was sent before."""
         self._sampler_iter = indices
         self._worker_queue_idx_cycle = cycle([*range(worker, self._num_workers), *range(worker)])
         for _ in range(self._prefetch_factor * self._num_workers):
@@ -798,12 +797,12 @@ def _other_order(which: str, was: State, now: State | None) -> str:
 
 
 def _other_row(loader: DataLoader[Any], former: list[State]) -> list[str]:
-    """Where an epoch that other processes have begun had other samples than the row that is read now."""
+    """Return the reasons why an epoch of another number of processes had other samples; empty if it had the same."""
     sampler, reasons = getattr(loader.batch_sampler, "sampler", None), []
     for rank, state in enumerate(former):
         batch_size, processes = state["set_up"]["batch_size"], state["set_up"]["world_size"]
         if not isinstance(sampler, ElasticSampler) or processes != len(former):
-            break  # several processes have shared their samples
+            break  # several processes had the same samples
         for which, number in ("first", 0), ("last", state["batches"] - 1):
             was, now = state[which], _proof(sampler.batch_of(number, rank, processes, batch_size))
             if was is not None and was != now:
@@ -812,7 +811,7 @@ def _other_row(loader: DataLoader[Any], former: list[State]) -> list[str]:
 
 
 def _set_up_of(loader: DataLoader[Any]) -> State:
-    """What decides about the order and content of batches and can be named."""
+    """Return the settings that determine the order and content of batches."""
     dataset: Any = loader.dataset
     sampler = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
     return {
@@ -835,7 +834,7 @@ def length_of(dataset: Any) -> int | None:
 
 
 def _changes(was: State, loader: Any) -> list[str]:
-    """What is set up in another way, so that other batches would follow."""
+    """Return the changed settings that lead to other batches."""
     if not isinstance(loader, DataLoader):
         return []
     now = _set_up_of(loader)
@@ -849,7 +848,7 @@ def _changes(was: State, loader: Any) -> list[str]:
 
 
 def _is_deterministic(loader: DataLoader[Any]) -> bool:
-    """Whether no random number goes into a sample, as the classes show: torch's own, which hand out what they hold."""
+    """Return whether samples involve no random numbers, because all classes are torch's in-memory datasets."""
 
     def is_fixed(dataset: Any) -> bool:
         if type(dataset) is Subset:
@@ -865,7 +864,7 @@ def _is_deterministic(loader: DataLoader[Any]) -> bool:
 
 
 def _proof(indices: Any) -> State:
-    """What tells one batch's indices from another's."""
+    """Return a fingerprint of a batch's indices."""
     plain = _plain(indices)
     flat = plain if isinstance(plain, list) else [plain]
     head = [index if isinstance(index, int) else repr(index)[:40] for index in flat[:4]]

@@ -1,4 +1,4 @@
-"""What is in a batch: its tensors, how many samples it has, and some of these."""
+"""The contents of a batch: its tensors, its number of samples, and slices of them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ PLAIN = (str, bytes, int, float, bool, type(None))
 
 
 def leaves_in(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """What is in nested tuples, lists, mappings and dataclasses, each with how to get at it: ``[0]['image']``.
+    """Yield the leaves of nested tuples, lists, mappings and dataclasses, each with its path, such as ``[0]['image']``.
 
-    A list of texts or numbers is one thing.
+    A list of texts or numbers is one leaf.
     """
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -32,18 +32,18 @@ def leaves_in(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def named_tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors alone."""
+    """Return an iterator over the tensors, each with its path."""
     return ((place, leaf) for place, leaf in leaves_in(value, name) if isinstance(leaf, Tensor))
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Likewise, without the names."""
+    """Yield the tensors, without their paths."""
     for _, tensor in named_tensors_in(value):
         yield tensor
 
 
 def batch_size(batch: Any) -> int:
-    """The length of the first tensor in a batch that has one; 1 where all are 0-dim, 0 without any tensor."""
+    """Return the length of the first tensor in a batch that has one; 1 if all are 0-dim, 0 without any tensor."""
     scalars = 0
     for tensor in tensors_in(batch):
         if tensor.dim() and len(tensor):
@@ -53,9 +53,9 @@ def batch_size(batch: Any) -> int:
 
 
 def part_of(batch: Any, start: int, stop: int) -> Any:
-    """The samples from ``start`` to ``stop`` of a batch: of each tensor that is as long as the first one.
+    """Return the samples from ``start`` to ``stop`` of a batch, sliced from each tensor of the first one's length.
 
-    Lists of as many other things (file names, say) are cut, too; everything else stays as it is.
+    Lists of the same length (file names, for example) are sliced, too. Everything else stays unchanged.
     """
     size = next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 0)
     return _part(batch, size, start, stop)
@@ -70,7 +70,7 @@ def _part(value: Any, size: int, start: int, stop: int) -> Any:
     if isinstance(value, Mapping):
         parts = {key: part(item) for key, item in value.items()}
         if not isinstance(value, MutableMapping):
-            return type(value)(parts)  # type: ignore[call-arg]  # as those that cannot be changed are made
+            return type(value)(parts)  # type: ignore[call-arg]  # immutable mappings are constructed
         made: Any = copy.copy(value)
         made.update(parts)
         return made

@@ -1,4 +1,4 @@
-"""Each sample on one process: how the data of an evaluation, and lists of batches, are divided."""
+"""Samplers that divide the data among processes without repeating or dropping samples."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from trainer.state import random_states
 
 
 class Span(NamedTuple):
-    """How many batches of a dataloader a process has at least, and at most. (0, inf) where nobody knows."""
+    """The smallest and largest number of batches of a dataloader on any rank; (0, inf) if unknown."""
 
     fewest: float
     most: float
 
 
 class UnpaddedSampler(DistributedSampler[int]):
-    """Every ``num_replicas``-th of what a sampler draws, from the ``rank``-th on. Nothing is repeated or left out.
+    """Every ``num_replicas``-th index of a sampler, from the ``rank``-th on. Nothing is repeated or left out.
 
     Processes may have different numbers of samples, or none. torch's ``DistributedSampler`` repeats the first samples
-    until all have equally many, or leaves out the last.
+    until all have the same number, or leaves out the last.
 
     Args:
-        sampler: what one process would draw; it has a length. If it draws random numbers, these depend on ``seed`` and
-            on the epoch alone, so that all processes divide the same order.
+        sampler: the sampler for a single process; it has a length. If it draws random numbers, these depend on ``seed``
+            and the epoch alone, so that all processes divide the same order.
         num_replicas: the number of processes.
         rank: of this process.
         seed: the same on all processes.
@@ -58,12 +58,12 @@ class UnpaddedSampler(DistributedSampler[int]):
             seed = self.seed + self.epoch
             random.seed(seed)
             np.random.seed(seed % 2**32)
-            torch.default_generator.manual_seed(seed)  # not the devices', which are not put back
+            torch.default_generator.manual_seed(seed)  # not those of devices, which are not restored
             drawn = list(self.sampler)
         return iter(drawn[self.rank :: self.num_replicas])
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch it is, also to the sampler where it asks for it."""
+        """Set the epoch, also of the sampler if it has ``set_epoch``."""
         super().set_epoch(epoch)
         if callable(own := getattr(self.sampler, "set_epoch", None)):
             own(epoch)
@@ -77,7 +77,7 @@ class BatchShare:
             sequence, so that all of them divide the same batches.
         num_replicas: the number of processes. Default: 1.
         rank: of this process. Default: 0.
-        padded: repeat the first batches until all processes have equally many. Default: False.
+        padded: whether to repeat the first batches until all processes have the same number. Default: False.
     """
 
     def __init__(self, batches: Any, num_replicas: int = 1, rank: int = 0, *, padded: bool = False) -> None:

@@ -1,8 +1,8 @@
 """The random states of a dataloader's worker processes: kept up to date, and restored in new workers.
 
-A worker draws numbers for each sample, and is some batches ahead of the training. The states of its generators after
-the last batch that was trained are known to the worker alone, and only a checkpoint needs them. So a worker writes them
-into memory that it shares with the training process, and says with each batch where.
+A worker draws numbers for each sample, and is some batches ahead of the training. Only the worker knows the states of
+its generators after the last trained batch, and only a checkpoint needs them. Thus a worker writes them into shared
+memory, and sends their position with each batch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from trainer.state.random_states import State
 
 Batch = Any
 Marked = tuple[Batch, int, int | bytes | None]
-"""What the workers send: a batch, the worker's index, and the place of its random states in the memory, or they
-themselves, pickled; None where they are those of the batch before.
+"""The items that workers send: a batch, the worker's index, and the position of its random states in shared memory, or
+the pickled states themselves; None if they have not changed since the previous batch.
 
 The thread that pins memory looks into tuples, and not into bytes."""
 
@@ -33,17 +33,17 @@ BEGAN, PASSES, ENDS_LATE = "began", "passes", "ends_late"
 """In the states of a worker with an iterable dataset: the states when the pass began, the number of passes that have
 begun, and whether they changed after the last batch of a pass."""
 PLACE = 2**14
-"""Bytes. The process's own generators take 10 thousand of them, and each more that a dataset holds up to 5 thousand."""
+"""Bytes. The global generators take 10,000 of them, and each generator of a dataset takes up to 5,000."""
 
 
 class WorkerRandom:
-    """What runs in the workers around a dataloader's own ``worker_init_fn`` and ``collate_fn``.
+    """Wraps ``worker_init_fn`` and ``collate_fn`` of a dataloader in its workers.
 
     Args:
         init: the dataloader's ``worker_init_fn``.
         collate: its ``collate_fn``.
-        starts: the states to go on from, by worker. A worker or a generator that is missing starts from its seed.
-        memory: of the :class:`WorkerStates`, where it has one: uint8, (workers, places, bytes).
+        starts: the initial states by worker. A missing worker or generator starts from its seed.
+        memory: the shared memory of :class:`WorkerStates`, if any: uint8, shape (workers, places, bytes).
         epoch: a tensor in shared memory with the number of the epoch, for the worker's copy of a dataset that has
             ``set_epoch``: int64, shape (1,). None if the copy already has it.
     """
@@ -62,11 +62,11 @@ class WorkerRandom:
         self._collate = collate
         self._starts = starts
         self._memory = memory
-        self._places: Iterator[tuple[int, memoryview]] = iter(())  # this worker's, in turn, with their numbers
+        self._places: Iterator[tuple[int, memoryview]] = iter(())  # of this worker, in turn, with their numbers
         self._worker = -1
         self._watch: random_states.Watch | None = None
-        self._states: State = {}  # of the generators that have been drawn from
-        self._has_news = False  # the states have changed in another way
+        self._states: State = {}  # of the generators that were used
+        self._has_news = False  # the states have changed outside of a batch
 
     def start(self, worker: int) -> None:
         """The worker's ``worker_init_fn``."""
@@ -88,7 +88,7 @@ class WorkerRandom:
             _call_before(info.dataset, dict.fromkeys(_READS, self._follower))
 
     def _begin_pass(self) -> None:
-        """Note the states before the dataset is iterated, which is the only way to know how the last pass ended."""
+        """Record the states before the dataset is iterated: only then is it known how the last pass ended."""
         if self._watch is not None:
             changes = self._watch.changes()
             self._states.update(changes)
@@ -112,7 +112,7 @@ class WorkerRandom:
         return batch, self._worker, self._written(pickle.dumps(self._states))
 
     def _written(self, states: bytes) -> int | bytes:
-        """The number of the place that has ``states`` now; they themselves if they have none."""
+        """Write ``states`` and return the number of their place; return them if there is no place."""
         if self._memory is None or len(states) > PLACE:
             return states
         number, place = next(self._places)
@@ -121,7 +121,7 @@ class WorkerRandom:
 
 
 _READS = ("__iter__", "__getitem__", "__getitems__")
-"""The methods by which a worker reads a dataset."""
+"""The methods that a worker calls to read a dataset."""
 
 
 class _EpochFollower:
@@ -130,7 +130,7 @@ class _EpochFollower:
     Args:
         shared: the number of the epoch, in memory that is shared with the training process.
         parts: the parts of the dataset that have ``set_epoch``.
-        epoch: the epoch of the copy; None if it was made in the epoch of now.
+        epoch: the epoch of the copy; None if it was created in the current epoch.
     """
 
     def __init__(self, shared: torch.Tensor, parts: list[Any], epoch: int | None) -> None:
@@ -147,7 +147,7 @@ class _EpochFollower:
 
 
 def _call_before(dataset: Any, calls: dict[str, Callable[[], None]]) -> None:
-    """Have methods of a dataset call something first, if its class can be replaced by a subclass."""
+    """Wrap methods of a dataset to call a function first, if its class can be replaced by a subclass."""
     kind: Any = type(dataset)
 
     def preceded(method: Callable[..., Any], call: Callable[[], None]) -> Callable[..., Any]:
@@ -166,13 +166,13 @@ class WorkerStates:
     """The random states of workers after their batches that have arrived.
 
     Args:
-        starts: those that they have gone on from, by worker.
-        workers: how many write their states into shared memory; 0 to have them sent.
-        ahead: how many batches a worker may have on their way, at most. It has a place for each of these, one for the
-            last that was taken, and one for a batch that has arrived and that an error or an interrupt takes away.
+        starts: their initial states, by worker.
+        workers: number of workers that write into shared memory. Default: 0, they send their states.
+        ahead: largest number of batches that a worker has sent or prepared. It has a place for each of them, one for
+            the last batch taken, and one for a batch that has arrived and is lost by an error or an interrupt.
 
     Attributes:
-        memory: what the workers write to, for :class:`WorkerRandom`.
+        memory: the shared memory for :class:`WorkerRandom`; None if the workers send their states.
     """
 
     def __init__(self, starts: dict[int, State], workers: int = 0, ahead: int = 0) -> None:
@@ -184,14 +184,14 @@ class WorkerStates:
             self.memory.share_memory_()  # type: ignore[no-untyped-call]
 
     def take(self, marked: Marked) -> Batch:
-        """The batch that has arrived."""
+        """Return the batch that has arrived, and record its states."""
         batch, worker, mark = marked
         if mark is not None:
             self._marks[worker] = mark
         return batch
 
     def state_dict(self) -> dict[int, State]:
-        """By worker: of the generators that have been drawn from."""
+        """Return the states of the generators that were used, by worker."""
         now = {worker: pickle.loads(self._read(worker, mark)) for worker, mark in self._marks.items()}
         return {worker: random_states.decoded(state) for worker, state in {**self._starts, **now}.items()}
 
@@ -200,13 +200,13 @@ class WorkerStates:
         """Return the states of workers with an iterable dataset when the pass began; None if one is not known.
 
         Args:
-            states: of now, as :meth:`state_dict` returns them.
+            states: the current states, from :meth:`state_dict`.
         """
         passes = max((state.get(PASSES, 0) for state in states.values()), default=0)
         known = {}
         for worker, state in states.items():
             is_current, ends_late = state.get(PASSES) == passes, state.get(ENDS_LATE, True)
-            if not is_current and ends_late:  # it has sent no batch of this pass
+            if not is_current and ends_late:  # it has not sent a batch of this pass
                 return None
             began = state[BEGAN] if is_current else state
             known[worker] = {**began, PASSES: passes - 1, ENDS_LATE: ends_late}

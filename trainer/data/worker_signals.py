@@ -1,6 +1,6 @@
-"""Worker processes of dataloaders that do not end by the signals that ask the run to end.
+"""Keep dataloader workers alive when a signal asks the run to stop.
 
-A Ctrl-C is sent to everything that the terminal runs, a cluster's SIGTERM to every process of the job. The run finishes
+A terminal sends Ctrl-C to all its processes, and a cluster sends SIGTERM to every process of the job. The run finishes
 its step first, and needs its workers for that.
 """
 
@@ -11,31 +11,31 @@ from collections.abc import Callable
 from typing import Any
 
 _SECONDS = 120
-"""How long a worker outlives a SIGTERM: a step and a save take less time, and a cluster allows less."""
+"""Time that a worker survives SIGTERM: a step and a save take less, and clusters allow less."""
 
 
 class Outliving:
-    """A ``worker_init_fn`` around a dataloader's own one: the workers outlive the signals, and end with the run.
+    """A ``worker_init_fn`` that lets workers survive the signals, and end with the run.
 
     Args:
-        init: the dataloader's own; None for none.
+        init: the ``worker_init_fn`` of the dataloader, which it calls; None if it has none.
     """
 
     def __init__(self, init: Callable[[int], Any] | None) -> None:
         self.init = init
 
     def __call__(self, worker: int) -> None:
-        """The worker starts."""
+        """Set the signal handlers at the start of the worker."""
         for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
             if (number := getattr(signal, name, None)) is not None:
-                signal.signal(number, _do_nothing)  # SIG_IGN would be inherited by what the worker starts
+                signal.signal(number, _do_nothing)  # SIG_IGN would be inherited by subprocesses of the worker
         signal.signal(signal.SIGTERM, _do_nothing_once)
         if self.init is not None:
             self.init(worker)
 
 
 def outlive_signals(loader: Any) -> None:
-    """Let the workers that ``loader`` starts outlive the signals that are meant for the run."""
+    """Let the workers of ``loader`` survive the signals that ask the run to stop."""
     if getattr(loader, "num_workers", 0) and not isinstance(loader.worker_init_fn, Outliving):
         loader.worker_init_fn = Outliving(loader.worker_init_fn)
 
@@ -45,7 +45,7 @@ def _do_nothing(number: int, frame: Any) -> None:
 
 
 def _do_nothing_once(number: int, frame: Any) -> None:
-    """The next SIGTERM ends the worker; or an alarm, if the process that started it waits and sends none."""
+    """Let the next SIGTERM end the worker, or an alarm if the parent process does not send one."""
     signal.signal(number, signal.SIG_DFL)
     if hasattr(signal, "alarm"):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Worker processes of dataloaders: how long they are waited for, and how they died."""
+"""Time limits for dataloader workers, and errors if they die."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from trainer.errors import warn
 DEAD_WORKER = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\) (?P<how>is killed by signal: [\w ]+|exited unexpectedly)"
 )
-"""What torch says of a worker that has died."""
+"""Torch's error message for a worker that has died."""
 _EXIT_TIMEOUT = 2.0
 """Seconds to wait, at most, for the exit codes of workers that have died."""
 
 
 @contextmanager
 def bounded(loaders: Iterable[Any], seconds: float) -> Iterator[None]:
-    """Limit how long the iterators that dataloaders make in a ``with`` block wait for a batch from their workers.
+    """Limit the time that iterators created in a ``with`` block wait for a batch from their workers.
 
-    By default torch waits for ever. With its own ``timeout`` it does not check any more whether the workers live, and
-    learns of dead ones from a signal only, which threads, and programs with a handler of their own, do not get.
+    By default, torch waits forever. With a ``timeout``, it does not check whether the workers are alive, and detects
+    dead ones by a signal only, which threads and programs with a custom handler do not receive.
 
     Args:
-        loaders: of any kind; those without workers, and those whose ``timeout`` somebody has set, are left alone.
-        seconds: 0 for no limit.
+        loaders: of any kind. Those without workers, and those with a ``timeout``, stay unchanged.
+        seconds: the limit; 0 for no limit.
     """
     chosen = [loader for loader in loaders if seconds and _can_be_bounded(loader)]
     for loader in chosen:
@@ -45,7 +45,7 @@ def bounded(loaders: Iterable[Any], seconds: float) -> Iterator[None]:
 
 
 def bounded_like(loader: Any, iterator: Any) -> Any:
-    """``iterator``, made by somebody else than ``loader``; it waits no longer than those that ``loader`` makes."""
+    """Limit the waiting time of ``iterator`` as for the iterators that ``loader`` creates. Return it."""
     make = vars(loader).get("_get_iterator")
     return make.bound(iterator) if isinstance(make, _BoundedIterators) else iterator
 
@@ -56,7 +56,7 @@ def _can_be_bounded(loader: Any) -> bool:
 
 
 class _BoundedIterators:
-    """Takes the place of a dataloader's ``_get_iterator``, which makes its iterators."""
+    """Replaces ``_get_iterator`` of a dataloader, which creates its iterators."""
 
     def __init__(self, loader: DataLoader[Any], seconds: float) -> None:
         self._loader = loader
@@ -66,21 +66,21 @@ class _BoundedIterators:
         return self.bound(type(self._loader)._get_iterator(self._loader))
 
     def bound(self, iterator: Any) -> Any:
-        """``iterator``, which waits for a batch no longer than this."""
+        """Limit the waiting time of ``iterator``. Return it."""
         if hasattr(iterator, "_try_get_data") and not iterator._timeout:
             vars(iterator)["_try_get_data"] = _Patience(iterator, self._seconds)
         return iterator
 
 
 class _Patience:
-    """Takes the place of an iterator's ``_try_get_data``, which torch calls until there is a batch.
+    """Replaces ``_try_get_data`` of an iterator, which torch calls until there is a batch.
 
-    Each call looks for a batch once and, if there is none, whether all workers live. It adds about a microsecond to a
-    batch.
+    Each call checks for a batch once and, if there is no batch, whether all workers are alive. It adds about a
+    microsecond to a batch.
 
     Args:
-        iterator: of a DataLoader with workers; not kept alive, for its end is what ends the workers.
-        seconds: until it raises what torch raises after a ``timeout``. There is a warning after a sixth of them.
+        iterator: of a DataLoader with workers. It is not kept alive, because its deletion ends the workers.
+        seconds: time until it raises torch's error for a ``timeout``. It warns after a sixth of this time.
     """
 
     def __init__(self, iterator: Any, seconds: float) -> None:
@@ -97,7 +97,7 @@ class _Patience:
         except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
             if isinstance(error, RuntimeError) and not DEAD_WORKER.search(str(error)):
                 raise
-            if not isinstance(error, RuntimeError):  # a worker died while its batch was on the way
+            if not isinstance(error, RuntimeError):  # a worker died while it sent a batch
                 for worker in getattr(iterator, "_workers", ()):
                     worker.join(_EXIT_TIMEOUT / len(iterator._workers))  # type: ignore[union-attr]
             message = _signals_of(iterator)
@@ -125,7 +125,7 @@ class _Patience:
 
 
 def _kill_workers(iterator: Any) -> None:
-    """Kill them: those that hang, or wait for a lock that a dead one holds, do not end when they are asked to."""
+    """Kill the workers: one that hangs, or waits for the lock of a dead one, ignores SIGTERM."""
     if getattr(iterator, "_worker_pids_set", False):
         # otherwise torch's handler of SIGCHLD raises here that workers were killed
         signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ def _kill_workers(iterator: Any) -> None:
 
 
 def _signals_of(iterator: Any) -> str:
-    """The error message for workers that a signal killed, in torch's words; "" if none was."""
+    """Return torch's error message for workers that a signal has killed, or ""."""
     killed = [(worker.pid, -worker.exitcode) for worker in iterator._workers if (worker.exitcode or 0) < 0]
     if not killed:
         return ""

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.data.batches import as_it_is
+from trainer.data.batches import identity
 
 Clip = Callable[[Optimizer], Tensor | None]
 """Clips the gradients of one optimizer in place. Returns their norm before clipping, or None if it is not computed."""
@@ -74,8 +74,8 @@ Path = TypeVar("Path", bound=BatchPath)
 TrainingWrapper = Callable[[TrainingPath], TrainingPath]
 
 NO_PATH = TrainingPath(
-    as_it_is, as_it_is, nullcontext, as_it_is, as_it_is, train_batch=as_it_is, close_window=as_it_is,
-    clears_early=False, zero_grad=None, add_gradients=as_it_is, backward=as_it_is, clip=None, update_weights=as_it_is,
+    identity, identity, nullcontext, identity, identity, train_batch=identity, close_window=identity,
+    clears_early=False, zero_grad=None, add_gradients=identity, backward=identity, clip=None, update_weights=identity,
 )  # fmt: skip
 """The path of a loop that no run has prepared yet."""
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.data.batches import TrainingBatches, as_it_is
+from trainer.data.batches import TrainingBatches, identity
 from trainer.engine.gradients import total_norm
 from trainer.engine.protocol import Engine
 from trainer.loops.accumulation import AccumulationWindow
@@ -74,11 +74,11 @@ class FitLoop:
         self.hooks: Hooks = NO_HOOKS
         self.batches = TrainingBatches(None)
         self.optimizers: list[Optimizer] = []  # bare torch optimizers; a live list
-        self.schedules = Schedules([], as_it_is, dict)
+        self.schedules = Schedules([], identity, dict)
         self.validate: Callable[[], None] | None = None
         self.resume: Callable[[], None] | None = None
-        self.follow_changes: Callable[[], Any] = as_it_is
-        self.build_path: Callable[[], TrainingPath] = as_it_is
+        self.follow_changes: Callable[[], Any] = identity
+        self.build_path: Callable[[], TrainingPath] = identity
         self.path = self.usual_path = NO_PATH  # of a batch, with the wrappers and without them
         self.wrappers: tuple[TrainingWrapper, ...] = ()
 
@@ -89,7 +89,7 @@ class FitLoop:
         batches: TrainingBatches,
         schedules: Schedules,
         build_path: Callable[[], TrainingPath],
-        follow_changes: Callable[[], Any] = as_it_is,
+        follow_changes: Callable[[], Any] = identity,
         validate: Callable[[], None] | None = None,
         resume: Callable[[], None] | None = None,
     ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from trainer.data.batches import DrawnLoaders, EndOfPass, as_it_is
+from trainer.data.batches import DrawnLoaders, EndOfPass, identity
 from trainer.loops.batch_path import BatchPath, TrainingPath
 from trainer.loops.fit import FitLoop
 from trainer.loops.hooks import HookScope
@@ -56,7 +56,7 @@ def draw_in_fit(loop: FitLoop, loaders: DrawnLoaders, ends_epoch: bool, path: Tr
         path.on_batch_end(outputs, *loaders.last[:2])
 
     return replace(
-        path, transfer=as_it_is, on_batch_start=on_batch_start, step=step, on_batch_end=on_batch_end, draws=True,
+        path, transfer=identity, on_batch_start=on_batch_start, step=step, on_batch_end=on_batch_end, draws=True,
         train_batch=train_batch,
     )  # fmt: skip
 
@@ -83,4 +83,4 @@ def draw_in_evaluation(scope: HookScope, loaders: DrawnLoaders, path: BatchPath)
         batch, *drawn_where = loaders.last
         path.on_batch_end(output, batch, *drawn_where[: len(where)])
 
-    return replace(path, transfer=as_it_is, step=step, on_batch_end=on_batch_end, draws=True)
+    return replace(path, transfer=identity, step=step, on_batch_end=on_batch_end, draws=True)

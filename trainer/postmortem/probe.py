@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from trainer.data.batches import as_it_is
+from trainer.data.batches import identity
 from trainer.data.samples import tensors_in
 from trainer.precision.dtypes import real_view
 from trainer.walks import plain_class
@@ -98,7 +98,7 @@ class Probe:
         gradients_before, outputs_before: how many gradients, and outputs, were finite before the first that was not.
     """
 
-    def __init__(self, module: nn.Module, part: Part = as_it_is, *, called: bool = False) -> None:
+    def __init__(self, module: nn.Module, part: Part = identity, *, called: bool = False) -> None:
         self.step = Call("", plain_class(module).__name__, number=0)
         self._part = part
         self._starts_by_call = called
