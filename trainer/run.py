@@ -77,7 +77,10 @@ class Run:
 
     @contextmanager
     def started(self, fn: TrainerFn) -> Iterator[None]:
-        """A context for a run: the Trainer's state says that it runs; if it raises, callbacks and others are told."""
+        """Return a context for a run, which sets the Trainer's state, and calls ``on_exception`` if the run raises.
+
+        A Ctrl-C ends the program; in a notebook, or at Python's prompt, ``fit`` returns.
+        """
         state = self._trainer.state
         state.fn, state.stage, state.status = fn, STAGES[fn], TrainerStatus.RUNNING
         try:
@@ -86,11 +89,17 @@ class Run:
             modules.call_teardown_hooks(self._trainer)
             self._release()
         except KeyboardInterrupt as error:
-            rank_zero_info("\nDetected KeyboardInterrupt, attempting graceful shutdown ...")
+            is_interactive = hasattr(sys, "ps1")  # a notebook or a prompt, which an exit would end
+            if not is_interactive:
+                rank_zero_info("\nDetected KeyboardInterrupt, attempting graceful shutdown ...")
             with self._signals.ending(error):
                 self._fail(error)
                 self._trainer.engine.kill()
-            sys.exit(1)
+            if not is_interactive:
+                sys.exit(1)
+            if fn is not TrainerFn.FITTING:
+                raise
+            return
         except BaseException as error:
             stall = None if self.stalls is None else self.stalls.found
             named = diagnosis.explain(error, self._trainer, self._folder, stall)

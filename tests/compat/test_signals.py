@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -159,6 +160,24 @@ def test_a_run_that_others_may_go_on_with_ends_at_an_update(tmp_path: Path, num_
         trainer.fit(Learner(), data(8))
     assert len(does.seen) == batches
     assert trainer.loop.window.is_open == (num_nodes == 1)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_ctrl_c_in_a_notebook_returns_from_the_fit(
+    tmp_path: Path, saves: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any, capfd: Any
+) -> None:
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    caplog.set_level("INFO")
+    does = Does("train", lambda: send(signal.SIGINT))
+    trainer, _ = fit(tmp_path, does, **({} if saves else {"enable_checkpointing": False, "callbacks": [does]}))
+    assert trainer.interrupted
+    assert trainer.global_step == 3
+    announced, then = capfd.readouterr().err, "its state is saved" if saves else "the fit ends"
+    assert f"the step is finished, and {then}." in announced
+    assert "graceful shutdown" not in announced
+    assert ("Its state is in" if saves else "Nothing is saved") in caplog.text
+    with pytest.raises(KeyboardInterrupt):
+        ours(callbacks=[Does("test", interrupt)]).test(Classifier(), data(12))
 
 
 def test_a_second_ctrl_c_ends_the_fit_at_once(tmp_path: Path) -> None:

@@ -181,7 +181,10 @@ class Signals:
         """Say that a signal has come; by ``os.write``, since ``print`` must not be entered twice."""
         if not self._trainer.is_global_zero:
             return
-        then = "and the job is requeued" if number == self._requeue_signal else "and its state is saved"
+        saves = model_checkpoints.first_folder(self._trainer) is not None
+        then = "and its state is saved" if saves else "and the fit ends"
+        if number == self._requeue_signal:
+            then = "and the job is requeued"
         again = " Press Ctrl-C again to stop at once." if number == signal.SIGINT else ""
         what = (
             f"the step is finished, {then}" if self._trainer.state.fn is TrainerFn.FITTING else "the batch is finished"
