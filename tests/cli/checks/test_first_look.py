@@ -208,6 +208,7 @@ def look(capsys: Any, *settings: str, status: int = 0) -> dict[str, Any]:
 FLOATS, LABELS = ("8 x 4", "float32"), ("8", "int64")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -292,6 +293,7 @@ def test_a_narrow_terminal_does_without_columns_and_keeps_the_names(capsys, monk
     assert sum(line.startswith(("first 40 ", "second 27 ")) for line in lines) == 2
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("kind", "factor"), [("tuple", 1.0), ("small", 1e-4)])
 def test_the_numbers_are_those_of_a_step_by_hand(kind, factor, capsys):
     found = look(capsys, "seed=3", f"data.kind={kind}")
@@ -315,6 +317,7 @@ def test_the_numbers_are_those_of_a_step_by_hand(kind, factor, capsys):
     assert first["nonzero"] == sum(int(g.count_nonzero()) for g in (gradients[0], *gradients[2:4]))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("settings", "status", "problem", "remark"),
     [

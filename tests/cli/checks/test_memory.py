@@ -48,6 +48,7 @@ def nothing(module: Any) -> None:
     """To prepare."""
 
 
+@pytest.mark.whole
 @needs_fsdp2
 def test_a_billion_parameters():
     number = parameters()
@@ -70,6 +71,7 @@ class Watching(LanguageModel):
         pass
 
 
+@pytest.mark.whole
 def test_gradients_live_through_the_forward_pass_where_somebody_looks_at_them():
     sizes = {"width": 256, "heads": 4, "layers": 8, "vocabulary": 256, "tokenizer": "none", "context": 64}
     kinds = (partial(kind, partial(torch.optim.AdamW, fused=True), **sizes) for kind in (LanguageModel, Watching))
@@ -79,6 +81,7 @@ def test_gradients_live_through_the_forward_pass_where_somebody_looks_at_them():
     assert 0.5 * 4 * number < late.peak - early.peak <= 4 * number
 
 
+@pytest.mark.whole
 def test_activations_that_are_computed_again_take_no_memory():
     sizes = {"width": 64, "heads": 4, "layers": 8, "vocabulary": 256}
     from trainer.callbacks import ActivationCheckpointing
@@ -154,6 +157,7 @@ NO_STEPS = "checks.steps=false"  # what they tell is in test_first_look.py
 TINY = ["+recipe=gpt", "data.context=32", "precision=bf16-mixed", NO_STEPS]
 
 
+@pytest.mark.whole
 @needs_fsdp2
 def test_the_command(capsys):
     assert main(["checks", "json", *TINY, "checks.gpu_memory=1040MiB", "checks.devices=4", "callbacks=none"]) == 0
@@ -181,6 +185,7 @@ def test_the_command(capsys):
     )
 
 
+@pytest.mark.whole
 def test_what_this_torch_cannot_shard_is_left_out(capsys, monkeypatch):
     monkeypatch.setattr("trainer.engine.sharding.settings.IS_SUPPORTED", False)
     assert main(["checks", "json", *TINY, "callbacks=none"]) == 0
@@ -214,6 +219,7 @@ def test_the_step_is_fused_where_fit_takes_a_fused_one(settings, fused, capsys):
     assert [name for name in chosen if chosen[name] == foreach[name]] == [n for n in chosen if n not in fused]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

@@ -98,6 +98,7 @@ def test_trials_are_jobs_and_the_study_knows_what_became_of_them(trials, capsys)
     assert main([*(word for word in Trial.started[0][3:] if not word.startswith("hydra.")), "--cfg", "job"]) == 0
 
 
+@pytest.mark.whole
 def test_a_seed_makes_the_same_trials(trials, capsys):
     assert main([*SWEEP, LR, "hydra.sweeper.n_trials=4", "+hydra.sweeper.sampler.n_startup_trials=2"]) == 0
     first = rates()
@@ -110,6 +111,7 @@ def test_a_seed_makes_the_same_trials(trials, capsys):
     assert rates() != first[:2]
 
 
+@pytest.mark.whole
 def test_the_same_sweep_goes_on_with_what_was_broken_off_and_what_is_missing(trials, capsys):
     trials.raises_at[:] = [2]
     words = [*SWEEP, LR, "hydra.sweeper.n_trials=4"]
@@ -129,6 +131,7 @@ def test_the_same_sweep_goes_on_with_what_was_broken_off_and_what_is_missing(tri
     assert "Sweep of 4 jobs" in capsys.readouterr().out
 
 
+@pytest.mark.whole
 def test_another_sweep_may_share_the_study(trials, capsys):
     storage = [
         f"hydra.sweeper.storage=sqlite:///{Path('shared.db').resolve().as_posix()}",
@@ -167,6 +170,7 @@ def test_every_kind_of_value(trials, capsys):
         assert f"{name}={value}" in command
 
 
+@pytest.mark.whole
 def test_a_space_in_a_config_a_grid_and_a_batch(trials, capsys):
     write(Path(), {"conf/sweep/mine.yaml": """
         # @package _global_
