@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.weights import read
 from trainer.errors import ConfigurationError, some
-from trainer.record.checkpoints import find_weights
+from trainer.record.find_checkpoint import find_weights
 from trainer.walks import plain_name
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def load_into(
 
     Args:
         module: whose names and shapes count.
-        file: from :func:`trainer.record.checkpoints.find_weights`.
+        file: from :func:`trainer.record.find_checkpoint.find_weights`.
         load: gets ``{"state_dict": ...}``, and False: not strict.
         weights_only: as for :func:`load_weights`.
         template: what tensors of a folder are read into, where parameters are sharded.

@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from trainer import load_run, load_sweep
+from trainer.errors import ConfigurationError
+from trainer.record.find_checkpoint import find
 from trainer.record.run_record import RunRecord
 from trainer.record.sweep import Sweep, best_of
 
@@ -51,6 +55,17 @@ def test_the_value_at_the_best_checkpoint_counts(tmp_path: Path) -> None:
     best = load_sweep(tmp_path).best
     assert best is not None
     assert (best.job, best.objective_value) == (1, 0.0503)
+
+
+def test_the_folder_of_a_sweep_names_the_best_checkpoint_of_its_best_job(tmp_path: Path) -> None:
+    for job, value in ((0, 0.5), (1, 0.25)):
+        write(tmp_path, job, value, paths={"best_checkpoint": "elsewhere/best.ckpt"})
+        (tmp_path / str(job) / "checkpoints").mkdir()
+        for name in ("best.ckpt", "last.ckpt", "other.ckpt"):
+            (tmp_path / str(job) / "checkpoints" / name).touch()
+    assert find(tmp_path) == tmp_path / "1" / "checkpoints" / "best.ckpt"
+    with pytest.raises(ConfigurationError, match="a folder without checkpoints"):
+        find(tmp_path, latest=True)
 
 
 def test_only_completed_runs_are_the_best_of_a_sweep(tmp_path: Path) -> None:

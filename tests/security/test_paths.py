@@ -44,6 +44,13 @@ def run(project: Path) -> Path:
         ("logger: {csv: {save_dir: $ELSEWHERE/x}}", "logger.csv.save_dir"),
         ("logger: {csv: {_target_: lightning.pytorch.loggers.CSVLogger, _args_: [FOLDER]}}", "logger.csv._args_[0]"),
         ("trainer: {default_root_dir: FOLDER}", "trainer.default_root_dir"),
+        *(
+            (
+                f"logger: {{m: {{_target_: lightning.pytorch.loggers.MLFlowLogger, tracking_uri: '{uri}'}}}}",
+                "logger.m.tracking_uri",
+            )
+            for uri in ("sqlite:///FOLDER/x.db", "sqlite:///../x.db", "sqlite:///file:%2Fx?uri=true")
+        ),
     ],
 )
 def test_folder_elsewhere_in_the_config_of_a_checkpoint(run, capsys, tmp_path_factory, monkeypatch, text, key):

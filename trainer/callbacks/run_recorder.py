@@ -17,7 +17,6 @@ from trainer.data.samples import batch_size
 from trainer.errors import memory_at, warn
 from trainer.loggers import adapter
 from trainer.precision.devices import now
-from trainer.record.environment import environment
 from trainer.record.measures import (
     data_parallel_size_of,
     facts_of,
@@ -28,6 +27,7 @@ from trainer.record.measures import (
     training_loss,
     why_nothing_was_learned,
 )
+from trainer.record.provenance import environment
 from trainer.record.run_record import RUN, RunRecord
 from trainer.record.series import Series
 

@@ -13,7 +13,7 @@ from trainer.checkpoint.sharded_files import MANIFEST
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.commands import find
 from trainer.errors import CheckpointError, CheckpointWriteError, did_you_mean
-from trainer.record.checkpoints import is_checkpoint_folder
+from trainer.record.find_checkpoint import is_checkpoint_folder
 
 
 def command(arguments: Arguments) -> int:

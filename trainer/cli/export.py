@@ -13,7 +13,7 @@ from trainer import packages
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.consolidate import absent, carry_out, existing, two
 from trainer.errors import TrainerError
-from trainer.record.checkpoints import find, is_checkpoint_folder
+from trainer.record.find_checkpoint import find, is_checkpoint_folder
 
 WEIGHTS = ".safetensors"
 GRAPHS = (".onnx", ".pt2")

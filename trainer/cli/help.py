@@ -10,7 +10,7 @@ from trainer.arguments import describe
 from trainer.cli import commands
 from trainer.cli.arguments import FLAGS, GROUPS_TO_ADD, Arguments
 from trainer.cli.keys import meanings, options
-from trainer.record.environment import version_of
+from trainer.record.provenance import version_of
 
 _GROUPS_OF_COMMANDS = ("Train", "Use what was trained", "Look around")
 """Titles that come first on the first screen."""

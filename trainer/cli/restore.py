@@ -22,7 +22,7 @@ from trainer.cli.folders import packaged_conf
 from trainer.cli.processes import is_first
 from trainer.cli.workdir import quoted
 from trainer.files import from_here
-from trainer.record.checkpoints import find
+from trainer.record.find_checkpoint import find
 from trainer.record.run_record import load_run
 from trainer.terminal import is_quiet
 

@@ -32,7 +32,7 @@ from trainer.cli.workdir import config_flags, go_on_command
 from trainer.errors import ConfigurationError, FolderInUseError, TrainerError, did_you_mean, memory_at
 from trainer.files import from_here
 from trainer.loggers import LoggedRun
-from trainer.record.environment import environment
+from trainer.record.provenance import environment
 from trainer.record.run_record import ENDED_WELL, RunRecord, read_json
 from trainer.record.sweep import worth_showing
 from trainer.terminal import is_quiet

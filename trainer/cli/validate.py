@@ -32,7 +32,7 @@ from trainer.cli.targets import Allowlist
 from trainer.cli.walk import walk
 from trainer.cli.workdir import quoted
 from trainer.errors import did_you_mean
-from trainer.record.checkpoints import find_weights, is_checkpoint_folder
+from trainer.record.find_checkpoint import find_weights, is_checkpoint_folder
 
 _MOST_JOBS = 50
 """Jobs of a sweep that are composed and checked before the first one starts. Each takes a tenth of a second."""

@@ -27,7 +27,7 @@ from trainer.compat import elastic_resume as elastic
 from trainer.compat.checkpoint_io import files_of, local_path
 from trainer.compat.logging import ModuleScope
 from trainer.errors import CheckpointError, ConfigurationError, ResumeError, rank_zero_warn
-from trainer.record.checkpoints import find_weights
+from trainer.record.find_checkpoint import find_weights
 from trainer.weights import load_into
 
 log = logging.getLogger(__name__)

@@ -204,7 +204,7 @@ class RunRecord:
 
     @property
     def environment(self) -> Mapping[str, Any]:
-        """The result of `trainer.record.environment`."""
+        """The result of `trainer.record.provenance`."""
         return self._mapping("environment")
 
     @property

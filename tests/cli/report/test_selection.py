@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 
@@ -59,6 +60,16 @@ def test_the_only_run_below(make_run, capsys):
     folder = make_run("outputs/a/1")
     assert main(["report", "outputs"]) == 0
     assert (folder / "report.html").is_file()
+
+
+def test_the_newest_fit_comes_before_a_later_test(make_run):
+    fit, other = make_run("outputs/a/1"), make_run("outputs/a/2", told={"status": "completed", "command": "test"})
+    for folder, moment in ((fit, 1000), (other, 2000)):
+        for file in folder.rglob("*"):
+            os.utime(file, (moment, moment))
+    assert selection.chosen([]).folder == fit
+    shutil.rmtree(fit)
+    assert selection.chosen([]).folder == other
 
 
 def test_a_sweep_is_one_thing(make_run):

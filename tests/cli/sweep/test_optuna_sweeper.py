@@ -218,6 +218,12 @@ def test_mistakes(trials, capsys, words, complaint):
     assert not Trial.started
 
 
+def test_a_metric_that_no_job_logs_ends_the_sweep_after_the_first_one(trials, capsys):
+    assert main([*SWEEP, LR, "objective={metric: val_acc, mode: max}", "hydra.sweeper.n_trials=5"]) == 2
+    assert len(Trial.started) == 1
+    assert "objective.metric is val_acc, which job 0 has not logged." in capsys.readouterr().err
+
+
 def test_a_study_of_another_kind_is_left_alone(trials, capsys):
     assert main([*SWEEP, "optimizer.lr=0.1,0.2", "hydra.sweeper.n_trials=1"]) == 0
     assert main([*SWEEP, "optimizer.lr=0.1,0.2", "objective.mode=max", "hydra.sweeper.n_trials=2"]) == 2
@@ -229,25 +235,6 @@ def test_a_study_of_another_kind_is_left_alone(trials, capsys):
 def test_an_interval_wants_a_sweeper_that_chooses(trials, capsys):
     assert main(["fit", "-m", "+recipe=line", "optimizer.lr=interval(0,1)"]) == 2
     assert "is an interval, which only hydra/sweeper=optuna can choose from." in capsys.readouterr().err
-
-
-def test_a_config_file_does_not_choose_the_sweeper(trials, capsys):
-    write(Path(), {"conf/sweep/sly.yaml": """
-        # @package _global_
-        defaults: [{override /hydra/sweeper: optuna}]
-        hydra: {mode: MULTIRUN, sweeper: {storage: "sqlite:////tmp/elsewhere.db", params: {seed: "1,2"}}}
-        """})  # fmt: skip
-    assert main(["fit", "+recipe=line", "+sweep=sly", *OBJECTIVE]) == 2
-    assert "it is chosen on the command line: hydra/sweeper=NAME" in capsys.readouterr().err
-    assert not Trial.started
-
-
-def test_a_config_file_names_no_study(trials, capsys):
-    study = "storage: 'sqlite:////tmp/x.db', study_name: s, trial: 0, metric: a"
-    node = f"{{_target_: trainer.callbacks.OptunaPruning, {study}}}"
-    write(Path(), {"conf/callbacks/sly.yaml": f"pruning: {node}\n"})
-    assert main(["fit", "+recipe=line", "callbacks=sly"]) == 2
-    assert "callbacks.pruning.storage is sqlite:////tmp/x.db in a config file." in capsys.readouterr().err
 
 
 def test_the_extra_is_named_where_it_is_missing(trials, monkeypatch, capsys):

@@ -26,7 +26,7 @@ from trainer.cli.tune import plain
 from trainer.cli.validate import validate
 from trainer.errors import ConfigurationError, did_you_mean
 from trainer.machine import readable
-from trainer.record.environment import version_of
+from trainer.record.provenance import version_of
 from trainer.terminal import Table, tell
 
 if TYPE_CHECKING:

@@ -56,8 +56,8 @@ def chosen(given: Sequence[str]) -> Chosen:
     """The run, the sweep, or the runs that are meant.
 
     Args:
-        given: folders, as on the command line: runs, sweeps, and folders that hold some. None for the newest below
-            ``outputs``, ``multirun`` and ``lightning_logs``.
+        given: folders, as on the command line: runs, sweeps, and folders that hold some. None for the newest fit or
+            sweep below ``outputs``, ``multirun`` and ``lightning_logs``, or the newest run if there is no fit.
 
     Raises:
         UsageError: there is no run in any of them, or all are of an older version.
@@ -69,7 +69,8 @@ def chosen(given: Sequence[str]) -> Chosen:
                 "Got no folder, and there is no run below outputs/, multirun/ or lightning_logs/ here. Write"
                 " `python -m trainer report RUN_DIR`, or train first: `python -m trainer fit +recipe=resnet50`."
             )
-        return _chosen([max(found, key=changed)])
+        fits = [folder for folder in found if is_sweep(folder) or read_json(folder).get("command", "fit") == "fit"]
+        return _chosen([max(fits or found, key=changed)])
     folders: list[Path] = []
     problems: list[str] = []
     for name in given:

@@ -33,6 +33,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from trainer.cli.arguments import UsageError, canonical_precisions
 from trainer.cli.objective import choose, monitored
+from trainer.errors import did_you_mean
 from trainer.record.run_record import PRUNING, RUN, RunRecord
 from trainer.record.sweep import load_sweep
 from trainer.studies import check_pickles, make_pruner, make_sampler
@@ -118,7 +119,22 @@ class OptunaSweeper(Sweeper):
                 returns.append(self.launcher.launch([words for _, words in batch], initial_job_idx=batch[0][0]))
             finally:
                 self._take_over()
+            self._check_metric()
         return returns
+
+    def _check_metric(self) -> None:
+        """Check that a job logs the metric, as soon as one has completed.
+
+        Raises:
+            UsageError: no completed job has logged it.
+        """
+        done = [run for run in self._jobs().values() if run.completed]
+        if done and not any(self._metric in run.metrics for run in done):
+            logged = done[-1].metrics
+            raise UsageError(
+                f"objective.metric is {self._metric}, which job {done[-1].job} has not logged."
+                f"{did_you_mean(self._metric, logged)} Logged: {', '.join(logged) or 'nothing'}."
+            )
 
     def _objective(self) -> tuple[str, str]:
         """The metric, and which way it is better."""

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from trainer import machine, redaction
-from trainer.record import environment as module
-from trainer.record.environment import environment
+from trainer.record import provenance as module
+from trainer.record.provenance import environment
 
 
 def test_what_it_says(tmp_path, monkeypatch):

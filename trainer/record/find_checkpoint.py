@@ -7,6 +7,7 @@ from pathlib import Path
 from trainer.checkpoint.sharded_files import MANIFEST
 from trainer.errors import ConfigurationError, did_you_mean
 from trainer.record.run_record import load_run, of_older_version
+from trainer.record.sweep import load_sweep
 
 
 def is_checkpoint_folder(path: Path) -> bool:
@@ -15,15 +16,15 @@ def is_checkpoint_folder(path: Path) -> bool:
 
 
 def find(path: Path, *, latest: bool = False, key: str = "ckpt") -> Path:
-    """The checkpoint that ``path`` names: itself, or in a run's folder the best one, else the last.
+    """Return the checkpoint that ``path`` names: itself, or the best one of a run, else its last one.
 
     Args:
-        path: a checkpoint, or a folder of a run or of checkpoints.
-        latest: prefer the last one, to go on from.
-        key: what ``path`` was given as, for messages.
+        path: a checkpoint, or a folder of a run, of a sweep (its best job) or of checkpoints.
+        latest: prefer the last one, to resume from. A sweep has none.
+        key: the setting with ``path``, for messages.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: there is no checkpoint.
     """
     if path.is_file() or is_checkpoint_folder(path):
         return path
@@ -42,6 +43,8 @@ def find(path: Path, *, latest: bool = False, key: str = "ckpt") -> Path:
     if best := _best(path, others, key):
         return best
     if not files:
+        if not latest and (job := load_sweep(path).best) is not None:
+            return find(job.folder, key=key)
         raise ConfigurationError(f"{key} is {path}, a folder without checkpoints.{_runs_in(path, key)}")
     return (last or files)[-1]
 
