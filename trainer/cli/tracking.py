@@ -38,7 +38,7 @@ def complete(loggers: Mapping[str, Any] | None, run: LoggedRun, former: Mapping[
     Args:
         loggers: the group, resolved.
         run: the run that logs.
-        former: the ids of the loggers in the run whose checkpoint is evaluated, by `LoggerAdapter.key`.
+        former: the ids of the loggers in the run that wrote the checkpoint, by `LoggerAdapter.key`.
     """
     completed = {}
     for name, node in _nodes(loggers).items():
@@ -69,14 +69,14 @@ def _nodes(loggers: Any) -> dict[str, Any]:
 
 
 def settings_to_log(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What W&B and MLflow show as the settings of a run, to compare runs by: without secrets and what is null.
+    """Return the settings of a run that W&B and MLflow show, without secrets and nulls.
 
     Args:
         settings: the resolved config.
     """
     shared = [settings.get(name) for name in ("optimizer", "scheduler") if settings.get(name) is not None]
     kept = {name: value for name, value in settings.items() if name not in _NOT_LOGGED}
-    if isinstance(model := kept.get("model"), Mapping):  # which says the settings of its optimizer once more
+    if isinstance(model := kept.get("model"), Mapping):  # it repeats the settings of its optimizer
         kept["model"] = {name: value for name, value in model.items() if value not in shared}
     return {name: redaction.setting(name, redaction.containers(value)) for name, value in _without_nulls(kept).items()}
 

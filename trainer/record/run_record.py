@@ -31,10 +31,10 @@ ENDED_WELL = ("completed", "pruned")
 """The status of a run without an error. A sweeper stops ("prunes") a job that is not promising."""
 
 PRUNING = "++callbacks.pruning={_target_:trainer.callbacks.OptunaPruning,"
-"""The beginning of the override by which Optuna's sweeper has a job report to its study."""
+"""The beginning of the override with which Optuna's sweeper has a job report to its study."""
 
 MEASURING = ("++callbacks.throughput._target_=trainer.callbacks.Throughput",)
-"""The overrides by which ``compare`` measures a job."""
+"""The overrides with which ``compare`` measures a job."""
 
 _VERSION = 1
 _OLDER = ("result.json", "curves.json", "environment.json")
@@ -67,12 +67,12 @@ class Fact(Generic[Value]):
         self._name = name
 
     def __get__(self, record: RunRecord, owner: type) -> Value | None:
-        told = record.facts.get(self._name)
-        return None if told is None else self._kind(told)
+        fact = record.facts.get(self._name)
+        return None if fact is None else self._kind(fact)
 
 
 class Reached(NamedTuple):
-    """The value of a metric that a run is judged by.
+    """The value of a metric that runs are compared by.
 
     Args:
         value: None if it is not known, or not finite.
@@ -102,11 +102,11 @@ class RunRecord:
         module: The class of the model.
         precision: Such as "16-mixed"; before the Trainer is built the one that was asked for, which may be "auto".
         devices: Such as "2 x NVIDIA A100".
-        sharding: Over how many processes, and when gradients are reduced; None where nothing is sharded.
-        prefetching: Batches that went to the GPU while the step before them ran, and from where; None for none.
+        sharding: Number of processes, and when gradients are reduced; None if nothing is sharded.
+        prefetching: Batches that went to the GPU during the step before, and the kind of memory; None without.
         seed: As it was set.
         job: The number in a sweep.
-        error: Why it ended; None where it went through.
+        error: The error that ended the run, or None.
         epochs: Completed epochs, those before a resume included.
         steps: Optimizer steps attempted, skipped ones included.
         skipped_steps: How many of these were skipped.
@@ -114,7 +114,7 @@ class RunRecord:
         seconds: Wall time: of a fit that of training, validations included; of another command all that it took.
         train_seconds: Time of training without validations.
         samples_per_step: Training samples of an optimizer step over all processes, by an epoch's first batch.
-        best_score: What the metric was, at the best checkpoint, that the checkpoints go by.
+        best_score: The monitored metric at the best checkpoint.
     """
 
     recipe = Fact(str)
@@ -274,12 +274,12 @@ class RunRecord:
 
     @property
     def objective(self) -> tuple[str, str] | None:
-        """The metric that the run is judged by, and which way it is better, "min" or "max"; None without one."""
+        """The metric that runs are compared by, and the direction in which it is better, "min" or "max"; or None."""
         return self._goal("objective") or self.monitor
 
     @property
     def monitor(self) -> tuple[str, str] | None:
-        """The metric that checkpoints or early stopping go by, likewise."""
+        """The metric that checkpoints or early stopping monitor, and its direction, or None."""
         return self._goal("monitor")
 
     def reached(self, goal: tuple[str, str] | None) -> Reached:
@@ -322,8 +322,8 @@ class RunRecord:
     @property
     def started(self) -> float | None:
         """A time (of `time.time`)."""
-        told = self.environment.get("started")
-        return float(told) if isinstance(told, int | float) else None
+        started = self.environment.get("started")
+        return float(started) if isinstance(started, int | float) else None
 
     @cached_property
     def step(self) -> int | None:
@@ -361,7 +361,7 @@ class RunRecord:
 
     @property
     def scales(self) -> Curve:
-        """The loss scale where it changes; no points without loss scaling."""
+        """The loss scale at each change; no points without loss scaling."""
         found = self._curve("scales")
         return found if self.scale is not None or set(found.values) != {1.0} else Curve()
 
@@ -394,7 +394,7 @@ class RunRecord:
 
     @property
     def memory(self) -> Curve:
-        """Bytes: what torch has reserved on a GPU, else the memory of the process."""
+        """Memory in bytes: reserved by torch on a GPU, else that of the process."""
         return self._curve("memory")
 
     @property
@@ -449,7 +449,7 @@ class RunRecord:
         return Curve.of(self._mapping("curves").get(name))
 
     def _is_alive(self) -> bool | None:
-        """Whether the process of the run is there; None where that cannot be told."""
+        """Return whether the process of the run exists, or None if that cannot be determined."""
         pid, host = self.environment.get("pid"), self.environment.get("host")
         if not isinstance(pid, int) or pid < 1 or host != socket.gethostname() or sys.platform == "win32":
             return None
@@ -457,7 +457,7 @@ class RunRecord:
             os.kill(pid, 0)  # sends nothing; on Windows it would
         except ProcessLookupError:
             return False
-        except OSError:  # somebody else's
+        except OSError:  # of another user
             return True
         return True
 
@@ -474,7 +474,7 @@ def load_run(path: str | os.PathLike[str]) -> RunRecord:
 
 
 def direction_of(name: str) -> str | None:
-    """Which way a metric of this name is better, "min" or "max"; None where its name does not say so."""
+    """Return the direction in which a metric of this name is better, "min" or "max", or None if it is not known."""
     words = {*re.split(r"[^a-z0-9]+", name.lower()), *re.split(r"[^a-z]+", name.lower())}
     if "loss" in name.lower() or words & _LOWER_IS_BETTER:
         return "min"
@@ -482,7 +482,7 @@ def direction_of(name: str) -> str | None:
 
 
 def without_twins(names: Iterable[str]) -> list[str]:
-    """The names of metrics; of one that was logged per step and per epoch there are three, and one says it all."""
+    """Return the names of metrics without ``_step`` and ``_epoch`` variants of a name that is there itself."""
     listed = list(names)
     plain = {name: name.removesuffix("_step").removesuffix("_epoch") for name in listed}
     return [name for name in listed if plain[name] == name or plain[name] not in plain]
@@ -512,7 +512,7 @@ def read_json(folder: Path, name: str = RUN) -> dict[str, Any]:
 
 
 def of_older_version(folder: Path) -> str:
-    """What to say of a folder that an earlier version has written, in files that are no longer read; else empty."""
+    """Return the message for a folder with files of an earlier version, which are not read; else an empty text."""
     found = [name for name in _OLDER if (folder / name).is_file()]
     if not found or (folder / RUN).is_file():
         return ""

@@ -22,7 +22,7 @@ class Sweep:
     """Several runs, and the best of them.
 
     Args:
-        runs: in the order in which they are shown.
+        runs: in the order of the table.
 
     Attributes:
         runs: as given.
@@ -112,7 +112,7 @@ def best_of(runs: Iterable[RunRecord], goal: tuple[str, str] | None) -> RunRecor
 
     Args:
         runs: the runs.
-        goal: the metric, and the direction in which it is better. None: no run is the best.
+        goal: the metric, and "min" or "max". None: no run is the best.
     """
     rated = [(value, run) for run in runs if (value := run.reached(goal).value) is not None]
     best = max if goal is not None and goal[1] == "max" else min

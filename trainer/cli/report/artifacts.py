@@ -30,14 +30,14 @@ _MOST_MISTAKES = 12
 
 @dataclass(frozen=True)
 class Overflow:
-    """What `trainer.callbacks.OverflowReport` has written of a step.
+    """The report of `trainer.callbacks.OverflowReport` about a step.
 
     Args:
         step: the optimizer step.
         title: one line.
-        verdict: what happened.
-        advice: what to try, most promising first.
-        rows: labels and what stands beside them.
+        verdict: the cause.
+        advice: measures to try, the most promising first.
+        rows: labels and values.
     """
 
     step: int
@@ -48,7 +48,7 @@ class Overflow:
 
 
 def read_overflow(file: Path) -> Overflow | None:
-    """Read a report; None where the file is none, cannot be read, or has nothing in it yet."""
+    """Return the content of a report, or None if the file is not a report, is not readable, or is empty."""
     number = re.fullmatch(r"overflow_report_step_(\d+)\.md", file.name)
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -145,7 +145,7 @@ class Matrix:
 
 
 def figures_of(run: RunRecord) -> tuple[list[Matrix], list[Picture], list[str]]:
-    """The matrices and the pictures of a run; and what is said of files that cannot be shown."""
+    """Return the matrices and the pictures of a run, and messages about files that cannot be shown."""
     files = sorted({*run.folder.glob("figures/*"), *run.folder.glob("*/figures/*"), *run.folder.glob("*/*/figures/*")})
     matrices, pictures, notes = list[Matrix](), list[Picture](), list[str]()
     for file in files:
