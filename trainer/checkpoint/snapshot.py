@@ -14,7 +14,7 @@ from trainer.state.containers import Place, mapped
 
 
 def on_host(checkpoint: Any) -> Any:
-    """Return a copy of ``checkpoint`` with every tensor in host memory of its own.
+    """Return a copy of ``checkpoint``, with the data of every tensor copied to host memory.
 
     Objects that are one, or share memory, are one and share memory in the copy. So ``torch.save`` writes the same bytes
     for the copy of a checkpoint on the CPU as for the checkpoint.
@@ -32,7 +32,7 @@ def on_host(checkpoint: Any) -> Any:
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether ``value`` is a ``DTensor``: one of which each process holds a part."""
+    """Whether ``value`` is a ``DTensor``, which each process holds a part of."""
     module = sys.modules.get("torch.distributed.tensor")  # who has one has imported it
     return module is not None and isinstance(value, module.DTensor)
 

@@ -1,6 +1,6 @@
 """Contents of a checkpoint: one ordered list of entries, each with the functions that save and load it.
 
-The keys are Lightning's; ``loops.amp_trainer`` holds what Lightning's format has no place for.
+The keys are Lightning's; ``loops.amp_trainer`` holds the entries that Lightning's format lacks.
 
 ===========================  ===========================================================================================
 ``epoch``, ``global_step``   For people and file names. Not used to restore.

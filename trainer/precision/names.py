@@ -12,7 +12,7 @@ from trainer.errors import PrecisionError, did_you_mean
 
 
 def match(precision: str | int, names: Collection[str]) -> str | None:
-    """Return the name that ``precision`` stands for, or None if there is none.
+    """Return the name that ``precision`` stands for, or None without a match.
 
     A short form leaves out ``-mixed``, or else ``-true``, and may begin with ``fp``.
 
@@ -28,7 +28,7 @@ def canonical(precision: str | int, names: Collection[str]) -> str:
     """Return the name that ``precision`` stands for.
 
     Raises:
-        PrecisionError: if there is none.
+        PrecisionError: if ``precision`` stands for no name.
     """
     if (name := match(precision, names)) is None:
         short = dict.fromkeys(name.partition("-")[0] for name in names)

@@ -9,16 +9,18 @@ from typing import Any
 from torch import Tensor
 
 Place = tuple[str, ...]
-"""Where something is in nested containers: the keys and the indices that lead to it."""
+"""The keys and indices that lead to a value in nested containers."""
 
 
 def mapped(value: Any, change: Callable[[Place, Tensor], Any], place: Place = ()) -> Any:
-    """``value`` with what ``change`` makes of each tensor in its containers; those that change are new ones.
+    """Return ``value`` with each tensor in its containers replaced by the result of ``change``.
+
+    A container is copied only if one of its values changes.
 
     Args:
-        value: dicts, lists, tuples and what is in them, such as a checkpoint.
-        change: gets where a tensor is, and the tensor.
-        place: where ``value`` itself is.
+        value: nested dicts, lists and tuples, such as a checkpoint.
+        change: called with the place of a tensor, and the tensor.
+        place: the place of ``value`` itself.
     """
     if isinstance(value, Tensor):
         return change(place, value)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from trainer.engine.sharding.wrap import Sharding
-from trainer.errors import ConfigurationError, did_you_mean
+from trainer.errors import ConfigurationError, did_you_mean, expect, is_count
 
 IS_SUPPORTED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 """Whether this torch can keep a process in step that has no batch: from 2.13 on."""
@@ -38,50 +38,39 @@ def check_sharding(
         blocks = (blocks,)
     elif isinstance(blocks, Iterable):
         blocks = tuple(blocks)
-    classes = blocks if isinstance(blocks, tuple) else ()
-    is_known = blocks is None or isinstance(blocks, tuple) or callable(blocks)
-    if not is_known or not all(
-        isinstance(one, str) or (isinstance(one, type) and issubclass(one, nn.Module)) for one in classes
-    ):
-        expected = "classes of modules or their names, a function of (module, mesh), or None for the members of lists"
-        _refuse("blocks", blocks, expected)
-    number = isinstance(reshard_after_forward, int)
-    if reshard_after_forward is not None and (not number or reshard_after_forward < 0):
-        _refuse("reshard_after_forward", reshard_after_forward, "True, False, None, or a number of processes")
-    for name, switch in (("cpu_offload", cpu_offload), ("sync_each_batch", sync_each_batch)):
-        if not isinstance(switch, bool):
-            _refuse(name, switch, "True or False")
-    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
-        _refuse("replicas", replicas, "a whole number of at least 1")
-    is_time = timeout is None or isinstance(timeout, (timedelta, int, float))
-    if not is_time or (isinstance(timeout, (int, float)) and not timeout > 0):
-        _refuse("timeout", timeout, "a timedelta, or seconds")
+    is_list = isinstance(blocks, tuple) and all(
+        isinstance(one, str) or (isinstance(one, type) and issubclass(one, nn.Module)) for one in blocks
+    )
+    expected = "classes of modules or their names, a function of (module, mesh), or None for the members of lists"
+    expect(is_list or blocks is None or callable(blocks), expected, blocks=blocks)
+    is_size = isinstance(reshard_after_forward, int) and reshard_after_forward >= 0
+    expected = "True, False, None, or a number of processes"
+    expect(is_size or reshard_after_forward is None, expected, reshard_after_forward=reshard_after_forward)
+    expect(isinstance(cpu_offload, bool), "True or False", cpu_offload=cpu_offload)
+    expect(isinstance(sync_each_batch, bool), "True or False", sync_each_batch=sync_each_batch)
+    expect(is_count(replicas), "a whole number of at least 1", replicas=replicas)
+    is_time = timeout is None or isinstance(timeout, timedelta) or (isinstance(timeout, (int, float)) and timeout > 0)
+    expect(is_time, "a timedelta, or seconds", timeout=timeout)
     return Sharding(blocks, reshard_after_forward, _policy(mixed_precision), cpu_offload, sync_each_batch)
 
 
 def _policy(given: Any) -> MixedPrecisionPolicy:
-    if given is None:
-        return MixedPrecisionPolicy()
-    if isinstance(given, MixedPrecisionPolicy):
-        return given
-    if not isinstance(given, Mapping):
-        _refuse("mixed_precision", given, "a torch.distributed.fsdp.MixedPrecisionPolicy, its arguments, or None")
+    if given is None or isinstance(given, MixedPrecisionPolicy):
+        return given or MixedPrecisionPolicy()
+    expected = "a torch.distributed.fsdp.MixedPrecisionPolicy, its arguments, or None"
+    expect(isinstance(given, Mapping), expected, mixed_precision=given)
     if unknown := [name for name in given if name not in _POLICY]:
-        hint = did_you_mean(str(unknown[0]), _POLICY)
-        _refuse("mixed_precision", dict(given), f"the arguments {', '.join(_POLICY)}.{hint}")
-    return MixedPrecisionPolicy(**{name: _dtype(name, value) for name, value in given.items()})
+        raise ConfigurationError(
+            f"Got mixed_precision={dict(given)!r}, expected the arguments {', '.join(_POLICY)}."
+            f"{did_you_mean(str(unknown[0]), _POLICY)}"
+        )
+    return MixedPrecisionPolicy(**{name: _policy_argument(name, value) for name, value in given.items()})
 
 
-def _dtype(name: str, value: Any) -> Any:
-    if name == "cast_forward_inputs" and isinstance(value, bool):
+def _policy_argument(name: str, value: Any) -> Any:
+    if name == "cast_forward_inputs":
+        expect(isinstance(value, bool), "True or False", **{f"mixed_precision.{name}": value})
         return value
-    if name != "cast_forward_inputs" and (value is None or isinstance(value, torch.dtype)):
-        return value
-    if name != "cast_forward_inputs" and value in _DTYPES:
-        return _DTYPES[value]
-    expected = "True or False" if name == "cast_forward_inputs" else ", ".join(_DTYPES)
-    return _refuse(f"mixed_precision.{name}", value, expected)
-
-
-def _refuse(name: str, value: Any, expected: str) -> Any:
-    raise ConfigurationError(f"Got FSDP2Strategy({name}={value!r}), expected {expected.removesuffix('.')}.")
+    is_known = value is None or isinstance(value, torch.dtype) or value in _DTYPES
+    expect(is_known, ", ".join(_DTYPES), **{f"mixed_precision.{name}": value})
+    return _DTYPES.get(value, value)
