@@ -72,6 +72,8 @@ def run(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         monkeypatch.delenv(name, raising=False)
     (project / "nets.py").write_text(MODULE)
+    for kind in re.findall(r"class (\w+)", MODULE):  # a checkpoint's config may use names of the project's configs
+        (project / "conf" / "model" / f"{kind}.yaml").write_text(f"_target_: nets.{kind}\noptimizer: ${{optimizer}}\n")
     yield project / "run"
     sys.modules.pop("nets", None)
 
@@ -185,7 +187,7 @@ MISTAKES = [
     (
         "Net",
         ["ckpt=run", "to=run/model.pt2/a.pt2", "model._target_=os.system"],
-        "which runs or unpickles what it reads",
+        "model is os.system, which executes, unpickles or writes its arguments",
     ),
     ("Net", ["run", "model.pt2"], "the best checkpoint of a run: python -m trainer export ckpt=run to=model.pt2"),
     (
