@@ -1,6 +1,6 @@
-"""What can go wrong because of something a user gave us.
+"""The exceptions and warnings of this package.
 
-Each message says what was given, what was expected, and what to do. Invariants of our own are ``assert``s.
+Each message states the given value, the expected value, and the fix. Internal invariants are ``assert``s.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ class ConfigurationError(TrainerError, ValueError):
 
 
 class ArgumentError(ConfigurationError, TypeError):
-    """An argument of the Trainer that is not of the kind, or not in the range, that is expected.
+    """An argument of the Trainer with an unexpected type or value.
 
-    A TypeError as well, for Lightning raises one for some of them.
+    It is also a TypeError, because Lightning raises one for some arguments.
     """
 
 
 class UnsupportedError(ConfigurationError, NotImplementedError):
-    """Something Lightning offers and this package does not (yet). Raised when the Trainer is built."""
+    """A feature of Lightning that this package does not support. Raised when the Trainer is built."""
 
 
 class ClusterError(ConfigurationError):
-    """What a launcher (torchrun, Slurm) has started, or said, does not go together with the Trainer's arguments.
+    """The processes or variables of a launcher (torchrun, Slurm) contradict the Trainer's arguments.
 
-    Also where the processes of a run cannot find each other, or do not see the same files.
+    Also raised if the processes of a run cannot connect, or do not see the same files.
     """
 
 
@@ -54,17 +54,17 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class UnsafeCheckpointError(CheckpointError, UnpicklingError):
-    """A checkpoint that holds more than tensors and plain containers: loading it could run any code."""
+    """A checkpoint with more than tensors and plain containers: loading it could execute any code."""
 
 
 class IncompleteCheckpointError(CheckpointError, KeyError):
-    """A checkpoint without something that resuming needs."""
+    """A checkpoint without an entry that resuming requires."""
 
     __str__ = Exception.__str__  # KeyError's shows the message in quotes
 
 
 class CheckpointWriteError(CheckpointError, OSError):
-    """A checkpoint that cannot be written, or a folder for it; ``errno`` is the system's. Older files are kept."""
+    """A checkpoint, or its folder, that cannot be written; ``errno`` is the system's. Older files are kept."""
 
     def __init__(self, message: str, errno: int | None = None) -> None:
         super().__init__(message)
@@ -76,33 +76,33 @@ class FolderInUseError(CheckpointError):
 
 
 class ResumeError(CheckpointError):
-    """A resume that would not be exact: the run is set up in another way than the one that wrote the checkpoint.
+    """A resume that would not be exact, because the set-up differs from the run that wrote the checkpoint.
 
-    ``Trainer(exact_resume=False)`` goes on all the same.
+    ``Trainer(exact_resume=False)`` continues with a warning.
     """
 
 
 class RequeueError(TrainerError):
-    """Slurm was to run this job again, and does not."""
+    """Slurm does not requeue this job."""
 
 
-class LossScaleCollapse(TrainerError):  # noqa: N818 - the name it has in the field
-    """Gradients overflow in every step, at every loss scale: training has come to an end.
+class LossScaleCollapse(TrainerError):  # noqa: N818 - the common term
+    """Gradients overflow in every step, at every loss scale, so that training cannot continue.
 
     Raised by ``trainer.callbacks.OverflowReport``. The message has the history of the scale, where the gradients
-    overflow, what to try, and the checkpoint to go on from.
+    overflow, the remedy, and the checkpoint to resume from.
     """
 
 
 class NonFiniteError(TrainerError):
-    """A loss, gradients or weights that are not finite. The weights on disk are good ones.
+    """A loss, gradients or weights that are not finite. The saved weights are finite.
 
     Raised by ``trainer.callbacks.NonFiniteGuard``.
 
     Attributes:
-        step: ``trainer.global_step`` when the weight update began, or the checkpoint was to be written.
-        batch_idx: of the batch that it came from; None where no batch was looked at.
-        report: what a second run of that batch has shown (``trainer.postmortem.report.Report``), or None.
+        step: ``trainer.global_step`` when the weight update began, or the checkpoint was due.
+        batch_idx: index of the batch that caused it; None if unknown.
+        report: the result of a replay of that batch (``trainer.postmortem.report.Report``), or None.
     """
 
     def __init__(self, message: str, step: int = 0, batch_idx: int | None = None, report: Any = None) -> None:
@@ -113,19 +113,19 @@ class NonFiniteError(TrainerError):
 
 
 class LossSpikeError(TrainerError):
-    """The loss has jumped more often than a run may go back to a checkpoint for it.
+    """The loss has spiked more often than the allowed number of roll-backs.
 
-    Raised by ``trainer.callbacks.RollBackOnLossSpike``. The checkpoints from before are good ones.
+    Raised by ``trainer.callbacks.RollBackOnLossSpike``. The checkpoints from before the spike are kept.
     """
 
 
 class DataLoaderError(TrainerError, RuntimeError):
-    """A worker process of a dataloader has died, or does not answer. What torch said is the ``__cause__``.
+    """A worker process of a dataloader has died, or does not respond. Torch's error is the ``__cause__``.
 
     Attributes:
-        stage: whose dataloaders were running: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
-        batch_idx: of the batch that was running, or else of the next one; zero-based, within the pass.
-        pids: of the processes that have died; empty where they do not answer.
+        stage: stage of the dataloader: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
+        batch_idx: index of the current batch, or of the next one between two batches; zero-based, within the pass.
+        pids: of the processes that have died; empty if they do not respond.
     """
 
     def __init__(self, message: str, stage: str = "", batch_idx: int = 0, pids: Sequence[int] = ()) -> None:
@@ -136,7 +136,7 @@ class DataLoaderError(TrainerError, RuntimeError):
 
 
 class GradientCheckError(TrainerError):
-    """A backward pass whose gradients are not the derivatives of the loss."""
+    """A backward pass with gradients that are not the derivatives of the loss."""
 
 
 _LIBRARIES = {
@@ -152,7 +152,7 @@ def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
     Without such a line, as in ``python -m trainer``, it points to the line that calls this function.
 
     Args:
-        message: the text, or a Warning with a category of its own.
+        message: the text, or a Warning with its category.
         category: the class of the warning.
     """
     caller = sys._getframe(1)  # noqa: SLF001  # as `warnings` and `logging` do
@@ -182,10 +182,10 @@ def _is_of_library(frame: FrameType) -> bool:
 
 
 def expect(holds: bool, expected: str, kind: type[Exception] = ConfigurationError, /, **given: Any) -> None:
-    """Refuse arguments of which something does not hold: ``Got a=1 and b=2, expected ...``
+    """Raise an error for arguments unless a condition holds: ``Got a=1 and b=2, expected ...``
 
     Args:
-        holds: whether it does.
+        holds: the condition.
         expected: the end of the sentence.
         kind: of the error.
         **given: the arguments.
@@ -196,7 +196,7 @@ def expect(holds: bool, expected: str, kind: type[Exception] = ConfigurationErro
 
 
 def is_count(value: Any) -> bool:
-    """Whether ``value`` is a whole number of at least 1."""
+    """Return whether ``value`` is an integer of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
@@ -204,7 +204,7 @@ ONE_PACKAGE = (
     "write `import trainer.pytorch_lightning` as the first import of the program; or, for `python -m trainer`, of the"
     " module that the config names."
 )
-"""What to do where ``pytorch_lightning`` and ``lightning.pytorch`` are two packages and should be one."""
+"""The fix if ``pytorch_lightning`` and ``lightning.pytorch`` are two packages and should be one."""
 
 
 _NO_MEMORY = re.compile(
@@ -215,19 +215,19 @@ _NO_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or the host, had less memory than somebody asked for. Needs no torch."""
+    """Return whether an error is about memory of a device or the host. Requires no torch."""
     named = any(kind.__name__ in ("OutOfMemoryError", "MemoryError") for kind in type(error).__mro__)
     return named or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None)
 
 
 def memory_at(error: BaseException) -> dict[str, Any]:
-    """What a run's record says of an error about memory: ``out_of_memory``, with what was alive, in bytes; else {}."""
+    """Return the entry of a run's record for an error about memory: ``out_of_memory``, in bytes; otherwise {}."""
     usage = error.__dict__.get("memory")
     return {} if usage is None or not is_out_of_memory(error) else {"out_of_memory": usage.facts()}
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """The sentence `` Did you mean 'x'?`` for the nearest known word, or an empty string.
+    """Return the sentence `` Did you mean 'x'?`` for the nearest known word, or an empty string.
 
     >>> did_you_mean("16-mixd", ["16-mixed", "bf16-mixed"])
     " Did you mean '16-mixed'?"
@@ -237,7 +237,7 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 
 def some(texts: Iterable[object], most: int, separator: str = ", ") -> str:
-    """The first ``most`` of them, and how many more there are.
+    """Return the first ``most`` texts, and the number of the others.
 
     >>> some("abcd", most=2)
     'a, b and 2 more'

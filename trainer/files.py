@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all. Imports no torch."""
+"""Write files atomically. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: Path, *, part: str = ".part", durable: bool = False) -> Iterator[BinaryIO]:
-    """Open a file that takes the place of ``path`` when the ``with`` block ends.
+    """Open a file that replaces ``path`` when the ``with`` block ends.
 
-    It is written beside ``path`` and renamed. So at any instant there is the old file or the new one under that name,
-    and never a part of one; if the block raises, the old one stays.
+    It is written next to ``path`` and then renamed. Thus ``path`` is the complete old or new file at any time. If the
+    block raises, the old file stays.
 
     Args:
-        path: in a folder that is there.
-        part: the end of the name under which it is written.
-        durable: bring the file, and the renaming, to the disk (``fsync``) before returning.
+        path: the file, in an existing folder.
+        part: suffix of the temporary file.
+        durable: whether to flush the file and the renaming to the disk (``fsync``) before returning. Default: False.
 
     Raises:
         OSError: it cannot be written.
@@ -42,7 +42,7 @@ def replacing(path: Path, *, part: str = ".part", durable: bool = False) -> Iter
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file so that its readers see all of it, or what was there before. Its folder is made.
+    """Write a text file atomically, and create its folder.
 
     Raises:
         OSError: it cannot be written.
@@ -53,7 +53,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring what was made or renamed in ``folder`` to the disk, where the file system can be told to."""
+    """Flush new and renamed entries of ``folder`` to the disk, if the file system supports it."""
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -65,5 +65,5 @@ def sync_folder(folder: Path) -> None:
 
 
 def from_here(path: Path) -> Path:
-    """``path`` from the working directory on, where it lies in there: shorter, and still good to paste."""
+    """Return ``path`` relative to the working directory if it is inside of it, otherwise ``path``."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

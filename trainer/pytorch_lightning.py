@@ -1,4 +1,4 @@
-"""Makes ``pytorch_lightning`` and ``lightning.pytorch`` one package, for programs that import the former.
+"""Make ``pytorch_lightning`` and ``lightning.pytorch`` one package, for programs that import the former.
 
 ::
 
@@ -8,12 +8,12 @@
     from trainer import Trainer
 
 The same code is published under two names: ``pytorch_lightning`` with ``lightning_fabric``, and ``lightning.pytorch``
-with ``lightning.fabric``. To Python these are different packages: a ``LightningModule`` of the one is none of the
-other. Importing this module has both names mean one package, in this process and in those that it starts with
-``multiprocessing``. That is the one that is loaded already; where neither is, it is ``lightning.pytorch``, which is
-loaded when somebody imports either.
+with ``lightning.fabric``. Python treats these as separate packages; their classes are not interchangeable.
+After the import of this module, both names refer to one package, in this process and in those that it starts with
+``multiprocessing``. That is the loaded one, or ``lightning.pytorch`` if neither is loaded yet; it is then loaded by
+the first import of either name.
 
-Nothing else in this package imports it.
+No other module of this package imports it.
 
 Raises:
     ImportError: both are loaded already, or the one that is loaded has another version than ``lightning``.
@@ -38,7 +38,7 @@ _TWINS = (("pytorch_lightning", "lightning.pytorch"), ("lightning_fabric", "ligh
 
 
 class _SecondName(Loader):
-    """Has a module's second name mean the module of its first, which keeps its own name and spec."""
+    """Binds a module's second name to the module of its first name, which keeps its name and spec."""
 
     def __init__(self, first: str) -> None:
         self._first = first
@@ -51,7 +51,7 @@ class _SecondNames(MetaPathFinder):
     """Finds the modules of packages by second names.
 
     Args:
-        first: by a package's second name, its first.
+        first: the first name of a package by its second name.
     """
 
     def __init__(self, first: dict[str, str]) -> None:
@@ -72,11 +72,11 @@ class _SecondNames(MetaPathFinder):
 
 
 class _Here:
-    """Is sent to processes that ``multiprocessing`` starts, before anything of the user's: reading it imports this."""
+    """Sent to processes that ``multiprocessing`` starts, before user objects: unpickling it imports this module."""
 
 
 def _locate(name: str) -> ModuleSpec | None:
-    """Where a module is. Imports nothing; ``importlib.util.find_spec`` imports the packages around it."""
+    """Return the spec of a module. Imports nothing, while ``importlib.util.find_spec`` imports its parent packages."""
     path, *parts = name.split(".")
     spec = importlib.util.find_spec(path)
     for part in parts:
@@ -88,10 +88,10 @@ def _locate(name: str) -> ModuleSpec | None:
 
 
 def _second_and_first(old: str, new: str) -> tuple[str, str]:
-    """Of the two names of a package the one that is to mean the other, and the other.
+    """Return the two names of a package: the alias, and the name that it refers to.
 
     Raises:
-        ImportError: it is too late.
+        ImportError: both are loaded, or their versions differ.
     """
     loaded = sys.modules.get(old)
     if loaded is None or loaded is sys.modules.get(new):
@@ -113,7 +113,7 @@ def _install() -> None:
     names = dict(_second_and_first(*twins) for twins in _TWINS)
     sys.meta_path.insert(0, _SecondNames(names))
     for second, first in names.items():
-        logging.root.manager.loggerDict[second] = logging.getLogger(first)  # to mute one is to mute the other
+        logging.root.manager.loggerDict[second] = logging.getLogger(first)  # a level set on one applies to the other
     multiprocessing.current_process()._config[__name__] = _Here()  # type: ignore[attr-defined]
 
 

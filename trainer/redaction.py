@@ -1,8 +1,8 @@
-"""Keeps secrets out of what is written: values that a config takes from the environment, and passwords in URLs.
+"""Remove secrets from output: values that a config takes from the environment, and passwords in URLs.
 
-A config may contain ``${oc.env:TOKEN}``. Objects are built with the value; wherever something is written (log, a run's
-record, hyper-parameters in loggers and checkpoints, error messages) the interpolation is written instead. A value that
-was computed from a secret, or was typed, cannot be traced and is written as it is.
+A config may contain ``${oc.env:TOKEN}``. Objects are built with the value, but all output (logs, a run's record,
+hyperparameters in loggers and checkpoints, error messages) has the interpolation instead. A value that was computed
+from a secret, or was typed, cannot be recognized and is not removed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import OrderedDict
 from typing import Any
 
 _SHORTEST = 4
-"""Characters. A shorter value ("1", "cpu") is taken out where it is all of a text, but not from within others."""
+"""Characters. A shorter value ("1", "cpu") is only removed if it is the whole text."""
 
 _PASSWORD = re.compile(r"(\b[a-zA-Z][\w+.-]*://[^\s/:@]*):([^\s/@]+)@")
 
@@ -24,7 +24,7 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 
-_values: dict[str, str] = {}  # by value, the name of the variable
+_values: dict[str, str] = {}  # names of variables by value
 
 
 def remember(name: str, value: str) -> None:
@@ -39,19 +39,19 @@ def forget() -> None:
 
 
 def stand_in(name: str) -> str:
-    """What is written in the place of a variable's value."""
+    """Return the text that replaces a variable's value."""
     return f"${{oc.env:{name}}}"
 
 
 def text(written: str) -> str:
-    """``written`` without secrets.
+    """Return ``written`` without secrets.
 
     >>> text("cannot read https://me:hunter2@host/model.ckpt")
     'cannot read https://me:***@host/model.ckpt'
     """
     if written in _values:
         return stand_in(_values[written])
-    for value, name in sorted(_values.items(), key=lambda item: -len(item[0])):  # a longer one may hold a shorter one
+    for value, name in sorted(_values.items(), key=lambda item: -len(item[0])):  # it may contain another one
         if len(value) >= _SHORTEST and value in written:
             written = written.replace(value, stand_in(name))
     return _PASSWORD.sub(r"\1:***@", written) if "://" in written else written
@@ -78,7 +78,7 @@ def word(written: str) -> str:
 
 
 def containers(value: Any) -> Any:
-    """``value`` with the strings in its plain containers redacted; the same object where there is nothing to redact."""
+    """Return ``value`` with redacted strings in its plain containers; the same object if nothing is redacted."""
     if isinstance(value, str):
         redacted = text(value)
         return value if redacted == value else redacted
@@ -93,10 +93,10 @@ def containers(value: Any) -> Any:
 
 
 class Filter(logging.Filter):
-    """Takes secrets out of log records, for every handler that it is added to."""
+    """Removes secrets from the log records of each handler that it is added to."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Redact; lets every record pass."""
+        """Redact a record. Returns True for all records."""
         said = record.getMessage()
         redacted = text(said)
         if redacted != said:

@@ -1,6 +1,4 @@
-"""Optuna's studies: opened by the sweep that owns one, and by its runs, which report to it. Imports neither torch nor,
-before it is asked for something, Optuna.
-"""
+"""Optuna studies: the sweep opens its study, and its runs report to it. Imports no torch, and Optuna at first use."""
 
 from __future__ import annotations
 
@@ -16,14 +14,14 @@ _SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "RandomSamp
 
 
 _OF_ARRAYS = ("dtype", "ndarray", "_reconstruct", "scalar", "_frombuffer")
-"""What numpy's arrays are made of again when they are unpickled."""
+"""Names that unpickle NumPy arrays."""
 
 
 def make_pruner(settings: Mapping[str, Any] | None) -> Any:
-    """A pruner of Optuna.
+    """Build a pruner of Optuna.
 
     Args:
-        settings: ``name``, one of median, hyperband and none, and arguments of Optuna's class. None for none.
+        settings: ``name``, one of median, hyperband and none, and arguments of Optuna's class. None for no pruner.
 
     Raises:
         ConfigurationError: another name, or an argument that the class does not take.
@@ -34,12 +32,12 @@ def make_pruner(settings: Mapping[str, Any] | None) -> Any:
 
 
 def make_sampler(settings: Mapping[str, Any], trials: int) -> Any:
-    """A sampler of Optuna.
+    """Build a sampler of Optuna.
 
     Args:
         settings: ``name``, one of tpe, random, grid and cmaes, and arguments of Optuna's class. The points of a grid
             are put into the study's queue, so its sampler has nothing to do.
-        trials: how many the study has: a seed that has made them makes others now.
+        trials: number of trials in the study; it changes the seed, so that resumed studies draw new points.
 
     Raises:
         ConfigurationError: another name, or an argument that the class does not take.
@@ -68,12 +66,12 @@ def _make(module: Any, classes: Mapping[str, str], kind: str, settings: Mapping[
 
 
 def check_pickles(study: Any) -> None:
-    """Check that a study, which may be a stranger's, contains no code.
+    """Check that an untrusted study contains no code.
 
-    Optuna's CMA-ES sampler keeps its state in the trials' attributes as a pickle, and unpickles what it finds there.
+    Optuna's CMA-ES sampler stores its state in the trials' attributes as a pickle, and unpickles it.
 
     Raises:
-        ConfigurationError: a pickle names something that CMA-ES does not consist of.
+        ConfigurationError: a pickle names an object that CMA-ES does not use.
     """
     for trial in study.get_trials(deepcopy=False):
         parts = {key: text for key, text in trial.system_attrs.items() if ":optimizer:" in key}
@@ -88,7 +86,7 @@ def check_pickles(study: Any) -> None:
 
 
 class _OfCMA(pickle.Unpickler):
-    """The classes of the package cmaes, and numpy's arrays."""
+    """Unpickles classes of the package cmaes, and NumPy arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
         root = module.partition(".")[0]
@@ -100,7 +98,7 @@ class _OfCMA(pickle.Unpickler):
 
 
 def trial_of(storage: str, study_name: str, number: int, pruner: Mapping[str, Any] | None) -> Any:
-    """A trial of a study, to report to; in another process than the one that started it."""
+    """Return a trial of a study to report to, in another process than the one that started it."""
     import optuna
 
     opened = optuna.storages.get_storage(storage)

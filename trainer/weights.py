@@ -1,4 +1,4 @@
-"""A module gets weights that another has learned: those that belong together are found by their names and shapes."""
+"""Load the weights of another module: they are matched by name and shape."""
 
 from __future__ import annotations
 
@@ -25,19 +25,18 @@ _SHOWN = 4  # names of each kind
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What of a file has got into a module. As text: in words, one line for each kind of difference.
+    """The result of loading a file into a module. Its text has one line for each kind of difference.
 
     Attributes:
         path: the file or folder.
         loaded: names of the module's parameters and buffers that were loaded, tied ones included.
-        missing: names of those that the file does not have; they are as they were.
-        differing: those of which the file has something else, by name, with what it is, such as ``"(10, 64) in the
-            file and (257, 64) in the module"``; they are as they were.
-        unused: names in the file of what the module does not have.
-        prefixes: what names begin with in the file, and in the module, before they are the same; ``("", "")`` where
-            they are.
-        converted: how many tensors were converted, by ``"float16 to float32"``.
-        parameters: how many numbers were loaded into the module's parameters, and how many there are.
+        missing: names that the file does not have; these stay unchanged.
+        differing: the differences by name, such as ``"(10, 64) in the file and (257, 64) in the module"``; these stay
+            unchanged.
+        unused: names in the file that the module does not have.
+        prefixes: the prefixes of names in the file and in the module; ``("", "")`` if the names are the same.
+        converted: number of converted tensors, by conversion, such as ``"float16 to float32"``.
+        parameters: number of elements loaded into the module's parameters, and their total number.
     """
 
     path: str
@@ -51,12 +50,12 @@ class LoadedWeights:
 
     @property
     def complete(self) -> bool:
-        """Whether the module has got all that it has; there may be more in the file."""
+        """Whether all parameters and buffers of the module were loaded. The file may contain more."""
         return not self.missing and not self.differing
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What ``run.json`` says of it."""
+        """Return the entry of ``run.json``."""
         return {
             "path": self.path,
             "tensors": [len(self.loaded), len(self.loaded) + len(self.missing) + len(self.differing)],
@@ -93,27 +92,26 @@ class LoadedWeights:
 
 
 def load_weights(module: nn.Module, path: str | Path, weights_only: bool | None = None) -> LoadedWeights:
-    """Load weights, and nothing else, into a module: parameters and buffers that have the same name and shape.
+    """Load only weights into a module: parameters and buffers with the same name and shape.
 
-    Names may differ by what they begin with, such as ``"model."``. What torch.compile puts into them does not count.
-    Values are converted to the dtype that the module has. What is not loaded stays as it is, and
-    the result says what and why. ``on_load_checkpoint`` is not called. Of a run with ``WeightAveraging`` the checkpoint
-    has the average.
+    Names may differ by a prefix, such as ``"model."``, and by the prefixes of torch.compile. Values are converted to
+    the dtype of the module. Weights that are not loaded stay unchanged; the result lists them with the reason.
+    ``on_load_checkpoint`` is not called. The checkpoint of a run with ``WeightAveraging`` contains the average.
 
-    For modules that make their parameters in ``configure_model``, or on the meta device: ``Trainer.fit(weights=...)``.
+    Use ``Trainer.fit(weights=...)`` for modules that create parameters in ``configure_model`` or on the meta device.
 
     Args:
         module: the module, such as a LightningModule.
         path: a checkpoint, file or folder; the folder of a run, for its best checkpoint, else the last; a state dict
             that ``torch.save`` has written, alone or under ``state_dict``, ``model_state_dict`` or ``model``; a file
             of safetensors.
-        weights_only: False to read a file that holds more than tensors and plain containers, which may run any code:
-            for files of your own.
+        weights_only: False to read a file with more than tensors and plain containers, which may execute any code.
+            Only use it for trusted files.
 
     Raises:
-        ConfigurationError: there is no such file, or nothing in it belongs to the module, or the module has no memory.
-        CheckpointError: it is damaged, or holds no weights.
-        UnsafeCheckpointError: it holds more than tensors and plain containers.
+        ConfigurationError: the file does not exist, has no weights for the module, or the module is on the meta device.
+        CheckpointError: the file is damaged, or has no weights.
+        UnsafeCheckpointError: the file has more than tensors and plain containers.
     """
     if any(parameter.is_meta for parameter in module.parameters()):
         raise ConfigurationError(
@@ -135,14 +133,14 @@ def load_into(
     weights_only: bool | None = None,
     template: Template | None = None,
 ) -> LoadedWeights:
-    """As :func:`load_weights`, of a module that may be sharded.
+    """Load weights as :func:`load_weights` does, into a module that may be sharded.
 
     Args:
-        module: whose names and shapes count.
+        module: the module.
         file: from :func:`trainer.record.find_checkpoint.find_weights`.
-        load: gets ``{"state_dict": ...}``, and False: not strict.
+        load: loads ``{"state_dict": ...}``; its second argument is ``strict``.
         weights_only: as for :func:`load_weights`.
-        template: what tensors of a folder are read into, where parameters are sharded.
+        template: the tensors to read a folder into, if parameters are sharded.
     """
     now: dict[str, Any] = module.state_dict(keep_vars=True)
     wanted = {name: value for name, value in now.items() if isinstance(value, Tensor)}
@@ -180,24 +178,24 @@ def load_into(
 
 
 def paired(theirs: Iterable[str], mine: Iterable[str]) -> tuple[dict[str, str], tuple[str, str]]:
-    """Which name in a file belongs to which of a module.
+    """Match the names of a file to those of a module.
 
-    The names are the same; or they are once what they begin with is taken away, on one side all of it that the other
-    does not have, on both sides a word and its dot: whichever makes the most pairs. On both sides it has to be the half
-    of what begins so, and more than a name such as ``weight`` that is left. Names of wrappers do not count.
+    Names match directly, or without a prefix: any prefix on one side, or one word with its dot on both sides. The
+    prefixes with the most matches are used, if on both sides at least half of the names with that prefix match, and
+    more than a name such as ``weight`` is left. Names of wrappers are ignored.
 
     Args:
         theirs: names in the file.
         mine: names of the module.
 
     Returns:
-        Their name by mine; and what names begin with in the file, and in the module.
+        The name in the file by the name in the module; and the prefixes in the file and in the module.
 
     >>> paired(["model.0.weight", "loss.weight"], ["0.weight", "0.bias"])
     ({'0.weight': 'model.0.weight'}, ('model.', ''))
     """
     in_file, in_module = {plain_name(name): name for name in theirs}, {plain_name(name): name for name in mine}
-    ways = Counter({("", ""): sum(name in in_file for name in in_module)})  # the first of those that are equally good
+    ways = Counter({("", ""): sum(name in in_file for name in in_module)})  # the first one wins a tie
     ways.update((start, "") for name in in_file for start, rest in _divisions(name) if rest in in_module)
     ways.update(("", start) for name in in_module for start, rest in _divisions(name) if rest in in_file)
     parts, own = _parts(in_file), _parts(in_module)
@@ -215,13 +213,13 @@ def paired(theirs: Iterable[str], mine: Iterable[str]) -> tuple[dict[str, str], 
 
 
 def _divisions(name: str) -> Iterable[tuple[str, str]]:
-    """Of ``a.b.c`` ``("a.", "b.c")`` and ``("a.b.", "c")``."""
+    """Yield the splits of a name into prefix and rest: ``("a.", "b.c")`` and ``("a.b.", "c")`` for ``a.b.c``."""
     parts = name.split(".")
     return ((".".join(parts[:n]) + ".", ".".join(parts[n:])) for n in range(1, len(parts)))
 
 
 def _parts(names: Iterable[str]) -> dict[str, set[str]]:
-    """Names by the word, and its dot, that they begin with, without it; where there are dots in what is left."""
+    """Return the rests of names by their first word with its dot, if the rest contains a dot."""
     found: dict[str, set[str]] = {}
     for name in names:
         word, dot, rest = name.partition(".")
@@ -231,10 +229,10 @@ def _parts(names: Iterable[str]) -> dict[str, set[str]]:
 
 
 def _difference(theirs: Tensor, mine: Any) -> str | None:
-    """What keeps a tensor of the file from being loaded; None if nothing does."""
+    """Return the reason why a tensor of the file cannot be loaded, or None."""
     if not is_lazy(mine) and theirs.shape != mine.shape:
         return f"{tuple(theirs.shape)} in the file and {tuple(mine.shape)} in the module"
-    if theirs.dtype != mine.dtype and _sort(theirs) != _sort(mine):  # such as weights that were quantised
+    if theirs.dtype != mine.dtype and _sort(theirs) != _sort(mine):  # such as quantized weights
         return f"{_kind(theirs)} in the file and {_kind(mine)} in the module"
     return None
 
