@@ -204,6 +204,10 @@ def test_a_config_of_a_stranger_is_checked_like_any_other(run, change, message, 
     assert message in capsys.readouterr().err
 
 
+def test_sweep_names_the_classes_of_each_job(run):
+    assert composed("fit", "-m", f"ckpt={run}", "model._target_=json.One,html.Two").model._target_ == "json.One"
+
+
 def test_run_with_classes_from_the_command_line_is_resumed_by_the_printed_command(project, capsys):
     write(project, {"mine.py": "from line_fit import Line, Points\n\nclass Net(Line): ...\n\nclass Data(Points): ..."})
     words = ["model._target_=mine.Net", "data._target_=mine.Data", "precision=32"]

@@ -264,8 +264,6 @@ def _check_name(target: Any, key: str) -> None:
 def _look_up(target: str, key: str) -> Any:
     first, *names = target.split(".")
     found: Any = _import(first)
-    if found is None:
-        raise UsageError(f"{key}: there is no {target}: no module {first!r}.")
     path = first
     for name in names:
         if not _has(found, name, path) and hasattr(found, "__path__"):

@@ -106,7 +106,9 @@ def validate(arguments: Arguments, composer: Composer | None = None) -> DictConf
     if is_sweep:
         plugins.prepare(configs[0].hydra)
     for config in configs:
+        HydraConfig.instance().set_config(config)
         _check_whole(composer, config, overrides, arguments)
+    HydraConfig.instance().set_config(configs[0])
     return configs[0]
 
 
