@@ -219,6 +219,7 @@ class Trainer(TrainerBase):
             "published": self.published,
             "recorder": self.recorder,
         }
+        evaluates: dict[str, Any] = {"fit_progress": self.progress, "counts_once": not self.pad_evaluation}
         self.loop = FitLoop(
             **shared,
             window=AccumulationWindow(accumulation.batches_in(0), accumulation.straddles_epochs),
@@ -238,15 +239,13 @@ class Trainer(TrainerBase):
         )
         self.engine.refuse(self.callbacks)
         self.engine.check_accumulation(max(ordering.accumulation_schedule(self).values()))
-        validation = EvalLoop("validation", **shared, fit_progress=self.progress)
+        validation = EvalLoop("validation", **shared, **evaluates)
         self.eval_loops = {
             RunningStage.SANITY_CHECKING: validation,
             RunningStage.VALIDATING: validation,
-            RunningStage.TESTING: EvalLoop("test", **shared, fit_progress=self.progress),
-            RunningStage.PREDICTING: EvalLoop("predict", **shared, fit_progress=self.progress),
+            RunningStage.TESTING: EvalLoop("test", **shared, **evaluates),
+            RunningStage.PREDICTING: EvalLoop("predict", **shared, **evaluates),
         }
-        for loop in self.eval_loops.values():
-            loop.counts_once = not self.pad_evaluation
         self.fit_loop = FitLoopView(self)
         self.validate_loop = EvalLoopView(self, RunningStage.VALIDATING, TrainerFn.VALIDATING)
         self.test_loop = EvalLoopView(self, RunningStage.TESTING, TrainerFn.TESTING)

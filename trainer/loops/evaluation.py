@@ -35,14 +35,14 @@ class EvalLoop:
         published: the metrics that callbacks and progress bars read.
         recorder: sends metrics to the loggers.
         fit_progress: the training's counters; metrics are logged at its step.
+        counts_once: whether values that several processes log are reduced over all of their samples, each counted once.
+            If False, they are reduced as in Lightning, where all processes have equally many. Default: True.
 
     Attributes:
         verbose: whether the Trainer prints what was logged.
         keep_predictions: whether to collect what ``predict_step`` returns.
         predictions: what it returned, a list for each dataloader.
         attend: called before each batch: a signal has come. It may raise. None for nothing.
-        counts_once: whether what several processes log is reduced over all of their samples, of which none is counted
-            twice; otherwise as in Lightning, where they have equally many. The Trainer sets it.
         path: the functions that a batch passes through.
     """
 
@@ -55,6 +55,7 @@ class EvalLoop:
         published: PublishedMetrics,
         recorder: Recorder,
         fit_progress: FitProgress,
+        counts_once: bool = True,
     ) -> None:
         self.stage = stage
         self.step_name = f"{stage}_step"
@@ -71,7 +72,7 @@ class EvalLoop:
         self.has_warned = False
         self.predictions: list[list[Any]] = []
         self.attend: Callable[[], None] | None = None
-        self.counts_once = True
+        self.counts_once = counts_once
         self.pace: Pace | None = None
         self.loaders: Loaders | None = None
         self.prepare(hooks=NO_HOOKS, module=nn.Module(), path=NO_PATH, loaders=None, inference_mode=False)
