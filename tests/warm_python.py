@@ -168,7 +168,8 @@ def serve(socket_path: str, imported: list[str]) -> None:
             importlib.import_module(name)
     for module in [module for name, module in sys.modules.items() if name.startswith(("trainer.", "recipes."))]:
         for public in getattr(module, "__all__", ()):
-            getattr(module, public, None)  # those that are imported when they are used
+            with contextlib.suppress(ImportError):  # of a package that is not installed
+                getattr(module, public, None)  # those that are imported when they are used
     figure = importlib.import_module("matplotlib.figure").Figure
     figure.savefig = save_empty_pictures(figure.savefig)
     gc.freeze()  # no program looks through all of this for garbage, and copies the memory that it is in
