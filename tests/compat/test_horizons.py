@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    SequentialLR,
+    StepLR,
+)
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer.errors import ConfigurationError
@@ -36,6 +44,9 @@ SCHEDULES: dict[str, Callable[[Any, int], Any]] = {
     "cosine": lambda optimizer, steps: CosineAnnealingLR(optimizer, steps),
     "object": lambda optimizer, steps: LambdaLR(optimizer, Factor(steps)),
     "sequence": warm_up,
+    "chain": lambda optimizer, steps: ChainedScheduler(
+        [CosineAnnealingLR(optimizer, steps), StepLR(optimizer, 3, 0.5)]
+    ),
 }
 
 

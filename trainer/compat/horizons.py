@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from trainer.compat.tuning import parts_of
+from trainer.compat.tuning import nested_schedules
 from trainer.errors import ConfigurationError
 
 _HORIZON = frozenset(
@@ -39,7 +39,7 @@ def continue_schedules(trainer: Any, checkpoint: dict[str, Any]) -> None:
     if len(saved_states) != len(schedules):
         return
     for number, (schedule, saved) in enumerate(zip(schedules, saved_states, strict=True)):
-        is_new = isinstance(schedule, LRScheduler) and schedule.last_epoch == 0
+        is_new = isinstance(schedule, LRScheduler) and _position(schedule.state_dict()) == 0
         index = next((i for i, one in enumerate(trainer.engine.optimizers) if one is owners[number]), len(optimizers))
         is_alone = sum(owner is owners[number] for owner in owners) == 1
         if not (is_new and is_alone and index < len(optimizers) and _differs(schedule.state_dict(), saved)):
@@ -47,14 +47,14 @@ def continue_schedules(trainer: Any, checkpoint: dict[str, Any]) -> None:
         groups = optimizers[index].get("param_groups", [])
         before = [group.get("lr") for group in groups]
         _scale(schedule, groups)
-        changed = _advance(schedule, saved["last_epoch"])
+        changed = _advance(schedule, _position(saved))
         for group, now in zip(groups, schedule.optimizer.param_groups, strict=False):
             group.update({name: now[name] for name in changed if name in now})
         saved_states[number] = schedule.state_dict()
         if before:
             rank_zero_info(
                 f"{type(schedule).__name__} was built for another length of the run, and continues at step"
-                f" {schedule.last_epoch} of it: learning rate {float(before[0]):.4g} before,"
+                f" {_position(saved)} of it: learning rate {float(before[0]):.4g} before,"
                 f" {float(groups[0]['lr']):.4g} now."
             )
 
@@ -94,6 +94,14 @@ def _differs(now: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
     return False
 
 
+def _position(state: Mapping[str, Any]) -> int:
+    """Return the number of steps that a schedule has taken, from its state, or -1 if the state does not hold it."""
+    if "last_epoch" in state:
+        return int(state["last_epoch"])
+    parts: list[Mapping[str, Any]] = state.get("_schedulers", [])  # ChainedScheduler has no position itself
+    return _position(parts[0]) if parts else -1
+
+
 def _scale(schedule: LRScheduler, saved_groups: list[dict[str, Any]]) -> None:
     """Scale the rates of a new schedule to the saved ones, which ``LearningRateFinder`` may have changed."""
     groups = schedule.optimizer.param_groups
@@ -102,7 +110,7 @@ def _scale(schedule: LRScheduler, saved_groups: list[dict[str, Any]]) -> None:
         if first and wanted and first != wanted:
             for name in group.keys() & _RATES:
                 group[name] = group[name] * (wanted / first)
-            for part in parts_of(schedule):
+            for part in nested_schedules(schedule):
                 if hasattr(part, "base_lrs"):
                     part.base_lrs[index] = part.base_lrs[index] * (wanted / first)
 

@@ -112,7 +112,7 @@ def _configure(trainer: Any, rate: float, before: list[tuple[Any, ...]] | None) 
             configured rate, as a warm-up does, and change the new one by the same factor. None if the current rate is
             to be ``rate``.
     """
-    schedules = [part for config in trainer.lr_scheduler_configs for part in parts_of(config.scheduler)]
+    schedules = [part for config in trainer.lr_scheduler_configs for part in nested_schedules(config.scheduler)]
     for schedule in schedules:
         if isinstance(schedule, (OneCycleLR, CyclicLR)):
             rank_zero_warn(
@@ -131,13 +131,13 @@ def _configure(trainer: Any, rate: float, before: list[tuple[Any, ...]] | None) 
             schedule.base_lrs = [rate] * len(schedule.base_lrs)
 
 
-def parts_of(schedule: Any) -> Iterator[LRScheduler]:
+def nested_schedules(schedule: Any) -> Iterator[LRScheduler]:
     """Iterate over a schedule and those that it holds, such as the parts of a ``SequentialLR``."""
     if isinstance(schedule, LRScheduler):
         yield schedule
         for value in vars(schedule).values():
             for one in value if isinstance(value, (list, tuple)) else (value,):
-                yield from parts_of(one)
+                yield from nested_schedules(one)
 
 
 @contextmanager
