@@ -87,7 +87,7 @@ def _entries(file: Path, prefix: str) -> Iterator[tuple[str, bool, str]]:
 
 
 def _entries_of(node: Any, prefix: str, lines: list[str]) -> Iterator[tuple[str, bool, str]]:
-    """The comment is in the line in which a value ends or, for a node on several lines, in the line of its key."""
+    """Iterate over the entries of a YAML node. The comment follows a value, or the key of a node on several lines."""
     for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
         is_block = isinstance(value, yaml.CollectionNode) and not value.flow_style
         mark = name.end_mark if is_block else value.end_mark

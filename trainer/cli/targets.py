@@ -9,7 +9,7 @@ from another person, so it may only name
 
 and nothing that executes, unpickles or writes its arguments (`_REFUSED`). Names are checked before anything is
 imported. The object is checked again by the module that defines it, because ``torch.nn.modules.module.torch.os.system``
-is ``os.system``. This is not a sandbox: an allowed class does what its author wrote.
+is ``os.system``. This is not a sandbox: an allowed class may do anything.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ class Entry(NamedTuple):
         key: full key, such as ``model.layers[0].width``; ``""`` for the config itself.
         name: the last part of the key, such as ``width``; ``""`` for an item of a list.
         value: a scalar or a plain container.
-        target: ``_target_`` of the nearest node that has one, itself included; ``""`` if there is none.
+        target: ``_target_`` of the nearest node that has one, itself included; ``""`` if no node has one.
     """
 
     key: str
