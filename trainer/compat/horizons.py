@@ -8,16 +8,18 @@ its state and its learning rates. All other schedules are restored unchanged.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from trainer.compat.tuning import nested_schedules
 from trainer.errors import ConfigurationError
+
+log = logging.getLogger("lightning.pytorch.advice")  # the command line shows it
 
 _HORIZON = frozenset(
     ("total_steps", "T_max", "total_iters", "milestones", "_milestones", "warmup_steps", "_schedule_phases")
@@ -51,8 +53,8 @@ def continue_schedules(trainer: Any, checkpoint: dict[str, Any]) -> None:
         for group, now in zip(groups, schedule.optimizer.param_groups, strict=False):
             group.update({name: now[name] for name in changed if name in now})
         saved_states[number] = schedule.state_dict()
-        if before:
-            rank_zero_info(
+        if before and trainer.is_global_zero:
+            log.info(
                 f"{type(schedule).__name__} was built for another length of the run, and continues at step"
                 f" {_position(saved)} of it: learning rate {float(before[0]):.4g} before,"
                 f" {float(groups[0]['lr']):.4g} now."
