@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer import log_images, loggers
@@ -114,3 +114,9 @@ def test_it_is_found_by_the_class_of_the_logger_and_of_its_bases(tmp_path: Path)
     assert adapter_class({"_target_": "pytorch_lightning.loggers.WandbLogger"}).__name__ == "Wandb"
     one, other, memory = TensorBoardLogger(tmp_path), CSVLogger(tmp_path), Memory()
     assert in_opening_order([one, other, memory]) == [memory, other, one]
+
+
+@pytest.mark.parametrize(("options", "folder"), [({}, "p/x"), ({"save_dir": "runs"}, "runs")])
+def test_each_run_of_wandb_has_its_folder(options: dict[str, Any], folder: str) -> None:
+    logger = WandbLogger(project="p", id="x", offline=True, **options)
+    assert Path(str(adapter(logger).folder)) == Path(folder)
