@@ -284,6 +284,6 @@ def test_what_no_metric_has_chosen_is_not_called_the_best(project, monitor, epoc
     assert told["monitor"] == goal
     assert ("best_checkpoint" in told["paths"]) == (goal is not None)
     assert "last_checkpoint" in told["paths"]
-    assert told["objective"] == (None if goal is None else goal | {"value": told["metrics"]["val_loss"]})
+    assert told["objective"] == (None if goal is None else goal | {"value": told["best_score"]})
     assert torch.load(restore.find(Path("run")), weights_only=True)["epoch"] == epoch
     assert torch.load("run/checkpoints/last.ckpt", weights_only=True)["epoch"] == 2
