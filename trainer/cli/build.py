@@ -89,8 +89,9 @@ def _check_arguments(found: Any, node: dict[str, Any], key: str) -> None:
         raise UsageError(f"{key}: {target}: {error}. It takes {', '.join(known) or 'none'}.") from error
     hints = _hints(found)
     for name, value in given.items():
-        if name not in parameters or value is None or isinstance(value, dict) or value == parameters[name].default:
-            continue  # null is often accepted although the annotation lacks it; a node becomes an object
+        is_unjudged = value is None or value != value or isinstance(value, dict)  # a node becomes an object
+        if name not in parameters or is_unjudged or value == parameters[name].default:
+            continue  # null is often accepted although the annotation lacks it, and the class refuses NaN itself
         if problem := mistake(f"{key}.{name}", value, of_hint(hints.get(name, Any))):
             raise UsageError(problem)
 
