@@ -1,4 +1,4 @@
-"""How several processes find out, without waiting for a device, what any of them knows."""
+"""Exchange numbers between processes without a host-device synchronization."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ import torch
 import torch.distributed as distributed
 
 SECONDS = 0.2
-"""About how often the processes ask each other, where batches are faster than that."""
+"""Target interval between two all-reduces in seconds, if batches are faster than that."""
 MOST_BATCHES = 100
-"""Batches between two questions at most: training may become slower all of a sudden."""
+"""Largest number of batches between two all-reduces, because training may suddenly become slower."""
 
 
 class Agreement:
-    """The largest of the numbers that any process gives, the same at the same batch on all of them.
+    """Compute the maximum over all processes for each of several numbers; all processes get it at the same batch.
 
-    A question is sent at the end of a batch, and its answer read at the end of the next: it has long arrived then, and
-    no process waits for another that is less than a batch behind. Each answer also says how many batches to leave out
-    before the next question.
+    An all-reduce starts at the end of a batch, and its result is read at the end of the next. It has normally arrived
+    by
+    then, so a process waits only for processes that are at least one batch behind. Each result also contains the number
+    of batches to skip before the next all-reduce.
 
     Args:
-        group: the processes, on a backend of the CPU. Nobody else may use it: what is sent has its turn.
-        count: how many numbers there are.
+        group: the processes, with a CPU backend. Must be used by nothing else, because collectives are matched by their
+            order.
+        count: number of values.
     """
 
     def __init__(self, group: distributed.ProcessGroup, count: int) -> None:
@@ -31,15 +33,15 @@ class Agreement:
         self._count = count
         self._options = distributed.AllreduceOptions()
         self._options.reduceOp = distributed.ReduceOp.MAX
-        self._question = torch.zeros(count + 1, dtype=torch.int64)  # the numbers, and minus the batches to leave out
+        self._question = torch.zeros(count + 1, dtype=torch.int64)  # the values, and minus the batches to skip
         self._work: distributed.Work | None = None
-        self._batches = self._to_leave_out = 0  # since the last question; how many it is to be at least
+        self._batches = self._to_leave_out = 0  # batches since the last all-reduce; its minimum for the next one
         self._sent_at = time.monotonic()
 
     def ask(self, numbers: Sequence[int]) -> list[int]:
-        """At the end of a batch: the largest numbers that were given at the last question; zeros where none was asked.
+        """Return the maxima of the last all-reduce at the end of a batch, or zeros if none was pending.
 
-        All processes call it equally often.
+        All processes must call it equally often.
         """
         answer = self._read() if self._work is not None else [0] * self._count
         self._batches += 1
@@ -48,13 +50,13 @@ class Agreement:
         return answer
 
     def ask_now(self, numbers: Sequence[int]) -> list[int]:
-        """The largest numbers of this moment and, where a question is under way, of that. Waits for all processes."""
+        """Return the current maxima, including those of a pending all-reduce. Waits for all processes."""
         before = self._read() if self._work is not None else [0] * self._count
         self._send(numbers)
         return [max(pair) for pair in zip(before, self._read(), strict=True)]
 
     def close(self) -> None:
-        """Wait for what is under way. Where a process has raised there may be no answer, and nobody waits for one."""
+        """Wait for a pending all-reduce. Do not call it if a process has raised: the all-reduce may never complete."""
         if self._work is not None:
             self._read()
 

@@ -1,8 +1,8 @@
-"""End the processes of one run together: where one of them dies or raises, the others do not wait for it for ever.
+"""End all processes of a run if one of them dies or raises, so that the others do not wait for it forever.
 
-The launchers look after the processes that they have started, and kill all of them at once when one fails; but
-processes whose parent has failed go on waiting for it, on a GPU for half an hour. Here each process that has failed
-gets some time to say what happened, and then all of them end.
+The launchers watch the processes that they started, and kill all of them at once if one fails. But if the parent fails,
+its children keep waiting for it, on a GPU for half an hour. Here each process that has failed gets some time to report
+its error, and then all processes end.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from typing import Any
 import torch
 
 GRACE = 10.0
-"""Seconds that a process gets to end by itself once another has failed, and to exit once it has to."""
+"""Seconds that a process gets to end by itself after another has failed, and to exit once it is exiting."""
 LAST_WORDS = 30.0
-"""Seconds that callbacks and loggers get after an error (``on_exception``), where other processes wait."""
+"""Seconds that callbacks and loggers get after an error (``on_exception``) if other processes may be waiting."""
 _LOOK = 0.2
 _PARENT = "AMP_TRAINER_PARENT"
 
 
 class ChildProcesses:
-    """The processes that this one has started.
+    """The child processes of this process.
 
     Attributes:
-        has_failed: whether the last run of this process, or a child, has failed.
-        expected: exit statuses of children that are no failures: 0, and that with which this process will exit.
-        exit_status: of this process, where it has to be ended because it hangs while it exits.
+        has_failed: whether the last run of this process, or a child process, has failed.
+        expected: exit statuses of children that do not count as failures: 0, and this process's own exit status.
+        exit_status: exit status of this process if it has to be ended because it hangs at exit.
     """
 
     def __init__(self) -> None:
@@ -48,22 +48,24 @@ class ChildProcesses:
         self._reported: set[int] = set()
 
     def start_run(self) -> None:
-        """A run starts: failures of earlier runs have been dealt with."""
+        """Forget the failures of earlier runs, because a new run starts."""
         self.has_failed, self.expected = False, {0}
 
     def watch(self, processes: dict[int, Popen[Any]]) -> None:
-        """From now on, these processes (by their rank) and this one end together."""
+        """Watch these processes, given by rank, from now on: if one of them fails, end all of them and this process."""
         self._processes = processes
         threading.Thread(target=self._end_with_them, daemon=True, name="child processes").start()
         self.exit_first()
 
     def exit_first(self) -> None:
-        """Make :meth:`exit` the first exit handler of the interpreter: the later ones may wait for the children."""
+        """Make :meth:`exit` the first exit handler of the interpreter, because later handlers may wait for the
+        children.
+        """
         atexit.unregister(self.exit)
         atexit.register(self.exit)
 
     def exit(self) -> None:
-        """This process exits: if something has failed, its children end, too."""
+        """End the children when this process exits, if anything has failed."""
         if not self.has_failed:
             return
         deadline = time.monotonic() + GRACE
@@ -71,16 +73,16 @@ class ChildProcesses:
             time.sleep(0.05)
         self._any_has_failed()
         self.kill()
-        with contextlib.suppress(RuntimeError):  # some versions of Python start no threads as late as this
+        with contextlib.suppress(RuntimeError):  # some versions of Python cannot start threads this late
             _after(GRACE, _exit, self.exit_status)
 
     def send(self, number: int) -> None:
-        """Send them a signal."""
+        """Send a signal to all running children."""
         for process in self._alive().values():
             process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill those that still run."""
+        """Kill the children that are still running."""
         for rank, process in self._alive().items():
             say(f"Rank {rank} (process {process.pid}) has not ended by itself, and is killed.")
             process.kill()
@@ -89,16 +91,16 @@ class ChildProcesses:
         return {rank: process for rank, process in self._processes.items() if process.poll() is None}
 
     def _end_with_them(self) -> None:
-        """Wait until one has failed, then end the others and this process. Runs in a thread."""
+        """Wait until a child has failed, then end the others and this process. Runs in a thread."""
         while not self._any_has_failed():
             time.sleep(_LOOK)
         self.has_failed = True
-        time.sleep(GRACE)  # this process may fail by itself, because it misses the child, and its error says more
+        time.sleep(GRACE)  # this process may raise by itself because the child is missing, with a more specific error
         self.kill()
         _exit(1)
 
     def _any_has_failed(self) -> bool:
-        """Whether one of them has failed. Each failure is reported once."""
+        """Return whether a child has failed. Reports each failure once."""
         failed = {
             rank: process
             for rank, process in self._processes.items()
@@ -116,11 +118,12 @@ children = ChildProcesses()
 
 @contextmanager
 def deadline_after(error: BaseException, *, waited_for: bool) -> Iterator[None]:
-    """A context for what follows an error of a run, such as ``on_exception``: it may take ``LAST_WORDS`` seconds.
+    """Limit the time that the code in this context may take after an error, such as ``on_exception``: ``LAST_WORDS``
+    seconds.
 
     Args:
-        error: what the run has raised.
-        waited_for: whether other processes may wait for this one, or it for them. If not, there is no deadline.
+        error: the exception that ended the run.
+        waited_for: whether other processes may be waiting for this one, or it for them. If not, there is no limit.
     """
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     children.expected.add(code)
@@ -147,8 +150,8 @@ def _give_up(error: BaseException, code: int) -> None:
 def leave_group_at_exit() -> None:
     """Leave the process group before the interpreter ends.
 
-    A thread of gloo releases a tensor some time after its work is done. If that tensor is Python's, and the interpreter
-    has ended by then, the process is aborted.
+    A thread of gloo releases a tensor some time after its work is done. If that tensor belongs to Python and the
+    interpreter has ended by then, the process is aborted.
     """
     atexit.unregister(_leave_group)
     atexit.register(_leave_group)
@@ -159,18 +162,20 @@ def _leave_group() -> None:
     distributed = torch.distributed
     if distributed.is_initialized() and not children.has_failed:
         with contextlib.suppress(Exception):
-            gc.collect()  # wrappers hold the group, whose threads end with the last reference to it
+            gc.collect()  # wrappers hold the group; its threads end when the last reference is gone
             distributed.destroy_process_group()
 
 
 def name_parent() -> None:
-    """Tell the processes that this one is about to start who their parent is."""
+    """Set the environment variable that gives the parent's process id to the processes that this process is about to
+    start.
+    """
     os.environ[_PARENT] = str(os.getpid())
 
 
 @contextmanager
 def parent_watched() -> Iterator[None]:
-    """A context for a run: in a process that another one has started (:func:`name_parent`), end if that one dies."""
+    """Watch the parent during a run in a process started by another (:func:`name_parent`), and end if it dies."""
     parent, done = int(os.environ.get(_PARENT, 0)), threading.Event()
     if parent in (0, os.getpid()):
         yield
@@ -196,7 +201,7 @@ def _end_without(parent: int) -> None:
 
 
 def _how(code: int) -> str:
-    """How a process has ended."""
+    """Return how a process ended, as the end of a sentence."""
     if code >= 0:
         return f"has ended with exit status {code}; what it said is above"
     try:
@@ -207,7 +212,7 @@ def _how(code: int) -> str:
 
 
 def say(text: str) -> None:
-    """Write a message of ours to standard error at once, also where the interpreter is about to end."""
+    """Write a message of the Trainer to standard error immediately, even if the interpreter is about to end."""
     with contextlib.suppress(OSError):
         os.write(2, f"\ntrainer: {text}\n".encode())
 
@@ -220,8 +225,8 @@ def _after(seconds: float, function: Callable[..., None], *args: Any) -> threadi
 
 
 def _exit(code: int) -> None:
-    """End the process at once, whatever its other threads wait for."""
-    flushing = threading.Thread(target=_flush, daemon=True)  # another thread may hold the streams
+    """End the process immediately, even if other threads are blocked."""
+    flushing = threading.Thread(target=_flush, daemon=True)  # another thread may hold the stream's lock
     flushing.start()
     flushing.join(1.0)
     os._exit(code)

@@ -1,12 +1,12 @@
 """State of DDP's communication hooks and of model averagers that changes from step to step, in each process.
 
-A hook's state is any object. Saved are its numbers and texts that have changed since the beginning of the run, its
-random generators, and its tensors in nested containers; or its ``state_dict``, if it has one. Numbers that have not
-changed are settings, and stay those of this run.
+A hook's state is any object. If it has a ``state_dict``, that is saved. Otherwise its random generators, its tensors in
+nested containers, and those of its numbers and strings that have changed since the beginning of the run are saved.
+Numbers that have not changed are settings, and keep this run's values.
 
-Tensors may belong to buckets of gradients, such as PowerSGD's error feedback. DDP rebuilds its buckets after the first
-backward pass, so that a resumed run has other ones in its first step. Such memory is exact only if the buckets stay the
-same: with ``find_unused_parameters=True`` and without ``static_graph=True``.
+Tensors may belong to gradient buckets, such as PowerSGD's error feedback. DDP rebuilds its buckets after the first
+backward pass, so a resumed run has different buckets in its first step. Such tensors are restored exactly only if the
+buckets stay the same: with ``find_unused_parameters=True`` and without ``static_graph=True``.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ _REFERENCES = (
     distributed.ProcessGroup, nn.Module, nn.Parameter, torch.device, torch.dtype, type, FunctionType,
     BuiltinFunctionType, MethodType, ModuleType, partial, Enum,
 )  # fmt: skip
-"""Objects that a state refers to, and that are not a part of it."""
+"""Objects that a state refers to but does not own."""
 
 
 class _NotPlainError(Exception):
-    """A value cannot be saved."""
+    """Raised if a value cannot be saved."""
 
 
 class _ReferenceError(Exception):
-    """A value refers to objects that are not a part of the state."""
+    """Raised if a value refers to objects that are not part of the state."""
 
 
 class Communication(NamedTuple):
     """How a run communicates gradients and weights, if not as DDP does by default.
 
     Attributes:
-        holders: The objects with the state of hooks and averagers, always in the same order.
-        keeps_buckets: Whether DDP never rebuilds its buckets of gradients.
-        may_diverge: Whether the processes may have different weights, as in post-local SGD.
+        holders: the state objects of hooks and averagers, always in the same order.
+        keeps_buckets: whether DDP never rebuilds its gradient buckets.
+        may_diverge: whether the processes may have different weights, as in post-local SGD.
     """
 
     holders: list[Any]
@@ -60,11 +60,11 @@ class Communication(NamedTuple):
 
 
 def communication_of(model: DistributedDataParallel, averager: Any) -> Communication | None:
-    """Return how a module communicates; None if it has no communication hooks written in Python, and no averager.
+    """Return how a module communicates, or None if it has no communication hooks written in Python and no averager.
 
     Args:
-        model: The module.
-        averager: The averager of its weights, such as torch's ``PeriodicModelAverager``; None for none.
+        model: the DDP module.
+        averager: the averager of its weights, such as torch's ``PeriodicModelAverager``, or None.
     """
     hooks = model._comm_hooks
     if not hooks and averager is None:
@@ -87,7 +87,7 @@ def _is_global(hook: Any, state: Any) -> bool:
 
 
 def digest(values: Iterable[Any]) -> str:
-    """Return the SHA-256 of the tensors in nested containers. Synchronizes with the device."""
+    """Return the SHA-256 digest of the tensors in nested containers. Synchronizes with the device."""
     found = hashlib.sha256()
     for value in torch.utils._pytree.tree_leaves(list(values)):
         if isinstance(value, Tensor):
@@ -98,7 +98,7 @@ def digest(values: Iterable[Any]) -> str:
 
 
 def numbers_of(holders: Iterable[Any]) -> list[State]:
-    """Return the numbers and texts of each holder at the beginning of a run."""
+    """Return the numbers and strings of each holder at the beginning of a run."""
     return [{name: value for name, value in _items(one).items() if isinstance(value, _SCALARS)} for one in holders]
 
 
@@ -106,8 +106,8 @@ def state_of(holders: Sequence[Any], first: Sequence[State]) -> list[State]:
     """Return the state of each holder, in plain containers and tensors.
 
     Args:
-        holders: The objects, always in the same order.
-        first: The result of :func:`numbers_of` at the beginning of the run.
+        holders: the objects, always in the same order.
+        first: the result of :func:`numbers_of` at the beginning of the run.
     """
     return [_state_of(one, first[index] if index < len(first) else {}) for index, one in enumerate(holders)]
 
@@ -123,14 +123,14 @@ def load(
     """Restore the state that :func:`state_of` returned.
 
     Args:
-        holders: The objects.
-        first: The result of :func:`numbers_of` at the beginning of this run.
-        states: The states.
-        same_buckets: Whether the buckets of gradients are those of the saved run.
-        device: The device of tensors that do not exist yet.
+        holders: the objects.
+        first: the result of :func:`numbers_of` at the beginning of this run.
+        states: the return value of :func:`state_of` in the saved run.
+        same_buckets: whether the gradient buckets are the same as in the saved run.
+        device: the device of tensors that do not exist yet.
 
     Returns:
-        The reasons that the run will not continue exactly. Memory that belongs to other buckets is not restored.
+        The reasons why the run will not continue exactly. Tensors that belong to different buckets are not restored.
     """
     problems = []
     kinds, saved_kinds = [_kind(one) for one in holders], [state["kind"] for state in states]
@@ -183,7 +183,7 @@ def _kind(holder: Any) -> str:
 
 
 def _items(holder: Any) -> dict[Any, Any]:
-    """Return the attributes of an object by name, those in slots as well; the items of a dict or list."""
+    """Return the attributes of an object by name, including those in slots, or the items of a dict or list."""
     if isinstance(holder, Mapping):
         return dict(holder)
     if isinstance(holder, list):
@@ -221,7 +221,7 @@ def _put(holder: Any, name: Any, value: Any, device: torch.device) -> None:
 
 
 def _as(value: Any, now: Any, device: torch.device) -> Any:
-    """Return a saved value in the kind of container and on the device of the value that it replaces."""
+    """Return a saved value in the container type and on the device of the value that it replaces."""
     if isinstance(value, Tensor):
         return value.to(now.device if isinstance(now, Tensor) else device, copy=True)
     if isinstance(value, dict):

@@ -1,9 +1,9 @@
-"""``torch.compile`` in place: what is private to torch in it, and what its compiler tells of its work.
+"""``torch.compile`` in place: access to torch's private attributes, and the compiler's records.
 
-``nn.Module.compile`` compiles a module's call and leaves the module what it is: its class, its names, the keys of its
-``state_dict``, its copies. Whoever replaces the module's ``forward`` or adds hooks, before or after, is inside of what
-is compiled. There is no public way back, and torch 2.10 compiles nothing of a module whose ``forward`` is torch's own
-(``nn.Sequential``); so torch's attribute is set here, and nowhere else.
+``nn.Module.compile`` compiles a module's call and leaves the module unchanged: its class, its names, the keys of its
+``state_dict``, its copies. A replaced ``forward`` and added hooks are compiled too, whether they are set before or
+after. There is no public way to undo it, and torch 2.10 compiles nothing of a module with a ``forward`` from torch
+(``nn.Sequential``). Therefore torch's private attribute is set here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from trainer.engine.forwards import OwnForward
 
 _IN_PLACE = "_compiled_call_impl"
 _GRAPHS = ("reduce-overhead", "max-autotune")
-"""Modes of inductor that use CUDA graphs."""
+"""Inductor modes that use CUDA graphs."""
 _WITHOUT_GRAPHS = ("inductor", "eager", "aot_eager", "aot_eager_decomp_partition")
-"""Backends of which it is known that they give memory away for good, where no mode says otherwise."""
+"""Backends known not to reuse the memory of their outputs, unless the mode selects CUDA graphs."""
 _CODES: WeakValueDictionary[str, CodeType] = WeakValueDictionary()
-"""What is compiled of torch's containers, by their structure: see :func:`_call_of`."""
+"""Compiled code of torch's containers, by their structure: see :func:`_call_of`."""
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether the module's call is compiled in place."""
+    """Return whether the module's call is compiled in place."""
     return getattr(module, _IN_PLACE, None) is not None
 
 
 def compile_in_place(module: nn.Module, settings: Mapping[str, Any], *, reuses_memory: bool) -> Callable[[], None]:
-    """Have calls of ``module`` compiled. Returns what undoes it.
+    """Compile calls of ``module``. Returns a function that undoes it.
 
     Args:
-        module: not compiled yet.
-        settings: of ``torch.compile``.
-        reuses_memory: whether the next call overwrites what this one returns: see :class:`Kept`.
+        module: a module that is not compiled yet.
+        settings: the arguments of ``torch.compile``.
+        reuses_memory: whether the next call overwrites the output of the previous one: see :class:`Kept`.
     """
     if type(module).forward.__module__.startswith("torch."):
         compiled: Any = torch.compile(_call_of(module), **settings)
@@ -58,10 +58,10 @@ def compile_in_place(module: nn.Module, settings: Mapping[str, Any], *, reuses_m
 
 
 class CompiledForward(OwnForward):
-    """A compiled ``forward``, where the module's call may be more than that: a LightningModule's is its step under DDP.
+    """A compiled ``forward``, for modules with a call that does more: under DDP a LightningModule's call is its step.
 
     Args:
-        module: whose forward.
+        module: the module to compile.
         settings, reuses_memory: as in :func:`compile_in_place`.
     """
 
@@ -71,28 +71,29 @@ class CompiledForward(OwnForward):
         self._compiled: Callable[..., Any] = Kept(compiled) if reuses_memory else compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward."""
+        """Run the compiled forward."""
         return self._compiled(*args, **kwargs)
 
 
 class Kept:
-    """Calls a compiled function that overwrites its results in the next step, and copies those that are kept.
+    """Call a compiled function that overwrites its outputs in the next step, and copy the outputs that are kept.
 
-    In a forward pass with gradients these are single numbers (a loss, a weight, a sum that is logged): the activations
-    and the output of a network are used up by the backward pass, and a copy of them would cost memory and time. Without
-    gradients all of it: what is predicted, what metrics collect, what a module keeps for the end of the epoch.
+    In a forward pass with gradients, only tensors with one element are copied (a loss, a weight, a logged sum).
+    Activations and the output of a network are consumed by the backward pass, and copying them would cost memory and
+    time. Without gradients all outputs are copied: predictions, inputs of metrics, values that a module keeps until the
+    end of the epoch.
 
     Args:
-        function: what ``torch.compile`` returned.
+        function: the return value of ``torch.compile``.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
+        """Call the function and copy the outputs that are kept."""
         output = self._function(*args, **kwargs)
-        if torch.compiler.is_compiling():  # part of a larger graph, which is kept as a whole
+        if torch.compiler.is_compiling():  # part of a larger graph, which is copied as a whole
             return output
         trains = torch.is_grad_enabled()
         return apply_to_collection(
@@ -104,10 +105,10 @@ class Kept:
 
 
 def reuses_memory(settings: Mapping[str, Any], device: torch.device) -> bool:
-    """Whether what is compiled with these settings may write its results to the same memory at each call.
+    """Return whether a function compiled with these settings may write its outputs to the same memory at each call.
 
-    CUDA graphs do: inductor's by its mode or an option, and the backend ``cudagraphs``. Of a backend that is not
-    torch's nobody knows.
+    CUDA graphs do: inductor's, selected by its mode or an option, and the backend ``cudagraphs``. Backends that are not
+    torch's are assumed to do so.
     """
     backend, options = settings.get("backend") or "inductor", settings.get("options") or {}
     if backend not in (*_WITHOUT_GRAPHS, "cudagraphs"):
@@ -118,18 +119,18 @@ def reuses_memory(settings: Mapping[str, Any], device: torch.device) -> bool:
 
 
 def begin_step() -> None:
-    """Tell CUDA graphs that what the step before has computed is over, whether or not all of it had a backward pass."""
+    """Mark the outputs of the previous step as free for CUDA graphs, even if some of them had no backward pass."""
     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """A function that was compiled.
+    """One compilation of a function.
 
     Attributes:
-        function: its name, with the name of its file, and the line.
-        reason: which assumption about its arguments no longer held, where it had been compiled before; else "".
-        seconds: how long it took, the forward graph's compilation included.
+        function: its name, with the file name and the line.
+        reason: the guard on its arguments that failed, if it had been compiled before; otherwise "".
+        seconds: duration, including the compilation of the forward graph.
     """
 
     function: str
@@ -138,25 +139,25 @@ class Compilation:
 
 
 class Compilations:
-    """What ``torch.compile`` has compiled in this process from :meth:`start` to :meth:`stop`.
+    """Record the compilations of ``torch.compile`` in this process from :meth:`start` to :meth:`stop`.
 
-    It costs nothing where nothing is compiled. Where torch does not tell (its records are private), nothing is known.
+    Costs nothing if nothing is compiled. If torch's private records do not exist, nothing is recorded.
 
     Attributes:
-        done: so far, in their order; see :meth:`read`.
-        graph_breaks: how many there were.
+        done: the compilations so far, in order; see :meth:`read`.
+        graph_breaks: number of graph breaks.
     """
 
     def __init__(self) -> None:
         self.done: list[Compilation] = []
         self.graph_breaks = 0
         self._has_news = False
-        self._until = 0.0  # when the last compilation began that has been taken up
+        self._until = 0.0  # start time of the last compilation that was read
         self._breaks_before = 0
         self._listens = False
 
     def start(self) -> None:
-        """Listen."""
+        """Start recording."""
         self.done, self._has_news = [], False
         self._until = max((one.start_time for one in _records()), default=0.0)
         self._breaks_before = _graph_breaks()
@@ -169,7 +170,7 @@ class Compilations:
         self._listens = True
 
     def stop(self) -> None:
-        """Listen no more. Safe to call twice."""
+        """Stop recording. Can be called twice."""
         self.read()
         if self._listens:
             self._listens = False
@@ -179,7 +180,7 @@ class Compilations:
                 callback_handler.remove_end_callback(self._hear)
 
     def read(self) -> bool:
-        """Take up what has been compiled since the last time. Returns whether there was anything."""
+        """Read the compilations since the last call. Returns whether there were any."""
         if not self._has_news:
             return False
         self._has_news = False
@@ -190,11 +191,11 @@ class Compilations:
         return True
 
     def _hear(self, event: Any) -> None:
-        self._has_news = True  # what is known of it is recorded later
+        self._has_news = True  # torch writes the record later
 
 
 def ever_compiled() -> bool:
-    """Whether a graph has been compiled in this process; True where torch does not tell."""
+    """Return whether a graph has been compiled in this process; True if torch does not report it."""
     try:
         from torch._dynamo.utils import counters
     except ImportError:
@@ -228,10 +229,12 @@ def _compilation_of(record: Any) -> Compilation:
 
 
 def _call_of(module: nn.Module) -> Callable[..., Any]:
-    """What is compiled. Modules of one structure share its code: of one code the compiler makes a few graphs only."""
+    """Return the function to compile. Modules of the same structure share its code, because the compiler limits the
+    graphs per code object.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # noqa: SLF001 - not what is compiled
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # noqa: SLF001 - __call__ would be compiled
 
     code = _CODES.setdefault(repr(module), call.__code__.replace())
     return FunctionType(code, call.__globals__, call.__name__, None, call.__closure__)

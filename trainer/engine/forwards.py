@@ -1,4 +1,4 @@
-"""Another ``forward`` of a module, for a while."""
+"""Temporarily replace the ``forward`` of a module."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from torch import nn
 
 
 class OwnForward:
-    """Takes the place of a module's ``forward``: an attribute of the instance, which precedes the class's.
+    """Replace a module's ``forward`` with an instance attribute, which takes precedence over the method of the class.
 
     Args:
-        module: whose forward.
+        module: the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._forward: Callable[..., Any] = module.forward
-        self._outer = vars(module).get("forward")  # somebody else's replacement, which is restored
+        self._outer = vars(module).get("forward")  # a replacement by other code, which is restored
         vars(module)["forward"] = self
 
     def undo(self) -> None:
-        """Restore the module's forward, unless ours has been replaced meanwhile."""
+        """Restore the module's forward, unless other code has replaced this one in the meantime."""
         if vars(self._module).get("forward") is self:
             del vars(self._module)["forward"]
             if self._outer is not None:
                 vars(self._module)["forward"] = self._outer
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles of the module get its plain forward, bound to them."""
+        """Give copies and pickles of the module its plain forward, bound to them."""
         return _itself, (self._forward,)
 
 

@@ -1,9 +1,10 @@
-"""Modules that were made on the meta device: they get memory, and values, where they are to run.
+"""Materialize and initialize modules that were created on the meta device.
 
-``configure_model`` may make its modules inside of ``with torch.device("meta")``: without memory. On every engine they
-are filled in the same way, so that each starts from the same weights: by ``init_weights()`` of the LightningModule, if
-it has that method, which is to fill every parameter and buffer; otherwise by each module's own ``reset_parameters()``,
-in the order of ``modules()``, and by ``_init_weights(module)`` of a module around it (Hugging Face's models have one).
+``configure_model`` may create its modules inside ``with torch.device("meta")``, without memory. Every engine
+initializes them in the same way, so that each starts from the same weights: with ``init_weights()`` of the
+LightningModule if it has this method, which must then fill every parameter and buffer; otherwise with each module's own
+``reset_parameters()`` in the order of ``modules()``, and with ``_init_weights(module)`` of an enclosing module (as
+Hugging Face's models have).
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from trainer.walks import owned_tensors
 
 
 def is_on_meta(module: nn.Module) -> bool:
-    """Whether any parameter or buffer has no memory yet."""
+    """Return whether any parameter or buffer is on the meta device."""
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def initialise(root: nn.Module, device: torch.device, finish: Callable[[Tensor, Tensor], None] | None = None) -> None:
-    """Give memory and values to all that has none.
+    """Allocate and initialize all parameters and buffers on the meta device.
 
     Args:
         root: the LightningModule.
-        device: where.
-        finish: where parameters are sharded, called with (the whole of one, which has been initialised; the sharded
-            one, which has memory). All processes come here. None where they are whole.
+        device: the target device.
+        finish: if parameters are sharded, called with (a whole initialized parameter, the sharded parameter with
+            memory). All processes call it. None if parameters are not sharded. Default: None.
 
     Raises:
-        ConfigurationError: nobody has filled a parameter or buffer, which is named.
+        ConfigurationError: a parameter or buffer was not initialized. The message names it.
     """
     if not is_on_meta(root):
         return
@@ -72,7 +73,7 @@ def _fill_each(
     device: torch.device,
     finish: Callable[[Tensor, Tensor], None] | None,
 ) -> Iterator[str]:
-    """Fill each module by its own means. Yields the names of what that has left out."""
+    """Initialize each module with its own methods. Yields the names of tensors that they did not fill."""
     by_part: dict[nn.Module, list[tuple[str, str]]] = {}
     for part, name, outer in empty:
         by_part.setdefault(part, []).append((name, outer))
@@ -98,7 +99,7 @@ def _fill_each(
 
 
 def _around(root: nn.Module) -> dict[nn.Module, nn.Module]:
-    """For each module the innermost one around it, or itself, that has an ``_init_weights`` for its parts."""
+    """Map each module to the innermost enclosing module, or itself, that has ``_init_weights``."""
     found: dict[nn.Module, nn.Module] = {}
     for outer in root.modules():
         if callable(getattr(outer, "_init_weights", None)):
@@ -107,12 +108,14 @@ def _around(root: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def _give_memory(root: nn.Module, device: torch.device, *, sharded: bool) -> None:
-    """Memory for all that has none, filled with NaN: what stays so was left out."""
+    """Allocate memory for all tensors on the meta device and fill it with NaN, to detect tensors that stay
+    uninitialized.
+    """
     if sharded:
         apply: Any = root._apply  # as `to_empty` does; FSDP takes its new shards from here
         apply(lambda tensor: _blank_part(tensor, device) if tensor.is_meta else tensor)
         return
-    made: dict[int, nn.Parameter] = {}  # what several modules share stays shared
+    made: dict[int, nn.Parameter] = {}  # by id, so that shared parameters stay shared
     for _, part, name, tensor in owned_tensors(root):
         if tensor.is_meta and isinstance(tensor, nn.Parameter):
             if id(tensor) not in made:
@@ -123,20 +126,20 @@ def _give_memory(root: nn.Module, device: torch.device, *, sharded: bool) -> Non
 
 
 def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """The parameter, with memory and its attributes."""
+    """Return the parameter with memory and with its attributes."""
     made = nn.Parameter(_blank(parameter, device), requires_grad=parameter.requires_grad)
     vars(made).update(vars(parameter))
     return made
 
 
 def _blank(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory for the whole of ``tensor``: NaN, or 0 where there is no NaN."""
+    """Return memory for the whole of ``tensor``, filled with NaN, or with 0 if the dtype has no NaN."""
     value = torch.nan if tensor.is_floating_point() else 0
     return torch.full(tensor.shape, value, dtype=tensor.dtype, device=device)
 
 
 def _blank_part(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same for this process's part of it."""
+    """Return memory for this process's part of ``tensor``, filled with NaN, or with 0 if the dtype has no NaN."""
     blank = torch.empty_like(tensor, device=device)
     with torch.no_grad():
         local(blank).fill_(torch.nan if tensor.is_floating_point() else 0)

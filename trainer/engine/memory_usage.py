@@ -1,4 +1,4 @@
-"""What is in the memory of a device, by kind: for the moment in which it has run out."""
+"""Memory usage of a device by kind, for the report after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from trainer.precision.scaler import gradients_of
 from trainer.walks import parameters_of
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables that torch's allocator reads, once, when CUDA is initialised; the second is the older one."""
+"""Environment variables that torch's allocator reads once, when CUDA is initialized. The second is the older name."""
 _COUNTED = ("cuda", "xpu")
-"""Devices whose allocator says what it has given away, what it keeps, and what is left."""
+"""Devices with an allocator that reports allocated, reserved and free memory."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What is in the memory of a device, in bytes. None is what is not known there.
+    """Memory usage of a device in bytes. None for values that are not known.
 
     Args:
-        kinds: of ``weights``, ``gradients``, ``optimizer`` (its states), ``buffers`` and ``batch``, what lies on the
-            device. Tensors that share memory count once.
-        allocated: all tensors of the process; on a CPU the process.
-        unused: what torch has reserved of the device and no tensor occupies.
-        elsewhere: taken by others than torch's tensors: other processes, the driver's context, workspaces of libraries.
-        peak: the most that was allocated; since the fit began on CUDA, ever on a CPU.
-        total: the device's; on a CPU the machine's, or its control group's limit.
+        kinds: bytes on the device of ``weights``, ``gradients``, ``optimizer`` (its states), ``buffers`` and ``batch``.
+            Tensors that share memory count once.
+        allocated: all tensors of the process; on a CPU the memory of the process.
+        unused: memory that torch has reserved on the device and that no tensor occupies.
+        elsewhere: memory that torch's allocator does not manage: other processes, the driver's context, workspaces of
+            libraries.
+        peak: maximum of ``allocated``; on CUDA since the fit began, on a CPU since the process began.
+        total: memory of the device; on a CPU of the machine, or the limit of its control group.
     """
 
     kinds: dict[str, int]
@@ -46,22 +47,22 @@ class Usage:
 
     @property
     def rest(self) -> int | None:
-        """What is allocated and of none of the kinds: activations, and whatever else is alive."""
+        """Return the allocated bytes that belong to none of the kinds: activations and other live tensors."""
         return None if self.allocated is None else max(0, self.allocated - sum(self.kinds.values()))
 
     @property
     def is_fragmented(self) -> bool:
-        """Whether an eighth of what torch has reserved, or more, lies between tensors."""
+        """Return whether at least an eighth of the memory that torch has reserved is unused."""
         return bool(self.unused and self.allocated is not None and self.unused * 7 >= self.allocated)
 
     @property
     def is_mostly_states(self) -> bool:
-        """Whether weights, gradients and the optimizer's states take more than half of the device."""
+        """Return whether weights, gradients and optimizer states take more than half of the device."""
         states = sum(self.kinds[kind] for kind in ("weights", "gradients", "optimizer"))
         return self.total is not None and states * 2 > self.total
 
     def facts(self) -> dict[str, int]:
-        """What is known, for a record."""
+        """Return all known values, for a record."""
         known = {"rest": self.rest, "allocated": self.allocated, "unused": self.unused, "elsewhere": self.elsewhere}
         known |= {"peak": self.peak, "total": self.total}
         return {**self.kinds, **{name: size for name, size in known.items() if size is not None}}
@@ -70,13 +71,14 @@ class Usage:
 def measure(
     device: torch.device, module: nn.Module | None, optimizers: Iterable[Optimizer], batch: Iterable[Tensor]
 ) -> Usage:
-    """Look what is in the memory of a device. Does not wait for it.
+    """Measure the memory usage of a device. Does not synchronize with it.
 
     Args:
-        device: of this process.
-        module: whose parameters, gradients and buffers they are.
-        optimizers: whose states, and whose parameters: an engine that shards has others in the module for a while.
-        batch: the tensors of the batch that runs.
+        device: the device of this process.
+        module: the module with the parameters, gradients and buffers, or None.
+        optimizers: optimizers with states and parameters. An engine that shards may temporarily have other parameters
+            in the module.
+        batch: the tensors of the current batch.
     """
     optimizers = list(optimizers)
     of_module = [] if module is None else list(module.parameters())
@@ -94,17 +96,17 @@ def measure(
 
 
 def _sizes(tensors: Iterable[Any], device: torch.device, seen: dict[int, torch.UntypedStorage]) -> Iterator[int]:
-    """Of the storages on ``device`` that have not been seen before."""
+    """Yield the sizes of the storages on ``device`` that have not been seen before."""
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or tensor.device != device:
             continue
-        if hasattr(tensor, "__tensor_flatten__"):  # a DTensor has its part of a parameter in it
+        if hasattr(tensor, "__tensor_flatten__"):  # a DTensor contains this process's part of a parameter
             parts = tensor.__tensor_flatten__()[0]
             yield from _sizes([getattr(tensor, name) for name in parts], device, seen)
         elif tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             if id(storage) not in seen:
-                seen[id(storage)] = storage  # kept, so that nothing else gets its id
+                seen[id(storage)] = storage  # the reference prevents another object from getting the same id
                 yield storage.nbytes()
 
 
@@ -131,18 +133,18 @@ def _of_device(device: torch.device) -> dict[str, int | None]:
 
 
 def expands_segments() -> bool:
-    """Whether CUDA's allocator has been told not to leave gaps."""
+    """Return whether CUDA's allocator is configured to avoid fragmentation."""
     return any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR)
 
 
 def write_snapshot(device: torch.device, file: Path) -> bool:
     """Write torch's snapshot of CUDA's allocator, for https://pytorch.org/memory_viz.
 
-    It lists the blocks by segment; if ``torch.cuda.memory._record_memory_history`` was called, also the line that
+    It lists the blocks by segment and, if ``torch.cuda.memory._record_memory_history`` was called, the line that
     allocated each block. Does not synchronize with the device.
 
     Returns:
-        Whether there is one: on CUDA, and where torch has kept the name.
+        Whether it was written: on CUDA, if torch has this private function.
 
     Raises:
         OSError: the file cannot be written.

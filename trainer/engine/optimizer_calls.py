@@ -1,4 +1,4 @@
-"""What an optimizer's ``step`` wants, a closure that evaluates the loss or none, and whose ``zero_grad`` it has."""
+"""Inspect an optimizer's ``step`` (whether it takes a closure) and its ``zero_grad`` (whether it overrides torch's)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ _ZERO_GRAD = Optimizer.zero_grad
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether the optimizer evaluates the loss itself (LBFGS, SAM): its ``step`` has a closure without default."""
+    """Return whether the optimizer evaluates the loss itself (LBFGS, SAM): its ``step`` has a closure without a
+    default.
+    """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def takes_closure(optimizer: Optimizer) -> bool:
-    """Whether the optimizer is to be given a closure that trains: its ``step`` takes one, and is not torch's own.
+    """Return whether to pass the optimizer a closure that trains: its ``step`` accepts one, and is not torch's own.
 
-    Another library's may evaluate the loss twice with it (SAM), pass it on (Lookahead), or require it.
+    An optimizer of another library may evaluate the loss twice with it (SAM), pass it on (Lookahead), or require it.
     """
     step = type(optimizer).step
     parameters = inspect.signature(step).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    is_known = step.__module__.startswith(("torch.", "lightning."))  # of an inherited one: where it was written
+    is_known = step.__module__.startswith(("torch.", "lightning."))  # the defining module, even if inherited
     return needs_closure(optimizer) or (not is_known and ("closure" in parameters or takes_any))
 
 
 def has_own_zero_grad(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's ``zero_grad`` is not torch's own."""
+    """Return whether the optimizer overrides torch's ``zero_grad``."""
     return type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in optimizer.__dict__

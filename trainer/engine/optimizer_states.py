@@ -1,7 +1,7 @@
 """Load optimizer states with the dtypes that they were saved with.
 
 ``torch.optim.Optimizer.load_state_dict`` casts every tensor except ``step`` to the dtype of its parameter, so float32
-master weights of bfloat16 parameters become bfloat16, and 8-bit states become floating point. It also replaces texts.
+master weights of bfloat16 parameters become bfloat16, and 8-bit states become floating point. It also replaces strings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from trainer.walks import parameters_of
 
 SavedDtypes = Mapping[Tensor, torch.dtype]
-"""The dtype that each parameter had when the checkpoint was saved, by the parameter."""
+"""Dtype of each parameter when the checkpoint was saved."""
 
 
 def dtype_to_load(value: Tensor, saved: torch.dtype | None, now: torch.dtype) -> torch.dtype:
@@ -28,9 +28,9 @@ def dtype_to_load(value: Tensor, saved: torch.dtype | None, now: torch.dtype) ->
     The state is cast only if its parameter's dtype has changed and the state had the parameter's dtype.
 
     Args:
-        value: The state in the checkpoint.
-        saved: The parameter's dtype when the checkpoint was saved; None if it is not known.
-        now: The parameter's dtype in this run.
+        value: the state in the checkpoint.
+        saved: the parameter's dtype when the checkpoint was saved, or None if it is not known.
+        now: the parameter's dtype in this run.
     """
     return now if value.dtype == saved and now.is_floating_point else value.dtype
 
@@ -42,15 +42,15 @@ def keep_dtypes(optimizers: Iterable[Any], states: Iterable[Any], saved: SavedDt
     Includes optimizers inside of optimizers, such as the one that Lookahead wraps.
 
     Args:
-        optimizers: The optimizers that the block loads.
-        states: The state dict of each, for an optimizer with a ``load_state_dict`` that does not call torch's.
-        saved: The saved dtypes of the parameters.
+        optimizers: the optimizers that the block loads.
+        states: the state dict of each, for an optimizer with a ``load_state_dict`` that does not call torch's.
+        saved: the saved dtypes of the parameters.
     """
     optimizers, given = list(optimizers), dict[Any, Any]()
     with ExitStack() as hooks:
         for optimizer in dict.fromkeys(_with_inner(optimizers)):
             restore = partial(_restore_given, given, saved)
-            with suppress(AttributeError):  # its __init__ has not called torch's
+            with suppress(AttributeError):  # its __init__ did not call torch's
                 hooks.callback(optimizer.register_load_state_dict_pre_hook(given.__setitem__).remove)
                 hooks.callback(optimizer.register_load_state_dict_post_hook(restore, prepend=True).remove)
         yield
@@ -85,17 +85,17 @@ def _restore(optimizer: Optimizer, state: Mapping[str, Any], saved: SavedDtypes)
 
 
 def _loaded(now: Any, value: Any, key: Any = None, *, dtypes: tuple[torch.dtype | None, torch.dtype]) -> Any:
-    """Return a state as it should be after loading: ``now`` if it is right; containers are changed in place.
+    """Return the state to use after loading: ``now`` if it is right. Containers are changed in place.
 
     Args:
-        now: The state after ``load_state_dict``.
-        value: The state in the checkpoint.
-        key: The name of the state.
-        dtypes: The dtype that its parameter had when it was saved, and the dtype that it has.
+        now: the state after ``load_state_dict``.
+        value: the state in the checkpoint.
+        key: the name of the state.
+        dtypes: the dtype of its parameter when it was saved, and the current dtype of the parameter.
     """
     if isinstance(value, Tensor) and isinstance(now, Tensor):
         if key == "step" and value.is_floating_point() and now.dtype is torch.float32:
-            return now  # a fused step needs float32, whatever the file has
+            return now  # a fused step needs float32, regardless of the dtype in the file
         dtype = dtype_to_load(value, *dtypes)
         return now if now.dtype is dtype else _like(value, now).to(now.device, dtype)
     if isinstance(value, dict) and isinstance(now, dict):
@@ -107,7 +107,7 @@ def _loaded(now: Any, value: Any, key: Any = None, *, dtypes: tuple[torch.dtype 
 
 
 def _like(value: Tensor, now: Tensor) -> Tensor:
-    """Return a state of the checkpoint, sharded as ``now`` is."""
+    """Return a state of the checkpoint, sharded in the same way as ``now``."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(now, DTensor):

@@ -1,4 +1,4 @@
-"""What a process holds of tensors that are sharded."""
+"""The local part of a sharded tensor."""
 
 from __future__ import annotations
 
@@ -7,5 +7,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """As much of it as this process holds, sharing its memory: of a ``DTensor`` its part, otherwise ``tensor``."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001 - `to_local`: 4 us
+    """Return the part of a tensor in this process, sharing its memory: the shard of a ``DTensor``, otherwise ``tensor``
+    itself.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001 - `to_local` takes 4 us

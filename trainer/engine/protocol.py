@@ -1,8 +1,8 @@
-"""The engine: devices, processes and gradients, as far as the rest of the package needs to know of them.
+"""The engine protocol: devices, processes and gradients, as far as the rest of the package uses them.
 
-``trainer.compat.engine`` has the implementation, over Lightning's strategies. Another engine is any object of this
-shape: a subclass of ``Trainer`` builds it in ``_build_engine``. The Trainer, loops, callbacks, checkpoints and
-post-mortems use nothing else of an engine than what is here; only ``trainer.compat`` asks for Lightning's strategy.
+``trainer.compat.engine`` implements it with Lightning's strategies. Any other object that implements this protocol can
+be an engine: a subclass of ``Trainer`` builds it in ``_build_engine``. The Trainer, loops, callbacks, checkpoints and
+post-mortems use nothing else of an engine; only ``trainer.compat`` accesses Lightning's strategy.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from trainer.precision.base import Precision
 T = TypeVar("T")
 
 Weight = float | Tensor
-"""How much something counts: a number, or a 0-dim tensor on the device, where reading it would mean waiting."""
+"""Weight of a loss or metric: a number, or a 0-dim tensor on the device if reading it would synchronize."""
 
 
 class ScheduleConfig(Protocol):
-    """One schedule as ``configure_optimizers`` gave it (the shape of Lightning's ``LRSchedulerConfig``)."""
+    """A learning-rate schedule from ``configure_optimizers`` (with the attributes of ``LRSchedulerConfig``)."""
 
     scheduler: Any
     interval: str
@@ -41,12 +41,14 @@ class ScheduleConfig(Protocol):
 
 
 class ModuleCalls(NamedTuple):
-    """What a module does by itself during a fit, and who does it then. None leaves it to the engine.
+    """Functions that handle the calls of a module during a fit. None leaves a call to the engine.
 
     Attributes:
-        backward: ``LightningModule.manual_backward``: (loss, what runs the module's ``backward`` on the scaled loss).
-        step: ``optimizer.step`` of what ``self.optimizers()`` returns: (optimizer, closure, other arguments by name).
-        clip: ``LightningModule.clip_gradients``: (optimizer, limit, ``"norm"`` or ``"value"``).
+        backward: handles ``LightningModule.manual_backward``: (loss, function that runs the module's ``backward`` on
+            the scaled loss).
+        step: handles ``optimizer.step`` of the optimizers from ``self.optimizers()``: (optimizer, closure, other
+            arguments by name).
+        clip: handles ``LightningModule.clip_gradients``: (optimizer, limit, ``"norm"`` or ``"value"``).
     """
 
     backward: Callable[[Tensor, Callable[[Tensor], None]], None] | None = None
@@ -58,14 +60,15 @@ class Engine(Protocol):
     """Devices, processes and gradients.
 
     A run calls, in this order: ``launch`` (in the parent; the rest happens in every process), ``connect``,
-    ``setup_environment``, ``convert_module``, ``setup``, then the others, and ``teardown``.
+    ``setup_environment``, ``convert_module``, ``setup``, then the other methods, and ``teardown``.
 
     Attributes:
-        module_calls: who does what a module does by itself. The Trainer sets it for each fit.
-        shows_gradients: whether gradients can be looked at between a backward pass and the step.
-        trains_unevenly: whether a process may have fewer training batches than others.
-        evaluates_unevenly: the same of evaluation; where not, all are given as many.
-        may_change_size: whether the run may go on with another number of processes: ``num_nodes="auto"``.
+        module_calls: functions that handle the calls of a module. The Trainer sets it for each fit.
+        shows_gradients: whether gradients can be read between a backward pass and the step.
+        trains_unevenly: whether training supports uneven inputs: processes with different numbers of batches.
+        evaluates_unevenly: whether evaluation supports uneven inputs. If not, all processes get the same number of
+            batches.
+        may_change_size: whether the run may continue with another number of processes: ``num_nodes="auto"``.
     """
 
     module_calls: ModuleCalls
@@ -80,19 +83,21 @@ class Engine(Protocol):
 
     @property
     def gradients(self) -> Gradients:
-        """What computes and changes gradients; the same object as long as the engine lives."""
+        """The object that computes and changes gradients; the same object during the engine's lifetime."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """What ``configure_optimizers`` returned; empty before ``setup`` and outside of fit. A live list."""
+        """The optimizers that ``configure_optimizers`` returned; empty before ``setup`` and outside of fit. A live
+        list.
+        """
 
     @property
     def wrapped_optimizers(self) -> list[Any]:
-        """The optimizers as modules know them (``self.optimizers()``)."""
+        """The optimizers that modules get from ``self.optimizers()``."""
 
     @property
     def schedules(self) -> list[ScheduleConfig]:
-        """The learning-rate schedules that came with them. A live list."""
+        """The learning-rate schedules from ``configure_optimizers``. A live list."""
 
     @property
     def device(self) -> torch.device:
@@ -100,56 +105,56 @@ class Engine(Protocol):
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
+        """Number of processes."""
 
     @property
     def timeout(self) -> timedelta:
-        """How long a process waits for the others in a collective."""
+        """Time that a process waits for the others in a collective."""
 
     @property
     def data_parallel_size(self) -> int:
-        """How many processes have batches of their own, over which gradients are averaged.
+        """Number of processes with separate batches, over which gradients are averaged.
 
-        That is all of them, unless several share a batch (tensor or pipeline parallelism).
+        This is the world size, unless several processes share a batch (tensor or pipeline parallelism).
         """
 
     @property
     def global_rank(self) -> int:
-        """This process's number; 0 writes the files."""
+        """This process's rank; rank 0 writes the files."""
 
     @property
     def runs_here(self) -> bool:
-        """Whether this process is one of those that run, not only the one that starts them."""
+        """Whether this process runs the model, instead of only starting the processes that do."""
 
     @property
     def restores_after_setup(self) -> bool:
-        """Whether a checkpoint's weights are loaded after ``setup``, into the module as it is wrapped then."""
+        """Whether a checkpoint's weights are loaded after ``setup``, into the wrapped module."""
 
     @property
     def model(self) -> nn.Module:
-        """The wrapped form of the module; the module itself on one device."""
+        """The wrapped module; the module itself on one device."""
 
     @property
     def launch(self) -> Callable[..., Any]:
-        """Calls ``function(*args)`` in every process, and returns what it returned in this one."""
+        """Function that calls ``function(*args)`` in every process, and returns this process's result."""
 
     def refuse(self, callbacks: Iterable[Any]) -> None:
-        """Raise an UnsupportedError, if one of the Trainer's callbacks cannot work on this engine."""
+        """Raise an UnsupportedError if one of the Trainer's callbacks cannot work on this engine."""
 
     def check_accumulation(self, batches: int) -> None:
         """Raise an UnsupportedError if gradients cannot be accumulated over windows of this number of batches."""
 
     def connect(self, module: nn.Module) -> None:
-        """Make ``module`` the one to run. Nothing is moved yet."""
+        """Set ``module`` as the module to run. Does not move it."""
 
     def setup_environment(self) -> None:
         """Select the device and join the process group."""
 
     def convert_module(self) -> None:
-        """Put the module into the dtype of the precision: before weights are loaded into it, which would be rounded."""
+        """Convert the module to the dtype of the precision. Called before weights are loaded, which it would round."""
 
     def setup(self, *, fitting: bool) -> None:
-        """Move the module to the device and, for fitting, wrap it and make the optimizers."""
+        """Move the module to the device; for fitting, also wrap it and create the optimizers."""
 
     def override_of(self, name: str) -> Callable[..., Any] | None:
         """Return the strategy's method ``name``, as Lightning's loops call it, or None if it is not overridden."""
@@ -158,118 +163,130 @@ class Engine(Protocol):
         """Return the function that creates the context of each call of ``step_function(name)``."""
 
     def step_function(self, name: str) -> Callable[..., Any]:
-        """The module's ``training_step`` (``validation_step``, ...), going through the wrapper where there is one."""
+        """Return the module's ``training_step`` (``validation_step``, ...), called through its wrapper, if any."""
 
     @property
     def forward_exchanges(self) -> bool:
-        """Whether every forward of an evaluation exchanges something: all processes run equally many of them."""
+        """Whether every forward of an evaluation uses collectives, so all processes must run equally many of them."""
 
     def idle_forward(self) -> None:
-        """Take part in the other processes' forward of an evaluation, in the place of a batch.
+        """Take part in the forward pass of the other processes in an evaluation, instead of a batch.
 
-        All processes call it as a pass begins, too: a forward that exchanges something only the first time (DDP's sends
-        the first process's buffers) has done so then.
+        All processes also call it when a pass begins, because a forward that communicates only the first time (DDP
+        broadcasts rank 0's buffers) must do so on all of them.
         """
 
     def exchanges(self) -> int:
-        """The number of exchanges among all processes that this one has begun so far, other than by :meth:`reduce`.
+        """Return the number of collectives among all processes that this process has begun, excluding those of
+        :meth:`reduce`.
 
-        0 where nobody knows.
+        0 if it is not known.
         """
 
     def alone(self, error: Exception) -> AbstractContextManager[object]:
-        """The context of a batch that another process lacks: ``error`` where the module would wait for the others."""
+        """Return the context for a batch that another process does not have. Raises ``error`` if the module waits for
+        the others.
+        """
 
     def replay_step(self, name: str) -> Callable[..., Any]:
-        """The module's step once more, by itself: nothing is exchanged by it but what it cannot be computed without."""
+        """Return the module's step for a replay in this process alone, with only those collectives that it cannot do
+        without.
+        """
 
     def follow_trained_parameters(self) -> None:
-        """Callbacks may have frozen parameters as an epoch began, or thawed some: average the gradients of these."""
+        """Update gradient averaging after callbacks may have frozen or unfrozen parameters at the start of an epoch."""
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
-        """The context of a forward and backward whose gradients are, or are not, averaged over the processes."""
+        """Return the context for a forward and backward pass that does, or does not, average gradients over the
+        processes.
+        """
 
     def gather(self, value: T) -> list[T]:
-        """Every process's ``value``, on the first; [] on the others, and outside of a run that has several."""
+        """Gather every process's ``value`` on rank 0. Returns [] on the others, and outside of a run with several
+        processes.
+        """
 
     def gather_different(self, value: T) -> list[T]:
-        """Every process's ``value``, on all of them; this one's alone where all have the same, by their ``repr``."""
+        """Gather every process's ``value`` on all of them. Returns only this one's if all have the same ``repr``."""
 
     def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
-        """``tensor`` reduced over the processes: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``."""
+        """Reduce ``tensor`` over the processes: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``."""
 
     @property
     def next_forward_exchanges(self) -> bool:
-        """Whether the next forward begins by making buffers equal on all processes. It does so mostly, not always."""
+        """Whether the next forward begins with a broadcast of buffers. DDP omits it after a forward without gradient
+        synchronization.
+        """
 
     def skip_next_buffer_sync(self) -> None:
         """Skip the broadcast of buffers in the next forward, because the run was resumed between two broadcasts."""
 
     def begin_sum(self, *values: Weight) -> Callable[[], list[Weight]]:
-        """Begin to add these up over the processes. What is returned waits, and returns the sums.
+        """Start to sum these values over the processes. Returns a function that waits for the sums and returns them.
 
-        On a GPU they stay there, and the host waits for nothing.
+        On a GPU the sums stay on the device, and the host does not synchronize.
         """
 
     def any_rank(self, decision: bool) -> bool:
-        """Whether ``decision`` is true on any process. The same answer on all of them."""
+        """Return whether ``decision`` is true on any process; the same result on all of them."""
 
     def any_host(self, *flags: bool) -> list[bool]:
-        """Return whether each of the flags is true on any process. Waits for the processes, and for no device."""
+        """Return whether each of the flags is true on any process. Waits for the processes, but not for a device."""
 
     def agreement(self, count: int, purpose: str) -> Agreement | None:
-        """What tells each process, without waiting for a device, the largest of ``count`` numbers of all processes.
+        """Return the exchange of the maxima of ``count`` numbers over all processes, without a host-device
+        synchronization.
 
-        None where there is one process, or no way. All processes ask for it together, once the device is selected. The
-        one before of the same purpose ends.
+        Returns None if there is only one process, or if the engine does not support it. All processes must call it
+        together, after the device is selected. A previous exchange of the same purpose ends.
         """
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's ``value``."""
+        """Return rank 0's ``value``."""
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for the other processes."""
 
     def module_state(self) -> dict[str, Any]:
-        """The module's state dict. Sharded tensors stay that: :meth:`save` gathers them where it has to."""
+        """Return the module's state dict. Sharded tensors stay sharded: :meth:`save` gathers them if necessary."""
 
     def load_module_state(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load ``checkpoint["state_dict"]``, whole or sharded as the module is, into the module."""
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """One optimizer's state dict, in which sharded tensors stay that."""
+        """Return one optimizer's state dict. Sharded tensors stay sharded."""
 
     def load_optimizer_states(self, checkpoint: Mapping[str, Any], saved: SavedDtypes) -> None:
         """Load the states of the optimizers with the dtypes that they were saved with.
 
         Args:
-            checkpoint: Has them under ``"optimizer_states"``, whole or sharded as the parameters are.
-            saved: The dtype that each parameter had when the checkpoint was saved.
+            checkpoint: has them under ``"optimizer_states"``, whole or sharded as the parameters are.
+            saved: the dtype of each parameter when the checkpoint was saved.
         """
 
     @property
     def communication(self) -> Communication | None:
-        """How processes communicate, if not as DDP does by default."""
+        """How processes communicate, or None for DDP's default."""
 
     @property
     def saves_shards(self) -> bool:
-        """Whether each process writes its own part of a checkpoint, so that nothing is to be gathered for it."""
+        """Whether each process writes its own part of a checkpoint, so that nothing is gathered."""
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint, which may have ``DTensor`` in it. All processes call it together.
+        """Write a checkpoint, which may contain ``DTensor``. All processes must call it together.
 
-        Rank 0 writes a file, for which sharded tensors are gathered, one after the other; or each process its part of a
-        folder, where :attr:`saves_shards`.
+        Rank 0 writes a file, for which sharded tensors are gathered one after the other; or, if :attr:`saves_shards`,
+        each process writes its part of a folder.
         """
 
     def load(self, path: str | Path, weights_only: bool) -> dict[str, Any]:
         """Read a checkpoint."""
 
     def kill(self) -> None:
-        """End the processes that the engine has started, at once."""
+        """Kill the processes that the engine has started."""
 
     def on_exception(self, error: BaseException) -> None:
-        """A run is about to end with ``error``."""
+        """Handle the end of a run by ``error``."""
 
     def teardown(self) -> None:
-        """Unwrap the module, move it back to the CPU, free the device."""
+        """Unwrap the module, move it back to the CPU, and free the device."""

@@ -1,9 +1,10 @@
-"""How the processes that torchrun has started find each other, also when it starts them again.
+"""Rendezvous of the processes that torchrun has started, including after a restart.
 
-torchrun serves one store for as long as it runs, and after a restart what the processes of the start before have
-written is still in it: where they listened, for example. A process that reads that before the new one has written it
-waits for somebody who is gone. Nor do all processes know how often there was a restart: each node's agent counts its
-own. So the first process of each start chooses a name, and tells it only to those who ask now.
+torchrun serves one store during its whole lifetime. After a restart it still contains the entries of the previous
+processes, for example their addresses. A process that reads such an entry before the new one is written waits for a
+process that no longer exists. The number of restarts cannot identify the current start either, because each node's
+agent counts separately. Therefore rank 0 of each start chooses a name, and sends it only to the processes that request
+it now.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ _ADVICE = "See what they have said, and whether each node runs torchrun with the
 
 
 def is_served() -> bool:
-    """Whether torchrun has started this process, and serves a store."""
+    """Return whether torchrun started this process and serves a store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def store_of_this_start(timeout: timedelta = timedelta(minutes=30)) -> Store:
-    """A store that the processes of this start of torchrun have for themselves. All of them call it.
+    """Return a store that only the processes of this start of torchrun share. All of them must call it.
 
     Args:
-        timeout: for waiting for the others here, and for what is read from the store later.
+        timeout: for waiting for the other processes here, and for later reads from the store. Default: 30 minutes.
 
     Raises:
-        ClusterError: some process has not called it within ``timeout``.
+        ClusterError: a process has not called it within ``timeout``.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -45,10 +46,10 @@ def store_of_this_start(timeout: timedelta = timedelta(minutes=30)) -> Store:
 
 
 def meet(served: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """The part of ``served`` that the processes with ``world_size`` ranks, which meet here, have for themselves.
+    """Return the part of ``served`` that only the ``world_size`` processes of this rendezvous share.
 
     Raises:
-        ClusterError: some of them have not come within ``timeout``.
+        ClusterError: some of them have not arrived within ``timeout``.
     """
     store: Any = PrefixStore(_ALL, served)
     name = uuid.uuid4().hex
@@ -63,11 +64,11 @@ def meet(served: Store, rank: int, world_size: int, timeout: timedelta) -> Store
         return PrefixStore(f"{_ALL}/{answer}", served)
     others, answered, end = range(1, world_size), set[bytes](), time.monotonic() + timeout.total_seconds()
     asks = [f"asks/{other}" for other in others]
-    while store.add(f"{name}/known", 0) < len(asks):  # one question to the store, however many there are
+    while store.add(f"{name}/known", 0) < len(asks):  # one request to the store for any number of processes
         asked = set[bytes]()
-        with suppress(DistStoreError):  # some have not come yet, in as long as the store waits
+        with suppress(DistStoreError):  # some processes have not arrived within the store's timeout
             asked = set(store.multi_get(asks)) - answered
-        if asked:  # by them, or by processes of an earlier start, which do not read it
+        if asked:  # by these processes, or by those of an earlier start, which do not read the answer
             store.multi_set([f"answer/{asker.decode()}" for asker in asked], [name] * len(asked))
             answered |= asked
         if time.monotonic() > end:

@@ -1,10 +1,10 @@
-"""Say which of several processes the others wait for, while they wait: what it does, and since when.
+"""Detect a hang while it lasts, and report the rank that the others wait for, its current line, and the duration.
 
-Who waits in a collective for a process that does not come waits until the collective's timeout, half an hour, and what
-is raised then names nobody. Here a thread of each process looks now and then whether the run goes on. Where it has not
-for a third of that time, each process tells the others, by the store through which they have found each other, where
-it is: its batch, its line, and which collectives it has begun, by torch's flight recorder. One of them puts it
-together. While a run goes on, nobody is asked anything, and a step does nothing for it.
+Processes that wait in a collective for a missing process wait until the collective's timeout, half an hour, and the
+error then names no rank. Here a thread of each process periodically checks whether the run makes progress. If it has
+made none for a third of the timeout, each process writes its position to the store of the rendezvous: its batch, its
+line, and the collectives that it has begun, from torch's flight recorder. One process combines them in a report. While
+a run makes progress, nothing is exchanged, and a step costs nothing more.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from trainer.engine.child_processes import say
 from trainer.files import write_text
 
 _RUNS = itertools.count()
-"""Numbers of the runs of this process, which are the same in all of them: the store is there longer than a run."""
+"""Numbers the runs of this process; equal on all processes. Part of the keys, because the store outlives a run."""
 _LOOKS = 20
-"""In the time after which nothing has moved for too long."""
+"""Number of checks within the time after which a run without progress counts as stalled."""
 _LINES = 4
-"""Of the stack of a process that is waited for, in the message; a file has all."""
+"""Stack lines in the message for a process that is waited for; the file has all lines."""
 _LIBRARIES = re.compile(r"[/\\](torch|lightning|pytorch_lightning|deepspeed)[/\\]")
 _INTERNAL = ("torch.distributed", "trainer.engine.agreement")
-"""Where one waits for other processes."""
+"""Modules in which a process waits for other processes."""
 
 
 class Place(NamedTuple):
-    """Where a process is.
+    """Position of a process.
 
     Attributes:
-        rank, host, pid: which one.
-        seconds: since when it has not moved.
+        rank, host, pid: the process.
+        seconds: time without progress.
         doing: such as ``in the forward pass, in net.blocks.7 (Block), at step 120, batch_idx 20 of epoch 1``.
-        waits_in: the function in which it waits for others; "" for none.
-        begun: by the name of a process group the number of the last collective that it has begun there, and which.
-        stack: its lines, the innermost last.
+        waits_in: the function in which it waits for others; "" if it does not wait.
+        begun: for each process group by name, number and description of the last collective that it has begun.
+        stack: stack lines, the innermost last.
     """
 
     rank: int
@@ -65,14 +65,14 @@ class Place(NamedTuple):
 
 
 class StallWatch:
-    """Looks whether a run goes on, in a thread; a context manager.
+    """Check in a thread whether a run makes progress. A context manager.
 
     Args:
-        process: this process's rank, and the number of all.
-        timeout: of collectives. Nothing has to have moved for a third of it.
-        counters: returns what changes as long as the run goes on. Called in the thread.
-        describe: says what the main thread does, from its frames, outermost first.
-        folder: where the file with all stacks goes; None for no file.
+        process: this process's rank, and the number of processes.
+        timeout: timeout of collectives. A run without progress for a third of it counts as stalled.
+        counters: returns values that change as long as the run makes progress. Called in the thread.
+        describe: returns the activity of the main thread from its frames, outermost first.
+        folder: returns the folder for the file with all stacks, or None for no file.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class StallWatch:
         self._ends.set()
 
     def found(self) -> str | None:
-        """What some process has said of the stall that this one is in, or was in last; None for nothing."""
+        """Return the report of the current or last stall, from whichever process wrote it, or None."""
         with suppress(Exception):
             if self._store is not None and self._store.check([f"{self._key}/said"]):
                 said: str = self._store.get(f"{self._key}/said").decode()
@@ -121,7 +121,7 @@ class StallWatch:
                 place = self._place(seconds)
                 try:
                     self._tell(place, interval, seen)
-                except Exception as problem:  # the store is in the memory of a process, which may have died
+                except Exception as problem:  # the store is in the memory of a process that may have died
                     say(f"{_report([place])}\nThe others could not be asked: {problem}")
 
     # --- this process -----------------------------------------------------------------------------------------
@@ -131,23 +131,23 @@ class StallWatch:
         summary = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames)
         stack = [line.rstrip() for line in summary.format()]
         doing = ""
-        with suppress(Exception):  # of objects that the main thread may be changing
+        with suppress(Exception):  # the main thread may be changing the objects that it reads
             doing = self._describe(frames)
         host, pid = socket.gethostname(), os.getpid()
         return Place(self._rank, host, pid, seconds, doing, _waits_in(frames), begun_collectives(), stack)
 
-    # --- all of them ------------------------------------------------------------------------------------------
+    # --- all processes ----------------------------------------------------------------------------------------
 
     def _tell(self, place: Place, interval: float, seen: Any) -> None:
-        """Tell the others; and everybody, what all have told, unless another process does that."""
+        """Write this process's position to the store, and report those of all, unless another process does that."""
         if self._store is None:
             store = distributed.distributed_c10d._get_default_store()
-            with suppress(Exception):  # a connection of its own: another may be waiting by that of the process
+            with suppress(Exception):  # a separate connection: the process may be blocked on its own
                 store = store.clone()
             self._store = store
         store, everyone = self._store, range(self._processes)
         store.set(f"{self._key}/{self._rank}", json.dumps(place))
-        if self._rank and self._ends.wait(2 * interval):  # the first process, if it can
+        if self._rank and self._ends.wait(2 * interval):  # rank 0 reports if it can
             return
         self._collects = store.add(f"{self._key}/collects", 1) == 1
         if not self._collects:
@@ -155,7 +155,7 @@ class StallWatch:
         deadline, missing = time.monotonic() + self._patience / 2, set(everyone)
         while missing and time.monotonic() < deadline:
             missing = {rank for rank in missing if not store.check([f"{self._key}/{rank}"])}
-            if missing and (self._ends.wait(interval) or self._counters() != seen):  # it goes on
+            if missing and (self._ends.wait(interval) or self._counters() != seen):  # the run makes progress again
                 return
         came = [f"{self._key}/{rank}" for rank in everyone if rank not in missing]
         places = [_read(text) for text in store.multi_get(came)]
@@ -168,26 +168,27 @@ class StallWatch:
         say(text)
 
     def _forget(self) -> None:
-        """It goes on."""
+        """Delete the entries in the store, because the run makes progress again."""
         for key in [str(self._rank), *(["collects", "said"] if self._collects else [])]:
             self._store.delete_key(f"{self._key}/{key}")
         self._collects = False
 
 
 def record_collectives() -> None:
-    """Have torch's flight recorder keep NCCL's last collectives, and write them to a file where one times out.
+    """Enable torch's flight recorder for NCCL's last collectives, and its file if one of them times out.
 
-    To be called before there is a process group. What the environment says goes first.
+    Must be called before the process group is created. Environment variables that are already set take precedence.
     """
     for name, value in (("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"), ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")):
         os.environ.setdefault(name, value)
 
 
 def begun_collectives() -> dict[str, tuple[int, str]]:
-    """By the name of a process group, the number of the last collective that this process has begun there, and which.
+    """Return for each process group by name the number and description of the last collective that this process has
+    begun.
 
-    By torch's flight recorder: it keeps the last 2,000 (``TORCH_NCCL_TRACE_BUFFER_SIZE``). Without it, numbers alone,
-    of the group of all processes.
+    Read from torch's flight recorder, which keeps the last 2,000 (``TORCH_NCCL_TRACE_BUFFER_SIZE``). Without it, only
+    the number of collectives issued on the default process group is known.
     """
     found: dict[str, tuple[int, str]] = {}
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
@@ -205,7 +206,9 @@ def begun_collectives() -> dict[str, tuple[int, str]]:
 
 
 def missing_ranks(places: list[Place]) -> list[int]:
-    """Those which others wait for, and which wait for nobody themselves; all that lag behind if there are none."""
+    """Return the ranks that others wait for and that do not wait themselves; if all of them wait, those that lag
+    behind.
+    """
     ahead: dict[str, int] = {}
     for place in places:
         for group, (number, _) in place.begun.items():
@@ -220,7 +223,7 @@ def missing_ranks(places: list[Place]) -> list[int]:
 
 
 def _waits_in(frames: list[FrameType]) -> str:
-    """The function of torch.distributed that the main thread has called and not come back from; "" for none."""
+    """Return the function of torch.distributed that the main thread is blocked in; "" if it is not blocked."""
     found = ""
     for frame in reversed(frames):
         module = str(frame.f_globals.get("__name__"))
@@ -264,7 +267,7 @@ def _is(place: Place) -> str:
 
 
 def _ranks(ranks: list[int]) -> str:
-    """``Rank 3``, ``Ranks 0-2, 4-7``."""
+    """Return ``Rank 3``, ``Ranks 0-2, 4-7``."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][-1] + 1:
@@ -275,7 +278,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _stacks(places: list[Place]) -> str:
-    """Each stack once, with the ranks that have it."""
+    """Return each distinct stack once, with the ranks that have it."""
     found: dict[str, list[int]] = {}
     for place in places:
         found.setdefault("\n".join(place.stack), []).append(place.rank)

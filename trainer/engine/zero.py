@@ -1,12 +1,12 @@
-"""A module in the hands of DeepSpeed, whose ZeRO spreads optimizer states, gradients and parameters over processes.
+"""A module run by DeepSpeed: ZeRO shards optimizer states, gradients and parameters over processes.
 
-The backward pass, the mean over the processes, the loss scale, clipping and the step are DeepSpeed's own. What is here
-calls them by the verbs of :class:`~trainer.engine.gradients.Gradients`, in the order of the loop, and reads what came
-of it: whether the step was skipped, the scale before and after, the norm.
+DeepSpeed computes the backward pass, the mean over the processes, the loss scale, clipping and the step. The code here
+calls it through the methods of :class:`~trainer.engine.gradients.Gradients`, in the order of the loop, and reads the
+outcome: whether the step was skipped, the scale before and after, the norm.
 
-ZeRO has the weights that the optimizer steps in float32, in flat tensors, of which each process has a part; the same
-for what the optimizer keeps of each weight. :class:`ZeroModule` finds a parameter in them, and gathers or sets it.
-DeepSpeed is imported when the first of them is made.
+ZeRO keeps the float32 weights that the optimizer steps, and the optimizer's states, in flat tensors; each process has a
+part of them. :class:`ZeroModule` finds a parameter in them, and gathers or sets it. DeepSpeed is imported when the
+first ``ZeroModule`` is created.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from trainer.walks import parameters_of
 
 
 class Part(NamedTuple):
-    """As much of a parameter as this process steps.
+    """The part of a parameter that this process steps.
 
     Attributes:
-        flat: the tensor that it is in, a parameter of the optimizer that DeepSpeed steps.
-        start: where it begins there.
-        offset: where it begins in the parameter, as a vector.
-        numel: how long it is; 0 for nothing.
+        flat: the tensor that contains it, a parameter of the optimizer that DeepSpeed steps.
+        start: its offset in ``flat``.
+        offset: its offset in the flattened parameter.
+        numel: number of elements; 0 if this process has no part.
     """
 
     flat: Tensor
@@ -44,16 +44,17 @@ class Part(NamedTuple):
 
 
 class ZeroModule:
-    """A module, and for a fit its optimizer, that DeepSpeed has taken.
+    """A module, and for a fit its optimizer, that DeepSpeed runs.
 
     Args:
-        module: the module, whole.
-        optimizer: steps its parameters. It is left as it is: DeepSpeed gets a copy. None for evaluation.
-        config: DeepSpeed's, complete.
-        device: this process's.
+        module: the module, not sharded.
+        optimizer: the optimizer of its parameters. It stays unchanged, because DeepSpeed gets a copy. None for
+            evaluation.
+        config: complete configuration of DeepSpeed.
+        device: the device of this process.
 
     Attributes:
-        engine: DeepSpeed's, which is a module around the module; the module itself where DeepSpeed is not needed.
+        engine: DeepSpeed's engine, a module that wraps the module; the module itself if DeepSpeed is not needed.
     """
 
     def __init__(
@@ -64,14 +65,14 @@ class ZeroModule:
         self.stage: int = config["zero_optimization"]["stage"]
         self._device = device
         self._attributes = [(parameter, dict(vars(parameter))) for parameter in module.parameters()]
-        # in 16 bits from here on, and nobody has more of those that are not trained
+        # DeepSpeed converts them to 16 bits, and no process keeps those that are not trained in float32
         self._frozen = [(p, p.detach().cpu()) for p in module.parameters() if not (p.requires_grad and optimizer)]
         self._dtypes = {parameter: parameter.dtype for parameter in module.parameters()}
         self.engine: Any = self._begin(config) if optimizer is not None or self.stage == 3 else self._move(config)
         self._parts = dict(self._find_parts()) if optimizer is not None else {}
 
     def _begin(self, config: dict[str, Any]) -> Any:
-        """Have DeepSpeed take the module."""
+        """Initialize DeepSpeed with the module."""
         import argparse
 
         import deepspeed
@@ -92,17 +93,19 @@ class ZeroModule:
         return engine
 
     def _move(self, config: dict[str, Any]) -> nn.Module:
-        """Evaluation by whole weights needs nobody: the module, in the dtype that DeepSpeed would give it."""
+        """Convert the module to the dtype that DeepSpeed would use, because evaluation with whole weights needs no
+        DeepSpeed.
+        """
         for block, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
             if config.get(block, {}).get("enabled"):
                 for parameter in self.module.parameters():
                     parameter.data = parameter.data.to(dtype)
         return self.module.to(self._device)
 
-    # --- a weight update --------------------------------------------------------------------------------------
+    # --- an optimizer step ------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """A step of DeepSpeed's, with the learning rates and their like as the module's optimizer has them now."""
+        """Run DeepSpeed's step with the current settings, such as learning rates, of the module's optimizer."""
         assert self.optimizer is not None
         groups = [group for group in self.optimizer.param_groups if group["params"]]
         for mine, theirs in zip(groups, self._base.param_groups, strict=True):
@@ -112,10 +115,10 @@ class ZeroModule:
 
     @contextmanager
     def _scale_kept(self) -> Iterator[None]:
-        """A context for a step, after which the loss scale changes.
+        """Delay changes of the loss scale until after the step. A context manager.
 
-        DeepSpeed changes it before it divides the gradients by it: they would be half of what they are on each step on
-        which the scale doubles (0.19.8).
+        DeepSpeed changes the scale before it divides the gradients by it, so on each step on which the scale doubles
+        they would be half of their value (0.19.8).
         """
         scaler = self.loss_scaler
         if scaler is None:
@@ -137,11 +140,11 @@ class ZeroModule:
 
     @property
     def loss_scaler(self) -> Any:
-        """DeepSpeed's; None where it has none."""
+        """DeepSpeed's loss scaler, or None if it has none."""
         return getattr(self.engine.optimizer, "loss_scaler", None)
 
     def limit_norm(self, limit: float) -> None:
-        """Have the next step clip the gradients to this norm; 0 for no limit."""
+        """Clip the gradients to this norm in the next step; 0 for no limit."""
         self.engine.optimizer.clip_grad = limit
 
     @property
@@ -149,7 +152,7 @@ class ZeroModule:
         """The optimizer that DeepSpeed steps."""
         return self.engine.basic_optimizer
 
-    # --- whole tensors, and back ------------------------------------------------------------------------------
+    # --- gather and set whole tensors -------------------------------------------------------------------------
 
     def _find_parts(self) -> Iterator[tuple[nn.Parameter, Part]]:
         zero = self.engine.optimizer
@@ -171,9 +174,9 @@ class ZeroModule:
                     yield parameter, Part(whole, here.start, there.start, here.numel)
 
     def whole(self, parameter: nn.Parameter, key: str | None = None) -> Tensor:
-        """A parameter in float32 or, with a ``key``, what the optimizer keeps of it. All processes call it together."""
+        """Return a whole parameter in float32, or its optimizer state ``key``. All processes must call it together."""
         part = self._parts.get(parameter)
-        is_here = key is None and self.stage != 3 and parameter.dtype is torch.float32  # also what a callback put there
+        is_here = key is None and self.stage != 3 and parameter.dtype is torch.float32  # includes changes by a callback
         if part is None or is_here:
             with self.gathered([parameter]):
                 return parameter.detach().clone()
@@ -181,11 +184,13 @@ class ZeroModule:
         shape = getattr(parameter, "ds_shape", parameter.shape)
         whole = torch.zeros(shape.numel(), dtype=source.dtype, device=self._device)
         whole[part.offset : part.offset + part.numel] = source[part.start : part.start + part.numel]
-        torch.distributed.all_reduce(whole)  # others have zeros there
+        torch.distributed.all_reduce(whole)  # the other processes have zeros there
         return whole.view(shape)
 
     def set(self, parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
-        """The opposite of :meth:`whole`. With a ``key``, no other process is needed."""
+        """Set a parameter from a whole tensor, or its optimizer state ``key``, without communication in the latter
+        case.
+        """
         part = self._parts.get(parameter)
         if key is None:
             with self.gathered([parameter]), torch.no_grad():
@@ -197,7 +202,7 @@ class ZeroModule:
         target[part.start : part.start + part.numel] = mine.to(target)
 
     def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
-        """A context in which these are whole; what the first process changes in them stays."""
+        """Gather parameters in this context. Changes by rank 0 are kept."""
         if self.stage != 3:
             return nullcontext()
         import deepspeed
@@ -206,12 +211,13 @@ class ZeroModule:
         return context
 
     def module_state(self, keep: bool) -> dict[str, Any]:
-        """The module's state dict, of whole tensors in host memory: where ``keep`` is set, else of empty ones.
+        """Return the module's state dict with whole tensors in host memory if ``keep`` is set, otherwise with empty
+        tensors.
 
-        Trained parameters are in float32. All processes call this together.
+        Trained parameters are in float32. All processes must call it together.
         """
         state = self.module.state_dict(keep_vars=True)
-        done: dict[nn.Parameter, Tensor] = {}  # two names may stand for one
+        done: dict[nn.Parameter, Tensor] = {}  # two names may refer to one parameter
         for name, value in state.items():
             if isinstance(value, nn.Parameter):
                 if value not in done:
@@ -225,7 +231,7 @@ class ZeroModule:
         """Load a state dict of whole tensors, which all processes have.
 
         Raises:
-            RuntimeError: names that are missing, or that the module has not; if ``strict``.
+            RuntimeError: a shape differs or, if ``strict``, names are missing or unexpected.
         """
         targets = self.module.state_dict(keep_vars=True)
         missing, unknown = targets.keys() - state.keys(), state.keys() - targets.keys()
@@ -248,7 +254,7 @@ class ZeroModule:
                 target.copy_(state[name])
 
     def optimizer_state(self, keep: bool) -> dict[str, Any]:
-        """The optimizer's state dict, as torch has it: of whole tensors, or empty ones, as in :meth:`module_state`."""
+        """Return the optimizer's state dict in torch's format: whole or empty tensors, as in :meth:`module_state`."""
         assert self.optimizer is not None
         states: dict[int, dict[str, Any]] = {}
         for number, parameter in enumerate(parameters_of(self.optimizer)):
@@ -263,11 +269,11 @@ class ZeroModule:
         return {"state": states, "param_groups": self.optimizer.state_dict()["param_groups"]}
 
     def load_optimizer_state(self, state: Mapping[str, Any], saved_dtypes: SavedDtypes) -> None:
-        """Load a state dict as torch has it, of whole tensors, which all processes have; or settings alone.
+        """Load a state dict in torch's format with whole tensors, which all processes have, or with settings only.
 
         Args:
-            state: The state dict.
-            saved_dtypes: The dtype that each parameter had when it was saved.
+            state: the state dict.
+            saved_dtypes: the dtype of each parameter when it was saved.
         """
         assert self.optimizer is not None
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
@@ -289,9 +295,9 @@ class ZeroModule:
     # --- the end ----------------------------------------------------------------------------------------------
 
     def put_back(self) -> None:
-        """Make the module what it was: whole, of its own parameters in their own dtype, on the CPU, without hooks.
+        """Restore the module on the CPU: whole, with its own parameters in their own dtypes, without DeepSpeed's hooks.
 
-        All processes call this together.
+        All processes must call it together.
         """
         frozen = dict(self._frozen)
         values = {
@@ -306,7 +312,7 @@ class ZeroModule:
             parameter.data = values[parameter]
         for module in self.module.modules():
             _clean(module)
-        self.module.cpu()  # buffers
+        self.module.cpu()  # moves the buffers
 
 
 def _kept(tensor: Tensor, keep: bool) -> Tensor:
@@ -314,7 +320,7 @@ def _kept(tensor: Tensor, keep: bool) -> Tensor:
 
 
 def _is_spread(value: Any, part: Part | None) -> bool:
-    """Whether what an optimizer keeps is as long as the tensor that it keeps it of."""
+    """Return whether an optimizer state has the shape of the flat tensor, so that it is sharded with it."""
     return part is not None and isinstance(value, Tensor) and value.shape == part.flat.shape
 
 
@@ -322,11 +328,11 @@ _LEFT = (
     "ds_", "_ds_", "_external_params", "_original_parameters", "all_parameters", "applied_pre_backward_ref_cnt",
     "pre_bwd_fn", "post_bwd_fn",
 )  # fmt: skip
-"""How attributes begin that DeepSpeed gives to modules."""
+"""Prefixes of the attributes that DeepSpeed adds to modules."""
 
 
 def _clean(module: nn.Module) -> None:
-    """Take away what DeepSpeed has left in a module."""
+    """Remove the attributes and hooks that DeepSpeed has left in a module."""
     own = vars(module)
     if type(own["_parameters"]) is not dict:
         own["_parameters"] = dict(own["_parameters"])
@@ -334,7 +340,7 @@ def _clean(module: nn.Module) -> None:
     theirs = {
         key for hooks in every for key, hook in hooks.items() if getattr(hook, "__module__", "").startswith("deepspeed")
     }
-    for hooks in every:  # some of these dicts say of others' hooks how they are called
+    for hooks in every:  # some of these dicts hold options of the hooks in other dicts
         for key in theirs & hooks.keys():
             del hooks[key]
     for name in [name for name in own if name.startswith(_LEFT)]:
@@ -342,25 +348,26 @@ def _clean(module: nn.Module) -> None:
 
 
 class ZeroScaler(LossScaler):
-    """DeepSpeed's loss scale, in the shape of a Trainer's: to be read, saved and restored. It scales and skips nothing.
+    """DeepSpeed's loss scale with the interface of a Trainer's scaler, to read, save and restore it. Scales and skips
+    nothing.
 
     Args:
-        device: the type of the device.
+        device: device type.
         enabled: whether DeepSpeed scales losses.
-        init_scale: what it begins with.
-        window: steps without overflow before the scale grows.
-        min_scale: the least scale.
+        init_scale: initial scale.
+        window: number of steps without overflow before the scale grows.
+        min_scale: smallest scale.
     """
 
     def __init__(self, device: str, enabled: bool, init_scale: float, window: int, min_scale: float) -> None:
-        self._theirs: Any = None  # DeepSpeed's, while there is a run
-        self._kept: dict[str, Any] = {}  # its state, between runs
+        self._theirs: Any = None  # DeepSpeed's scaler during a run
+        self._kept: dict[str, Any] = {}  # its state between runs
         super().__init__(
             device, init_scale, growth_interval=window, enabled=enabled, min_scale=min(min_scale, init_scale)
         )
 
     def follow(self, theirs: Callable[[], Any] | None) -> None:
-        """Read the loss scaler that ``theirs`` returns; None at the end of a run."""
+        """Read the loss scaler that ``theirs`` returns. None ends it at the end of a run."""
         if theirs is None:
             self._kept, self._theirs = self.state_dict(), None
             return
@@ -370,32 +377,34 @@ class ZeroScaler(LossScaler):
 
     @property
     def skips_steps(self) -> bool:
-        """True: DeepSpeed skips steps in every precision."""
+        """True, because DeepSpeed skips steps in every precision."""
         return True
 
     @property
     def current_scale(self) -> float:
-        """The scale in force."""
+        """The current scale."""
         if self._theirs is not None and self.is_enabled():
             self._host_scale = float(self._theirs().cur_scale)
         return self._host_scale
 
     def get_scale(self) -> float:
-        """The scale in force."""
+        """Return the current scale."""
         return self.current_scale
 
     def scale(self, outputs: Any) -> Any:
-        """``outputs``: DeepSpeed's backward pass scales the loss."""
+        """Return ``outputs`` unchanged, because DeepSpeed's backward pass scales the loss."""
         return outputs
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Nothing: DeepSpeed's step does it."""
+        """No-op, because DeepSpeed's step unscales."""
 
     def forget_steps(self) -> None:
-        """Nothing is left of an interrupted run."""
+        """No-op: an interrupted run leaves no state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch has it, with ``min_scale``, and DeepSpeed's ``hysteresis``: overflows before the scale falls."""
+        """Return the state in torch's format, with ``min_scale`` and DeepSpeed's ``hysteresis``: overflows before the
+        scale falls.
+        """
         if not self.is_enabled():
             return {}
         if self._theirs is None and self._kept:
@@ -407,13 +416,13 @@ class ZeroScaler(LossScaler):
         }  # fmt: skip
         theirs = None if self._theirs is None else self._theirs()
         if theirs is not None and theirs.dynamic:
-            good = theirs.cur_iter - theirs.last_overflow_iter - 1  # it grows where this is a multiple of the window
+            good = theirs.cur_iter - theirs.last_overflow_iter - 1  # grows if this is a multiple of the window
             state["_growth_tracker"] = good and (good - 1) % theirs.scale_window + 1
             state["hysteresis"] = theirs.cur_hysteresis
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give DeepSpeed's the scale and the growth tracker, also those of torch's."""
+        """Set the scale and the growth tracker of DeepSpeed's scaler, also from a state of torch's scaler."""
         if not self.is_enabled() or not state_dict:
             return
         if self._theirs is None:
@@ -428,18 +437,18 @@ class ZeroScaler(LossScaler):
 
 
 _LOST = "gradients of DeepSpeed's"
-"""Stands for them in a checkpoint."""
+"""Key that replaces the gradients in a checkpoint."""
 
 
 class ZeroGradients(Gradients):
-    """DeepSpeed's gradients. They are nobody else's: no process has whole ones, or true ones before the step.
+    """DeepSpeed's gradients. They are not accessible: no process has whole gradients, or unscaled ones before the step.
 
     Args:
         scaler: DeepSpeed's loss scale.
-        zero: returns the module that DeepSpeed has, in a run.
-        stage: of ZeRO.
-        processes: returns how many there are.
-        drop_window: forgets the accumulation window that is open.
+        zero: returns the module that DeepSpeed runs.
+        stage: stage of ZeRO.
+        processes: returns the number of processes.
+        drop_window: discards the open accumulation window.
     """
 
     scaler: ZeroScaler
@@ -457,26 +466,27 @@ class ZeroGradients(Gradients):
         self._zero = zero
         self._processes = processes
         self._drop_window = drop_window
-        self._waits = False  # gradients, for a step
+        self._waits = False  # whether gradients exist that no step has used
         self._norm: Tensor | None = None
         self._outcome: UpdateOutcome | None = None
 
     def clear(self, optimizer: Optimizer) -> None:
-        """Drop what an interrupted window has left. DeepSpeed's step drops its own."""
+        """Drop the gradients of an interrupted window. DeepSpeed's step drops those that it used."""
         if self._waits:
             self._zero().engine.optimizer.zero_grad()
             self._waits = False
 
     def backward(self, loss: Tensor) -> None:
-        """DeepSpeed's, which scales the loss, and averages over the processes."""
+        """Run DeepSpeed's backward pass, which scales the loss and averages gradients over the processes."""
         self._waits = True
         self._zero().engine.backward(loss, scale_wrt_gas=False)
 
     def forward_without_loss(self, has_run: bool) -> None:
-        """Refuse: the other processes' exchanges depend on the order in which gradients come.
+        """Raise if there are several processes, because their collectives depend on the order in which gradients are
+        computed.
 
         Raises:
-            UnsupportedError: on several processes.
+            UnsupportedError: there are several processes.
         """
         if self._processes() > 1:
             raise UnsupportedError(
@@ -486,7 +496,7 @@ class ZeroGradients(Gradients):
             )
 
     def multiply_(self, optimizers: Iterable[Optimizer], factor: float | Tensor) -> None:
-        """Refuse.
+        """Raise, because DeepSpeed's gradients cannot be weighted.
 
         Raises:
             UnsupportedError: always.
@@ -498,10 +508,10 @@ class ZeroGradients(Gradients):
         )
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Nothing: DeepSpeed's step does it."""
+        """No-op, because DeepSpeed's step unscales."""
 
     def norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor | None:
-        """The norm of all gradients, as DeepSpeed's step measures it: the number is there after that."""
+        """Return the tensor that DeepSpeed's step fills with the norm of all gradients; NaN until then."""
         if self._norm is None:
             self._norm = torch.full((), torch.nan)
         return self._norm
@@ -509,15 +519,15 @@ class ZeroGradients(Gradients):
     def clip_(
         self, optimizer: Optimizer, limit: float, algorithm: str, norm_type: float = 2.0, *, measure: bool = True
     ) -> Tensor | None:
-        """Have the step clip. Returns the norm, as :meth:`norm`."""
+        """Clip in the next step. Returns the norm, as :meth:`norm` does."""
         self._zero().limit_norm(limit)
         return self.norm(optimizer)
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        """DeepSpeed's step, and what came of it.
+        """Run DeepSpeed's step and record its outcome.
 
         Raises:
-            UnsupportedError: another optimizer than the one that DeepSpeed was given.
+            UnsupportedError: the optimizer is not the one that DeepSpeed was initialized with.
         """
         zero = self._zero()
         if optimizer is not zero.optimizer:
@@ -536,28 +546,28 @@ class ZeroGradients(Gradients):
             asked.fill_(float(norm))
 
     def update(self, accumulating: Sequence[Optimizer] = ()) -> UpdateOutcome:
-        """Return the outcome of the last step, once. DeepSpeed has adjusted the scale."""
+        """Return the outcome of the last step, once. DeepSpeed has already adjusted the scale."""
         outcome, self._outcome = self._outcome, None
         scale = self.scaler.current_scale
         return outcome or UpdateOutcome((), scale, scale)
 
     def local(self, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
-        """None."""
+        """Return [], because DeepSpeed's gradients are not accessible."""
         return []
 
     def part(self, tensor: Tensor) -> Tensor:
-        """As much of a parameter as this process holds."""
+        """Return the part of a parameter in this process."""
         part: Tensor = getattr(tensor, "ds_tensor", tensor)
         return part
 
     def state_dict(
         self, parameters: Iterable[tuple[str, Tensor]], optimizers: Iterable[Optimizer]
     ) -> dict[str, Tensor]:
-        """None of a window that is open, only that there are some: DeepSpeed does not give them away."""
+        """Return a marker if a window is open, because DeepSpeed does not expose its gradients; otherwise {}."""
         return {_LOST: torch.zeros(())} if list(optimizers) else {}
 
     def load_state_dict(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
-        """Begin another window in the place of one that was open: its gradients cannot be given to DeepSpeed."""
+        """Discard the open window and begin another, because gradients cannot be loaded into DeepSpeed."""
         if state:
             warn(
                 "The checkpoint was written inside of an accumulation window. DeepSpeed keeps gradients to itself:"

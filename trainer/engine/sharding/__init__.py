@@ -1,6 +1,6 @@
-"""FSDP2: parameters, gradients and optimizer states spread over processes, by ``torch.distributed.fsdp.fully_shard``.
+"""FSDP2: shard parameters, gradients and optimizer states over processes with ``torch.distributed.fsdp.fully_shard``.
 
-``wrap`` shards a module and puts it back; ``gradients`` is what a training step does to gradients of which each process
-holds a part; ``idle`` keeps a process without a batch in step with the others; ``state`` is whole state dicts of what
-is sharded. Nothing here imports Lightning: its side is ``trainer.compat.fsdp``.
+``wrap`` shards a module and restores it; ``sharded_gradients`` processes sharded gradients in a training step; ``idle``
+lets a process without a batch take part in the collectives of the others; ``state_dicts`` converts between whole and
+sharded state dicts. This package does not import Lightning: ``trainer.compat.fsdp`` connects the two.
 """

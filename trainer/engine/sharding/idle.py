@@ -1,8 +1,8 @@
-"""What a process does that has no batch, or no loss, while the others compute: the same collectives, in their order.
+"""Run the collectives of a batch, in their order, in a process that has no batch or no loss.
 
-Each sharded block gathers its parameters as its forward begins, gathers them again in the backward pass, and reduces
-their gradients at its end. A process that leaves one of these out lets the others wait for ever. So it takes part in
-them without any arithmetic, by FSDP's own hooks. Which block comes when is what it has seen in a batch of its own.
+Each sharded block gathers its parameters when its forward begins, gathers them again in the backward pass, and reduces
+their gradients at its end. If a process omits one of these collectives, the others wait forever. Therefore it runs them
+without any computation, through FSDP's own hooks. The order of the blocks is recorded in this process's own batches.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-try:  # as FSDP itself looks for them, dataclasses included
+try:  # FSDP's own function, which also searches dataclasses
     from torch.distributed.fsdp._common_utils import collect_grad_tensors
-except ImportError:  # an older torch, whose FSDP looks where pytree does
+except ImportError:  # FSDP of an older torch searches only pytrees
 
     def collect_grad_tensors(value: Any) -> Sequence[Tensor]:  # type: ignore[misc]
-        """The tensors in ``value`` that need a gradient."""
+        """Return the tensors in ``value`` that require a gradient."""
         return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
@@ -33,11 +33,11 @@ class Call:
     """One call of a sharded module's forward.
 
     Attributes:
-        module: which.
+        module: the module.
         inside: the calls of other sharded modules that it made.
-        takes_gradient: whether one of its inputs needs a gradient: FSDP reduces its gradients where the backward pass
-            leaves it, otherwise at the end of all.
-        gives_gradient: whether one of its outputs does: whether the backward pass comes here.
+        takes_gradient: whether one of its inputs requires a gradient. If so, FSDP reduces its gradients when the
+            backward pass leaves it, otherwise at the end of the whole backward pass.
+        gives_gradient: whether one of its outputs requires a gradient, so that the backward pass reaches it.
     """
 
     __slots__ = ("gives_gradient", "inside", "module", "takes_gradient")
@@ -50,18 +50,18 @@ class Call:
 
 
 class IdlePasses:
-    """Forward and backward passes of a sharded module, reduced to their collectives.
+    """Run the collectives of forward and backward passes of a sharded module, without computation.
 
     Args:
-        root: the sharded module, which calls the others. Its hooks are watched until :meth:`close`.
-        before_forward: what else is exchanged as a forward begins.
+        root: the sharded module, which calls the others. Its forwards are recorded until :meth:`close`.
+        before_forward: runs the other collectives at the beginning of a forward.
     """
 
     def __init__(self, root: nn.Module, before_forward: Callable[[], None]) -> None:
         self._root = root
         self._before_forward = before_forward
         self._known: dict[str, Call] = {}
-        self._current: Call | None = None  # of the batch that this process is at
+        self._current: Call | None = None  # of this process's current batch
         self._open: list[Call] = []  # the calls that have not returned yet
         self._handles: list[Any] = []
         untraced: Any = torch.compiler.disable
@@ -73,15 +73,15 @@ class IdlePasses:
             ]
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Remove the hooks that record forwards."""
         for handle in self._handles:
             handle.remove()
 
-    # --- watching -------------------------------------------------------------------------------------------
+    # --- recording ------------------------------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module is self._root:
-            if self._open:  # `self(batch)` in a step: what it calls, the step does
+            if self._open:  # `self(batch)` in a step: its calls count as those of the step
                 self._open.append(self._open[0])
                 return
         elif not self._open:
@@ -98,25 +98,25 @@ class IdlePasses:
             self._open.pop().gives_gradient = bool(collect_grad_tensors((output,)))
 
     def remember(self, step: str = TRAINING) -> None:
-        """The last forward was that of a whole batch: others will be like it."""
+        """Keep the last forward as the pattern of later ones, because it was that of a complete batch."""
         if self._current is not None:
             self._known[step] = self._current
             self._current = None
 
     def forget(self) -> None:
-        """The last forward was none of a batch's."""
+        """Discard the last forward, because it was not that of a batch."""
         self._current = None
 
     # --- taking part ----------------------------------------------------------------------------------------
 
     def forward(self, step: str = TRAINING) -> Tensor:
-        """The collectives of a forward pass, or as many of them as the one of this batch has left out.
+        """Run the collectives of a forward pass, or only those that this batch's own forward did not run.
 
         Returns:
-            A loss of 0, whose backward pass is the others' in the same way.
+            A loss of 0, with a backward pass that also runs the collectives of the others.
         """
         done, self._current = self._current, None
-        like = self._known.get(step) or self._known.get(TRAINING) or self._guess()  # an evaluation's has no gradients
+        like = self._known.get(step) or self._known.get(TRAINING) or self._guess()  # an evaluation records no gradients
         if not torch.is_grad_enabled():
             done = None
         if done is None:
@@ -138,14 +138,14 @@ class IdlePasses:
         call_with_hooks(call.module, forward)
 
     def forget_order(self) -> None:
-        """Forget the order of forwards that no backward pass has followed."""
+        """Clear FSDP's order of forwards, because no backward pass has followed them."""
         order = self._root._get_fsdp_state()._comm_ctx.post_forward_order  # type: ignore[operator]
         for group in order:
             group._post_forward_indices.clear()
         order.clear()
 
     def _end_with_root(self) -> None:
-        """Put the root at the end of the order of the forwards, by which FSDP looks ahead in the backward pass."""
+        """Move the root to the end of the order of forwards that FSDP uses to prefetch in the backward pass."""
         state = self._root._get_fsdp_state()  # type: ignore[operator]
         order, last = state._comm_ctx.post_forward_order, state._fsdp_param_groups
         order[:] = [group for group in order if group not in last] + last
@@ -155,9 +155,10 @@ class IdlePasses:
             group._post_forward_indices.append(index)
 
     def _guess(self) -> Call:
-        """Before this process has seen any batch: each module once, in the order of their definition.
+        """Guess the calls before this process has seen any batch: each module once, in the order of definition.
 
-        Gradients flow from the first parameter on that is trained. The root's own may be used anywhere.
+        Gradients are assumed to flow from the first trainable parameter on. The root's own parameters may be used
+        anywhere.
         """
         root, flows = Call(self._root, takes_gradient=False), False
         calls: dict[str, Call] = {}
@@ -173,12 +174,12 @@ class IdlePasses:
 
 
 def sharded_modules(root: nn.Module) -> list[Any]:
-    """The modules under ``root``, itself included, that ``fully_shard`` was applied to."""
+    """Return the modules under ``root``, including itself, that ``fully_shard`` was applied to."""
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
 class _Backward(torch.autograd.Function):
-    """The collectives of a backward pass."""
+    """Run the collectives of a backward pass."""
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, root: Call) -> Tensor:
@@ -204,7 +205,7 @@ def _backward(calls: list[Call], gradient: Tensor) -> None:
 
 
 def call_with_hooks(module: Any, forward: Callable[[], R]) -> R:
-    """``forward()`` in the place of the module's, between FSDP's hooks and no others. Its result needs no arguments."""
+    """Call ``forward()`` instead of the module's, between FSDP's hooks only. Its result must need no arguments."""
     before = vars(module).get("forward")
     with _fsdp_hooks_only(module):
         module.forward = forward
@@ -220,7 +221,7 @@ def call_with_hooks(module: Any, forward: Callable[[], R]) -> R:
 
 @contextmanager
 def _fsdp_hooks_only(module: nn.Module) -> Iterator[None]:
-    """A context in which those of the module's forward hooks are away that are not FSDP's: there is no batch."""
+    """Disable the module's forward hooks except FSDP's, because there is no batch. A context manager."""
     names = ("_forward_pre_hooks", "_forward_hooks")
     kept = {name: getattr(module, name) for name in names}
     for name, hooks in kept.items():
@@ -233,6 +234,6 @@ def _fsdp_hooks_only(module: nn.Module) -> Iterator[None]:
 
 
 def _is_fsdp(hook: Any) -> bool:
-    methods = (hook, getattr(hook, "__wrapped__", None))  # of a group of modules, the method is in a function
+    methods = (hook, getattr(hook, "__wrapped__", None))  # for a group of modules, a function wraps the method
     owners = (type(getattr(method, "__self__", None)) for method in methods)
     return any(owner.__module__.startswith("torch.distributed.fsdp") for owner in owners)

@@ -1,4 +1,4 @@
-"""Gradients of which each process holds a part: after the exchange that ends a window's last backward pass."""
+"""Sharded gradients, as they are after the reduction at the end of a window's last backward pass."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from trainer.precision.dtypes import real_view
 from trainer.precision.scaler import LossScaler, gradients_of
 from trainer.walks import parameters_of
 
-_WHOLE = "whole: "  # in names of a checkpoint
+_WHOLE = "whole: "  # prefix of keys in a checkpoint
 
 
 class ShardedGradients(Gradients):
-    """Gradients under FSDP2, and of tensor parallelism below it.
+    """Gradients under FSDP2, also combined with tensor parallelism.
 
-    All that can be done part by part is done on this process's parts, which are plain tensors. One exchange finds out
-    whether any of them is not finite, and one what their norm is; multiplying, stepping and updating take none.
+    Operations that can be applied part by part use this process's parts, which are plain tensors. One collective checks
+    whether any of them is not finite, and one computes their norm; multiplying, stepping and updating need none.
 
     Args:
-        scaler: the loss scaler. It looks at this process's parts, and agrees with the others.
+        scaler: the loss scaler. It is set to read this process's parts, and to agree with the other processes.
         sharded: returns the sharded module.
-        device: of the processes' exchanges; parts may be on the CPU instead.
+        device: device for collectives. The parts may be on the CPU instead.
     """
 
     are_parts = True
@@ -48,15 +48,15 @@ class ShardedGradients(Gradients):
         self.use_scaler(scaler)
 
     def use_scaler(self, scaler: LossScaler) -> LossScaler:
-        """Have the scaler look at this process's parts, and agree with the others."""
+        """Replace the scaler, and set it to read this process's parts and to agree with the other processes."""
         scaler.gradients_of = self._parts
         scaler.agree = self._any_process
         return super().use_scaler(scaler)
 
-    # --- a window's batches ---------------------------------------------------------------------------------
+    # --- batches of an accumulation window ----------------------------------------------------------------------
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Times the loss scale; this batch's forward is over, and was whole."""
+        """Return the loss multiplied by the loss scale. Also records that this batch's forward is complete."""
         self._sharded().idle.remember()
         return super().scale(loss)
 
@@ -66,33 +66,33 @@ class ShardedGradients(Gradients):
         self._sharded().idle.remember()
 
     def backward_by(self, run: Callable[[Tensor], None], loss: Tensor) -> None:
-        """A backward pass inside of ``training_step``, which is no forward of the root then."""
+        """Run a backward pass that ``training_step`` requested, which is then not a forward of the root."""
         with self._sharded().backward_inside(loss) as watched:
             run(watched)
 
     def forward_without_loss(self, has_run: bool) -> None:
-        """The collectives of the other processes' forward pass, as far as this batch had none of its own."""
+        """Run the collectives of the other processes' forward pass that this batch did not run."""
         self.scaler.expect_scaled(self._device)
         self._idle_loss = self._sharded().idle.forward()
 
     def backward_without_loss(self, exchanges: bool) -> None:
-        """The collectives of the other processes' backward pass."""
+        """Run the collectives of the other processes' backward pass."""
         loss, self._idle_loss = self._idle_loss, None
         assert loss is not None
         loss.backward()  # type: ignore[no-untyped-call]
 
     def multiply_(self, optimizers: Iterable[Optimizer], factor: float | Tensor) -> None:
-        """Multiply the parts: the same factor everywhere."""
+        """Multiply the parts in this process. The factor must be the same on all processes."""
         for parts in _by_device(part for optimizer in optimizers for part in self._parts(optimizer)):
             torch._foreach_mul_(parts, factor.to(parts[0].device) if isinstance(factor, Tensor) else factor)
 
-    # --- one weight update ----------------------------------------------------------------------------------
+    # --- one optimizer step -------------------------------------------------------------------------------------
 
     def norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor | None:
-        """The norm of all parts of all processes, the same bits on each of them.
+        """Return the norm of all parts of all processes, bit-identical on each of them.
 
-        Each process sends the norm of its own. What several of them hold counts once: it is divided by their number,
-        before it is raised to the power. Gathered, not reduced: gloo's maximum drops a NaN.
+        Each process sends the norm of its parts. A part that several processes hold counts once: its power is divided
+        by their number. The norms are gathered and not reduced, because gloo's maximum drops a NaN.
         """
         gradients = gradients_of(optimizer)
         if not gradients:
@@ -108,7 +108,7 @@ class ShardedGradients(Gradients):
             each = torch.stack(torch._foreach_norm(parts, norm_type, dtype=wide)).to(self._device)
             norms.append(torch.linalg.vector_norm(each, norm_type) * copies ** (-1 / norm_type))
         mine = norms[-1] if len(norms) <= 2 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        # one dtype on all processes, also where the parts of one are empty
+        # the same dtype on all processes, even if the parts of one are empty
         mine = mine.to(reduce(torch.promote_types, {gradient.dtype.to_real() for gradient in gradients}, torch.float32))
         every = mine.new_empty(processes)
         distributed.all_gather_into_tensor(every, mine.reshape(1))
@@ -116,7 +116,7 @@ class ShardedGradients(Gradients):
         return total
 
     def norms(self, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
-        """One exchange, of the squares of the norms of all parts, in float64."""
+        """Return the norms of the whole gradients. One collective sums the squared norms of all parts in float64."""
         found = super().norms(optimizer)
         if not found:
             return []
@@ -127,7 +127,7 @@ class ShardedGradients(Gradients):
     def clip_(
         self, optimizer: Optimizer, limit: float, algorithm: str, norm_type: float = 2.0, *, measure: bool = True
     ) -> Tensor | None:
-        """By the norm of the whole model, or value by value."""
+        """Clip by the norm of the whole model, or by value."""
         norm = self.norm(optimizer, norm_type) if measure or algorithm == "norm" else None
         if norm is not None and algorithm == "norm":
             self.multiply_([optimizer], (limit / (norm + 1e-6)).clamp(max=1.0))
@@ -136,14 +136,14 @@ class ShardedGradients(Gradients):
                 clamp_(parts, limit)
         return norm
 
-    # --- looking at them, keeping them ----------------------------------------------------------------------
+    # --- inspection and checkpoints -----------------------------------------------------------------------------
 
     def part(self, tensor: Tensor) -> Tensor:
-        """This process's part."""
+        """Return this process's part."""
         return local(tensor)
 
     def total(self, counts: Tensor, of: Sequence[Tensor]) -> Tensor:
-        """One exchange. What several processes hold is counted by each of them, and divided by their number."""
+        """Sum the counts with one collective. A part that several processes hold is divided by their number."""
         processes = distributed.get_world_size()
         copies = torch.tensor([_copies(parameter, processes) for parameter in of], dtype=torch.float64)
         sums = counts.to(self._device, torch.float64) / copies.to(self._device, non_blocking=True).unsqueeze(1)
@@ -151,7 +151,7 @@ class ShardedGradients(Gradients):
         return sums
 
     def leaves(self, module: nn.Module) -> dict[str, Tensor]:
-        """The whole parameters, as they are during a forward pass. Each block is gathered once, to find them."""
+        """Return the whole parameters, as they are during a forward pass. Gathers each block once to find them."""
         self._sharded().reshard_root()
         parameters, found = dict(module.named_parameters()), dict[str, Tensor]()
         for path, block in module.named_modules():
@@ -163,14 +163,16 @@ class ShardedGradients(Gradients):
         return {name: found.get(name, parameter) for name, parameter in parameters.items()}
 
     def idle_loss(self) -> Tensor:
-        """The collectives of the other processes' forward pass."""
+        """Run the collectives of the other processes' forward pass."""
         self._sharded().idle.forget()
         return self._sharded().idle.forward()
 
     def state_dict(
         self, parameters: Iterable[tuple[str, Tensor]], optimizers: Iterable[Optimizer]
     ) -> dict[str, Tensor]:
-        """This process's parts of the gradients that no weight update has used yet; whole ones of an open window."""
+        """Return this process's parts of the gradients that no step has used yet, and whole gradients of an open
+        window.
+        """
         parameters, optimizers = list(parameters), list(optimizers)
         found = {name: local(gradient) for name, gradient in super().state_dict(parameters, optimizers).items()}
         held = {id(one) for optimizer in optimizers for one in parameters_of(optimizer)}
@@ -178,13 +180,13 @@ class ShardedGradients(Gradients):
         return found | {_WHOLE + name: whole[id(p)] for name, p in parameters if id(p) in held & whole.keys()}
 
     def load_state_dict(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
-        """Put back what :meth:`state_dict` returned, on as many processes."""
+        """Restore the gradients that :meth:`state_dict` returned, on the same number of processes."""
         parameters = list(parameters)
         parts = {name: _as(state[name], parameter) for name, parameter in parameters if name in state}
         super().load_state_dict(parameters, parts)
         whole: dict[Any, Tensor] = {p: state[_WHOLE + name] for name, p in parameters if _WHOLE + name in state}
         some = torch.tensor(float(bool(whole)), device=self._device)
-        self._any_process(some)  # a process whose batches had no loss has none, and takes part all the same
+        self._any_process(some)  # a process may have none, because its batches had no loss, but takes part
         if some:
             load_waiting_gradients(self._sharded().root, whole)
             self.scaler.expect_scaled(self._device)
@@ -195,26 +197,26 @@ class ShardedGradients(Gradients):
     def _any_process(self, flag: Tensor) -> None:
         if flag.device.type == self._device.type:
             distributed.all_reduce(flag, distributed.ReduceOp.MAX)
-        else:  # of gradients that are kept on the CPU
+        else:  # for gradients that are kept on the CPU
             distributed.all_reduce(there := flag.to(self._device), distributed.ReduceOp.MAX)
             flag.copy_(there)
 
 
 def _copies(gradient: Tensor, processes: int) -> int:
-    """How many of the processes hold the same part."""
+    """Return the number of processes that hold the same part."""
     return (
         _copies_on(gradient.device_mesh, gradient.placements, processes) if isinstance(gradient, DTensor) else processes
     )
 
 
-@lru_cache(maxsize=32)  # asked for each gradient at each step
+@lru_cache(maxsize=32)  # called for each gradient at each step
 def _copies_on(mesh: DeviceMesh, placements: tuple[Placement, ...], processes: int) -> int:
     held = prod(mesh.size(i) for i, placement in enumerate(placements) if isinstance(placement, Replicate))
     return held * (processes // mesh.size())
 
 
 def _as(part: Tensor, parameter: Any) -> Tensor:
-    """The whole of which ``part`` is this process's, spread as ``parameter`` is."""
+    """Return the DTensor that has ``part`` as this process's part, sharded as ``parameter`` is."""
     if not isinstance(parameter, DTensor):
         return part
     whole: Tensor = DTensor.from_local(

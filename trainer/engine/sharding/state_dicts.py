@@ -1,8 +1,8 @@
-"""State dicts of a sharded module and its optimizers, and of anything else with ``DTensor`` in it.
+"""State dicts of a sharded module and its optimizers, and of any other containers with ``DTensor``.
 
-They are sharded while they are in memory: each process has its part. For a file they are gathered, tensor by tensor, on
-rank 0 (:func:`gathered`); from a file, of which every process has mapped the whole, each takes its part
-(:func:`spread`). From a folder every process reads its part alone, into what :func:`template` makes.
+In memory they are sharded: each process has its part. For a file they are gathered on rank 0, tensor by tensor
+(:func:`gathered`). When a file is loaded, every process memory-maps the whole file, and takes its part
+(:func:`spread`). From a folder every process reads only its part, into the tensors that :func:`template` creates.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from trainer.walks import parameters_of
 
 
 def gathered(value: Any, keep: bool) -> Any:
-    """``value`` with a whole tensor in the CPU's memory for each ``DTensor`` in its containers.
+    """Return ``value`` with each ``DTensor`` in its containers replaced by a whole tensor in CPU memory.
 
-    All processes call this, with the same ``DTensor`` in the same order. One whole tensor at a time is on a device.
+    All processes must call it with the same ``DTensor`` in the same order. Only one whole tensor at a time is on a
+    device.
 
     Args:
         value: containers, such as a checkpoint.
-        keep: whether this process wants the whole tensors. Others get empty ones.
+        keep: whether this process needs the whole tensors. Otherwise it gets empty ones.
     """
 
     def gather(_: Place, tensor: Any) -> Any:
@@ -42,22 +43,24 @@ def gathered(value: Any, keep: bool) -> Any:
 
 
 def spread(value: Any, like: Any) -> Any:
-    """This process's part of a whole tensor, sharded as ``like`` is; ``value`` itself where there is nothing to do."""
+    """Return this process's part of a whole tensor, sharded as ``like`` is, or ``value`` itself if nothing is to be
+    sharded.
+    """
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if value.shape != like.shape:
-        return value  # whoever loads it says so
+        return value  # loading it raises an error
     mesh = like.device_mesh
     part = distribute_tensor(value.to(mesh.device_type), mesh, like.placements, src_data_rank=None)
     return part if part.device == like.device else part.to(like.device)
 
 
 def template(module: nn.Module, place: Place, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-    """What a tensor of a checkpoint is read into: sharded as the parameter whose name is in its place; else None.
+    """Return an empty tensor to read a tensor of a checkpoint into, sharded as its parameter; None if none matches.
 
     Args:
         module: the sharded module.
-        place: where the tensor is in the checkpoint, such as ``("state_dict", "net.0.weight")``.
+        place: position of the tensor in the checkpoint, such as ``("state_dict", "net.0.weight")``.
         shape: its shape.
         dtype: its dtype.
     """
@@ -69,7 +72,7 @@ def template(module: nn.Module, place: Place, shape: torch.Size, dtype: torch.dt
 
 
 def _parameter(module: nn.Module, name: str) -> Any:
-    """The parameter of that name; averages of weights are saved as those of a ``module``."""
+    """Return the parameter of this name, or None. Averaged weights are saved with the prefix ``module.``."""
     for one in (name, name.removeprefix("module.")):
         owner, _, last = one.rpartition(".")
         try:
@@ -98,9 +101,9 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
 
 
 def waiting_gradients(root: nn.Module) -> dict[nn.Parameter, Tensor]:
-    """Whole gradients of this process, of batches that have exchanged none yet, by the sharded parameters.
+    """Return this process's whole gradients that have not been reduced yet, by their sharded parameters.
 
-    They are there inside a window whose gradients are exchanged at its end.
+    They exist inside a window if gradients are reduced only at its end.
     """
     found = {}
     for one in _fsdp_parameters(root):
@@ -113,11 +116,13 @@ def waiting_gradients(root: nn.Module) -> dict[nn.Parameter, Tensor]:
 
 
 def load_waiting_gradients(root: nn.Module, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-    """Put back what :func:`waiting_gradients` returned. All processes call this together, also with none."""
+    """Restore the gradients that :func:`waiting_gradients` returned. All processes must call it, even with no
+    gradients.
+    """
     state: Any = root
     state._get_fsdp_state()._lazy_init()
     for module in root.modules():
-        if isinstance(module, FSDPModule):  # so that whole parameters exist, which the gradients are those of
+        if isinstance(module, FSDPModule):  # creates the whole parameters, which own these gradients
             module.unshard()
             module.reshard()
     for one in _fsdp_parameters(root):

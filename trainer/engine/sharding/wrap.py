@@ -1,7 +1,7 @@
-"""Sharding a module over processes, and putting it back.
+"""Shard a module over processes, and restore it.
 
-A block is what FSDP2 gathers and frees at a time: its parameters are whole while it computes, and sharded otherwise.
-What belongs to no block belongs to the root, the module itself.
+A block is a module that FSDP2 gathers and frees as a unit: its parameters are whole while it computes, and sharded
+otherwise. Parameters that belong to no block belong to the root, the module itself.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Blocks = Iterable[type[nn.Module] | str] | Callable[[nn.Module, DeviceMesh], Any
 
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
-"""What has no forward of its own."""
+"""Containers without a forward."""
 _SHARDED = "_sharded_module"
-"""The attribute of a root while it is sharded."""
+"""Attribute of a root that holds its ``ShardedModule`` while it is sharded."""
 _BUCKET = 250 * 2**20
-"""Bytes of buffers that are sent at a time, as in DDP."""
+"""Bytes of buffers in one broadcast, as in DDP."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """What is sharded, and how. See ``FSDP2Strategy``, whose arguments these are."""
+    """Settings of sharding. See ``FSDP2Strategy``, which has them as arguments."""
 
     blocks: Blocks = None
     reshard_after_forward: bool | int | None = None
@@ -49,22 +49,24 @@ class Sharding:
 
 
 class ShardedModule:
-    """A module that is sharded, until :meth:`put_back`.
+    """A module that is sharded until :meth:`put_back`.
 
-    All processes come here together, with modules of the same parameters: rank 0's values are sent to all first, so
-    that every process starts from what DDP starts from. What is on the meta device is sharded there, and filled then.
+    All processes must create it together, with modules of the same parameters: rank 0's values are broadcast first, so
+    that every process starts from the same weights as with DDP. Parameters on the meta device are sharded there, and
+    initialized afterwards.
 
     Args:
-        module: whole, or partly sharded by its own ``configure_model``; it stays the same object.
-        mesh: of the processes, one dimension to shard over; or two, (replicas, shards).
-        device: where to compute.
-        settings: what is sharded, and how.
-        in_float32: modules that keep their weights in float32, and compute in it, whatever the policy says.
+        module: a whole module, or one partly sharded by its own ``configure_model``; it stays the same object.
+        mesh: device mesh with one dimension to shard over, or two: (replicas, shards).
+        device: device for computation.
+        settings: settings of sharding.
+        in_float32: modules that keep their weights in float32 and compute in it, regardless of the policy. Default:
+            none.
 
     Attributes:
         root: the module.
-        blocks: how many are gathered one by one.
-        idle: takes part in the other processes' passes, where this one has no batch.
+        blocks: number of blocks.
+        idle: takes part in the other processes' passes if this process has no batch.
     """
 
     def __init__(
@@ -79,8 +81,8 @@ class ShardedModule:
         self.mesh = mesh
         self.settings = settings
         self._device = device
-        self._owners: list[tuple[nn.Module, str, Any]] = []  # of the parameters, as they were
-        self._of_root: dict[nn.Module, list[Any]] = {}  # the parameters of the root's, by who owns them
+        self._owners: list[tuple[nn.Module, str, Any]] = []  # of the parameters before sharding
+        self._of_root: dict[nn.Module, list[Any]] = {}  # FSDP parameters of the root, by owning module
         self.handles: list[Any] = []
         self._in_float32: set[nn.Module] = set()
         self._refuse_scalars()
@@ -97,7 +99,7 @@ class ShardedModule:
             blocks = set(find_blocks(module, settings.blocks, more))
         self._shard(module, blocks, set())
         self._refuse_ignored()
-        module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # of batches without a loss
+        module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # for batches without a loss
         enter_once(module)
         initialise(module, torch.device("cpu") if settings.cpu_offload else device, self._spread)
         self._empty()
@@ -107,7 +109,7 @@ class ShardedModule:
         vars(module)[_SHARDED] = self
 
     def _shard(self, module: nn.Module, blocks: set[nn.Module], seen: set[nn.Module]) -> None:
-        """Shard the blocks, inner ones first: no more than one of them is whole on the device at a time."""
+        """Shard the blocks, inner ones first, so that only one of them is whole on the device at a time."""
         if module in seen:
             return
         seen.add(module)
@@ -135,7 +137,9 @@ class ShardedModule:
         self._empty()
 
     def _keep_float32(self, chosen: Iterable[nn.Module]) -> list[nn.Module]:
-        """Which of these have to be blocks: what is gathered together has one dtype."""
+        """Return the modules that must be blocks to stay in float32, because parameters gathered together share one
+        dtype.
+        """
         if self.settings.policy.param_dtype is None and len({p.dtype for p in self.root.parameters()}) == 1:
             return []
         found = list(chosen)
@@ -143,7 +147,9 @@ class ShardedModule:
         return found
 
     def _send(self, module: nn.Module) -> None:
-        """Move what is whole in ``module`` to the device, make it what rank 0 has, and note it for the end."""
+        """Move the unsharded tensors of ``module`` to the device, broadcast them from rank 0, and record them for the
+        restore.
+        """
         owned = [one for one in owned_parameters(module) if not isinstance(one.tensor, DTensor)]
         self._owners += [(one.owner, one.name, one.tensor) for one in owned]
         both = dict.fromkeys(one.tensor for one in (*owned, *owned_buffers(module)))
@@ -153,13 +159,13 @@ class ShardedModule:
         _broadcast(whole)
 
     def _empty(self) -> None:
-        """Free what has been copied into shards."""
+        """Free the original tensors that have been copied into shards."""
         for owner, name, parameter in self._owners:
             if isinstance(owner._parameters.get(name), DTensor) and parameter.numel() and not parameter.is_meta:
                 parameter.data = parameter.data.new_empty(0)
 
     def _spread(self, whole: Tensor, sharded: Any) -> None:
-        """Give each process its part of what has been initialised, as rank 0 has it."""
+        """Broadcast an initialized parameter from rank 0, and copy each process's part into its shard."""
         there = whole.to(self._device).contiguous()
         _broadcast([there])
         if isinstance(sharded, DTensor):
@@ -195,22 +201,23 @@ class ShardedModule:
             )
 
     def before_forward(self) -> None:
-        """Make the buffers what rank 0 has, as DDP does before each forward: running means, for instance."""
-        found = (owner._buffers.get(name) for owner, name in self._buffers)  # SWA puts others in their place
+        """Broadcast the buffers from rank 0, as DDP does before each forward: running means, for example."""
+        found = (owner._buffers.get(name) for owner, name in self._buffers)  # SWA replaces buffers
         _broadcast([buffer for buffer in found if buffer is not None])
 
     def prepare_manual(self) -> Callable[..., None]:
-        """Prepare for forwards that are no forward of the root: ``training_step`` runs as it is then, and is many.
+        """Prepare for manual optimization: ``training_step`` is not called as the root's forward, and runs several
+        passes.
 
         The root's parameters are gathered when a module that owns some of them is called, freed in each backward pass,
-        and gathered again for the next. What the root itself owns is there from the beginning.
+        and gathered again for the next. Parameters that the root itself owns are gathered from the beginning.
 
         Returns:
-            What to call after each optimizer step.
+            The function to call after each optimizer step.
         """
         if self._of_root:
             return self._renew_root
-        call_with_hooks(self.root, _nothing)  # FSDP finds out who the root is
+        call_with_hooks(self.root, _nothing)  # lets FSDP determine the root
         self.reshard_root()
         root: Any = self.root
         for group in root._get_fsdp_state()._fsdp_param_groups:
@@ -225,7 +232,7 @@ class ShardedModule:
 
     @contextmanager
     def manual_step(self) -> Iterator[None]:
-        """A context for one ``training_step`` of manual optimization."""
+        """Return the context for one ``training_step`` of manual optimization."""
         self._open_root()
         try:
             yield
@@ -234,7 +241,7 @@ class ShardedModule:
 
     @contextmanager
     def backward_inside(self, loss: Tensor) -> Iterator[Tensor]:
-        """A context for a backward pass inside of it. It is to be that of the tensor that is returned."""
+        """Return the context for a backward pass in ``training_step``, which must start from the yielded tensor."""
         yield call_with_hooks(self.root, lambda: loss)
         self._open_root()
 
@@ -255,19 +262,19 @@ class ShardedModule:
         self._open_root()
 
     def end_forward(self) -> None:
-        """A forward is over that no backward pass follows: free the root, and forget what FSDP would look ahead to."""
+        """Free the root and clear FSDP's prefetching order, after a forward without a backward pass."""
         self.reshard_root()
         self.idle.forget_order()
 
     def reshard_root(self) -> None:
-        """Free the root's parameters, which FSDP keeps whole after a forward: a backward pass may follow.
+        """Free the root's parameters, which FSDP keeps whole after a forward because a backward pass may follow.
 
-        Where none does they would be used again, whatever has become of the shards meanwhile.
+        Without a backward pass they would be used again, even if the shards have changed in the meantime.
         """
         self.root.reshard()  # type: ignore[operator]
 
     def put_back(self) -> None:
-        """Gather the parameters, on all processes, and make the module what it was: the same objects, on the CPU."""
+        """Gather the parameters on all processes, and restore the module: the same objects, on the CPU."""
         self.idle.close()
         for handle in self.handles:
             handle.remove()
@@ -278,20 +285,20 @@ class ShardedModule:
 
 
 def put_back_sharded(root: nn.Module, before: dict[tuple[nn.Module, str], nn.Parameter]) -> None:
-    """Gather the parameters, and take the sharding off the modules.
+    """Gather the parameters and remove sharding from the modules.
 
     Args:
         root: the module.
-        before: parameters as they were, by who owns them and their names.
+        before: the original parameters, by their owner and name.
     """
-    done: dict[int, nn.Parameter] = {}  # what several modules share stays shared
+    done: dict[int, nn.Parameter] = {}  # by id, so that shared parameters stay shared
     for _, owner, name, sharded in owned_parameters(root):
         if hasattr(sharded, "device_mesh"):
             if id(sharded) not in done:
                 done[id(sharded)] = _gathered(sharded, before.get((owner, name)))
             owner._parameters[name] = done[id(sharded)]
     for owner in root.modules():
-        for hooks in (owner._forward_pre_hooks, owner._forward_hooks):  # of tensor parallelism
+        for hooks in (owner._forward_pre_hooks, owner._forward_hooks):  # hooks of tensor parallelism
             for key, hook in list(hooks.items()):
                 if getattr(hook, "__module__", "").startswith("torch.distributed.tensor"):
                     del hooks[key]
@@ -300,7 +307,7 @@ def put_back_sharded(root: nn.Module, before: dict[tuple[nn.Module, str], nn.Par
 
 
 def _gathered(sharded: Any, before: nn.Parameter | None) -> nn.Parameter:
-    """The whole parameter on the CPU: in the object that it was before, if that had memory."""
+    """Return the whole parameter on the CPU, in the original object if that had memory."""
     whole = sharded.full_tensor().detach().cpu()
     if before is None or before.is_meta:
         return nn.Parameter(whole, requires_grad=sharded.requires_grad)
@@ -310,20 +317,21 @@ def _gathered(sharded: Any, before: nn.Parameter | None) -> nn.Parameter:
 
 
 def put_back(module: nn.Module) -> None:
-    """Put back a module that a run which failed has left sharded. All processes come here."""
+    """Restore a module that a failed run has left sharded. All processes must call it."""
     if (sharded := vars(module).get(_SHARDED)) is not None:
         sharded.put_back()
 
 
 def enter_once(root: Any) -> None:
-    """Have FSDP's hooks of the root act on its outermost forward only.
+    """Run FSDP's hooks of the root only on its outermost forward.
 
-    ``training_step`` runs as the root's forward, and may call ``self(batch)``. To the hooks that would be a second
-    forward inside of the first, whose end frees the parameters: each backward pass would gather them again. A call
-    that comes after a backward pass (manual optimization) is a forward of its own: that has freed them.
+    ``training_step`` runs as the root's forward, and may call ``self(batch)``. The hooks would treat this as a second
+    forward inside the first and free the parameters at its end, so each backward pass would gather them again. A call
+    after a backward pass (manual optimization) is a separate forward, because the backward pass has freed the
+    parameters.
     """
     state = root._get_fsdp_state()
-    calls: list[bool] = []  # that are under way: whether each is inside of another
+    calls: list[bool] = []  # for each running call, whether it is inside another
 
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
         is_inside = bool(calls) and state._training_state is TrainingState.FORWARD
@@ -344,14 +352,14 @@ def enter_once(root: Any) -> None:
 def find_blocks(
     module: nn.Module, classes: Iterable[type[nn.Module] | str] | None, more: Iterable[nn.Module] = ()
 ) -> list[nn.Module]:
-    """The modules that are sharded one by one.
+    """Return the modules that are sharded as blocks.
 
     Args:
-        module: the root; it is none of them.
-        classes: modules of these classes, or of classes of these names. None for the outermost members of
-            ``ModuleList`` and ``Sequential``. One that holds most of the parameters, and lists of its own, is no block:
-            they are looked for in it.
-        more: modules that are to be blocks, too.
+        module: the root, which is not included.
+        classes: classes, or names of classes, of the blocks. None for the outermost members of ``ModuleList`` and
+            ``Sequential``. A member that holds most of the parameters and contains such lists is not a block; the
+            search continues inside it.
+        more: additional modules that must be blocks. Default: none.
     """
     if classes is not None:
         found = _of_classes(module, list(classes))
@@ -395,7 +403,9 @@ def _members(module: nn.Module, most: float) -> Iterator[nn.Module]:
 
 
 def _owns_parameters(block: nn.Module, uses: Mapping[Tensor, int]) -> bool:
-    """Whether it has parameters, and shares none with what is outside of it (tied embeddings): torch refuses that."""
+    """Return whether a block has parameters and shares none with modules outside (tied embeddings), which torch
+    rejects.
+    """
     inside = Counter(one.tensor for one in owned_parameters(block))
     return bool(inside) and all(uses[parameter] == number for parameter, number in inside.items())
 
@@ -414,14 +424,14 @@ def _persistent_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _broadcast(tensors: list[Tensor]) -> None:
-    """Make them what rank 0 has."""
+    """Broadcast tensors from rank 0, in place."""
     if tensors:
         broadcast: Any = distributed._broadcast_coalesced  # type: ignore[attr-defined]
         broadcast(distributed.group.WORLD, [tensor.detach() for tensor in tensors], _BUCKET, 0)
 
 
 def _unwrap(module: Any) -> None:
-    """Take ``fully_shard`` off a module: its class, hooks and state. torch has no function for that."""
+    """Remove ``fully_shard`` from a module: its class, hooks and state. torch has no function for it."""
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
     from torch.distributed._composable_state import _module_state_mapping
 
