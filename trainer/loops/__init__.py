@@ -1,1 +1,1 @@
-"""The loops of a run, the ways through a batch, and what they are made of. Start with ``trainer.loops.fit``."""
+"""The loops of a run and their parts. Start with ``trainer.loops.fit``."""

@@ -1,4 +1,4 @@
-"""Accumulation windows: the batches that make one weight update, and the weighted mean over them."""
+"""Accumulation windows: the batches between two optimizer steps, and the weighted mean over them."""
 
 from __future__ import annotations
 
@@ -27,41 +27,41 @@ _MIXED = (
 
 
 class AccumulationWindow:
-    """The batches that make one weight update.
+    """The batches between two optimizer steps.
 
-    A window has ``batches`` batches, or as many as the epoch still has. The update is computed from the weighted mean
-    ``sum(w * g) / sum(w)`` of the gradients ``g`` of its batches' losses, over all processes. A batch's weight ``w`` is
-    1 unless ``training_step`` returned one; a batch whose ``training_step`` returned None is not counted.
+    A window has ``batches`` batches, or as many as are left in the epoch. The update uses the weighted mean ``sum(w *
+    g) / sum(w)`` of the gradients ``g`` of its batches' losses, over all processes. The weight ``w`` of a batch is the
+    one that ``training_step`` returned; default: 1. A batch does not count if its ``training_step`` returned None.
 
-    ``sum(w)`` is not known before the window's last forward pass. So each loss is multiplied by its expected share
-    (:meth:`share`): its weight relative to a usual one, the unit, over the window's size. Thus the loss keeps its
-    ordinary size while it is scaled for float16, whatever the unit of the weights. After the last backward pass the
-    gradients are multiplied by what makes them the mean of what has really come (:meth:`close`). Mostly that is 1.
+    ``sum(w)`` is unknown until the window's last forward pass. Therefore :meth:`share` multiplies each loss by its
+    expected share: its weight divided by a typical weight, the unit, and by the window's size. The loss keeps its usual
+    magnitude while it is scaled for float16, whatever the unit of the weights. After the last backward pass,
+    :meth:`close` multiplies the gradients by a correction, which is 1 for most windows.
 
-    Several processes exchange their sums during the last backward pass. Where the number is likely not 1, or is not
-    known to the host, a window of a single batch waits for them before it: there the loss is multiplied, one number in
-    the place of all gradients (:meth:`joint_share`).
+    Several processes all-reduce their sums during the last backward pass. If a window has a single batch and its
+    correction is probably not 1, or not known to the host, the sums are waited for before that backward pass:
+    multiplying the loss is cheaper than multiplying all gradients (:meth:`joint_share`).
 
-    The unit is the window's first weight. Several processes need one unit for all, or no factor would be right for
-    gradients that have been averaged over them: it is the mean weight of the last window. In a run's first one
-    it is that of the first batches, which takes an exchange of its own.
+    The unit is the first weight of the window. Several processes need the same unit, because gradients that were
+    averaged over them cannot be corrected for different ones: it is the mean weight of the last window. In the first
+    window of a run it is the mean weight of the first batches, which takes one more collective.
 
     Args:
-        batches: ``accumulate_grad_batches``, the number of batches in a full window.
-        straddles_epochs: whether a window continues in the next epoch. By default an epoch's end closes it.
+        batches: ``accumulate_grad_batches``, the number of batches in a full window. Default: 1.
+        straddles_epochs: whether a window continues in the next epoch. Default: False, the end of an epoch closes it.
 
     Attributes:
-        batches: may be changed at any time; the next window follows it.
-        size: batches in the current window, as far as its start could tell.
-        backwards: batches in the current window so far that had a loss.
+        batches: the number of batches in a full window; can be changed at any time, for the next window.
+        size: the number of batches in the current window, as far as was known at its start.
+        backwards: the number of batches with a loss in the current window so far.
         is_first, is_last: whether the current batch opens, and closes, the window.
-        batch_weight: what the current batch counts where ``training_step`` returns no weight; 0 for a batch that does
-            not count in any case. None, which is usual, for 1. See ``trainer.data.elastic``.
-        factor: what the current batch's loss was multiplied by, to be its share.
-        correction: what :meth:`close` has multiplied the gradients by.
+        batch_weight: the weight of the current batch if ``training_step`` returns none; 0 if the batch must not count
+            in any case. Default: None, for 1. See ``trainer.data.elastic``.
+        factor: the factor that turned the current batch's loss into its share.
+        correction: the factor that :meth:`close` multiplied the gradients by.
 
     Raises:
-        ConfigurationError: ``batches`` is not a whole number, or below 1.
+        ConfigurationError: if ``batches`` is not an integer, or is below 1.
     """
 
     def __init__(self, batches: int = 1, straddles_epochs: bool = False) -> None:
@@ -77,29 +77,29 @@ class AccumulationWindow:
         self.correction: Weight = 1.0
         self._position = -1
         self._data_parallel_size = 1
-        self._sums: Callable[[], list[Weight]] | None = None  # over the processes: being computed
-        self._has_loss: bool | None = None  # None before they are known
-        self._shared_unit: Weight | None = None  # of all processes; None on one, and before it is known
-        self._unit: Weight = 1.0  # of the current window; 1 where its batches have no weights
+        self._sums: Callable[[], list[Weight]] | None = None  # sums over the processes, while they are computed
+        self._has_loss: bool | None = None  # None until the sums are known
+        self._shared_unit: Weight | None = None  # the unit of all processes; None on one process, and until it is known
+        self._unit: Weight = 1.0  # of the current window; 1 if its batches have no weights
         self._total: Weight = 0.0  # sum of the weights
         self._is_weighted: bool | None = None
         self._before: tuple[int, Weight] = (0, 0.0)  # backwards and total without the current batch
-        self._readback: Readback | None = None  # copies to the host a weight that `close` reads
+        self._readback: Readback | None = None  # copies a weight that `close` reads to the host
         self._reads_late = False
 
     @property
     def is_open(self) -> bool:
-        """Whether batches have been accumulated that no weight update has used yet."""
+        """Whether accumulated batches wait for an optimizer step."""
         return not self.is_last
 
     def start_run(self, data_parallel_size: int) -> None:
-        """A fit begins, in which each window has batches of this many processes."""
+        """Start a fit with this number of data-parallel processes."""
         self.reset()
         self._data_parallel_size = data_parallel_size
         self._shared_unit = None
 
     def reset(self) -> None:
-        """Forget the current window; the next batch opens a new one."""
+        """Drop the current window; the next batch opens a new one."""
         self._position = -1
         self.is_last = True
 
@@ -107,9 +107,9 @@ class AccumulationWindow:
         """Start the next batch.
 
         Args:
-            batches_left: batches of the epoch from this one on, itself included; inf if unknown.
-            is_last_batch: whether this is the epoch's last batch.
-            is_final_epoch: whether no other epoch follows that the window might go on in.
+            batches_left: the number of batches left in the epoch, including this one; inf if unknown.
+            is_last_batch: whether this is the last batch of the epoch.
+            is_final_epoch: whether no other epoch follows that the window could continue in. Default: True.
         """
         if self.straddles_epochs and not is_final_epoch:
             batches_left, is_last_batch = math.inf, False
@@ -130,20 +130,23 @@ class AccumulationWindow:
         self._reads_late = False
 
     def mark(self) -> dict[str, Any]:
-        """The state of the window before its current batch, for :meth:`go_back`."""
+        """Return the state of the window before its current batch, for :meth:`go_back`."""
         return dict(vars(self))
 
     def go_back(self, mark: dict[str, Any]) -> None:
-        """Restore that state: an optimizer that evaluates the loss itself asks for the batch again."""
+        """Restore the state of :meth:`mark`, because an optimizer that evaluates the loss itself repeats the batch."""
         vars(self).update(mark)
 
     def state_dict(self, *, is_open: bool) -> dict[str, Any]:
-        """The state for a checkpoint: of an open window, or what the next one goes on from. Gradients are not in it."""
+        """Return the state for a checkpoint: all of an open window, or the part that the next one needs.
+
+        No gradients.
+        """
         names = _STATE if is_open else ("batches", "_shared_unit", "_unit")
         return {name.removeprefix("_"): getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Go on from what :meth:`state_dict` returned; with its number of batches until the next epoch sets another."""
+        """Restore the state of :meth:`state_dict`, including ``batches``, which the next epoch may change."""
         for name in _STATE:
             key = name.removeprefix("_")
             if key in state:
@@ -151,26 +154,26 @@ class AccumulationWindow:
                 setattr(self, name, value.to(device) if isinstance(value, Tensor) else value)
 
     def share(self, loss: Tensor, weight: Weight | None = None) -> Tensor:
-        """The current batch's likely share of the window's mean loss.
+        """Return the current batch's expected share of the window's mean loss.
 
-        May be called again for the same batch, by an optimizer that evaluates the loss itself; the last call counts.
+        May be called again for the same batch by an optimizer that evaluates the loss itself; the last call counts.
 
         Args:
             loss: the mean over the batch, a scalar.
-            weight: how much the batch counts (its samples, its tokens); above 0. None for 1.
+            weight: the weight of the batch (such as its number of samples or tokens), above 0. Default: None, for 1.
 
         Raises:
-            ConfigurationError: some batches of a window come with a weight and others without.
+            ConfigurationError: if some batches of a window have a weight and others have none.
         """
         self._count(weight)
         return self._times_factor(loss)
 
     def joint_share(self, loss: Tensor | None, weight: Weight | None, engine: Engine) -> Tensor | None:
-        """:meth:`share`, where all processes come here at the same batch.
+        """Return the same as :meth:`share`, but synchronize the processes, which all call this at the same batch.
 
         Args:
-            loss, weight: as in :meth:`share`; the loss is None where this process has none.
-            engine: adds up over the processes.
+            loss, weight: as in :meth:`share`; the loss is None if this process has none.
+            engine: sums over the processes.
         """
         if not (self.is_first and self.is_last):
             self.find_unit(loss is not None, weight, engine)
@@ -188,13 +191,13 @@ class AccumulationWindow:
         """Return whether a weight on a device can be read after the backward pass, by :meth:`close`.
 
         This requires a window of one batch on one process, so that gradients can be dropped if the weight is 0, and
-        CUDA, where the copy does not wait for the backward pass.
+        CUDA, because the copy does not wait for the backward pass there.
         """
         is_alone = self.size == 1 and self._data_parallel_size == 1
         return is_alone and engine.device.type == "cuda" and engine.trains_unevenly
 
     def share_late(self, loss: Tensor, weight: Tensor) -> Tensor:
-        """Return the share of the only batch in a window, of which :meth:`close` reads the weight.
+        """Return the share of the only batch in a window; :meth:`close` reads its weight.
 
         Args:
             loss: the mean over the batch, a scalar.
@@ -207,12 +210,9 @@ class AccumulationWindow:
         return self.share(loss)
 
     def find_unit(self, has_loss: bool, weight: Weight | None, engine: Engine) -> None:
-        """Agree on the mean weight of the processes' batches, if any has a loss. Waits for the device, once in a run.
+        """Set the unit to the mean weight of the processes' batches, if any has a loss.
 
-        Args:
-            has_loss: whether this process's has one.
-            weight: of that; None for 1.
-            engine: adds up over the processes, all of which come here at the same batch.
+        A host-device synchronization, once per run.
         """
         if self._data_parallel_size == 1 or self._shared_unit is not None:
             return
@@ -227,17 +227,17 @@ class AccumulationWindow:
         return 1.0 if self._shared_unit is None else self._shared_unit
 
     def _times_factor(self, loss: Tensor) -> Tensor:
-        """Where the batches have no weights, as one writes it by hand."""
+        """Multiply the loss by the factor; without weights, divide by the size, as in a hand-written loop."""
         if self._is_weighted or isinstance(self.factor, Tensor) or self.factor != 1.0 / self.size:
             return loss * self.factor
         return loss if self.size == 1 else loss / self.size
 
     def _weight_of(self, given: Weight | None) -> Weight | None:
-        """Return the weight of the current batch: the given one, if any. None stands for 1."""
+        """Return the given weight of the current batch, or else ``batch_weight``. None means 1."""
         return self.batch_weight if given is None else given
 
     def _count(self, weight: Weight | None) -> None:
-        """Count the current batch, and set the factor of its loss."""
+        """Count the current batch and set the factor of its loss."""
         weight = self._weight_of(weight)
         backwards, total = self._before
         if backwards and (weight is not None) is not self._is_weighted:
@@ -255,21 +255,22 @@ class AccumulationWindow:
         self.factor = weight / (self._unit * self.size)
 
     def close(self, optimizers: Iterable[Optimizer], engine: Engine) -> bool:
-        """Make the window's gradients the mean over what it really holds. Called after its last backward pass.
+        """Correct the window's gradients to the mean over the batches that it really had, after its last backward pass.
 
-        On several processes all of them come here: the sums over them take one exchange, without waiting for a GPU.
+        All data-parallel processes call this together. Their sums take one collective, without a host-device
+        synchronization.
 
         Args:
-            optimizers: whose gradients these are.
-            engine: adds up over the processes, and multiplies gradients.
+            optimizers: the optimizers of the gradients.
+            engine: sums over the processes, and multiplies gradients.
 
         Returns:
-            Whether any process had a loss in the window. If not, there is nothing to update the weights with.
+            Whether any process had a loss in the window. If not, the weights must not be updated.
         """
         if self.size == 1 and self._data_parallel_size == 1 and self.backwards <= 1:
             if self._reads_late:
                 self._close_late(optimizers, engine)
-            return bool(self.backwards)  # one loss, of which the factor is exact
+            return bool(self.backwards)  # one loss, its factor is exact
         if self._has_loss is None:
             if self._data_parallel_size > 1 and self._sums is None:
                 self._begin_sums(engine, corrects=False)
@@ -281,7 +282,8 @@ class AccumulationWindow:
     def _close_late(self, optimizers: Iterable[Optimizer], engine: Engine) -> None:
         """Read the weight of the only batch. If it is 0, drop the gradients, which may be 0 * inf = NaN.
 
-        The host waits for the forward pass only. Meanwhile, the device has the backward pass queued.
+        A host-device synchronization, but only with the forward pass: the backward pass is queued on the device
+        meanwhile.
         """
         assert self._readback is not None
         self._reads_late = False
@@ -291,42 +293,42 @@ class AccumulationWindow:
                 engine.gradients.clear(optimizer)
 
     def _begin_sums(self, engine: Engine, corrects: bool) -> None:
-        """Begin the exchange. ``corrects`` says whether this process is going to correct its loss by it."""
+        """Start the all-reduce. ``corrects`` is whether this process corrects its loss instead of its gradients."""
         self._sums = engine.begin_sum(self._total / self._unit, float(self.backwards), float(corrects))
 
     def _sum_up(self) -> bool:
-        """Set the correction, and the next window's unit. Returns whether any process had a loss."""
+        """Set the correction and the unit of the next window. Return whether any process had a loss."""
         sums: list[Weight] = [self._total / self._unit, float(self.backwards), 0.0]
         if self._sums is not None:
             sums, self._sums = self._sums(), None
         total, count, corrects = sums
         if isinstance(corrects, float) and 0.0 < corrects < count:
             raise ConfigurationError(_MIXED)
-        # A process that had no loss in the whole window looks whether the others had one; the others need not look.
-        # A host-device synchronisation, but for empty windows alone.
+        # Host-device synchronization, but only on a process without a loss in the whole window: it checks whether the
+        # others had one. They need not check.
         if not self.backwards and not (self._data_parallel_size > 1 and float(count)):
             return False
         if self._data_parallel_size > 1 or self._shared_unit is not None:
             self._shared_unit = _positive(self._known_unit * total / count)
         total = total if isinstance(total, float) else total.clamp_min(torch.finfo(total.dtype).tiny)
-        is_corrected = not self.backwards and float(corrects)  # by those that had a loss, before their backward
+        is_corrected = not self.backwards and float(corrects)  # by the processes that had a loss, before their backward
         self.correction = 1.0 if is_corrected else self.size * self._data_parallel_size / total
         return True
 
     def corrected(self, share: Tensor) -> Tensor:
-        """A batch's real share of the window's mean loss, once the window is closed."""
+        """Return a batch's real share of the window's mean loss, once the window is closed."""
         exact = isinstance(self.correction, float) and self.correction == 1.0
         return share if exact else share * self.correction
 
 
 def _positive(weight: Weight) -> Weight:
-    """``weight``, or 1 in the place of 0; a tensor is not read."""
+    """Return ``weight``, or 1 instead of 0, without reading a tensor."""
     return weight or 1.0 if isinstance(weight, float) else torch.where(weight > 0, weight, 1.0)
 
 
 def count_windows(batches: int, sizes: Iterable[int], straddle: bool) -> int:
-    """How many windows there are in epochs of ``batches`` batches, with windows of ``sizes[i]`` in epoch ``i``."""
-    windows, lacking = 0, 0  # what the window that is open at an epoch's end takes from the next
+    """Return the number of windows in epochs of ``batches`` batches; those of epoch ``i`` have ``sizes[i]`` batches."""
+    windows, lacking = 0, 0  # lacking: batches of the next epoch that the window open at the end of an epoch needs
     for size in sizes:
         left = batches - lacking
         if left >= 0:

@@ -31,8 +31,9 @@ class BatchPath:
         on_batch_start: runs the hooks before the step: ``(batch, batch_idx)``, and ``dataloader_idx`` if there are
             several dataloaders.
         forward_context: returns the context of the step: autocast, or a no-op if the step enters autocast itself.
-        step: calls the module's step: arguments as ``on_batch_start``.
-        on_batch_end: runs the hooks after the step: ``(outputs, batch, batch_idx)`` and ``dataloader_idx`` likewise.
+        step: calls the module's step, with the arguments of ``on_batch_start``.
+        on_batch_end: runs the hooks after the step: ``(outputs, batch, batch_idx)``, and ``dataloader_idx`` if there
+            are several dataloaders.
         draws: whether the step draws its own batches, so that the number of steps is unknown. Default: False.
     """
 

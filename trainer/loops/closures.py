@@ -1,11 +1,11 @@
-"""The path of a batch whose loss is evaluated by the optimizer, or inside the module's own ``optimizer_step``.
+"""The path of a batch if the optimizer, or the module's own ``optimizer_step``, evaluates the loss through a closure.
 
-It takes the place of ``FitLoop.train_batch`` where the module overrides ``optimizer_step``, where the optimizer
-evaluates the loss itself (LBFGS), and where it is another library's and may do so (SAM):
+It replaces ``FitLoop.train_batch`` if the module overrides ``optimizer_step``, if the optimizer evaluates the loss
+itself (LBFGS), or if the optimizer comes from another library and may do so (SAM):
 ``trainer.engine.optimizer_calls.takes_closure``.
 
-The scaler's rules are those of the loop: gradients are unscaled once for each step, the scale is the same
-throughout a batch, and ``update`` runs once, at its end.
+The rules for the scaler are those of the fit loop: gradients are unscaled once per step, the scale is constant during a
+batch, and ``update`` runs once at the end of the batch.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ Closure = Callable[[], Any]
 
 
 class ClosureOptimization:
-    """The forward and backward pass are a closure that the module's ``optimizer_step``, or the optimizer, calls.
+    """Runs forward and backward as a closure that the module's ``optimizer_step``, or the optimizer, calls.
 
-    An optimizer that evaluates the loss itself moves the weights between two evaluations. So each is one of the whole
-    accumulation window: the earlier batches are kept until then, and run again with the last one.
+    An optimizer that evaluates the loss itself moves the weights between two evaluations. Therefore each evaluation
+    covers the whole accumulation window: the earlier batches are kept and run again with the last one.
 
     Args:
-        loop: the fit loop whose batches these are.
-        optimizer_step: ``LightningModule.optimizer_step(epoch, batch_idx, optimizer, closure)``; it ends up in
+        loop: the fit loop that these batches belong to.
+        optimizer_step: ``LightningModule.optimizer_step(epoch, batch_idx, optimizer, closure)``, which calls
             :meth:`step`.
-        wrapped: returns the optimizers in the form the module knows them in (Lightning's wrappers).
+        wrapped: returns the optimizers that the module sees (Lightning's wrappers).
 
     Attributes:
-        evaluates_again: whether an optimizer does, several times a step.
+        evaluates_again: whether an optimizer evaluates the loss several times per step.
 
     Raises:
-        ConfigurationError: an optimizer evaluates the loss several times a step, and the loss is scaled: an overflow
-            in one of the evaluations could not be undone.
+        ConfigurationError: if an optimizer evaluates the loss several times per step and the loss is scaled, because an
+            overflow in one of the evaluations could not be undone.
     """
 
     def __init__(self, loop: FitLoop, optimizer_step: Callable[..., Any], wrapped: Callable[[], list[Any]]) -> None:
@@ -57,12 +57,12 @@ class ClosureOptimization:
         refuse_scaled_closures(loop)
 
     def train_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
-        """Inside a window evaluate the loss; at its end hand the closure that does to ``optimizer_step``."""
+        """Evaluate the loss inside a window; at its end, pass the closure to ``optimizer_step``."""
         loop = self._loop
         batch = loop.start_batch(batch, batch_idx, is_last)
         if loop.skips_epoch:
             return
-        loop.finish_steps()  # those that a hook has taken
+        loop.finish_steps()  # steps taken in a hook
         this = _Pass(batch, batch_idx, loop.window.mark())
         if loop.window.is_first:
             self._earlier.clear()
@@ -73,17 +73,17 @@ class ClosureOptimization:
                 self._evaluate(this)
             if self.evaluates_again:
                 self._earlier.append(this)
-        outputs, this.outputs = this.outputs, None  # a pass that is kept holds no graph
+        outputs, this.outputs = this.outputs, None  # a kept pass must not hold a graph
         loop.end_batch(outputs, batch, batch_idx)
 
     def close_window(self) -> None:
-        """Step on the batches of a window that ends without another one."""
+        """Step on the batches of a window that no other batch follows."""
         loop = self._loop
         if loop.window.backwards or loop.engine.data_parallel_size > 1:
             self._update(_Pass(None, loop.progress.batch_idx, loop.window.mark()))
 
     def _update(self, last: _Pass) -> None:
-        """Have ``optimizer_step`` step each optimizer, with a closure that ends with the window's last batch."""
+        """Call ``optimizer_step`` for each optimizer, with a closure that ends with the window's last batch."""
         loop = self._loop
         loop.holds_scale = True
         try:
@@ -91,17 +91,18 @@ class ClosureOptimization:
                 for optimizer in self._wrapped():
                     closure = partial(self._close_window, last)
                     self._optimizer_step(loop.progress.epoch, last.batch_idx, optimizer, closure)
-                    loop.progress.optimizer_steps += 1  # however often it has really stepped, as Lightning counts
+                    # once per call, however often the optimizer steps in it, as in Lightning
+                    loop.progress.optimizer_steps += 1
         finally:
             loop.holds_scale = False
         loop.finish_steps()
-        self._earlier.clear()  # they are not evaluated again
+        self._earlier.clear()  # not evaluated again
 
     def state_dict(self) -> dict[str, Any]:
-        """The batches that are kept, for a checkpoint inside a window.
+        """Return the kept batches, for a checkpoint inside a window.
 
-        They are None where ``torch.load(weights_only=True)`` would not read them: where there is more in them than
-        tensors, numbers, strings and plain containers of those.
+        They are None if ``torch.load(weights_only=True)`` would refuse them, because they hold more than tensors,
+        numbers, strings and plain containers of those.
         """
         if not all(_is_plain(one.batch) for one in self._earlier):
             return {"batches": None}
@@ -111,7 +112,8 @@ class ClosureOptimization:
         """Keep the batches that :meth:`state_dict` returned.
 
         Raises:
-            ResumeError: it could not return them, and ``exact`` is set. Otherwise the window continues without them.
+            ResumeError: if it returned none and ``exact`` is True. Otherwise the window continues without them, with a
+                warning.
         """
         if state["batches"] is None:
             reason = (
@@ -129,7 +131,7 @@ class ClosureOptimization:
             self._earlier.append(_Pass(batch, batch_idx, mark, share))
 
     def _evaluate(self, this: _Pass) -> Tensor | None:
-        """Forward and backward of one batch. Returns its share of the window's mean loss."""
+        """Run forward and backward of one batch. Return its share of the window's mean loss."""
         loop = self._loop
         loop.window.go_back(this.mark)
         output = loop.run_training_step(this.batch, this.batch_idx)
@@ -147,11 +149,7 @@ class ClosureOptimization:
         return loss
 
     def _close_window(self, last: _Pass) -> Tensor | None:
-        """The closure: evaluates the last batch, and once the weights have moved the earlier ones before it.
-
-        Returns:
-            The window's mean loss, or as much of it as was evaluated.
-        """
+        """Evaluate the last batch, from the second call on after the earlier ones, because the weights have moved."""
         if last.is_evaluated:
             with self._loop.engine.gradient_sync(False):
                 for one in self._earlier:
@@ -163,16 +161,16 @@ class ClosureOptimization:
         shares = [corrected(one.share) for one in self._earlier if one.share is not None]
         if not shares and not (loss is None and self.evaluates_again):
             return loss
-        zero = torch.zeros((), device=self._loop.engine.device)  # what there is nothing to learn from is no number
+        zero = torch.zeros((), device=self._loop.engine.device)  # optimizers that evaluate the loss need a number
         return sum(shares, zero if loss is None else loss)
 
     def step(self, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:
-        """``optimizer.step(closure)`` of one optimizer. Returns what the closure returned."""
+        """Run ``optimizer.step(closure)`` for one optimizer. Return the closure's result."""
         return step_with_closure(self._loop, optimizer, closure, **kwargs)
 
 
 def refuse_scaled_closures(loop: FitLoop) -> None:
-    """Refuse an optimizer that evaluates the loss several times a step, where the loss is scaled."""
+    """Refuse an optimizer that evaluates the loss several times per step if the loss is scaled."""
     refused = [type(o).__name__ for o in loop.optimizers if needs_closure(o)]
     if refused and loop.gradients.scaler.is_enabled():
         raise ConfigurationError(
@@ -183,10 +181,7 @@ def refuse_scaled_closures(loop: FitLoop) -> None:
 
 
 def step_with_closure(loop: FitLoop, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:
-    """Evaluate the closure, let the hooks see the gradients, step; with a scaler, unless they overflowed.
-
-    ``FitLoop.finish_steps`` adjusts the scale later, once for several steps.
-    """
+    """Evaluate the closure, run the hooks on its gradients, and step. A scaler skips the step after an overflow."""
     loop.begin_step()
 
     def evaluate() -> Any:
@@ -208,16 +203,16 @@ def step_with_closure(loop: FitLoop, optimizer: Optimizer, closure: Closure, **k
 
 @dataclass(eq=False, slots=True)
 class _Pass:
-    """One batch of a window, as often as it is evaluated.
+    """One batch of a window, which may be evaluated several times.
 
     Args:
-        batch, batch_idx: what ``training_step`` is given.
-        mark: the state of the window before it.
+        batch, batch_idx: the arguments of ``training_step``.
+        mark: the state of the window before the batch.
 
     Attributes:
-        share: its loss's share of the window's mean loss, when it was evaluated last; None where it had none.
-        outputs: what ``on_train_batch_end`` is given.
-        is_evaluated: whether the closure has been called for it.
+        share: the last evaluated share of the window's mean loss; None if the batch had no loss.
+        outputs: the argument of ``on_train_batch_end``.
+        is_evaluated: whether the closure has evaluated it.
     """
 
     batch: Any

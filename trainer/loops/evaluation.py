@@ -34,15 +34,16 @@ class EvalLoop:
         precision: the context of a forward.
         published: the metrics that callbacks and progress bars read.
         recorder: sends metrics to the loggers.
-        fit_progress: the training's counters; metrics are logged at its step.
-        counts_once: whether values that several processes log are reduced over all of their samples, each counted once.
-            If False, they are reduced as in Lightning, where all processes have equally many. Default: True.
+        fit_progress: the counters of training; metrics are logged at its step.
+        counts_once: whether logged values are reduced over all samples of all processes, each counted once. If False,
+            they are reduced as in Lightning, which pads all processes to equal numbers of samples. Default: True.
 
     Attributes:
-        verbose: whether the Trainer prints what was logged.
-        keep_predictions: whether to collect what ``predict_step`` returns.
-        predictions: what it returned, a list for each dataloader.
-        attend: called before each batch: a signal has come. It may raise. None for nothing.
+        verbose: whether the Trainer prints the logged values. Default: True.
+        keep_predictions: whether to collect the outputs of ``predict_step``. Default: False.
+        predictions: these outputs, a list for each dataloader.
+        attend: called before each batch to handle a signal that has arrived; may raise. Default: None, nothing is
+            called.
         path: the functions that a batch passes through.
     """
 
@@ -86,21 +87,21 @@ class EvalLoop:
         loaders: Loaders | None,
         inference_mode: bool,
     ) -> None:
-        """Set what belongs to one run.
+        """Set the parts that belong to one run.
 
         Args:
-            hooks: what callbacks and the module do at each point.
-            module: the LightningModule; its modules' train and eval modes are put back after each pass.
+            hooks: the hooks of callbacks and of the module.
+            module: the LightningModule; each pass restores the train and eval modes of its submodules.
             path: the functions that a batch passes through.
-            loaders: the data; None for none.
-            inference_mode: run in ``torch.inference_mode`` (its tensors can never take part in training)
-                instead of ``torch.no_grad``.
+            loaders: the data. None if there is no data.
+            inference_mode: run in ``torch.inference_mode`` (its tensors can never take part in training) instead of
+                ``torch.no_grad``.
         """
         self.hooks = hooks
         self.module = module
         self.path = path
         if loaders is not None and self.loaders is not None and len(loaders.limits) != len(self.loaders.limits):
-            self.published.drop(self.metrics.names())  # nothing would replace the values of other dataloaders
+            self.published.drop(self.metrics.names())  # values of other dataloaders would never be replaced
             self.metrics.clear()
         self.loaders = loaders
         self.inference_mode = inference_mode
@@ -108,10 +109,10 @@ class EvalLoop:
         self.progress.seen_batches.clear()
 
     def run(self, limit: float = float("inf")) -> list[Metrics]:
-        """One pass. Returns, for each dataloader, what was logged.
+        """Run one pass. Return the logged metrics, one dict for each dataloader.
 
         Args:
-            limit: batches at most of each dataloader (a sanity check's).
+            limit: the largest number of batches of each dataloader, for the sanity check. Default: no limit.
         """
         loaders = self.loaders
         if loaders is None or not any(span.most for span in self.spans(loaders, limit)):
@@ -119,11 +120,11 @@ class EvalLoop:
         self.progress.begin_pass()
         self.predictions = [[] for _ in loaders.limits]
         with self.gradient_context():
-            batches = self.begin(loaders, limit)  # before the hooks, as in Lightning: it draws random numbers
+            batches = self.begin(loaders, limit)  # before the hooks, because it draws random numbers, as in Lightning
             with self.eval_mode():
                 self.hooks.of(f"on_{self.stage}_start")()
                 self.hooks.of(f"on_{self.stage}_epoch_start")()
-                if self.loaders is not None and self.loaders is not loaders:  # BatchSizeFinder puts others there
+                if self.loaders is not None and self.loaders is not loaders:  # BatchSizeFinder replaces them in a hook
                     loaders = self.loaders
                     batches = self.begin(loaders, limit)
                 logged = self.evaluate(batches, loaders, limit)
@@ -145,7 +146,7 @@ class EvalLoop:
         return logged
 
     def load_data_state(self, state: dict[str, Any] | None) -> None:
-        """Restore the state of the dataloaders, now or, if there are none yet, before their first pass."""
+        """Restore the state of the dataloaders, now or, if they are not created yet, before their first pass."""
         self.data_state = state
         if state is not None and self.loaders is not None:
             self.loaders.load_evaluation_state(state)
@@ -159,7 +160,7 @@ class EvalLoop:
         return loaders.batches(limit)
 
     def spans(self, loaders: Loaders, limit: float) -> list[Span]:
-        """How many batches of each dataloader the processes have in a pass; of all, where they run side by side."""
+        """Return the span of batches per process for each dataloader; a single span if they run in parallel."""
         own = loaders.limits if loaders.is_sequential else [loaders.num_batches()]
         spans = loaders.spans or [Span(number, number) for number in own]
         if self.path.draws:
@@ -168,22 +169,22 @@ class EvalLoop:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several processes have parts of the samples, and log what belongs together."""
+        """Whether several processes evaluate parts of the same samples, so that their metrics are reduced together."""
         return self.counts_once and self.stage != "predict" and self.engine.world_size > 1
 
     @property
     def all_have_batch(self) -> bool:
-        """Whether all processes are known to have the batch that runs."""
+        """Whether all processes are known to have the current batch."""
         return self.pace is None or self.pace.all_have_batch
 
     def evaluate(self, batches: Iterator[tuple[Any, int, int]], loaders: Loaders, limit: float) -> list[Metrics]:
-        """Evaluate all batches. Returns, for each dataloader, what was logged."""
+        """Evaluate all batches. Return the logged metrics, one dict for each dataloader."""
         several = loaders.is_sequential and len(loaders.limits) > 1
         spans, logged, current = self.spans(loaders, limit), [], 0
         self.pace = self.pace_of(spans, self.spans(loaders, float("inf"))) if self.engine.world_size > 1 else None
 
         def close_until(dataloader_idx: int) -> None:
-            """Others may have batches of those in between."""
+            """Close the dataloaders before this one; other processes may have batches of those that were empty here."""
             nonlocal current
             for idx in range(current, dataloader_idx):
                 if idx == current or (self.pace is not None and spans[idx].most):
@@ -205,7 +206,7 @@ class EvalLoop:
         return logged
 
     def pace_of(self, spans: list[Span], whole: list[Span]) -> Pace:
-        """What keeps several processes in step in one pass."""
+        """Return the object that keeps several processes in step during one pass."""
         hooks = {self.step_name, f"on_{self.stage}_batch_start", f"on_{self.stage}_batch_end"}
         self.metrics.shared_hooks = hooks if self.is_shared else ()
         self.metrics.share_steps(True)
@@ -220,7 +221,7 @@ class EvalLoop:
         )
 
     def evaluate_batch(self, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:
-        """One forward pass and its hooks. ``dataloader_idx`` is None where there is only one."""
+        """Run one forward pass and its hooks. ``dataloader_idx`` is None if there is only one dataloader."""
         if self.attend is not None:
             self.attend()
         progress, path = self.progress, self.path
@@ -250,15 +251,15 @@ class EvalLoop:
             seen[dataloader_idx or 0] += 1
 
     def warn_of_nothing(self) -> None:
-        """Warn, once, that a ``predict_step`` has returned None."""
+        """Warn once that a ``predict_step`` returned None."""
         if not self.has_warned and self.engine.global_rank == 0:
             warn("predict returned None if it was on purpose, ignore this warning...")
         self.has_warned = True
 
     def close_dataloader(self, dataloader_idx: int, several: bool) -> Metrics:
-        """A dataloader's last batch is over, or it had none: its metrics are those of the epoch now."""
+        """Close a dataloader after its last batch, or if it had none: publish its metrics of the epoch."""
         self.metrics.dataloader_idx = dataloader_idx if several else None
-        self.published.take(self.metrics.current(on_step=True))  # before the epoch's take their place
+        self.published.take(self.metrics.current(on_step=True))  # before the metrics of the epoch replace them
         self.metrics.end_epoch()
         if self.pace is not None:
             self.pace.finish(dataloader_idx)
@@ -267,23 +268,23 @@ class EvalLoop:
         return self.publish()
 
     def publish(self) -> Metrics:
-        """Show the epoch's metrics to everybody; returns those meant for loggers."""
+        """Publish the metrics of the epoch to callbacks and progress bars. Return those for the loggers."""
         metrics = self.metrics.current()
         self.published.take(metrics)
         return dict(metrics.logger)
 
     def gradient_context(self) -> AbstractContextManager[object]:
-        """No gradients are recorded."""
+        """Return a context that records no gradients."""
         return torch.inference_mode() if self.inference_mode else torch.no_grad()
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """The module in eval mode, and every part of it back in its own mode afterwards."""
+        """Put the module into eval mode, and restore the mode of each submodule afterwards."""
         modes = {part: part.training for part in self.module.modules()}
         self.hooks.of_module(f"on_{self.stage}_model_eval")()
         try:
             yield
-        except BaseException:  # a caller that continues with the module trains it
+        except BaseException:  # the caller may catch the error and train the module
             _put_back(modes)
             raise
         put_back = self.hooks.override_of(f"on_{self.stage}_model_train")

@@ -31,12 +31,12 @@ from trainer.state.stopping import StoppingConditions
 class FitLoop:
     """Trains a module, epoch by epoch.
 
-    The arguments live as long as the Trainer; what belongs to one run comes with :meth:`prepare`.
+    The arguments live as long as the Trainer; the parts of one run are set by :meth:`prepare`.
 
     Args:
-        engine: devices, processes, and all that is done to gradients.
+        engine: devices, processes, and all operations on gradients.
         precision: the context of a forward.
-        window: which batches make one weight update.
+        window: determines the batches between two optimizer steps.
         progress: the counters.
         published: the metrics that callbacks and progress bars read.
         recorder: sends metrics to the loggers.
@@ -65,12 +65,13 @@ class FitLoop:
         self.limits = limits
         self.outcome: StepOutcome | None = None
         self.grad_norms: dict[Optimizer, Tensor] = {}
-        self.stepped: list[Optimizer] = []  # by the module, or in a closure, since the loss scale was last updated
-        self.holds_scale = False  # while a training step runs that takes its own steps: one update follows all of them
+        # optimizers that the module or a closure stepped since the last update of the loss scale
+        self.stepped: list[Optimizer] = []
+        self.holds_scale = False  # True while a training step takes its own steps: one update follows all of them
         self.unresolved: tuple[int, ...] = ()  # optimizers (indices) whose last step has no known outcome yet
         self.skipped: tuple[Optimizer, ...] = ()
         self.has_updated = self.skips_epoch = self.validates_this_epoch = False
-        # what belongs to one run
+        # the parts that belong to one run
         self.hooks: Hooks = NO_HOOKS
         self.batches = TrainingBatches(None)
         self.optimizers: list[Optimizer] = []  # bare torch optimizers; a live list
@@ -79,7 +80,7 @@ class FitLoop:
         self.resume: Callable[[], None] | None = None
         self.follow_changes: Callable[[], Any] = identity
         self.build_path: Callable[[], TrainingPath] = identity
-        self.path = self.usual_path = NO_PATH  # of a batch, with the wrappers and without them
+        self.path = self.usual_path = NO_PATH  # of a batch, with and without the wrappers
         self.wrappers: tuple[TrainingWrapper, ...] = ()
 
     def prepare(
@@ -93,22 +94,22 @@ class FitLoop:
         validate: Callable[[], None] | None = None,
         resume: Callable[[], None] | None = None,
     ) -> None:
-        """Set what belongs to one run.
+        """Set the parts that belong to one run.
 
         Args:
             hooks: the hooks of callbacks and of the module.
             batches: the training data.
             schedules: the learning-rate schedules.
-            build_path: builds the path of a batch, now and when the optimizers have been exchanged.
-            follow_changes: called between epochs: follows changes of callbacks and hooks. Default: a no-op.
-            validate: runs one validation. None if there is nothing to validate.
-            resume: called after ``on_train_start``: restores the state of a checkpoint, or writes the first one. None
-                for neither.
+            build_path: builds the path of a batch, now and after the optimizers were exchanged.
+            follow_changes: called between epochs to follow changes of callbacks and hooks. Default: a no-op.
+            validate: runs one validation. Default: None, there is nothing to validate.
+            resume: called after ``on_train_start`` to restore the state of a checkpoint or to write the first one.
+                Default: None, for neither.
         """
         self.hooks, self.batches, self.schedules = hooks, batches, schedules
         self.build_path, self.follow_changes, self.wrappers = build_path, follow_changes, ()
         self.validate, self.resume = validate, resume
-        self.gradients.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of one
+        self.gradients.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of a step
         self.unresolved, self.outcome, self.grad_norms = (), None, {}
         self.stepped, self.holds_scale = [], False
         self.window.start_run(self.engine.data_parallel_size)
@@ -139,11 +140,11 @@ class FitLoop:
         self.path = wrapped(self.usual_path, self.wrappers)
 
     def forward_only(self, path: TrainingPath) -> TrainingPath:
-        """Wrap a path: forward passes and their hooks, without training, for buffers that follow the data (SWA)."""
+        """Return a path that runs forward passes and their hooks, without training, to update buffers (SWA)."""
         return replace(path, train_batch=self.forward_batch)
 
     def take_optimizers(self) -> None:
-        """Use the engine's optimizers and schedules from now on. Callbacks may exchange them during a run."""
+        """Use the engine's current optimizers and schedules, which callbacks may exchange during a run."""
         self.resolve_outcome()
         self.optimizers = self.engine.optimizers
         self.schedules.follow(self.engine.schedules, self.optimizers)
@@ -160,11 +161,11 @@ class FitLoop:
         self.hooks.on_train_start()
         if self.resume is not None:
             self.resume()
-        while self.progress.batches_this_epoch or not limits.fit_is_done():  # an epoch that was resumed is ended
+        while self.progress.batches_this_epoch or not limits.fit_is_done():  # also finishes a resumed epoch
             self.start_epoch()
             for batch, batch_idx, is_last in self.batches:
                 self.path.train_batch(batch, batch_idx, is_last)
-                del batch  # a validation has the memory for itself
+                del batch  # free its memory for the validation
                 if self.skips_epoch:
                     break
                 self.follow_up()
@@ -179,7 +180,7 @@ class FitLoop:
         self.resolve_outcome()
 
     def start_epoch(self) -> None:
-        """Open an epoch: or go on with one, where a checkpoint was written in its middle."""
+        """Start an epoch, or continue one if the run was resumed from a checkpoint inside it."""
         progress = self.progress
         self.skips_epoch = False
         self.batches.start_epoch(progress.epochs_trained, skip=progress.batches_this_epoch)
@@ -203,9 +204,9 @@ class FitLoop:
             self.batches.end()
 
     def end_data_early(self) -> None:
-        """Do what follows an epoch's last batch, if the data ended before the length of the dataloaders.
+        """Do the work of an epoch's last batch if the data ended before the length of the dataloaders.
 
-        ``on_train_batch_end`` of that batch is over. Nothing in it could know that no batch would follow.
+        ``on_train_batch_end`` of that batch has run already, because it was not known that no batch would follow.
         """
         progress = self.progress
         progress.is_last_batch, progress.is_followed_up, self.skips_epoch = True, False, False
@@ -214,14 +215,14 @@ class FitLoop:
             self.close_window_early()
         self.schedules.advance("epoch")
         if progress.closing:
-            progress.has_validated = False  # with these weights
+            progress.has_validated = False  # not yet with these weights
             if self.limits.logging_is_due():
                 self.recorder.send(self.metrics.current(on_step=True).logger, progress.updates)
             self.hooks.save_after_batch(None, None, progress.batch_idx)
         self.follow_up()
 
     def end_epoch(self) -> None:
-        """Close an epoch: its hooks, its metrics, the schedules that wait for them."""
+        """Close an epoch: run its hooks, publish its metrics, and step the schedules that need them."""
         progress = self.progress
         self.resolve_outcome()
         if not self.window.straddles_epochs:
@@ -229,7 +230,7 @@ class FitLoop:
         self.count_update()
         if self.skips_epoch:
             self.schedules.advance("epoch")  # otherwise the last batch did this
-        if not progress.has_validated:  # what a validation has logged since stays, also by the same names
+        if not progress.has_validated:  # a validation may have logged the same names later
             self.published.take(self.metrics.current())
         self.metrics.end_epoch()
         progress.epochs_trained += 1
@@ -238,13 +239,13 @@ class FitLoop:
         self.published.take(self.metrics.current())
         self.recorder.send(self.metrics.current().logger, progress.updates - 1)
         self.hooks.save_after_epoch()
-        if progress.is_last_batch:  # an epoch that was broken off is none: its schedules wait
+        if progress.is_last_batch:  # an interrupted epoch does not advance schedules
             self.schedules.advance("epoch", on_plateau=True)
         self.metrics.reset()
         progress.end_epoch()
 
     def run_validation(self) -> None:
-        """Validate, and come back as if nothing had happened."""
+        """Validate, and restore the state of training afterwards."""
         assert self.validate is not None
         self.resolve_outcome()
         self.published.take(self.metrics.current())
@@ -255,7 +256,7 @@ class FitLoop:
     # --- one batch ------------------------------------------------------------------------------------------
 
     def train_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
-        """Forward, backward and, where the batch closes a window, the weight update."""
+        """Run forward and backward and, if the batch closes a window, the optimizer step."""
         batch = self.start_batch(batch, batch_idx, is_last)
         if self.skips_epoch:
             return
@@ -271,7 +272,7 @@ class FitLoop:
                 self.clear_gradients()
             loss = self.share_of(output, may_read_late=True)
             outputs = outputs_of(loss, output)
-            del output  # a backward pass has its memory
+            del output  # free its memory for the backward pass
             if loss is not None:
                 path.add_gradients(loss)
             else:
@@ -279,7 +280,7 @@ class FitLoop:
         if window.is_last and window.close(self.optimizers, self.engine):
             path.update_weights()
         elif window.is_last and (batch is not None or self.engine.data_parallel_size > 1):
-            self.progress.optimizer_steps += len(self.optimizers)  # counted, though no process has learned from it
+            self.progress.optimizer_steps += len(self.optimizers)  # counted as an attempt, though no process had a loss
             outputs = outputs and {}  # a weight that was read late may be 0
         self.end_batch(outputs, batch, batch_idx)
 
@@ -292,15 +293,18 @@ class FitLoop:
         self.end_batch(outputs_of(loss, output), batch, batch_idx)
 
     def run_training_step(self, batch: Any, batch_idx: int, nothing: Any = NOTHING) -> Any:
-        """``training_step`` under autocast, also from inside another hook; ``nothing`` where the batch is None."""
-        outer = self.hooks.scope.enter("training_step")  # from `optimizer_step`, perhaps
+        """Run ``training_step`` under autocast, also from inside another hook.
+
+        Return ``nothing`` if the batch is None.
+        """
+        outer = self.hooks.scope.enter("training_step")  # `optimizer_step`, for example
         with self.path.forward_context():
             output = nothing if batch is None else self.path.step(batch, batch_idx)
         self.hooks.scope.enter(outer)
         return output
 
     def start_batch(self, batch: Any, batch_idx: int, is_last: bool) -> Any:
-        """Count the batch, move it to the device, announce it. Returns it as it is on the device."""
+        """Count the batch, move it to the device, and run the hooks before it. Return the batch on the device."""
         batch = self.path.transfer(batch)
         self.progress.begin_batch(batch_idx, is_last)
         self.has_updated = False
@@ -316,14 +320,14 @@ class FitLoop:
         return batch
 
     def free_gradients(self) -> None:
-        """Drop the gradients: those of the last window make room for the forward pass."""
+        """Drop the gradients of the last window, to free their memory for the forward pass."""
         for optimizer in self.optimizers:
             self.gradients.clear(optimizer)
 
     def clear_gradients(self) -> None:
-        """Forget the gradients of the last window: also those of a skipped step, whatever state it left them in.
+        """Clear the gradients of the last window, including those of a skipped step.
 
-        And what ``training_step`` itself has left there, if it ran a backward pass of its own.
+        Gradients that ``training_step`` itself added with its own backward pass are also cleared.
         """
         self.progress.zero_grads += 1
         path = self.path
@@ -341,7 +345,7 @@ class FitLoop:
         """Return the batch's share of the window's mean loss, to run backward on, or None if it contributes nothing.
 
         Args:
-            output: what ``training_step`` returned.
+            output: the return value of ``training_step``.
             may_read_late: whether ``window.close`` may read a weight on a device. Default: False; it is read here.
         """
         window = self.window
@@ -352,7 +356,7 @@ class FitLoop:
             loss, weight = loss_in(output)  # a host-device synchronization
         if window.batch_weight == 0 and self.engine.trains_unevenly:
             loss = None
-        elif window.batch_weight == 0:  # DeepSpeed's processes wait for each other's gradients: these are zeros
+        elif window.batch_weight == 0:  # all ranks of DeepSpeed take part in each backward pass, so this one adds zeros
             weight = 0.0
         if loss is None:
             self.gradients.forward_without_loss(has_run=output is not NOTHING)
@@ -362,7 +366,7 @@ class FitLoop:
         """Scale the loss, and add its gradients to those of the window's earlier batches.
 
         Args:
-            loss: the loss, not scaled.
+            loss: the unscaled loss.
             run: runs the backward pass of the scaled loss. Default: that of the path.
         """
         if not self.window.is_first:
@@ -373,7 +377,7 @@ class FitLoop:
         self.hooks.on_after_backward()
 
     def end_batch(self, outputs: dict[str, Any] | None, batch: Any, batch_idx: int) -> None:
-        """Step the schedules, announce the end, log."""
+        """Step the schedules, run the hooks after the batch, and log."""
         progress, closes_window = self.progress, self.window.is_last
         progress.batches += 1
         progress.is_trained, progress.closing = True, closes_window
@@ -401,7 +405,7 @@ class FitLoop:
         progress.is_followed_up = True
 
     def count_update(self) -> None:
-        """Count the window that has closed, after its validation; step the schedules that wait for that."""
+        """Count the window that was closed, after its validation, and step the plateau schedules."""
         if self.progress.closing:
             if self.has_updated and self.schedules.stepped:
                 self.advance_by_step(on_plateau=True)
@@ -418,34 +422,34 @@ class FitLoop:
 
     def update_weights(self) -> None:
         """Step every optimizer on the mean gradient of the window."""
-        self.resolve_outcome()  # the update before this one, as long as the weights are what it left
+        self.resolve_outcome()  # resolve the previous update while the weights are still its result
         for optimizer in self.optimizers:
-            self.gradients.unscale_(optimizer)  # they are in true units from here on
+            self.gradients.unscale_(optimizer)  # gradients are unscaled from here on
             self.expose_gradients(optimizer)
-            self.gradients.step(optimizer)  # leaves the weights alone when a gradient is not finite
+            self.gradients.step(optimizer)  # leaves the weights unchanged if a gradient is not finite
             self.progress.optimizer_steps += 1
         self.finish_update(tuple(range(len(self.optimizers))))
 
     def expose_gradients(self, optimizer: Optimizer) -> None:
-        """Let the hooks see the true, unclipped gradients; then clip them."""
+        """Run the hooks on the unscaled, unclipped gradients; then clip them."""
         self.hooks.on_before_optimizer_step(optimizer)
         clip = self.path.clip
         if clip is not None and (norm := clip(optimizer)) is not None:
             self.grad_norms[optimizer] = norm
 
     def clip_for_module(self, optimizer: Optimizer, limit: float, algorithm: str) -> None:
-        """``LightningModule.clip_gradients``: on true gradients, also when they are not unscaled yet."""
+        """Clip gradients for ``LightningModule.clip_gradients``, and unscale them first if necessary."""
         self.begin_step()
         self.gradients.unscale_(optimizer)
         if (norm := self.gradients.clip_(optimizer, limit, algorithm)) is not None:
             self.grad_norms[optimizer] = norm
 
     def finish_update(self, stepped: tuple[int, ...], accumulating: Sequence[Optimizer] = ()) -> None:
-        """Adjust the scale, once, however many optimizers were stepped; take the outcome if it is known already.
+        """Update the scale once, for any number of optimizers, and take the outcome if it is known already.
 
         Args:
             stepped: the indices of the optimizers that were stepped.
-            accumulating: the optimizers with gradients that no step has used yet.
+            accumulating: the optimizers with gradients that no step has used yet. Default: none.
         """
         outcome = self.gradients.update(accumulating)
         self.unresolved, self.skipped, self.has_updated = stepped, (), True
@@ -455,14 +459,15 @@ class FitLoop:
             self.take_outcome(outcome)
 
     def begin_step(self) -> None:
-        """Determine the outcome of the update before this one, unless other steps of this one were taken already."""
+        """Resolve the outcome of the previous update, unless another step of this update was taken already."""
         if not self.stepped:
             self.resolve_outcome()
 
     def finish_steps(self) -> None:
-        """Adjust the scale once for all steps that the module has taken by itself since the last adjustment.
+        """Update the scale once for all steps that the module has taken by itself since the last update of the scale.
 
-        Does nothing if there are none, or inside a training step that takes its own steps: its end is the time.
+        A no-op if no step was taken, or inside a training step that takes its own steps, because its end updates the
+        scale.
         """
         if not self.stepped or self.holds_scale:
             return
@@ -471,18 +476,18 @@ class FitLoop:
         self.finish_update(indices, [one for one in self.optimizers if not self.gradients.are_used(one)])
 
     def resolve_if_due(self) -> None:
-        """Determine the outcome at the end of a batch that an epoch's metrics or a row for the loggers wait for."""
+        """Resolve the outcome at the end of a batch if the epoch's metrics or the loggers need it."""
         if self.unresolved and (self.progress.is_last_batch or self.limits.logging_is_due()):
             self.resolve_outcome()
 
     def resolve_outcome(self) -> None:
         """Determine the outcome of the last weight update, unless it is known, and call the hooks that wait for it.
 
-        Everything that reads or saves the state of a run calls this first. Steps that the module has taken in a hook
-        are finished, too.
+        All code that reads or saves the state of a run calls this first. It also finishes steps that the module took in
+        a hook.
 
-        A fused optimizer decides on the device whether it skips. There, this is put off until just before the next
-        update, or until the outcome is asked for: by then the device has computed it, and has a backward pass queued.
+        A fused optimizer decides on the device whether it skips. Therefore the outcome is read just before the next
+        update, or when it is needed: by then the device has computed it and has a backward pass queued.
         """
         if self.stepped:
             self.finish_steps()
@@ -490,7 +495,7 @@ class FitLoop:
             self.take_outcome(self.gradients.resolve_outcome())
 
     def take_outcome(self, update: UpdateOutcome) -> None:
-        """Count what happened of the last weight update, confirm its schedules, and call the hooks that wait for it."""
+        """Count the outcome of the last weight update, confirm its schedules, and call the hooks that wait for it."""
         stepped, self.unresolved = self.unresolved, ()
         self.skipped, scale, next_scale = update
         skipping: tuple[int, ...] = ()
@@ -509,7 +514,7 @@ class FitLoop:
                 self.hooks.on_after_optimizer_step(self.optimizers[index], outcome)
 
     def advance_schedules(self) -> None:
-        """Step the schedules that follow this batch."""
+        """Step the schedules that are due after this batch."""
         if not self.schedules.revocable:
             self.resolve_outcome()
         if self.schedules.by_batch:
@@ -531,7 +536,7 @@ class FitLoop:
     def close_window_early(self) -> None:
         """Update the weights with the batches of an open window, because no other batch follows.
 
-        The window is dropped on several processes of an engine that needs a loss on all of them (DeepSpeed).
+        The window is dropped if the engine needs a loss on all ranks (DeepSpeed) and there are several.
         """
         window, engine = self.window, self.engine
         if window.is_open and (engine.data_parallel_size == 1 or engine.trains_unevenly):
@@ -545,7 +550,7 @@ class FitLoop:
         window.reset()
 
     def close_window(self) -> None:
-        """Do what a window's last batch does after its backward pass. All processes call this together."""
+        """Do the work that follows the last backward pass of a window. All processes call this together."""
         with self.engine.gradient_sync(True):
             self.share_of(NOTHING)
             self.gradients.backward_without_loss(exchanges=True)

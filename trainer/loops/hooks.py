@@ -1,11 +1,11 @@
-"""Every hook, in order, as one annotated loop; and how they are called.
+"""Every hook, in order, as one annotated loop; and how hooks are called.
 
-The names, the order and the arguments are Lightning's. A hook written ``callbacks, module`` runs the callbacks'
-first, in their order. ``*`` marks what only a module has, ``c`` what only callbacks have, ``d`` what a datamodule may
-have as well, ``+`` what Lightning does not have::
+The names, the order and the arguments are Lightning's. A hook runs on the callbacks first, in their order, and then on
+the module. ``*`` marks a hook that only the module has, ``c`` one that only callbacks have, ``d`` one that a datamodule
+may have, too, and ``+`` one that Lightning does not have::
 
     fit:
-        d prepare_data                       one process a node
+        d prepare_data                       one process per node
         d setup                              datamodule, callbacks, module
         * configure_model, configure_optimizers
           on_fit_start
@@ -25,28 +25,28 @@ have as well, ``+`` what Lightning does not have::
                   on_before_optimizer_step   at a window's last batch; gradients are unscaled and unclipped
                 * configure_gradient_clipping
                   (the optimizer steps)
-                + on_after_optimizer_step    with the StepOutcome; of a fused optimizer on a GPU, just before the next
-                                             update or when it is asked for, whichever is first
+                + on_after_optimizer_step    with the StepOutcome; with a fused optimizer on a GPU, just before the next
+                                             update, or when the outcome is read, if that is earlier
                 * lr_scheduler_step          unless the step was skipped
-                  on_train_batch_end         those that save checkpoints: after the module, and the row for the loggers;
-                                             a ModelCheckpoint that monitors a metric saves in on_validation_end instead
+                  on_train_batch_end         callbacks that save checkpoints: after the module and the loggers; a
+                                             ModelCheckpoint that monitors a metric saves in on_validation_end instead
                                              if a validation follows
-                  validation, where it is due:
+                  validation, if it is due:
                     * on_validation_model_zero_grad, on_validation_model_eval
                       on_validation_start, on_validation_epoch_start
                       for each batch: on_validation_batch_start, validation_step, on_validation_batch_end
-                      on_validation_epoch_end, on_validation_end (those that save: after the module)
+                      on_validation_epoch_end, on_validation_end (callbacks that save: after the module)
                     * on_validation_model_train
-              on_train_epoch_end             callbacks, module, those that monitor a metric; last those that save
+              on_train_epoch_end             callbacks, module, callbacks that monitor a metric; last, those that save
           on_train_end
           on_fit_end
         d teardown
 
-    test and predict are as validation, with their own names; predict has no loss and logs nothing.
-    on_exception runs where anything above raises.
+test and predict run like validation, with their own names; predict has no loss and logs nothing.
+on_exception runs if anything above raises.
 
-Overrides are looked up when a run starts, and again as an epoch starts where callbacks have come or gone, or a hook has
-been set on one of them or on the module: a hook without any costs one test.
+Overrides are looked up when a run starts, and again at the start of an epoch if callbacks were added or removed, or a
+hook was set on a callback or on the module. A hook that nothing overrides costs one test.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ Call = Callable[..., Any]
 
 
 class HookScope(Protocol):
-    """Tells the module which hook it is in; ``self.log`` asks."""
+    """Stores the name of the running hook, which ``self.log`` reads."""
 
     def enter(self, name: str | None) -> str | None:
-        """Say that the hook ``name`` runs now (None: no hook). Returns what ran before."""
+        """Set the running hook to ``name`` (None: no hook). Return the previous one."""
 
 
 class Hook:
-    """One hook: what the callbacks and the module do at one point of the loop. Call it with the hook's arguments."""
+    """One hook: the calls of callbacks and module at one point of the loop. Call it with the hook's arguments."""
 
     __slots__ = ("_after", "_before", "_module", "_scope", "is_empty", "name")
 
@@ -83,14 +83,14 @@ class Hook:
         self.set(before, module, after)
 
     def set(self, before: Sequence[Call], module: Call | None, after: Sequence[Call]) -> None:
-        """Call these from here on: of the callbacks, of the module, and of the callbacks that come after it."""
+        """Set the calls: those of the callbacks, of the module, and of the callbacks that run after the module."""
         self.is_empty = not before and module is None and not after
         self._before = tuple(before)
         self._module = module
         self._after = tuple(after)
 
     def __call__(self, *args: Any) -> Any:
-        """Run it. Returns what the module's part returned."""
+        """Run the hook. Return the result of the module's call."""
         if self.is_empty:
             return None
         outer = self._scope.enter(self.name)
@@ -105,7 +105,7 @@ class Hook:
         return result
 
     def of_module(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's part alone, for a hook whose arguments Lightning passes by name."""
+        """Run the module's call only, for a hook with arguments that Lightning passes by name."""
         assert self._module is not None
         outer = self._scope.enter(self.name)
         result = self._module(*args, **kwargs)
@@ -114,14 +114,14 @@ class Hook:
 
 
 OF_CALLBACKS_ONLY = ("on_sanity_check_start", "on_sanity_check_end")
-"""Those of them that modules do not have."""
+"""The hooks of ``CALLBACK_HOOKS`` that modules do not have."""
 
 
 OF_STRATEGIES = (
     "on_train_start", "on_train_batch_start", "on_train_end", "on_validation_start", "on_validation_end",
     "on_test_start", "on_test_end", "on_predict_start", "on_predict_end",
 )  # fmt: skip
-"""Those of them that strategies have, too."""
+"""The hooks of ``CALLBACK_HOOKS`` that strategies have, too."""
 
 
 def _never(_: Any) -> bool:
@@ -129,24 +129,25 @@ def _never(_: Any) -> bool:
 
 
 _SAVING = {"on_train_batch_end": "save_after_batch", "on_train_epoch_end": "save_after_epoch"}
-"""The hooks whose part of the callbacks that save is one of its own."""
+"""The hooks with a separate hook for the callbacks that save checkpoints."""
 
 
 class Hooks:
     """The hooks of one run, each as an attribute: ``hooks.on_train_start()``.
 
     Args:
-        trainer: passed to callbacks as their first argument.
-        module: the LightningModule; passed to callbacks as their second.
-        callbacks: in the order they are called; see :meth:`follow`.
-        scope: told the name of each hook that runs.
-        overrides: whether an object has its own version of a named method.
-        monitors: whether a callback's ``on_train_epoch_end`` waits for the module's, whose metrics it reads.
-        saves: whether a callback writes checkpoints: at the end of a batch, a validation or an epoch it comes last,
-            after the module and the row for the loggers, so that a checkpoint holds all of it.
-        profile: wraps a call in a profiler's scope: (owner, name of the hook, call); None to leave calls bare.
-        strategy: an object with hooks that run after those of the module; see ``OF_STRATEGIES``. None for no such
-            object.
+        trainer: the first argument of the callbacks' hooks.
+        module: the LightningModule, the second argument of the callbacks' hooks.
+        callbacks: the callbacks, in the order they are called; see :meth:`follow`.
+        scope: stores the name of each hook that runs.
+        overrides: returns whether an object overrides a named method.
+        monitors: returns whether a callback's ``on_train_epoch_end`` runs after the module's, because it reads its
+            metrics.
+        saves: returns whether a callback writes checkpoints. Its hook runs last at the end of a batch, a validation or
+            an epoch, so that a checkpoint holds the effects of the module and of logging. Default: no callback does.
+        profile: wraps a call in a profiler's scope: (owner, name of the hook, call). Default: None, calls are not
+            wrapped.
+        strategy: an object with hooks that run after those of the module; see ``OF_STRATEGIES``. Default: None.
     """
 
     on_fit_start: Hook
@@ -196,16 +197,16 @@ class Hooks:
         self.follow(callbacks)
 
     def follow(self, callbacks: Iterable[Any]) -> bool:
-        """Look up again what these callbacks and the module override, where that may have changed.
+        """Look up the overrides of these callbacks and of the module again, if they may have changed.
 
         Returns:
-            Whether a callback has come or gone, or a hook has been set on one of them or on the module.
+            Whether a callback was added or removed, or a hook was set on a callback or on the module.
         """
         callbacks = list(callbacks)
         known = [(id(owner), _set_on(owner)) for owner in (*callbacks, self._module, self._strategy)]
         if known == self._known:
             return False
-        self._callbacks, self._known = callbacks, known  # the callbacks, so that no other one gets their ids
+        self._callbacks, self._known = callbacks, known  # keeps the callbacks alive, so that their ids are not reused
         for name in CALLBACK_HOOKS:
             parts = ((c, self._part_of(c, name, self._trainer, self._module)) for c in callbacks)
             calls = [(c, call) for c, call in parts if call is not None]
@@ -223,20 +224,22 @@ class Hooks:
         return True
 
     def of(self, name: str) -> Hook:
-        """The hook called ``name``; the evaluation loop forms names from the stage it runs."""
+        """Return the hook called ``name``; the evaluation loop forms names from its stage."""
         hook: Hook = getattr(self, name)
         return hook
 
     def of_module(self, name: str) -> Hook:
-        """A hook that only the module has, such as ``on_validation_model_eval``; its default version included."""
+        """Return a hook that only the module has, such as ``on_validation_model_eval``; also the default version."""
         return Hook(name, self.scope, module=self._bind(self._module, name))
 
     def override_of(self, name: str) -> Hook | None:
-        """The module's own version of ``name``, or None where it has none and the loop may do it directly."""
+        """Return the module's own version of ``name``, or None if it does not override it."""
         return self.of_module(name) if self._overrides(self._module, name) else None
 
     def _part_of(self, owner: Any, name: str, *first: Any) -> Call | None:
-        """What ``owner`` does at one point; None for nothing. A profiler's account names those, too."""
+        """Return the call of ``owner`` at one hook; None, or an empty call for the profiler, if there is no
+        override.
+        """
         if self._overrides(owner, name):
             return self._bind(owner, name, *first)
         if self._profile is None or not hasattr(owner, name):
@@ -254,7 +257,7 @@ def _nothing(*_: Any) -> None:
 
 
 def _set_on(owner: Any) -> dict[str, Any]:
-    """The hooks that have been set on the instance, beside those of its class."""
+    """Return the hooks that are set on the instance instead of its class."""
     own = getattr(owner, "__dict__", {})
     return {name: own[name] for name in _NAMES & own.keys()}
 
@@ -267,7 +270,7 @@ CALLBACK_HOOKS = (
         for moment in ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")
     ),
 )
-"""The hooks that callbacks and modules share, and that run inside the loops."""
+"""The hooks that callbacks and modules share and that run inside the loops."""
 _NAMES = frozenset(CALLBACK_HOOKS)
 
 

@@ -1,12 +1,12 @@
-"""Manual optimization: the path of a batch whose backward passes and steps are the module's own.
+"""Manual optimization: the path of a batch if the module runs backward passes and optimizer steps itself.
 
-It takes the place of ``FitLoop.train_batch`` where the module sets ``automatic_optimization = False`` and calls
-``manual_backward`` and ``optimizer.step()`` itself, for as many optimizers and as often as it likes.
+It replaces ``FitLoop.train_batch`` if the module sets ``automatic_optimization = False``. The module calls
+``manual_backward`` and ``optimizer.step()`` for any number of optimizers, any number of times.
 
-The scaler's rules are those of the loop: gradients are unscaled once for each step, the scale is the same throughout
-``training_step``, and ``update`` runs once, at its end. Steps that are taken in a hook have an update of their own: it
-runs at the end of ``on_train_batch_end`` or of an epoch, or earlier if a backward pass begins or the state is read or
-saved. If the scale changes while other optimizers accumulate gradients, those are multiplied to match it.
+The rules for the scaler are those of the fit loop: gradients are unscaled once per step, the scale is constant during
+``training_step``, and ``update`` runs once at its end. Steps that are taken in a hook have their own update: it runs at
+the end of ``on_train_batch_end`` or of an epoch, or earlier if a backward pass begins or the state is read or saved. If
+the scale changes while other optimizers accumulate gradients, those are multiplied to match it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from trainer.precision.cast_cache import forget_casts
 
 
 class ManualOptimization:
-    """The module does backward passes and steps in its ``training_step``.
+    """Runs batches if the module takes backward passes and steps in its ``training_step``.
 
     Args:
-        loop: the fit loop whose batches these are.
+        loop: the fit loop that these batches belong to.
 
     Raises:
-        ConfigurationError: an optimizer evaluates the loss itself and the loss is scaled; see below.
+        ConfigurationError: if an optimizer evaluates the loss itself and the loss is scaled.
     """
 
     def __init__(self, loop: FitLoop) -> None:
@@ -41,12 +41,12 @@ class ManualOptimization:
         refuse_scaled_closures(loop)
 
     def train_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
-        """``training_step`` does everything; then the scale is adjusted once for all the steps it took."""
+        """Run ``training_step``, which takes all steps; then update the scale once for all of them."""
         loop = self._loop
         batch = loop.start_batch(batch, batch_idx, is_last)
         if loop.skips_epoch:
             return
-        loop.finish_steps()  # those that a hook has taken
+        loop.finish_steps()  # steps taken in a hook
         loop.holds_scale = True
         try:
             output = loop.run_training_step(batch, batch_idx, nothing=None)
@@ -56,20 +56,20 @@ class ManualOptimization:
         loop.end_batch(None if batch is None else self.outputs_of(output), batch, batch_idx)
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
-        """``manual_backward``: ``run`` on the scaled loss, outside of the training step's autocast."""
+        """Run ``manual_backward``: call ``run`` on the scaled loss, outside the training step's autocast context."""
         loop = self._loop
-        loop.finish_steps()  # those that a hook has taken
+        loop.finish_steps()  # steps taken in a hook
         loop.gradients.scale_again()
         with _without_autocast(loop):
             loop.run_backward(loss, partial(loop.gradients.backward_by, run))
 
     def step(self, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:
-        """``optimizer.step(closure)`` of one optimizer. Returns what the closure returned."""
+        """Run ``optimizer.step(closure)`` for one optimizer. Return the closure's result."""
         device = self._loop.engine.device.type
         around = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
 
         def forward() -> Any:
-            # the training step's autocast has kept casts of the weights, and a step changes those
+            # autocast has cached casts of the weights in the training step, and a step changes the weights
             forget_casts()
             with around:
                 return closure()
@@ -104,5 +104,5 @@ class ManualOptimization:
 
 
 def _without_autocast(loop: FitLoop) -> AbstractContextManager[object]:
-    """Backward operations run in the dtype of their forward; nothing in them is to be cast again."""
+    """Disable autocast: backward operations run in the dtype of their forward."""
     return torch.autocast(loop.engine.device.type, enabled=False)

@@ -1,4 +1,4 @@
-"""Steps that draw their own batches: ``training_step(self, dataloader_iter)``, and likewise in evaluation.
+"""Steps that draw their own batches, such as ``training_step(self, dataloader_iter)``, in training and evaluation.
 
 These are wrappers of any path of a batch: they replace the source of the batch.
 """

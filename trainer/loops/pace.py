@@ -1,7 +1,7 @@
-"""Evaluation on several processes, of which some have more batches than others, or none.
+"""Evaluation with uneven inputs: some processes have more batches than others, or none.
 
-What they log is reduced after the last batch: see ``MetricStore.complete``. Until then a batch may have no counterpart
-on another process, and an exchange in it no partner.
+Logged values are reduced after the last batch: see ``MetricStore.complete``. Before that, a collective in a batch would
+hang if another process has no such batch.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ class Pace:
 
     Args:
         engine: the processes.
-        metrics: what is logged in the pass.
+        metrics: the values that are logged in the pass.
         objects: the module's metric objects.
         stage: ``"validation"``, ``"test"`` or ``"predict"``.
-        spans: the batches of each dataloader, over the processes, in this pass.
-        whole: the same in a whole pass: a sanity check is shorter.
-        watches: whether to look for exchanges in batches that some processes lack.
+        spans: the smallest and largest number of batches per process in this pass, by dataloader.
+        whole: the same for a full pass; a sanity check is shorter.
+        watches: whether to look for collectives in batches that some processes lack.
 
     Attributes:
-        all_have_batch: whether all processes are known to have the batch that runs.
+        all_have_batch: whether all processes are known to have the current batch.
 
     Raises:
-        ConfigurationError: a metric object that exchanges at each batch, on all processes. If ``watches``.
+        ConfigurationError: if inputs are uneven and each forward pass needs all processes; or, with ``watches``, if
+            inputs are uneven and a metric object synchronizes at each batch.
     """
 
     def __init__(
@@ -83,13 +84,13 @@ class Pace:
         """Evaluate one batch.
 
         Raises:
-            ConfigurationError: it exchanges something with other processes, some of which have no such batch.
+            ConfigurationError: if it runs a collective and some processes have no such batch.
         """
         engine, span, index = self._engine, self._spans[dataloader_idx], self._done
         self._done += 1
         self.all_have_batch = index < span.fewest
         if engine.forward_exchanges and span.most == float("inf"):
-            engine.any_rank(True)  # there is a batch
+            engine.any_rank(True)  # this process still has a batch
         if not self._watches:
             evaluate()
             return
@@ -112,7 +113,7 @@ class Pace:
                 warn(str(error))
 
     def finish(self, dataloader_idx: int) -> None:
-        """This process has had its batches of a dataloader: wait for those that have more."""
+        """End a dataloader in this process, and take part in the forward passes of processes that have more batches."""
         engine, most, done = self._engine, self._spans[dataloader_idx].most, self._done
         self._done = 0
         if not engine.forward_exchanges:
@@ -126,11 +127,11 @@ class Pace:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether processes have, or may have, different numbers of batches."""
+        """Whether processes have, or may have, different numbers of batches (uneven inputs)."""
         return any(span.fewest < span.most for span in self._spans)
 
     def agree(self, objects: MetricObjects) -> None:
-        """Have all processes reduce what any of them has logged of the current dataloader."""
+        """Reduce all values that any process has logged for the current dataloader, on all processes."""
         engine, metrics = self._engine, self._metrics
         mine = metrics.outline(objects.name_of), objects.outline(self._updates)
         everyone = engine.gather_different(mine)

@@ -113,7 +113,7 @@ class Schedules:
         if config.interval == "batch":
             return self._progress.batches
         if config.interval == "epoch":
-            return self._progress.epoch + 1  # it is counted when its hooks are over
+            return self._progress.epoch + 1  # counted after its hooks
         own = getattr(config.scheduler, "optimizer", None)
         index = next((i for i, optimizer in enumerate(self._optimizers) if optimizer is own), 0)
         return self._progress.completed_steps[index]
@@ -137,16 +137,16 @@ class Schedules:
 
 
 def _belongs(config: ScheduleConfig, optimizers: Collection[Optimizer]) -> bool:
-    """Whether a schedule is that of one of these optimizers; one that does not say whose it is follows any of them."""
+    """Return whether a schedule belongs to one of these optimizers, or to an unknown one."""
     own = getattr(config.scheduler, "optimizer", None)
     return own is None or any(own is optimizer for optimizer in optimizers)
 
 
 class _Step:
-    """One step of a schedule that may be taken back: made before it, ended after it.
+    """One step of a schedule that can be reverted: created before the step, and ended after it.
 
     Args:
-        config: of the schedule.
+        config: the schedule.
     """
 
     def __init__(self, config: ScheduleConfig) -> None:
@@ -157,27 +157,27 @@ class _Step:
         self._changes: list[tuple[dict[str, Any], str, Any, Any]] = []
 
     def end(self) -> None:
-        """See what the step has changed in the parameter groups: learning rate, momentum, ..."""
+        """Record the changes of the step in the parameter groups: learning rate, momentum, ..."""
         for group, before in zip(self._groups, self._before, strict=True):
             for key, after in group.items():
                 if after is before.get(key, before):
                     continue
-                # tensors are not read, they may be on a GPU: they count as changed
+                # tensors count as changed without being read, because they may be on a GPU
                 if isinstance(after, Tensor) or key not in before or before[key] != after:
                     self._changes.append((group, key, before.get(key), after))
 
     def take_back(self) -> None:
-        """Restore the schedule, and what it changed, unless that has been set to something else since."""
+        """Restore the schedule and the values it changed, except for values that were changed again since."""
         self.config.scheduler.load_state_dict(self._state)
         for group, key, before, after in self._changes:
             if isinstance(before, Tensor):
-                group[key].copy_(before)  # in place: a compiled optimizer holds on to the tensor
+                group[key].copy_(before)  # in place, because a compiled optimizer keeps a reference to the tensor
             elif group[key] == after:
                 group[key] = before
 
 
 def _copied(state: Any) -> Any:
-    """As ``deepcopy``, which takes 10 to 20 microseconds for the numbers of a schedule."""
+    """Copy like ``deepcopy``, which takes 10 to 20 microseconds for the numbers of a schedule."""
     if isinstance(state, (float, int, str, NoneType)):
         return state
     if type(state) is dict:

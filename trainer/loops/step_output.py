@@ -1,4 +1,4 @@
-"""What ``training_step`` returns, and what is made of it."""
+"""The output of ``training_step``: its loss, its weight, and the outputs for the hooks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NOTHING: Mapping[str, Any] = {"loss": torch.zeros(()), "weight": 0.0}
 def loss_in(output: Any, *, reads_weight: bool = True) -> tuple[Tensor | None, Weight | None]:
     """Return the loss that ``training_step`` returned, and its weight.
 
-    A loss of None means that the batch contributes nothing: ``training_step`` returned None, which draws a warning, or
-    a weight of 0, which does not. The loss is not multiplied by 0, because its gradients may be 0 * inf = NaN.
+    The loss is None if the batch contributes nothing: if ``training_step`` returned None, which is warned about, or a
+    weight of 0, which is not. The loss is not multiplied by 0, because its gradients may be 0 * inf = NaN.
 
     Args:
         output: a tensor, a dict with a ``"loss"``, or None.
@@ -28,7 +28,7 @@ def loss_in(output: Any, *, reads_weight: bool = True) -> tuple[Tensor | None, W
             False, such a weight is returned as a tensor, and may be 0.
 
     Raises:
-        ConfigurationError: ``output`` is anything else, or the weight is not a number, is negative or not finite.
+        ConfigurationError: if ``output`` is anything else, or the weight is not a number, is negative or not finite.
     """
     if isinstance(output, Tensor):
         return output, None
@@ -60,7 +60,7 @@ def outputs_of(loss: Tensor | None, output: Any) -> dict[str, Any] | None:
 
     Args:
         loss: the loss multiplied by its share of the accumulation window, a scalar; None if the batch has no loss.
-        output: what ``training_step`` returned, or ``NOTHING`` if the batch is None.
+        output: the return value of ``training_step``, or ``NOTHING`` if the batch is None.
 
     Returns:
         A dict; empty if there is no loss, and None if the batch is None.
@@ -78,14 +78,14 @@ def weight_in(output: object, *, reads: bool = True) -> Weight | None:
     """Return the ``"weight"`` that ``training_step`` returned with its loss, or None if it returned none.
 
     Args:
-        output: what ``training_step`` returned.
+        output: the return value of ``training_step``.
         reads: whether to read a weight on a device, which is a host-device synchronization. Default: True.
 
     Returns:
         A finite number, at least 0; or a 0-dim float32 tensor if the weight is on a device and ``reads`` is False.
 
     Raises:
-        ConfigurationError: the weight is not a number or a tensor of one element, is negative, or is not finite.
+        ConfigurationError: if the weight is not a number or a tensor of one element, is negative, or is not finite.
     """
     if not isinstance(output, Mapping) or "weight" not in output:
         return None
@@ -101,7 +101,7 @@ def check_weight(weight: Any) -> float:
     """Return a weight as a float.
 
     Raises:
-        ConfigurationError: it is not a finite number, at least 0.
+        ConfigurationError: if it is not a finite number, at least 0.
     """
     if isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 <= weight < math.inf:
         return float(weight)
