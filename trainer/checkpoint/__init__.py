@@ -1,1 +1,1 @@
-"""Checkpoints: what one holds, and how it is made and restored. The format is Lightning's."""
+"""Checkpoints: their contents, and how they are written and restored. The format is Lightning's."""

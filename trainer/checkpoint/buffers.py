@@ -1,4 +1,4 @@
-"""Buffers that the module's state dict does not hold: those registered with ``persistent=False``.
+"""Buffers that are not in the module's state dict, because they are registered with ``persistent=False``.
 
 A run may change their shapes and dtypes, set them to None, and register more of them.
 """
@@ -19,15 +19,15 @@ Buffers = Mapping[str, Tensor | None]
 """Buffers by name, without the prefixes of wrappers such as ``torch.compile``."""
 
 Dtypes = Mapping[str, torch.dtype | None]
-"""The dtypes of buffers by name; None for a buffer that is None."""
+"""Dtypes of buffers by name; None for a buffer that is None."""
 
 
 def buffers_of(module: nn.Module, *, persistent: bool) -> dict[str, Tensor | None]:
-    """Return the values of the non-persistent buffers; of a DTensor, the part that this process holds.
+    """Return the values of the non-persistent buffers. Of a DTensor, only the part in this process is returned.
 
     Args:
-        module: The module.
-        persistent: Include persistent buffers, as a process does if the state dict of another one is saved.
+        module: the module.
+        persistent: whether to include persistent buffers, for a process with a state dict that is not the saved one.
     """
     found: dict[str, Tensor | None] = {}
     seen: dict[int, Tensor] = {}  # a buffer with several names stays one tensor
@@ -48,11 +48,11 @@ def dtypes_of(module: nn.Module) -> dict[str, torch.dtype | None]:
 
 
 def changed_dtypes(saved: Buffers, first: Dtypes) -> dict[str, torch.dtype]:
-    """Return the dtypes at the beginning of the run, for the buffers in ``saved`` that have another dtype now.
+    """Return the dtypes at the beginning of the run of those buffers in ``saved`` that have another dtype now.
 
     Args:
-        saved: The result of :func:`buffers_of`.
-        first: The result of :func:`dtypes_of` at the beginning of the run.
+        saved: the result of :func:`buffers_of`.
+        first: the result of :func:`dtypes_of` at the beginning of the run.
     """
     before = {path: first.get(path) for path, value in saved.items() if value is not None}
     return {path: dtype for path, dtype in before.items() if dtype not in (None, getattr(saved[path], "dtype", None))}
@@ -61,15 +61,15 @@ def changed_dtypes(saved: Buffers, first: Dtypes) -> dict[str, torch.dtype]:
 def restore(module: nn.Module, saved: Buffers, changed: Dtypes, first: Dtypes, device: torch.device) -> list[str]:
     """Restore buffers: copy values into buffers of the same shape and dtype, and replace other buffers.
 
-    Buffers follow a changed precision of the run, as far as they existed at its beginning.
+    Buffers that existed at the beginning of the run follow a changed precision.
 
     Args:
-        module: The module.
-        saved: The result of :func:`buffers_of` in the saved run.
-        changed: The result of :func:`changed_dtypes` in the saved run.
-        first: The result of :func:`dtypes_of` at the beginning of this run. Non-persistent buffers that are neither in
-            ``first`` nor in ``saved`` are removed: they have been registered after the checkpoint was saved.
-        device: The device of buffers that do not exist yet.
+        module: the module.
+        saved: the result of :func:`buffers_of` in the saved run.
+        changed: the result of :func:`changed_dtypes` in the saved run.
+        first: the result of :func:`dtypes_of` at the beginning of this run. Non-persistent buffers that are neither in
+            ``first`` nor in ``saved`` are removed, because they were registered after the checkpoint was saved.
+        device: the device of buffers that do not exist yet.
 
     Returns:
         The names of buffers that cannot be restored, because the module that owned them does not exist.
@@ -115,7 +115,7 @@ def _local(buffer: Tensor) -> Tensor:
 
 
 def _fits(buffer: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
-    """Return whether values of that shape and dtype can be copied into the buffer."""
+    """Return whether values of this shape and dtype can be copied into the buffer."""
     if is_lazy(buffer) or buffer.is_meta or buffer.is_inference() or buffer.dtype != dtype:
         return False
     local = _local(buffer)
@@ -127,6 +127,6 @@ def _fits(buffer: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
 
 def _replace(owner: nn.Module, name: str, value: Tensor | None) -> None:
     if name not in owner._buffers:
-        vars(owner).pop(name, None)  # an attribute that the run has made a buffer
+        vars(owner).pop(name, None)  # a plain attribute that the run has turned into a buffer
         owner._non_persistent_buffers_set.add(name)
     owner._buffers[name] = value

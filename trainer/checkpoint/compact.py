@@ -1,8 +1,9 @@
-"""A compact form of plain containers: random states as raw bytes, and each text once.
+"""A compact form of plain containers: random states as raw bytes, and each string once.
 
-``pickle`` writes bytes as texts, half as long again, and each text once for each object that holds it. In the compact
-form, all long bytes of a value are in one tensor, equal ones once. The state of a Mersenne Twister is split into its
-words, which stay the same for 624 numbers, and the rest. torch's state has 8 bytes for each word of 4.
+``pickle`` writes bytes as strings that are half as long again, and repeats each string for every object that contains
+it. In the compact form, all long bytes of a value are in one tensor, and equal bytes are stored once. The state of a
+Mersenne Twister is split into its words, which stay the same for 624 numbers, and the rest. torch's state uses 8 bytes
+for each word of 4.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ import numpy as np
 import torch
 
 _MARK = "bytes of amp_trainer"
-_SHORTEST = 64  # bytes that move
+_SHORTEST = 64  # shortest bytes that are moved to the tensor
 _WORDS = 4 * 624
-_TORCH, _HEADER = 5056, 24  # bytes of torch's state, and of that before the words
+_TORCH, _HEADER = 5056, 24  # bytes of torch's state, and of the header before the words
 
 Names = dict[str, str]
-"""Texts that are written already, by themselves."""
+"""Strings that are already written, mapped to themselves."""
 
 
 def packed(value: Any, names: Names) -> dict[str, Any]:
     """Return the compact form of a value.
 
     Args:
-        value: Dicts, lists and tuples, and their contents.
-        names: Texts that the checkpoint holds already. Those of ``value`` are added.
+        value: dicts, lists and tuples, and their contents.
+        names: strings that the checkpoint already contains. Those of ``value`` are added.
     """
     packer = _Packer(names)
     tree = packer.pack(value)
@@ -34,7 +35,7 @@ def packed(value: Any, names: Names) -> dict[str, Any]:
 
 
 def unpacked(value: Any) -> Any:
-    """Return the value that :func:`packed` was given; other values as they are."""
+    """Return the value that :func:`packed` was called with; other values are returned unchanged."""
     if not isinstance(value, dict) or _MARK not in value:
         return value
     return _unpack(value["tree"], value[_MARK].numpy().tobytes())
@@ -44,17 +45,17 @@ class _Packer:
     """Collects bytes.
 
     Args:
-        names: As for :func:`packed`.
+        names: as for :func:`packed`.
 
     Attributes:
-        bytes: All bytes.
+        bytes: all bytes.
     """
 
     def __init__(self, names: Names) -> None:
         self.bytes = bytearray()
         self._places: dict[bytes, int] = {}
         self._names = names
-        self._made: dict[int, Any] = {}  # one object stays one
+        self._made: dict[int, Any] = {}  # by id, so that shared objects stay shared
 
     def pack(self, value: Any) -> Any:
         kind = type(value)

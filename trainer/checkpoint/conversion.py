@@ -1,4 +1,4 @@
-"""From one form of a checkpoint to another, in one process: folder, file, weights alone."""
+"""Convert a checkpoint in one process: between folder and file, or to weights only."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from trainer.errors import CheckpointError, CheckpointWriteError
 
 
 def consolidate(folder: Path, file: Path) -> list[str]:
-    """Make one file, in Lightning's format, of a folder that a run has written in parts.
+    """Convert a checkpoint folder that a run has written in parts to one file in Lightning's format.
 
     Returns:
-        The places of hyper-parameters that are objects, which are left out: they are not made when they are read.
+        The places of hyperparameters that are objects. They are left out, because reading does not create them.
 
     Raises:
-        CheckpointError: the folder is damaged, or holds more than what belongs there, or the file cannot be written.
+        CheckpointError: the folder is damaged or contains unexpected objects, or the file cannot be written.
     """
     left_out: list[str] = []
     checkpoint = _without_objects(_read(folder), left_out)
@@ -34,13 +34,13 @@ def consolidate(folder: Path, file: Path) -> list[str]:
 
 
 def split(file: Path, folder: Path) -> list[str]:
-    """Make a folder, as a run of one process writes it in parts, of a file. The opposite of :func:`consolidate`.
+    """Convert a file to a folder, as a run of one process writes it in parts. The inverse of :func:`consolidate`.
 
     Returns:
         As :func:`consolidate`.
 
     Raises:
-        CheckpointError: the file is damaged, or holds more than what belongs there, or the folder cannot be written.
+        CheckpointError: the file is damaged or contains unexpected objects, or the folder cannot be written.
     """
     left_out: list[str] = []
     checkpoint = _without_objects(_read(file), left_out)
@@ -53,10 +53,10 @@ def split(file: Path, folder: Path) -> list[str]:
 
 
 def weights_of(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a checkpoint's module; of those whose names begin with ``prefix``, without it.
+    """Return the tensors of a checkpoint's module with names that begin with ``prefix``, which is removed.
 
     Raises:
-        CheckpointError: it is damaged, or holds more than what belongs there, or has no such weights.
+        CheckpointError: the checkpoint is damaged, contains unexpected objects, or has no such weights.
     """
     weights = read_weights(checkpoint)
     found = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
@@ -67,19 +67,19 @@ def weights_of(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
 
 
 def export(weights: Mapping[str, Tensor], file: Path) -> None:
-    """Write weights as a file of safetensors, in the place of an older one or not at all.
+    """Write weights as a safetensors file. An older file is replaced completely or stays unchanged.
 
     Raises:
         ModuleNotFoundError: safetensors is not installed.
-        CheckpointError: it has no form for one of them.
-        CheckpointWriteError: it cannot be written.
+        CheckpointError: safetensors does not support one of the tensors.
+        CheckpointWriteError: the file cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     taken: set[int] = set()
     plain: dict[str, Tensor] = {}
-    for name, value in weights.items():  # no two may share memory, as tied weights do
+    for name, value in weights.items():  # safetensors rejects tensors that share memory, such as tied weights
         if not _has_form(value):
             kind = f"{value.dtype}, {value.layout}".replace("torch.", "")
             raise CheckpointError(f"safetensors has no form for {name} ({kind}). Leave it out, by a PREFIX.")
@@ -92,7 +92,7 @@ def export(weights: Mapping[str, Tensor], file: Path) -> None:
         files.make_folder(file.parent)
         save_file(plain, part, metadata={"format": "pt"})
         part.replace(file)
-    except (OSError, SafetensorError) as error:  # the latter where the disk is full
+    except (OSError, SafetensorError) as error:  # SafetensorError if the disk is full
         said, number = getattr(error, "strerror", None) or error, getattr(error, "errno", None)
         raise CheckpointWriteError(f"{file} was not written: {said}.", number) from error
     finally:
@@ -100,13 +100,13 @@ def export(weights: Mapping[str, Tensor], file: Path) -> None:
 
 
 def _has_form(value: Tensor) -> bool:
-    """Whether safetensors can hold it."""
+    """Return whether safetensors supports the tensor."""
     is_too_wide = value.is_complex() and value.dtype is not torch.complex64
     return value.layout is torch.strided and not value.is_quantized and not is_too_wide
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:
-    """What a folder or file holds, verified."""
+    """Verify a folder or file, and return its contents."""
 
     def load(path: Path, weights_only: bool) -> dict[str, Any]:
         is_archive = files.verify(path)
@@ -117,7 +117,7 @@ def _read(checkpoint: Path) -> dict[str, Any]:
 
 
 def _without_objects(checkpoint: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
-    """Without the stand-ins among the hyper-parameters: what they stand for is not known."""
+    """Return the checkpoint without stand-ins among the hyperparameters, because the original objects are not known."""
     here = {name: _plain(checkpoint[name], name, left_out) for name in PLACES & checkpoint.keys()}
     return {name: value for name, value in {**checkpoint, **here}.items() if value is not _GONE}
 

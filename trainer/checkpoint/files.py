@@ -1,13 +1,13 @@
-"""How a checkpoint reaches the disk, and how one knows that it is whole.
+"""Write checkpoint files to disk, and verify that they are complete.
 
-A checkpoint is one file, a zip archive as ``torch.save`` writes it. The archive's comment is its manifest: a line of
+A checkpoint is one file, a zip archive written by ``torch.save``. The comment of the archive is its manifest: a line of
 JSON with the archive's length, the time, and a SHA-256 of the archive and of the manifest itself. Readers of zip
-archives pass over a comment; it moves with the file, and is written last: a file that has one was written to its end.
-What somebody writes in another form (``torch.save`` replaced, by one that encrypts for example) gets no manifest, and
-is given to its reader unchecked.
+archives ignore the comment. It stays with the file if that is moved, and it is written last, so a file that has one is
+complete. A file in another form (if ``torch.save`` is replaced, for example by a function that encrypts) gets no
+manifest, and is passed to its reader unverified.
 
-A file is written beside the place it is meant for, brought to the disk, and renamed. So whatever happens, at any
-instant, under a checkpoint's name is the old file or the new one, and never a part of one.
+A file is written under a temporary name in the same folder, flushed to disk, and renamed. So at any time the
+checkpoint's name refers to the old file or to the new one, never to an incomplete one.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from trainer.files import replacing, sync_folder
 
 EXTENSION = ".ckpt"
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""What the system says when there is no room: on the disk, in a quota, under a limit on the size of files."""
+"""Error codes for missing space: on the disk, in a quota, or under a limit on the file size."""
 
 _CHUNK = 1 << 20
-_END = b"PK\x05\x06"  # opens the last record of a zip archive, 22 bytes with a comment's length at the end
+_END = b"PK\x05\x06"  # begins the last record of a zip archive: 22 bytes that end with the length of the comment
 _END_SIZE = 22
-_START = b"PK\x03\x04"  # opens a zip archive
+_START = b"PK\x03\x04"  # begins a zip archive
 
 
 class Summed:
-    """A stream that counts and hashes what passes by.
+    """A stream that counts and hashes the bytes written to it.
 
-    An error of the file below is kept, and the rest is only counted: so writers that cannot bear an exception come to
-    their end, and it is known how much room would have been needed.
+    If the underlying file raises an error, the error is stored and the remaining bytes are only counted. So writers
+    that cannot handle an exception complete, and the required space is known.
 
     Args:
-        file: what takes the bytes.
+        file: the file that the bytes are written to.
 
     Attributes:
-        size: the number of bytes taken.
+        size: number of bytes written.
         hash: their SHA-256.
-        error: of the file below.
+        error: the error that the file raised, or None.
     """
 
     def __init__(self, file: Any) -> None:
@@ -62,7 +62,7 @@ class Summed:
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Take bytes."""
+        """Write bytes."""
         view = memoryview(data).cast("B")
         self.hash.update(view)
         self.size += len(view)
@@ -70,10 +70,10 @@ class Summed:
         return len(view)
 
     def flush(self) -> None:
-        """Do nothing: the file is flushed when it is whole."""
+        """No-op: the file is flushed when it is complete."""
 
     def tell(self) -> int:
-        """The number of bytes taken."""
+        """Return the number of bytes written."""
         return self.size
 
     def _put(self, data: Any) -> None:
@@ -85,22 +85,22 @@ class Summed:
 
 
 class Sealing(Summed):
-    """A stream to save an archive into, that ends it with a manifest.
+    """A stream to write an archive into, which appends a manifest.
 
-    What is no zip archive without a comment goes to the file as it is.
+    Any data other than a zip archive without a comment is written unchanged.
 
     Args:
-        file: what takes the bytes. Its error is for `seal`.
-        facts: go into the manifest; plain values.
+        file: the file that the bytes are written to. `seal` raises its error.
+        facts: additional plain values for the manifest. Default: none.
     """
 
     def __init__(self, file: Any, facts: Mapping[str, Any] | None = None) -> None:
         super().__init__(file)
         self._facts = dict(facts or {})
-        self._start = self._end = b""  # of what was written
+        self._start = self._end = b""  # first and last bytes written
 
     def write(self, data: Any) -> int:
-        """Take bytes."""
+        """Write bytes."""
         taken, view = super().write(data), memoryview(data).cast("B")
         if len(self._start) < len(_START):
             self._start = (self._start + bytes(view[: len(_START)]))[: len(_START)]
@@ -108,10 +108,10 @@ class Sealing(Summed):
         return taken
 
     def seal(self) -> Manifest | None:
-        """Write the manifest. None for what is no zip archive without a comment.
+        """Append the manifest and return it, or return None if the data is not a zip archive without a comment.
 
         Raises:
-            OSError: the file below could not take everything.
+            OSError: the file raised an error.
         """
         is_ended = len(self._end) == _END_SIZE and self._end.startswith(_END) and self._end.endswith(b"\0\0")
         manifest = self._seal() if is_ended and self._start == _START else None
@@ -126,7 +126,7 @@ class Sealing(Summed):
         sha256 = self.hash.hexdigest()
         comment = text + f'{sha256}"}}'.encode()
         if self.error is None:
-            self.file.seek(-2, os.SEEK_CUR)  # the last record ends with the length of a comment that was not there yet
+            self.file.seek(-2, os.SEEK_CUR)  # overwrites the last record's comment length, which was 0
         self._put(struct.pack("<H", len(comment)) + comment)
         self.size += len(comment)
         return Manifest(said["saved_at"], said["bytes"], sha256, self._facts)
@@ -135,16 +135,17 @@ class Sealing(Summed):
 def write(
     save: Callable[[BinaryIO], None], path: str | Path, facts: Mapping[str, Any] | None = None
 ) -> Manifest | None:
-    """Write a checkpoint file, in the place of an older checkpoint or not at all. Returns its manifest, if it has one.
+    """Write a checkpoint file. An older checkpoint is replaced completely or stays unchanged. Returns the manifest, if
+    any.
 
     Args:
-        save: writes into the stream it is given, from start to end: a zip archive, as ``torch.save`` does, which gets a
-            manifest, or anything else, which gets none.
-        path: where the file is to be. Folders on the way are made.
-        facts: more for the manifest; plain values.
+        save: writes into the given stream from start to end. A zip archive, as from ``torch.save``, gets a manifest;
+            other data gets none.
+        path: path of the file. Missing folders are created.
+        facts: additional plain values for the manifest. Default: none.
 
     Raises:
-        CheckpointWriteError: the file system did not take it. What was there is there still.
+        CheckpointWriteError: writing failed. An older checkpoint is unchanged.
     """
     path = Path(path)
     stream: Sealing | None = None
@@ -152,7 +153,7 @@ def write(
         make_folder(path.parent)
         with sharded_files.aside(path), replacing(path, part=PART, durable=True) as file:
             stream = Sealing(file, facts)
-            save(stream)  # type: ignore[arg-type]  # as much of a BinaryIO as writers need
+            save(stream)  # type: ignore[arg-type]  # implements the part of BinaryIO that writers use
             return stream.seal()
     except CheckpointError:
         raise
@@ -161,27 +162,27 @@ def write(
 
 
 def make_folder(folder: Path) -> list[Path]:
-    """Make a folder and those above it that are missing. Returns those it made, the innermost first.
+    """Create a folder and its missing parents. Returns the created folders, the innermost first.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     missing = []
     above = folder
     while not above.exists():
         missing.append(above)
         above = above.parent
-    folder.mkdir(parents=True, exist_ok=True)  # says what is wrong where it is a file
+    folder.mkdir(parents=True, exist_ok=True)  # raises a descriptive error if it is a file
     for made in missing:
         sync_folder(made.parent)
     return missing
 
 
 def read_manifest(path: str | Path) -> Manifest | None:
-    """What the file or folder says of itself, without a look at whether that is so; None for a file without a manifest.
+    """Return the manifest of a file or folder without verifying the contents, or None for a file without a manifest.
 
     Raises:
-        CheckpointError: there is no end to the file, or something behind it, or a manifest that cannot be read.
+        CheckpointError: the file is truncated, data was appended, or the manifest cannot be read.
         OSError: the file cannot be read.
     """
     path = Path(path)
@@ -198,18 +199,18 @@ def read_manifest(path: str | Path) -> Manifest | None:
     except CheckpointError:
         if _is_archive(path):
             raise
-        return None  # of another form, in which bytes may mean anything
+        return None  # another form, with arbitrary bytes
 
 
 def _parse(path: Path, size: int, tail: bytes) -> Manifest | None:
-    """The manifest in the ``tail`` of an archive; None for an archive without a comment."""
+    """Return the manifest in the ``tail`` of an archive, or None for an archive without a comment."""
     place = tail.rfind(_END)
     if place < 0 or len(tail) < place + _END_SIZE:
         raise CheckpointError(f"{path} is damaged: it has no end. It was cut short after {size:,} bytes.")
     comment = tail[place + _END_SIZE :]
     length = int.from_bytes(tail[place + _END_SIZE - 2 : place + _END_SIZE], "little")
     if length == 0:
-        return None  # though something may follow, such as a signature
+        return None  # even if something follows, such as a signature
     if len(comment) < length:
         raise CheckpointError(f"{path} is damaged: it was cut short, by {length - len(comment):,} bytes at its end.")
     if len(comment) > length:
@@ -228,13 +229,13 @@ def _parse(path: Path, size: int, tail: bytes) -> Manifest | None:
 
 
 def verify(path: str | Path) -> bool:
-    """See whether a checkpoint is what was written. Reads all of it.
+    """Verify that a checkpoint is unchanged since it was written. Reads the whole checkpoint.
 
-    The checksums of the archive's members are what there is to check in an archive without a manifest. In what is no
-    zip archive, such as a file of torch before 1.6 or an encrypted one, there is nothing: returns False.
+    In an archive without a manifest, the checksums of the archive's members are verified. Other files, such as those of
+    torch before 1.6 or encrypted ones, cannot be verified: returns False.
 
     Raises:
-        CheckpointError: it was cut short, or something was appended, or a bit is another one; or it cannot be read.
+        CheckpointError: the checkpoint was truncated, extended or changed, or it cannot be read.
     """
     path = Path(path)
     try:
@@ -256,15 +257,15 @@ def verify(path: str | Path) -> bool:
 def newest_good(
     folders: Iterable[str | Path], read: Callable[[Path], object] | None = None, beside: Iterable[Path] = ()
 ) -> Path | None:
-    """The newest checkpoint in ``folders``, or ``beside`` them, that a training can go on from; None for none.
+    """Return the newest checkpoint, in ``folders`` or given, that training can be resumed from, or None.
 
-    Newest by its manifest, or by the file's time where it has none. A damaged one is named in a warning and passed
-    over.
+    Sorted by the time in the manifest, or by the file's time if it has no manifest. A damaged checkpoint is skipped
+    with a warning.
 
     Args:
-        folders: where to look.
-        read: reads a file in which there is nothing to check, or raises a CheckpointError. None trusts such files.
-        beside: files that are there.
+        folders: the folders to search.
+        read: reads a file that cannot be verified, or raises a CheckpointError. Default: None, such files are trusted.
+        beside: paths of additional checkpoints. Default: none.
     """
     for path in in_order(folders, beside):
         try:
@@ -281,7 +282,7 @@ def newest_good(
 
 
 def in_order(folders: Iterable[str | Path], beside: Iterable[Path] = ()) -> list[Path]:
-    """The checkpoints in ``folders`` and ``beside``, newest first, but for hidden ones; one with several names once."""
+    """Return the given checkpoints and those in ``folders``, newest first, without hidden files and duplicates."""
     times = {path.resolve(): _saved_at(path) for path in beside}
     for folder in dict.fromkeys(Path(folder) for folder in folders):
         for path in sorted(folder.glob(f"*{EXTENSION}")) if folder.is_dir() else ():
@@ -292,9 +293,9 @@ def in_order(folders: Iterable[str | Path], beside: Iterable[Path] = ()) -> list
 
 
 def remove_leftovers(folder: str | Path) -> list[Path]:
-    """Remove what killed saves have left in ``folder``, where nobody may be writing. Returns what it removed.
+    """Remove incomplete checkpoints of killed processes from ``folder``, and return their paths.
 
-    What lacks nothing but its name gets that.
+    No process may be writing to the folder. A complete checkpoint that was not renamed yet gets its name.
     """
     sharded_files.recover(Path(folder))
     removed = []
@@ -313,7 +314,7 @@ def _check_hash(path: Path, manifest: Manifest) -> None:
             left -= len(chunk)
         file.seek(manifest.size)
         comment = file.read()
-    digest.update(b"\0\0")  # the comment's length when there was none yet
+    digest.update(b"\0\0")  # the comment length before the manifest was appended
     end = f'{manifest.sha256}"}}'.encode()
     digest.update(comment.removesuffix(end))
     if not comment.endswith(end) or digest.hexdigest() != manifest.sha256:
@@ -326,14 +327,14 @@ def _check_members(path: Path) -> None:
             damaged = archive.testzip()
     except OSError:
         raise
-    except Exception as error:  # a damaged archive breaks the reader in any way
+    except Exception as error:  # a damaged archive can raise any exception in the reader
         raise CheckpointError(f"{path} is damaged: it cannot be read as a zip archive ({error}).") from error
     if damaged is not None:
         raise CheckpointError(f"{path} is damaged: the bytes of {damaged} are not those that were written (CRC-32).")
 
 
 def _is_archive(path: Path) -> bool:
-    """Whether the file begins as a zip archive, or as a part of one."""
+    """Return whether the file begins like a zip archive, or is a prefix of its signature."""
     with path.open("rb") as file:
         return _START.startswith(file.read(len(_START)))
 
@@ -348,7 +349,7 @@ def _saved_at(path: Path) -> float:
 
 
 def cannot_write(path: Path, error: OSError, needed: int) -> CheckpointWriteError:
-    """Why a checkpoint of that many bytes is not at ``path``, and what to do."""
+    """Return the error for a checkpoint of ``needed`` bytes that was not written to ``path``, with advice."""
     what = f"The checkpoint {path} was not written: {error.strerror or error}."
     if error.errno in FULL:
         with suppress(OSError):

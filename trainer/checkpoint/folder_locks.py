@@ -1,9 +1,9 @@
-"""A checkpoint folder belongs to one run at a time.
+"""Lock a checkpoint folder for one run at a time.
 
-Who holds it is said in a file beside the folder, which the system locks: so it is free as soon as that process is gone,
-however it went. The lock is the process's own (``lockf``) and not the open file's (``flock``): what it forks, such as a
-dataloader's workers, does not hold on to it. It is a file's and not the folder's own, because over NFS only those of
-files are seen by other hosts.
+The lock is on a file next to the folder that names the owner. The system releases it when the process ends, for any
+reason. It belongs to the process (``lockf``) and not to the open file (``flock``), so forked processes, such as
+dataloader workers, do not keep it. A file is locked instead of the folder, because over NFS other hosts see only locks
+of files.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if sys.platform != "win32":
     import fcntl
 
 LOCK = ".in-use.lock"
-"""The end of the lock's name, behind the folder's; the whole of it where it has to lie in the folder."""
+"""Suffix of the lock's name, after the folder's name; the whole name if it has to be inside the folder."""
 
-_holds: dict[tuple[int, Path], int] = {}  # by process, because a forked one inherits this, but no lock
+_holds: dict[tuple[int, Path], int] = {}  # by process, because a forked process inherits this dict, but no lock
 
 
 @contextmanager
 def held(folder: str | Path) -> Iterator[None]:
-    """Have ``folder`` for this process alone: it is made, what killed saves left in it is removed, nobody else gets it.
+    """Lock ``folder`` for this process. Creates it, and removes incomplete checkpoints of killed processes.
 
-    Afterwards there is nothing in it that was not saved there, and no folder that was made for nothing. The process may
-    hold a folder several times at once: a run inside of a run is no other run.
+    On exit, created folders that are empty are removed. The process may lock a folder several times at once, for runs
+    inside of a run.
 
     Raises:
-        FolderInUseError: another process has it.
-        CheckpointWriteError: it cannot be made, or written to.
+        FolderInUseError: another process has locked it.
+        CheckpointWriteError: it cannot be created or written to.
     """
     folder = Path(os.path.realpath(folder))
     key = (os.getpid(), folder)
@@ -57,7 +57,7 @@ def held(folder: str | Path) -> Iterator[None]:
             made = make_folder(folder)
             locks.callback(_remove_empty, made)
             _lock(folder, locks)
-            with TemporaryFile(dir=folder):  # so that it is known now, and not at the first save
+            with TemporaryFile(dir=folder):  # to fail now instead of at the first save
                 pass
         except OSError as error:
             raise CheckpointWriteError(
@@ -73,9 +73,9 @@ def held(folder: str | Path) -> Iterator[None]:
 
 
 def owner(folder: str | Path) -> str:
-    """What the lock of ``folder`` says of the run that holds it; "" where there is none.
+    """Return the text in the lock of ``folder`` that describes its owner, or "" if it is not locked.
 
-    Two hosts that read the same have the same folder.
+    Two hosts that read the same text share the folder.
     """
     folder = Path(os.path.realpath(folder))
     for file in (folder.parent / f".{folder.name}{LOCK}", folder / LOCK):
@@ -85,18 +85,18 @@ def owner(folder: str | Path) -> str:
 
 
 def _lock(folder: Path, locks: ExitStack) -> None:
-    """Lock ``folder`` until ``locks`` closes, by a file beside it; by one in it where there can be none."""
+    """Lock ``folder`` until ``locks`` closes, with a file next to it, or inside it if that is not possible."""
     inside, beside = folder / LOCK, folder.parent / f".{folder.name}{LOCK}"
-    if os.path.ismount(folder):  # beside it is another place on every host, and in every container
+    if os.path.ismount(folder):  # the path next to it differs between hosts and containers
         locks.enter_context(_locked(inside, folder))
         return
     try:
         locks.enter_context(_locked(beside, folder))
-    except OSError:  # one may write into the folder, and not beside it
+    except OSError:  # the folder is writable, but its parent is not
         locks.enter_context(_locked(inside, folder))
         return
     if inside.exists():
-        with _locked(inside, folder):  # of a process that was killed, or of one that may not write beside it
+        with _locked(inside, folder):  # left by a killed process, or held by one that cannot write next to the folder
             pass
 
 
@@ -107,12 +107,12 @@ def _locked(path: Path, folder: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            path.unlink()  # while it is locked: who waits for it looks again
+            path.unlink()  # while it is locked: a waiting process checks again
         os.close(handle)
 
 
 def _open_locked(path: Path, folder: Path) -> int:
-    """Make the file that locks ``folder``, lock it, and write into it who does. Returns its handle."""
+    """Create and lock the file that locks ``folder``, and write the owner into it. Returns its handle."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
         try:
@@ -125,7 +125,7 @@ def _open_locked(path: Path, folder: Path) -> int:
                 if os.path.samestat(os.fstat(handle), path.stat()):
                     _sign(handle)
                     return handle
-            os.close(handle)  # whoever had it has removed it meanwhile
+            os.close(handle)  # the previous owner has removed the file in the meantime
         except BaseException:
             with suppress(OSError):
                 os.close(handle)
@@ -148,7 +148,7 @@ def _try_lock(handle: int) -> bool:
 
 def _sign(handle: int) -> None:
     who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
-    with suppress(OSError):  # on a full disk it is locked all the same
+    with suppress(OSError):  # the lock holds even if the disk is full
         os.truncate(handle, 0)
         os.write(handle, json.dumps(who).encode())
 
@@ -157,7 +157,7 @@ def _owner(handle: int) -> str:
     try:
         who = json.loads(os.read(handle, 4096))
         return f" (process {who['pid']} on {who['host']}, since {who['since']})"
-    except (OSError, ValueError, KeyError, TypeError):  # it is about to write it
+    except (OSError, ValueError, KeyError, TypeError):  # the owner has not written it yet
         return ""
 
 

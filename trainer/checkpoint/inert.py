@@ -1,12 +1,11 @@
-"""Hyper-parameters that are objects: a checkpoint with such is read without making one of them.
+"""Read checkpoints with objects among the hyperparameters, without creating these objects.
 
-``torch.load(weights_only=True)`` reads the file, all of it, by its own rules. Classes and functions that the
-hyper-parameters name, and nothing else in the file does, are told to it as classes of ours that do nothing
-(:class:`StandIn`). So nothing that the file names is looked up, imported or called, whatever it holds; and what stands
-elsewhere in it is refused as ever.
+``torch.load(weights_only=True)`` reads the whole file by its own rules. Classes and functions that only the
+hyperparameters refer to are registered as safe globals, but as classes that do nothing (:class:`StandIn`). So no name
+in the file is looked up, imported or called, whatever it contains, and objects elsewhere in it are rejected as usual.
 
-Which names these are is found in an outline of the file, in which every name is a class that takes note of what it is
-given. What an outline gets wrong cannot do harm: torch then refuses a name, or a stand-in lies in another place.
+These names are collected from an outline of the file, in which every name is a class that records its arguments. An
+error in the outline is harmless: torch then rejects a name, or a stand-in appears in another place.
 """
 
 from __future__ import annotations
@@ -33,28 +32,28 @@ from torch.serialization import get_safe_globals, load, safe_globals, save
 from trainer import redaction
 
 PLACES = frozenset({"hyper_parameters", "hparams_type", "datamodule_hyper_parameters", "datamodule_hparams_type"})
-"""Keys of a checkpoint under which objects may stand."""
+"""Keys of a checkpoint that may contain objects."""
 
 _OPERATIONS = {ord(code.code) for code in pickletools.opcodes if code.proto <= 2 and not code.name.startswith("EXT")}
-"""Of pickles, what ``torch.save`` may use; without those that name objects of this process by numbers."""
+"""Pickle opcodes that ``torch.save`` may use, without those that refer to objects of this process by number."""
 _FEW = 64  # elements of an array
 
-_NO_NAME = "\n"  # no pickle that torch reads can name this
+_NO_NAME = "\n"  # no pickle that torch reads can contain this name
 
-_lock = Lock()  # what is told to torch holds for the whole process
+_lock = Lock()  # safe globals are global to the process
 
 
 class StandIn:
-    """Stands for an object among the hyper-parameters of a checkpoint, or for its class; it was not made."""
+    """Replaces an object among the hyperparameters of a checkpoint, or its class. The object was not created."""
 
     stands_for: ClassVar[str] = "object of a class that is inside of another"
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
-        """Take no notice of what the object would be made of."""
+        """Ignore the arguments of the object's constructor."""
         return object.__new__(cls)
 
     def __setstate__(self, state: Any) -> None:
-        """Take no notice of it."""
+        """Ignore the state."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -75,7 +74,7 @@ class _DictStandIn(StandIn):
 
 class _AttributeStandIn(StandIn):
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
-        return StandIn  # it may be a class, and be called
+        return StandIn  # the attribute may be a class that is called
 
 
 _KINDS: dict[Any, type[StandIn]] = {
@@ -87,13 +86,13 @@ _KINDS: dict[Any, type[StandIn]] = {
 
 
 class _Thing:
-    """In an outline: what the file would have made by calling a name, with all that would have been given to it."""
+    """In an outline: an object that the file would have created by calling a name, with all arguments."""
 
     names: ClassVar[tuple[str, ...]] = ()
     owner: ClassVar[Any] = None
-    """Where it is an attribute: what of."""
+    """If this is an attribute: its owner."""
     kind: ClassVar[Any] = None
-    """What it has to be for torch, which appends to lists and sets items of dicts."""
+    """The base type that torch requires, because it appends to lists and sets items of dicts."""
 
     parts: list[Any]
 
@@ -115,7 +114,7 @@ class _Thing:
 
 
 class _Getattr(_Thing):
-    """In an outline: by this, pickles name what is inside of a class."""
+    """In an outline: the call with which pickles refer to attributes of a class."""
 
     kind = getattr
 
@@ -123,8 +122,8 @@ class _Getattr(_Thing):
         return type("_Thing", (_Thing,), {"owner": (cls, arguments)})
 
 
-class _Outliner(pickle._Unpickler):  # that of Python, not of C: its operations can be taken away
-    """Reads a pickle as containers, texts, numbers and `_Thing`s."""
+class _Outliner(pickle._Unpickler):  # in Python: operations of the C class cannot be removed
+    """Read a pickle as containers, strings, numbers and `_Thing`s."""
 
     dispatch: ClassVar[dict[int, Any]] = {
         code: operation for code, operation in pickle._Unpickler.dispatch.items() if code in _OPERATIONS
@@ -135,7 +134,7 @@ class _Outliner(pickle._Unpickler):  # that of Python, not of C: its operations 
         self._classes: dict[str, type[_Thing]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """A `_Thing`, one for each name."""
+        """Return a `_Thing`, one for each name."""
         written = f"{module}.{name}"
         if written not in self._classes:
             now = ".".join(NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name)))
@@ -144,12 +143,12 @@ class _Outliner(pickle._Unpickler):  # that of Python, not of C: its operations 
         return self._classes[written]
 
     def persistent_load(self, pid: Any) -> Any:
-        """What names a storage, instead of it."""
+        """Return the reference to a storage instead of the storage."""
         return pid
 
 
 class _Outline:
-    """What a file's hyper-parameters name, and all texts in them."""
+    """The names and strings in the hyperparameters of a file."""
 
     def __init__(self, file: IO[bytes]) -> None:
         with zipfile.ZipFile(file) as archive:
@@ -162,7 +161,9 @@ class _Outline:
         self._things = things
 
     def stand_ins(self) -> list[Any]:
-        """As `torch.serialization.safe_globals` takes them; what the user has told it stays what it is."""
+        """Return arguments for `torch.serialization.safe_globals`. Names that the user has registered keep their
+        meaning.
+        """
         declared = declared_safe()
         made = [
             (type(_KINDS[thing.kind].__name__, (_KINDS[thing.kind],), {"stands_for": name}), name)
@@ -174,7 +175,7 @@ class _Outline:
 
 
 def _found_in(tree: Any) -> tuple[set[type[_Thing]], set[str]]:
-    """The names and the texts in a part of an outline."""
+    """Return the names and the strings in a part of an outline."""
     things, texts, seen, waiting = set(), set(), set(), [tree]
     while waiting:
         value = waiting.pop()
@@ -196,21 +197,21 @@ def _found_in(tree: Any) -> tuple[set[type[_Thing]], set[str]]:
 
 
 def declared_safe() -> dict[str, Any]:
-    """What the user has told to ``torch.serialization.add_safe_globals``, by its name in files."""
+    """Return the entries of ``torch.serialization.add_safe_globals`` by the user, by their names in files."""
     entries = [entry if isinstance(entry, tuple) else (entry, "") for entry in get_safe_globals()]
     return {name or f"{entry.__module__}.{entry.__qualname__}": entry for entry, name in entries}
 
 
 @contextmanager
 def inert(file: IO[bytes]) -> Iterator[None]:
-    """Have ``torch.load(weights_only=True)`` read a checkpoint whose hyper-parameters hold objects, as stand-ins.
+    """Let ``torch.load(weights_only=True)`` read objects among a checkpoint's hyperparameters as stand-ins.
 
     Args:
-        file: the checkpoint; any other file changes nothing.
+        file: the checkpoint. Any other file has no effect.
     """
     try:
         made = _Outline(file).stand_ins()
-    except Exception:  # no such archive, or a damaged one: torch tells
+    except Exception:  # torch raises if the archive is missing or damaged
         made = []
     if not made:
         yield
@@ -224,7 +225,7 @@ def inert(file: IO[bytes]) -> Iterator[None]:
 
 
 def load_inert(source: Path | BytesIO, *, weights_only: bool = True, mmap: bool = False) -> Any:
-    """What ``torch.save`` has written to a file, in host memory; with ``weights_only`` under :func:`inert`."""
+    """Load a file of ``torch.save`` into host memory; if ``weights_only``, in the context :func:`inert`."""
     opened = source.open("rb") if isinstance(source, Path) else nullcontext(source)
     with opened as file, inert(file) if weights_only else nullcontext():
         file.seek(0)
@@ -233,20 +234,20 @@ def load_inert(source: Path | BytesIO, *, weights_only: bool = True, mmap: bool 
 
 @contextmanager
 def known_classes(classes: list[tuple[Any, str]]) -> Iterator[None]:
-    """Have ``torch.load(weights_only=True)`` make objects of these classes, each by the name that files have of it."""
+    """Let ``torch.load(weights_only=True)`` create objects of these classes, each given with its name in files."""
     with _lock, safe_globals([*classes]):
         yield
 
 
 def refusal(hyper_parameters: Any) -> str:
-    """Why a checkpoint with these could not be written, or not be read again by :func:`inert`; "" where it can.
+    """Return why a checkpoint with these hyperparameters could not be written, or not be read by :func:`inert`, or "".
 
-    Tries it in memory, without the data of tensors and arrays. An object that holds a secret is refused as well.
+    Tries both in memory, without the data of tensors and arrays. An object that contains a secret is also rejected.
     """
     buffer = BytesIO()
     try:
         write_without_data({"hyper_parameters": hyper_parameters}, buffer)
-    except Exception as error:  # whatever a class of the user's does when it is pickled
+    except Exception as error:  # pickling a user's class can raise anything
         return f"it cannot be pickled ({type(error).__name__}: {redaction.text(str(error))})"
     texts = _texts_of(buffer.getvalue())
     if texts is None:
@@ -256,21 +257,21 @@ def refusal(hyper_parameters: Any) -> str:
     return ""
 
 
-@lru_cache(maxsize=4)  # from save to save most are the same
+@lru_cache(maxsize=4)  # usually the same at every save
 def _texts_of(file: bytes) -> frozenset[str] | None:
-    """The texts among the hyper-parameters in a checkpoint; None where it cannot be read without running code."""
+    """Return the strings among the hyperparameters in a checkpoint, or None if reading it would run code."""
     try:
         outline = _Outline(BytesIO(file))
         with warnings.catch_warnings(), _lock, safe_globals(outline.stand_ins()):
             warnings.simplefilter("ignore")
             load(BytesIO(file), weights_only=True)
-    except Exception:  # of torch's, or of our own
+    except Exception:  # raised by torch or by this module
         return None
     return frozenset(outline.texts)
 
 
 def write_without_data(value: Any, file: IO[bytes]) -> None:
-    """``torch.save``, but tensors and arrays are written as empty ones: for a trial, in milliseconds."""
+    """Write like ``torch.save``, but with empty tensors and arrays, for a trial that takes milliseconds."""
     save(value, file, pickle_module=SimpleNamespace(Pickler=_WithoutData, __name__="pickle"))
 
 

@@ -32,26 +32,27 @@ from trainer.state.metric_objects import MetricObjects
 from trainer.walks import parameters_of, plain_name
 
 FORMAT = 3
-"""The version of the entries under ``amp_trainer``."""
+"""Version of the entries under ``amp_trainer``."""
 
 _SUPPORTED = (2, FORMAT)
-"""The versions that can be resumed. Since 3, the states of processes are compact (``trainer.checkpoint.compact``)."""
+"""Versions that can be resumed. Since 3, the states of processes are compact (``trainer.checkpoint.compact``)."""
 
 
 def read(load: Callable[[Any, bool], Any], path: str | Path, weights_only: bool | None) -> dict[str, Any]:
     """Read a checkpoint.
 
     Args:
-        load: reads it: an engine's, of which it gets the path, and whether to load tensors and plain containers only.
-        path: the file or folder; a path or a URL.
-        weights_only: None and True load tensors and plain containers only; objects among the hyper-parameters are
-            :class:`~trainer.checkpoint.inert.StandIn`. False runs whatever code the file asks for: for files of
-            one's own making.
+        load: an engine's function that reads it, called with the path and whether to load only tensors and plain
+            containers.
+        path: path or URL of the file, or path of the folder.
+        weights_only: if None or True, load only tensors and plain containers; objects among the hyperparameters become
+            :class:`~trainer.checkpoint.inert.StandIn`. If False, the file may run any code: only for your own files.
 
     Raises:
-        CheckpointNotFoundError: no such file.
-        UnsafeCheckpointError: it holds more than tensors and plain containers, elsewhere than there.
-        CheckpointError: a damaged one, or one that is not a checkpoint.
+        CheckpointNotFoundError: the file does not exist.
+        UnsafeCheckpointError: it contains other objects than tensors and plain containers, outside of the
+            hyperparameters.
+        CheckpointError: it is damaged, or is not a checkpoint.
     """
     shown = redaction.text(str(path))
     if weights_only is False:
@@ -77,7 +78,7 @@ def read(load: Callable[[Any, bool], Any], path: str | Path, weights_only: bool 
         ) from error
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged file breaks its readers in any way
+    except Exception as error:  # a damaged file can raise any exception in its reader
         what = f"{type(error).__name__}: {redaction.text(str(error))}"
         raise CheckpointError(f"{shown} cannot be read as a checkpoint; it may be cut short: {what}") from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
@@ -86,7 +87,7 @@ def read(load: Callable[[Any, bool], Any], path: str | Path, weights_only: bool 
 
 
 def restore_callbacks(run: Any, checkpoint: dict[str, Any], callbacks: Iterable[Any] | None = None) -> None:
-    """Restore the states of ``callbacks``, which are among the run's. Default: all of them."""
+    """Restore the states of ``callbacks``, which must be among the run's callbacks. Default: all of them."""
     callbacks = list(run.callbacks if callbacks is None else callbacks)
     states = checkpoint.get("callbacks")
     if states is None:
@@ -108,11 +109,11 @@ def restore_callbacks(run: Any, checkpoint: dict[str, Any], callbacks: Iterable[
 def restore_progress(run: Any, checkpoint: dict[str, Any], progress_from: Callable[..., None]) -> None:
     """Restore the counters.
 
-    As in Lightning, a run that counts steps, and has more to take, continues at the last step.
+    As in Lightning, a run that is limited by steps, and has steps left, continues after the last step.
 
     Args:
         run: the Trainer.
-        checkpoint: from :func:`read`.
+        checkpoint: the result of :func:`read`.
         progress_from: sets the counters from those of Lightning's fit loop.
     """
     ours, loops = _ours(checkpoint), checkpoint.get("loops", {})
@@ -134,8 +135,8 @@ def restore_optimizers(run: Any, checkpoint: dict[str, Any]) -> None:
     """Restore the states of the optimizers.
 
     Raises:
-        IncompleteCheckpointError: the checkpoint has weights only.
-        CheckpointError: it has another number of optimizers, or other ones.
+        IncompleteCheckpointError: the checkpoint contains only weights.
+        CheckpointError: it has a different number of optimizers, or other types.
     """
     engine, ours = run.engine, _ours(checkpoint)
     _check_number(run, checkpoint, "optimizer_states", engine.optimizers)
@@ -153,20 +154,20 @@ def schedule_states(run: Any, _: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def restore_schedules(run: Any, checkpoint: dict[str, Any]) -> None:
-    """Restore the states of the schedules, and the metrics that they are going to read.
+    """Restore the states of the schedules, and the metrics that they will read.
 
     Raises:
-        IncompleteCheckpointError: the checkpoint has weights only.
-        CheckpointError: it has another number of schedules.
+        IncompleteCheckpointError: the checkpoint contains only weights.
+        CheckpointError: it has a different number of schedules.
     """
     _check_number(run, checkpoint, "lr_schedulers", run.engine.schedules)
-    for config, state in zip(run.engine.schedules, checkpoint["lr_schedulers"]):  # noqa: B905  # none, or as many
+    for config, state in zip(run.engine.schedules, checkpoint["lr_schedulers"]):  # noqa: B905  # one of them may be empty
         config.scheduler.load_state_dict(state)
     awaited = {name: torch.tensor(value) for name, value in _ours(checkpoint).get("awaited", {}).items()}
     if run.progress.batches_this_epoch:
-        run.callback_metrics.update(awaited)  # the epoch that is resumed will end, and read them
+        run.callback_metrics.update(awaited)  # the resumed epoch will end and read them
         return
-    for config in run.engine.schedules:  # the checkpoint was written while the epoch ended, before their turn
+    for config in run.engine.schedules:  # saved at the end of the epoch, before the schedules stepped
         waits = config.reduce_on_plateau and config.interval == "epoch" and config.monitor in awaited
         if waits and run.progress.epoch % config.frequency == 0:
             run.lightning_module.lr_scheduler_step(config.scheduler, awaited[str(config.monitor)])
@@ -174,15 +175,15 @@ def restore_schedules(run: Any, checkpoint: dict[str, Any]) -> None:
 
 
 def _check_number(run: Any, checkpoint: dict[str, Any], key: str, now: Sequence[Any]) -> None:
-    """Compare the number of saved optimizers or schedules with the number that there are."""
+    """Check that the number of saved optimizers or schedules equals the current number."""
     if key not in checkpoint:
         raise IncompleteCheckpointError(
             "Trying to restore optimizer state but checkpoint contains only the model."
             f" This is probably due to `ModelCheckpoint.save_weights_only` being set to `True`. It has no {key!r}."
         )
-    cleared = key == "lr_schedulers" and not now  # SWA does: it continues with its own
+    cleared = key == "lr_schedulers" and not now  # by SWA, which continues with its own schedule
     if now and not checkpoint[key]:
-        if run.progress.batches or not checkpoint.get("loops"):  # one from before the first fit has no state to lose
+        if run.progress.batches or not checkpoint.get("loops"):  # if saved before the first fit, nothing is lost
             warn(f"The checkpoint has no {key}: those of this run start anew.")
     elif len(checkpoint[key]) != len(now) and not cleared:
         raise CheckpointError(
@@ -198,16 +199,16 @@ def roll_back(
     callbacks: Iterable[Any],
     restore_training: Callable[[Any, dict[str, Any]], None],
 ) -> None:
-    """Have the weights, and all that follows them, be those of an earlier checkpoint; the data goes on where it is.
+    """Restore the weights and all dependent state from an earlier checkpoint, while the data continues at its position.
 
-    The run is then the one that goes on from the checkpoint without the batches between. To be called by all processes
-    at the end of a batch that closes a window, behind the row for the loggers.
+    The run then equals one that continues from the checkpoint without the batches in between. All processes must call
+    it at the end of a batch that closes an accumulation window, after the loggers' row.
 
     Args:
-        run: whose state; with its ``loop``.
-        checkpoint: from :func:`read`, of this run.
-        process: what it has of this process.
-        callbacks: whose states follow the weights.
+        run: the Trainer, with its ``loop``.
+        checkpoint: the result of :func:`read`, of this run.
+        process: the checkpoint's state of this process.
+        callbacks: callbacks with states that depend on the weights.
         restore_training: restores the counters, the optimizers and the schedules.
     """
     loop, progress, module = run.loop, run.progress, run.lightning_module
@@ -219,15 +220,15 @@ def roll_back(
     restore_training(run, checkpoint)
     is_same_epoch, closing = progress.epoch == before.epoch, progress.closing
     epochs = progress.epoch + (progress.is_last_batch and progress.batches_this_epoch > 0)
-    for epoch in range(epochs, before.epoch + before.is_last_batch):  # their ends have come between
+    for epoch in range(epochs, before.epoch + before.is_last_batch):  # epochs that have ended in between
         progress.epoch = epoch
         loop.schedules.advance("epoch")
     progress.roll_back(before)
     loop.metrics.clear()
     for metric in MetricObjects(module).by_name.values():
         metric.reset()
-    process = {**process, "seen_batches": {}, "has_updated": process["has_updated"] and closing}  # those count batches
-    if not is_same_epoch:  # what was logged in an epoch that is over
+    process = {**process, "seen_batches": {}, "has_updated": process["has_updated"] and closing}  # they count batches
+    if not is_same_epoch:  # drop the values logged in an epoch that has ended
         logged = {one["metric"] for one in process["metrics"]["entries"]}
         objects = {name: state for name, state in process["metric_objects"].items() if name not in logged}
         process |= {"metrics": {**process["metrics"], "entries": []}, "metric_objects": objects}
@@ -237,14 +238,15 @@ def roll_back(
 
 
 def process_states_in(checkpoint: dict[str, Any], *, exact: bool) -> list[dict[str, Any]]:
-    """What a checkpoint has of each process; [] where it has nothing of processes.
+    """Return the state of each process in a checkpoint, or [] if it has none.
 
     Args:
-        checkpoint: from :func:`read`.
-        exact: whether to refuse what another version of this package has written; otherwise it is left alone.
+        checkpoint: the result of :func:`read`.
+        exact: whether to raise if another version of this package wrote them. If False, they are ignored with a
+            warning.
 
     Raises:
-        ResumeError: it was, and ``exact`` is set.
+        ResumeError: another version wrote them, and ``exact`` is set.
     """
     ours = _ours(checkpoint)
     processes: list[dict[str, Any]] = ours.get("processes", [])
@@ -263,14 +265,14 @@ def process_states_in(checkpoint: dict[str, Any], *, exact: bool) -> list[dict[s
 
 
 def parameter_names(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[list[str]]:
-    """The names of each optimizer's parameters, in its order; [] for one with parameters that are not the module's."""
+    """Return the names of each optimizer's parameters in its order; [] if some of them are not the module's."""
     names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
     held = [[id(one) for one in parameters_of(optimizer)] for optimizer in optimizers]
     return [[names[one] for one in ids] if names.keys() >= set(ids) else [] for ids in held]
 
 
 def _shared_equally(progress: dict[str, Any], optimizers: int) -> dict[int, int]:
-    """Return ``completed_steps`` of a checkpoint that an older version wrote, which counted all optimizers together."""
+    """Return ``completed_steps`` for a checkpoint of an older version, which counted all optimizers together."""
     steps = progress["optimizer_steps"] // max(optimizers, 1) - progress.get("skipped_steps", 0)
     return dict.fromkeys(range(optimizers), max(steps, 0))
 
@@ -281,7 +283,7 @@ def parameter_dtypes(run: Any, _: dict[str, Any]) -> list[list[torch.dtype]]:
 
 
 def _ours(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries that are not Lightning's, or {}; they stood next to `loops` once."""
+    """Return the entries that are not Lightning's, or {}. Older versions stored them next to `loops`."""
     ours: dict[str, Any] = checkpoint.get("loops", {}).get(OUR_KEY) or checkpoint.get(OUR_KEY) or {}
     return ours
 
@@ -289,15 +291,15 @@ def _ours(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def _saved_dtypes(
     checkpoint: dict[str, Any], ours: dict[str, Any], names: list[list[str]], optimizers: list[Optimizer]
 ) -> dict[Tensor, torch.dtype]:
-    """Return the dtype that each parameter of the optimizers had when the checkpoint was saved.
+    """Return the dtype of each optimizer parameter when the checkpoint was saved.
 
-    Lightning's checkpoints, and ours of before, do not record it: the weights in the checkpoint have it.
+    Checkpoints of Lightning, and of older versions, do not record it: their weights have this dtype.
 
     Args:
-        checkpoint: The checkpoint.
-        ours: The part of it that is not Lightning's.
-        names: The names of each optimizer's parameters.
-        optimizers: The optimizers.
+        checkpoint: the checkpoint.
+        ours: its entries that are not Lightning's.
+        names: the names of each optimizer's parameters.
+        optimizers: the optimizers.
     """
     saved = {
         plain_name(name): value.dtype for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)
@@ -307,13 +309,13 @@ def _saved_dtypes(
     return {
         parameter: saved[name]
         for known, optimizer in zip(names, optimizers, strict=True)
-        for name, parameter in zip(known, parameters_of(optimizer), strict=False)  # not named: not the module's
+        for name, parameter in zip(known, parameters_of(optimizer), strict=False)  # unnamed: not the module's
         if name in saved
     }
 
 
 def _put_in_order(checkpoint: dict[str, Any], saved: list[list[str]], names: list[list[str]]) -> None:
-    """Number the states of optimizers as their parameters are now, where these are the same in another order."""
+    """Renumber the states of optimizers in place if they have the same parameters in another order."""
     states = list(checkpoint["optimizer_states"])
     for index, (before, now) in enumerate(zip(saved, names, strict=False)):
         groups = states[index].get("param_groups", []) if index < len(states) else []
@@ -327,7 +329,10 @@ def _put_in_order(checkpoint: dict[str, Any], saved: list[list[str]], names: lis
 
 
 def _refuse_other_kind(optimizer: Any, state: dict[str, Any]) -> None:
-    """Where each has settings that the other lacks: one alone may be of another version, or have had a schedule."""
+    """Raise if both the saved and the current optimizer have settings that the other lacks.
+
+    If only one of them has, it may be of another version, or have had a schedule.
+    """
     saved = set().union(*state.get("param_groups", ()))
     missing, unknown = optimizer.defaults.keys() - saved, saved - set().union(*optimizer.param_groups)
     if saved and missing and unknown:
@@ -340,7 +345,7 @@ def _refuse_other_kind(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def _keep_implementation(optimizer: Any, state: dict[str, Any]) -> None:
-    """Keep this run's choices of how and on which device a step is computed: a half-fused optimizer fails."""
+    """Keep this run's choices of implementation and device for the step, because a partly fused optimizer fails."""
     choices = ("fused", "foreach", "capturable")
     for group, saved in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False):
         saved.update({key: group[key] for key in choices if key in group and key in saved})
@@ -350,7 +355,7 @@ def _keep_implementation(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def is_ours(callback: Any) -> bool:
-    """Whether a callback is one of this package."""
+    """Return whether a callback is defined in this package."""
     return type(callback).__module__.startswith(f"{__name__.partition('.')[0]}.")
 
 

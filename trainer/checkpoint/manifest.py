@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself. Imports no torch."""
+"""The manifest of a checkpoint. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ FORMAT = 1
 """Version of the manifest."""
 
 OUR_KEY = "amp_trainer"
-"""Where ``loops`` of a checkpoint has what is not Lightning's."""
+"""Key in ``loops`` of a checkpoint with the entries that are not Lightning's."""
 
 PART = ".ckpt-part"
-"""The end of the names of what is being written. They begin with a dot."""
+"""Suffix of the names of unfinished files. They begin with a dot."""
 
 
 def facts_of(checkpoint: Any) -> dict[str, Any]:
-    """What the manifest says of a checkpoint, beside its size and hash."""
+    """Return the facts about a checkpoint for its manifest, in addition to size and hash."""
     if not isinstance(checkpoint, dict):
         return {}
     numbers = {"epoch": checkpoint.get("epoch"), "step": checkpoint.get("global_step")}
@@ -27,15 +27,15 @@ def facts_of(checkpoint: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """The manifest of a checkpoint.
 
     Args:
         saved_at: seconds since 1970.
-        size: bytes: of a file's archive, without the manifest; of all files in a folder.
-        sha256: of a file's archive as it was before it had a comment, and of the manifest's text up to this number; in
-            a folder of the text alone, which has the sums of the files.
-        facts: what else the writer has said, such as the epoch.
-        files: of a folder: by name, the bytes of each file, and its SHA-256.
+        size: size in bytes: of a file's archive without the manifest, or of all files in a folder.
+        sha256: of a file: the hash of its archive before it had a comment, and of the manifest's text up to this value.
+            Of a folder: the hash of this text only, which contains the hashes of the files.
+        facts: additional values, such as the epoch.
+        files: of a folder: size in bytes and SHA-256 of each file, by name.
     """
 
     saved_at: float
@@ -46,5 +46,5 @@ class Manifest:
 
     @property
     def resumable(self) -> bool:
-        """Whether a training can go on from the checkpoint: it holds more than weights."""
+        """Whether training can be resumed from the checkpoint: it contains more than weights."""
         return not self.facts.get("weights_only", False)

@@ -1,4 +1,4 @@
-"""What a run changes about a module besides its weights: which parameters are frozen, which parts are in eval mode."""
+"""Changes of a module by a run other than weights: frozen parameters, and submodules in eval mode."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 from torch import nn
 
 Modes = dict[str, dict[str, bool]]
-"""By attribute, and by the name of the parameter or module that has it."""
+"""Values by attribute, and by the name of the parameter or module."""
 
 
 def modes_of(module: nn.Module) -> Modes:
-    """``requires_grad`` of each parameter; ``training`` and ``track_running_stats`` of each part that has it."""
+    """Return ``requires_grad`` of each parameter, and ``training`` and ``track_running_stats`` of each module that has
+    it.
+    """
     parts = list(module.named_modules())
     return {
         "requires_grad": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
@@ -25,7 +27,7 @@ def modes_of(module: nn.Module) -> Modes:
 
 
 def changes(modes: Modes, first: Modes) -> Modes:
-    """What is not as it was ``first``."""
+    """Return the values in ``modes`` that differ from ``first``."""
     return {
         attribute: {name: value for name, value in now.items() if first[attribute].get(name) not in (None, value)}
         for attribute, now in modes.items()
@@ -33,7 +35,7 @@ def changes(modes: Modes, first: Modes) -> Modes:
 
 
 def restore(module: nn.Module, changed: Modes) -> None:
-    """Make what has been changed so again; names that the module does not have are left out."""
+    """Set changed values again. Names that the module does not have are ignored."""
     owners: dict[str, dict[str, Any]] = {
         "requires_grad": dict(module.named_parameters()),
         "training": dict(module.named_modules()),

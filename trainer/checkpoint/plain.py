@@ -1,4 +1,4 @@
-"""What we write we can read: a checkpoint is held against ``torch.load(weights_only=True)`` while it is saved."""
+"""Check while a checkpoint is saved that ``torch.load(weights_only=True)`` can read it."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _DICTS = (dict, OrderedDict)
 
 
 def require_loadable(checkpoint: dict[str, Any], *, strict: bool, warn: bool) -> dict[str, Any]:
-    """``checkpoint`` with numpy's scalars as plain numbers; the same object where there are none.
+    """Return ``checkpoint`` with NumPy scalars converted to Python numbers; the same object if it has none.
 
-    Looks at containers and types; tensors are not touched. Hyper-parameters, which may be objects, are left alone.
+    Checks containers and types, not the data of tensors. Hyperparameters, which may be objects, are not checked.
 
     Args:
-        checkpoint: about to be written.
-        strict: refuse one that could not be loaded, instead of warning.
-        warn: whether this process is the one to warn.
+        checkpoint: the checkpoint to write.
+        strict: whether to raise if it could not be loaded. If False, warn.
+        warn: whether this process issues the warning.
 
     Raises:
-        CheckpointError: something in it cannot be loaded with ``weights_only=True``, and ``strict``.
+        CheckpointError: it cannot be loaded with ``weights_only=True``, and ``strict`` is set.
     """
     offences: list[tuple[str, Any]] = []
     places = {place: checkpoint[place] for place in PLACES & checkpoint.keys()}
@@ -54,12 +54,12 @@ def require_loadable(checkpoint: dict[str, Any], *, strict: bool, warn: bool) ->
 
 
 def plain_numbers(value: Any, place: str, offences: list[tuple[str, Any]]) -> Any:
-    """``value`` with numpy's scalars as plain numbers; itself where there are none.
+    """Return ``value`` with NumPy scalars converted to Python numbers; ``value`` itself if it has none.
 
     Args:
-        value: anything.
-        place: where it stands, for ``offences``.
-        offences: gets the place and the value of what ``torch.load(weights_only=True)`` would refuse.
+        value: any value.
+        place: its place in the checkpoint, for ``offences``.
+        offences: list that the place and value of objects are added to that ``torch.load(weights_only=True)`` rejects.
     """
     kind = type(value)
     if kind in _LEAVES or is_sharded(value):
@@ -94,9 +94,9 @@ def _plain_dict(value: Any, place: str, offences: list[tuple[str, Any]]) -> Any:
 
 
 def _loads(value: Any) -> bool:
-    """Whether torch reads back what it writes of ``value``, with what the user has declared to be safe."""
+    """Return whether torch can read ``value`` after writing it, with the classes that the user has declared safe."""
     if type(value) in declared_safe().values():
-        return _survives(value, save)  # it may want its data when it is read
+        return _survives(value, save)  # reading it may require its data
     return _survives(value, write_without_data)
 
 
@@ -108,12 +108,12 @@ def _survives(value: Any, write: Callable[[Any, BytesIO], None]) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             load(buffer, weights_only=True)
-    except Exception:  # whatever a class of the user's does when it is pickled
+    except Exception:  # pickling a user's class can raise anything
         return False
     return True
 
 
 def name_of(value: Any) -> str:
-    """The name of its class, or its own if it is one."""
+    """Return the name of the value's class, or of the value itself if it is a class."""
     kind = value if isinstance(value, type) else type(value)
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")

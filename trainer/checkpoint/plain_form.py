@@ -1,4 +1,4 @@
-"""Plain forms of objects: containers, numbers and texts in the place of what a checkpoint could not hold safely."""
+"""Convert objects to containers, numbers and strings that a checkpoint can hold safely."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _KEPT = (torch.Tensor, torch.Size, torch.dtype, torch.device)
 
 
 def plain(value: Any, place: str, left_out: list[str]) -> Any:
-    """``value`` as plain containers.
+    """Return ``value`` as plain containers.
 
     Args:
-        value: anything.
-        place: where it stands, for ``left_out``.
-        left_out: gets the place and the type of each value without a plain form. Containers lose it; alone it becomes
-            None.
+        value: any value.
+        place: its place, for ``left_out``.
+        left_out: list that the place and type of each value without a plain form are added to. Such values are removed
+            from their containers; if ``value`` itself has no plain form, None is returned.
     """
     if value is None or type(value) in _LEAVES or isinstance(value, _KEPT):
         return value
@@ -40,7 +40,7 @@ def plain(value: Any, place: str, left_out: list[str]) -> Any:
         return plain(value.value, place, left_out) if is_simple else value.name
     for kind in _LEAVES:
         if isinstance(value, kind):
-            return kind(value)  # type: ignore[arg-type]  # of a class of its own
+            return kind(value)  # type: ignore[arg-type]  # an instance of a subclass
     if is_config(value):
         value = resolved(value)
     elif isinstance(value, Namespace):
@@ -48,7 +48,7 @@ def plain(value: Any, place: str, left_out: list[str]) -> Any:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {entry.name: getattr(value, entry.name) for entry in dataclasses.fields(value)}
     elif type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-        value = value.tolist()  # arrays, and scalars
+        value = value.tolist()  # arrays and scalars
         if type(value) in _LEAVES:
             return value
     if isinstance(value, Mapping):
@@ -60,9 +60,9 @@ def plain(value: Any, place: str, left_out: list[str]) -> Any:
         return str(value)
     if isinstance(value, timedelta):
         return value.total_seconds()
-    if isinstance(value, date):  # and datetime
+    if isinstance(value, date):  # or a datetime
         return value.isoformat()
-    safe = torch.serialization.get_safe_globals()  # classes, or such with another name
+    safe = torch.serialization.get_safe_globals()  # classes, or tuples of a class and its name
     if any(type(value) is (entry[0] if isinstance(entry, tuple) else entry) for entry in safe):
         return value
     left_out.append(f"{place} ({type(value).__module__}.{type(value).__qualname__})".replace("(builtins.", "("))
@@ -70,7 +70,7 @@ def plain(value: Any, place: str, left_out: list[str]) -> Any:
 
 
 def plain_dict(value: Mapping[Any, Any], place: str, left_out: list[str]) -> dict[Any, Any]:
-    """:func:`plain` of a mapping: a dict, without the values that have no plain form."""
+    """Return a mapping as a dict of plain values, without the values that have no plain form. See :func:`plain`."""
     made = {}
     for name, child in value.items():
         here = f"{place}.{name}" if place else str(name)
@@ -103,7 +103,7 @@ def resolved(config: Container) -> Any:
 def _environment_unread() -> Iterator[None]:
     from omegaconf import OmegaConf
 
-    reader = redaction.environment_value  # which is at least as good as OmegaConf's own
+    reader = redaction.environment_value  # reads at least as much as OmegaConf's own
     OmegaConf.register_new_resolver("oc.env", _unread, replace=True)
     try:
         yield

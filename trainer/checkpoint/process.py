@@ -1,9 +1,9 @@
-"""The state that each process has of its own, which a resumed run needs to go on to the bit as if never interrupted.
+"""Per-process state that a resumed run needs to continue bit-exactly as if it had not been interrupted.
 
-Lightning's format has no place for it: random states, the position in the data, the gradients of an open accumulation
-window, what has been logged in an epoch that is not over, metric objects. A checkpoint has it under
-``loops["amp_trainer"]["processes"]``, one entry for each process, in plain containers and tensors, in the compact form
-of :mod:`trainer.checkpoint.compact`.
+It consists of the random states, the position in the data, the gradients of an open accumulation window, the values
+logged in an unfinished epoch, and metric objects, which Lightning's format does not contain. A checkpoint stores it
+under ``loops["amp_trainer"]["processes"]``, one entry for each process, in plain containers and tensors, in the compact
+form of :mod:`trainer.checkpoint.compact`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from trainer.state.random_states import State
 
 
 class ProcessState:
-    """Saves and restores the state that a process has of its own.
+    """Save and restore the state of a process.
 
     Args:
         run: the Trainer: ``loop``, ``eval_loops``, ``engine``, ``published``, ``lightning_module``.
 
     Attributes:
-        kept_batches: keeps the batches of an open window, where an optimizer evaluates them again; else None.
+        kept_batches: keeps the batches of an open window if an optimizer evaluates them again; otherwise None.
     """
 
     def __init__(self, run: Any) -> None:
@@ -44,19 +44,19 @@ class ProcessState:
         self.kept_batches: ClosureOptimization | None = None
         self._before_validation: tuple[dict[str, Any], dict[str, int], dict[str, dict[int, int]], State] | None = None
         self._first_modes: modes.Modes = {}
-        self._first_dtypes: buffers.Dtypes = {}  # of buffers
+        self._first_dtypes: buffers.Dtypes = {}  # dtypes of buffers
         self._first_numbers: list[communication.State] = []
         self._training_modes: modes.Modes = {}
 
     def begin_fit(self) -> None:
-        """Record the modes and dtypes at the beginning of the run: a checkpoint holds the changes."""
+        """Record the modes and dtypes at the beginning of the run, because a checkpoint contains only changes."""
         self._first_modes = modes.modes_of(self._run.lightning_module)
         self._first_dtypes = buffers.dtypes_of(self._run.lightning_module)
         communicates = self._run.engine.communication
         self._first_numbers = [] if communicates is None else communication.numbers_of(communicates.holders)
 
     def begin_validation(self) -> None:
-        """Note the state before a validation inside a fit: a run resumed in the middle of it repeats it from here."""
+        """Record the state before a validation inside a fit. A run resumed in the validation repeats it from here."""
         run = self._run
         self._training_modes = modes.modes_of(run.lightning_module)
         counts = MetricObjects(run.lightning_module).counts()
@@ -64,12 +64,12 @@ class ProcessState:
         self._before_validation = random_state, counts, self._seen_batches(), evaluation
 
     def dump(self) -> dict[str, Any]:
-        """The state of this process, as it is between two batches."""
+        """Return the state of this process, as it is between two batches."""
         run, loop = self._run, self._run.loop
         engine: Engine = run.engine
         progress, window = loop.progress, loop.window
         metrics = MetricObjects(run.lightning_module)
-        is_over = progress.epochs_trained > progress.epoch  # what was logged is about to be forgotten
+        is_over = progress.epochs_trained > progress.epoch  # the values logged in the epoch are about to be reset
         loops = [one for _, one in self._eval_loops()] + [loop] * is_over
         unfinished = {name for one in loops for name in _names_in(one.metrics, metrics)}
         random_state, seen_batches = random_states.capture(engine.device), self._seen_batches()
@@ -91,7 +91,7 @@ class ProcessState:
             "evaluation": evaluation,
             "has_updated": loop.has_updated,
             "outcome": None if outcome is None else list(outcome),
-            "should_stop": loop.limits.should_stop and not run.is_out_of_time,  # a run that goes on may have more time
+            "should_stop": loop.limits.should_stop and not run.is_out_of_time,  # a resumed run may have more time
             "window": window.state_dict(is_open=progress.is_trained and window.is_open),
             "modes": self._modes(),
             "precision": engine.precision.state_dict(),
@@ -104,20 +104,21 @@ class ProcessState:
         if engine.world_size == 1:
             return state
         state["next_forward_exchanges"] = engine.next_forward_exchanges
-        copied: dict[str, Any] = on_host(state)  # where another process can read it
+        copied: dict[str, Any] = on_host(state)  # so that another process can read it
         return copied
 
     def taken_over(self, states: list[dict[str, Any]]) -> tuple[dict[str, Any], set[str]]:
-        """The state of this process of a run that another number of processes has begun.
+        """Convert the states of a run with another number of processes to the state of this process.
 
-        What is the same on all of them is the first one's; what each has added up is shared; random numbers go on from
-        their states as far as there are enough of them. The place in the data is not translated here.
+        Values that are equal on all processes are taken from the first. Accumulated values are divided among the
+        processes. Random generators continue from the saved states; processes beyond their number get derived states.
+        The position in the data is not converted here.
 
         Args:
-            states: of those processes, as :meth:`dump` returned them, at a weight update's boundary.
+            states: the states from :meth:`dump` of all saved processes, at the end of an accumulation window.
 
         Returns:
-            For :meth:`load`; and the names of metric objects of which a part is lost.
+            The state for :meth:`load`, and the names of metric objects that lose a part of their state.
         """
         engine, first = self._run.engine, states[0]
         if any("weights" in state.get("communication", {}) for state in states):
@@ -142,12 +143,12 @@ class ProcessState:
         }, lost
 
     def load(self, state: dict[str, Any], *, stops: bool) -> None:
-        """Put back what :meth:`dump` returned. Everything is set up, and everybody's ``on_train_start`` is over.
+        """Restore the state that :meth:`dump` returned, after setup and after all ``on_train_start`` hooks.
 
-        The position in the data is not among it: the training batches have it from the beginning of the run.
+        It does not include the position in the data, which the training batches have from the beginning of the run.
 
         Args:
-            state: of this process.
+            state: the state of this process.
             stops: whether a run that had decided to stop stays stopped.
         """
         run, loop = self._run, self._run.loop
@@ -166,7 +167,7 @@ class ProcessState:
         loop.limits.should_stop = loop.limits.should_stop or (stops and state["should_stop"])
         window = state["window"]
         if not loop.progress.batches_this_epoch and "size" not in window:
-            window = {**window, "batches": loop.window.batches}  # only an epoch that is under way has set it
+            window = {**window, "batches": loop.window.batches}  # set only in an epoch that has begun
         loop.window.load_state_dict(window, device)
         engine.check_accumulation(loop.window.batches)
         engine.precision.load_state_dict(state.get("precision", {}))
@@ -182,21 +183,21 @@ class ProcessState:
         random_states.restore(state["rng"], device)
 
     def _modes(self) -> modes.Modes:
-        """What the run has changed about the module, as it is between two batches."""
+        """Return the changes of the module's modes, as they are between two batches."""
         module, progress = self._run.lightning_module, self._run.loop.progress
         if not self._first_modes:
             return {}
         validates = not progress.is_followed_up and (progress.owes_validation or progress.has_validated)
         changed = modes.changes(self._training_modes if validates else modes.modes_of(module), self._first_modes)
         if not progress.is_trained and not module.automatic_optimization:
-            changed["requires_grad"] = {}  # `toggle_optimizer` has changed it for the time of a batch
+            changed["requires_grad"] = {}  # `toggle_optimizer` has changed it only for this batch
         return changed
 
     def _buffers(self) -> dict[str, Any]:
-        """Return the buffers of this process that the checkpoint does not hold otherwise.
+        """Return the buffers of this process that are not elsewhere in the checkpoint.
 
-        The state dict in the checkpoint is that of the first process, and has no non-persistent buffers. Neither have
-        the state dicts of weight averages.
+        The state dict in the checkpoint is that of rank 0, without non-persistent buffers. The state dicts of weight
+        averages do not have them either.
         """
         run = self._run
         own = buffers.buffers_of(run.lightning_module, persistent=run.engine.global_rank > 0)
@@ -208,10 +209,10 @@ class ProcessState:
         }
 
     def _restore_buffers(self, state: dict[str, Any]) -> None:
-        """Restore the result of :meth:`_buffers`. Checkpoints of older versions have less of it, or nothing.
+        """Restore the result of :meth:`_buffers`. Checkpoints of older versions have only a part of it, or nothing.
 
         Raises:
-            ResumeError: The module that owns a buffer does not exist, and the resume is to be exact.
+            ResumeError: the module that owns a buffer does not exist, and the resume must be exact.
         """
         run = self._run
         module, device = run.lightning_module, run.engine.device
@@ -236,9 +237,9 @@ class ProcessState:
         warn(problem)
 
     def _communication(self) -> dict[str, Any]:
-        """Return the state of communication hooks and averagers, and weights that are not those of the first process.
+        """Return the state of communication hooks and averagers, and weights that differ from those of rank 0.
 
-        Post-local SGD lets the weights of processes differ between two averagings.
+        With post-local SGD, the weights of processes differ between two averaging steps.
         """
         run, engine = self._run, self._run.engine
         communicates = engine.communication
@@ -262,7 +263,7 @@ class ProcessState:
         """Restore the result of :meth:`_communication`.
 
         Raises:
-            ResumeError: The run would not continue exactly, and is to.
+            ResumeError: the run would not continue exactly, although the resume must be exact.
         """
         run, engine = self._run, self._run.engine
         module, communicates = run.lightning_module, engine.communication
@@ -303,16 +304,16 @@ class ProcessState:
                     yield f"{callback.state_key}.{name}", value
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Those that no weight update has used yet.
+        """Return the gradients that no optimizer step has used yet.
 
-        In automatic optimization: of an open window. A module that steps its optimizers itself may accumulate gradients
-        as long as it likes; those that a step has used are left out.
+        In automatic optimization these are the gradients of an open window. A module that steps its optimizers itself
+        may accumulate gradients over any number of batches; those that a step has used are left out.
         """
         run, loop = self._run, self._run.loop
         if not loop.progress.is_trained:
             return {}
         if run.lightning_module.automatic_optimization:
-            has_some = loop.window.backwards or loop.gradients.are_parts  # of the other processes' batches
+            has_some = loop.window.backwards or loop.gradients.are_parts  # from batches of the other processes
             waiting = loop.optimizers if loop.window.is_open and has_some else []
         else:
             waiting = [optimizer for optimizer in loop.optimizers if not loop.gradients.are_used(optimizer)]
@@ -323,7 +324,7 @@ class ProcessState:
         return {name: dict(one.progress.seen_batches) for name, one in self._eval_loops()}
 
     def _evaluation(self) -> State:
-        """Return the states of the dataloaders of evaluation that there are."""
+        """Return the states of the existing evaluation dataloaders."""
         return {name: loop.loaders.evaluation_state() for name, loop in self._eval_loops() if loop.loaders is not None}
 
     def _eval_loops(self) -> Iterator[tuple[str, Any]]:
@@ -331,7 +332,7 @@ class ProcessState:
 
 
 def _names_in(store: MetricStore, metrics: MetricObjects) -> Iterator[str]:
-    """The metric objects that have been logged, and will be reset with what else has."""
+    """Yield the metric objects that have been logged and will be reset together with the other logged values."""
     for entry in store.entries.values():
         name = metrics.name_of(entry.metric)
         if name is not None:

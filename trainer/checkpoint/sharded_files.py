@@ -1,9 +1,9 @@
-"""How a sharded checkpoint, which is a folder, reaches the disk, and how one knows that it is whole. Imports no torch.
+"""Write sharded checkpoints, which are folders, to disk, and verify that they are complete. Does not import torch.
 
-Its files are written into a folder beside the place that it is meant for. Then comes ``manifest.json``, the last file:
-one object with the time, the name, the bytes and the SHA-256 of each other file, and a SHA-256 of itself. Then the
-folder is renamed. A folder cannot take another's place in one step: the old one is moved aside before, and removed
-after. Who is killed between these two leaves both beside the place, whole; :func:`recover` puts the newer one there.
+The files are written into a temporary folder next to the final place. The last file is ``manifest.json``: one object
+with the time, the name, the size and SHA-256 of each other file, and a SHA-256 of itself. Then the folder is renamed. A
+folder cannot replace another in one step, so the old one is moved aside before, and removed afterwards. If the process
+is killed in between, both are left next to the place, complete; :func:`recover` then moves the newer one there.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from trainer.errors import CheckpointError
 from trainer.files import sync_folder
 
 MANIFEST = "manifest.json"
-"""The name of the file that has the sums of the others."""
+"""Name of the file with the hashes of the other files."""
 
 STATE = "state.ckpt"
-"""The name of the file that has all but the tensors."""
+"""Name of the file with everything except the tensors."""
 
 _REMOVED = f"-removed{PART}"
-"""The end of the names of what is being removed."""
+"""Suffix of the names of folders that are being removed."""
 
-_THREADS = 4  # hashing leaves the interpreter to the others
+_THREADS = 4  # hashing releases the GIL
 
 
 def part_of(place: Path, end: str = PART) -> Path:
-    """A new name beside ``place``, short however long that one's is."""
+    """Return a new temporary path next to ``place``, with a short name."""
     return place.parent / f".{os.getpid()}-{secrets.token_hex(6)}{end}"
 
 
 def seal(part: Path, name: str, files: Mapping[str, tuple[int, str]], facts: Mapping[str, Any]) -> Manifest:
-    """Write the manifest of the folder ``part``, whose other files are written, and bring it to the disk.
+    """Write the manifest of the folder ``part`` after its other files, and flush it to disk.
 
     Args:
         part: the folder.
-        name: what it is going to be called.
-        files: by name, the bytes and the SHA-256 that were written.
-        facts: more for the manifest; plain values.
+        name: its final name.
+        files: size and SHA-256 of each file as written, by name.
+        facts: additional plain values for the manifest.
 
     Raises:
-        OSError: it cannot be written, or a file is not there, or not of that size.
+        OSError: it cannot be written, or a file is missing or has another size.
     """
     for file, (size, _) in files.items():
-        found = (part / file).stat().st_size  # of another process, perhaps on another machine
+        found = (part / file).stat().st_size  # written by another process, possibly on another machine
         if found != size:
             raise OSError(f"{part / file} has {found:,} bytes, and was written with {size:,}")
     said = {"format": FORMAT, "saved_at": time.time(), "name": name, **facts}
@@ -72,7 +72,7 @@ def seal(part: Path, name: str, files: Mapping[str, tuple[int, str]], facts: Map
 
 
 def put(part: Path, place: Path) -> None:
-    """Have the sealed folder ``part`` be ``place``, where an older checkpoint may be.
+    """Rename the sealed folder ``part`` to ``place``, and replace an older checkpoint there.
 
     Raises:
         OSError: it cannot be renamed.
@@ -93,10 +93,10 @@ def put(part: Path, place: Path) -> None:
 
 
 def refuse_other(place: Path) -> None:
-    """Raise where ``place`` is a folder with files, and none of a checkpoint among them: it would be removed.
+    """Raise if ``place`` is a folder with files that are not a checkpoint, because it would be removed.
 
     Raises:
-        IsADirectoryError: it is.
+        IsADirectoryError: it is such a folder.
     """
     if place.is_dir() and not place.is_symlink():
         names = {one.name for one in place.iterdir()}
@@ -106,10 +106,10 @@ def refuse_other(place: Path) -> None:
 
 @contextmanager
 def aside(place: Path) -> Iterator[None]:
-    """Where ``place`` is a folder, have it out of the way of a file; put it back if the ``with`` block raises.
+    """If ``place`` is a folder, move it aside to make room for a file. It is restored if the ``with`` block raises.
 
     Raises:
-        IsADirectoryError: it is no checkpoint.
+        IsADirectoryError: it is not a checkpoint.
     """
     if place.is_symlink() or not place.is_dir():
         yield
@@ -126,14 +126,14 @@ def aside(place: Path) -> Iterator[None]:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint that is a folder: at once for who looks for it by its name."""
+    """Remove a checkpoint folder. Its name disappears immediately."""
     older = part_of(folder, _REMOVED)
     folder.rename(older)
     discard(older)
 
 
 def discard(part: Path) -> None:
-    """Remove what has no other name, as far as that is possible. The manifest first: without it, it is nothing."""
+    """Remove a temporary file or folder if possible. The manifest is removed first, which invalidates a folder."""
     with suppress(OSError):
         if part.is_symlink() or not part.is_dir():
             part.unlink()
@@ -143,10 +143,11 @@ def discard(part: Path) -> None:
 
 
 def recover(folder: Path) -> list[Path]:
-    """Put those folders into their places that were written to their end, and not renamed because a kill came between.
+    """Rename complete folders in ``folder`` that were not renamed because the process was killed. Returns their new
+    paths.
 
-    Of several for one place the newest; none that was being removed. Nobody may be writing into ``folder``. Returns the
-    places.
+    If there are several for one place, the newest is used, and none that was being removed. No process may be writing
+    into ``folder``.
     """
     found = []
     for part in folder.glob(f".*{PART}"):
@@ -165,10 +166,10 @@ def recover(folder: Path) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What the folder says of itself; that it is what was written is a matter of :func:`verify`.
+    """Return the manifest of a folder. :func:`verify` checks the files against it.
 
     Raises:
-        CheckpointError: it has no manifest, or not one that was written.
+        CheckpointError: the folder has no manifest, or a damaged one.
         OSError: it cannot be read.
     """
     try:
@@ -200,14 +201,19 @@ def _manifest(said: dict[str, Any], sha256: str) -> Manifest:
 
 
 def verify(folder: Path, part: int = 0, parts: int = 1) -> Manifest:
-    """See whether a folder is what was written. Reads all files, or this one of several parts of them.
+    """Verify that a folder is unchanged since it was written. Reads all files, or one of several parts of them.
+
+    Args:
+        folder: the folder.
+        part: index of the part to read. Default: 0.
+        parts: number of parts. Default: 1.
 
     Raises:
-        CheckpointError: a file is missing, cut short or longer, or a bit is another one; or it cannot be read.
+        CheckpointError: a file is missing or changed, or it cannot be read.
     """
     try:
         manifest = read_manifest(folder)
-        mine = sorted(manifest.files.items(), key=lambda file: file[1])[part::parts]  # by size
+        mine = sorted(manifest.files.items(), key=lambda file: file[1])[part::parts]  # sorted by size
         with ThreadPoolExecutor(_THREADS, "verify") as threads:
             for problem in threads.map(lambda file: _problem(folder / file[0], *file[1]), mine):
                 if problem:

@@ -1,21 +1,21 @@
-"""A checkpoint as a folder: each process writes its part of it, by ``torch.distributed.checkpoint`` (DCP).
+"""Sharded checkpoints: folders that all processes write, with ``torch.distributed.checkpoint`` (DCP).
 
 ==================  ==================================================================================================
-``__0_0.distcp`` …  the tensors of the module and of its optimizers, those of process 0, 1 …; as DCP writes them; and
-                    what each process has for itself (:mod:`trainer.checkpoint.process`): a file's bytes, as a tensor
-``.metadata``       of DCP: where in these files each part of each tensor is
-``state.ckpt``      all else, as a file has it (:mod:`trainer.compat.contents`), written by process 0: the whole
-                    checkpoint, in which a tensor without data (on the meta device) stands for each of DCP's
-``manifest.json``   the sums of these files, the last one (:mod:`trainer.checkpoint.sharded_files`)
+``__0_0.distcp`` …  tensors of the module and its optimizers, from process 0, 1 …, in DCP's format; and the per-process
+                    state (:mod:`trainer.checkpoint.process`): the bytes of a file, as a tensor
+``.metadata``       of DCP: the position of each part of each tensor in these files
+``state.ckpt``      everything else, as in a file (:mod:`trainer.compat.contents`), written by process 0: the whole
+                    checkpoint, with a tensor without data (on the meta device) instead of each tensor in DCP's files
+``manifest.json``   hashes of these files, written last (:mod:`trainer.checkpoint.sharded_files`)
 ==================  ==================================================================================================
 
-A tensor's name for DCP is its place in the checkpoint: ``state_dict.net.0.weight``. States of optimizers are there by
-the names of parameters (``optimizer_states.0.state.net.0.weight.exp_avg``), and not by numbers as in a file.
+DCP's name of a tensor is its place in the checkpoint: ``state_dict.net.0.weight``. Optimizer states use the names of
+parameters (``optimizer_states.0.state.net.0.weight.exp_avg``) instead of numbers as in a file.
 
-To DCP go all ``DTensor``, wherever they stand, and of process 0 the plain tensors of the module and of the optimizers.
-So there is one file for each process, and nothing else of the folder is more for more processes.
-It gets tensors alone: other entries are pickles, which DCP reads without restriction. ``.metadata`` is a pickle, too,
-and read here, by a reader that knows the few classes that belong there (:class:`_MetadataReader`).
+DCP writes every ``DTensor``, wherever it is in the checkpoint, and from process 0 the plain tensors of the module and
+the optimizers. So there is one file for each process, and the rest of the folder does not grow with their number. DCP
+gets only tensors, because it writes other entries as pickles and reads them without restriction. ``.metadata`` is also
+a pickle, and is read here with a reader that allows only the few expected classes (:class:`_MetadataReader`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # `load` warns where there is one process
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # `load` warns if there is one process
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -55,27 +55,27 @@ from trainer.state.containers import Place, mapped
 
 _METADATA = ".metadata"
 _PROCESS = "process "
-"""What the names begin with, for DCP, of what processes have for themselves: no place in a checkpoint does."""
+"""Prefix of DCP's names for per-process state, which no place in a checkpoint has."""
 _BUFFER = 1 << 20
 
 Tree = Any
 Template = Callable[[Place, torch.Size, torch.dtype], Tensor | None]
-"""What a tensor is to be read into, by its place in the checkpoint, its shape and its dtype; None for a plain one."""
+"""Returns the tensor to read into, from its place in the checkpoint, shape and dtype; None for a plain tensor."""
 
 Save = Callable[[Path, zero.Sums], None]
-"""Writes this process's tensors as files into a folder, by what knows their sums."""
+"""Writes this process's tensors as files into a folder, through an object that records their hashes."""
 
 
-# --- what goes where --------------------------------------------------------------------------------------------------
+# --- dividing a checkpoint --------------------------------------------------------------------------------------------
 
 
 def taken_apart(checkpoint: dict[str, Any], rank: int = 0) -> tuple[Tree, dict[str, Tensor], dict[int, Any]]:
-    """A checkpoint as :func:`write` takes it: the tree, the tensors, and what processes have for themselves.
+    """Split a checkpoint into the arguments of :func:`write`: the tree, the tensors, and the per-process states.
 
     Args:
-        checkpoint: of the process ``rank``, with what it has for itself; or one that was read from a file, with what
-            all processes have, which is for process 0 to write.
-        rank: which process this is.
+        checkpoint: the checkpoint of process ``rank``, with its per-process state; or one read from a file, with the
+            states of all processes, which process 0 writes.
+        rank: rank of this process. Default: 0.
     """
     loops = checkpoint.get("loops", {})
     ours = dict(loops.get(OUR_KEY, {}))
@@ -86,7 +86,7 @@ def taken_apart(checkpoint: dict[str, Any], rank: int = 0) -> tuple[Tree, dict[s
 
 
 def read_whole(folder: Path, **options: Any) -> dict[str, Any]:
-    """A checkpoint folder as a file would have it, read by :func:`read`, whose options these are."""
+    """Return a checkpoint folder in the form of a file, read by :func:`read` with these options."""
     checkpoint, processes = read(folder, **options)
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"], names = by_number(checkpoint["optimizer_states"])
@@ -99,15 +99,15 @@ def read_whole(folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def split(checkpoint: Mapping[str, Any], names: list[list[str]], *, is_first: bool) -> tuple[Tree, dict[str, Tensor]]:
-    """Take a checkpoint apart: the tree with tensors on the meta device in it, and the tensors that these stand for.
+    """Split a checkpoint into a tree with tensors on the meta device, and the tensors that these replace.
 
     Args:
-        checkpoint: from :func:`trainer.compat.contents.dump`.
-        names: of each optimizer's parameters, in its order; [] where they are not known.
-        is_first: whether this is process 0, which writes what is not sharded.
+        checkpoint: the result of :func:`trainer.compat.contents.dump`.
+        names: the names of each optimizer's parameters, in its order; [] if they are not known.
+        is_first: whether this is process 0, which writes unsharded tensors.
 
     Raises:
-        CheckpointError: there is a tensor on the meta device in it already.
+        CheckpointError: the checkpoint already has a tensor on the meta device.
     """
     tree = dict(checkpoint)
     if "optimizer_states" in tree:
@@ -125,7 +125,7 @@ def split(checkpoint: Mapping[str, Any], names: list[list[str]], *, is_first: bo
             if not is_plain(value) or place[0] not in ("state_dict", "optimizer_states"):
                 return value
             if place[0] == "optimizer_states" and not value.dim():
-                return value  # a step: a number
+                return value  # a step count
         key = _key(place, tensors)
         tensors[key] = value.detach()
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
@@ -136,13 +136,13 @@ def split(checkpoint: Mapping[str, Any], names: list[list[str]], *, is_first: bo
 
 def _key(place: Place, taken: Mapping[str, Any]) -> str:
     key = ".".join(place)
-    while key in taken:  # {"a.b": ...} beside {"a": {"b": ...}}
+    while key in taken:  # {"a.b": ...} next to {"a": {"b": ...}}
         key += "'"
     return key
 
 
 def by_name(states: list[dict[str, Any]], names: list[list[str]]) -> list[dict[str, Any]]:
-    """States of optimizers with the names of parameters in the place of numbers; as they are where there are none."""
+    """Return optimizer states with parameter names instead of numbers; unchanged if there are no names."""
     return [
         _renamed(state, dict(enumerate(known))) if known else state
         for state, known in zip(states, chain(names, repeat([])), strict=False)
@@ -150,7 +150,7 @@ def by_name(states: list[dict[str, Any]], names: list[list[str]]) -> list[dict[s
 
 
 def by_number(states: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[list[str]]]:
-    """The opposite of :func:`by_name`. Returns the names as well, in the order of the parameters' numbers."""
+    """Invert :func:`by_name`. Also returns the names, in the order of the parameters' numbers."""
     made, names = [], []
     for state in states:
         known = [one for group in state.get("param_groups", ()) for one in group["params"]]
@@ -183,19 +183,20 @@ def write(
     group: distributed.ProcessGroup | None,
     save: Save | None = None,
 ) -> None:
-    """Write a checkpoint folder, in the place of an older checkpoint or not at all. All processes do, together.
+    """Write a checkpoint folder. An older checkpoint is replaced completely or stays unchanged. All processes must call
+    it.
 
     Args:
-        place: where it is to be; on a file system that all processes share.
-        tree: from :func:`split`; process 0's is written.
-        tensors: from :func:`split`; nobody changes them meanwhile.
-        own: what this process has for itself, by its number.
-        facts: more for the manifest; plain values.
-        group: the processes, by gloo, in a group that nobody else uses; None for this process alone.
-        save: writes tensors beside those of DCP.
+        place: path of the folder, on a file system that all processes share.
+        tree: from :func:`split`; that of process 0 is written.
+        tensors: from :func:`split`. They must not change during the call.
+        own: the per-process state, by rank.
+        facts: additional plain values for the manifest.
+        group: a gloo group of the processes that is used for nothing else; None for this process alone.
+        save: writes tensors in addition to those of DCP. Default: None.
 
     Raises:
-        OSError: the file system did not take it; on all processes. What was there is there still.
+        OSError: writing failed; raised on all processes. An older checkpoint is unchanged.
     """
     rank, is_alone = (0, True) if group is None else (distributed.get_rank(group), False)
     part: Path = _by_first(group, lambda: _begin(place))
@@ -244,7 +245,7 @@ def _bytes_of(state: Any) -> Tensor:
 
 
 def _by_first(group: distributed.ProcessGroup | None, work: Callable[[], Any]) -> Any:
-    """What ``work`` returns in process 0, which alone calls it; if it raises there, all raise that."""
+    """Return the result of ``work`` in process 0, which alone calls it. If it raises, all processes raise."""
     if group is None:
         return work()
     outcome: list[Any] = [None, None]
@@ -263,7 +264,7 @@ def _by_first(group: distributed.ProcessGroup | None, work: Callable[[], Any]) -
 
 
 def _on_all(group: distributed.ProcessGroup | None, work: Callable[[], Any]) -> None:
-    """Call ``work`` in all processes. If it raises in one, all raise."""
+    """Call ``work`` in all processes. If it raises in one of them, all raise."""
     error: Exception | None = None
     try:
         work()
@@ -277,7 +278,7 @@ def _on_all(group: distributed.ProcessGroup | None, work: Callable[[], Any]) -> 
 
 
 def _run_dcp(work: Callable[[], Any]) -> None:
-    """Call DCP; raise the error that a process had, and not that there was one."""
+    """Call DCP. Raises the error of a process instead of DCP's summary."""
     try:
         work()
     except CheckpointException as error:
@@ -285,7 +286,7 @@ def _run_dcp(work: Callable[[], Any]) -> None:
 
 
 class _Stream(Summed):
-    """That of a file, which can be brought to the disk."""
+    """The stream of a file that can be flushed to disk."""
 
     def fileno(self) -> int:
         if self.error is not None:
@@ -295,11 +296,11 @@ class _Stream(Summed):
         return number
 
     def close(self) -> None:
-        """Do nothing: who has opened it closes it."""
+        """No-op: the function that opened the file closes it."""
 
 
 class _Summing(FileSystem):
-    """DCP's file system; it knows the bytes and the SHA-256 of each file that it has written."""
+    """DCP's file system, which also records the size and SHA-256 of each file written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,12 +320,12 @@ class _Summing(FileSystem):
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
     def add(self, path: Path) -> None:
-        """Take note of a file that somebody else has written."""
+        """Record a file that other code has written."""
         content = path.read_bytes()
         self.sums[path.name] = len(content), hashlib.sha256(content).hexdigest()
 
     def save(self, value: Any, path: Path) -> None:
-        """Write ``value`` as a file of its own, and bring it to the disk."""
+        """Write ``value`` as a separate file, and flush it to disk."""
         with self.create_stream(path, "wb") as stream:
             torch.save(value, stream)
             os.fsync(stream.fileno())
@@ -342,25 +343,25 @@ def read(
     only: str = "",
     joins: bool = True,
 ) -> tuple[Tree, list[Any]]:
-    """Read a checkpoint folder, which has been verified. No other process is needed.
+    """Read a verified checkpoint folder. No other process has to take part.
 
     Args:
         folder: the checkpoint.
-        weights_only: False runs whatever code ``state.ckpt`` asks for.
-        template: what tensors are read into. None reads whole ones into host memory.
-        process: the number of this process, and of how many. Where as many have written the checkpoint, only what this
-            one had for itself is read. None reads what all had.
-        only: a key of the checkpoint, such as ``"state_dict"``: tensors elsewhere are not read, and stay without data;
-            nor is what processes had for themselves.
-        joins: whether to put whole tensors together of what DeepSpeed has written; else they are left out.
+        weights_only: if False, ``state.ckpt`` may run any code. Default: True.
+        template: returns the tensors to read into. Default: None, whole tensors in host memory.
+        process: (rank, world size) of this process. If the same number of processes wrote the checkpoint, only the
+            state of this one is read. Default: None, the states of all processes are read.
+        only: a key of the checkpoint, such as ``"state_dict"``: tensors elsewhere stay without data, and per-process
+            states are not read. Default: "", everything is read.
+        joins: whether to assemble whole tensors from DeepSpeed's files. If False, they are left out. Default: True.
 
     Returns:
-        The checkpoint, its optimizers' states by the names of parameters; and what each process had for itself, None
-        for those that were not read, [] where none had anything.
+        The checkpoint, with optimizer states by parameter name, and the per-process states: None for those that were
+        not read, [] if the checkpoint has none.
 
     Raises:
-        CheckpointError: it is damaged, or no such folder.
-        pickle.UnpicklingError: it holds more than what belongs there.
+        CheckpointError: the folder is damaged or does not exist.
+        pickle.UnpicklingError: it contains unexpected objects.
     """
     manifest = sharded_files.read_manifest(folder)
     tree = load_inert(folder / STATE, weights_only=weights_only)
@@ -399,11 +400,11 @@ def read(
 
 
 def _metadata_of(folder: Path, manifest: Manifest) -> Metadata:
-    """DCP's metadata, if it holds what DCP writes of tensors, and leads to no other files.
+    """Return DCP's metadata after checking that it describes only tensors in files of this folder.
 
     Raises:
         CheckpointError: it does not.
-        pickle.UnpicklingError: it is something else.
+        pickle.UnpicklingError: it contains other objects.
     """
     with (folder / _METADATA).open("rb") as file:
         metadata = _MetadataReader(file).load()
@@ -429,10 +430,11 @@ def _metadata_of(folder: Path, manifest: Manifest) -> Metadata:
     return metadata
 
 
-class _MetadataReader(pickle._Unpickler):  # that of Python, not of C: its operations can be replaced
-    """Reads DCP's metadata, and refuses to look up any other name than those of the plain classes that belong there.
+class _MetadataReader(pickle._Unpickler):  # in Python: operations of the C class cannot be replaced
+    """Read DCP's metadata, and reject all names except those of the expected plain classes.
 
-    Attributes are set on instances of DCP's dataclasses alone: set on a class, they would change it for the program.
+    Attributes are set only on instances of DCP's dataclasses, because setting them on a class would change it for the
+    whole program.
     """
 
     _CLASSES: ClassVar[frozenset[tuple[str, str]]] = frozenset(
@@ -468,7 +470,7 @@ class _MetadataReader(pickle._Unpickler):  # that of Python, not of C: its opera
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name in the file stands for."""
+        """Return the object for a name in the file."""
         if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
             return found
         if (module, name) == ("builtins", "getattr"):
@@ -479,14 +481,16 @@ class _MetadataReader(pickle._Unpickler):  # that of Python, not of C: its opera
 
 
 def _member(kind: Any, name: Any) -> Enum:
-    """A member of an enumeration: Python 3.11.0 to 3.11.3 pickle it as an attribute of its class."""
+    """Return a member of an enumeration, which Python 3.11.0 to 3.11.3 pickle as an attribute of its class."""
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind[name]
     raise pickle.UnpicklingError(f"its {_METADATA} asks for an attribute, which has no place there")
 
 
 class _Reader(FileSystemReader):
-    """Reads by metadata that are known: DCP's own reader unpickles whatever is there, also from files for each rank."""
+    """Read with metadata that was already checked. DCP's own reader unpickles any object, also from files for each
+    rank.
+    """
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -495,5 +499,5 @@ class _Reader(FileSystemReader):
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What has been read."""
+        """Return the metadata that was already read."""
         return self._metadata

@@ -1,4 +1,4 @@
-"""A copy of a checkpoint in host memory, which training cannot change any more."""
+"""Copy a checkpoint to host memory, so that training cannot change it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trainer.state.containers import Place, mapped
 def on_host(checkpoint: Any) -> Any:
     """Return a copy of ``checkpoint``, with the data of every tensor copied to host memory.
 
-    Objects that are one, or share memory, are one and share memory in the copy. So ``torch.save`` writes the same bytes
-    for the copy of a checkpoint on the CPU as for the checkpoint.
+    Objects that are identical, or share memory, are also identical, or share memory, in the copy. So ``torch.save``
+    writes the same bytes for a checkpoint on the CPU and for its copy.
     """
     copies: dict[int, Any] = {}  # by the id of the original, as `copy.deepcopy` keeps them
     storages: dict[int, torch.UntypedStorage] = {}
@@ -32,13 +32,13 @@ def on_host(checkpoint: Any) -> Any:
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether ``value`` is a ``DTensor``, which each process holds a part of."""
-    module = sys.modules.get("torch.distributed.tensor")  # who has one has imported it
+    """Return whether ``value`` is a ``DTensor``, of which each process holds a part."""
+    module = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only if its module has been imported
     return module is not None and isinstance(value, module.DTensor)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is of torch's own classes, and nothing but its elements in its storage."""
+    """Return whether a tensor is of torch's own classes and its storage contains only its elements."""
     is_dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     return type(tensor) in (Tensor, Parameter) and is_dense
 
@@ -51,7 +51,7 @@ def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor
     storage = tensor.untyped_storage()
     if storage._cdata not in storages:
         storages[storage._cdata] = made = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
-        made.copy_(storage)  # waits for the device
+        made.copy_(storage)  # host-device synchronization
     copied = torch.empty(0, dtype=tensor.dtype)
     copied.set_(storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
     if type(tensor) is Parameter:

@@ -1,4 +1,4 @@
-"""The weights in a file or folder, whoever has written it: without optimizers, counters and settings."""
+"""Read the weights in a file or folder of any origin, without optimizers, counters and settings."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ if TYPE_CHECKING:
     from trainer.checkpoint.shards import Template
 
 SAFETENSORS = ".safetensors"
-"""How the names of files end that the package safetensors reads; all others are read by torch."""
+"""Suffix of files that are read by the package safetensors. All others are read by torch."""
 
 _PLACES = ("state_dict", "model_state_dict", "model")
-"""Where the weights stand in files that hold more: as Lightning, tutorials of PyTorch, and torchvision have it."""
+"""Keys of the weights in files that contain more, as used by Lightning, PyTorch's tutorials and torchvision."""
 
 
 def read(path: Path, weights_only: bool | None = None, template: Template | None = None) -> dict[str, Tensor]:
-    """The tensors of a module that a file or folder holds, by their names.
+    """Return the tensors of a module in a file or folder, by name.
 
-    A checkpoint, file or folder; a state dict that ``torch.save`` has written, alone or in a mapping under
-    ``state_dict``, ``model_state_dict`` or ``model``; a file of safetensors. Files are verified as far as they can be,
-    and mapped where they can be, so that no more of them than is used gets into memory.
+    Supported are checkpoints (file or folder), state dicts written by ``torch.save``, directly or in a mapping under
+    ``state_dict``, ``model_state_dict`` or ``model``, and safetensors files. Files are verified and memory-mapped if
+    possible, so that only the used part is loaded into memory.
 
     Args:
         path: the file or folder.
-        weights_only: as for :func:`trainer.checkpoint.loading.read`.
-        template: what tensors of a folder are read into, as for :func:`trainer.checkpoint.shards.read`.
+        weights_only: as for :func:`trainer.checkpoint.loading.read`. Default: None.
+        template: returns the tensors to read a folder into, as for :func:`trainer.checkpoint.shards.read`. Default:
+            None.
 
     Raises:
-        CheckpointNotFoundError: there is no such file.
-        UnsafeCheckpointError: it holds more than tensors and plain containers.
+        CheckpointNotFoundError: the file does not exist.
+        UnsafeCheckpointError: it contains other objects than tensors and plain containers.
         CheckpointError: it is damaged, or has no weights.
-        ConfigurationError: the package safetensors is needed, and is not installed.
+        ConfigurationError: the package safetensors is required, but not installed.
     """
     if path.suffix == SAFETENSORS and (problem := packages.missing("safetensors")):
         raise ConfigurationError(f"{path} needs {problem}")

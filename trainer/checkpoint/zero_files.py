@@ -1,16 +1,16 @@
-"""A checkpoint as a folder of DeepSpeed's: its own engine writes each process's part, and reads it.
+"""Checkpoint folders of DeepSpeed: its own engine writes and reads each process's part.
 
 =============================  =====================================================================================
-``*_model_states.pt``          DeepSpeed's: the module, in the dtype that it computes in; at stage 3 of each process
-``*_optim_states.pt``          DeepSpeed's, of each process: its part of the float32 weights and of what the optimizer
-                               keeps, in flat tensors
+``*_model_states.pt``          DeepSpeed's: the module, in the dtype that it computes in; one per process at stage 3
+``*_optim_states.pt``          DeepSpeed's, one per process: its part of the float32 weights and of the optimizer
+                               states, in flat tensors
 ``latest``, ``zero_to_*.py``   DeepSpeed's, for its own tools
-``state.ckpt`` and others      ours, as in every folder (:mod:`trainer.checkpoint.shards`)
+``state.ckpt`` and others      as in every sharded checkpoint (:mod:`trainer.checkpoint.shards`)
 =============================  =====================================================================================
 
-DeepSpeed reads its files as pickles that may run any code. Here they are read after their sums have been verified, as
-tensors and plain containers, with three classes of DeepSpeed's and no other. Without DeepSpeed, or where its processes
-or its stage are other ones now, :func:`fill` puts whole tensors together.
+DeepSpeed reads its files as pickles that may run any code. Here they are read after their hashes have been verified, as
+tensors and plain containers, with only a few of DeepSpeed's classes allowed. Without DeepSpeed, or with another number
+of processes or another stage, :func:`fill` assembles whole tensors.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from trainer.checkpoint.manifest import Manifest
 from trainer.errors import CheckpointError
 
 FACT = "deepspeed"
-"""What the manifest of such a folder has: the stage, the number of processes, and the precision."""
+"""Key in the manifest of such a folder: the stage, the number of processes, and the precision."""
 
 TAG = "."
-"""What DeepSpeed calls the folder inside of the folder: none."""
+"""DeepSpeed's tag, the name of its subfolder. This one selects the folder itself."""
 
 _CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -46,27 +46,27 @@ _CLASSES = (
 
 
 class Sums(Protocol):
-    """Knows the sums of the files that it writes."""
+    """Writes files and records their hashes."""
 
     def save(self, value: Any, path: Path) -> None:
         """Write a file."""
 
     def add(self, path: Path) -> None:
-        """Take note of a file that is there."""
+        """Record an existing file."""
 
 
 class _Plain:
-    """Stands for an object of DeepSpeed's: has its attributes, and does nothing."""
+    """Replaces an object of DeepSpeed: it has the attributes, but no behavior."""
 
     def __init__(self, *arguments: Any) -> None:
         pass
 
 
 class Parts:
-    """In the place of DeepSpeed's checkpoint engine: what writes and reads its files.
+    """Replaces DeepSpeed's checkpoint engine, which reads and writes its files.
 
     Args:
-        sums: writes; None to read.
+        sums: writes the files. Default: None, for reading.
     """
 
     def __init__(self, sums: Sums | None = None) -> None:
@@ -74,7 +74,9 @@ class Parts:
         self.error: Exception | None = None
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write a file. An error is kept: the other processes wait at the end of all files."""
+        """Write a file. An error is stored instead of raised, because the other processes wait until all files are
+        written.
+        """
         assert self._sums is not None
         try:
             self._sums.save(state_dict, Path(path))
@@ -92,32 +94,32 @@ class Parts:
         return _load(Path(path), classes)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """They are there."""
+        """No-op: the folders exist."""
 
     def create(self, info: Any) -> None:
-        """Nothing is to be prepared."""
+        """No-op: there is nothing to prepare."""
 
     def commit(self, info: Any) -> bool:
-        """The manifest does that."""
+        """Return True. The manifest marks the checkpoint as complete."""
         return True
 
     def is_data_parallel_writer(self, rank: int) -> bool:
-        """Whether this process writes what all have."""
+        """Return whether this process writes the data that all processes share."""
         return rank == 0
 
     def is_decoupled(self) -> bool:
-        """False: all is written when ``save`` returns."""
+        """Return False, because ``save`` writes synchronously."""
         return False
 
     def cleanup(self) -> None:
-        """Nothing is left."""
+        """No-op: there is nothing to clean up."""
 
 
 def write(engine: Any, folder: Path, sums: Sums) -> None:
-    """Have DeepSpeed write its files. All processes call this together.
+    """Write DeepSpeed's files. All processes must call it together.
 
     Raises:
-        OSError: this process's cannot be written.
+        OSError: the files of this process cannot be written.
     """
     before, engine.checkpoint_engine = engine.checkpoint_engine, (parts := Parts(sums))
     try:
@@ -133,12 +135,18 @@ def write(engine: Any, folder: Path, sums: Sums) -> None:
 
 
 def check(folder: Path, manifest: Manifest, part: int, parts: int) -> None:
-    """See whether DeepSpeed's files hold more than what belongs there, before its processes read them together.
+    """Check that DeepSpeed's files contain no unexpected objects, before its processes read them together.
 
-    Looks at this one of several parts of them.
+    Checks one of several parts of the files.
+
+    Args:
+        folder: the folder.
+        manifest: its manifest.
+        part: index of the part.
+        parts: number of parts.
 
     Raises:
-        pickle.UnpicklingError: they do.
+        pickle.UnpicklingError: a file contains an unexpected object.
     """
     for name in sorted(manifest.files)[part::parts]:
         if name.endswith(".pt"):
@@ -148,7 +156,7 @@ def check(folder: Path, manifest: Manifest, part: int, parts: int) -> None:
 
 
 def read(engine: Any, folder: Path, strict: bool) -> None:
-    """Have DeepSpeed read what as many processes at the same stage have written. All call this together."""
+    """Read DeepSpeed's files, written by the same number of processes at the same stage. All processes must call it."""
     before, engine.checkpoint_engine = engine.checkpoint_engine, Parts()
     try:
         engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=strict, load_lr_scheduler_states=False)
@@ -157,23 +165,23 @@ def read(engine: Any, folder: Path, strict: bool) -> None:
 
 
 class _Flat(NamedTuple):
-    """What one process has of a group of parameters: the weights, and what the optimizer keeps of them."""
+    """One process's part of a group of parameters: the weights and their optimizer states."""
 
     weights: Tensor
     kept: Mapping[str, Any]
 
 
 def fill(tree: dict[str, Any], folder: Path, manifest: Manifest, only: str = "") -> dict[str, Any]:
-    """``tree`` with whole tensors: the module's state dict and, by the names of parameters, its optimizer's.
+    """Return ``tree`` with whole tensors: the module's state dict, and its optimizer's states by parameter name.
 
     Args:
-        tree: what ``state.ckpt`` has.
-        folder: the checkpoint, which has been verified.
+        tree: the contents of ``state.ckpt``.
+        folder: the verified checkpoint.
         manifest: its manifest.
-        only: ``"state_dict"`` for that alone.
+        only: ``"state_dict"`` to fill only that. Default: "", both are filled.
 
     Raises:
-        CheckpointError: something is missing in it.
+        CheckpointError: some data is missing.
     """
     stage, processes = manifest.facts[FACT]["stage"], manifest.facts[FACT]["processes"]
     spread = stage == 3
@@ -215,11 +223,11 @@ def _optimizer_file(folder: Path, rank: int) -> Path:
 
 
 Found = Iterator[tuple[str, str | None, Any]]
-"""The name of a parameter; what the optimizer keeps of it, or None for its weights; and that, whole."""
+"""Name of a parameter; key of an optimizer state, or None for the weights; the whole value."""
 
 
 def _by_mapping(shapes: list[dict[str, torch.Size]], optimizers: list[dict[str, Any]]) -> Found:
-    """Of stages 1 and 2, where a process has a stretch of all parameters of a group, one after the other."""
+    """Yield the tensors of stages 1 and 2: each process has a slice of the concatenated parameters of a group."""
     for group, group_shapes in enumerate(shapes):
         flats = [
             _Flat(one["single_partition_of_fp32_groups"][group], one["base_optimizer_state"]["state"].get(group, {}))
@@ -234,7 +242,7 @@ def _by_mapping(shapes: list[dict[str, torch.Size]], optimizers: list[dict[str, 
 
 
 def _by_partition(shapes: list[dict[str, torch.Size]], optimizers: list[dict[str, Any]]) -> Found:
-    """Of stage 3, where each parameter is divided among all processes, one after the other, in several flat tensors."""
+    """Yield the tensors of stage 3: each parameter is divided among all processes, in several flat tensors."""
     flats = [
         [
             _Flat(weights, one["optimizer_state_dict"]["state"].get(index, {}))
@@ -262,7 +270,7 @@ def _joined(name: str, shape: torch.Size, where: list[tuple[_Flat, int, int]]) -
     first = where[0][0]
     for key, value in first.kept.items():
         spread = isinstance(value, Tensor) and value.dim() and value.numel() >= first.weights.numel()
-        yield name, key, join(key) if spread else deepcopy(value)  # a step is its own, for it is counted up in place
+        yield name, key, join(key) if spread else deepcopy(value)  # copied: step counts change in place
 
 
 def _load(path: Path, classes: list[tuple[Any, str]] | None = None) -> Any:
