@@ -28,8 +28,8 @@ STEPS = [
     "Write your own module and recipe",
     "Sweep over two precisions",
     "Open the report",
-    "Break it, and be told which layer it was",
-    "Kill a run, and go on",
+    "Debug an overflow",
+    "Resume a killed run",
 ]
 
 pytestmark = [
@@ -176,7 +176,7 @@ def test_opens_the_report(newcomer: Newcomer) -> None:
 
 def test_is_told_which_layer_overflows(newcomer: Newcomer) -> None:
     newcomer.write()
-    said = newcomer.follow("Break it, and be told which layer it was")
+    said = newcomer.follow("Debug an overflow")
     assert "The forward overflows in 'second' (Linear)" in said
     broken, mended = sorted(newcomer.folder.glob("outputs/mine/*"), key=lambda path: path.name)
     assert "The forward overflows in 'second' (Linear)" in next(broken.rglob("overflow_report_step_2.md")).read_text()
@@ -187,7 +187,7 @@ def test_is_told_which_layer_overflows(newcomer: Newcomer) -> None:
 
 
 def test_a_killed_run_goes_on_to_the_same_weights(newcomer: Newcomer, tmp_path: Path) -> None:
-    (block,) = steps()["Kill a run, and go on"]
+    (block,) = steps()["Resume a killed run"]
     command = block.text.strip()
     newcomer.write()
     undisturbed = Newcomer(tmp_path / "undisturbed", tmp_path / "other", newcomer.python)

@@ -42,7 +42,7 @@ def test_has_all_pages_and_finds_them(site: Path) -> None:
 
 def test_contents_are_those_of_the_index(site: Path) -> None:
     contents = (site / "docs" / "sweeps.html").read_text(encoding="utf-8").split("sidebar-tree")[1]
-    assert re.findall(r'caption-text">([^<]*)', contents)[:3] == ["To begin", "Mixed precision", "Running"]
+    assert re.findall(r'caption-text">([^<]*)', contents)[:3] == ["Getting started", "Mixed precision", "Running"]
     assert '<a class="reference internal" href="reliability.html">Reliability</a>' in contents
     assert '<a class="reference internal" href="api/callbacks.html">trainer.callbacks</a>' in contents
     assert '<a class="reference internal" href="../CONTRIBUTING.html">Contributing</a>' in contents
