@@ -37,6 +37,6 @@ def test_the_measured_comparison_is_that_of_the_benchmarks():
 
 def test_each_extra_is_named() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    table = README.partition("| extra | what for |\n|---|---|\n")[2].partition("\n\n")[0]
+    table = README.partition("| extra | purpose |\n|---|---|\n")[2].partition("\n\n")[0]
     named = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert sorted([*named, "dev"]) == sorted(extras)
