@@ -1,9 +1,8 @@
 """The Trainer's arguments, each described once. Imports neither torch nor Lightning.
 
-``ARGUMENTS`` says of each argument what its default is, what it may be, and what it means. The Trainer checks by it
-what it is given, when it is built and not in epoch 3. The command line takes from it the types of a config's
-``trainer`` node, its messages and help, and what the keys mean. So a mistake gets the same sentence in
-Python and on the command line.
+``ARGUMENTS`` holds the default, the accepted values and the meaning of each argument. The Trainer checks its arguments
+against it when it is created. The command line uses it for the types of a config's ``trainer`` node, its messages, its
+help and the meaning of the keys. A mistake gets the same message in Python and on the command line.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "micros
 
 
 def seconds(time: Any) -> float | None:
-    """A time in seconds: ``"DD:HH:MM:SS"``, units and numbers, or a timedelta. None for everything else."""
+    """Return a time in seconds, from ``"DD:HH:MM:SS"``, a mapping of units or a timedelta. None for any other value."""
     if isinstance(time, str):
         parts = time.split(":")
         if len(parts) != 4 or not all(part.strip().isdecimal() for part in parts):
@@ -75,7 +74,7 @@ def seconds(time: Any) -> float | None:
 
 
 def deepspeed_settings(name: Any) -> dict[str, Any] | None:
-    """The arguments of `DeepSpeedStrategy` that a strategy's name stands for; None for others."""
+    """Return the arguments of `DeepSpeedStrategy` that a strategy's name stands for. None for other names."""
     return _DEEPSPEED.get(name.lower()) if isinstance(name, str) else None
 
 
@@ -84,7 +83,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    """Whether ``value`` is a whole number, if need be a float, such as 1e6 or inf, as Lightning allows."""
+    """Return whether ``value`` is a whole number; may be a float such as 1e6 or inf, as in Lightning."""
     return _is_whole(value) or (isinstance(value, float) and (value.is_integer() or value == math.inf))
 
 
@@ -93,7 +92,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether ``value`` was made from a class or, in a config, is a node that says from which."""
+    """Return whether ``value`` is an instance of a class or, in a config, a node with a ``_target_``."""
     if isinstance(value, Mapping):
         return "_target_" in value
     return not isinstance(value, (str, bytes, Real, list, tuple, set, NoneType))
@@ -111,14 +110,14 @@ class Kind(NamedTuple):
     """A kind of values, and their range.
 
     Attributes:
-        words: what it is called in messages; "" where it goes without saying.
-        includes: whether a value is of this kind.
-        type: that of a config's key; Any where OmegaConf has none.
-        least: the smallest number that it may be.
-        above: the largest number that is too small; None where ``least`` says it.
-        most: the largest number that it may be.
-        otherwise: what a message says behind the range.
-        is_share: a share of batches, beside the whole numbers that are numbers of them.
+        words: the name of the kind in messages; "" if messages do not mention it.
+        includes: returns whether a value is of this kind.
+        type: the type of a config's key; Any if OmegaConf has no such type.
+        least: the smallest allowed number.
+        above: the largest number that is too small. None if ``least`` is the limit.
+        most: the largest allowed number.
+        otherwise: the text of a message after the range.
+        is_share: whether the number is a fraction of the batches; whole numbers then count batches.
     """
 
     words: str
@@ -131,11 +130,11 @@ class Kind(NamedTuple):
     is_share: bool = False
 
     def at_least(self, least: int, otherwise: str = "") -> Kind:
-        """This kind from ``least`` on."""
+        """Return this kind, limited to numbers of at least ``least``."""
         return self._replace(least=least, otherwise=otherwise)
 
     def expected_range(self, value: Any) -> str | None:
-        """What ``value``, which is of this kind, should have been; None if it is in range."""
+        """Return the expected range of ``value``, which is of this kind. None if it is in range."""
         number = value if _is_number(value) else seconds(value)
         if number is None:
             return None
@@ -163,7 +162,7 @@ TIME = Kind(
 )
 DEVICES = Kind("a number of devices of at least 1, a list of their indices such as [0,1], -1 for all", _is_devices)
 OBJECT = Kind("", _is_object)
-OFF = Kind("", lambda value: value is False, NoneType)  # as Lightning allows: False for none
+OFF = Kind("", lambda value: value is False, NoneType)  # as in Lightning: False turns it off
 SWITCH = (True, False)
 AMOUNT = (WHOLE.at_least(0), NUMBER._replace(is_share=True), OFF)
 
@@ -174,15 +173,15 @@ def _between_validations(kind: Kind) -> Kind:
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of the Trainer. Texts are as for a config, in which None is ``null``.
+    """One argument of the Trainer. Texts are written for a config, with ``null`` for None.
 
     Attributes:
-        name: as in the signature of ``Trainer``.
-        default: likewise.
-        meaning: in a few words.
-        accepts: the kinds of values that it may be and, beside them, single values: words, True, False, None. Empty
-            where others judge it.
-        any_case: whether Python may write the words in capitals, as for Lightning.
+        name: the name in the signature of ``Trainer``.
+        default: the default in the signature of ``Trainer``.
+        meaning: a short description.
+        accepts: the accepted kinds of values and single values: words, True, False, None. Empty if other code checks
+            the value.
+        any_case: whether Python accepts the words in capitals, as in Lightning. Default: False.
     """
 
     name: str
@@ -193,12 +192,12 @@ class Argument:
 
     @property
     def choices(self) -> list[str]:
-        """The words that it may be."""
+        """The words that the argument accepts."""
         return [describe(one) for one in self.accepts if not isinstance(one, Kind) and one is not None]
 
     @property
     def expected(self) -> str:
-        """What it may be.
+        """Description of the accepted values.
 
         >>> ARGUMENTS["benchmark"].expected
         'true, false or null'
@@ -208,14 +207,14 @@ class Argument:
         return either(words if len(words) < 10 else [*words[:3], "another of Lightning's"])
 
     def mistake(self, value: Any, key: str | None = None, registered: Collection[str] = ()) -> str | None:
-        """What is wrong with ``value``, in a sentence; None if nothing is.
+        """Return a sentence about the mistake in ``value``. None if it is accepted.
 
         Args:
-            value: what was given.
-            key: where it stands in a config, such as ``trainer.devices``. None for an argument in Python: the sentence
-                has None for ``null`` then, and what only Lightning allows is no mistake: None for False, 2.0 for two
-                batches, words in capitals.
-            registered: words that it may be, too.
+            value: the given value.
+            key: the config's key, such as ``trainer.devices``. None for an argument in Python: the sentence then has
+                None instead of ``null``, and values that only Lightning accepts are accepted: None for False, 2.0 for
+                two batches, words in capitals.
+            registered: additional accepted words. Default: none.
         """
         if self.name == "strategy" and isinstance(value, str) and value.lower().startswith("deepspeed"):
             if deepspeed_settings(value) is None:
@@ -235,7 +234,7 @@ class Argument:
         return self.any_case and isinstance(value, str) and value.lower() in self.accepts
 
     def _wanted(self, value: Any, registered: Collection[str]) -> str | None:
-        """What was expected instead of ``value``; None if it is all right."""
+        """Return the expected values if ``value`` is not accepted, otherwise None."""
         if not self.accepts or any(_is(value, one) for one in (*self.accepts, *registered)):
             return None
         for kind in self.accepts:
@@ -345,18 +344,18 @@ _TABLE = (
 )
 
 ARGUMENTS = {argument.name: argument for argument in _TABLE}
-"""Every argument of the Trainer by its name, in the order of the signature."""
+"""All arguments of the Trainer by name, in the order of the signature."""
 
 
 def check(given: Mapping[str, Any], **registered: Collection[str]) -> None:
     """Check arguments of the Trainer.
 
     Args:
-        given: values by name. Names that the Trainer does not have are passed over.
-        **registered: by an argument's name, words that it may be beside those of the table.
+        given: values by name. Names that are not arguments of the Trainer are ignored.
+        **registered: additional accepted words, by the argument's name.
 
     Raises:
-        ArgumentError: the first value that is of the wrong kind, out of range, or an unknown word.
+        ArgumentError: for the first value that is of the wrong kind, out of range, or an unknown word.
     """
     for name, argument in ARGUMENTS.items():
         if name in given and (problem := argument.mistake(given[name], registered=registered.get(name, ()))):
@@ -375,7 +374,7 @@ def describe(value: Any) -> str:
 
 
 def either(words: Sequence[str]) -> str:
-    """``a, b or c``."""
+    """Return ``a, b or c``."""
     words = ", ".join(words).split(", ")
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
@@ -385,12 +384,12 @@ _IN_CONFIG = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in 
 
 
 def in_python(text: str) -> str:
-    """A text about a config as one about Python: with None for ``null``, True for ``true``, False for ``false``."""
+    """Convert a text about a config to Python: None for ``null``, True for ``true``, False for ``false``."""
     return _IN_CONFIG.sub(lambda found: _IN_PYTHON[found[0]], text)
 
 
 def _is(value: Any, word: Any) -> bool:
-    """Whether ``value`` is a single value that an argument may be. 0 and 1 are False and True."""
+    """Return whether ``value`` equals a single accepted value. 0 and 1 are equal to False and True."""
     if isinstance(word, bool):
         return isinstance(value, Real) and bool(value == word)
     return value is None if word is None else isinstance(value, str) and value == word
@@ -402,19 +401,20 @@ _AMOUNTS = (
 
 
 def parse_limits(given: Mapping[str, Any], announce: Callable[[str], object] = str) -> dict[str, Any]:
-    """How much of everything to run.
+    """Return how many batches to run for training, validation, test and prediction, and when to validate.
 
     Args:
-        given: all arguments of the Trainer; `check` has let them pass.
-        announce: told how 1 and 1.0 are understood, which are easily mistaken for each other.
+        given: all arguments of the Trainer, already checked by `check`.
+        announce: called with a message about how 1 and 1.0 are understood, because they are easily confused. Default: a
+            no-op.
 
     Returns:
-        The arguments, with numbers in the place of what they stand for: batches (int), or a share of them (float).
-        ``fast_dev_run`` and ``overfit_batches`` override others. Beside them ``val_check_seconds``: between
-        validations; None to count batches.
+        The arguments, with limits converted to numbers of batches (int) or fractions of the batches (float).
+        ``fast_dev_run`` and ``overfit_batches`` override others. ``val_check_seconds`` is added: the seconds between
+        validations, or None to count batches.
 
     Raises:
-        ConfigurationError: a share of an epoch, where batches are counted across epochs.
+        ConfigurationError: if a fraction of an epoch is given while batches are counted across epochs.
     """
     interval, sanity_steps = given["val_check_interval"], given["num_sanity_val_steps"]
     if given["check_val_every_n_epoch"] is None and isinstance(interval, float):
@@ -436,7 +436,7 @@ def parse_limits(given: Mapping[str, Any], announce: Callable[[str], object] = s
 
 
 class BatchInterval(int):
-    """A number of batches between two validations. 1 batch is not equal to 1.0, the share that is a whole epoch.
+    """A number of batches between two validations. 1 batch is not equal to 1.0, the fraction that is a whole epoch.
 
     Stock callbacks run at the ends of epochs instead of after validations if ``trainer.val_check_interval == 1.0``.
     """
@@ -451,11 +451,11 @@ class BatchInterval(int):
 
 
 def shown_interval(given: Any, limits: Mapping[str, Any]) -> Any:
-    """Return ``trainer.val_check_interval``: the time as given, a number of batches, or a share of an epoch.
+    """Return ``trainer.val_check_interval``: the time as given, a number of batches, or a fraction of an epoch.
 
     Args:
         given: the argument ``val_check_interval``.
-        limits: from `parse_limits`.
+        limits: the return value of `parse_limits`.
     """
     interval = limits["val_check_interval"]
     if limits["val_check_seconds"] is not None:
@@ -464,7 +464,7 @@ def shown_interval(given: Any, limits: Mapping[str, Any]) -> Any:
 
 
 def _amount(name: str, given: Mapping[str, Any], announce: Callable[[str], object]) -> int | float:
-    """A number of batches (int), or a share of them (float); all of them for None, and for a time."""
+    """Return a number of batches (int) or a fraction of them (float); 1.0 for None and for a time."""
     amount = 0 if given[name] is False else given[name]
     if not _is_number(amount):
         return 1.0
@@ -474,7 +474,7 @@ def _amount(name: str, given: Mapping[str, Any], announce: Callable[[str], objec
 
 
 def _all_or_one(name: str, is_one: bool) -> str:
-    """What 1, or 1.0, means."""
+    """Describe how 1, or 1.0, is understood."""
     if name == "val_check_interval":
         return f"validation will run {'after every batch' if is_one else 'at the end of the training epoch'}"
     amount = "1 batch" if is_one else "100% of the batches"
@@ -492,17 +492,17 @@ BAREBONES = {
     "detect_anomaly": "Looking for anomalies can impact raw speed",
     "profiler": "Profiling can impact raw speed",
 }
-"""What ``barebones=True`` switches off, and why."""
+"""The arguments that ``barebones=True`` switches off, and the reasons."""
 
 
 def check_barebones(given: Mapping[str, Any]) -> None:
-    """Refuse what ``barebones=True`` switches off, where somebody asks for it.
+    """Refuse arguments that request features that ``barebones=True`` switches off.
 
     Args:
-        given: all arguments of the Trainer. None, False and 0 ask for nothing.
+        given: all arguments of the Trainer. None, False and 0 request nothing.
 
     Raises:
-        ConfigurationError: one asks for something.
+        ConfigurationError: for the first argument that requests such a feature.
     """
     for name, why in BAREBONES.items():
         if given[name] not in (None, 0):
@@ -513,14 +513,14 @@ def check_barebones(given: Mapping[str, Any]) -> None:
 
 
 def refuse_other_package(argument: str, *given: Any) -> None:
-    """Refuse what is built on ``pytorch_lightning`` where that is another package than ``lightning.pytorch``.
+    """Refuse objects built on ``pytorch_lightning`` if it is a separate package from ``lightning.pytorch``.
 
     Args:
-        argument: what ``given`` was given as.
-        *given: modules, datamodules, callbacks, loggers, strategies, plugins, or anything else.
+        argument: the name of the argument, for the message.
+        *given: modules, datamodules, callbacks, loggers, strategies, plugins, or any other values.
 
     Raises:
-        ConfigurationError: one is.
+        ConfigurationError: for the first such object.
     """
     for value in given:
         roots = {str(kind.__module__).partition(".")[0] for kind in type(value).__mro__}
@@ -533,10 +533,11 @@ def refuse_other_package(argument: str, *given: Any) -> None:
 
 
 def refuse_twice(argument: str, value: Any, default: Any, callbacks: Sequence[Any], kind: type) -> None:
-    """Refuse a setting that an argument and a callback both make.
+    """Refuse a setting that is given both as an argument and as a callback.
 
     Raises:
-        ConfigurationError: ``value`` is not its default (or None) and ``callbacks`` has one of ``kind``.
+        ConfigurationError: if ``value`` is not its default (or None) and ``callbacks`` contains an instance of
+            ``kind``.
     """
     if value not in (None, default) and any(isinstance(callback, kind) for callback in callbacks):
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Before the first batch: give the loops what belongs to one run, and choose the path that a batch takes."""
+"""Before the first batch: give the loops the parts that belong to one run, and build the path of a batch."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from trainer.loops.schedules import Schedules
 
 
 class Preparation:
-    """Gives the loops what belongs to one run: hooks, batches, schedules, clipping, the path of a batch, a profiler.
+    """Prepares the loops for one run: hooks, batches, schedules, clipping, the path of a batch, a profiler.
 
     Args:
-        trainer: the loops and their settings. Its module has been set up by the strategy.
+        trainer: the loops and their settings. The strategy has set up its module.
 
     Attributes:
-        hooks: what callbacks and the module do at each point.
+        hooks: the hooks of callbacks and of the module.
     """
 
     def __init__(self, trainer: TrainerBase) -> None:
@@ -75,11 +75,11 @@ class Preparation:
         """Prepare the fit loop.
 
         Args:
-            validate: runs a validation; None for none.
-            resume: puts back what a checkpoint has of this process; None without one.
+            validate: runs one validation. None if the fit does not validate.
+            resume: restores the checkpoint's state of this process, or writes the first checkpoint. None for neither.
         """
         trainer, loop, profiling = self._trainer, self._trainer.loop, self._profiling
-        # `estimated_stepping_batches` may have made them before a checkpoint said which epoch this is
+        # `estimated_stepping_batches` may have created them before the checkpoint set the epoch
         loaders = trainer.data.loaders(RunningStage.TRAINING, anew=trainer.data.is_due(RunningStage.TRAINING))
         if loaders is not None:
             if not loaders.num_batches() and not loop.limits.ends_fit() and (name := loaders.first_empty()):
@@ -93,7 +93,7 @@ class Preparation:
             loaders,
             self.renewed_loaders,
             None if profiling is None else profiling.training_epoch,
-            # as in Lightning: a fit that goes on where an earlier one has ended opens another pass
+            # as in Lightning: a fit that continues after the end of an earlier one starts another pass
             epochs if trainer.ckpt_path is not None or not epochs else -1,
         )
         if (resumed := trainer.data.resumed) is not None:
@@ -123,7 +123,7 @@ class Preparation:
 
         Args:
             transfer: moves a batch to the device. It stays the same if callbacks or optimizers are exchanged.
-            step: the ``training_step``. It stays the same, too.
+            step: the ``training_step``. It also stays the same.
         """
         loop, engine, hooks, profiling = self._trainer.loop, self._trainer.engine, self.hooks, self._profiling
         optimization = self._optimization = self._choose_optimization()
@@ -192,7 +192,7 @@ class Preparation:
 
     @property
     def _wants_closure(self) -> bool:
-        """Whether the module or the optimizer evaluates the loss, by a closure.
+        """Whether the module or the optimizer evaluates the loss through a closure.
 
         An optimizer that takes an optional closure gets none if there are other optimizers, or if the scaler has to
         come between the backward pass and the step.
@@ -204,15 +204,15 @@ class Preparation:
         return any(takes_closure(o) if may else needs_closure(o) for o in optimizers)
 
     def _schedules(self) -> Schedules:
-        revocable = self.hooks.override_of("lr_scheduler_step") is None  # the effects of a module's own are unknown
+        revocable = self.hooks.override_of("lr_scheduler_step") is None  # a module's own version may have other effects
         step, metrics = self.hooks.of_module("lr_scheduler_step"), partial(MonitoredMetrics, self._trainer)
         by_module = not self._module.automatic_optimization
         return Schedules(self._trainer.engine.schedules, step, metrics, revocable, self._trainer.progress, by_module)
 
     def _clipping(self) -> Clip | None:
-        """What clips the gradients: the module's own method, the callbacks, or nothing."""
+        """Return the function that clips the gradients: the module's own or that of the callbacks. None for neither."""
         if not self._module.automatic_optimization:
-            return None  # the module does
+            return None  # the module clips itself
         gradients, callbacks = self._trainer.engine.gradients, self._trainer.callbacks
         clippers: list[Clip] = [partial(one.clip, gradients) for one in callbacks if isinstance(one, GradientClipping)]
         if (own := self.hooks.override_of("configure_gradient_clipping")) is not None:
@@ -222,7 +222,7 @@ class Preparation:
         return clippers[0] if len(clippers) == 1 else partial(_clip_in_turn, clippers)
 
     def renewed_loaders(self) -> Loaders | None:
-        """The training's dataloaders for an epoch that begins, if they are due to be made anew; otherwise None."""
+        """Return new training dataloaders for the epoch that begins. None if they are not due to be created again."""
         data = self._trainer.data
         if not data.is_due(RunningStage.TRAINING):
             return None
@@ -233,7 +233,7 @@ class Preparation:
         return loaders
 
     def _check_counts(self, loaders: Loaders | None) -> None:
-        """Refuse different numbers of batches if a process without a batch cannot take part in the others' steps.
+        """Refuse uneven inputs if a process without a batch cannot take part in the steps of the others.
 
         Raises:
             ConfigurationError: with the numbers.
@@ -251,7 +251,7 @@ class Preparation:
             )
 
     def _needs_equal_counts(self, loaders: Loaders) -> str | None:
-        """Return the part of the run that needs as many batches in each process. None if there is no such part."""
+        """Return the part of the run that needs equal numbers of batches in all processes. None if no part does."""
         if isinstance(loaders, DrawnLoaderSet):
             return "A training_step that draws its own batches"
         if isinstance(self._optimization, ManualOptimization):
@@ -330,7 +330,7 @@ class Preparation:
         self.evaluation(RunningStage.VALIDATING, inference_mode=False)
 
     def _transfer(self, move: Callable[[Any, torch.device], Any] = move_data_to_device) -> Transfer:
-        """What moves a batch to the device, by the hooks of the user that there are."""
+        """Build the function that moves a batch to the device through the user's transfer hooks."""
         engine, scope = self._trainer.engine, ModuleScope(self._module)
         converts = overrides(engine.precision, "convert_batch")
 
@@ -342,7 +342,7 @@ class Preparation:
 
         transfer: Callable[..., Any] | None = hook("transfer_batch_to_device")
         after = hook("on_after_batch_transfer")
-        if (own := engine.override_of("batch_to_device")) is not None:  # calls the other two hooks by itself
+        if (own := engine.override_of("batch_to_device")) is not None:  # it calls the other two hooks itself
             transfer, after = lambda batch, _, index: own(batch, dataloader_idx=index), None
         if (prefetching := self._trainer.data.prefetching) is not None:
             move, transfer = prefetching.around(move), None if transfer is None else prefetching.around(transfer)
@@ -360,7 +360,7 @@ _LOOKED_UP_ONCE = (
     "training_step", "validation_step", "backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step",
     "configure_gradient_clipping", "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer",
 )  # fmt: skip
-"""What decides about the path of a batch, and a program may set on the module."""
+"""The attributes that determine the path of a batch and that a program may set on the module."""
 
 
 def _set_once(module: LightningModule) -> dict[str, Any]:
@@ -401,7 +401,7 @@ def _share_batch(loop: FitLoop, needs_equal_counts: str | None, may_be_empty: bo
 
 
 def _exchanging_part(module: nn.Module) -> str | None:
-    """A part of the module that waits for the other processes in each training batch. None for no such part."""
+    """Return a part of the module that synchronizes the processes in each training batch. None if no part does."""
     for name, part in module.named_modules():
         if isinstance(part, nn.SyncBatchNorm) and part.training:
             return f"{name!r}, which is a SyncBatchNorm,"

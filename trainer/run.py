@@ -1,7 +1,7 @@
-"""The order of a run: set up, train or evaluate, tear down; and what happens when it fails.
+"""The order of a run: set up, train or evaluate, tear down; and the handling of errors.
 
-``Trainer.fit``, ``validate``, ``test`` and ``predict`` do the same: inside of ``Run.started``, ``Run.attach`` takes in
-what the run is about, and the engine calls the ``Run`` in each process.
+``Trainer.fit``, ``validate``, ``test`` and ``predict`` work the same way: inside ``Run.started``, ``Run.attach`` stores
+the module, the data and the checkpoint of the run, and the engine calls the ``Run`` in each process.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ STAGES = {
     TrainerFn.TESTING: RunningStage.TESTING,
     TrainerFn.PREDICTING: RunningStage.PREDICTING,
 }
-"""The stage that a run begins and ends with."""
+"""The stage at the start and at the end of a run."""
 
 START = "start.ckpt"
-"""The file that an elastic job writes into the folder of its first ModelCheckpoint before it trains."""
+"""The file that an elastic job writes to the folder of its first ModelCheckpoint before training."""
 
 
 class Run:
-    """Runs what a Trainer consists of, one run at a time.
+    """Runs the parts of a Trainer, one run at a time.
 
     Args:
-        trainer: the parts, and the settings.
-        signals: ends a run when a signal comes.
+        trainer: the parts and the settings.
+        signals: ends a run when a signal arrives.
         connector: chooses and restores checkpoints.
 
     Attributes:
-        session: what has to be undone when the run ends: locks, methods that are replaced, contexts.
-        preparation: has given the loops what belongs to the run. None until the strategy is set up.
-        process_state: what the checkpoint has of this process; None without one, and once it is restored.
-        stalls: looks whether the processes wait for one of them; None where there is only one.
+        session: the cleanup at the end of the run: locks, replaced methods, contexts.
+        preparation: has prepared the loops for the run. None until the strategy is set up.
+        process_state: the checkpoint's state of this process. None without a checkpoint, and after it was restored.
+        stalls: detects processes that wait for another one. None if there is only one process.
     """
 
     def __init__(self, trainer: TrainerBase, signals: Signals, connector: CheckpointConnector) -> None:
@@ -79,7 +79,8 @@ class Run:
     def started(self, fn: TrainerFn) -> Iterator[None]:
         """Return a context for a run, which sets the Trainer's state, and calls ``on_exception`` if the run raises.
 
-        A Ctrl-C ends the program; in a notebook, or at Python's prompt, ``fit`` returns.
+        Ctrl-C ends the program. In a notebook or at a Python prompt, ``fit`` returns instead, and the other calls
+        raise.
         """
         state = self._trainer.state
         state.fn, state.stage, state.status = fn, STAGES[fn], TrainerStatus.RUNNING
@@ -89,7 +90,7 @@ class Run:
             modules.call_teardown_hooks(self._trainer)
             self._release()
         except KeyboardInterrupt as error:
-            is_interactive = hasattr(sys, "ps1")  # a notebook or a prompt, which an exit would end
+            is_interactive = hasattr(sys, "ps1")  # do not end the notebook or the prompt
             if not is_interactive:
                 rank_zero_info("\nDetected KeyboardInterrupt, attempting graceful shutdown ...")
             with self._signals.ending(error):
@@ -108,7 +109,7 @@ class Run:
             if named is not None:
                 raise named from error
             raise
-        state = self._trainer.state  # a launcher of processes has replaced it by that of the run
+        state = self._trainer.state  # the launcher has replaced it by the state of the run
         state.status, state.stage = TrainerStatus.FINISHED, None
         self._signals.end_late()
 
@@ -120,14 +121,17 @@ class Run:
         ckpt_path: str | Path | None,
         weights: str | Path | None = None,
     ) -> LightningModule:
-        """Take in what a run is about. Returns the module.
+        """Store the module and the data of a run, and choose its checkpoint. Return the module.
 
         Args:
-            model: the module; None for that of an earlier run.
+            model: the module. None for the module of an earlier run.
             given: dataloaders by stage. The first may be a datamodule.
-            datamodule: in the place of dataloaders.
-            ckpt_path: as given to ``fit``.
-            weights: likewise.
+            datamodule: the datamodule, instead of dataloaders. None if there is none.
+            ckpt_path: the argument of ``fit``, ``validate``, ``test`` or ``predict``.
+            weights: the argument of ``fit``. Default: None.
+
+        Raises:
+            ConfigurationError: if both dataloaders and a datamodule are given, or the checkpoint cannot be chosen.
         """
         trainer, first = self._trainer, next(iter(given.values()))
         module = modules.attach(trainer, model)
@@ -142,7 +146,7 @@ class Run:
             )
         trainer.data.attach(module, given, datamodule)
         if trainer.state.fn is TrainerFn.FITTING:
-            trainer.eval_loops[RunningStage.VALIDATING].loaders = None  # those of an earlier `validate`
+            trainer.eval_loops[RunningStage.VALIDATING].loaders = None  # drop those of an earlier `validate`
         self._connector.select(ckpt_path, model_given=model is not None, weights=weights)
         trainer.published.begin_run()
         return module
@@ -150,12 +154,14 @@ class Run:
     # --- in each process of the run ---------------------------------------------------------------------------
 
     def __call__(self, module: LightningModule, weights_only: bool | None) -> Any:
-        """The run in this process. Returns what an evaluation has logged, for each dataloader.
+        """Execute the run in this process. Return the logged metrics of an evaluation, one dict for each dataloader.
 
-        The module is an argument because launchers look there for modules whose memory processes must not share.
+        The module is an argument because launchers search the arguments for modules, so that processes do not share
+        memory.
         """
         trainer = self._trainer
-        module.trainer = trainer  # again: a module and a datamodule are sent to another process without their trainer
+        # again, because a module and a datamodule are sent to another process without their trainer
+        module.trainer = trainer
         if trainer.datamodule is not None:
             trainer.datamodule.trainer = trainer
         fitting, result = trainer.state.fn is TrainerFn.FITTING, None
@@ -165,9 +171,9 @@ class Run:
             self._prepare_fit(preparation)
             with self._signals.saving():
                 trainer.loop.run()
-            _ = trainer.fit_loop.done  # says why
+            _ = trainer.fit_loop.done  # reading it logs why the fit ends
             if problem := why_nothing_was_learned(trainer):
-                rank_zero_info(problem)  # no warning: a test of one step is in its right
+                rank_zero_info(problem)  # not a warning, because a test of one step is legitimate
         else:
             assert trainer.state.stage is not None
             loop = trainer.eval_loops[trainer.state.stage]
@@ -181,7 +187,7 @@ class Run:
         return result
 
     def _set_up(self, module: LightningModule, weights_only: bool | None, *, fitting: bool) -> Preparation:
-        """Everything before the first batch: callbacks, loggers, the strategy, optimizers, the checkpoint."""
+        """Do everything before the first batch: callbacks, loggers, the strategy, optimizers, the checkpoint."""
         trainer, engine = self._trainer, self._trainer.engine
         if fitting:
             trainer.loop.limits.fill_in(self._default_max_epochs())
@@ -211,16 +217,16 @@ class Run:
         if fitting:
             self._connector.prepare_order()
         for metrics in (trainer.loop.metrics, *(loop.metrics for loop in trainer.eval_loops.values())):
-            metrics.clear()  # of an interrupted run, or of another module
+            metrics.clear()  # may hold values of an interrupted run or of another module
         tuning.attach_finders(trainer, self.session)
         attach_averaging(trainer)
         self.session.callback(detach_averaging, trainer.callbacks)
         engine.setup(fitting=fitting)
         shard_averages(trainer)
-        # after the set-up, which may replace modules (sync_batchnorm)
+        # after the setup, which may replace modules (sync_batchnorm)
         self.session.enter_context(engine.precision.session(module, engine.device))
         engine.precision.check_optimizers(engine.optimizers)
-        if trainer.prefetch_batches and engine.device.type == "cuda":  # others copy by the stream that computes
+        if trainer.prefetch_batches and engine.device.type == "cuda":  # other devices copy on the stream that computes
             trainer.data.prefetching = Prefetching(engine.device)
         preparation = self.preparation = Preparation(trainer)
         if fitting:
@@ -274,14 +280,14 @@ class Run:
             modules.call_setup_hooks(self._trainer)
 
     def _check_sanity(self, preparation: Preparation) -> None:
-        """Run a few validation batches before training, so that a mistake there shows now and not after an epoch."""
+        """Run a few validation batches before training, so that an error there shows up now and not after an epoch."""
         trainer = self._trainer
         state, loop = trainer.state, trainer.eval_loops[RunningStage.SANITY_CHECKING]
-        # as in Lightning, a run that counts steps resumes inside an epoch
+        # as in Lightning, a run with max_steps resumes inside an epoch
         resumes = trainer.ckpt_path is not None and (trainer.progress.batches_this_epoch or trainer.max_steps != -1)
         if not trainer.enable_validation or not trainer.num_sanity_val_steps or resumes:
             return
-        with isolate_rng():  # also from the random numbers that making the dataloaders takes
+        with isolate_rng():  # includes the random numbers that creating the dataloaders draws
             state.stage, loop.sanity_checking = RunningStage.SANITY_CHECKING, True
             preparation.hooks.on_sanity_check_start()
             preparation.evaluation(RunningStage.VALIDATING, inference_mode=False)
@@ -296,7 +302,7 @@ class Run:
         if not trainer.loop.limits.ends_fit():
             modules.warn_of_eval_mode(trainer.lightning_module)
         trainer.process.begin_fit()
-        if trainer.detect_anomaly and not trainer.scaler.is_enabled():  # if it is, AnomalyDetection does this
+        if trainer.detect_anomaly and not trainer.scaler.is_enabled():  # otherwise AnomalyDetection does this
             self.session.enter_context(torch.autograd.set_detect_anomaly(True))
         resume = None if self.process_state is None else self._restore_process
         begins = trainer.ckpt_path is None and not trainer.loop.limits.ends_fit()
@@ -305,15 +311,15 @@ class Run:
         preparation.fit(validate=self._validate if trainer.enable_validation else None, resume=resume)
 
     def _validate(self) -> None:
-        """The validation inside a fit."""
+        """Run the validation inside a fit."""
         trainer, preparation = self._trainer, self.preparation
         assert preparation is not None
         trainer.process.begin_validation()
         trainer.state.stage = RunningStage.VALIDATING
         if trainer.data.prefetching is not None:
-            trainer.data.prefetching.let_go()  # the last batch of training would only take memory
+            trainer.data.prefetching.let_go()  # free the memory of the last training batch
         if not trainer.loop.window.is_open and not self._accumulates_by_hand(preparation):
-            preparation.hooks.of_module("on_validation_model_zero_grad")()  # gradients would only take memory
+            preparation.hooks.of_module("on_validation_model_zero_grad")()  # free the memory of the gradients
         loop = trainer.eval_loops[RunningStage.VALIDATING]
         if trainer.data.is_due(RunningStage.VALIDATING) or loop.loaders is None:
             preparation.validation()
@@ -323,7 +329,7 @@ class Run:
         trainer.state.stage = RunningStage.TRAINING
 
     def _accumulates_by_hand(self, preparation: Preparation) -> bool:
-        """Return whether gradients must outlive a validation because manual optimization has not stepped on them yet.
+        """Return whether gradients must survive a validation because manual optimization has not stepped on them yet.
 
         A module that overrides ``on_validation_model_zero_grad`` decides itself.
         """
@@ -333,12 +339,15 @@ class Run:
         return not all(map(loop.gradients.are_used, loop.optimizers))
 
     def _save_start(self) -> None:
-        """Write a checkpoint before an elastic job trains: a start on other nodes reads in it how large updates are."""
+        """Write a checkpoint before an elastic job trains, so that a restart on other nodes knows the update size."""
         if (folder := model_checkpoints.first_folder(self._trainer)) is not None:
             self._trainer.save_checkpoint(f"{folder}/{START}")
 
     def _restore_process(self) -> None:
-        """Put back what a checkpoint has of this process. Nothing may draw random numbers after that."""
+        """Restore the checkpoint's state of this process.
+
+        No code may draw random numbers after that before the next batch.
+        """
         trainer, state = self._trainer, self.process_state
         self.process_state = None
         assert state is not None
@@ -350,7 +359,7 @@ class Run:
             )
 
     def repeat(self, stage: RunningStage) -> None:
-        """Run the loop of ``stage`` inside a hook of the run, with the callbacks, limits and dataloaders of now."""
+        """Run the loop of ``stage`` inside a hook of the run, with the current callbacks, limits and dataloaders."""
         preparation = self.preparation = Preparation(self._trainer)
         if stage is RunningStage.TRAINING:
             self._prepare_fit(preparation)
@@ -362,22 +371,22 @@ class Run:
 
     @property
     def _may_infer(self) -> bool:
-        """Whether evaluation may run in ``torch.inference_mode``, whose tensors gloo cannot send."""
+        """Whether evaluation may run in ``torch.inference_mode``. False with gloo, which cannot send its tensors."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         return self._trainer.inference_mode and not (distributed and torch.distributed.get_backend() == "gloo")
 
     # --- the end ----------------------------------------------------------------------------------------------
 
     def _release(self) -> None:
-        """Release what a run holds: the device, the module's wrapper, contexts. Safe to call twice."""
+        """Release the resources of a run: the device, the module's wrapper, contexts. Safe to call twice."""
         trainer = self._trainer
         if trainer.state.fn is TrainerFn.PREDICTING:
             loop = trainer.eval_loops[RunningStage.PREDICTING]
             loop.predictions = move_data_to_device(loop.predictions, torch.device("cpu"))
-        if (metrics := trainer.active_metrics) is not None:  # a batch has raised, perhaps in this process alone
-            with suppress(ConfigurationError):  # perhaps raised by the metrics
+        if (metrics := trainer.active_metrics) is not None:  # a batch has raised, perhaps in this process only
+            with suppress(ConfigurationError):  # the metrics may have raised
                 trainer.published.take(metrics.current(on_step=True))
-            metrics.end_batch()  # the batch may be large
+            metrics.end_batch()  # frees the batch
         if trainer.data.prefetching is not None:
             trainer.data.prefetching.close()
         trainer.published.take_to_cpu()
@@ -392,11 +401,11 @@ class Run:
         return folder_of_reports(self._trainer)
 
     def _fail(self, error: BaseException) -> None:
-        """The run has raised ``error``: tell callbacks, datamodule, strategy and loggers, then release everything."""
+        """Handle ``error``: notify callbacks, datamodule, strategy and loggers, then release all resources."""
         trainer = self._trainer
         trainer.state.status = TrainerStatus.INTERRUPTED
         try:
-            with suppress(Exception):  # `error` is what is raised; but the last outcome is of interest
+            with suppress(Exception):  # `error` is the one to raise; the last outcome is optional
                 trainer.loop.resolve_outcome()
             for callback in trainer.callbacks if trainer.lightning_module is not None else ():
                 callback.on_exception(trainer, trainer.lightning_module, error)

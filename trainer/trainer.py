@@ -1,4 +1,4 @@
-"""The Trainer: its arguments, what it consists of, and the calls that users make. It computes nothing.
+"""The Trainer: its arguments, its parts, and the calls for users. It computes nothing.
 
 The order of a run is in ``trainer/run.py``. From ``fit`` to a module's ``training_step`` there are four functions:
 ``Trainer.fit``, ``Run.__call__``, ``FitLoop.run``, ``FitLoop.train_batch``.
@@ -54,7 +54,7 @@ from trainer.state.stopping import StoppingConditions
 from trainer.weights import LoadedWeights
 
 Plugin = CheckpointIO | ClusterEnvironment | LayerSync
-"""What ``plugins`` may hold. A precision is no plugin here: it is the argument ``precision``."""
+"""The types of ``plugins``. A precision is not a plugin: use the argument ``precision``."""
 
 
 _ATTRIBUTES = (
@@ -62,49 +62,54 @@ _ATTRIBUTES = (
     "num_sanity_val_steps", "reload_dataloaders_every_n_epochs", "enable_autolog_hparams", "resume", "exact_resume",
     "dataloader_timeout", "pad_evaluation", "prefetch_batches", "barebones", "inference_mode", "detect_anomaly",
 )  # fmt: skip
-"""The arguments that are attributes of the same name, as `arguments.parse_limits` returns them."""
+"""The arguments that are attributes of the same name, with the values that `arguments.parse_limits` returns."""
 
 
 class Trainer(TrainerBase):
     """Trains, validates, tests and predicts with a ``LightningModule``.
 
-    The arguments have Lightning's names, meanings and defaults. Where we differ:
+    The arguments have Lightning's names, meanings and defaults, except for these:
 
     Args:
         precision: a name (``"32-true"``, ``"16-mixed"``, ``"bf16-mixed"``, ``"fp8-mixed"``, ``"16-true"``,
             ``"bf16-true"``, ``"64-true"``, ``"auto"``, or an alias) or a ``trainer.precision.Precision``. Never changed
-            silently: one that the device cannot do is an error, and ``"auto"`` says what it has chosen.
-        accumulate_grad_batches: short for ``GradientAccumulation(batches)``; an epoch's last short window is
-            averaged over what it holds.
-        gradient_clip_val, gradient_clip_algorithm: short for ``GradientClipping``.
+            silently: an error is raised if the device does not support it, and the choice of ``"auto"`` is logged.
+            Default: None, for ``"32-true"``.
+        accumulate_grad_batches: short for ``GradientAccumulation(batches)``; the last, short window of an epoch is
+            averaged over the batches it has. Default: 1.
+        gradient_clip_val, gradient_clip_algorithm: short for ``GradientClipping``. Default: None, no clipping.
         strategy: how several processes work together: ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, or an object such as
-            ``FSDP2Strategy()``.
-        detect_anomaly: where the loss is scaled, overflows are none: ``AnomalyDetection`` looks into skipped steps.
-        profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a profiler; None costs nothing.
-        resume: not Lightning's. ``"auto"``: a ``fit`` without ``ckpt_path`` goes on from the newest good checkpoint in
-            the folders that this run writes checkpoints to, or starts anew where there is none.
-        exact_resume: not Lightning's. Whether a resume that would not be exact is refused: because the data are others,
-            say, or on another number of processes the updates could not get the same samples. If False it goes on as
-            well as it can, with a warning.
-        dataloader_timeout: not Lightning's. Seconds that the worker processes of a dataloader may take for a batch,
-            before a :class:`~trainer.errors.DataLoaderError` ends the run; 0 for any time, which is torch's default. A
-            dataloader's own ``timeout`` comes first.
-        pad_evaluation: not Lightning's. If True, several processes validate and test equally many samples, some of
-            which are counted twice, as in Lightning: for modules that exchange something in each batch. By default
-            each sample is counted once.
-        prefetch_batches: not Lightning's. On CUDA, 1 lets a batch go to the GPU while the step before it runs, by a
-            stream of its own; nothing is loaded, computed or drawn at random in another order. It takes the memory of
-            one batch more. 0: each batch waits for the step before it. Without effect on other devices, and on steps
-            that draw their own batches.
+            ``FSDP2Strategy()``. Default: ``"auto"``.
+        detect_anomaly: whether to raise at the operation with the first NaN in its backward pass. If the loss is
+            scaled, overflows are not errors: ``AnomalyDetection`` inspects skipped steps instead. Default: False.
+        profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a profiler. Default: None, which costs nothing.
+        resume: not in Lightning. ``"auto"``: a ``fit`` without ``ckpt_path`` resumes from the newest good checkpoint in
+            the folders that this run writes checkpoints to, or starts from the beginning if there is none. Default:
+            None.
+        exact_resume: not in Lightning. Whether to refuse a resume that would not be exact, for example because the data
+            have changed or because the updates could not get the same samples on another number of processes. If False,
+            the run resumes as exactly as possible, with a warning. Default: True.
+        dataloader_timeout: not in Lightning. Seconds that the worker processes of a dataloader may take for a batch
+            before a :class:`~trainer.errors.DataLoaderError` ends the run. 0 means no limit, the default of torch. A
+            dataloader's own ``timeout`` takes precedence. Default: 1800.
+        pad_evaluation: not in Lightning. If True, validation and test are padded so that all processes have equal
+            numbers of samples, and some samples are counted twice, as in Lightning. Use it for modules that run
+            collectives in each batch. Default: False, each sample is counted once.
+        prefetch_batches: not in Lightning. On CUDA, 1 copies the next batch to the GPU on a separate stream while the
+            current step runs; the order of loading, computing and drawing random numbers does not change. It takes the
+            memory of one more batch. 0: each batch waits for the step before it. Has no effect on other devices or with
+            steps that draw their own batches. Default: 1.
 
     Attributes:
-        scaler: the one loss scaler, from construction to the end; disabled where the precision scales nothing.
-        loaded_weights: what ``fit(weights=...)`` has loaded; None before that, and where a fit has none.
+        scaler: the loss scaler, the same one from construction to the end; disabled if the precision does not scale the
+            loss.
+        loaded_weights: the weights that ``fit(weights=...)`` has loaded. None before that, and after a fit without
+            them.
 
     Raises:
-        ConfigurationError: an argument out of range, one given twice, or arguments that exclude each other.
-        UnsupportedError: an argument of Lightning's that is not supported yet.
-        PrecisionError: an unknown precision, one that the device cannot do, or one of Lightning's plugins.
+        ConfigurationError: if an argument is out of range or given twice, or if arguments exclude each other.
+        UnsupportedError: if an argument of Lightning's is not supported yet.
+        PrecisionError: if the precision is unknown, not supported by the device, or one of Lightning's plugins.
     """
 
     @defaults_from_environment
@@ -273,16 +278,17 @@ class Trainer(TrainerBase):
 
         Args:
             model: the module.
-            train_dataloaders: an iterable of batches, or a collection of them; or a LightningDataModule.
-            val_dataloaders: likewise, for validation.
-            datamodule: in the place of dataloaders.
-            ckpt_path: resume from this checkpoint: a path or URL, ``"best"``, ``"last"`` or ``"hpc"``.
-            weights_only: False to load a checkpoint that holds more than tensors and plain containers, which may
-                run any code: for files of your own. Objects among the hyper-parameters need it only where the
-                module's ``on_load_checkpoint`` uses them; otherwise they are passed over.
-            weights: not Lightning's. Begin with the weights of another run: its folder, a checkpoint, a state dict, or
-                a file of safetensors, as for :func:`trainer.load_weights`, after ``configure_model``. A run that goes
-                on from a checkpoint of its own, by ``resume="auto"``, has them already. Not with ``ckpt_path``.
+            train_dataloaders: an iterable of batches, or a collection of them; or a LightningDataModule. Default: the
+                module's ``train_dataloader``.
+            val_dataloaders: the same for validation. Default: the module's ``val_dataloader``.
+            datamodule: a LightningDataModule, instead of dataloaders. Default: None.
+            ckpt_path: resume from this checkpoint: a path or URL, ``"best"``, ``"last"`` or ``"hpc"``. Default: None.
+            weights_only: False to load a checkpoint that holds more than tensors and plain containers. This can execute
+                arbitrary code, so use it only for files that you trust. Objects among the hyperparameters need it only
+                if the module's ``on_load_checkpoint`` uses them; otherwise they are skipped. Default: None, like True.
+            weights: not in Lightning. Start with the weights of another run: its folder, a checkpoint, a state dict, or
+                a safetensors file, loaded after ``configure_model`` as by :func:`trainer.load_weights`. Ignored if the
+                run resumes from its own checkpoint with ``resume="auto"``. Excludes ``ckpt_path``. Default: None.
         """
         given = {RunningStage.TRAINING: train_dataloaders, RunningStage.VALIDATING: val_dataloaders}
         self.should_stop = False
@@ -299,7 +305,7 @@ class Trainer(TrainerBase):
         datamodule: LightningDataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[Mapping[str, float]]:
-        """Run one pass over the validation data. Returns, for each dataloader, what was logged."""
+        """Run one pass over the validation data. Return the logged metrics, one dict for each dataloader."""
         return self._evaluate(TrainerFn.VALIDATING, model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
     def test(
@@ -311,7 +317,7 @@ class Trainer(TrainerBase):
         datamodule: LightningDataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[Mapping[str, float]]:
-        """Run one pass over the test data. Returns, for each dataloader, what was logged."""
+        """Run one pass over the test data. Return the logged metrics, one dict for each dataloader."""
         return self._evaluate(TrainerFn.TESTING, model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
     def predict(
@@ -326,12 +332,12 @@ class Trainer(TrainerBase):
         """Run one pass over the prediction data.
 
         Returns:
-            What ``predict_step`` returned for each batch, on the CPU; with several dataloaders, a list for each.
-            None with ``return_predictions=False``, or where there was nothing to predict, or where the strategy
-            spawns or forks its processes, which keep them.
+            The outputs of ``predict_step`` for each batch, on the CPU; with several dataloaders, a list for each. None
+            if ``return_predictions=False``, if there is nothing to predict, or if the strategy spawns or forks
+            processes, because the outputs stay in them.
 
         Raises:
-            ConfigurationError: ``return_predictions=True`` with such a strategy.
+            ConfigurationError: if ``return_predictions=True`` and the strategy spawns or forks processes.
         """
         if return_predictions and not self.engine.runs_here:
             raise ConfigurationError(
@@ -352,15 +358,15 @@ class Trainer(TrainerBase):
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint of this moment.
+        """Write a checkpoint of the current state.
 
         Args:
-            filepath: where to; a path or a URL.
-            weights_only: leave out what only resuming needs.
-            storage_options: passed to the checkpoint IO plugin.
+            filepath: a path or a URL.
+            weights_only: whether to leave out the state that only resuming needs. Default: None, for False.
+            storage_options: passed to the checkpoint IO plugin. Default: None.
 
         Raises:
-            AttributeError: no run has brought a module yet.
+            AttributeError: if no run has attached a module yet.
         """
         if self.lightning_module is None:
             raise AttributeError(
@@ -378,31 +384,34 @@ class Trainer(TrainerBase):
             self.engine.save(checkpoint, filepath, storage_options)
 
     def roll_back(self, max_step: int) -> RolledBack | None:
-        """Put back the newest good checkpoint of this run that has at most ``max_step`` optimizer steps.
+        """Restore the newest good checkpoint of this run that has at most ``max_step`` optimizer steps.
 
-        What follows is the run that goes on from there without the batches between: weights, optimizers, schedules,
-        loss scale, random states and the states of callbacks are the checkpoint's, and the data goes on where it is.
-        ModelCheckpoints and Timers keep their states. To be called by all processes, at a batch that closes an
-        accumulation window, in ``on_train_batch_end`` of a callback that is a Lightning ``Checkpoint``: these come
-        last. :class:`~trainer.callbacks.RollBackOnLossSpike` does it by itself.
+        The run continues from the restored weights, optimizers, schedules, loss scale, random states and states of
+        callbacks. The data is not rewound, so the batches since the checkpoint have no effect. ModelCheckpoints and
+        Timers keep their states.
+
+        All processes must call this at a batch that closes an accumulation window, in the ``on_train_batch_end`` of a
+        callback that derives from Lightning's ``Checkpoint``, because these callbacks run last.
+        :class:`~trainer.callbacks.RollBackOnLossSpike` calls it for you.
 
         Args:
-            max_step: as ``global_step`` counts them.
+            max_step: the largest ``global_step`` of the checkpoint.
 
         Returns:
-            Which it is; None where there is none in the ModelCheckpoints' folders, and nothing has changed.
+            The restored checkpoint; None if the ModelCheckpoints' folders have no such checkpoint, and nothing has
+            changed.
         """
         return self._checkpoint_connector.roll_back(max_step)
 
     def reload_dataloaders(self, train: bool = True, val: bool = False) -> None:
-        """Make dataloaders again, by the same methods: for a curriculum, or after a change of the datamodule.
+        """Create dataloaders again with the same methods, for a curriculum or after a change of the datamodule.
 
         Args:
-            train: training's, when the next epoch begins.
-            val: validation's, before the next validation.
+            train: whether to create those for training, when the next epoch begins. Default: True.
+            val: whether to create those for validation, before the next validation. Default: False.
 
         Raises:
-            RuntimeError: no ``fit`` is running.
+            RuntimeError: if no ``fit`` is running.
         """
         if self.state.fn is not TrainerFn.FITTING or self.state.stage is None:
             raise RuntimeError(
@@ -417,30 +426,31 @@ class Trainer(TrainerBase):
     def step_outcome(self) -> StepOutcome | None:
         """The outcome of the last weight update; None before the first.
 
-        With a fused optimizer on a GPU, asking right after an update waits for the device; see ``settled_outcome``.
+        With a fused optimizer on a GPU, reading it right after an update is a host-device synchronization; see
+        ``settled_outcome``.
         """
         self.loop.resolve_outcome()
         return self.loop.outcome
 
     @property
     def settled_outcome(self) -> StepOutcome | None:
-        """The last outcome that has arrived on the host: that of the last update, or of the one before. Never waits."""
+        """The last outcome that has arrived on the host, of the last update or the one before. Never synchronizes."""
         return self.loop.outcome
 
     @property
     def loss_share(self) -> float | Tensor:
-        """What the current batch's loss was multiplied by, to be its share of its accumulation window's mean."""
+        """The factor that turned the current batch's loss into its share of the accumulation window's mean."""
         return self.loop.window.factor
 
     @property
     def skipped_steps(self) -> int:
-        """Weight updates skipped so far because a gradient was not finite. Waits as ``step_outcome`` does."""
+        """The number of steps skipped so far because a gradient was not finite. Synchronizes like ``step_outcome``."""
         self.loop.resolve_outcome()
         return self.progress.skipped_steps
 
     @property
     def gradient_clip_val(self) -> float | None:
-        """The limit of the (first) GradientClipping callback; may be set between two runs."""
+        """The limit of the (first) GradientClipping callback; can be set between two runs."""
         clipping = ordering.first_of(self.callbacks, GradientClipping)
         return self._gradient_clip_val if clipping is None else clipping.limit
 
@@ -450,7 +460,7 @@ class Trainer(TrainerBase):
 
     @property
     def gradient_clip_algorithm(self) -> GradClipAlgorithmType | None:
-        """``"norm"`` or ``"value"``; None if it was not given, which means ``"norm"``. May be set between two runs."""
+        """``"norm"`` or ``"value"``; None if it was not given, for ``"norm"``. Can be set between two runs."""
         clipping = ordering.first_of(self.callbacks, GradientClipping)
         is_ours = clipping is None or self._gradient_clip_val is not None
         algorithm = self._gradient_clip_algorithm if is_ours else clipping.algorithm
@@ -462,7 +472,7 @@ class Trainer(TrainerBase):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Weight updates that the whole fit will attempt, for schedules that need the number; inf if it is unknown."""
+        """The number of weight updates that the whole fit will attempt, for schedules that need it; inf if unknown."""
         loop = self.loop
         if loop.limits.max_epochs in (None, -1):
             return float("inf") if loop.limits.max_steps == -1 else loop.limits.max_steps

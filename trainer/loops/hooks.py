@@ -237,9 +237,7 @@ class Hooks:
         return self.of_module(name) if self._overrides(self._module, name) else None
 
     def _part_of(self, owner: Any, name: str, *first: Any) -> Call | None:
-        """Return the call of ``owner`` at one hook; None, or an empty call for the profiler, if there is no
-        override.
-        """
+        """Return the call of ``owner`` at one hook; None, or an empty call for a profiler, if there is no override."""
         if self._overrides(owner, name):
             return self._bind(owner, name, *first)
         if self._profile is None or not hasattr(owner, name):
