@@ -128,7 +128,7 @@ def test_the_session_ends_where_a_run_fails(tmp_path):
 
 def test_the_worked_example(tmp_path):
     """The code in the docstring of the module, as it stands there."""
-    example = inspect.getdoc(base).partition("where the GPU has them::")[2]
+    example = inspect.getdoc(base).partition("if the GPU has them::")[2]
     names = {"Precision": Precision, "contextmanager": contextmanager, "torch": torch, "Trainer": lambda **kwargs: None}
     exec(textwrap.dedent(example), names)
     seen = []

@@ -15,24 +15,26 @@ from trainer.precision.mixed import MixedPrecision
 
 
 class AutoPrecision(Precision):
-    """``bf16-mixed`` where the device computes in bfloat16 natively, else ``16-mixed`` where it has Tensor Cores,
-    else ``32-true``. It says once which one it is, and why; ``trainer.precision`` is the name of that one.
+    """Choose ``bf16-mixed`` if the device has native bfloat16, else ``16-mixed`` if it has Tensor Cores, else
+    ``32-true``.
 
-    Every process asks its own device: where they differ, name a precision.
+    Logs the choice and the reason once. ``trainer.precision`` is the name of the chosen precision.
+
+    Every process checks its own device. If the devices differ, name a precision explicitly.
 
     Args:
-        init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale: of the loss scale, used where
-        it becomes ``16-mixed``; see :class:`~trainer.precision.MixedPrecision`.
+        init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale: setting of the loss scale if
+            ``16-mixed`` is chosen; see :class:`~trainer.precision.MixedPrecision`.
         cpu_kernels: how float16 is computed on a CPU; see there.
-        fp32_modules: modules that run in float32 nevertheless; see there. Without effect in ``32-true``.
-        autocast_ops: which operations autocast computes in what; see there.
+        fp32_modules: modules that run in float32; see there. Has no effect in ``32-true``.
+        autocast_ops: autocast's list of operations; see there.
         autocast_cache: whether autocast caches the casts of weights; see there.
 
     Attributes:
-        said: which precision was chosen, and why; empty before.
+        said: the chosen precision and the reason; empty before the choice.
 
     Raises:
-        PrecisionError: settings out of range.
+        PrecisionError: a setting is out of range.
     """
 
     name = "auto"
@@ -57,7 +59,7 @@ class AutoPrecision(Precision):
         self._bfloat16, self._float16 = MixedPrecision("bfloat16", **settings), MixedPrecision("float16", **settings)
 
     def for_device(self, device: torch.device) -> Precision:
-        """The precision for ``device``; one line in the log says which and why."""
+        """Return the precision for ``device``, and log it with the reason."""
         choice, reason = self.choose(device)
         self.said = f"precision='auto' is {choice.name} here: {reason}."
         if getattr(rank_zero.rank_zero_only, "rank", 0) == 0:
@@ -65,7 +67,7 @@ class AutoPrecision(Precision):
         return choice
 
     def choose(self, device: torch.device) -> tuple[Precision, str]:
-        """The precision for ``device``, and the reason for it in words."""
+        """Return the precision for ``device``, and the reason as text."""
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"this {device.type.upper()}"
         if native_bfloat16(device):
             return self._bfloat16, f"{where} computes in bfloat16 natively"

@@ -1,19 +1,19 @@
-"""What CUDA's autocast does with each operation, done by a CPU's.
+"""Autocast on a CPU with CUDA's lists of operations.
 
-autocast has a list for each kind of device of what it computes in 16 bits, what in float32 and what it refuses. A
-CPU's list leaves much in 16 bits that CUDA's computes in float32: sums, powers, exponentials, norms, softmax. So a loss
-like ``x.pow(2).mean()`` overflows in float16 on a CPU where no GPU would. Inside :func:`cuda_autocast_ops`, a CPU's
-autocast follows CUDA's lists.
+For each type of device, autocast has lists of the operations that it runs in 16 bits, runs in float32, or rejects. A
+CPU's lists leave many operations in 16 bits that CUDA's run in float32: sums, powers, exponentials, norms, softmax. So
+a loss like ``x.pow(2).mean()`` overflows in float16 on a CPU, but not on a GPU. Inside :func:`cuda_autocast_ops`,
+autocast on a CPU follows CUDA's lists.
 
-The lists are those of torch's ``ATen/autocast_mode.h``, from which the tests read them. Kernels at ``AutocastCPU`` put
-them into effect, for the operations that a CPU's autocast does otherwise: casts are recorded by autograd, activation
-checkpointing, ``torch.compile``, ``torch.func`` and the like as those of torch's own kernels are. A call costs 4 to 8
-microseconds more under autocast and nothing outside of it.
+The lists are those of torch's ``ATen/autocast_mode.h``, which the tests compare them with. They are implemented by
+kernels at the dispatch key ``AutocastCPU``, for the operations that differ on a CPU: autograd, activation
+checkpointing, ``torch.compile``, ``torch.func`` and the like record the casts as they record those of torch's own
+kernels. A call costs 4 to 8 microseconds more under autocast, and nothing outside of it.
 
-What stays a CPU's: arithmetic (accumulation, order of sums); Fourier transforms, which it cannot compute in 16 bits;
-recurrent layers, which have kernels of the device's own. The weights of recurrent cells (``nn.GRUCell``) are cast anew
-at each time step, so that their gradients are summed in float32. A function that ``torch.compile`` compiled outside of
-the context keeps what it did there.
+These stay as on a CPU: arithmetic (accumulation, order of sums); Fourier transforms, which a CPU cannot compute in 16
+bits; recurrent layers, which have device-specific kernels. The weights of recurrent cells (``nn.GRUCell``) are cast
+again at each time step, so that their gradients are summed in float32. A function that ``torch.compile`` compiled
+outside of the context keeps the casts that it was compiled with.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _TO_FLOAT32 = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
     linalg_matrix_norm.str_ord sum sum.dim_IntList norm.Scalar norm.ScalarOpt_dim
 """
-"""Told to give float32 (``dtype=``), unless the caller says another dtype."""
+"""Called with ``dtype=float32``, unless the caller passes another dtype."""
 _IN_THE_WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
 _REFUSED = "binary_cross_entropy"
 
@@ -58,42 +58,42 @@ _OF_THE_DEVICE = """
     _addmm_activation _native_multi_head_attention mkldnn_rnn_layer _grid_sampler_2d_cpu_fallback conv1d.padding
     conv2d.padding conv3d.padding
 """
-"""In a CPU's list alone, and right there: forms of what is in CUDA's."""
+"""Only in a CPU's list, and correct there: variants of operations in CUDA's list."""
 _FOURIER = ("fft_", "stft")
 _ROUNDED = "avg_pool3d"
-"""In 16 bits on CUDA; a CPU has no kernel for that."""
+"""In 16 bits on CUDA. A CPU has no 16-bit kernel for it."""
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)
 _WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 
 Policy = Callable[[str], Kernel]
-"""Makes the kernel of the operation of this name."""
+"""Creates the kernel of the operation with this name."""
 
 
 def cuda_autocast_ops() -> AbstractContextManager[None]:
-    """Autocast on a CPU follows CUDA's lists of operations while this context is open, in all threads.
+    """Use CUDA's lists of operations in autocast on a CPU while this context is open, in all threads.
 
-    A hand-written loop inside of it, under ``torch.autocast("cpu", dtype=torch.float16)``, computes what
-    ``MixedPrecision(autocast_ops="cuda")`` does, to the bit: of ``(net(x) - y).pow(2).mean()`` the power and the mean
-    in float32, as on a GPU.
+    A hand-written loop inside of it, under ``torch.autocast("cpu", dtype=torch.float16)``, gives the same bits as
+    ``MixedPrecision(autocast_ops="cuda")``: in ``(net(x) - y).pow(2).mean()``, the power and the mean are computed in
+    float32, as on a GPU.
 
     Raises:
-        RuntimeError: inside, what autocast refuses on CUDA (``binary_cross_entropy``), and what has no 16-bit kernels
-            on CUDA and is in 16 bits there (``torch.linalg.inv``).
+        RuntimeError: in the context, for operations that autocast rejects on CUDA (``binary_cross_entropy``), and for
+            operations that stay in 16 bits on CUDA but have no 16-bit kernel there (``torch.linalg.inv``).
     """
     return _replacement.used()
 
 
 @contextmanager
 def ops_that_differ() -> Iterator[dict[str, tuple[str, str]]]:
-    """:func:`cuda_autocast_ops`, with a record of what a CPU's lists would have done otherwise.
+    """Run :func:`cuda_autocast_ops`, and record the operations that a CPU's lists would have run differently.
 
-    Each operation is computed both ways. For one thread at a time.
+    Each operation is computed both ways. Only for one thread at a time.
 
-    Gives:
-        What came out of each operation where that is another dtype: by its name (``pow``), the dtype on a CPU and the
-        one on CUDA; "an error" for what CUDA refuses.
+    Yields:
+        For each operation (by name, such as ``pow``) with different output dtypes: the dtype with the CPU's lists and
+        the one with CUDA's; "an error" if CUDA rejects it.
     """
     global _record
     found: dict[str, tuple[str, str]] = {}
@@ -106,11 +106,11 @@ def ops_that_differ() -> Iterator[dict[str, tuple[str, str]]]:
 
 
 _record: dict[str, tuple[str, str]] | None = None
-_is_on_its_own = False  # while an operation is computed as a CPU's autocast does, for the record
+_is_on_its_own = False  # while an operation is computed with the CPU's lists, for the record
 
 
 def _replaced() -> dict[str, Replaced]:
-    """An entry for each operation that CUDA's autocast does otherwise than a CPU's."""
+    """Return an entry for each operation that CUDA's autocast runs differently from a CPU's."""
     of_cpu, of_cuda = _registered("AutocastCPU"), _registered("AutocastCUDA")
     of_cpu_alone = {name for name in of_cpu - of_cuda if not name.startswith(_FOURIER)} - set(_OF_THE_DEVICE.split())
     policies: dict[str, Policy] = {
@@ -134,7 +134,7 @@ _replacement = Replacement("AutocastCPU", _replaced)
 
 
 def _registered(key: str) -> set[str]:
-    """The operations of aten with a kernel of torch's for this dispatch key."""
+    """Return the aten operations that torch has registered a kernel for at this dispatch key."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
     return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
 
@@ -157,7 +157,7 @@ def _recorded(name: str, own: Kernel, ours: Kernel) -> Kernel:
             return own(keys, *args, **kwargs)
         if _record is None:
             return ours(keys, *args, **kwargs)
-        record, _record = _record, None  # what the operation consists of is not looked at
+        record, _record = _record, None  # operations that this one calls are not recorded
         here = there = "an error"
         try:
             _is_on_its_own = True
@@ -180,11 +180,11 @@ def _dtype_of(result: Any) -> str:
     return "" if first is None else str(first.dtype).removeprefix("torch.")
 
 
-# --- what becomes of an operation -----------------------------------------------------------------------------
+# --- kernels of the operations ------------------------------------------------------------------------------
 
 
 def _passing(name: str) -> Kernel:
-    """Nothing, as with an operation in no list; the operations that it consists of are looked up in turn."""
+    """Return a kernel without casts, as for an operation in no list. Operations that it calls use their own entries."""
     op = _overload(name)
 
     def kernel(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -194,7 +194,7 @@ def _passing(name: str) -> Kernel:
 
 
 def _casting(to: Callable[[tuple[Any, ...]], torch.dtype]) -> Policy:
-    """Floating-point arguments become what ``to`` says, but for those in float64."""
+    """Return a policy that casts floating-point arguments to the dtype of ``to``, except those in float64."""
 
     def policy(name: str) -> Kernel:
         op = _overload(name)
@@ -211,7 +211,7 @@ def _casting(to: Callable[[tuple[Any, ...]], torch.dtype]) -> Policy:
 
 
 def _asking(name: str) -> Kernel:
-    """Asked for float32 (``dtype=``) where the first argument is eligible and nobody says another dtype."""
+    """Return a kernel that adds ``dtype=float32`` if the first argument is eligible and the caller sets no dtype."""
     op, with_dtype = _overload(name), _overload(_WITH_DTYPE.get(name, name))
     by_place = [one for one in op._schema.arguments if not one.kwarg_only and one.name != "dtype"]
 
@@ -227,7 +227,7 @@ def _asking(name: str) -> Kernel:
 
 
 def _rounding(name: str) -> Kernel:
-    """In float32, as a CPU computes it, and rounded to the dtype that went in, which is what CUDA gives."""
+    """Return a kernel that computes in float32, as on a CPU, and rounds to the dtype of the input, as CUDA does."""
     in_float32 = _kernel(name, "AutocastCPU")
 
     def kernel(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -237,17 +237,17 @@ def _rounding(name: str) -> Kernel:
 
 
 def _refusing(name: str) -> Kernel:
-    """CUDA's own kernel, which says what to use instead."""
+    """Return CUDA's own kernel, which raises with the operation to use instead."""
     return _kernel(name, "AutocastCUDA")
 
 
 def _is_eligible(value: Any) -> bool:
-    """Whether autocast casts it."""
+    """Return whether autocast casts the value."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64 and value.is_cpu
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """An argument, or a list of them, with what is eligible in ``dtype``."""
+    """Return an argument, or a list of them, with eligible tensors cast to ``dtype``."""
     if isinstance(value, list):
         return [_cast(one, dtype) for one in value]
     return value.to(dtype) if _is_eligible(value) else value

@@ -1,29 +1,29 @@
-"""The precision protocol: what the Trainer asks of a precision plugin, in the order in which it asks.
+"""The precision protocol: the methods of a precision plugin, in the order in which the Trainer calls them.
 
 ===============================  ======================================================================
-``for_device(device)``           once, when the Trainer is built: the plugin to use there, usually
-                                 itself. The other methods are asked of that one.
-``check(device)``                once, when the Trainer is built. Raises if the device cannot do it.
-``build_scaler(device)``         once, when the Trainer is built: the scaler that lives as long as the
-                                 Trainer.
+``for_device(device)``           once, when the Trainer is built: returns the plugin to use, usually
+                                 itself. The other methods are called on that plugin.
+``check(device)``                once, when the Trainer is built. Raises if the device is not supported.
+``build_scaler(device)``         once, when the Trainer is built: returns the scaler for the Trainer's
+                                 lifetime.
 ``init_context()``               while weights are created, in ``configure_model`` and under
                                  ``trainer.init_module()``.
 ``convert_module(module)``       once a run, before weights are loaded into it and it is moved and wrapped.
 ``session(module, device)``      once a run: a context around everything from the first to the last batch.
-``check_optimizers(optimizers)`` once a fit, when the optimizers have been made. Warns or raises.
+``check_optimizers(optimizers)`` once a fit, after the optimizers are created. Warns or raises.
 ``convert_batch(batch)``         every batch, before it is moved to the device.
-``watch_weights()``              when an epoch begins, and after each row for the loggers: whether the next
-                                 training step changes weights may be checked.
+``watch_weights()``              when an epoch begins, and after each row for the loggers: may check
+                                 whether the next training step changes weights.
 ``state_dict()``                 in every checkpoint, for each process; ``load_state_dict(state)`` when a fit is
                                  resumed.
 ``autocast()``                   every forward (train, validate, test, predict): a context around the
-                                 step function and nothing else; never around a backward.
+                                 step function only; never around a backward.
 ===============================  ======================================================================
 
-The base class is 32-bit training: the default of every method changes nothing, so a plugin overrides only
-the methods that it needs. Defining a class with ``names`` adds these names to ``Trainer(precision=...)``; an option
-``conf/precision/NAME.yaml`` with the class as its ``_target_`` adds one to the command line. A worked example,
-float32 with TensorFloat-32 products where the GPU has them::
+The base class is 32-bit training: by default every method changes nothing, so a plugin overrides only the methods that
+it needs. Defining a class with ``names`` adds these names to ``Trainer(precision=...)``; an option
+``conf/precision/NAME.yaml`` with the class as its ``_target_`` adds one to the command line. A complete example,
+float32 with TensorFloat-32 products if the GPU has them::
 
     class TensorFloat32(Precision):
         name = "tf32"
@@ -58,14 +58,14 @@ _UNCHANGED: AbstractContextManager[None] = nullcontext()
 
 
 class Precision:
-    """32-bit training, and the base of every other precision plugin. See the module docstring for the protocol."""
+    """32-bit training, and the base class of all precision plugins. See the module docstring for the protocol."""
 
     name: str = "32-true"
-    """The name in ``trainer.precision``, logs and summaries."""
+    """Name in ``trainer.precision``, logs and summaries."""
     names: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """The names that ``Trainer(precision=...)`` accepts for this class, each with the arguments that it stands for."""
+    """Names that ``Trainer(precision=...)`` accepts for this class, each with the arguments of the constructor."""
     dtype: torch.dtype = torch.float32
-    """The dtype of matrix products and convolutions. Float8 precisions have bfloat16 for all other operations."""
+    """Dtype of matrix products and convolutions. Float8 precisions have bfloat16, as used by all other operations."""
     scales_loss: bool = False
     """Whether the loss is scaled, so that steps may overflow."""
 
@@ -87,7 +87,7 @@ class Precision:
                     f"Got the precision name {name!r} for {cls.__qualname__}, but it is that of {known.__qualname__}."
                     " Expected a name that is not taken."
                 )
-            PLUGINS[name] = cls  # a notebook defines it again
+            PLUGINS[name] = cls  # a notebook may define the class again
 
     @property
     def is_half(self) -> bool:
@@ -95,40 +95,40 @@ class Precision:
         return self.dtype.itemsize <= 2
 
     def for_device(self, device: torch.device) -> Precision:
-        """The plugin to use on ``device``: this one, unless it is a choice between others."""
+        """Return the plugin to use on ``device``: this one, unless it chooses between others."""
         return self
 
     def check(self, device: torch.device) -> None:
-        """Refuse or warn about a device that cannot compute in this precision.
+        """Raise or warn if the device does not support this precision.
 
         Raises:
-            PrecisionError: with what to use instead.
+            PrecisionError: the device is not supported. The message names an alternative.
         """
 
     def build_scaler(self, device: torch.device) -> LossScaler:
-        """The loss scaler for gradients that live on ``device``.
+        """Return the loss scaler for gradients on ``device``.
 
-        Always a scaler: a disabled one does nothing, and the loop has one code path.
+        Always returns a scaler, so that the loop has one code path. A disabled scaler does nothing.
         """
         return LossScaler(device.type, enabled=False)
 
     def init_context(self) -> AbstractContextManager[object]:
-        """A context in which weights are created in the dtype that :meth:`convert_module` gives them."""
+        """Return the context that creates weights in the dtype that :meth:`convert_module` converts them to."""
         return _UNCHANGED
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """The module with its parameters in the dtype that this precision keeps them in."""
+        """Return the module with its parameters in the dtype in which this precision keeps them."""
         return module
 
     def session(self, module: nn.Module, device: torch.device) -> AbstractContextManager[object]:
-        """A context that is entered once a run, around all of its batches."""
+        """Return a context that is entered once a run, around all of its batches."""
         return _UNCHANGED
 
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Refuse or warn about optimizers that do not go with this precision."""
+        """Raise or warn if optimizers do not work with this precision."""
 
     def convert_batch(self, batch: Any) -> Any:
-        """The batch in the dtype that the module expects. Mixed precisions leave it alone: autocast converts."""
+        """Return the batch in the dtype that the module expects. Mixed precisions do not convert it: autocast casts."""
         return batch
 
     def watch_weights(self) -> None:
@@ -139,10 +139,10 @@ class Precision:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; {} if the checkpoint has nothing."""
+        """Restore the state that :meth:`state_dict` returned; {} if the checkpoint has none."""
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The context of one forward. Valid inside ``session``; the same object may be returned every time."""
+        """Return the context of one forward. Valid inside ``session``. May return the same object every time."""
         return _UNCHANGED
 
     def __repr__(self) -> str:
@@ -150,4 +150,4 @@ class Precision:
 
 
 PLUGINS: dict[str, type[Precision]] = {}
-"""The classes of precisions by name. Defining a class with ``names`` adds it."""
+"""Precision classes by name. Defining a class with ``names`` adds it."""

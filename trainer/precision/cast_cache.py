@@ -1,21 +1,21 @@
-"""Decides whether autocast caches the 16-bit casts of weights, so that no forward pass uses an outdated one.
+"""Decide whether autocast caches the 16-bit casts of weights, so that no forward pass uses an outdated cast.
 
 Autocast keeps the 16-bit copy of a weight until the outermost autocast ends, so that a weight used twice is cast once.
-Two things make that wrong.
+This is wrong in two cases.
 
 **Weights that change in between.** The cache is keyed by tensor and ignores its version, so a training step that swaps
 in averaged weights for one forward pass, or negates a weight, gets the results of the old weights. :class:`CastCache`
 clears the cache when an optimizer has stepped and when a state dict has been loaded. Other changes have no event: it
-runs the first training steps under :class:`WeightWatch`, which notices which weights a step uses several times and
-which have changed in between, and then keeps the cache only for steps that use a weight several times. Steps that use
-each weight once have the same results, to the bit, and the same speed without it.
+runs the first training steps under :class:`WeightWatch`, which detects weights that a step uses several times and
+weights that change in between. The cache is then kept only for steps that use a weight several times. Steps that use
+each weight once have bit-identical results and the same speed without it.
 
-**Casts without a graph.** torch 2.10 keeps also a copy made without gradients (under ``no_grad`` or ``inference_mode``,
-or inside the ``forward`` of an ``autograd.Function``) and hands it to a later forward with gradients. The weight then
+**Casts without a graph.** torch 2.10 also keeps a copy made without gradients (under ``no_grad`` or ``inference_mode``,
+or inside the ``forward`` of an ``autograd.Function``) and reuses it in a later forward with gradients. The weight then
 gets no gradient, or a wrong one, without an error (torch #65766, #112583, #120483). torch 2.11 casts with a graph in
 either case. :func:`with_trusted_cache` keeps the cache enabled. On a torch with the bug, a torch function mode inspects
 every operation of the forward: the first one with gradients after one without clears the cache. Unlike hooks on
-modules, it also sees weights that are used directly, and custom functions. It costs some microseconds an operation
+modules, it also sees weights that are used directly, and custom functions. It costs some microseconds per operation
 there, and nothing elsewhere.
 """
 
@@ -42,10 +42,10 @@ WATCHED_STEPS = 16
 """Number of training steps that are watched before the decision."""
 
 _NEVER_CAST = {"__get__", "__set__", "clone", "detach"}
-"""Names of functions of weights that autocast leaves alone, in addition to in-place operations."""
+"""Functions of weights that autocast does not cast, in addition to in-place operations."""
 
 _watches: list[WeightWatch] = []
-"""Watches that are active, innermost last."""
+"""Active watches, innermost last."""
 
 
 class CastCache:
@@ -54,11 +54,11 @@ class CastCache:
     With ``enabled=None`` the first training steps are watched. A step that changes a weight between two uses is
     computed correctly, because the watch clears the cache at the second use, and the cache is disabled for the rest of
     the run. Otherwise it stays enabled if a step used a weight several times, and such a run is checked again when
-    :meth:`watch` is called. Modules with compiled or scripted parts, which the watch cannot see into, train without the
+    :meth:`watch` is called. Modules with compiled or scripted parts, which the watch cannot inspect, train without the
     cache. Evaluation computes no gradients, so its results do not depend on the cache; it runs without.
 
     Args:
-        device_type: type of the device of the weights.
+        device_type: device type of the weights.
         dtype: 16-bit dtype that autocast computes in.
         module: module to train.
         enabled: whether to use the cache, in training and evaluation; None decides as above.
@@ -151,7 +151,7 @@ class CastCache:
 
 
 class _Inspecting(TorchFunctionMode):
-    """Autocast under which every operation is inspected. Reusable, but not re-entrant."""
+    """Autocast that inspects every operation. Reusable, but not re-entrant."""
 
     def __init__(self, autocast: AbstractContextManager[object]) -> None:
         super().__init__()
@@ -170,12 +170,12 @@ class _Inspecting(TorchFunctionMode):
 
 
 class WeightWatch(_Inspecting):
-    """Autocast that observes which weights are used several times, and which change in between.
+    """Autocast that detects weights that are used several times, and weights that change in between.
 
     A weight is a leaf tensor that requires a gradient. It has changed if its version, its memory, or the number of
-    in-place operations on other tensors of the same memory (``weight.data``) is another one than at its last use. The
+    in-place operations on other tensors with the same memory (``weight.data``) differs from that at its last use. The
     cache is then cleared before the weight is used again, so the step is computed as if there were no cache. No kernel
-    is launched, and the host never waits for the device.
+    is launched, and there is no host-device synchronization.
 
     Args:
         autocast: autocast with an enabled cache.
@@ -217,7 +217,7 @@ class WeightWatch(_Inspecting):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # compiled graphs have their casts in them, and no cache
+        if torch.compiler.is_compiling():  # compiled graphs contain their casts, and use no cache
             return func(*args, **kwargs)
         tensors = _leaf_tensors(args, kwargs)
         versions = list(map(_version_of, tensors))
@@ -277,11 +277,11 @@ def _version_of(tensor: Tensor) -> int:
 
 
 def _memory_of(tensor: Tensor) -> object:
-    """Return a key that is equal for tensors that share memory; None for a DTensor, which may share any."""
+    """Return a key that is equal for tensors that share memory; None for a DTensor, which may share any memory."""
     if hasattr(tensor, "_local_tensor"):
         return None
     try:
-        return tensor.untyped_storage()._cdata  # noqa: SLF001 - stays when FSDP frees and allocates it
+        return tensor.untyped_storage()._cdata  # noqa: SLF001 - stays the same when FSDP frees and allocates it
     except (RuntimeError, NotImplementedError):  # sparse tensors have no storage
         return id(tensor)
 
@@ -308,13 +308,13 @@ def _hides_operations(module: nn.Module) -> bool:
 
 
 def with_trusted_cache(autocast: AbstractContextManager[object]) -> AbstractContextManager[object]:
-    """``autocast`` itself where torch's cache is correct, else a wrapper that clears it; reusable like it."""
+    """Return ``autocast`` itself if torch's cache is correct, else a wrapper that clears it; both are reusable."""
     return _ForgetsCastsWithoutGraph(autocast) if loses_gradients() else autocast
 
 
 @cache
 def loses_gradients() -> bool:
-    """Whether this torch reuses casts made without gradients. Tested once a process, on one weight."""
+    """Return whether this torch reuses casts made without gradients. Tested once per process, on one weight."""
     with torch.inference_mode(False), torch.autocast("cpu", dtype=torch.bfloat16):
         weight = torch.ones(1, 1, requires_grad=True)
         with torch.no_grad():
@@ -324,7 +324,7 @@ def loses_gradients() -> bool:
 
 
 class _ForgetsCastsWithoutGraph(_Inspecting):
-    """Autocast that inspects each operation under it."""
+    """Autocast that clears its cache at the first operation with gradients after operations without."""
 
     def __init__(self, autocast: AbstractContextManager[object]) -> None:
         super().__init__(autocast)
@@ -337,7 +337,7 @@ class _ForgetsCastsWithoutGraph(_Inspecting):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if not torch.compiler.is_compiling():  # compiled graphs have their casts in them, and no cache
+        if not torch.compiler.is_compiling():  # compiled graphs contain their casts, and use no cache
             if not torch.is_grad_enabled():
                 self._may_hold_casts_without_graph = True
             elif self._may_hold_casts_without_graph:

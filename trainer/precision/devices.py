@@ -1,4 +1,4 @@
-"""What a device computes natively, as far as torch can tell."""
+"""The dtypes that a device computes natively, as far as torch reports it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from trainer.precision import cpu_fp16
 CPU_BFLOAT16 = ("avx512_bf16", "amx_bf16", "sve_bf16", "bf16")
 """Names of instructions in ``torch.cpu.get_capabilities()``; the last two are ARM's."""
 
-# Chips of compute capability 7.5 without Tensor Cores, TU116 and TU117, by the names they are sold under: GeForce GTX
-# 1630 to 1660, GeForce MX450 and MX550, (Quadro) T400 to T2000, CMP 30HX. NVIDIA's Turing cards with Tensor Cores are
-# called RTX, T4, T10, T40, or CMP 40HX and 50HX.
+# Chips of compute capability 7.5 without Tensor Cores, TU116 and TU117, by their product names: GeForce GTX 1630 to
+# 1660, GeForce MX450 and MX550, (Quadro) T400 to T2000, CMP 30HX. NVIDIA's Turing cards with Tensor Cores are called
+# RTX, T4, T10, T40, or CMP 40HX and 50HX.
 _TURING_WITHOUT = re.compile(r"\bGTX 16\d\d|\bMX[45]50\b|\bT([4-6][05]0|1000|1200|2000)\b|\bCMP 30HX", re.IGNORECASE)
 
 
 def now(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
-    """The time, when ``device`` has done all that it was given to do: the host is ahead of it otherwise."""
+    """Return the time after ``device`` has finished all queued work."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # host-device synchronisation: that is what is measured
+        torch.cuda.synchronize(device)  # host-device synchronization, required to measure the time
     elif device.type != "cpu":
-        torch.accelerator.synchronize(device)  # likewise
+        torch.accelerator.synchronize(device)  # host-device synchronization
     return clock()
 
 
@@ -38,14 +38,14 @@ def peak_memory(device: torch.device) -> int:
 
 
 def native_bfloat16(device: torch.device) -> bool:
-    """Whether ``device`` computes in bfloat16 by itself, not by emulation.
+    """Return whether ``device`` computes in bfloat16 natively instead of by emulation.
 
-    CUDA: compute capability 8.0 (Ampere) and above. ROCm and XPU: as torch says. CPU: it has instructions for it
-    (AMX-BF16, AVX512-BF16, ARM's BF16) and torch was built with oneDNN, whose kernels use them. MPS: False, for torch
-    cannot tell.
+    CUDA: compute capability 8.0 (Ampere) and above. ROCm: True. XPU: as torch reports. CPU: if it has bfloat16
+    instructions (AMX-BF16, AVX512-BF16, ARM's BF16) and torch was built with oneDNN, which uses them. MPS: False,
+    because torch does not report it.
     """
     if device.type == "cuda":
-        # torch.cuda.is_bf16_supported, but of this device and not of the current one
+        # torch.cuda.is_bf16_supported, but for this device instead of the current one
         return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type == "xpu":
         return bool(torch.xpu.is_bf16_supported(including_emulation=False))
@@ -53,10 +53,10 @@ def native_bfloat16(device: torch.device) -> bool:
 
 
 def tensor_cores(device: torch.device) -> bool:
-    """Whether ``device`` is an NVIDIA GPU with Tensor Cores for float16.
+    """Return whether ``device`` is an NVIDIA GPU with Tensor Cores for float16.
 
-    Compute capability 7.0 (Volta), 7.2 (Xavier) and above have them; of 7.5 (Turing), the GTX 16 series and its like
-    do not, which only their names tell.
+    Compute capability 7.0 (Volta), 7.2 (Xavier) and above have them. Of 7.5 (Turing), the GTX 16 series and related
+    cards do not, which only their names show.
     """
     if device.type != "cuda" or torch.version.hip:
         return False
@@ -67,16 +67,16 @@ def tensor_cores(device: torch.device) -> bool:
 
 
 def scales_losses(device: torch.device) -> bool:
-    """Whether torch's ``GradScaler`` works on ``device``; on MPS not every torch has its kernels."""
+    """Return whether torch's ``GradScaler`` works on ``device``. On MPS, some versions of torch lack its kernels."""
     return device.type != "mps" or torch._C._dispatch_has_kernel_for_dispatch_key("aten::_amp_update_scale_", "MPS")
 
 
 def warn_of_emulation(name: str, device: torch.device) -> None:
-    """Warn where ``device`` is a GPU that can compute in bfloat16 but has no units for it.
+    """Warn if ``device`` is a GPU that can compute in bfloat16 but has no units for it.
 
     Args:
-        name: of the bfloat16 precision that was asked for.
-        device: where.
+        name: name of the requested bfloat16 precision.
+        device: the device.
     """
     if device.type == "cuda" and not native_bfloat16(device):
         warn(
@@ -94,14 +94,14 @@ def check_kernels(choice: str) -> None:
 def float16_kernels(
     choice: str, dtype: torch.dtype, module: nn.Module, device: torch.device
 ) -> AbstractContextManager[None]:
-    """A context with the kernels that compute ``module`` in ``dtype`` on ``device``: ours, or torch's own.
+    """Return a context with the kernels to compute ``module`` in ``dtype`` on ``device``: ours, or torch's own.
 
     Args:
-        choice: ``"fast"``, ``"native"`` or ``"auto"``, which is fast on CPUs without float16 instructions for modules
-            that are large enough to gain. Only float16 on a CPU has a choice.
-        dtype: of the products.
-        module: what is run.
-        device: where.
+        choice: ``"fast"``, ``"native"`` or ``"auto"``, which is fast on CPUs without float16 instructions if the module
+            is large enough to gain. Has an effect only for float16 on a CPU.
+        dtype: dtype of the products.
+        module: the module to run.
+        device: the device.
     """
     if device.type != "cpu" or dtype is not torch.float16 or choice == "native":
         return nullcontext()
@@ -111,7 +111,7 @@ def float16_kernels(
 
 
 def cpu_instructions(names: Iterable[str]) -> list[str] | None:
-    """Those of ``names`` that the CPU has; None where torch does not tell (2.10)."""
+    """Return those of ``names`` that the CPU has, or None if torch does not report them (2.10)."""
     query = getattr(torch.cpu, "get_capabilities", None)
     return None if query is None else [name for name in names if query().get(name, False)]
 

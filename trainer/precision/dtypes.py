@@ -1,4 +1,4 @@
-"""Casting nested data, and the dtype of newly made tensors: what several precisions share."""
+"""Cast nested data, and set the dtype of new tensors, for several precisions."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from trainer.errors import PrecisionError
 
 
 def cast(data: Any, dtype: torch.dtype) -> Any:
-    """``data`` with every floating-point tensor in it as ``dtype``; other objects are returned as they are."""
+    """Return ``data`` with every floating-point tensor in it cast to ``dtype``; other objects are unchanged."""
     return apply_to_collection(
         data, Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, allow_frozen=True
     )
 
 
 def half_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Return a 16-bit dtype, given by name or as it is.
+    """Return a 16-bit dtype, given by name or as a dtype.
 
     Raises:
-        PrecisionError: another one.
+        PrecisionError: it is not ``float16`` or ``bfloat16``.
     """
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if found not in (torch.float16, torch.bfloat16):
@@ -38,10 +38,10 @@ def real_view(tensor: Tensor) -> Tensor:
 
 
 def widen(data: Any) -> Any:
-    """``data`` with every floating-point tensor in it as float32, float64 excepted.
+    """Return ``data`` with every floating-point tensor in it cast to float32, except float64.
 
-    The rule of ``torch.amp.custom_fwd(cast_inputs=torch.float32)``. Where there is nothing to cast, the very same
-    object comes back: a list that a module fills for its caller is not replaced by a copy.
+    This is the rule of ``torch.amp.custom_fwd(cast_inputs=torch.float32)``. If no tensor needs a cast, the same object
+    is returned, so that a list that a module fills for its caller is not replaced by a copy.
     """
     if isinstance(data, Tensor):
         return _float32(data)
@@ -59,14 +59,14 @@ def widen(data: Any) -> Any:
 
 def _float32(tensor: Tensor) -> Tensor:
     keeps = not tensor.is_floating_point() or tensor.dtype is torch.float64
-    return tensor if keeps else tensor.float()  # which is the tensor itself where it is float32 already
+    return tensor if keeps else tensor.float()  # the tensor itself if it is already float32
 
 
 class DefaultDtype:
-    """Sets torch's default dtype inside, restores it outside. Not re-entrant; reusable.
+    """Set torch's default dtype inside the context, and restore it outside. Not re-entrant; reusable.
 
     Args:
-        dtype: of tensors created inside without a ``dtype`` (``torch.zeros(3)``).
+        dtype: dtype of tensors created inside without a ``dtype`` (``torch.zeros(3)``).
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -75,7 +75,7 @@ class DefaultDtype:
 
     def __enter__(self) -> None:
         self._outside = torch.get_default_dtype()
-        if self._outside is not self._inside:  # asking costs nothing, setting a microsecond
+        if self._outside is not self._inside:  # reading it is free, setting it takes a microsecond
             torch.set_default_dtype(self._inside)
 
     def __exit__(

@@ -1,8 +1,8 @@
-"""``fp8-mixed``: ``bf16-mixed`` whose Linear layers multiply in 8 bits, by torchao's float8 training.
+"""``fp8-mixed``: ``bf16-mixed`` with Linear layers that multiply in 8 bits, through torchao's float8 training.
 
-torchao exchanges ``nn.Linear`` for a class of its own. Here a layer stays what it is, and has another ``forward`` while
-a run lasts, as :mod:`~trainer.precision.fp32_modules` does it, and for the same reasons: wrappers, compiled modules,
-copies and whoever else holds the layer see the same object before, during and after the run.
+torchao replaces ``nn.Linear`` with its own class. Here the class of a layer stays the same, and only its ``forward`` is
+replaced during a run, as in :mod:`~trainer.precision.fp32_modules` and for the same reasons: wrappers, compiled
+modules, copies and other references see the same layer before, during and after the run.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from trainer.precision.mixed import MixedPrecision
 from trainer.walks import parts_of, plain_class, plain_name
 
 MULTIPLE = 16
-"""What the sizes of a layer have to be multiples of: of ``torch._scaled_mm``, which computes the products on a GPU."""
-_CAPABILITY = (8, 9)  # the oldest GPUs with products in float8: Ada and Hopper
+"""Required divisor of a layer's sizes, from ``torch._scaled_mm``, which computes the products on a GPU."""
+_CAPABILITY = (8, 9)  # the oldest GPUs with float8 products: Ada and Hopper
 _RUN = "_in_float8"
-"""The attribute of a chosen layer while a run lasts: torchao's forward."""
+"""Attribute of a chosen layer during a run: torchao's forward."""
 
 
 class Float8Precision(MixedPrecision):
-    """bfloat16 autocast in which Linear layers multiply in float8.
+    """bfloat16 autocast with Linear layers that multiply in float8.
 
     For each product, input, weight and gradient are scaled by their own largest value (dynamic scaling) and rounded to
-    8 bits (Micikevicius et al. 2022, FP8 Formats for Deep Learning). All else is as in ``bf16-mixed``: weights,
-    gradients and optimizer states are float32, nothing scales the loss, and checkpoints are the same. Needs torchao
-    (``pip install torchao``), according to which it is faster than ``bf16-mixed`` for large layers in a
-    compiled model (``compile=default``). Without a GPU it is emulated, and slow: a rehearsal.
+    8 bits (Micikevicius et al. 2022, FP8 Formats for Deep Learning). Everything else is as in ``bf16-mixed``: weights,
+    gradients and optimizer states are float32, the loss is not scaled, and checkpoints are the same. Requires torchao
+    (``pip install torchao``). According to torchao, it is faster than ``bf16-mixed`` for large layers in a compiled
+    model (``compile=default``). Without a GPU it is emulated and slow, to test a configuration.
 
     Args:
-        recipe: torchao's name for how values share a scale: ``"tensorwise"``, one for each tensor, and e5m2 for
-            gradients where all else is e4m3; ``"rowwise"``, one for each row, all in e4m3; ``"rowwise_with_gw_hp"``,
-            the same, but for the weights' gradients, which are computed in bfloat16.
-        modules: which ``nn.Linear`` layers, by name or pattern as in ``fp32_modules``. Of those, the ones whose sizes
-            are multiples of 16 compute in float8; subclasses of ``nn.Linear`` and the projections of
+        recipe: torchao's name for how values share a scale: ``"tensorwise"``, one scale for each tensor, with gradients
+            in e5m2 and the rest in e4m3; ``"rowwise"``, one for each row, all in e4m3; ``"rowwise_with_gw_hp"``, the
+            same, except for the gradients of weights, which are computed in bfloat16.
+        modules: the ``nn.Linear`` layers to convert, by name or pattern as in ``fp32_modules``. Only layers with sizes
+            that are multiples of 16 compute in float8; subclasses of ``nn.Linear`` and the projections of
             ``nn.MultiheadAttention`` do not. See :meth:`layers`.
-        fp32_modules: see :class:`MixedPrecision`. What runs in float32 does not run in float8.
+        fp32_modules: see :class:`MixedPrecision`. Modules in float32 do not run in float8.
         autocast_ops: see :class:`MixedPrecision`.
         autocast_cache: see :class:`MixedPrecision`.
 
     Raises:
-        PrecisionError: an unknown recipe, or patterns that are no strings.
+        PrecisionError: the recipe is unknown, or a pattern is not a string.
     """
 
     names = {"fp8-mixed": {}}
@@ -75,10 +75,10 @@ class Float8Precision(MixedPrecision):
         self.modules = check_patterns(modules, "modules")
 
     def check(self, device: torch.device) -> None:
-        """Refuse devices that have no float8, and a machine without torchao.
+        """Raise if the device does not support float8, or torchao is not installed.
 
         Raises:
-            PrecisionError: either.
+            PrecisionError: float8 or torchao is not available.
         """
         if problem := packages.missing("fp8"):
             raise PrecisionError(f"precision='fp8-mixed' needs {problem}. Without it, use precision='bf16-mixed'.")
@@ -95,7 +95,7 @@ class Float8Precision(MixedPrecision):
         super().check(device)
 
     def layers(self, module: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-        """The layers that compute in float8, by name; and of the other Linear layers that ``modules`` names, why not.
+        """Return the layers that compute in float8, by name, and the reasons why other layers in ``modules`` do not.
 
         Raises:
             PrecisionError: a pattern of ``modules`` matches no Linear layer, or one of ``fp32_modules`` no module.
@@ -128,10 +128,10 @@ class Float8Precision(MixedPrecision):
 
     @contextmanager
     def session(self, module: nn.Module, device: torch.device) -> Iterator[None]:
-        """As for ``bf16-mixed``; and while it is open the chosen layers compute in float8.
+        """Set up ``bf16-mixed``, and compute the chosen layers in float8 while the context is open.
 
         Raises:
-            PrecisionError: there is no layer to do so.
+            PrecisionError: no layer can compute in float8.
         """
         chosen, others = self.layers(module)
         if not chosen:
@@ -148,12 +148,12 @@ class Float8Precision(MixedPrecision):
         return "Trainer(precision=Float8Precision({}))"
 
     def _settings(self, device: torch.device) -> Mapping[str, Any]:
-        """What torchao gives a Linear layer in addition, and the forward that uses it."""
+        """Return the attributes that torchao adds to a Linear layer, and the forward that uses them."""
         with _quiet():
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = Float8LinearConfig.from_recipe_name(self.recipe)
-        # a batch may be of any size: where it is an inner dimension of a product, it is filled up with zeros
+        # a batch may have any size: if it is an inner dimension of a product, it is padded with zeros
         config = replace(config, emulate=device.type != "cuda", pad_inner_dim=True)
         with torch.device("meta"):
             plain = nn.Linear(MULTIPLE, MULTIPLE)
@@ -164,7 +164,7 @@ class Float8Precision(MixedPrecision):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's own notes about what torchao registers while it is imported."""
+    """Suppress torch's messages about types that torchao registers while it is imported."""
     logger = logging.getLogger("torch.utils._pytree")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -179,7 +179,7 @@ def in_float8(layers: Iterable[nn.Linear], settings: Mapping[str, Any]) -> Itera
     """Run the forward of each layer in float8 while the context is open."""
     layers = list(layers)
     fastpath = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it computes from the weights of layers without calling them
+    torch.backends.mha.set_fastpath_enabled(False)  # it uses the weights of layers without calling them
     for layer in layers:
         vars(layer).update(settings)
         layer.forward = MethodType(forward, layer)  # type: ignore[method-assign]
@@ -190,17 +190,17 @@ def in_float8(layers: Iterable[nn.Linear], settings: Mapping[str, Any]) -> Itera
         for layer in layers:
             for name in settings:
                 vars(layer).pop(name, None)
-            if getattr(vars(layer).get("forward"), "__func__", None) is forward:  # nobody has put another around it
+            if getattr(vars(layer).get("forward"), "__func__", None) is forward:  # it was not wrapped
                 del layer.forward
 
 
 def forward(self: nn.Linear, input: Tensor) -> Tensor:
-    """The ``forward`` of a chosen layer. One function for all of them, and of this name for the sake of pickle."""
+    """Replace ``forward`` of a chosen layer. One function for all layers; pickle requires this name."""
     run = getattr(self, _RUN, None)
     if run is None:  # the run is over
         return type(self).forward(self, input)
     device_type = input.device.type
     if torch.is_autocast_enabled(device_type):
-        input = input.to(torch.get_autocast_dtype(device_type))  # torchao itself asks for that of CUDA only
+        input = input.to(torch.get_autocast_dtype(device_type))  # torchao itself only reads CUDA's dtype
     output: Tensor = run(self, input)
     return output

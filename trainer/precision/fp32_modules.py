@@ -1,22 +1,22 @@
 """Modules that run in float32 inside a model that otherwise runs in float16 or bfloat16.
 
-While a run lasts, each chosen module has a ``forward`` of its own that wraps the one of its class.
-Four ways were compared; tests/precision/test_fp32_modules.py has the cases that decided:
+During a run, each chosen module has its own ``forward`` that wraps the one of its class. Four implementations were
+compared; tests/precision/test_fp32_modules.py has the cases that decided:
 
-- A pair of forward hooks, one entering and one leaving a context. ``torch.compile`` ignores hooks that are
-  registered after its first call (``skip_nnmodule_hook_guards``): the module then silently runs in 16 bits. Otherwise
-  it cannot trace a context that one function enters and another leaves.
-- A generated subclass (``module.__class__ = ...``). Silently lost in a compiled model on torch 2.10; a
-  module of such a class cannot be pickled, and ``type(module) is nn.Linear`` is no longer true.
-- ``module.forward = partial(around, module.forward)``. Noticed by torch.compile, whether the model, a part of it or
-  the module itself was compiled, before or after; but it guards each partial by identity, so that blocks that share a
-  graph otherwise are compiled one by one, and from the ninth on not at all.
-- ``module.forward = MethodType(forward, module)``, which was chosen: noticed too, and one graph for all blocks. A copy
-  of the module, such as weight averaging makes, gets a method of its own, where a closure would use the original's
+- A pair of forward hooks, one entering and one leaving a context. ``torch.compile`` ignores hooks that are registered
+  after its first call (``skip_nnmodule_hook_guards``), so the module silently runs in 16 bits. Otherwise it cannot
+  trace a context that one function enters and another leaves.
+- A generated subclass (``module.__class__ = ...``). It is silently lost in a compiled model on torch 2.10; a module of
+  such a class cannot be pickled, and ``type(module) is nn.Linear`` is no longer true.
+- ``module.forward = partial(around, module.forward)``. torch.compile detects it, whether the model, a part of it or the
+  module itself was compiled, before or after. But it guards each partial by identity, so blocks that could share a
+  graph are compiled one by one, and from the ninth on not at all.
+- ``module.forward = MethodType(forward, module)``, which was chosen: also detected, with one graph for all blocks. A
+  copy of the module, such as for weight averaging, gets its own method, while a closure would use the original's
   weights.
 
-The settings are an attribute of the module. Without that attribute the method calls the class's, so a wrapper that was
-put around it during a run may stay in place when the run is over.
+The settings are an attribute of the module. Without that attribute the method calls the one of the class, so a wrapper
+that was added during a run may stay after the run.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from trainer.walks import has_forward, parts_by_name, parts_of
 
 _SHOWN = 12  # names in an error message
 _HOW = "_in_float32"
-"""The attribute of a chosen module while a run lasts: whose autocast is off, and the dtype of what comes out."""
+"""Attribute of a chosen module during a run: the device type to disable autocast for, and the dtype of the outputs."""
 
 
 def check_patterns(patterns: str | Iterable[str], argument: str = "fp32_modules") -> tuple[str, ...]:
-    """The patterns as a tuple; a single string is one pattern.
+    """Return the patterns as a tuple; a single string is one pattern.
 
     Raises:
-        PrecisionError: something else than strings, or an empty one.
+        PrecisionError: a pattern is not a string, or is empty.
     """
     given = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     for pattern in given:
@@ -57,17 +57,17 @@ def check_patterns(patterns: str | Iterable[str], argument: str = "fp32_modules"
 
 
 def find_modules(root: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
-    """The modules whose names match, each once, outer ones first.
+    """Return the modules with matching names, each once, outer modules first.
 
     Args:
-        root: the model. It does not match itself, so ``"*"`` means all of its modules.
-        patterns: names as in ``root.named_modules()``, or patterns of them as in ``fnmatch``: ``*`` stands for any
-            text, dots included, so ``"*.norm"`` finds every ``norm`` inside of something, and ``"*norm"`` one at the
-            top as well. What ``torch.compile`` and activation checkpointing wrap around a module is not part of its
-            name. A container without a forward (``nn.ModuleList``) stands for what it contains.
+        root: the model. It does not match itself, so ``"*"`` matches all of its modules.
+        patterns: names as in ``root.named_modules()``, or patterns of them as in ``fnmatch``: ``*`` matches any text,
+            including dots, so ``"*.norm"`` matches every nested ``norm``, and ``"*norm"`` also one at the top level.
+            The wrappers of ``torch.compile`` and activation checkpointing are not part of a name. A container without a
+            forward (``nn.ModuleList``) is replaced by its modules.
 
     Raises:
-        PrecisionError: a pattern that matches no module, none that is ever called, or a ``ScriptModule``.
+        PrecisionError: a pattern matches no module, no module that is ever called, or a ``ScriptModule``.
     """
     named = parts_by_name(root)
     named.pop("")
@@ -97,24 +97,24 @@ def find_modules(root: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
 def in_float32(modules: Iterable[nn.Module], device_type: str, back_to: torch.dtype | None = None) -> Iterator[None]:
     """Run the forward of each module in float32 while the context is open.
 
-    Without autocast, with its floating-point inputs as float32 (also those inside of lists, tuples, dicts and
-    dataclasses; float64 stays), and with float32 for the tensors it makes.
+    Autocast is disabled, floating-point inputs are cast to float32 (also inside of lists, tuples, dicts and
+    dataclasses; float64 is kept), and new tensors are float32.
 
     Args:
-        modules: from :func:`find_modules`. One inside of another is fine.
-        device_type: of the device whose autocast is switched off.
-        back_to: what floating-point outputs are cast to, for models with weights of that dtype, in which the next
-            layer expects it; None leaves them as they are, for autocast to cast.
+        modules: from :func:`find_modules`. They may contain each other.
+        device_type: device type to disable autocast for.
+        back_to: dtype to cast floating-point outputs to, for models with weights of that dtype, because the next layer
+            expects it. Default: None, outputs are not cast, because autocast casts them.
     """
     modules = list(modules)
     inner = {part for module in modules for part in module.modules() if part is not module}
     with ExitStack() as stack:
         if modules:
-            # In evaluation, torch's transformer layers compute from their parts' weights without calling them.
+            # In evaluation, torch's transformer layers use the weights of their submodules without calling them.
             stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
             torch.backends.mha.set_fastpath_enabled(False)
         for module in modules:
-            earlier: Any = vars(module).get("forward")  # one of its own, as compiled LightningModules have
+            earlier: Any = vars(module).get("forward")  # its own forward, as compiled LightningModules have
             earlier_how = vars(module).get(_HOW)
             plain = earlier is None or getattr(earlier, "__func__", None) is forward
             setattr(module, _HOW, (device_type, None if module in inner else back_to))
@@ -124,12 +124,12 @@ def in_float32(modules: Iterable[nn.Module], device_type: str, back_to: torch.dt
 
 
 def running_in_float32(root: nn.Module) -> set[nn.Module]:
-    """The modules of ``root`` that run in float32 because a run's ``fp32_modules`` says so, their parts included."""
+    """Return the modules of ``root`` that run in float32 because of ``fp32_modules``, including their submodules."""
     return parts_of(*(module for module in root.modules() if _HOW in vars(module)))
 
 
 def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """The ``forward`` of a chosen module. One function for all of them, and of this name for the sake of pickle."""
+    """Replace ``forward`` of a chosen module. One function for all modules; pickle requires this name."""
     return _run(self, type(self).forward, (self,), *args, **kwargs)
 
 
@@ -145,7 +145,7 @@ def _run(module: nn.Module, own: Callable[..., Any], first: tuple[Any, ...], /, 
 
 def _restore(module: nn.Module, ours: Any, earlier: Any, earlier_how: Any) -> None:
     _put_back(module, _HOW, earlier_how)
-    if vars(module).get("forward") is ours:  # nobody has put another around it meanwhile
+    if vars(module).get("forward") is ours:  # it was not wrapped in the meantime
         _put_back(module, "forward", earlier)
 
 
@@ -157,7 +157,7 @@ def _put_back(module: nn.Module, name: str, value: Any) -> None:
 
 
 def _called(name: str, named: dict[str, nn.Module]) -> list[nn.Module]:
-    """The module of that name; what it contains where it is a mere container, which nobody calls."""
+    """Return the module of this name; if it is a container without a forward, the modules in it."""
     if has_forward(named[name]):
         return [named[name]]
     return [module for inside, module in named.items() if inside.startswith(f"{name}.") and has_forward(module)]

@@ -14,14 +14,14 @@ from trainer.precision.dtypes import DefaultDtype, cast
 
 
 class FullPrecision(Precision):
-    """``32-true``: everything in the dtype it has, usually float32."""
+    """``32-true``: tensors keep their dtype, usually float32."""
 
     name = "32-true"
     names = {"32-true": {}}
 
 
 class DoublePrecision(Precision):
-    """``64-true``: parameters, batches and newly made tensors in float64. For gradient checks and references."""
+    """``64-true``: parameters, batches and new tensors in float64, for gradient checks and reference results."""
 
     name = "64-true"
     names = {"64-true": {}}
@@ -31,7 +31,11 @@ class DoublePrecision(Precision):
         self._default_dtype = DefaultDtype(torch.float64)
 
     def check(self, device: torch.device) -> None:
-        """MPS has no float64."""
+        """Raise on MPS, which has no float64.
+
+        Raises:
+            PrecisionError: the device is an MPS device.
+        """
         if device.type == "mps":
             raise PrecisionError(
                 "Got precision='64-true' on an MPS device, which has no float64. Use precision='32-true',"
@@ -39,17 +43,17 @@ class DoublePrecision(Precision):
             )
 
     def init_context(self) -> AbstractContextManager[object]:
-        """Weights are float64 from the start."""
+        """Return a context that creates weights in float64."""
         return DefaultDtype(torch.float64)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """All floating-point parameters and buffers as float64."""
+        """Return the module with all floating-point parameters and buffers in float64."""
         return module.double()
 
     def convert_batch(self, batch: Any) -> Any:
-        """All floating-point tensors of the batch as float64."""
+        """Return the batch with all floating-point tensors in float64."""
         return cast(batch, torch.float64)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Tensors that the forward makes (``torch.zeros(3)``) are float64 too."""
+        """Return a context in which new tensors (``torch.zeros(3)``) are also float64."""
         return self._default_dtype

@@ -1,4 +1,4 @@
-"""Skipping steps whose gradients are not finite, where nothing is scaled: in float32 and bfloat16."""
+"""Skip steps with gradients that are not finite if the loss is not scaled: in float32 and bfloat16."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from trainer.precision.scaler import Check, LossScaler
 class StepGuard(LossScaler):
     """Checks gradients and skips steps as a loss scaler does, with a scale of 1.
 
-    So what follows a step (its outcome, schedules, averages, counters) follows it in the same way, and a fused
-    optimizer's answer is not waited for. To everybody who asks whether the loss is scaled it is a disabled scaler: it
-    has no state for checkpoints, and ``is_enabled`` is False. ``skips_steps`` is True.
+    So the outcome of a step, schedules, averages and counters are processed in the same way, and the result of a fused
+    optimizer is not waited for. Code that checks whether the loss is scaled sees a disabled scaler: it has no state for
+    checkpoints, and ``is_enabled`` is False. ``skips_steps`` is True.
 
     Args:
-        device: the type of the device the gradients are on.
+        device: device type of the gradients.
     """
 
     def __init__(self, device: str) -> None:
@@ -30,17 +30,17 @@ class StepGuard(LossScaler):
         self._one = torch.ones(())
 
     def is_enabled(self) -> bool:
-        """False: nothing is scaled."""
+        """Return False, because the loss is not scaled."""
         return False
 
     def scale(self, outputs: Any) -> Any:
-        """``outputs``, as they are."""
+        """Return ``outputs`` unchanged."""
         return outputs
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Check whether the gradients are finite, once for each ``step``."""
         state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.STEPPED:  # another step before one update; what was found stays in _checks
+        if state["stage"] is OptState.STEPPED:  # another step before one update; the result stays in _checks
             state["stage"] = OptState.READY
         if state["stage"] is OptState.READY:
             found = self._look_at(optimizer)
@@ -52,25 +52,25 @@ class StepGuard(LossScaler):
                 self._checks.append(Check(optimizer, list(found.values())))
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Send what was found on its way to the host; see ``resolve_outcome``."""
-        self.resolve_outcome()  # of the update before, if it was not asked for
+        """Start to copy the results of the checks to the host; see ``resolve_outcome``."""
+        self.resolve_outcome()  # of the previous update, if it was not requested
         checks, self._checks = self._checks, []
         self._per_optimizer_states.clear()
         self._send(checks)
         self._unresolved = checks
 
     def state_dict(self) -> dict[str, Any]:
-        """{}, as a disabled scaler's."""
+        """Return {}, as a disabled scaler does."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing, as a disabled scaler."""
+        """No-op, as for a disabled scaler."""
 
     def _follow(self, overflowed: bool) -> None:
         pass  # the scale stays 1
 
     def _look_at(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-        """For each device that has gradients, 1 if one of them is not finite, else 0; float32, and still there."""
+        """Return for each device with gradients 1 if one of them is not finite, else 0, as float32 on that device."""
         gradients = self.gradients_of(optimizer)
         if not gradients:
             return {}
@@ -93,8 +93,8 @@ _ZERO = torch.zeros(())
 
 
 def _any_not_finite(gradients: list[Tensor]) -> Tensor:
-    """1 if one of the elements is not finite, else 0; a 0-dim float32 tensor on their device."""
-    largest = list(torch._foreach_norm(gradients, torch.inf))  # NaN and inf come through
+    """Return 1 if an element is not finite, else 0, as a 0-dim float32 tensor on their device."""
+    largest = list(torch._foreach_norm(gradients, torch.inf))  # NaN and inf propagate
     if len(dtypes := {one.dtype for one in largest}) > 1:
         widest = reduce(torch.promote_types, dtypes)
         largest = [one.to(widest) for one in largest]

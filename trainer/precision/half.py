@@ -1,4 +1,4 @@
-"""``bf16-true`` and ``16-true``: weights, batches and all arithmetic in 16 bits; nothing is scaled."""
+"""``bf16-true`` and ``16-true``: weights, batches and all arithmetic in 16 bits, without loss scaling."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from trainer.walks import owned_buffers, owned_parameters, parts_of
 class HalfPrecision(Precision):
     """Everything in 16 bits: half the memory of float32 for weights, gradients and optimizer states.
 
-    What it costs: an update smaller than 1/256 of a weight (bfloat16; 1/2048 in float16) is rounded away, so low
-    learning rates stand still, and in float16 gradients below 6e-8 are zero. The mixed precisions keep float32
-    weights for just these reasons.
+    The disadvantage: an update smaller than 1/256 of a weight (bfloat16; 1/2048 in float16) is rounded away, so
+    training with low learning rates stalls, and in float16 gradients below 6e-8 are zero. Mixed precisions keep float32
+    weights for these reasons.
 
     Args:
-        dtype: ``"bfloat16"`` or ``"float16"``.
+        dtype: ``"bfloat16"`` or ``"float16"``. Default: ``"bfloat16"``.
         fp32_modules: modules that keep float32 weights and compute in float32, by name or pattern as in
             :class:`~trainer.precision.MixedPrecision`. Their inputs are cast to float32, and their outputs back to
-            ``dtype``, which the layer that comes next expects. A weight that is shared with another module stays
-            in float32 there too.
+            ``dtype``, which the next layer expects. A weight that is shared with another module is also float32 there.
+            Default: none.
         cpu_kernels: how float16 is computed on a CPU, as in :class:`~trainer.precision.MixedPrecision`.
 
     Raises:
-        PrecisionError: an unknown dtype or kind of kernels, or patterns that are no strings.
+        PrecisionError: the dtype or the type of kernels is unknown, or a pattern is not a string.
     """
 
     names = {"16-true": {"dtype": "float16"}, "bf16-true": {"dtype": "bfloat16"}}
@@ -55,7 +55,7 @@ class HalfPrecision(Precision):
         self._default_dtype = DefaultDtype(self.dtype)
 
     def check(self, device: torch.device) -> None:
-        """Warn of what float16 weights do to small gradients, and of GPUs that only emulate bfloat16."""
+        """Warn about small gradients with float16 weights, and about GPUs that only emulate bfloat16."""
         if self.dtype is torch.bfloat16:
             warn_of_emulation(self.name, device)
         else:
@@ -66,11 +66,11 @@ class HalfPrecision(Precision):
             )
 
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Warn of an ``eps`` that float16 cannot hold apart from zero (Adam's default is 1e-8).
+        """Warn if ``eps`` is too small for float16 (Adam's default is 1e-8).
 
-        Adam's second moment is the mean of squared gradients, and 0 in float16 for gradients below about 5e-3. What
-        is left to divide by is ``eps``: as 0 it makes weights NaN in the first step, and when tiny, far too large.
-        The bound is float16's smallest normal number, 6.1e-5.
+        Adam's second moment is the mean of squared gradients, and is 0 in float16 for gradients below about 5e-3. The
+        divisor is then ``eps``: if it is rounded to 0, weights become NaN in the first step, and if it is tiny, updates
+        are far too large. The bound is float16's smallest normal number, 6.1e-5.
         """
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -85,16 +85,19 @@ class HalfPrecision(Precision):
                     break
 
     def init_context(self) -> AbstractContextManager[object]:
-        """Weights have ``dtype`` from the start; where some stay in float32, all begin there and are converted."""
+        """Return a context that creates weights in ``dtype``, or in float32 if ``fp32_modules`` keeps some of them
+        there.
+        """
         return nullcontext() if self.fp32_modules else DefaultDtype(self.dtype)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """All floating-point parameters and buffers in ``dtype``, except in ``fp32_modules`` and in metrics.
+        """Return the module with floating-point parameters and buffers in ``dtype``, except in ``fp32_modules`` and
+        metrics.
 
         Metrics keep their dtype because a sum of ones in bfloat16 ends at 256.
 
         Raises:
-            PrecisionError: a pattern of ``fp32_modules`` that matches no module.
+            PrecisionError: a pattern of ``fp32_modules`` matches no module.
         """
         kept = parts_of(*find_modules(module, self.fp32_modules))
         parameters = [
@@ -107,8 +110,8 @@ class HalfPrecision(Precision):
             for _, owner, name, buffer in owned_buffers(module)
             if owner in kept or isinstance(owner, Metric) or not buffer.is_floating_point()
         ]
-        # `type`, not `to`: a LightningModule's `dtype` follows, and torchmetrics leaves its states alone. It takes
-        # integers too, complex numbers, and weights that are to keep their bits; they are put back.
+        # `type`, not `to`: it updates a LightningModule's `dtype`, and torchmetrics ignores it for its states. It also
+        # converts integers, complex numbers, and weights that must keep their bits; these are restored.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Casting complex values to real")
             module.type(self.dtype)
@@ -120,10 +123,10 @@ class HalfPrecision(Precision):
 
     @contextmanager
     def session(self, module: nn.Module, device: torch.device) -> Iterator[None]:
-        """Choose the float16 kernels of a CPU, and set up ``fp32_modules``.
+        """Select the float16 kernels of a CPU, and set up ``fp32_modules``.
 
         Raises:
-            PrecisionError: a pattern of ``fp32_modules`` that matches no module.
+            PrecisionError: a pattern of ``fp32_modules`` matches no module.
         """
         in_full = find_modules(module, self.fp32_modules)
         kernels = float16_kernels(self.cpu_kernels, self.dtype, module, device)
@@ -131,9 +134,9 @@ class HalfPrecision(Precision):
             yield
 
     def convert_batch(self, batch: Any) -> Any:
-        """All floating-point tensors of the batch in ``dtype``."""
+        """Return the batch with all floating-point tensors in ``dtype``."""
         return cast(batch, self.dtype)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Tensors that the forward makes (``torch.zeros(3)``) have ``dtype`` too."""
+        """Return a context in which new tensors (``torch.zeros(3)``) also have ``dtype``."""
         return self._default_dtype

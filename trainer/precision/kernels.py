@@ -1,4 +1,4 @@
-"""Kernels of ours in the place of torch's, for as long as somebody uses them."""
+"""Replace torch's kernels while a context is open."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Kernel = Callable[..., Any]
 
 
 class Replaced(NamedTuple):
-    """What becomes of one operation.
+    """The kernels of one operation.
 
     Attributes:
-        own: what torch does without us.
-        ours: what is done while the replacement is in use.
+        own: torch's own kernel.
+        ours: the kernel while the replacement is in use.
     """
 
     own: Kernel
@@ -27,11 +27,11 @@ class Replaced(NamedTuple):
 
 
 class Replacement:
-    """Kernels for operations of torch at one dispatch key, and how many use them.
+    """Replacement kernels for operations of torch at one dispatch key, with the number of users.
 
-    They are registered when they are used for the first time, and stay: a kernel that is taken away while another
-    thread is inside of it ends the process. While nobody uses them they pass each call on to torch's own, which gives
-    the same bits and costs some microseconds of Python a call.
+    They are registered at the first use and stay registered, because removing a kernel while another thread runs it
+    crashes the process. Without users they forward each call to torch's own kernel, which gives the same bits and costs
+    some microseconds of Python per call.
 
     Args:
         key: the dispatch key.
@@ -47,7 +47,9 @@ class Replacement:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Use them. All threads see it, as autograd's must; contexts may be nested or overlap."""
+        """Use the kernels in all threads, including autograd's, while the context is open. Contexts may nest or
+        overlap.
+        """
         with self._lock:
             if self._library is None:
                 self._library = self._install()
@@ -61,7 +63,7 @@ class Replacement:
     def _install(self) -> Library:
         library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
-            # torch warns once a process that a kernel is overridden, which is intended here.
+            # torch warns once per process that a kernel is overridden, which is intended here.
             warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid", category=UserWarning)
             for name, replaced in self._make().items():
                 library.impl(name, self._switch(*replaced), self._key, with_keyset=True)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""``16-mixed`` and ``bf16-mixed``: float32 weights, 16-bit forward under autocast, scaled loss where that is needed."""
+"""``16-mixed`` and ``bf16-mixed``: float32 weights, 16-bit forward under autocast, loss scaling if necessary."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ class MixedPrecision(Precision):
     """Automatic mixed precision.
 
     Args:
-        dtype: what autocast computes in, ``"float16"`` or ``"bfloat16"``.
-        loss_scaling: whether the loss is scaled. None means where it is needed: for float16. ``False`` with
-            float16 is autocast without a scaler; small gradients then vanish.
-        init_scale: the first scale. Default, like those below, torch's (``torch.amp.GradScaler``).
+        dtype: dtype that autocast computes in, ``"float16"`` or ``"bfloat16"``. Default: ``"float16"``.
+        loss_scaling: whether the loss is scaled. Default: None, it is scaled for float16. ``False`` with float16 is
+            autocast without a scaler, so small gradients underflow.
+        init_scale: initial scale. This default and those below are torch's (``torch.amp.GradScaler``).
         growth_factor: the scale is multiplied by this after ``growth_interval`` steps without overflow; above 1.
         backoff_factor: the scale is multiplied by this after an overflow; below 1.
         growth_interval: optimizer steps without overflow before the scale grows.
-        min_scale: the scale never falls below this. 1, because below it a gradient can be finite while
-            scaled and overflow when unscaled, which no check would see.
-        max_scale: the scale never rises above this; None for no ceiling.
-        cpu_kernels: how float16 is computed on a CPU. ``"native"`` is torch's own path, which is 30 to 80
-            times slower than float32 where the CPU has no float16 instructions; ``"fast"`` computes products
-            in float32 on values rounded to float16 (what Tensor Cores do); ``"auto"`` decides once, at the
-            start of a run: fast where the CPU lacks the instructions and the model is large enough to gain.
-        fp32_modules: modules that run in float32 all the same, by name or pattern (``("head", "*.norm")``; names as
-            in ``module.named_modules()``, patterns as in ``fnmatch``): autocast is off in them, and what goes into
-            them is float32. Modules that are there when a run starts, and whose ``forward`` is called; a module
-            whose weights are read from outside of it (tied embeddings) is in float32 only where it is called. A
-            pattern that matches nothing is an error when a run is set up.
-        autocast_ops: which operations autocast computes in what. ``"native"`` is torch's list for the device;
-            ``"cuda"`` is CUDA's on a CPU as well, a rehearsal for a GPU
-            (:func:`~trainer.precision.cuda_autocast_ops`), while a run lasts. Nothing else on CUDA itself.
+        min_scale: lower limit of the scale. Default: 1, because with a smaller scale a gradient can be finite while
+            scaled and overflow when unscaled, which no check would detect.
+        max_scale: upper limit of the scale. Default: None, no limit.
+        cpu_kernels: how float16 is computed on a CPU. ``"native"`` uses torch's own kernels, which are 30 to 80 times
+            slower than float32 if the CPU has no float16 instructions; ``"fast"`` computes products in float32 on
+            values rounded to float16 (as Tensor Cores do); ``"auto"`` decides once, at the start of a run: fast if the
+            CPU lacks the instructions and the model is large enough to gain. Default: ``"auto"``.
+        fp32_modules: modules that run in float32, by name or pattern (``("head", "*.norm")``; names as in
+            ``module.named_modules()``, patterns as in ``fnmatch``): autocast is disabled in them, and their inputs are
+            cast to float32. They must exist when a run starts, and their ``forward`` must be called; if the weights of
+            a module are also used from outside of it (tied embeddings), only its own calls are in float32. A pattern
+            that matches nothing is an error when a run is set up. Default: none.
+        autocast_ops: autocast's list of operations. ``"native"`` is torch's list for the device; ``"cuda"`` uses CUDA's
+            list on a CPU during a run, to test for a GPU (:func:`~trainer.precision.cuda_autocast_ops`). On CUDA itself
+            both are the same. Default: ``"native"``.
         autocast_cache: whether autocast caches the 16-bit casts of weights within a step, so that a weight that is used
-            several times is cast once. Default None: the first 16 training steps decide. The cache is enabled if a
+            several times is cast once. Default: None, the first 16 training steps decide. The cache is enabled if a
             step uses a weight several times, and disabled if a step changes a weight between two uses, or uses each
             weight once; evaluation runs without it. True enables it everywhere, as in plain torch; steps must then not
             change weights, except by optimizers and ``load_state_dict``. False disables it.
 
     Raises:
-        PrecisionError: an unknown dtype, scaling factors out of range, patterns that are no strings, or an
-            ``autocast_cache`` that is not True, False or None.
+        PrecisionError: the dtype is unknown, a scaling factor is out of range, a pattern is not a string, or
+            ``autocast_cache`` is not True, False or None.
     """
 
     names = {"16-mixed": {"dtype": "float16"}, "bf16-mixed": {"dtype": "bfloat16"}}
@@ -92,7 +92,7 @@ class MixedPrecision(Precision):
         self.autocast_ops = autocast_ops
         self.autocast_cache = autocast_cache
         self._cast_cache: CastCache | None = None
-        self.build_scaler(torch.device("cpu"))  # refuse impossible factors here, not at the first overflow
+        self.build_scaler(torch.device("cpu"))  # raise for invalid factors here, not at the first overflow
 
     @property
     def scales_loss(self) -> bool:  # type: ignore[override]
@@ -100,10 +100,10 @@ class MixedPrecision(Precision):
         return self.loss_scaling
 
     def check(self, device: torch.device) -> None:
-        """Refuse devices without autocast for the dtype; warn where bfloat16 is only emulated.
+        """Raise if the device has no autocast for the dtype; warn if bfloat16 is only emulated.
 
         Raises:
-            PrecisionError: loss scaling, or CUDA's operations, on a device that has none.
+            PrecisionError: the device does not support autocast, loss scaling, or CUDA's operations.
         """
         if self.loss_scaling and not scales_losses(device):
             dtype = str(self.dtype).removeprefix("torch.")
@@ -126,7 +126,7 @@ class MixedPrecision(Precision):
             warn_of_emulation(self.name, device)
 
     def build_scaler(self, device: torch.device) -> LossScaler:
-        """A scaler for ``device``; disabled where the loss is not scaled."""
+        """Return a scaler for ``device``, disabled if the loss is not scaled."""
         return LossScaler(
             device.type,
             enabled=self.loss_scaling,
@@ -140,10 +140,10 @@ class MixedPrecision(Precision):
 
     @contextmanager
     def session(self, module: nn.Module, device: torch.device) -> Iterator[None]:
-        """Make the autocast context of this device, choose a CPU's kernels and operations, set up ``fp32_modules``.
+        """Create the device's autocast context, select a CPU's kernels and operations, and set up ``fp32_modules``.
 
         Raises:
-            PrecisionError: a pattern of ``fp32_modules`` that matches no module.
+            PrecisionError: a pattern of ``fp32_modules`` matches no module.
         """
         in_full = find_modules(module, self.fp32_modules)
         kernels = float16_kernels(self.cpu_kernels, self.dtype, module, device)
@@ -159,7 +159,7 @@ class MixedPrecision(Precision):
             self._cast_cache = None
 
     def watch_weights(self) -> None:
-        """Check whether the next training step changes weights that it has used, as autocast's cache would hide it."""
+        """Check whether the next training step changes weights that it has used, which autocast's cache would hide."""
         if self._cast_cache is not None:
             self._cast_cache.watch()
 
@@ -173,10 +173,10 @@ class MixedPrecision(Precision):
             self._cast_cache.load_state_dict(state)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """One object, reused: making a new ``torch.autocast`` every step costs a microsecond.
+        """Return the same object every time, because creating ``torch.autocast`` in every step costs a microsecond.
 
-        Its weight cache is emptied each time it exits, so no forward sees the weights of an earlier one. Steps without
-        gradients are evaluation.
+        Its weight cache is cleared each time it exits, so no forward uses the weights of an earlier one. Steps without
+        gradients count as evaluation.
         """
         cast_cache = self._cast_cache
         assert cast_cache is not None, "autocast() is used inside session()"

@@ -1,4 +1,4 @@
-"""Match the names and short forms of precisions. Imports no torch: the command line reads this before anything else.
+"""Match the names and short forms of precisions. Does not import torch, because the command line reads it first.
 
 The names are declared by the plugins (``Precision.names``), and are those of the options in ``conf/precision``. The
 short forms are Lightning's: ``16`` and ``fp16`` for ``16-mixed``, ``32`` for ``32-true``, ``bf16`` for ``bf16-mixed``.
@@ -28,7 +28,7 @@ def canonical(precision: str | int, names: Collection[str]) -> str:
     """Return the name that ``precision`` stands for.
 
     Raises:
-        PrecisionError: if ``precision`` stands for no name.
+        PrecisionError: ``precision`` stands for no name.
     """
     if (name := match(precision, names)) is None:
         short = dict.fromkeys(name.partition("-")[0] for name in names)

@@ -1,4 +1,4 @@
-"""Copies small numbers from a device to the host without waiting for them."""
+"""Copy small numbers from a device to the host without a host-device synchronization."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from torch import Tensor
 
 
 class Readback:
-    """Copies a few numbers to the host. :meth:`start` never waits; :meth:`wait` does, if they are not there yet.
+    """Copies a few numbers to the host. :meth:`start` never waits; :meth:`wait` waits if they have not arrived.
 
-    On CUDA the copy goes into pinned memory, with an event behind it; when they are asked for, the device has long
-    passed that event, and has later work queued that keeps it busy meanwhile. Elsewhere the numbers are read when they
-    are asked for.
+    On CUDA they are copied to pinned memory, followed by an event. When they are read, the device has normally passed
+    that event long ago, and stays busy with later work. On other devices the numbers are read in :meth:`wait`.
 
     Args:
-        device: the type of the device that the numbers are on.
+        device: device type of the numbers.
 
     Attributes:
-        arrives_at_once: whether :meth:`wait` does not wait: the numbers are on the host already.
+        arrives_at_once: whether :meth:`wait` never waits, because the numbers are already on the host.
     """
 
     def __init__(self, device: str) -> None:
@@ -27,7 +26,7 @@ class Readback:
         self._pinned: Tensor | None = None
 
     def start(self, numbers: list[Tensor]) -> None:
-        """Start to copy these: at least one tensor, each of one element, that are not written to any more."""
+        """Start to copy numbers: at least one tensor, each with one element, that must not change afterwards."""
         self._numbers = numbers
         device = numbers[0].device
         if device.type != "cuda":
@@ -45,7 +44,7 @@ class Readback:
         self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> list[float]:
-        """The numbers of the last :meth:`start`; [] before the first."""
+        """Return the numbers of the last :meth:`start`; [] before the first."""
         if self._event is not None:
-            self._event.synchronize()  # the one host-device synchronisation; see above why it is short
+            self._event.synchronize()  # the only host-device synchronization; see above why it is short
         return [float(number) for number in self._numbers]

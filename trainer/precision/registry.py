@@ -1,4 +1,4 @@
-"""From a name, or an object, to a precision plugin."""
+"""Resolve a name or an object to a precision plugin."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from trainer.precision.full import FullPrecision
 from trainer.precision.names import canonical
 
 MODULES = [importlib.import_module(one.name) for one in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
-"""The modules of this package. Importing one registers the names of the plugins that it defines."""
+"""Modules of this package. Importing one registers the names of the plugins that it defines."""
 
 
 def resolve_precision(precision: str | int | Precision | None) -> Precision:
     """Return the plugin that ``precision`` names, or the plugin itself if it is one already. None is ``32-true``.
 
     Raises:
-        PrecisionError: an unknown name, or an object that is not one of our precision plugins.
+        PrecisionError: the name is unknown, or the object is not one of our precision plugins.
     """
     if precision is None:
         return FullPrecision()

@@ -1,4 +1,4 @@
-"""How much of the gradients is lost at the lower end of float16."""
+"""Measure the share of gradients that is lost at the lower end of float16."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor
 from trainer.precision.readback import Readback
 
 SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal
-"""2**-14. Below it float16 is subnormal: it has fewer than its 11 significant bits, and none below 2**-24."""
+"""2**-14. Smaller float16 numbers are subnormal: they have fewer than 11 significant bits, and none below 2**-24."""
 
 
 _LARGEST_SUBNORMAL = SMALLEST_NORMAL * (1 - 2**-24)
-"""As float32 has it: the number below that."""
+"""The largest float32 number below it."""
 
 
 class Underflow(NamedTuple):
-    """What was found in the gradients of one parameter, or of all.
+    """Underflow in the gradients of one parameter, or of all.
 
     Attributes:
-        name: the parameter's; "" for all.
-        zeros: share of the elements that are exactly 0, from 0 to 1. Says little: an embedding's rows that the batch
-            did not use are zeros.
+        name: name of the parameter; "" for all.
+        zeros: share of the elements that are exactly 0, from 0 to 1. Not conclusive: embedding rows that the batch did
+            not use are zero.
         subnormal: share of the other elements that are smaller than float16's smallest normal number.
     """
 
@@ -35,10 +35,10 @@ class Underflow(NamedTuple):
 
 
 class UnderflowProbe:
-    """Counts on the device; the host reads the counts when it asks for them.
+    """Counts underflow on the device. The host reads the counts in :meth:`finish`.
 
     Args:
-        device: the type of the device that the gradients are on.
+        device: device type of the gradients.
     """
 
     def __init__(self, device: str) -> None:
@@ -50,11 +50,11 @@ class UnderflowProbe:
     def start(
         self, gradients: Iterable[tuple[str, int, Tensor]], total: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        """Count in these gradients. They are as the backward pass left them: still scaled.
+        """Start counting in these gradients, which must be as the backward pass left them: still scaled.
 
         Args:
-            gradients: each with its name and the number of its elements; or as much of it as this process holds.
-            total: adds up what the processes have counted in their parts, a tensor of shape (gradients, 2).
+            gradients: (name, number of elements, gradient) for each; the gradient may be this process's part.
+            total: sums the counts over the processes, a tensor of shape (gradients, 2). Default: None, no sum.
         """
         found: list[Tensor] = []
         for name, elements, gradient in gradients:
@@ -71,7 +71,7 @@ class UnderflowProbe:
         self._readback.start(self._counts)
 
     def finish(self) -> list[Underflow]:
-        """All together, then each parameter, the worst first. Empty if nothing was counted."""
+        """Return the result for all gradients, then for each parameter, the worst first; [] if nothing was counted."""
         counts = self._readback.wait() if self._names else []
         numbers = zip(self._names, self._sizes, counts[::2], counts[1::2], strict=True)
         triples = [(name, size, size - nonzero, nonzero - normal) for name, size, nonzero, normal in numbers]
@@ -84,8 +84,8 @@ class UnderflowProbe:
 
 
 def _nonzero(values: Tensor) -> Tensor:
-    """How many elements are not 0, counted without a tensor of their size; exact, and 0-dim."""
-    if values.device.type == "mps":  # has no double precision
+    """Return the number of nonzero elements, without a temporary tensor of their size; exact, and 0-dim."""
+    if values.device.type == "mps":  # MPS has no double precision
         return torch.count_nonzero(values)
     number: Tensor = torch.linalg.vector_norm(values, 0, dtype=torch.float64)
     return number
