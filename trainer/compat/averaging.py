@@ -1,20 +1,20 @@
 """Lightning's weight averaging, without skipped steps, and with the current weights until the first update.
 
-``WeightAveraging`` averages in ``on_train_batch_end``, after each optimizer step that ``trainer.global_step`` counts:
-skipped ones too. Here the same method runs when the outcome of an update is known, unless it was skipped. The weights
-are still those of that update, also if the outcome arrives late.
+``WeightAveraging`` averages in ``on_train_batch_end``, after each optimizer step that ``trainer.global_step`` counts,
+including skipped ones. Here the same method runs when the outcome of an update is known, unless the step was skipped.
+The weights are still those of that update, even if the outcome arrives late.
 
-A subclass that overrides ``on_train_batch_end`` is called after each batch, as usual. Its ``should_update`` is only
-called for steps that were not skipped, which waits for a late outcome.
+If a subclass overrides ``on_train_batch_end``, that method is called after each batch, as usual. Its ``should_update``
+is only called for steps that were not skipped, which waits for a late outcome.
 
 Until the first update, ``AveragedModel.n_averaged`` is 0 and the average is a copy of the initial weights. Before it is
-read (by a validation, at the end of the fit, for a checkpoint), :func:`follow` copies the current weights into it. An
-average that a subclass updates without ``AveragedModel.update_parameters`` must increment ``n_averaged`` as well.
-``StochasticWeightAveraging`` reads its average at the end only: before its first update, it transfers nothing.
+read (by a validation, at the end of the fit, for a checkpoint), :func:`follow` copies the current weights into it. A
+subclass that updates its average without ``AveragedModel.update_parameters`` must increment ``n_averaged`` itself.
+``StochasticWeightAveraging`` reads its average only at the end: before its first update, it transfers nothing.
 
-Where processes hold parts of the weights, each holds the same parts of the average: those of ``WeightAveraging`` and of
-``StochasticWeightAveraging``. The average's module is a copy without weights, made while the module is whole; it gets
-those of the sharded module. No process has a whole copy. ``WeightAveraging(device=...)`` is not used there.
+If each process holds a shard of the weights, each one also holds the same shard of the average, for both callbacks. The
+module of the average is a copy without weights, made before the module is sharded; it receives copies of the sharded
+weights. No process has a full copy. ``WeightAveraging(device=...)`` is ignored then.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from trainer.state.outcome import StepOutcome
 _HOOK, _QUESTION, _SWAP = "on_after_optimizer_step", "should_update", "_swap_models"
 _COPY, _TRANSFER = "_copy_average_to_current", "transfer_weights"
 _SHARDED = ("setup", "update_parameters", "on_load_checkpoint", "_load_average_model_state")
-"""What is replaced in a callback whose average is sharded."""
+"""The attributes that are replaced in a callback with a sharded average."""
 Part = Callable[[Tensor], Tensor]
-"""Makes of a tensor as much as this process holds of it."""
+"""Returns the part of a tensor that this process holds."""
 
 
 def follows_outcomes(callback: Any) -> bool:
-    """Whether a callback's ``on_train_batch_end`` runs with an update's outcome, not after the batch."""
+    """Return whether a callback's ``on_train_batch_end`` runs with the outcome of an update, not after the batch."""
     return isinstance(callback, WeightAveraging) and _HOOK in vars(callback)
 
 
 def defer_copies(trainer: Any) -> None:
-    """Where weights will be sharded: have the averaging callbacks copy none of them in ``setup``."""
+    """Prevent averaging callbacks from copying weights in ``setup`` if the weights will be sharded."""
     if not trainer.engine.gradients.are_parts:
         return
     for callback in trainer.callbacks:
@@ -60,9 +60,9 @@ def defer_copies(trainer: Any) -> None:
 
 
 def attach_averaging(trainer: Any) -> None:
-    """Let the averaging callbacks leave skipped steps out, and their averages follow the weights until they begin.
+    """Make averaging callbacks ignore skipped steps, and make their averages follow the weights until the first update.
 
-    If the weights will be sharded, make the averages.
+    If the weights will be sharded, create the averages.
     """
     for callback in trainer.callbacks:
         if trainer.engine.gradients.are_parts and trainer.training:
@@ -80,7 +80,7 @@ def attach_averaging(trainer: Any) -> None:
 
 
 def shard_averages(trainer: Any) -> None:
-    """Give the averages the weights of the module, which has been sharded."""
+    """Copy the weights of the module, which has been sharded, into the averages."""
     if not (trainer.engine.gradients.are_parts and trainer.training):
         return
     module, part = trainer.lightning_module, trainer.engine.gradients.part
@@ -117,7 +117,7 @@ def detach_averaging(callbacks: Iterable[Any]) -> None:
 
 @contextmanager
 def training_weights(callbacks: Iterable[Any], module: LightningModule) -> Iterator[None]:
-    """A context for checkpoints: the module has its training weights, also during an evaluation of the average."""
+    """Return a context for checkpoints: the module has its training weights, even while the average is evaluated."""
     swaps = [vars(callback).get(_SWAP) for callback in callbacks if isinstance(callback, WeightAveraging)]
     swapped = [swap for swap in swaps if swap is not None and swap.is_swapped]
     for swap in swapped:
@@ -130,7 +130,7 @@ def training_weights(callbacks: Iterable[Any], module: LightningModule) -> Itera
 
 
 class _Swap:
-    """``WeightAveraging._swap_models`` of one callback, which counts whether the models are swapped."""
+    """``WeightAveraging._swap_models`` of one callback, which also stores whether the models are swapped."""
 
     def __init__(self, callback: WeightAveraging) -> None:
         self.is_swapped = False
@@ -146,7 +146,7 @@ class _Swap:
 def _follow(callback: WeightAveraging, module: LightningModule) -> None:
     """Copy the current weights and buffers into the average of a callback, unless it has been updated."""
     average = callback._average_model
-    if average is None or average.n_averaged:  # synchronizes if the average is on a GPU
+    if average is None or average.n_averaged:  # host-device synchronization if the average is on a GPU
         return
     copies = chain(average.module.parameters(), average.module.buffers())
     for copied, current in zip(copies, chain(module.parameters(), module.buffers()), strict=False):
@@ -154,15 +154,15 @@ def _follow(callback: WeightAveraging, module: LightningModule) -> None:
 
 
 def _copy_to_current(callback: WeightAveraging, module: LightningModule) -> None:
-    """``WeightAveraging._copy_average_to_current``."""
+    """Run ``WeightAveraging._copy_average_to_current`` on the current weights."""
     _follow(callback, module)
     type(callback)._copy_average_to_current(callback, module)
 
 
 def _transfer(callback: StochasticWeightAveraging, average: nn.Module, module: nn.Module) -> None:
-    """``StochasticWeightAveraging.transfer_weights``, unless nothing has been averaged."""
+    """Run ``StochasticWeightAveraging.transfer_weights``, unless nothing has been averaged yet."""
     updates = callback._init_n_averaged if callback.n_averaged is None else callback.n_averaged
-    if updates:  # synchronizes if the average is on a GPU
+    if updates:  # host-device synchronization if the average is on a GPU
         transfer: Any = type(callback).transfer_weights
         transfer(average, module)
 
@@ -170,7 +170,7 @@ def _transfer(callback: StochasticWeightAveraging, average: nn.Module, module: n
 def _average(
     callback: WeightAveraging, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
 ) -> None:
-    is_last = optimizer is trainer.optimizers[outcome.optimizers[-1]]  # called for each; averaged once
+    is_last = optimizer is trainer.optimizers[outcome.optimizers[-1]]  # called for each optimizer; averaged once
     if is_last and len(outcome.skipped_optimizers) < len(outcome.optimizers):
         callback.on_train_batch_end(trainer, pl_module, {}, None, trainer.progress.batch_idx)
 
@@ -179,21 +179,21 @@ def _unless_skipped(
     trainer: Any, ask: Callable[..., bool], step_idx: int | None = None, epoch_idx: int | None = None
 ) -> bool:
     if step_idx is not None:
-        outcome = trainer.step_outcome  # waits for a fused optimizer on a GPU
+        outcome = trainer.step_outcome  # host-device synchronization with a fused optimizer on a GPU
         if outcome is not None and len(outcome.skipped_optimizers) == len(outcome.optimizers):
             return False
     return ask(step_idx=step_idx, epoch_idx=epoch_idx)
 
 
-# --- where weights are sharded ------------------------------------------------------------------------------
+# --- sharded weights ----------------------------------------------------------------------------------------
 
 
 def _copy_nothing(trainer: Any, pl_module: LightningModule, stage: str) -> None:
-    """In the place of ``setup``: see :func:`_make_average`."""
+    """Replace ``setup`` by a no-op: see :func:`_make_average`."""
 
 
 def _make_average(callback: Any, module: LightningModule) -> None:
-    """A copy of the module, which is whole or on the meta device, without weights."""
+    """Copy the module, which is whole or on the meta device, without its weights."""
     if not isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
         return
     empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
@@ -205,8 +205,8 @@ def _make_average(callback: Any, module: LightningModule) -> None:
 
 
 def _fill(average: nn.Module, module: nn.Module) -> None:
-    """Give the average copies of the module's parameters and buffers, sharded as they are."""
-    copies: dict[int, nn.Parameter] = {}  # once, where modules share it
+    """Copy the module's parameters and buffers into the average, sharded in the same way."""
+    copies: dict[int, nn.Parameter] = {}  # one copy of a parameter that modules share
     for path, owner in module.named_modules(remove_duplicate=False):
         copied = average.get_submodule(path)
         for name, parameter in owner._parameters.items():
@@ -220,9 +220,9 @@ def _fill(average: nn.Module, module: nn.Module) -> None:
 
 
 class _Parts(nn.Module):
-    """This process's parts of a module's parameters, and its buffers: plain tensors, which share their memory.
+    """This process's shards of a module's parameters, and its buffers: plain tensors that share their memory.
 
-    An average is computed element by element, so each process computes that of its own.
+    An average is computed elementwise, so each process averages its own shards.
     """
 
     def __init__(self, module: nn.Module, part: Part) -> None:
@@ -234,7 +234,7 @@ class _Parts(nn.Module):
 
 
 def _update(average: AveragedModel, part: Part, model: nn.Module) -> None:
-    """``AveragedModel.update_parameters``."""
+    """Run ``AveragedModel.update_parameters`` on the shards of this process."""
     whole = average.module
     average.module = _Parts(whole, part)
     try:
@@ -246,13 +246,13 @@ def _update(average: AveragedModel, part: Part, model: nn.Module) -> None:
 def _update_swa(
     callback: StochasticWeightAveraging, part: Part, average: nn.Module, model: nn.Module, *more: Any
 ) -> None:
-    """``StochasticWeightAveraging.update_parameters``."""
+    """Run ``StochasticWeightAveraging.update_parameters`` on the shards of this process."""
     update: Any = type(callback).update_parameters
     update(_Parts(average, part), _Parts(model, part), *more)
 
 
 def _load(callback: WeightAveraging, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-    """``WeightAveraging.on_load_checkpoint``, of a checkpoint whose tensors may be whole."""
+    """Run ``WeightAveraging.on_load_checkpoint`` on a checkpoint that may hold full tensors."""
     like = pl_module.state_dict()
     for key in {"state_dict", "current_model_state"} & checkpoint.keys():
         checkpoint[key] = {name: spread(value, like.get(name)) for name, value in checkpoint[key].items()}
@@ -260,6 +260,6 @@ def _load(callback: WeightAveraging, trainer: Any, pl_module: LightningModule, c
 
 
 def _load_swa(callback: StochasticWeightAveraging, state: Any) -> None:
-    """``StochasticWeightAveraging._load_average_model_state``, likewise."""
+    """Run ``StochasticWeightAveraging._load_average_model_state`` on a state that may hold full tensors."""
     if callback._average_model is not None:
         load_module_state(callback._average_model, state, strict=True)

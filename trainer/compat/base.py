@@ -1,8 +1,9 @@
-"""The base class of ``Trainer``: Lightning's Trainer, over our parts.
+"""The base class of ``Trainer``: Lightning's Trainer on top of our parts.
 
-What Lightning's Trainer derives from its strategy, loops, connectors and callbacks is inherited; the views of those
-(``compat/views.py`` and others) show the state that our loops keep. Its constructor and its ``fit`` never run. Defined
-here is what its constructor would assign, and what must be quicker or says more than Lightning's.
+Properties that Lightning's Trainer derives from its strategy, loops, connectors and callbacks are inherited; the views
+of those (``compat/views.py`` and others) show the state of our loops. Lightning's constructor and ``fit`` never run.
+This class defines the attributes that the constructor would assign, and the properties that must be faster than
+Lightning's or differ from them.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
 from trainer.state.progress import FitProgress
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-_TRAINING, _PREDICTING = RunningStage.TRAINING, RunningStage.PREDICTING  # a lookup that is a call in Python 3.11
+# in Python 3.11, reading them from the enum is a call
+_TRAINING, _PREDICTING = RunningStage.TRAINING, RunningStage.PREDICTING
 
 adopt()
 
 
 def shown_as_lightnings(method: Method) -> Method:
-    """A method that LightningCLI takes for Lightning's: it makes an option of each parameter that it sees.
+    """Show Lightning's signature of a method to LightningCLI, which creates an option for each parameter that it sees.
 
-    The options of one command are also those of the others: a parameter that ``fit`` alone has would make ``validate``
+    The options of one command are also those of the others: with a parameter that only ``fit`` has, ``validate`` would
     refuse the config that ``fit`` has saved.
     """
     signature = inspect.signature(getattr(LightningTrainer, method.__name__))
@@ -55,7 +57,7 @@ def shown_as_lightnings(method: Method) -> Method:
 
 
 class TrainerBase(LightningTrainer):
-    """Lightning's Trainer over our parts. ``Trainer`` assigns every attribute declared here in its constructor."""
+    """Lightning's Trainer on top of our parts. ``Trainer`` assigns every attribute declared here in its constructor."""
 
     engine: Engine
     data: DataSource
@@ -75,9 +77,9 @@ class TrainerBase(LightningTrainer):
     inference_mode: bool
     detect_anomaly: bool
     log_metric: Callable[..., None]
-    """Logs a value as the module's ``self.log`` does, with its arguments, whatever overrides that; for callbacks."""
+    """Logs a value like the module's ``self.log``, with the same arguments, but ignores overrides; for callbacks."""
 
-    # the parts of Lightning's Trainer, which what is inherited asks
+    # the parts of Lightning's Trainer that inherited methods read
     fit_loop = LoopAttribute[FitLoopView]()
     validate_loop = LoopAttribute[EvalLoopView]()
     test_loop = LoopAttribute[EvalLoopView]()
@@ -90,7 +92,7 @@ class TrainerBase(LightningTrainer):
     _session: ExitStack = alias("_runner.session")
     _loggers: list[Any] = alias("recorder.loggers", writable=True)
 
-    # attributes of Lightning's Trainer that our parts keep
+    # attributes of Lightning's Trainer that our parts hold
     scaler: LossScaler = alias("engine.gradients.scaler")
     datamodule: LightningDataModule | None = alias("data.datamodule", writable=True)
     should_stop: bool = alias("loop.limits.should_stop", writable=True)
@@ -100,7 +102,7 @@ class TrainerBase(LightningTrainer):
     _val_check_time_interval: float | None = alias("loop.limits.val_check_seconds")
     _last_val_time: float = alias("loop.limits.validated_at", writable=True)
 
-    # as Lightning's, without the detour over a view: these are read at every step
+    # same values as Lightning's, but without a view in between, because every step reads them
     global_step: int = alias("progress.optimizer_steps")
     current_epoch: int = alias("progress.epoch")
     is_last_batch: bool = alias("progress.is_last_batch")
@@ -114,7 +116,7 @@ class TrainerBase(LightningTrainer):
     accumulate_grad_batches: int = alias("loop.window.batches").setter(_set_window)
 
     def _build_engine(self, precision: Precision, plugins: Any, **options: Any) -> Engine:
-        """The engine of this Trainer. A subclass may return another one."""
+        """Build the engine of this Trainer. A subclass may return another one."""
         return build_engine(self, precision, plugins, **options)
 
     @property
@@ -123,14 +125,14 @@ class TrainerBase(LightningTrainer):
 
     @property
     def device_ids(self) -> list[int]:
-        """The indices of this node's devices. (Lightning takes the index 0 for no index.)"""
+        """The indices of this node's devices. (Lightning treats index 0 as no index.)"""
         strategy = self.strategy
         devices = strategy.parallel_devices if isinstance(strategy, ParallelStrategy) else [strategy.root_device]
         return [device.index if device.index is not None else i for i, device in enumerate(devices or [])]
 
     @property
     def enable_validation(self) -> bool:
-        """Whether a fit validates. (Lightning's does not know every kind of step that is set on the instance.)"""
+        """Whether a fit validates. (Lightning's version ignores some kinds of steps that are set on the instance.)"""
         if self.lightning_module is None or not self.limit_val_batches:
             return False
         return self.data.source(RunningStage.VALIDATING).is_defined() and overrides(
@@ -139,7 +141,7 @@ class TrainerBase(LightningTrainer):
 
     @property
     def active_metrics(self) -> MetricStore | None:
-        """Where ``self.log`` puts its values now; None where nothing may be logged."""
+        """The store that ``self.log`` currently writes to. None if nothing may be logged."""
         stage = self.state.stage
         if stage is _TRAINING:
             return self.loop.metrics
@@ -149,7 +151,7 @@ class TrainerBase(LightningTrainer):
 
     @property
     def is_out_of_time(self) -> bool:
-        """Whether a ``max_time`` is over: what stops a fit then is that, and not what it has come to."""
+        """Whether ``max_time`` has passed: a fit then stops because of the time, not because of its results."""
         timer = first_of(self.callbacks, Timer)
         left = None if timer is None else timer.time_remaining()
         return left is not None and left <= 0

@@ -1,4 +1,4 @@
-"""Callbacks: the order they run in, and those that come from the module."""
+"""Callbacks: the order in which they run, and those that come from the module."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from trainer.errors import ConfigurationError
 
 
 def in_order(callbacks: Sequence[Any]) -> list[Any]:
-    """``callbacks`` with tuners first and those that save checkpoints last, otherwise in the order given.
+    """Return ``callbacks`` with tuners first and those that save checkpoints last, otherwise in the given order.
 
     Raises:
-        RuntimeError: two callbacks with a state have the same ``state_key``: one's would take the other's place in a
-            checkpoint.
+        RuntimeError: if two callbacks with a state have the same ``state_key``, because one state would overwrite the
+            other in a checkpoint.
     """
     try:
         _validate_callbacks_list(list(callbacks))
@@ -44,7 +44,7 @@ def attach_model_callbacks(trainer: Any) -> None:
 
 
 def first_of(callbacks: Sequence[Any], kind: type) -> Any:
-    """The first of ``callbacks`` of a kind; None without one."""
+    """Return the first of ``callbacks`` that is an instance of ``kind``, or None."""
     return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
 
@@ -77,5 +77,5 @@ def _has_factories(entry_points: Callable[..., Any], search_path: tuple[tuple[st
 
 
 def _search_path() -> tuple[tuple[str, float], ...]:
-    """Return the folders that packages are imported from, and when each last changed, as an installation does."""
+    """Return the import folders with the time of their last change, which an installation of a package updates."""
     return tuple((folder, os.stat(folder).st_mtime) for folder in sys.path if os.path.isdir(folder))

@@ -1,4 +1,4 @@
-"""Which file ``ckpt_path`` means, and what is put back from it; by Lightning's checkpoint connector."""
+"""Choose the file for ``ckpt_path``, and restore the run from it, through Lightning's checkpoint connector."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ VERSION_KEY = "pytorch-lightning_version"
 
 
 def up_to_date(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    """``checkpoint`` as the installed Lightning would have written it, where an older one did; in place."""
+    """Migrate ``checkpoint`` in place to the format of the installed Lightning, if an older version wrote it."""
     is_lightnings = isinstance(checkpoint, dict) and VERSION_KEY in checkpoint
     return _pl_migrate_checkpoint(checkpoint, path) if is_lightnings else checkpoint
 
 
 class RolledBack(NamedTuple):
-    """The checkpoint that a run has gone back to.
+    """The checkpoint that a run was rolled back to.
 
     Attributes:
-        path: of it.
-        step: optimizer steps that it has.
-        epoch, batch_idx: of the first batch that it has not seen.
+        path: its path.
+        step: its number of optimizer steps.
+        epoch, batch_idx: the position of the first batch after it.
     """
 
     path: str
@@ -59,32 +59,32 @@ class RolledBack(NamedTuple):
 class CheckpointConnector(_CheckpointConnector):
     """``trainer._checkpoint_connector``: chooses a checkpoint as Lightning's does; writes, reads and restores ours.
 
-    Beside the Trainer, the tuner's finders use it, and programs that dump a checkpoint.
+    It is used by the Trainer, by the tuner's finders, and by programs that dump a checkpoint.
     """
 
     trainer: Any
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
-        self._has_order = True  # unless it was given up
+        self._has_order = True  # False after the order was given up
         self._is_chosen = False  # by the user
-        self._foreign: dict[str, str] = {}  # by `best_model_path`, the checkpoint that says so
-        self._weights: Path | None = None  # of another run, to begin with
+        self._foreign: dict[str, str] = {}  # by `best_model_path`: the checkpoint that contains it
+        self._weights: Path | None = None  # of another run, to start with
         self.destination: str | None = None  # of the checkpoint that is being saved
 
     def select(self, given: str | Path | None, *, model_given: bool, weights: str | Path | None = None) -> None:
-        """Choose the file to load for a run that was called with ``ckpt_path=given``: ``trainer.ckpt_path``.
+        """Set ``trainer.ckpt_path``, the file to load in a run that was called with ``ckpt_path=given``.
 
-        What the user has assigned to ``trainer.ckpt_path`` counts where nothing is given.
+        A value that the user has assigned to ``trainer.ckpt_path`` is used if nothing is given.
 
         Args:
             given: a path, a URL, ``"best"``, ``"last"``, ``"hpc"``, ``"registry..."`` or None.
             model_given: whether the run was given a module; if not, None means ``"best"``.
-            weights: of another run, for a fit that begins; None for none.
+            weights: the weights of another run that a fit starts with. Default: None.
 
         Raises:
-            ConfigurationError: there is no such file, or only another checkpoint says which one it is; or there are
-                two to begin with.
+            ConfigurationError: if there is no such file, if only another checkpoint names it, or if both a checkpoint
+                and weights are given.
         """
         trainer, is_assigned = self.trainer, self._user_managed and not given
         if weights is not None and (given or is_assigned):
@@ -108,18 +108,18 @@ class CheckpointConnector(_CheckpointConnector):
         self._ckpt_path, self._is_chosen = path, bool(given) or is_assigned
 
     def find_newest(self, session: ExitStack) -> None:
-        """``resume="auto"``: unless a checkpoint is chosen, choose the newest good one in the folders of this run.
+        """Choose the newest good checkpoint of this run (``resume="auto"``), unless one is chosen already.
 
-        Or that of a Slurm job which is run again, if it is newer.
+        A newer checkpoint of a requeued Slurm job takes precedence.
 
         Args:
-            session: holds the folders for this run alone until it closes.
+            session: locks the folders for this run until it closes.
         """
         if not self._is_chosen:
             self._ckpt_path = resuming.newest_checkpoint(self.trainer, session, self._ckpt_path)
 
     def restore_module_and_callbacks(self, weights_only: bool | None) -> None:
-        """Read the run's checkpoint, if it has one, and restore what has to be there before the strategy's set-up."""
+        """Read the checkpoint of the run, if any, and restore the parts that the setup of the strategy requires."""
         self._loaded_checkpoint = {}
         if self._ckpt_path is None:
             self._begin_with_weights(weights_only)
@@ -135,12 +135,13 @@ class CheckpointConnector(_CheckpointConnector):
         self._note_foreign()
 
     def _begin_with_weights(self, weights_only: bool | None) -> None:
-        """Load the weights of another run that a fit is to begin with, and say what was loaded and what was not."""
+        """Load the weights of another run that a fit starts with, and report the loaded and the missing ones."""
         trainer, engine = self.trainer, self.trainer.engine
         trainer.loaded_weights = None
         if self._weights is None:
             return
-        file = Path(engine.broadcast(str(self._weights)))  # another run may have a new best one meanwhile
+        # broadcast, because the other run may write a new best checkpoint meanwhile
+        file = Path(engine.broadcast(str(self._weights)))
         loaded = load_into(trainer.lightning_module, file, engine.load_module_state, weights_only, engine.template)
         averaging.follow(trainer)
         trainer.loaded_weights = loaded
@@ -149,7 +150,7 @@ class CheckpointConnector(_CheckpointConnector):
             say("%s", redaction.text(str(loaded)))
 
     def restore_fit(self) -> dict[str, Any] | None:
-        """Restore counters, optimizers and schedules. Returns what the checkpoint has of this process."""
+        """Restore counters, optimizers and schedules. Return the checkpoint's state of this process, or None."""
         trainer, checkpoint = self.trainer, self._loaded_checkpoint
         if not checkpoint:
             trainer.progress.start_anew()
@@ -171,10 +172,12 @@ class CheckpointConnector(_CheckpointConnector):
         return state
 
     def prepare_order(self) -> None:
-        """Before the strategy's set-up: go on with the order of the samples of a run on other processes, if it is one.
+        """Restore the sample order of a run on another number of processes, if the checkpoint is from such a run.
+
+        Called before the strategy is set up.
 
         Raises:
-            ResumeError: the updates cannot get the same samples, and the resume is to be exact.
+            ResumeError: if the updates cannot get the same samples and ``exact_resume`` is True.
         """
         self._has_order = True
         if self._ckpt_path is None:
@@ -185,21 +188,21 @@ class CheckpointConnector(_CheckpointConnector):
             self._has_order = bool(self._translated(elastic.prepare, ours))
 
     def _process_state(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-        """What a checkpoint has of this process: translated, where other processes have written it. None for nothing.
+        """Return the checkpoint's state of this process, translated if it is from another number of processes, or None.
 
         Raises:
-            ResumeError: they have, it cannot be, and the resume is to be exact.
+            ResumeError: if it cannot be translated and ``exact_resume`` is True.
         """
         trainer = self.trainer
         states = checkpoints.process_states_in(checkpoint, exact=trainer.exact_resume)
         if not states or not elastic.is_elastic(trainer, self._ours):
             return states[trainer.global_rank] if states else None
-        if self._has_order and trainer.data.carried is None:  # it is a file that cannot be read in parts
+        if self._has_order and trainer.data.carried is None:  # such a file cannot be read in parts
             self._has_order = bool(self._translated(elastic.prepare, self._ours))
         return self._translated(elastic.resume, self._ours, states) if self._has_order else None
 
     def _translated(self, translate: Callable[..., Any], ours: dict[str, Any], *states: Any) -> Any:
-        """What ``translate`` returns; None where it cannot be done, and need not be exact."""
+        """Return the result of ``translate``; None, with a warning, if it fails and the resume need not be exact."""
         trainer = self.trainer
         try:
             return translate(trainer, ours, *states)
@@ -217,27 +220,27 @@ class CheckpointConnector(_CheckpointConnector):
         return None
 
     def roll_back(self, max_step: int) -> RolledBack | None:
-        """See ``Trainer.roll_back``."""
+        """Implement ``Trainer.roll_back``."""
         trainer, to = self.trainer, model_checkpoints.on_first_rank(self.trainer, partial(self._newest_until, max_step))
         if to is None:
             return None
         checkpoint = checkpoints.read(trainer.engine.load, to.path, None)
         states = checkpoints.process_states_in(checkpoint, exact=True)
-        apart = (Checkpoint, Timer)  # these count what was written, and the time
+        apart = (Checkpoint, Timer)  # they count written files and time
         callbacks = [one for one in trainer.callbacks if not isinstance(one, apart)]
         state = states[trainer.global_rank]
         checkpoints.roll_back(trainer, checkpoint, state, callbacks, partial(contents.load, moment="training"))
         return to
 
     def _newest_until(self, max_step: int) -> RolledBack | None:
-        """The newest good checkpoint in the folders of this run with at most so many optimizer steps."""
+        """Return the newest good checkpoint of this run with at most ``max_step`` optimizer steps, or None."""
         if (own := files_of(self.trainer.strategy)) is not None:
             own.wait()
         for path in files.in_order(model_checkpoints.folders_of(self.trainer)):
             progress = resuming.loops_in(path).get(checkpoints.OUR_KEY, {}).get("progress")
             if progress is None or progress["optimizer_steps"] > max_step:
                 continue
-            with suppress(CheckpointError):  # a damaged one, or one of weights alone
+            with suppress(CheckpointError):  # skip a damaged checkpoint, or one with weights only
                 if files.verify(path):
                     return RolledBack(
                         str(path), progress["optimizer_steps"], progress["epoch"], progress["batch_idx"] + 1
@@ -245,21 +248,21 @@ class CheckpointConnector(_CheckpointConnector):
         return None
 
     def forget(self) -> None:
-        """Log which checkpoint was restored, and free the memory."""
+        """Log which checkpoint was restored, and free its memory."""
         trainer, path = self.trainer, redaction.text(str(self._ckpt_path))
         if self._loaded_checkpoint and trainer.state.fn is not TrainerFn.FITTING:
             rank_zero_info(f"Loaded model weights from the checkpoint at {path}")
         elif self._loaded_checkpoint and trainer.is_global_zero:
-            logging.getLogger("lightning.pytorch.advice").info(  # the command line prints it, too
+            logging.getLogger("lightning.pytorch.advice").info(  # the command line also prints this logger
                 f"Restored all states from the checkpoint at {path}: epoch {trainer.current_epoch}, step"
                 f" {trainer.global_step}"
             )
         self._loaded_checkpoint = {}
 
     def _note_foreign(self) -> None:
-        """Remember which ``best_model_path`` of a restored callback is outside of the run's folders.
+        """Record each ``best_model_path`` of a restored callback that is outside the folders of the run.
 
-        These are where ModelCheckpoints write, and where the checkpoint is that was read.
+        The folders of the run are those of its ModelCheckpoints, and the one that the checkpoint was read from.
         """
         callbacks = self.trainer.checkpoint_callbacks
         folders = [callback.dirpath for callback in callbacks if getattr(callback, "dirpath", None)]
@@ -282,7 +285,7 @@ class CheckpointConnector(_CheckpointConnector):
         return loop_state.loops_of(self.trainer)
 
     def restore_callbacks(self) -> None:
-        """Restore the callbacks' states."""
+        """Restore the states of the callbacks."""
         super().restore_callbacks()
         _call_callbacks_load_state_dict(self.trainer, self._ours)
 
@@ -294,12 +297,12 @@ class CheckpointConnector(_CheckpointConnector):
 
     @property
     def _ours(self) -> dict[str, Any]:
-        """What the loaded checkpoint has beside Lightning's parts."""
+        """The entries of the loaded checkpoint that Lightning's format lacks."""
         ours: dict[str, Any] = self._loaded_checkpoint.get("loops", {}).get(checkpoints.OUR_KEY, {})
         return ours
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
-        """A checkpoint of this moment."""
+        """Return a checkpoint of the current state."""
         trainer, scope = self.trainer, ModuleScope(self.trainer.lightning_module)
         trainer.loop.resolve_outcome()
         averaging.follow(trainer)
@@ -310,7 +313,7 @@ class CheckpointConnector(_CheckpointConnector):
 
     @contextmanager
     def saving_to(self, path: str | Path) -> Iterator[None]:
-        """A context in which the checkpoint of :meth:`dump_checkpoint` is going to be written to ``path``."""
+        """Return a context that sets ``path`` as the destination of the checkpoint from :meth:`dump_checkpoint`."""
         before, self.destination = self.destination, os.fspath(path)
         try:
             yield
@@ -318,23 +321,23 @@ class CheckpointConnector(_CheckpointConnector):
             self.destination = before
 
     def resume_start(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
-        """Read a checkpoint, for the methods that restore parts of it."""
+        """Read a checkpoint for the methods that restore parts of it."""
         self._ckpt_path = checkpoint_path
         if checkpoint_path:
             self._loaded_checkpoint = checkpoints.read(self.trainer.engine.load, checkpoint_path, weights_only)
 
     def restore(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
-        """Restore everything that a checkpoint of this run holds."""
+        """Restore all entries of a checkpoint of this run."""
         if not checkpoint_path:
             return
         trainer = self.trainer
         checkpoint = checkpoints.read(trainer.engine.load, checkpoint_path, weights_only)
-        trainer.engine.barrier("restore")  # rank 0 may remove the file now: a tuner does
+        trainer.engine.barrier("restore")  # after this, rank 0 may remove the file, as a tuner does
         contents.load(trainer, checkpoint, "set-up")
         if trainer.state.fn is not TrainerFn.FITTING:
             return
         if "lr_schedulers" in checkpoint and len(checkpoint["lr_schedulers"]) != len(trainer.engine.schedules):
-            checkpoint["lr_schedulers"] = []  # a finder has failed and left its own schedule: its error is reported
+            checkpoint["lr_schedulers"] = []  # a finder has failed and left its own schedule; its error is reported
             trainer.engine.schedules.clear()
         contents.load(trainer, checkpoint, "training")
 

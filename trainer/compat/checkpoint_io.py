@@ -1,4 +1,4 @@
-"""Lightning's CheckpointIO, over files that are written atomically, verified when read, and not removed too early."""
+"""Lightning's CheckpointIO for files that are written atomically, verified when read, and not removed too early."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainer.checkpoint.manifest import facts_of
 from trainer.checkpoint.snapshot import on_host
 from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError, expect, rank_zero_warn
 
-_HANDED_OVER = ".temp.ckpt"  # in which Lightning's launchers hand weights to the process that started the others
+_HANDED_OVER = ".temp.ckpt"  # file that Lightning's launchers use to return weights to the main process
 
 _LIGHTNINGS = {
     name: getattr(TorchCheckpointIO, name) for name in ("save_checkpoint", "load_checkpoint", "remove_checkpoint")
@@ -40,23 +40,27 @@ Identity = tuple[int, int, int]
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """Writes, reads and removes checkpoints. A Trainer uses it unless another checkpoint IO is given.
+    """Writes, reads and removes checkpoints. The default of a Trainer without another checkpoint IO plugin.
 
-    A local file is written beside its place, synchronised and renamed, with a manifest at its end that holds a SHA-256
-    (:mod:`trainer.checkpoint.files`); it is verified before it is read. Only checkpoints of this run are removed, and
-    not the last good one. Files elsewhere (``s3://...``) are written as by Lightning, with the manifest.
+    A local file is written to a temporary file in the same folder, synchronized to disk and renamed. A manifest with a
+    SHA-256 at its end (:mod:`trainer.checkpoint.files`) is verified before the file is read. Only checkpoints of this
+    run are removed, except the last good one. Remote files (``s3://...``) are written as in Lightning, with the
+    manifest.
 
     Args:
-        sharded: a checkpoint is a folder, into which each process writes its part (:mod:`trainer.checkpoint.shards`).
-            Any number of processes and any strategy loads it. False: one file, in Lightning's format.
-        asynchronous: write in the background. Saving copies the state to host memory and returns; the next save,
-            loading and the end of the run wait until it is written, and raise what went wrong. Removing waits its turn.
-        when_full: what happens if the disk is full: ``"stop"`` raises, ``"continue"`` warns and trains on. Either way
-            the older files are kept, also those that the missing one was to replace. A ModelCheckpoint does not know of
-            it: its ``best_model_path`` may name a missing file until the next one is written.
+        sharded: if True, a checkpoint is a folder, and each process writes its own part
+            (:mod:`trainer.checkpoint.shards`). Any number of processes and any strategy can load it. Default: False,
+            one file in Lightning's format.
+        asynchronous: write in the background. Saving copies the state to host memory and returns. The next save,
+            loading, and the end of the run wait until it is written, and raise its errors. Removals run after it.
+            Default: False.
+        when_full: the behavior if the disk is full: ``"stop"`` raises, ``"continue"`` warns and trains on. In both
+            cases the older files are kept, including those that the missing one was to replace. A ModelCheckpoint is
+            not notified: its ``best_model_path`` may name a missing file until the next one is written. Default:
+            ``"stop"``.
 
     Raises:
-        ConfigurationError: an unknown ``when_full``.
+        ConfigurationError: if ``when_full`` is unknown.
     """
 
     def __init__(
@@ -67,24 +71,25 @@ class CheckpointFiles(TorchCheckpointIO):
         self.sharded = sharded
         self.asynchronous = asynchronous
         self.when_full = when_full
-        self._folders: tuple[Path, ...] = ()  # where the run's checkpoints are
+        self._folders: tuple[Path, ...] = ()  # the folders of the run's checkpoints
         self._urls: tuple[str, ...] = ()
-        self._own: set[str] = set()  # files that are the run's wherever they are
-        self._good: dict[Path, Identity] = {}  # files known to be whole, as they were then
-        self._lacks = False  # the last save found no room
-        self._saver: int | None = None  # the thread that has saved last
-        self._due: set[str | Path] = set()  # to be removed when there is another good one
+        self._own: set[str] = set()  # files of the run in any folder
+        self._good: dict[Path, Identity] = {}  # files that were verified, with their identities at that time
+        self._lacks = False  # the last save failed because the disk was full
+        self._saver: int | None = None  # the thread of the last save
+        self._due: set[str | Path] = set()  # files to remove once there is another good one
         self._writer: ThreadPoolExecutor | None = None
-        self._pending: list[Future[list[str]]] = []  # a save, and the removals that came after it
-        self.maps_files = False  # whether files are mapped, not read: where each process wants a part of their tensors
+        self._pending: list[Future[list[str]]] = []  # a save, and the removals after it
+        # whether files are memory-mapped, because each process needs only parts of their tensors
+        self.maps_files = False
         self._stager: Any = None  # keeps the host memory of the last save for the next
 
     def belong(self, folders: Iterable[str | Path], others: Iterable[str | Path]) -> None:
-        """Set which checkpoints belong to the run and may be removed; paths or URLs.
+        """Set which checkpoints belong to the run and may be removed.
 
         Args:
-            folders: where its checkpoints are; in local ones the last good one is kept.
-            others: files of its own elsewhere.
+            folders: the folders of its checkpoints, paths or URLs; in local ones the last good checkpoint is kept.
+            others: files of the run in other folders, paths or URLs.
         """
         self.wait()
         folders = list(folders)
@@ -96,8 +101,8 @@ class CheckpointFiles(TorchCheckpointIO):
         """Write ``checkpoint`` to ``path``, a path or a URL.
 
         Raises:
-            TypeError: there are ``storage_options``, for which there is no use.
-            CheckpointWriteError: there is no room, or the folder cannot be written to.
+            TypeError: if ``storage_options`` are given, because they are not supported.
+            CheckpointWriteError: if the disk is full, or the folder cannot be written to.
         """
         if _is_patched("save_checkpoint"):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
@@ -111,11 +116,11 @@ class CheckpointFiles(TorchCheckpointIO):
         self.wait()
         copied = checkpoint
         if self.asynchronous:
-            with suppress(Exception):  # an object among the hyper-parameters may be picklable, but not copyable
+            with suppress(Exception):  # an object among the hyperparameters may be picklable, but not copyable
                 copied = on_host(checkpoint)
         self._do(self._save, copied, path)
         if copied is checkpoint:
-            self.wait()  # it must not change before it is written
+            self.wait()  # the state must not change before it is written
 
     def save_shards(
         self,
@@ -125,20 +130,22 @@ class CheckpointFiles(TorchCheckpointIO):
         save: Callable[[Path, Any], None] | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write a checkpoint as a folder, each process its part. All processes call this together.
+        """Write a checkpoint as a folder; each process writes its part. All processes call this together.
 
         Args:
-            checkpoint: of this process, whose ``DTensor`` are parts of the same tensors as those of the others.
-            path: in a file system that all processes share.
-            group: the processes, by gloo, in a group that nobody else uses; None for this one alone.
-            save: writes the tensors, at once, in the place of DCP; see :func:`trainer.checkpoint.shards.write`.
-            facts: more for the manifest.
+            checkpoint: the checkpoint of this process; its ``DTensor`` are shards of the same tensors as those of the
+                others.
+            path: a folder in a file system that all processes share.
+            group: the gloo group of the processes, for this use only. None for this process alone.
+            save: writes the tensors synchronously, instead of DCP; see :func:`trainer.checkpoint.shards.write`.
+                Default: None, for DCP.
+            facts: additional entries of the manifest. Default: None.
 
         Raises:
-            ConfigurationError: the path is an address.
-            CheckpointWriteError: there is no room, or the folder cannot be written to; on all processes.
+            ConfigurationError: if the path is a URL.
+            CheckpointWriteError: if the disk is full, or the folder cannot be written to; raised on all processes.
         """
-        from trainer.checkpoint import shards  # DCP takes 0.1 s to import
+        from trainer.checkpoint import shards  # importing DCP takes 0.1 s
 
         place = local_path(path)
         if place is None:
@@ -150,7 +157,7 @@ class CheckpointFiles(TorchCheckpointIO):
         rest, copied = (tree, own), None
         if self.asynchronous:
             tensors = self._staged(tensors)
-            with suppress(Exception):  # as above
+            with suppress(Exception):  # see above
                 copied = on_host(rest)
         facts = {**facts_of(checkpoint), **(facts or {})}
         self._do(self._save_shards, *(copied or rest), tensors, facts, place, group, save)
@@ -158,13 +165,13 @@ class CheckpointFiles(TorchCheckpointIO):
             self.wait()
 
     def _staged(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A copy of this process's parts in host memory. The memory is kept, so that it is not taken again."""
+        """Copy this process's parts to host memory. The memory is kept for the next save."""
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         if self._stager is None:
             on_gpu = any(tensor.is_cuda for tensor in tensors.values())
             self._stager = DefaultStager(StagingOptions(on_gpu, False, False, on_gpu))
-        staged: dict[str, torch.Tensor] = self._stager.stage(tensors)  # waits for the device
+        staged: dict[str, torch.Tensor] = self._stager.stage(tensors)  # a host-device synchronization
         return staged
 
     def _save_shards(
@@ -182,20 +189,21 @@ class CheckpointFiles(TorchCheckpointIO):
         return self._note_saved(place, place)
 
     def wait(self) -> None:
-        """Wait for what is written in the background.
+        """Wait for writes in the background.
 
         Raises:
-            CheckpointWriteError: it was not written.
+            CheckpointWriteError: if a checkpoint was not written.
         """
         while self._pending:
             for warning in self._pending.pop(0).result():
                 rank_zero_warn(warning)
 
     def teardown(self) -> None:
-        """Wait for what is written in the background, and end the thread that does it.
+        """Wait for writes in the background, and end their thread.
 
         Raises:
-            CheckpointWriteError: it was not written. A warning, where the run ends because of another error.
+            CheckpointWriteError: if a checkpoint was not written. A warning instead if the run ends because of another
+                error.
         """
         writer, self._writer = self._writer, None
         if writer is not None:
@@ -214,7 +222,7 @@ class CheckpointFiles(TorchCheckpointIO):
         return {**vars(self), "_writer": None, "_stager": None}
 
     def _do(self, work: Callable[..., list[str]], *arguments: Any) -> None:
-        """Call ``work`` in the background, after earlier work, or at once. It returns warnings."""
+        """Call ``work``, which returns warnings, at once or in the background after earlier work."""
         if not self.asynchronous:
             for warning in work(*arguments):
                 rank_zero_warn(warning)
@@ -257,12 +265,17 @@ class CheckpointFiles(TorchCheckpointIO):
         map_location: Callable[..., Any] | Any = "cpu",
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint; a local file is verified first. None and True load tensors and plain containers only.
+        """Read a checkpoint; a local file is verified first.
+
+        Args:
+            path: a path or a URL.
+            map_location: as in ``torch.load``. Default: ``"cpu"``.
+            weights_only: None and True load tensors and plain containers only. Default: None.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            CheckpointError: it is damaged.
-            pickle.UnpicklingError: it holds more.
+            FileNotFoundError: if there is no such file.
+            CheckpointError: if the file is damaged.
+            pickle.UnpicklingError: if ``weights_only`` is not False and the file holds other objects.
         """
         if _is_patched("load_checkpoint"):
             patched: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
@@ -280,7 +293,7 @@ class CheckpointFiles(TorchCheckpointIO):
         return super().load_checkpoint(path, map_location, weights_only is not False)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint of this run. Any other file, and the last good one, is kept, with a warning."""
+        """Remove a checkpoint of this run. Any other file, and the last good checkpoint, are kept, with a warning."""
         if _is_patched("remove_checkpoint"):
             super().remove_checkpoint(path)
         else:
@@ -293,7 +306,7 @@ class CheckpointFiles(TorchCheckpointIO):
                 return []
             if reason := self._reason_to_keep(local, name):
                 if reason == _LAST and self._saver not in (None, threading.get_ident()):
-                    self._due.add(path)  # its successor is being written by another thread (AsyncCheckpointIO)
+                    self._due.add(path)  # another thread is writing its successor (AsyncCheckpointIO)
                     return []
                 return [f"{path} was to be removed as an old checkpoint, and is kept: {reason}"]
             if local is None:
@@ -305,7 +318,7 @@ class CheckpointFiles(TorchCheckpointIO):
             return []
 
     def _reason_to_keep(self, local: Path | None, name: str) -> str:
-        """Why a file must not be removed, as a sentence; "" where it may be."""
+        """Return the reason to keep a file, as a sentence; "" if it may be removed."""
         if local is None:
             inside = any(name.startswith(f"{folder.rstrip('/')}/") for folder in self._urls) and "/../" not in name
         else:
@@ -326,7 +339,7 @@ class CheckpointFiles(TorchCheckpointIO):
         return _LAST if self._is_last(Path(name)) else ""
 
     def _is_last(self, path: Path) -> bool:
-        """Whether ``path`` is the only good checkpoint in the run's folders."""
+        """Return whether ``path`` is the only good checkpoint in the folders of the run."""
         others = (other for other in [*self._good, *files.in_order(self._folders)] if other != path)
         return not any(self._is_good(other) for other in others) and self._is_good(path)
 
@@ -345,7 +358,7 @@ class CheckpointFiles(TorchCheckpointIO):
         return True
 
     def _remember(self, path: Path) -> None:
-        """Note that ``path`` is good, so that it is not read again to find out while it does not change."""
+        """Record that ``path`` is good, so that it is not verified again while it does not change."""
         self._good[path.resolve()] = _identity(path)
 
 
@@ -355,14 +368,14 @@ def _is_patched(name: str) -> bool:
 
 
 def adopt(strategy: Strategy) -> None:
-    """Have ``strategy`` save by a `CheckpointFiles`, unless the user has chosen another checkpoint IO."""
+    """Set a `CheckpointFiles` as the checkpoint IO of ``strategy``, unless the user has chosen another one."""
     if type(strategy).checkpoint_io is not Strategy.checkpoint_io:
-        return  # it chooses by itself
+        return  # the strategy chooses itself
     given = strategy._checkpoint_io
     if given is None:
         strategy.checkpoint_io = CheckpointFiles()
     elif isinstance(given, _WrappingCheckpointIO) and given.checkpoint_io is None:
-        given.checkpoint_io = CheckpointFiles()  # AsyncCheckpointIO(): what it wraps by default
+        given.checkpoint_io = CheckpointFiles()  # AsyncCheckpointIO() without an argument
 
 
 def files_of(strategy: Strategy) -> CheckpointFiles | None:
@@ -374,41 +387,41 @@ def files_of(strategy: Strategy) -> CheckpointFiles | None:
 
 
 def wait_for_saves(strategy: Strategy) -> None:
-    """Wait for what is written in the background, by a `CheckpointFiles` or by Lightning's `AsyncCheckpointIO`.
+    """Wait for writes in the background of a `CheckpointFiles` or of Lightning's `AsyncCheckpointIO`.
 
     Raises:
-        CheckpointWriteError: it was not written.
+        CheckpointWriteError: if a checkpoint was not written.
     """
     if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
-        strategy.checkpoint_io.teardown()  # it begins another thread with the next save
+        strategy.checkpoint_io.teardown()  # the next save starts another thread
     if (own := files_of(strategy)) is not None:
         own.wait()
 
 
 @contextmanager
 def without_objects(strategy: Strategy, path: str | Path) -> Iterator[None]:
-    """Have ``strategy`` read the checkpoint ``path`` with stand-ins for the objects among its hyper-parameters.
+    """Replace the objects among the hyperparameters by stand-ins when ``strategy`` reads the checkpoint ``path``.
 
-    A checkpoint at an address of the web (``http://...``) is read without them: it would be downloaded twice.
+    A checkpoint on the web (``http://...``) is read without stand-ins, because it would be downloaded twice.
     """
     if (own := files_of(strategy)) is not None:
         own.wait()
     with ExitStack() as opened:
         if not str(path).startswith("http"):
-            with suppress(Exception):  # of any file system; the error is reported when the file is read
+            with suppress(Exception):  # on any file system; reading the file reports the error
                 file = opened.enter_context(get_filesystem(path).open(str(path), "rb"))
                 opened.enter_context(inert(file))
         yield
 
 
 def local_path(path: str | Path) -> Path | None:
-    """``path`` in this machine's file system; None for one elsewhere."""
+    """Return ``path`` in the local file system. None for a remote path."""
     file_system, place = url_to_fs(str(path))
     return Path(place) if isinstance(file_system, LocalFileSystem) else None
 
 
 def _name(path: str | Path) -> str:
-    """The canonical name of a file, however it is given. A link is not resolved."""
+    """Return the canonical name of a file. A link is not resolved."""
     local = local_path(path)
     return str(path) if local is None else os.path.join(os.path.realpath(local.parent), local.name)
 
@@ -419,12 +432,12 @@ def _identity(path: Path) -> Identity:
 
 
 def _saving(checkpoint: Any) -> Callable[[Any], None]:
-    """Writes ``checkpoint`` into a stream, with the ``torch.save`` of now."""
+    """Return a function that writes ``checkpoint`` into a stream with the current ``torch.save``."""
     if torch.save is torch.serialization.save:
         return partial(torch.save, checkpoint)
 
     def save(stream: Any) -> None:
-        buffer = BytesIO()  # a replacement of `torch.save` gets the arguments that Lightning passes
+        buffer = BytesIO()  # a replacement of `torch.save` receives the same arguments as from Lightning
         torch.save(checkpoint, buffer)
         stream.write(buffer.getbuffer())
 
@@ -432,15 +445,15 @@ def _saving(checkpoint: Any) -> Callable[[Any], None]:
 
 
 def _upload(save: Callable[[Any], None], path: str | Path, facts: dict[str, Any]) -> None:
-    """Write to a file system elsewhere, atomically if it supports that."""
+    """Write to a remote file system, atomically if it supports that."""
     buffer = BytesIO()
     stream = files.Sealing(buffer, facts)
     save(stream)
     stream.seal()
     file_system, place = url_to_fs(str(path))
     file_system.makedirs(os.path.dirname(place), exist_ok=True)
-    with file_system.transaction:  # a temporary file and a move, on file systems that have them
-        if _is_object_storage(file_system) and "abfs" not in file_system.protocol:  # which is slower this way
+    with file_system.transaction:  # a temporary file and a move, on file systems with transactions
+        if _is_object_storage(file_system) and "abfs" not in file_system.protocol:  # slower this way on abfs
             file_system.pipe(place, buffer.getvalue())
         else:
             with file_system.open(place, "wb") as file:

@@ -1,4 +1,4 @@
-"""What launchers say of a run's processes (torchrun, Slurm): whether it fits, and how they find each other."""
+"""The processes that a launcher (torchrun, Slurm) has started: check their numbers, and let them find each other."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _ALONE = "To train in each of them by itself, say so: Trainer(plugins=LightningE
 
 
 _PATIENCE = 10.0
-"""Seconds until what one node has written is seen by the others."""
+"""Seconds until all nodes can see a file that one of them has written."""
 
 
 class Started(NamedTuple):
-    """What a launcher has started, by the variables that it sets.
+    """The processes that a launcher has started, read from its environment variables.
 
     Attributes:
-        what: the launcher, and the variables.
-        processes: of the whole run.
-        on_a_node: of them; None where the launcher does not say, or not of all nodes the same.
-        nodes: None where it does not say.
+        what: the launcher and its variables, as text.
+        processes: the number of processes of the run.
+        on_a_node: the number of processes per node. None if it is unknown or differs between nodes.
+        nodes: the number of nodes. None if it is unknown.
     """
 
     what: str
@@ -46,10 +46,10 @@ class Started(NamedTuple):
 
 
 def check_counts(environment: Any, strategy: Any) -> None:
-    """Compare the processes that a launcher has started with those that the arguments of a Trainer ask for.
+    """Compare the processes that a launcher has started with the arguments of a Trainer.
 
     Raises:
-        ClusterError: there are more or fewer.
+        ClusterError: if the numbers differ.
     """
     started = _started(environment)
     if started is None or not isinstance(strategy, ParallelStrategy):
@@ -68,10 +68,10 @@ def check_counts(environment: Any, strategy: Any) -> None:
 
 
 def nodes_started(plugins: Iterable[Any]) -> int:
-    """On how many nodes the launcher has started processes; 1 where there is none, or it does not say.
+    """Return the number of nodes that the launcher has started processes on; 1 without a launcher, or if it is unknown.
 
     Args:
-        plugins: of the Trainer; a cluster environment among them says which launcher it is.
+        plugins: the plugins of the Trainer; a cluster environment among them determines the launcher.
     """
     given = [plugin for plugin in plugins if isinstance(plugin, ClusterEnvironment)]
     found = (kind() for kind in (TorchElasticEnvironment, SLURMEnvironment) if kind.detect())
@@ -81,16 +81,16 @@ def nodes_started(plugins: Iterable[Any]) -> int:
 
 
 def check_local_rank(environment: Any, strategy: Any) -> None:
-    """When a Trainer is built, before it takes its device: is there one for this process?
+    """Check that this process has a device, when a Trainer is created and before it uses the device.
 
     Raises:
-        ClusterError: the launcher has started more processes here than the Trainer has devices.
+        ClusterError: if the launcher has started more processes on this node than the Trainer has devices.
     """
     if not isinstance(strategy, ParallelStrategy) or environment.local_rank() < len(strategy.parallel_devices or ()):
         return
     check_counts(environment, strategy)
     try:
-        strategy.root_device  # noqa: B018  # some take it from elsewhere, such as Ray's
+        strategy.root_device  # noqa: B018  # raises without a device; some take it from elsewhere, such as Ray's
     except IndexError:
         raise ClusterError(
             f"Got devices={len(strategy.parallel_devices or ())}, but {type(environment).__name__} says that this is"
@@ -100,10 +100,10 @@ def check_local_rank(environment: Any, strategy: Any) -> None:
 
 
 def check_alone(environment: Any) -> None:
-    """For a fit on a single device: nobody has started several processes, which would all do the same.
+    """Check that a fit on a single device is not started several times by a launcher.
 
     Raises:
-        ClusterError: somebody has.
+        ClusterError: if the launcher has started several processes, because each would train the same.
     """
     started = _started(environment)
     if started is None and type(environment) is not LightningEnvironment and (workers := _workers_of_ray()):
@@ -117,10 +117,10 @@ def check_alone(environment: Any) -> None:
 
 
 def check_ray(plugins: Iterable[Any]) -> None:
-    """When a Trainer is built by one of several workers of Ray Train: is there a plugin that tells it so?
+    """Check that a Trainer in one of several workers of Ray Train has a plugin for it.
 
     Raises:
-        ClusterError: there is none.
+        ClusterError: if it has none.
     """
     workers = _workers_of_ray()
     if workers > 1 and not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
@@ -133,16 +133,18 @@ def check_ray(plugins: Iterable[Any]) -> None:
 
 
 def check_addresses(environment: Any, num_nodes: int, processes: int) -> None:
-    """Before processes look for each other by the environment's variables: are those there that they need?
+    """Check the environment variables that processes need to find each other.
 
     Raises:
-        ClusterError: they would wait for each other in different places.
+        ClusterError: if some are missing or contradict the Trainer, because the processes would wait for each other in
+            different places.
     """
     if type(environment) is not LightningEnvironment or processes == 1:
         return
     given = {name: os.environ[name] for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK") if name in os.environ}
     if "LOCAL_RANK" in given:
-        names = ["MASTER_PORT"] if num_nodes == 1 else ["MASTER_ADDR", "MASTER_PORT"]  # one machine has an address
+        # on a single machine, the address has a default
+        names = ["MASTER_PORT"] if num_nodes == 1 else ["MASTER_ADDR", "MASTER_PORT"]
         missing = [name for name in names if name not in os.environ]
         why = f"LOCAL_RANK={given['LOCAL_RANK']} says that this process is one of several that somebody has started"
     elif num_nodes > 1:
@@ -168,24 +170,24 @@ def check_addresses(environment: Any, num_nodes: int, processes: int) -> None:
 
 @contextmanager
 def port_held(environment: ClusterEnvironment) -> Iterator[None]:
-    """A context in which no other program is given the port at which spawned processes will find each other.
+    """Return a context that reserves the port at which spawned processes will find each other.
 
     A spawned process takes seconds until it listens there. A socket that is bound to the port and does not listen
-    keeps the system from choosing that port for others. A process that asks for this very port may still listen
-    there, as torch's store does: both set ``SO_REUSEADDR``.
+    prevents the system from choosing that port for other programs. A process that requests this very port can still
+    listen there, as torch's store does, because both set ``SO_REUSEADDR``.
     """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with suppress(OSError):  # it is in use: they will say so
+        with suppress(OSError):  # in use: the processes will report it
             held.bind(("", environment.main_port))
         yield
 
 
 def join_process_group(strategy: Any) -> None:
-    """Join the process group, where torchrun has started this process, by a store that only this start of it uses.
+    """Join the process group through a store that belongs to this start only, if torchrun has started this process.
 
-    Lightning, which does it elsewhere, finds it done. It would read what the processes of an earlier start have
-    written, and wait for these.
+    Lightning joins it later and finds it initialized. Lightning's own way would read values that the processes of an
+    earlier start have written, and wait for these processes.
     """
     environment = getattr(strategy, "cluster_environment", None)
     if not isinstance(strategy, ParallelStrategy) or not isinstance(environment, TorchElasticEnvironment):
@@ -206,15 +208,15 @@ def join_process_group(strategy: Any) -> None:
 
 
 def check_shared(engine: Any, look: Callable[[], Any], what: str) -> None:
-    """All processes, on whatever node, find the same by ``look``. A network's file system may take a moment.
+    """Check that ``look`` returns the same on all processes. A network file system may need a few seconds.
 
     Args:
-        engine: of the run, whose processes all call this.
-        look: at what is to be shared. What it returns on rank 0 is expected on the others.
-        what: it is, with the reason why all nodes need it: the beginning of a sentence.
+        engine: the engine of the run; all of its processes call this.
+        look: reads the shared thing. Its result on rank 0 is expected on the others.
+        what: the beginning of the error message: the thing, and the reason that all nodes need it.
 
     Raises:
-        ClusterError: on all of them, if one of them does not find it.
+        ClusterError: on all processes, if one of them does not find it.
     """
     expected, end = engine.broadcast(look()), time.monotonic() + _PATIENCE
     while (found := look()) != expected and time.monotonic() < end:
@@ -235,7 +237,7 @@ def check_shared(engine: Any, look: Callable[[], Any], what: str) -> None:
 
 
 def explained(error: torch.distributed.DistNetworkError) -> BaseException:
-    """What to raise in the place of ``error``, which processes get that cannot find each other."""
+    """Return the exception to raise instead of ``error``, which processes raise that cannot find each other."""
     port = os.environ.get("MASTER_PORT")
     if errno.errorcode[errno.EADDRINUSE] not in str(error) or port is None:
         return error
@@ -249,7 +251,7 @@ def explained(error: torch.distributed.DistNetworkError) -> BaseException:
 
 
 def _started(environment: Any) -> Started | None:
-    """What the launcher of ``environment`` has started; None where it has not started any."""
+    """Return the processes that the launcher of ``environment`` has started, or None if it has not started any."""
     if type(environment) is TorchElasticEnvironment:
         count = {name: _number_in(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")}
         here, processes = count["LOCAL_WORLD_SIZE"], count["WORLD_SIZE"]
@@ -272,9 +274,9 @@ def _started(environment: Any) -> Started | None:
 
 
 def _workers_of_ray() -> int:
-    """How many workers Ray Train has started, if this process is one of them; else 0."""
+    """Return the number of workers that Ray Train has started if this process is one of them; otherwise 0."""
     train = sys.modules.get("ray.train")
-    with suppress(Exception):  # outside of a worker some versions raise an error
+    with suppress(Exception):  # some versions raise outside a worker
         return int(train.get_context().get_world_size())  # type: ignore[union-attr]
     return 0
 

@@ -6,7 +6,7 @@ The keys are Lightning's; ``loops.amp_trainer`` holds the entries that Lightning
 ``epoch``, ``global_step``   For people and file names. Not used to restore.
 ``state_dict``               The module.
 ``DataModule``               The datamodule, under the name of its class.
-``loops``                    The counters in Lightning's shape, and the states of dataloaders that have one.
+``loops``                    The counters in Lightning's format, and the states of dataloaders that have one.
 ``loops.amp_trainer``:
 ``format``                   The version of the entries under ``amp_trainer``.
 ``progress``                 The counters (``trainer.state.progress``).
@@ -16,7 +16,7 @@ The keys are Lightning's; ``loops.amp_trainer`` holds the entries that Lightning
 ``callbacks``                States of callbacks of this package.
 ``order``                    The order of the training samples, for another number of processes.
 ``savers``                   When each ModelCheckpoint last saved.
-``rows``                     The place of each logger in its files.
+``rows``                     The position of each logger in its files.
 ``callbacks``                States of other callbacks: Lightning reads every callback's state here.
 ``optimizer_states``         One for each optimizer.
 ``lr_schedulers``            One for each schedule.
@@ -47,13 +47,13 @@ class Entry(NamedTuple):
     """An entry of a checkpoint.
 
     Attributes:
-        key: The place of its value, with dots between nested keys. If "", the value is a dict that is merged into the
+        key: the key of its value, with dots between nested keys. If "", the value is a dict that is merged into the
             checkpoint.
-        save: Returns the value, from the Trainer and the entries before it. None leaves the entry out.
-        load: Restores the entry, from the Trainer and the checkpoint. None if nothing is restored.
-        moment: When it is loaded: at the ``"set-up"``, before the strategy wraps the module; or for ``"training"``,
-            when the optimizers exist.
-        is_for_resuming: Whether a checkpoint of weights alone leaves it out.
+        save: returns the value, from the Trainer and the entries before it. None leaves the entry out.
+        load: restores the entry, from the Trainer and the checkpoint. Default: None, nothing is restored.
+        moment: when it is loaded: ``"set-up"``, before the strategy wraps the module; or ``"training"``, when the
+            optimizers exist. Default: ``"set-up"``.
+        is_for_resuming: whether a checkpoint with weights only leaves it out. Default: True.
     """
 
     key: str
@@ -64,11 +64,11 @@ class Entry(NamedTuple):
 
 
 def dump(trainer: Any, *, weights_only: bool) -> Checkpoint:
-    """Return a checkpoint of this moment.
+    """Return a checkpoint of the current state.
 
     Args:
         trainer: the Trainer.
-        weights_only: leave out the entries that only a resumed run needs.
+        weights_only: whether to leave out the entries that only a resumed run needs.
     """
     checkpoint: Checkpoint = {}
     for entry in ENTRIES:
@@ -128,7 +128,7 @@ def _dump_loops(trainer: Any, _: Checkpoint) -> Checkpoint:
 
 
 def _dump_parameters(trainer: Any, checkpoint: Checkpoint) -> list[list[str]]:
-    names = {name: name for name in checkpoint["state_dict"]}  # one text is written once
+    names = {name: name for name in checkpoint["state_dict"]}  # equal strings are written once
     found = state.parameter_names(trainer.lightning_module, trainer.engine.optimizers)
     return [[names.setdefault(name, name) for name in known] for known in found]
 
@@ -189,6 +189,6 @@ ENTRIES: tuple[Entry, ...] = (
     _ours("order", elastic.order_to_save),
     _ours("savers", model_checkpoints.states_to_save, load=model_checkpoints.restore_states),
     _ours("rows", resuming.places_to_save),
-    _weights_alone("", _make_loadable),  # after the hooks, which may change the hyper-parameters
+    _weights_alone("", _make_loadable),  # after the hooks, which may change the hyperparameters
 )
 """All entries, in the order in which they are saved and, at each moment, loaded."""

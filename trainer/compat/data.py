@@ -1,4 +1,4 @@
-"""Dataloaders: where they come from, made ready for several processes, limited. By Lightning's data connector."""
+"""Dataloaders: request them, distribute them over processes, and limit them, through Lightning's data connector."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ _STAGES = RunningStage.TRAINING, RunningStage.VALIDATING, RunningStage.TESTING, 
 
 
 class _Connector(_DataConnector):
-    """Lightning's data connector; what is attached to it is attached to ours.
+    """Lightning's data connector; data that is attached to it is attached to ours.
 
     Args:
         trainer: the Trainer.
-        source: where dataloaders come from.
+        source: our source of dataloaders.
     """
 
     def __init__(self, trainer: Any, source: DataSource) -> None:
@@ -68,17 +68,17 @@ class _Connector(_DataConnector):
         predict_dataloaders: Any = None,
         datamodule: LightningDataModule | None = None,
     ) -> None:
-        """Say before a run what it will be about: so its length can be asked for."""
+        """Attach the data of a later run, so that its length can be read before it."""
         given = train_dataloaders, val_dataloaders, test_dataloaders, predict_dataloaders
         model.trainer = self.trainer
         self._source.attach(model, dict(zip(_STAGES, given, strict=True)), datamodule)
 
     def _prepare_dataloader(self, dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
-        """Divide the data among the processes. In a prediction, keep track of the indices.
+        """Distribute the data over the processes. In a prediction, also record the indices.
 
         Raises:
-            ConfigurationError: a prediction on several processes with a batch sampler that is neither a list nor like
-                torch's ``BatchSampler``. Each process would predict everything.
+            ConfigurationError: if a prediction on several processes uses a batch sampler that is neither a list nor
+                like torch's ``BatchSampler``, because each process would predict everything.
         """
         batches = getattr(dataloader, "batch_sampler", None)
         if not isinstance(dataloader, DataLoader) or batches is None:
@@ -98,12 +98,12 @@ class _Connector(_DataConnector):
             return super()._prepare_dataloader(dataloader, shuffle, mode)
         padded = mode is not RunningStage.TRAINING and not predicts and trainer.pad_evaluation  # type: ignore[attr-defined]
         share = BatchShare(batches, **(trainer.distributed_sampler_kwargs or {}) if divides else {}, padded=padded)
-        view = copy(dataloader)  # as if made with it: the attributes of a dataloader cannot be set
+        view = copy(dataloader)  # as if created with it, because the attributes of a dataloader cannot be set
         vars(view).update(batch_sampler=_IndexBatchSamplerWrapper(share) if predicts else share, _iterator=None)
         return view
 
     def _resolve_sampler(self, dataloader: Any, shuffle: bool, mode: RunningStage | None = None) -> Any:
-        """Divide the data of an evaluation among the processes, each sample once."""
+        """Distribute the data of an evaluation over the processes, each sample once."""
         trainer: Any = self.trainer
         padded = trainer.pad_evaluation and mode is not RunningStage.PREDICTING
         if mode is RunningStage.TRAINING or padded or not self._requires_distributed_sampler(dataloader):
@@ -112,22 +112,22 @@ class _Connector(_DataConnector):
         return UnpaddedSampler(dataloader.sampler, **trainer.distributed_sampler_kwargs, seed=seed)
 
     def attach_dataloaders(self, model: LightningModule, *args: Any, **kwargs: Any) -> None:
-        """The same, without a datamodule."""
+        """Attach dataloaders, without a datamodule."""
         self.attach_data(model, *args, **kwargs)
 
     def attach_datamodule(self, model: LightningModule, datamodule: LightningDataModule | None = None) -> None:
-        """The same, with a datamodule alone."""
+        """Attach a datamodule, without dataloaders."""
         self.attach_data(model, datamodule=datamodule)
 
 
 def _as_if_made_with_a_batch_size(dataloader: DataLoader[Any], batches: BatchSampler) -> DataLoader[Any]:
-    """Return a view of a ``DataLoader(batch_sampler=BatchSampler(...))`` that has the sampler and size of its batches.
+    """Return a view of a ``DataLoader(batch_sampler=BatchSampler(...))`` with the sampler and the size of its batches.
 
     Lightning divides ``dataloader.sampler`` and keeps ``dataloader.batch_size``, which are not those of the batches.
     """
     view, own = copy(dataloader), {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
     vars(view).update(own, sampler=batches.sampler)
-    saved = "__pl_saved_kwargs"  # the arguments of a dataloader that a hook of the module has made
+    saved = "__pl_saved_kwargs"  # the arguments of a dataloader that was created in a hook of the module
     if saved in vars(view):
         vars(view)[saved] = {**vars(view)[saved], **own}
     return view
@@ -135,14 +135,14 @@ def _as_if_made_with_a_batch_size(dataloader: DataLoader[Any], batches: BatchSam
 
 @dataclass
 class Carried:
-    """What a run keeps of one on another number of processes, which has begun it.
+    """The state that a run takes over from a run on another number of processes, which it resumes.
 
     Attributes:
-        order: of its training samples.
-        given: the settings that are counted in batches, as this run was given them.
-        keeps_limit: whether ``limit_train_batches`` is as it was: the order has it already.
-        validation: batches of now between two validations, and whether an epoch's end has one in any case. None where
-            ``val_check_interval`` says it.
+        order: the order of the training samples.
+        given: the settings that are counted in batches, as they were given to this run.
+        keeps_limit: whether ``limit_train_batches`` is unchanged: the order includes it already.
+        validation: the number of batches of this run between two validations, and whether the end of an epoch always
+            has one. Default: None, ``val_check_interval`` applies.
     """
 
     order: SampleOrder
@@ -152,16 +152,16 @@ class Carried:
 
 
 class DataSource:
-    """Where a run's dataloaders come from: arguments, the module's methods, or a datamodule's.
+    """The source of a run's dataloaders: arguments, the methods of the module, or those of a datamodule.
 
     Args:
-        trainer: the Trainer; Lightning's connector asks it for ranks and strategy.
+        trainer: the Trainer; Lightning's connector reads ranks and strategy from it.
 
     Attributes:
-        resumed: where the training data was when a checkpoint was written, for ``TrainingBatches.load_state_dict``; {}
-            if that is unknown, None where nothing is resumed.
-        carried: what the run keeps of one on another number of processes, which has begun it. None for nothing.
-        prefetching: what sends the batches of the run to a GPU while the step before them runs. None elsewhere.
+        resumed: the position of the training data in the checkpoint, for ``TrainingBatches.load_state_dict``; {} if it
+            is unknown, None if nothing is resumed.
+        carried: the state taken over from a run on another number of processes. None if there is no such run.
+        prefetching: copies batches to a GPU while the previous step runs. None if batches are not prefetched.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -177,12 +177,12 @@ class DataSource:
         self.prefetching: Prefetching | None = None
 
     def attach(self, module: LightningModule, given: dict[RunningStage, Any], datamodule: Any) -> None:
-        """Note where each stage's dataloaders will come from.
+        """Set the source of the dataloaders of each stage.
 
         Args:
-            module: whose ``*_dataloader`` methods are used where nothing else is given.
-            given: dataloaders by stage; None for a stage without.
-            datamodule: whose methods are used instead, where it is not None.
+            module: the module; its ``*_dataloader`` methods are used if nothing else is given.
+            given: dataloaders by stage. None for a stage without.
+            datamodule: a datamodule with methods that are used instead. None to use the module's.
         """
         self.datamodule = datamodule
         self.connector._datahook_selector = _DataHookSelector(module, datamodule)
@@ -197,39 +197,39 @@ class DataSource:
             datamodule.trainer = self._trainer
 
     def source(self, stage: RunningStage) -> _DataLoaderSource:
-        """Where the dataloaders of ``stage`` come from."""
+        """Return the source of the dataloaders of ``stage``."""
         return self._sources.get(stage) or _DataLoaderSource(None, f"{stage.dataloader_prefix}_dataloader")
 
     def state_dict(self) -> dict[str, Any]:
-        """What the training dataloaders that have a state say of themselves, as Lightning's fit loop writes it."""
+        """Return the states of the training dataloaders that have one, in the format of Lightning's fit loop."""
         ready = self._ready.get(RunningStage.TRAINING)
         states = [] if ready is None else ready.loader_states()
         return {"combined_loader": states} if states else {}
 
     def give_up_order(self) -> None:
-        """Have the training's dataloaders order their samples as they would in a run that begins."""
+        """Make the training dataloaders order their samples as in a new run."""
         self.carried = self.resumed = None
         self.forget(RunningStage.TRAINING)
 
     def forget(self, stage: RunningStage) -> None:
-        """Make the dataloaders of ``stage`` anew when they are asked for next."""
+        """Drop the dataloaders of ``stage``, so that they are created again when they are requested next."""
         old = self._ready.pop(stage, None)
         if old is not None:
             old.close()
 
     def ready(self, stage: RunningStage) -> LoaderSet | None:
-        """The dataloaders of ``stage``, if they have been made already."""
+        """Return the dataloaders of ``stage`` if they were created already, otherwise None."""
         return self._ready.get(stage)
 
     def is_due(self, stage: RunningStage) -> bool:
-        """Whether the dataloaders of ``stage`` are to be made before its next pass, for the first time or anew."""
+        """Return whether the dataloaders of ``stage`` must be created before its next pass, or created again."""
         if stage not in self._ready or stage in self._outdated:
             return True
         ready = self._ready[stage]
         return self._is_past(self._made_in[stage] if ready is None else ready.made_in)
 
     def _is_past(self, made_in: float) -> bool:
-        """Whether dataloaders made in that epoch are to be made anew by now."""
+        """Return whether dataloaders created in epoch ``made_in`` must be created again by now."""
         every = self._trainer.reload_dataloaders_every_n_epochs
         return bool(every) and self._trainer.current_epoch - made_in >= every
 
@@ -239,48 +239,51 @@ class DataSource:
             ready.made_in = made_in
 
     def outdate(self, stage: RunningStage) -> None:
-        """Have the dataloaders of ``stage`` made anew before its next pass, training's before its next epoch."""
+        """Create the dataloaders of ``stage`` again before its next pass; those for training before the next epoch."""
         self._outdated.add(stage)
 
     def loaders(self, stage: RunningStage, anew: bool = False) -> LoaderSet | None:
-        """The dataloaders of ``stage``, made at the first call; None where there are none or their limit is 0.
+        """Return the dataloaders of ``stage``, created at the first call. None if there are none or their limit is 0.
 
         Args:
-            stage: whose.
-            anew: make them also where they have been made already.
+            stage: the stage.
+            anew: whether to create them again if they exist. Default: False.
         """
         old = self._ready.get(stage)
         resumed = self.resumed if stage is RunningStage.TRAINING else None
         if stage not in self._ready or anew:
             timed = self._trainer.profiler.profile(f"setup_{stage.dataloader_prefix}_dataloader")
             with timed, warnings.catch_warnings():
-                # Lightning 2.6.6 asks torch's pytree in a way that torch 2.15 deprecates
+                # Lightning 2.6.6 calls torch's pytree in a way that torch 2.15 deprecates
                 warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
                 made = self._ready[stage] = self._make(stage)
             if made is not None:
                 patience = self._trainer.dataloader_timeout
                 self._trainer._session.enter_context(bounded(made.combined.flattened, patience))
             self._outdated.discard(stage)
-            # a sanity check makes those of its epoch's validation, too; but not every epoch has one
+            # a sanity check also creates those for the validation of its epoch, but not every epoch has one
             is_extra = self._trainer.sanity_checking and not self._trainer.loop.limits.epoch_validates()
             self._note_epoch(stage, float("-inf") if is_extra else self._trainer.current_epoch)
             if old is not None:
                 old.close()
             if made is not None and stage is RunningStage.TRAINING and resumed is None:
                 made.start_epoch(self._trainer.progress.epochs_trained)
-                made.open()  # so early because Lightning does: it draws random numbers
+                made.open()  # this early, because Lightning does: it draws random numbers
         if resumed and not self._is_past(made_in := resumed.get("made_in", self._made_in[stage])):
-            self._note_epoch(stage, made_in)  # they take the place of those of the checkpoint
+            self._note_epoch(stage, made_in)  # they replace those of the checkpoint
         return self._ready[stage]
 
     def release(self) -> None:
-        """Shut down the worker processes of a run that is over."""
+        """Shut down the worker processes at the end of a run."""
         for ready in self._ready.values():
             if ready is not None:
                 ready.close()
 
     def transfer_hook(self, name: str) -> Any:
-        """The user's ``on_before_batch_transfer`` (and so on): the datamodule's or the module's; None for neither."""
+        """Return the user's ``on_before_batch_transfer`` (and so on), of the datamodule or the module.
+
+        None if not overridden.
+        """
         selector = self.connector._datahook_selector
         assert selector is not None
         owner = selector.get_instance(name)
@@ -293,7 +296,7 @@ class DataSource:
         fitting = training or trainer.state.fn is TrainerFn.FITTING
         optional = fitting and not training
         if limit == 0 or (optional and not source.is_defined()):
-            return None  # what is needed and not defined is asked for all the same: that says what is missing
+            return None  # a required loader is requested even if undefined, because the error names the missing method
         given = _request_dataloader(source)
         trainer.strategy.barrier(f"{stage.dataloader_prefix}_dataloader()")
         mode: Literal["max_size_cycle", "sequential"] = "max_size_cycle" if training else "sequential"
@@ -310,7 +313,7 @@ class DataSource:
         unprepared, combined.flattened = combined.flattened, [self._prepare(one, stage) for one in combined.flattened]
         samplers = self._put_in_order(combined, unprepared) if training and self.carried is not None else []
         with warnings.catch_warnings():
-            if training and combined._mode != "max_size":  # an error, unless there is no dataloader at all
+            if training and combined._mode != "max_size":  # otherwise an error, unless there is no dataloader at all
                 warnings.filterwarnings("ignore", message="Total length of `(?!list`)")
             lengths = self._lengths(combined, training)
         own = not training or all(map(has_exact_length, combined.flattened))
@@ -327,7 +330,7 @@ class DataSource:
             else LoaderSet(combined, limits, float("inf") not in lengths, watch_of(trainer.profiler, stage))
         )
         made.most = most
-        unknown = [span.most == float("inf") for span in spans]  # a limit is not what they come to
+        unknown = [span.most == float("inf") for span in spans]  # unknown, whatever the limit
         known = self._over_processes(limits if made.is_sequential else [made.num_batches()])
         unknown = unknown if made.is_sequential else [any(unknown)]
         if not training:
@@ -344,10 +347,10 @@ class DataSource:
         return made
 
     def _lengths(self, combined: CombinedLoader, training: bool) -> list[float]:
-        """The batches of each dataloader in this process; inf for one without a length.
+        """Return the number of batches of each dataloader in this process; inf for one without a length.
 
         Raises:
-            RuntimeError: one has no batches here, and is of training, or padded: other processes have some.
+            RuntimeError: if one has no batches here, and is for training or padded, because other processes have some.
         """
         trainer = self._trainer
         may_be_empty = not (training or trainer.pad_evaluation) or self.may_be_empty
@@ -363,7 +366,7 @@ class DataSource:
         return any(getattr(one, "allow_zero_length_dataloader_with_multiple_devices", False) for one in owners)
 
     def _over_processes(self, batches: list[float]) -> list[Span]:
-        """The fewest and the most of these numbers of batches that a process has. One exchange."""
+        """Return the smallest and largest of these numbers over the processes. Takes one collective."""
         engine = self._trainer.engine
         if engine.world_size == 1:
             return [Span(number, number) for number in batches]
@@ -375,14 +378,16 @@ class DataSource:
         ]
 
     def _put_in_order(self, combined: CombinedLoader, unprepared: list[Any]) -> list[ElasticSampler]:
-        """Have the training's dataloader read its share of the samples in the carried order. Returns its sampler.
+        """Make the training dataloader read its share of the samples in the order taken over.
+
+        Return its sampler in a list.
 
         Args:
             combined: the dataloader, prepared.
-            unprepared: as the user has made it.
+            unprepared: the dataloaders as the user created them.
 
         Raises:
-            ResumeError: there are several, or one whose samples cannot be divided in another way.
+            ResumeError: if there are several, or one with samples that cannot be divided in another way.
         """
         assert self.carried is not None
         if len(combined.flattened) != 1:
@@ -406,9 +411,9 @@ class DataSource:
             loader.batch_size,
             lambda value: engine.broadcast(
                 value
-            ),  # not the method: who looks for generators would look into the engine
+            ),  # not the method, which a search for generators would follow into the engine
         )
-        ordered = copy(loader)  # as if made with it: the attributes of a dataloader cannot be set
+        ordered = copy(loader)  # as if created with it, because the attributes of a dataloader cannot be set
         batches = BatchSampler(sampler, loader.batch_size, drop_last=False)
         vars(ordered).update(sampler=sampler, batch_sampler=batches, drop_last=False, _iterator=None)
         combined.flattened = [ordered]
@@ -431,12 +436,12 @@ class DataSource:
 
 
 def _takes_sampler(batches: Any) -> bool:
-    """Return whether Lightning can make a batch sampler like this one over the samples of a process."""
+    """Return whether Lightning can create a batch sampler of the same kind over the samples of a process."""
     return hasattr(batches, "__pl_saved_args") or all(hasattr(batches, name) for name in ("batch_size", "drop_last"))
 
 
 def _share_steps(metrics: MetricStore, fewest: float, batch_idx: int) -> None:
-    """A value of a single batch is this process's own, where another one has no such batch."""
+    """Reduce values of single batches over the processes only while each process has such a batch."""
     if metrics.shares_steps is not (batch_idx < fewest):
         metrics.share_steps(batch_idx < fewest)
 
@@ -446,7 +451,7 @@ def _weigh(window: AccumulationWindow, sampler: ElasticSampler, batch_idx: int) 
 
 
 def move_training_batch(batch: Any, device: torch.device) -> Any:
-    """``batch`` on ``device``. One that is None draws a warning; nothing is trained on it."""
+    """Move ``batch`` to ``device``. Warn about a batch that is None; it is not trained on."""
     if batch is None:
         rank_zero_warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
     return move_data_to_device(batch, device)

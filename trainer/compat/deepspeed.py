@@ -1,4 +1,4 @@
-"""DeepSpeed as a strategy, and the engine over it. The package is imported when processes have started."""
+"""DeepSpeed as a strategy, and its engine. The package is imported after the processes have started."""
 
 from __future__ import annotations
 
@@ -44,53 +44,55 @@ from trainer.precision.mixed import MixedPrecision
 from trainer.precision.scaler import LossScaler
 
 _SCALING = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1, "loss_scale": 0}
-"""DeepSpeed's words for how it scales losses, and Lightning's defaults."""
+"""DeepSpeed's settings for loss scaling, with Lightning's defaults."""
 
 _BLOCKS = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
-"""What a DeepSpeed config calls a precision."""
+"""The names of precisions in a DeepSpeed config."""
 
 
 class DeepSpeedStrategy(LightningDeepSpeedStrategy):
-    """Optimizer states, gradients and parameters spread over the processes by DeepSpeed's ZeRO.
+    """Shards optimizer states, gradients and parameters over the processes with DeepSpeed's ZeRO.
 
-    ``Trainer(strategy="deepspeed")`` is ``Trainer(strategy=DeepSpeedStrategy())``; there are also
-    ``"deepspeed_stage_1"``, ``_2``, ``_2_offload``, ``_3`` and ``_3_offload``. On the command line:
-    ``trainer=deepspeed trainer.strategy.stage=3``. Lightning's ``DeepSpeedStrategy(...)`` is taken with its settings.
+    ``Trainer(strategy="deepspeed")`` is short for ``Trainer(strategy=DeepSpeedStrategy())``; there are also
+    ``"deepspeed_stage_1"``, ``_2``, ``_2_offload``, ``_3`` and ``_3_offload``. On the command line: ``trainer=deepspeed
+    trainer.strategy.stage=3``. Lightning's ``DeepSpeedStrategy(...)`` is accepted with its settings.
 
-    The backward pass, the step and the loss scale are DeepSpeed's own. ``precision="16-mixed"`` and ``"bf16-mixed"``
-    are what DeepSpeed means by them: weights in 16 bits, and float32 ones for the optimizer.
+    DeepSpeed runs the backward pass and the step, and scales the loss. ``precision="16-mixed"`` and ``"bf16-mixed"``
+    have DeepSpeed's meaning: weights in 16 bits, and float32 weights for the optimizer.
 
-    Accumulation, clipping and batch sizes are the Trainer's, the optimizer is the module's. What a config says of them
-    must be the same, or ``"auto"``.
+    The Trainer sets accumulation, clipping and batch sizes, and the module the optimizer. A config must set the same
+    values for them, or ``"auto"``.
 
     Args:
-        stage: what is spread: 1 for the optimizer's states, 2 for gradients, too, 3 for parameters, too. None for what
-            ``config`` says, or 2.
-        offload_optimizer: keep the optimizer's states in the CPU's memory, and step there. None for False, or what
-            ``config`` says.
-        offload_parameters: keep parameters in the CPU's memory; stage 3. None as above.
-        config: a DeepSpeed config, as a mapping or the path of a JSON file.
-        initial_scale_power: the first loss scale is 2 to this power; None for 16. This and what follows are for
-            ``"16-mixed"``.
-        loss_scale_window: steps without overflow before the scale doubles; None for 1000.
-        hysteresis: overflows before the scale is halved; None for 2.
-        min_loss_scale: the least scale; None for 1.
-        loss_scale: a scale that never changes; None and 0 for one that does.
-        process_group_backend: ``"nccl"``, ``"gloo"``, ...; None for that of the device.
-        timeout: how long a process waits for the others in a collective; a timedelta, or seconds.
+        stage: the state that is sharded: 1 for optimizer states, 2 also for gradients, 3 also for parameters. Default:
+            None, for the value in ``config``, or 2.
+        offload_optimizer: keep the optimizer states in CPU memory, and step there. Default: None, for the value in
+            ``config``, or False.
+        offload_parameters: keep parameters in CPU memory; requires stage 3. Default: None, for the value in ``config``,
+            or False.
+        config: a DeepSpeed config, as a mapping or the path of a JSON file. Default: None.
+        initial_scale_power: the initial loss scale is 2 to this power. Default: None, for 16. Like the next four, used
+            with ``"16-mixed"`` only.
+        loss_scale_window: steps without overflow before the scale doubles. Default: None, for 1000.
+        hysteresis: overflows before the scale is halved. Default: None, for 2.
+        min_loss_scale: the smallest scale. Default: None, for 1.
+        loss_scale: a constant scale. Default: None, which like 0 means a dynamic scale.
+        process_group_backend: ``"nccl"``, ``"gloo"``, ... Default: None, for the one of the device.
+        timeout: the time that a process waits for the others in a collective; a timedelta, or seconds. Default: that of
+            torch.
 
     Attributes:
-        config: DeepSpeed's, without what the Trainer brings.
-        zero: the module, while DeepSpeed has it.
+        config: the DeepSpeed config, without the values that the Trainer adds.
+        zero: the module while DeepSpeed owns it. None otherwise.
 
     Raises:
-        ConfigurationError: settings that contradict each other, or that there are none of.
-        UnsupportedError: DeepSpeed is not installed.
+        ConfigurationError: if settings contradict each other or are not supported.
+        UnsupportedError: if DeepSpeed is not installed.
     """
 
     strategy_name = "deepspeed"
 
-    # as under DDP: the module is made whole, and spread afterwards; a file is written by the first process
+    # as under DDP: the full module is created and sharded afterwards; rank 0 writes a file
     setup_distributed = DDPStrategy.setup_distributed
     model_sharded_context = DDPStrategy.model_sharded_context
     tensor_init_context = DDPStrategy.tensor_init_context
@@ -143,7 +145,7 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
 
     @classmethod
     def of(cls, theirs: LightningDeepSpeedStrategy) -> DeepSpeedStrategy:
-        """Ours, with the settings of Lightning's."""
+        """Convert Lightning's strategy to ours, with its settings."""
         config = copy.deepcopy(theirs.config) or {}
         if not config.get("zero_optimization"):
             config["zero_optimization"] = {"stage": 0}
@@ -160,7 +162,7 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         )
 
     def _settle(self, place: tuple[str, str], given: Any, default: Any, argument: str) -> Any:
-        """Put a setting into the config, unless it is there. Returns it."""
+        """Put a setting into the config, unless it has it already. Return its value."""
         block = self.config.setdefault(place[0], {})
         found = block.setdefault(place[1], default if given is None else given)
         if given is not None and found != given:
@@ -202,13 +204,13 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
 
     @property
     def stage(self) -> int:
-        """Of ZeRO."""
+        """The stage of ZeRO."""
         stage: int = self.config["zero_optimization"]["stage"]
         return stage
 
     @property
     def sharding(self) -> str:
-        """What a run says of it."""
+        """Description of the sharding, for messages."""
         return f"ZeRO {self.stage} over {self.world_size} processes, by DeepSpeed"
 
     @property
@@ -217,23 +219,23 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         return (self.config["zero_optimization"].get("offload_optimizer") or {}).get("device") == "cpu"
 
     def complete(self, precision: str, batches: int) -> dict[str, Any]:
-        """The config for DeepSpeed: with the precision, and the batches of an accumulation window."""
+        """Return the config for DeepSpeed, with the precision and the number of batches in an accumulation window."""
         config: dict[str, Any] = copy.deepcopy(self.config)
         scaling = config.pop("fp16")
         config.pop("bf16", None)
         if (block := _BLOCKS.get(precision)) is not None:
             config[block] = {**(scaling if block == "fp16" else self.config.get("bf16", {})), "enabled": True}
         config["gradient_accumulation_steps"] = batches
-        config["gradient_clipping"] = 0.0  # each step says it
-        config.setdefault("train_micro_batch_size_per_gpu", 1)  # for its own figures
+        config["gradient_clipping"] = 0.0  # set at each step
+        config.setdefault("train_micro_batch_size_per_gpu", 1)  # for DeepSpeed's own statistics
         config.pop("train_batch_size", None)
         config.setdefault("zero_allow_untested_optimizer", True)
-        config.setdefault("zero_force_ds_cpu_optimizer", False)  # torch's steps on a CPU, too
+        config.setdefault("zero_force_ds_cpu_optimizer", False)  # torch's optimizer steps on a CPU, too
         config.setdefault("steps_per_print", sys.maxsize)
         return config
 
     def setup_environment(self) -> None:
-        """Join the process group, and have DeepSpeed use it."""
+        """Join the process group, and make DeepSpeed use it."""
         DDPStrategy.setup_environment(self)
         device = self.root_device.type
         if "deepspeed" not in sys.modules:
@@ -252,13 +254,13 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
                 f"Got precision='16-mixed' with strategy='deepspeed' on a {device!r} device that DeepSpeed does not"
                 " compute float16 on. Use precision='bf16-mixed' or '32-true'."
             )
-        if device == "cpu":  # it would compile for minutes what only speeds up collectives of CPUs
+        if device == "cpu":  # skip minutes of compilation that only speeds up collectives on CPUs
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self._set_node_environment_variables()
         deepspeed.init_distributed(self._get_process_group_backend(), auto_mpi_discovery=False, verbose=False)
 
     def setup(self, trainer: Any) -> None:
-        """Hand the module, and for fitting its optimizer, to DeepSpeed."""
+        """Pass the module and, in a fit, its optimizer to DeepSpeed."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
@@ -279,17 +281,17 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         self.setup_precision_plugin()
 
     def on_exception(self, exception: BaseException) -> None:
-        """The other processes may not be there to put the module back."""
+        """Record the failure, because the other processes may not be there to restore the module."""
         self._failed = True
 
     def teardown(self) -> None:
-        """Put the module back. After a failure it stays with DeepSpeed, until another run."""
+        """Restore the module. After a failure DeepSpeed keeps it until the next run."""
         assert self.accelerator is not None
         assert self.cluster_environment is not None
         if self.zero is not None and not self._failed:
             zero, self.zero, self.model = self.zero, None, self.lightning_module
             zero.put_back()
-            self.barrier()  # nobody leaves while another one still gathers
+            self.barrier()  # no process leaves while another one still gathers
             if self._syncs:
                 assert self._layer_sync is not None
                 self._layer_sync.revert(zero.module)
@@ -305,11 +307,11 @@ _REFUSED = {
     "torch_autocast": "Leave it out: with precision='16-mixed' and 'bf16-mixed' DeepSpeed keeps weights in 16 bits.",
     "amp": "Set Trainer(precision='16-mixed') instead.",
 }
-"""What would have a second source, and what to do instead."""
+"""Settings that would duplicate those of the Trainer, and the alternatives."""
 
 
 def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    """A config of one's own, without what is ``"auto"``."""
+    """Return a copy of a config, without the values that are ``"auto"``."""
     if isinstance(config, (str, Path)):
         path = Path(config).expanduser()
         try:
@@ -333,15 +335,15 @@ def _without_auto(value: Any) -> Any:
 
 
 def _window_of(trainer: Any) -> list[int]:
-    """The batches of accumulation windows, over the epochs: the different numbers, the largest last."""
+    """Return the different sizes of accumulation windows over the epochs, in ascending order."""
     return sorted(set(accumulation_schedule(trainer).values()))
 
 
 def _refuse_module(module: LightningModule, optimizers: list[Optimizer]) -> None:
-    """Refuse what DeepSpeed does by itself in a module.
+    """Refuse modules that do themselves the work that DeepSpeed does.
 
     Raises:
-        UnsupportedError: with what to do instead.
+        UnsupportedError: with an alternative.
     """
     problem = ""
     if not module.automatic_optimization:
@@ -361,14 +363,14 @@ def _refuse_module(module: LightningModule, optimizers: list[Optimizer]) -> None
 
 
 class ZeroPrecision(Precision):
-    """What DeepSpeed makes of a precision.
+    """A precision as DeepSpeed implements it.
 
     Args:
-        given: the Trainer's.
-        strategy: DeepSpeed's settings.
+        given: the precision of the Trainer.
+        strategy: the settings of DeepSpeed.
 
     Raises:
-        PrecisionError: one that DeepSpeed has not.
+        PrecisionError: if DeepSpeed does not support the precision.
     """
 
     def __init__(self, given: Precision, strategy: DeepSpeedStrategy) -> None:
@@ -377,7 +379,7 @@ class ZeroPrecision(Precision):
         self.name = given.name
 
     def for_device(self, device: torch.device) -> Precision:
-        """This one, if the Trainer's can be."""
+        """Check the Trainer's precision on ``device``, and return this one."""
         given = self._given.for_device(device)
         if given.name not in ("32-true", *_BLOCKS) or (given.name != "32-true" and type(given) is not MixedPrecision):
             raise PrecisionError(
@@ -403,7 +405,7 @@ class ZeroPrecision(Precision):
         return self
 
     def build_scaler(self, device: torch.device) -> LossScaler:
-        """DeepSpeed's."""
+        """Build a scaler with the settings of DeepSpeed."""
         scaling = self._strategy.scaling
         fixed = scaling["loss_scale"]
         return ZeroScaler(
@@ -415,12 +417,12 @@ class ZeroPrecision(Precision):
         )
 
     def convert_batch(self, batch: Any) -> Any:
-        """Floating-point tensors in the dtype of the weights."""
+        """Cast floating-point tensors to the dtype of the weights."""
         return cast(batch, self.dtype) if self.is_half else batch
 
 
 class DeepSpeedEngine(LightningEngine):
-    """Lightning's launcher and collectives; gradients and steps of DeepSpeed's."""
+    """Lightning's launcher and collectives, with the gradients and steps of DeepSpeed."""
 
     strategy: DeepSpeedStrategy
     shows_gradients = False
@@ -433,10 +435,10 @@ class DeepSpeedEngine(LightningEngine):
     def __init__(self, trainer: Any, precision: Precision, plugins: Any = None, **options: Any) -> None:
         super().__init__(trainer, ZeroPrecision(precision, options["strategy"]), plugins, **options)
         self.evaluates_unevenly = self.strategy.stage != 3
-        self._folder: Path | None = None  # a checkpoint that DeepSpeed is going to read
+        self._folder: Path | None = None  # a checkpoint that DeepSpeed will read
 
     def build_gradients(self, scaler: LossScaler) -> Gradients:
-        """DeepSpeed's."""
+        """Build the operations on DeepSpeed's gradients."""
         assert isinstance(scaler, ZeroScaler)
         trainer = self._trainer
         return ZeroGradients(
@@ -448,7 +450,7 @@ class DeepSpeedEngine(LightningEngine):
         return self.strategy.zero
 
     def refuse(self, callbacks: Iterable[Any]) -> None:
-        """Refuse callbacks that look into a backward pass, and a config that contradicts the Trainer."""
+        """Refuse callbacks that read gradients in a backward pass, and a config that contradicts the Trainer."""
         callbacks = list(callbacks)
         super().refuse(callbacks)
         for callback in callbacks:
@@ -469,7 +471,7 @@ class DeepSpeedEngine(LightningEngine):
             rank_zero_info("ScaleMonitor: no shares of underflow with strategy='deepspeed', which keeps the gradients.")
 
     def _refuse_config(self) -> None:
-        """Refuse a DeepSpeed config that says something else than the Trainer."""
+        """Refuse a DeepSpeed config that contradicts the Trainer."""
         trainer, config = self._trainer, self.strategy.config
         windows = _window_of(trainer)
         clip = trainer.gradient_clip_val or 0.0
@@ -484,19 +486,19 @@ class DeepSpeedEngine(LightningEngine):
                 )
 
     def setup_environment(self) -> None:
-        """As usual; a module that an earlier run has left with DeepSpeed is put back."""
+        """Restore a module that an earlier run has left with DeepSpeed, after the usual setup."""
         super().setup_environment()
         if (zero := self.strategy.zero) is not None:
             self.strategy.zero = None
             zero.put_back()
 
     def convert_module(self) -> None:
-        """As usual; a module from the meta device is filled in the CPU's memory, of which DeepSpeed takes it."""
+        """Convert the module. Initialize one from the meta device in CPU memory, from which DeepSpeed copies it."""
         super().convert_module()
         initialise(self.model, torch.device("cpu"))
 
     def setup(self, *, fitting: bool) -> None:
-        """As usual."""
+        """Set up the engine; in a fit, connect the scaler to that of DeepSpeed."""
         super().setup(fitting=fitting)
         if fitting:
             scaler = self.gradients.scaler
@@ -504,7 +506,7 @@ class DeepSpeedEngine(LightningEngine):
             scaler.follow(lambda: self._zero().loss_scaler)
 
     def teardown(self) -> None:
-        """As usual."""
+        """Disconnect the scaler, and tear down the engine."""
         scaler = self.gradients.scaler
         assert isinstance(scaler, ZeroScaler)
         if self.strategy.zero is not None:
@@ -512,10 +514,10 @@ class DeepSpeedEngine(LightningEngine):
         super().teardown()
 
     def follow_trained_parameters(self) -> None:
-        """Refuse others than as the fit began.
+        """Refuse a change of the trained parameters during a fit.
 
         Raises:
-            UnsupportedError: with what to do instead.
+            UnsupportedError: with an alternative.
         """
         if self._trained != self._trained_now():
             raise UnsupportedError(
@@ -525,16 +527,16 @@ class DeepSpeedEngine(LightningEngine):
 
     @property
     def forward_exchanges(self) -> bool:
-        """Where parameters are spread, each does. But all processes have as many (``evaluates_unevenly``)."""
+        """False: at stage 3 each forward pass does, but all processes have equally many (``evaluates_unevenly``)."""
         return False
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
-        """Tell DeepSpeed whether this batch is the window's last."""
+        """Set whether this batch is the last one of the window."""
         self._zero().engine.set_gradient_accumulation_boundary(enabled)
         return nullcontext()
 
     def step_function(self, name: str) -> Callable[..., Any]:
-        """As usual; the batch sizes are known now, and are those of the config, if it has any."""
+        """Return the step function. For training, check the batch sizes in the config first."""
         if name == "training_step":
             self._refuse_batch_sizes()
         return super().step_function(name)
@@ -557,17 +559,17 @@ class DeepSpeedEngine(LightningEngine):
                 )
 
     def replay_step(self, name: str) -> Callable[..., Any]:
-        """Through the wrapper: weights are gathered there."""
+        """Return the step through the wrapper, which gathers weights."""
         return partial(self._through_wrapper, name)
 
     def module_state(self) -> dict[str, Any]:
-        """The module's state dict, whole, on rank 0; {} where DeepSpeed writes it."""
+        """Return the full state dict of the module on rank 0; {} if DeepSpeed writes it."""
         if self.strategy.zero is None:  # between runs
             return super().module_state()
         return {} if self._writes_parts else self._zero().module_state(self.global_rank == 0)
 
     def load_module_state(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Load ``checkpoint["state_dict"]``, or have DeepSpeed read its files, those of the optimizer, too."""
+        """Load ``checkpoint["state_dict"]``, or let DeepSpeed read its files, including those of the optimizer."""
         folder, self._folder = self._folder, None
         if folder is None:
             self._zero().load_module_state(checkpoint["state_dict"], strict)
@@ -575,7 +577,7 @@ class DeepSpeedEngine(LightningEngine):
             parts.read(self._zero().engine, folder, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state dict, whole, on rank 0; its settings alone where DeepSpeed writes the rest."""
+        """Return the full state dict of the optimizer on rank 0; its settings only if DeepSpeed writes the rest."""
         if self._writes_parts:
             return {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
         if self.strategy.zero is None:
@@ -595,7 +597,7 @@ class DeepSpeedEngine(LightningEngine):
         return {"stage": self.strategy.stage, "processes": self.world_size, "precision": self.precision.name}
 
     def save_shards(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        """Write a folder: DeepSpeed its files, we ours."""
+        """Write a folder with the files of DeepSpeed and ours."""
         if not self._writes_parts:
             super().save_shards(checkpoint, path)
             return
@@ -603,7 +605,7 @@ class DeepSpeedEngine(LightningEngine):
         self._files.save_shards(checkpoint, path, self._group_of_saves(), write, {parts.FACT: self._topology})
 
     def reads_parts(self, folder: Path) -> bool:
-        """Whether DeepSpeed can read it: as many processes have written it, at the same stage and precision."""
+        """Return whether DeepSpeed can read the folder: it needs the same number of processes, stage and precision."""
         is_same = read_manifest(folder).facts.get(parts.FACT) == self._topology
         self._folder = folder if is_same and self._trainer.state.fn is TrainerFn.FITTING else None
         return self._folder is not None

@@ -1,4 +1,4 @@
-"""The parts a Trainer is put together from: its callbacks, its loggers, its profiler, and their defaults."""
+"""The default parts of a Trainer: its callbacks, its loggers, and its profiler."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _PROFILERS: dict[str, type[Profiler]] = {
 
 
 class _ModelSummary(RichModelSummary):
-    """Lightning's, without its warning that the size is not right for mixed precision: with float32 weights it is.
+    """Lightning's summary, without the warning about sizes in mixed precision, which are right for float32 weights.
 
-    FLOPs are left out where they are not known: Lightning counts them for a module that has an ``example_input_array``,
-    and prints 0 for others.
+    FLOPs are left out if they are unknown: Lightning counts them for a module that has an ``example_input_array``, and
+    prints 0 for others.
     """
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -90,7 +90,7 @@ class _ModelSummary(RichModelSummary):
         console = get_console()
         console.print(table)
         lines = [f"[bold]{name}[/]: {total}".rstrip() for name, total in totals.items()]
-        console.print("\n".join(lines), highlight=False)  # at once: each print is a box of its own in a notebook
+        console.print("\n".join(lines), highlight=False)  # one call, because each print is a separate box in a notebook
 
 
 def build_callbacks(
@@ -101,18 +101,18 @@ def build_callbacks(
     shows_gradients: bool,
     uses_tensor_cores: bool,
 ) -> list[Any]:
-    """The user's callbacks, those that short-form arguments stand for, and the defaults.
+    """Return the user's callbacks, those that short-form arguments stand for, and the defaults.
 
     Args:
         given: all arguments of the Trainer.
-        default_checkpoint: makes the default that saves.
+        default_checkpoint: creates the default callback that saves checkpoints.
         scales_loss: whether the precision scales the loss, so that steps may overflow.
-        shows_gradients: whether it can be found out where gradients overflowed.
-        uses_tensor_cores: whether products are 16-bit ones on a GPU, where sizes are worth a look.
+        shows_gradients: whether the engine can locate overflowed gradients.
+        uses_tensor_cores: whether matrix products run in 16 bits on a GPU, so that layer sizes matter.
 
     Raises:
-        ConfigurationError: a setting made twice, two progress bars, a callback that another argument forbids, an
-            unknown algorithm.
+        ConfigurationError: if a setting is made twice, there are two progress bars, another argument forbids a
+            callback, or an algorithm is unknown.
     """
     own = given["callbacks"]
     refuse_other_package("callbacks", own, *(own if isinstance(own, Sequence) else ()))
@@ -145,7 +145,7 @@ def build_callbacks(
     barebones, shows = given["barebones"], wanted("enable_progress_bar")
     scales_loss, uses_tensor_cores = scales_loss and not barebones, uses_tensor_cores and not barebones
     defaults: list[tuple[bool, type, Callable[[], Any]]] = [
-        (True, ScalerCheckpoint, ScalerCheckpoint),  # in every precision: it speaks up where one was changed
+        (True, ScalerCheckpoint, ScalerCheckpoint),  # in every precision, because it reports a changed precision
         (scales_loss and shows_gradients, OverflowReport, OverflowReport),
         (not barebones, NonFiniteGuard, partial(NonFiniteGuard, every_step=False)),
         (scales_loss and given["detect_anomaly"], AnomalyDetection, AnomalyDetection),
@@ -160,10 +160,10 @@ def build_callbacks(
 
 
 def build_clipping(limit: float | None, algorithm: str | None) -> list[GradientClipping]:
-    """The callback that ``gradient_clip_val`` and ``gradient_clip_algorithm`` stand for; none for no limit, or 0.
+    """Return the callback that ``gradient_clip_val`` and ``gradient_clip_algorithm`` stand for; [] for no limit, or 0.
 
     Raises:
-        ConfigurationError: a limit that is no number or below 0, or an unknown algorithm.
+        ConfigurationError: if the limit is not a number or is below 0, or the algorithm is unknown.
     """
     check({"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm})
     if not limit:
@@ -204,7 +204,7 @@ def in_opening_order(loggers: Iterable[Any]) -> list[Any]:
 
 
 def build_profiler(given: Profiler | str | None) -> Profiler:
-    """The profiler that ``given`` names; None is one that costs nothing."""
+    """Return the profiler that ``given`` names. None stands for one that costs nothing."""
     if not given:
         return PassThroughProfiler()
     if not isinstance(given, str):

@@ -1,8 +1,8 @@
-"""A resume on another number of processes: what a checkpoint says for it, and what is translated.
+"""Elastic resume: continue a run on another number of processes, by translating its checkpoint.
 
-Each weight update gets the samples that it would have got (``trainer.data.elastic``), if processes x batch size x
-accumulation is what it was. So the number of batches in an update follows from the other two, and counters and settings
-that are in batches follow from it. They are translated where the user has left them as they were.
+Each weight update gets the samples that it would have got without the interruption (``trainer.data.elastic``), if
+processes x batch size x accumulation is unchanged. The number of batches in an update is derived from the other two,
+and so are counters and settings that are counted in batches. Settings are translated if the user has not changed them.
 """
 
 from __future__ import annotations
@@ -51,35 +51,30 @@ def order_to_save(trainer: Any, _: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def is_elastic(trainer: Any, ours: dict[str, Any]) -> bool:
-    """Whether a checkpoint is of another number of processes, or of a run that has itself resumed such a one.
-
-    Args:
-        trainer: that is to go on from it.
-        ours: what we have added to ``loops``.
-    """
+    """Return whether a checkpoint is from another number of processes, or from a run that resumed such a checkpoint."""
     carried = bool(ours.get(_KEY, {}).get("carried"))
     return carried or written_by(ours) not in (0, trainer.engine.world_size)
 
 
 def written_by(ours: dict[str, Any]) -> int:
-    """How many processes have written a checkpoint; 0 where it does not say."""
+    """Return the number of processes that have written a checkpoint; 0 if it is unknown."""
     return len(ours.get("processes", ())) or int(ours.get(_KEY, {}).get("world_size", 0))
 
 
 def prepare(trainer: Any, ours: dict[str, Any]) -> bool:
-    """Make dataloaders that give each update the samples that it would have got, and set the accumulation for them.
+    """Create dataloaders that give each update the samples that it would have got, and set the accumulation for them.
 
-    It comes before ``configure_optimizers``, where a module may ask how many updates there will be.
+    Called before ``configure_optimizers``, because a module may read the number of updates there.
 
     Args:
-        trainer: that goes on where a run on other processes was.
-        ours: of the checkpoint.
+        trainer: the Trainer that resumes a run on other processes.
+        ours: our entries in the checkpoint.
 
     Returns:
         True.
 
     Raises:
-        ResumeError: the updates cannot get the same samples.
+        ResumeError: if the updates cannot get the same samples.
     """
     noted = ours.get(_KEY, {"problem": "a version wrote it that did not note their order"})
     if "problem" in noted:
@@ -87,7 +82,7 @@ def prepare(trainer: Any, ours: dict[str, Any]) -> bool:
     given, order = _given(trainer), SampleOrder.from_state(noted["samples"])
     keeps_limit = noted["given"]["limit_train_batches"] == given["limit_train_batches"]
     carried = trainer.data.carried = Carried(order, given, keeps_limit)
-    trainer.data.resumed = {}  # so that no pass is opened
+    trainer.data.resumed = {}  # prevents that a pass is opened
     loaders = trainer.data.loaders(RunningStage.TRAINING, anew=True)
     if loaders is None:
         raise ResumeError("limit_train_batches is 0")
@@ -102,18 +97,19 @@ def prepare(trainer: Any, ours: dict[str, Any]) -> bool:
 
 
 def resume(trainer: Any, ours: dict[str, Any], states: list[Any]) -> dict[str, Any]:
-    """Have the run go on where a run on other processes was, after :func:`prepare`: its counters and schedules.
+    """Translate the counters and schedules of a run on other processes to this run, after :func:`prepare`.
 
     Args:
-        trainer: whose counters are those of the checkpoint.
-        ours: of the checkpoint.
-        states: of each of its processes; None for others than this one, which as many processes need not have read.
+        trainer: the Trainer, with the counters of the checkpoint.
+        ours: our entries in the checkpoint.
+        states: the states of its processes. None for others than this one if the number of processes is the same,
+            because they need not be read.
 
     Returns:
         The state of this process, for ``ProcessState.load``.
 
     Raises:
-        ResumeError: the checkpoint is from the middle of an update, or a schedule cannot be translated.
+        ResumeError: if the checkpoint is from the middle of an update, or a schedule cannot be translated.
     """
     noted, order, schedules = ours[_KEY], trainer.data.carried.order, trainer.engine.schedules
     loaders = trainer.data.loaders(RunningStage.TRAINING)
@@ -127,7 +123,7 @@ def resume(trainer: Any, ours: dict[str, Any], states: list[Any]) -> dict[str, A
     if not is_same and trainer.engine.data_parallel_size != trainer.engine.world_size:
         raise ResumeError("some of its processes share their samples with others (tensor parallelism)")
     done = 0 if is_same else _position(states[0], trainer.progress, change)
-    # nothing is refused from here on
+    # no error is raised from here on
     for config, frequency in zip(schedules, frequencies, strict=False):
         config.frequency = frequency
     if is_same:
@@ -145,17 +141,18 @@ def resume(trainer: Any, ours: dict[str, Any], states: list[Any]) -> dict[str, A
 
 
 class _Change:
-    """From the batches of the run that wrote a checkpoint to those of this one.
+    """Converts batches of the run that wrote a checkpoint to batches of this run.
 
     Args:
         noted: the result of :func:`order_to_save` in the run that wrote the checkpoint.
-        order: of the samples.
-        loaders: that read them in this order now.
+        order: the order of the samples.
+        loaders: the dataloaders that read them in this order now.
 
     Attributes:
-        was, now: samples in a batch of all processes together.
-        before, after: batches of an epoch.
-        short: samples of an epoch's last batch of all processes together, where it is not full in both; else 0.
+        was, now: the number of samples in a batch over all processes, in the saved run and in this run.
+        before, after: the number of batches in an epoch, in the saved run and in this run.
+        short: the number of samples in the last batch of an epoch over all processes, if it is not full in both runs;
+            otherwise 0.
     """
 
     def __init__(self, noted: dict[str, Any], order: SampleOrder, loaders: LoaderSet) -> None:
@@ -167,14 +164,14 @@ class _Change:
         self.short = sampler.total % math.lcm(self.was, self.now)
 
     def accumulated(self, epoch: int) -> int:
-        """Batches in an update of ``epoch``."""
+        """Return the number of batches in an update of ``epoch``."""
         return self.order.update_size(epoch) // self.now
 
     def batches(self, count: int, what: str, advice: str) -> int:
-        """So many batches of then, in those of now.
+        """Convert a number of batches of the saved run to this run.
 
         Raises:
-            ResumeError: it is no whole number.
+            ResumeError: if the result is not a whole number.
         """
         if count * self.was % self.now:
             raise ResumeError(
@@ -184,7 +181,10 @@ class _Change:
         return count * self.was // self.now
 
     def translate(self, progress: FitProgress, done: int) -> None:
-        """Count the batches of a run in those of now, of which ``done`` are trained in the epoch that is under way."""
+        """Convert the counters of batches to this run.
+
+        ``done`` is the number of batches trained in the current epoch.
+        """
         start = self._since_start(progress.epoch_start.batches)
         progress.batches = start + done if progress.batches_this_epoch else self._since_start(progress.batches)
         progress.batches_started, progress.batch_idx = progress.batches, done - 1
@@ -196,7 +196,7 @@ class _Change:
 
 
 def _given(trainer: Any) -> dict[str, Any]:
-    """The settings that are in batches, as the user has given them: plain data."""
+    """Return the settings that are counted in batches, as the user gave them, as plain data."""
     if trainer.data.carried is not None:
         given: dict[str, Any] = trainer.data.carried.given
         return given
@@ -215,7 +215,7 @@ def _replicas(trainer: Any) -> int:
 
 
 def _order_of(trainer: Any, loaders: LoaderSet, given: dict[str, Any]) -> SampleOrder | str:
-    """The order of a run's samples; or why its updates cannot be divided in another way."""
+    """Return the order of a run's samples, or the reason that its updates cannot be divided in another way."""
     if trainer.data.carried is not None:
         order: SampleOrder = trainer.data.carried.order
         return order
@@ -230,10 +230,10 @@ def _order_of(trainer: Any, loaders: LoaderSet, given: dict[str, Any]) -> Sample
 
 
 def _accumulation(trainer: Any, change: _Change, before: dict[str, Any]) -> dict[int, int]:
-    """``accumulate_grad_batches`` from each of some epochs on, so that updates have as many samples as they had.
+    """Return ``accumulate_grad_batches`` by first epoch, so that updates have as many samples as in the saved run.
 
     Raises:
-        ResumeError: they cannot, or the user has asked for something else.
+        ResumeError: if this is not possible, or the user has set another value.
     """
     order, sampler = change.order, change.sampler
     needed = {}
@@ -266,7 +266,7 @@ def _accumulation(trainer: Any, change: _Change, before: dict[str, Any]) -> dict
 
 
 def _fitting(size: int, processes: int) -> str:
-    """What to set."""
+    """Return the advice on the batch size."""
     if size % processes:
         return f"{size} samples cannot be divided evenly among {processes} processes"
     sizes = [own for own in range(1, size // processes + 1) if size // processes % own == 0]
@@ -282,7 +282,7 @@ def _schedule(pairs: Iterable[Any]) -> dict[int, int]:
 
 
 def _accumulate(trainer: Any, needed: dict[int, int]) -> None:
-    """Have each update of this run accumulate so many batches."""
+    """Set the accumulation of this run to ``needed``, until the end of the run."""
     accumulation, window, session = (
         first_of(trainer.callbacks, GradientAccumulation),
         trainer.loop.window,
@@ -306,7 +306,7 @@ def _frequency(config: Any, was: int, change: _Change) -> int:
 
 
 def _validation(trainer: Any, change: _Change) -> tuple[int, bool] | None:
-    """``Carried.validation``."""
+    """Return ``Carried.validation`` for this run."""
     every, at_end = change.noted["validation"], change.noted["validates_at_end"]
     if every is None:
         return None
@@ -322,10 +322,10 @@ def _validation(trainer: Any, change: _Change) -> tuple[int, bool] | None:
 
 
 def _position(state: dict[str, Any], progress: FitProgress, change: _Change) -> int:
-    """Batches of the epoch under way that this process would have trained.
+    """Return the number of batches that this process would have trained in the current epoch.
 
     Raises:
-        ResumeError: the checkpoint is from the middle of an update.
+        ResumeError: if the checkpoint is from the middle of an update.
     """
     done, data = progress.batches_this_epoch, state["data"]
     if "size" in state["window"] or state["gradients"] or "kept_batches" in state:
@@ -345,7 +345,7 @@ def _position(state: dict[str, Any], progress: FitProgress, change: _Change) -> 
 
 
 def _summary(trainer: Any, change: _Change, lost: set[str]) -> str:
-    """What is exact, and what is not."""
+    """Return a message about the parts of the resume that are exact and those that are not."""
     order, sampler, noted, epoch = change.order, change.sampler, change.noted, trainer.progress.epochs_trained
     size = order.update_size(epoch)
     text = (
