@@ -229,11 +229,14 @@ def memory_at(error: BaseException) -> dict[str, Any]:
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """Return the sentence `` Did you mean 'x'?`` for the nearest known word, or an empty string.
 
-    >>> did_you_mean("16-mixd", ["16-mixed", "bf16-mixed"])
-    " Did you mean '16-mixed'?"
+    Upper and lower case are compared as equal.
+
+    >>> did_you_mean("16-mixd", ["16-mixed", "bf16-mixed"]), did_you_mean("AdamW", ["adam", "adamw"])
+    (" Did you mean '16-mixed'?", " Did you mean 'adamw'?")
     """
-    near = difflib.get_close_matches(given, list(known), n=1, cutoff=0.6)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    by_lower_case = {name.lower(): name for name in reversed(list(known))}
+    near = difflib.get_close_matches(given.lower(), by_lower_case, n=1, cutoff=0.6)
+    return f" Did you mean {by_lower_case[near[0]]!r}?" if near else ""
 
 
 def some(texts: Iterable[object], most: int, separator: str = ", ") -> str:

@@ -7,7 +7,7 @@ import difflib
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -233,7 +233,7 @@ def _check_settings(composer: Composer, known: dict[str, Any], chosen: dict[str,
         if override.is_delete() and key.startswith("trainer."):
             raise UsageError(f"{key} can be changed, but not left out. Write {key}=null, or give it another value.")
         if override.is_add() or override.is_force_add():
-            _check_new_key(composer, override)
+            _check_new_key(composer, known, override)
         elif key not in known:
             _check_unknown_key(known, chosen, override, composer)
         elif not override.is_delete():
@@ -246,11 +246,11 @@ def _setting(key: str) -> str | None:
     return name if node == "trainer" and name not in ("", "_target_") and "." not in name else None
 
 
-def _check_new_key(composer: Composer, override: Override) -> None:
+def _check_new_key(composer: Composer, known: Container[str], override: Override) -> None:
     key = override.key_or_group
     name = _setting(key)
     if name is not None and name not in SETTINGS:
-        hint = did_you_mean(name, SETTINGS).replace("'", "'trainer.", 1)
+        hint = _common(key, known) or did_you_mean(name, SETTINGS).replace("'", "'trainer.", 1)
         raise UsageError(f"The Trainer has no argument {key!r}.{hint}")
     near = did_you_mean(key, [group for group in composer.groups() if group != key])
     if "." not in key and near and not override.is_force_add():
@@ -270,7 +270,12 @@ def _check_unknown_key(known: dict[str, Any], chosen: dict[str, str], override: 
     if above and (node is None or node == "???" or isinstance(node, list)):
         return
     groups = [group for group in composer.groups() if not key.startswith(f"{group}.")]
-    near = _of_other_option(chosen, key, composer) or _nearest(key, known) or did_you_mean(key, groups)
+    near = (
+        _common(key, known)
+        or _of_other_option(chosen, key, composer)
+        or _nearest(key, known)
+        or did_you_mean(key, groups)
+    )
     is_new = not near and not override.is_delete() and not key.startswith("trainer.")
     new = f" To add a new setting, write +{override.input_line}." if is_new else ""
     raise UsageError(f"There is no setting {key!r}.{near}{new}")
@@ -287,8 +292,25 @@ def _of_other_option(options: dict[str, str], key: str, composer: Composer) -> s
     return f" It belongs to {either(having)}, and this is {group}={chosen}." if having else ""
 
 
+_COMMON = {
+    "batch_size": "data.batch_size",
+    "epochs": "trainer.max_epochs",
+    "gpus": "trainer.devices",
+    "learning_rate": "optimizer.lr",
+    "num_epochs": "trainer.max_epochs",
+    "steps": "trainer.max_steps",
+    "workers": "data.num_workers",
+}
+"""Settings by their names in other programs."""
+
+
+def _common(key: str, known: Container[str]) -> str:
+    common = _COMMON.get(key.rpartition(".")[2])
+    return f" Did you mean {common!r}?" if common in known else ""
+
+
 def _nearest(key: str, known: Iterable[str]) -> str:
-    """A did-you-mean over full keys, or over their last parts for a key that was shortened."""
+    """Return a did-you-mean over full keys, or over their last parts for a key that was shortened."""
     names = [name for name in known if name.partition(".")[0] != "hydra" or key.startswith("hydra")]
     names = [name for name in names if not key.startswith(f"{name}.")]  # the node that it was to be in
     same_end = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
