@@ -1,1 +1,1 @@
-"""What a run knows of itself: counters, metrics, stopping conditions, random states."""
+"""The state of a run: counters, metrics, stopping conditions, random states."""

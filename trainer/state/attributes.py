@@ -1,4 +1,4 @@
-"""The attributes of datasets and samplers that change during a run: read as plain data, and written back.
+"""Save and restore attributes of datasets and samplers that change during a run, as plain data.
 
 A sampler that counts its epochs, or a dataset that keeps its position, affects the future of a run as a random
 generator does. A checkpoint therefore stores the attributes that have changed since the run began.
@@ -20,7 +20,7 @@ _MAX_OBJECTS = 200
 _MAX_ITEMS = 64
 """Containers with more items than this are data. They are compared by identity and length."""
 _MAX_ELEMENTS = 4096
-"""Likewise for tensors and arrays."""
+"""Tensors and arrays with more elements than this are data."""
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _ABSTRACT = {"builtins.object", "abc.ABC", "typing.Generic", "typing.Protocol"}
 
@@ -28,11 +28,11 @@ _ABSTRACT = {"builtins.object", "abc.ABC", "typing.Generic", "typing.Protocol"}
 class Attributes:
     """The changes of the attributes of some objects since this was created.
 
-    An object is restored only if plain values are all that changed: numbers, strings, short containers of them, small
-    tensors and arrays. Otherwise, its ``state_dict`` and ``load_state_dict`` are used, if it has both.
+    An object is restored only if all changed attributes are plain values: numbers, strings, short containers of them,
+    small tensors and arrays. Otherwise, its ``state_dict`` and ``load_state_dict`` are used, if it has both.
 
     Args:
-        objects: at most 200 are watched.
+        objects: the objects to watch, at most 200.
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:
@@ -52,7 +52,7 @@ class Attributes:
     def write(self, state: list[Any]) -> None:
         """Restore the values that :meth:`read` returned. Attributes that had not changed get their first value.
 
-        Leaves the objects of a class as they are if their number is different.
+        Objects of a class stay unchanged if their number is different.
         """
         saved_of = _by_class(state)
         for name, objects in _by_class(self._named()).items():
@@ -61,9 +61,9 @@ class Attributes:
                     self._restore(which, saved)
 
     def missing(self, state: list[Any]) -> list[str]:
-        """Return the classes with a changed object in ``state`` of which there are more or fewer objects now.
+        """Return the classes with a changed object in ``state`` that have a different number of objects now.
 
-        Samplers of torch are left out: all that changes in them is the epoch, which ``set_epoch`` sets.
+        Samplers of torch are excluded, because only their epoch changes, which ``set_epoch`` sets.
         """
         now = _by_class(self._named())
         saved = _by_class(state).items()
@@ -113,7 +113,7 @@ class Attributes:
 def is_watched(thing: Any) -> bool:
     """Return whether the attributes of an object are part of the state of the data.
 
-    They are for datasets, samplers and objects of the user's classes, but not for modules and parts of a framework.
+    This is true for datasets, samplers and objects of the user's classes, but not for modules and parts of a framework.
     """
     if isinstance(thing, (nn.Module, type)) or not isinstance(getattr(thing, "__dict__", None), dict):
         return False
@@ -123,7 +123,7 @@ def is_watched(thing: Any) -> bool:
 @cache
 def _is_users(base: type) -> bool:
     root = base.__module__.partition(".")[0]
-    if root == "trainer":  # what it stores is stored elsewhere
+    if root == "trainer":  # its state is stored elsewhere
         return False
     if issubclass(base, (Dataset, Sampler)) or f"{base.__module__}.{base.__qualname__}" in _ABSTRACT:
         return True
@@ -133,13 +133,13 @@ def _is_users(base: type) -> bool:
 
 
 def _class_name(thing: Any) -> str:
-    """Return a name that stays the same if the class moves to another module of the user's."""
+    """Return a name that stays the same if the class moves to another of the user's modules."""
     kind = type(thing)
     return f"torch.{kind.__qualname__}" if kind.__module__.startswith("torch.") else kind.__qualname__
 
 
 def _by_class(entries: Sequence[Any]) -> dict[str, list[Any]]:
-    """Return the second item of each entry by its first."""
+    """Group the second items of the entries by their first."""
     found: dict[str, list[Any]] = {}
     for name, item in entries:
         found.setdefault(name, []).append(item)
@@ -155,7 +155,7 @@ def _own_state(thing: Any) -> list[Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy of a value as numbers, strings and lists; a tuple that identifies it if that is not possible."""
+    """Return a copy of a value as numbers, strings and lists, or a tuple that identifies it if that is not possible."""
     if type(value) in _NUMBERS:
         return value
     copied = _copied(value, [_MAX_ITEMS])
@@ -190,11 +190,11 @@ def _numbers_of(value: Any) -> list[Any] | None:
 
 
 def _value_of(plain: Any, current: Any) -> Any:
-    """Return the value of which ``plain`` is the copy: ``current`` itself if it could be changed in place."""
+    """Return the value that ``plain`` is a copy of: ``current`` itself if it could be changed in place."""
     if not isinstance(plain, list):
         return plain
     kind = plain[0]
-    if kind == "new":  # another object than before the run
+    if kind == "new":  # not the same object as before the run
         return _value_of(plain[1], None)
     if kind == "tensor":
         dtype, shape, numbers = getattr(torch, plain[1]), plain[2], bytearray(plain[3])

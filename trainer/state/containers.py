@@ -1,4 +1,4 @@
-"""Walks over the tensors in nested containers."""
+"""Walk over the tensors in nested containers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def mapped(value: Any, change: Callable[[Place, Tensor], Any], place: Place = ()
     Args:
         value: nested dicts, lists and tuples, such as a checkpoint.
         change: called with the place of a tensor, and the tensor.
-        place: the place of ``value`` itself.
+        place: the place of ``value`` itself. Default: ().
     """
     if isinstance(value, Tensor):
         return change(place, value)

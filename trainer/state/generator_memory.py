@@ -1,8 +1,9 @@
-"""States of Mersenne Twisters, read from the memory of their objects.
+"""Read the states of Mersenne Twisters directly from the memory of their objects.
 
-Python and numpy hand out the 624 words of a state one by one: that takes 11 and 24 microseconds, and a worker process
-looks at them after each batch. As bytes they take less than one. Where in an object they lie is looked up once, in one
-whose state is known. Where they are not found, as outside of CPython, there is None, and the generator has to be asked.
+Python and NumPy return the 624 words of a state one by one, which takes 11 and 24 microseconds, and a worker process
+reads them after each batch. As bytes it takes less than one. Their offset in an object is determined once, from an
+object with a known state. If it is not found, as outside of CPython, it is None, and the generator's own method is
+used.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ import numpy as np
 _WORDS = 4 * 624  # bytes
 _POSITION = struct.Struct("i")
 _GAUSS = struct.Struct("i4xd")
-"""Of numpy: whether half of a pair of normal numbers is left over, and that number."""
+"""NumPy's leftover of a pair of normal numbers: whether there is one, and its value."""
 
 
 def reader_of(generator: random.Random | np.random.RandomState) -> Callable[[], Any] | None:
-    """What reads the state of a generator, as :func:`decoded` understands it. None where it has to be asked.
+    """Return a function that reads the state of a generator for :func:`decoded`, or None if that is not possible.
 
-    It reads what kind of generator it is, its words and position, and what is left over of normal numbers.
+    It reads the type of the generator, its words and position, and the leftover normal number.
     """
     if type(generator) is random.Random and _PYTHON is not None:
         return _python_reader(generator, _PYTHON)
@@ -36,9 +37,9 @@ def reader_of(generator: random.Random | np.random.RandomState) -> Callable[[], 
 
 
 def decoded(state: Any) -> Any:
-    """What ``getstate()`` or ``get_state(legacy=False)`` returns, with bytes in the place of the words."""
+    """Return the result of ``getstate()`` or ``get_state(legacy=False)``, with bytes instead of the words."""
     if not isinstance(state, tuple):
-        return state  # the generator has been asked
+        return state  # from the generator's own method
     kind, memory, gauss = state
     if kind == "python":
         return [random.Random.VERSION, memory[_POSITION.size :] + memory[: _POSITION.size], gauss]
@@ -67,7 +68,7 @@ def _numpy_reader(generator: Any, at: int) -> Callable[[], Any]:
 
 
 def numpy_as_bytes(state: Any) -> Any:
-    """A state of numpy's with bytes in place of arrays."""
+    """Return a NumPy state with bytes instead of arrays."""
     if isinstance(state, dict):
         return {key: numpy_as_bytes(value) for key, value in state.items()}
     if isinstance(state, np.ndarray):
@@ -84,7 +85,7 @@ def _memory(address: int, size: int) -> Any:
 
 
 def _find_in_python() -> int | None:
-    """Where in one of Python's generators its position is, which the words follow."""
+    """Return the offset of the position in one of Python's generators. The words follow it."""
     probe = random.Random(1)
     probe.random()
     numbers = array("I", probe.getstate()[1]).tobytes()
@@ -92,7 +93,7 @@ def _find_in_python() -> int | None:
 
 
 def _find_in_numpy() -> int | None:
-    """Where in one of numpy's legacy generators what is left of normal numbers is."""
+    """Return the offset of the leftover normal number in one of NumPy's legacy generators."""
     bits = np.random.MT19937(1)
     probe = np.random.RandomState(bits)
     probe.standard_normal()
@@ -104,7 +105,7 @@ def _find_in_numpy() -> int | None:
 
 def _find(thing: Any, memory: bytes) -> int | None:
     if sys.implementation.name != "cpython":
-        return None  # an id is no address
+        return None  # an id is not an address
     at = _memory(id(thing), type(thing).__basicsize__).raw.find(memory)
     return at if at >= 0 else None
 

@@ -1,4 +1,4 @@
-"""The states of torchmetrics' objects: a ``state_dict`` leaves them out, and a resumed epoch would lose them."""
+"""Save the states of torchmetrics objects, which a ``state_dict`` omits and a resumed epoch would lose."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from trainer.errors import ConfigurationError
 
 
 class MetricObjects:
-    """The metric objects among a module's parts, by their names there.
+    """The metric objects among a module's submodules, by name.
 
     Args:
-        module: whose parts.
+        module: the module.
 
     Attributes:
-        by_name: the metric objects. A MetricTracker's are known once there are as many of them as there were.
+        by_name: the metric objects. Those of a MetricTracker are included once it has as many as when it was saved.
     """
 
     by_name: dict[str, Any]
@@ -34,24 +34,24 @@ class MetricObjects:
 
     def _find(self) -> None:
         for part in self._module.modules():
-            if isinstance(part, MetricCollection):  # those that share a state see the one that is kept up to date
+            if isinstance(part, MetricCollection):  # updates metrics that share a state
                 list(part.values(copy_state=False))
         self.by_name = {name: part for name, part in self._module.named_modules() if isinstance(part, Metric)}
         self._names = {id(metric): name for name, metric in self.by_name.items()}
 
     def name_of(self, metric: Any) -> str | None:
-        """The metric's name; None where it is no part of the module."""
+        """Return the metric's name, or None if it is not part of the module."""
         return self._names.get(id(metric))
 
     def counts(self) -> dict[str, int]:
-        """How often each has been updated since its last reset."""
+        """Return the number of updates of each metric since its last reset."""
         return {name: metric._update_count for name, metric in self.by_name.items()}
 
     def state_dict(self, without: Container[str] = ()) -> dict[str, Any]:
-        """What the metrics that have been updated since their last reset have gathered, in this process.
+        """Return this process's states of the metrics that have been updated since their last reset.
 
         Args:
-            without: names of metrics to leave out, as if they were reset.
+            without: names of metrics to exclude, as if they were reset. Default: none.
         """
         state: dict[str, Any] = {
             name: _state_of(metric)
@@ -62,13 +62,13 @@ class MetricObjects:
         return state
 
     def outline(self, since: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-        """What processes tell each other of their metrics before these exchange what they have gathered.
+        """Return a description of the metrics that processes exchange before they reduce the states.
 
-        For each metric that does: how often it was updated and, for each state that is a list, the number of its
+        For each metric that is reduced: the number of updates and, for each state that is a list, the number of its
         tensors and their dtype and shape without the first dimension.
 
         Args:
-            since: what :meth:`counts` returned earlier: updates are counted from there on.
+            since: an earlier result of :meth:`counts`. Updates are counted from there.
         """
         self._find()
         found = {}
@@ -80,24 +80,24 @@ class MetricObjects:
         return found
 
     def complete(self, outlines: Sequence[dict[str, dict[str, Any]]], device: torch.device) -> None:
-        """Let a metric that was not updated in this process, but in others, exchange what it has: nothing.
+        """Prepare metrics that were updated only on other processes to be reduced, with empty states.
 
-        torchmetrics expects tensors of the same dtype and number of dimensions everywhere.
+        torchmetrics requires tensors of the same dtype and number of dimensions on all processes.
 
         Args:
-            outlines: what :meth:`outline` returned on each process.
-            device: where the metrics' states are.
+            outlines: the result of :meth:`outline` on each process.
+            device: device of the metrics' states.
 
         Raises:
-            ConfigurationError: on all processes, where one keeps tensors apart (``dist_reduce_fx=None``) and has more
-                of them on one process than on another: torchmetrics would exchange them one by one, and wait for ever.
+            ConfigurationError: on all processes, if a metric keeps a list of separate tensors (``dist_reduce_fx=None``)
+                and their number differs between processes: torchmetrics would gather them one by one and wait forever.
         """
         for name, metric in self.by_name.items():
             everywhere = [outline[name] for outline in outlines if name in outline]
             if not any(one["updates"] for one in everywhere):
                 continue
             metric._update_count = max(metric._update_count, 1)
-            metric._computed = None  # of before another process's last update
+            metric._computed = None  # from before another process's last update
             for state, value in metric.metric_state.items():
                 if not isinstance(value, list):
                     continue
@@ -115,17 +115,17 @@ class MetricObjects:
                     setattr(metric, state, [torch.empty((0, *shape), dtype=dtype, device=device)])
 
     def shared(self, states: Sequence[dict[str, Any]], rank: int, processes: int) -> tuple[dict[str, Any], set[str]]:
-        """What one of so many processes goes on from, where others have gathered ``states``.
+        """Convert the ``states`` of a run with another number of processes to the state of one process.
 
-        The first process gets sums, each gets means and largest and smallest values, and what is concatenated is
-        divided. States that are reduced in another way stay with the process that has gathered them.
+        The first process gets sums; each process gets means, maxima and minima, and a part of concatenated states.
+        States with another reduction stay on the process with the same rank.
 
         Args:
-            states: of those processes, as :meth:`state_dict` returned them.
-            rank, processes: which process this is, and how many there are.
+            states: the results of :meth:`state_dict` on the saved processes.
+            rank, processes: rank of this process, and number of processes.
 
         Returns:
-            For :meth:`load_state_dict`; and the names of metrics of which a part is lost.
+            The state for :meth:`load_state_dict`, and the names of metrics that lose a part of their state.
         """
         shared: dict[str, Any] = {}
         lost: set[str] = set()
@@ -152,7 +152,7 @@ class MetricObjects:
         return shared, lost
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Continue from what :meth:`state_dict` returned; metrics that are not in it are left alone."""
+        """Restore the state that :meth:`state_dict` returned. Other metrics stay unchanged."""
         for name in state.keys() & self._trackers.keys():
             tracker = self._trackers[name]
             while len(tracker) < state[name]["tracked"]:
@@ -168,23 +168,23 @@ class MetricObjects:
 
 
 def exchange_over(group: Any, module: nn.Module) -> Callable[[], None]:
-    """Have the metric objects of a module exchange what they have gathered over a group of processes, not over all.
+    """Reduce the metric objects of a module over a group of processes instead of over all.
 
-    Those that have a group, or a way to exchange, of their own keep it.
+    Metrics with their own group or their own function for reductions keep it.
 
     Args:
-        group: of ``torch.distributed``.
-        module: whose parts.
+        group: a ``torch.distributed`` group.
+        module: the module.
 
     Returns:
-        What puts them back.
+        A function that undoes it.
     """
 
     def gather(tensor: Tensor, **_: Any) -> list[Tensor]:
         gathered: list[Tensor] = gather_all_tensors(tensor, group)
         return gathered
 
-    # not `process_group`: a metric is copied (MetricTracker), and a group cannot be
+    # not `process_group`: a metric may be copied (MetricTracker), and a group cannot
     for part in module.modules():
         if isinstance(part, Metric) and part.dist_sync_fn is None and part.process_group is None:
             part.dist_sync_fn = gather
@@ -198,7 +198,7 @@ def exchange_over(group: Any, module: nn.Module) -> Callable[[], None]:
 
 
 def _kind(tensors: list[Tensor]) -> tuple[int, torch.dtype | None, tuple[int, ...]]:
-    """How many they are, and the dtype and shape of each without the first dimension."""
+    """Return the number of tensors, and the dtype and shape of each without the first dimension."""
     if not tensors:
         return 0, None, ()
     return len(tensors), tensors[0].dtype, tuple(tensors[0].shape[1:])
@@ -226,13 +226,13 @@ _SHARED: dict[Any, Callable[[list[Any], int, int], Any]] = {
     dim_zero_min: lambda values, *_: torch.stack(values).amin(0),
     dim_zero_cat: _divided,
 }
-"""By how torchmetrics reduces a state over processes: what one of so many gets of the states (rank, processes)."""
+"""By torchmetrics' reduction: the function that computes one process's part from (states, rank, processes)."""
 
 
 def _state_of(metric: Metric) -> dict[str, Any]:
     own = vars(metric)
     return {
         "states": {n: list(v) if isinstance(v, list) else v.detach() for n, v in metric.metric_state.items()},
-        # `_update_count`, and what wrappers such as Running count
+        # `_update_count`, and counts of wrappers such as Running
         "counts": {name: value for name, value in own.items() if name.startswith("_") and type(value) in (int, bool)},
     }

@@ -1,7 +1,7 @@
-"""What ``self.log`` has been given: the values of this step, and their reductions over the epoch.
+"""The values logged with ``self.log``: those of this step, and their reductions over the epoch.
 
-Nothing here reads a tensor's value: a logged loss stays where it is until a logger, a progress bar or a callback
-asks for it, so logging does not make the host wait for the device.
+No tensor is read here: a logged loss stays on its device until a logger, a progress bar or a callback reads it, so
+logging causes no host-device synchronization.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from trainer.state.progress import FitProgress
 T = TypeVar("T")
 
 _FLUSH_EVERY = 256
-"""Values that wait before they are reduced together: one stack and one sum in the place of 256 additions."""
+"""Number of values that are reduced together: one stack and one sum instead of 256 additions."""
 
 _STARTS = {"max": float("-inf"), "min": float("inf")}
 
 
 class LogOptions(NamedTuple):
-    """How one name is logged; the arguments of ``self.log`` of the same names."""
+    """How one name is logged: the arguments of ``self.log`` with the same names."""
 
     prog_bar: bool = False
     logger: bool = True
@@ -45,10 +45,10 @@ Reduce = Callable[..., Tensor]
 
 
 class LoggedValue:
-    """One name that was logged from one hook: its last value and, where asked for, its epoch reduction.
+    """One name logged from one hook: its last value and, if requested, its reduction over the epoch.
 
-    Values are 0-dim tensors on whatever device they came from. Epoch reductions are accumulated in float32, or
-    float64 for float64 values, value by value in the order they were logged: to the last bit what Lightning's are.
+    Values are 0-dim tensors on their original device. Epoch reductions are accumulated in float32, or in float64 for
+    float64 values, value by value in the order they were logged: bit-identical to Lightning's.
     """
 
     __slots__ = ("_epoch_value", "_pending", "_reduce", "_total", "_weight", "_weights", "asked", "dataloader_idx",
@@ -59,22 +59,22 @@ class LoggedValue:
         self.hook = hook
         self.name = name
         self.options = options
-        self.asked: object = None  # the options of the first call, which later calls are compared with
+        self.asked: object = None  # options of the first call, which later calls are compared with
         self.dataloader_idx = dataloader_idx
         self.metric: Metric | None = None
         self.step_value: Tensor | None = None
         self.has_value = False
-        # whether step and epoch values are reduced over the processes; an evaluation may say otherwise
+        # whether step and epoch values are reduced over the processes; an evaluation may change it
         self.shares_steps = self.shares_epochs = options.sync_dist and not options.rank_zero_only
         self._reduce = reduce
-        self._epoch_value: Tensor | None = None  # until the next update: a reduction over processes is asked for once
+        self._epoch_value: Tensor | None = None  # cached until the next update: reduced over processes once
         self._pending: list[Tensor] = []
         self._weights: list[Any] = []
         self._total: Tensor | None = None
         self._weight: Any = 0
 
     def update(self, value: Tensor, weight: int) -> None:
-        """Add one value (0-dim, detached) that stands for ``weight`` samples."""
+        """Add one value (0-dim, detached) with a weight of ``weight`` samples."""
         self.has_value = True
         options = self.options
         if options.on_step:
@@ -93,9 +93,9 @@ class LoggedValue:
         self.step_value = _without_graph(metric._forward_cache)
 
     def epoch_value(self) -> Tensor | None:
-        """The reduction over everything since the last reset; over the processes too, with ``sync_dist``.
+        """Return the reduction of all values since the last reset.
 
-        And after :meth:`MetricStore.complete`.
+        They are also reduced over the processes with ``sync_dist``, and after :meth:`MetricStore.complete`.
         """
         if self.metric is not None:
             computed: Tensor | None = _without_graph(self.metric.compute())
@@ -105,12 +105,12 @@ class LoggedValue:
         return self._epoch_value
 
     def accumulated(self) -> tuple[Tensor | None, Any]:
-        """What was added up so far in this process, and for a mean the number of samples that it stands for."""
+        """Return the accumulated value of this process and, for a mean, the number of samples."""
         self._flush()
         return self._total, self._weight
 
     def reset(self) -> None:
-        """Forget all values; keep the options."""
+        """Reset all values; keep the options."""
         self.has_value = False
         self.step_value = None
         self._epoch_value = None
@@ -122,11 +122,11 @@ class LoggedValue:
             self.metric.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but a metric object, which has a state of its own; ``_pending`` as it is, to add up the same."""
+        """Return the state without a metric object, which has its own. ``_pending`` is kept to get the same sums."""
         return {
             "hook": self.hook,
             "name": self.name,
-            "options": [one if isinstance(one, (bool, str)) else None for one in self.options],  # a group is none
+            "options": [one if isinstance(one, (bool, str)) else None for one in self.options],  # None replaces a group
             "dataloader_idx": self.dataloader_idx,
             "has_value": self.has_value,
             "step_value": self.step_value if isinstance(self.step_value, Tensor) else None,
@@ -137,7 +137,7 @@ class LoggedValue:
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Go on from what :meth:`state_dict` returned."""
+        """Restore the state that :meth:`state_dict` returned."""
         self.has_value = state["has_value"]
         self.step_value, self._total = (
             None if v is None else v.to(device) for v in (state["step_value"], state["total"])
@@ -147,7 +147,7 @@ class LoggedValue:
         self._epoch_value = None
 
     def join(self, dtype: torch.dtype) -> None:
-        """Reduce the epoch's value over all processes, which sum up in ``dtype``; this one may have logged nothing."""
+        """Reduce the epoch's value over all processes, with sums in ``dtype``, even if this one has logged nothing."""
         self.has_value = self.shares_epochs = True
         self._flush()
         if self._total is None:
@@ -156,7 +156,7 @@ class LoggedValue:
         self._epoch_value = None
 
     def replace(self, value: float) -> None:
-        """Let the epoch's value be this one, until the next update."""
+        """Replace the epoch's value until the next update."""
         if (own := self.epoch_value()) is not None:
             self._epoch_value = torch.full_like(own, value)
 
@@ -167,7 +167,7 @@ class LoggedValue:
         total, shared = self._total, self.shares_epochs
         if self.options.reduce_fx != "mean":
             return self._across(total.clone()) if shared else total
-        weight = torch.full_like(total, self._weight)  # on a GPU, dividing by a number is multiplying by its inverse
+        weight = torch.full_like(total, self._weight)  # on a GPU, dividing by a number multiplies by its inverse
         if not shared:
             return total / weight
         group = self.options.sync_dist_group
@@ -179,7 +179,7 @@ class LoggedValue:
     def _flush(self) -> None:
         if not self._pending:
             return
-        if len({value.device for value in self._pending}) > 1:  # some were numbers, some tensors on a device
+        if len({value.device for value in self._pending}) > 1:  # some were numbers, others tensors on a device
             device = next(value.device for value in self._pending if value.device.type != "cpu")
             self._pending = [value.to(device, non_blocking=True) for value in self._pending]
         op, device = self.options.reduce_fx, self._pending[0].device
@@ -210,16 +210,16 @@ class LoggedValue:
 
 
 def accumulation_dtype() -> torch.dtype:
-    """Of sums over an epoch, and of what is logged as a number: the default dtype, no lower than float32."""
+    """Return the dtype of sums over an epoch and of logged numbers: the default dtype, but at least float32."""
     dtype = torch.get_default_dtype()
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def _sum_in_order(start: Tensor, values: Tensor) -> Tensor:
-    """``start + values[0] + values[1] + ...``, rounded after each of them; in one kernel.
+    """Return ``start + values[0] + values[1] + ...``, rounded after each addition, in one kernel.
 
-    ``sum`` and ``cumsum`` add up in another order or precision. ``segment_reduce`` has one thread add up a column; on
-    a GPU only where there are several columns.
+    ``sum`` and ``cumsum`` use another order or precision. ``segment_reduce`` adds each column in one thread; on a GPU
+    only if there are several columns.
     """
     column = torch.cat([start.reshape(1), values])
     count = torch.full((1,), len(column), device=column.device)
@@ -228,12 +228,12 @@ def _sum_in_order(start: Tensor, values: Tensor) -> Tensor:
 
 
 def _without_graph(value: Any) -> Any:
-    """The value of a metric object may keep the batch's graph alive (of a mean squared error, for example)."""
+    """Detach the value of a metric object, which may keep the batch's graph alive (as of a mean squared error)."""
     return value.detach() if isinstance(value, Tensor) else value
 
 
 class StageMetrics(NamedTuple):
-    """Metrics by who reads them: 0-dim tensors."""
+    """Metrics by consumer, as 0-dim tensors."""
 
     callback: dict[str, Any]
     logger: dict[str, Any]
@@ -241,7 +241,7 @@ class StageMetrics(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """What processes tell each other of a name that one of them has logged."""
+    """Description of a logged name that processes exchange."""
 
     key: tuple[str | None, str, int | None]
     options: tuple[Any, ...]
@@ -251,15 +251,15 @@ class Outline(NamedTuple):
 
 
 class MetricStore:
-    """Everything logged in one stage (training, or one kind of evaluation) since the epoch started.
+    """Values logged in one stage (training, or one kind of evaluation) since the epoch started.
 
     Args:
-        training: whether the stage is training, whose step values callbacks may monitor.
+        training: whether the stage is training, with step values that callbacks may monitor.
 
     Attributes:
-        shares_steps: whether values of single batches are reduced over the processes, where that is asked for.
-        shared_hooks: hooks that are called for each batch, of which what they log is reduced over the processes when
-            the epoch is over, without being asked. A process has seen but a part of the data there.
+        shares_steps: whether values of single batches are reduced over the processes, if requested.
+        shared_hooks: hooks that are called for each batch. Their logged values are reduced over the processes at the
+            end of the epoch, even if not requested, because a process has seen only a part of the data.
     """
 
     def __init__(self, training: bool) -> None:
@@ -271,41 +271,41 @@ class MetricStore:
         self.shares_steps = True
         self.shared_hooks: Collection[str] = ()
         self.in_batch = False
-        """Whether a batch runs (values are the step's) or the epoch is over (values are the epoch's)."""
+        """Whether a batch is running (values are the step's) or the epoch is over (values are the epoch's)."""
         self.copies: list[tuple[Tensor, int, Tensor]] = []
-        """Of what was logged in this batch: the tensor without its graph, its version, and its copy."""
+        """For each tensor logged in this batch: the tensor without its graph, its version, and its copy."""
 
     def begin_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
-        """A batch starts; ``self.log`` takes its batch size from ``batch``."""
+        """Begin a batch. ``self.log`` infers the batch size from ``batch``."""
         self.batch = batch
         self.batch_size = None
         self.dataloader_idx = dataloader_idx
         self.in_batch = True
 
     def copy_of(self, value: Tensor) -> Tensor:
-        """A copy that outlives the batch: the one that ``self.log`` made of this value, where it was logged."""
+        """Return a copy that outlives the batch: the one that ``self.log`` made of this value, if it was logged."""
         for logged, version, copy in self.copies:
             if logged.is_set_to(value) and version == value._version:  # the same memory, not written to since
                 return copy
         return value.detach().clone()
 
     def share_steps(self, shares: bool) -> None:
-        """Whether values of single batches are reduced over the processes, where ``sync_dist`` asks for it.
+        """Set whether values of single batches are reduced over the processes if ``sync_dist`` is set.
 
-        They cannot be where another process lacks the batch.
+        They cannot be reduced if another process does not have the batch.
         """
         self.shares_steps = shares
         for entry in self.entries.values():
             entry.shares_steps = shares and entry.options.sync_dist and not entry.options.rank_zero_only
 
     def outline(self, name_of: Callable[[Any], str | None]) -> list[Outline]:
-        """What has been logged of the current dataloader that is to be reduced over all processes, in its order.
+        """Return the values of the current dataloader that are reduced over all processes, in the order of logging.
 
-        Metric objects, what was logged with ``sync_dist``, and what was logged in the hooks ``shared_hooks``; not with
-        ``rank_zero_only`` or a group of processes.
+        These are metric objects, values logged with ``sync_dist``, and values logged in the hooks ``shared_hooks``,
+        except those with ``rank_zero_only`` or a process group.
 
         Args:
-            name_of: the name of a metric object; one without a name (None) is left out.
+            name_of: returns the name of a metric object. Objects without a name (None) are excluded.
         """
         found = []
         for key, entry in self.entries.items():
@@ -326,12 +326,12 @@ class MetricStore:
         return found
 
     def complete(self, outlines: Sequence[Sequence[Outline]], metric_of: Callable[[str], Any], reduce: Reduce) -> None:
-        """Have all processes reduce the same values in the same order, also those that one of them has not logged.
+        """Let all processes reduce the same values in the same order, even if only one of them has logged a value.
 
         Args:
-            outlines: what :meth:`outline` returned on each process.
-            metric_of: the metric object of a name.
-            reduce: over the processes.
+            outlines: the result of :meth:`outline` on each process.
+            metric_of: returns the metric object with a name.
+            reduce: reduces a tensor over the processes.
         """
         union = {one.key: one for outline in outlines for one in outline}
         for key, one in union.items():
@@ -350,12 +350,13 @@ class MetricStore:
             self.entries.update(ordered | rest)
 
     def take_first(self, broadcast: Callable[[Any], Any]) -> None:
-        """Give all processes the first one's value of what each has logged by itself when the epoch was over.
+        """Replace values that were not reduced over the processes by those of rank 0, at the end of the epoch.
 
-        What callbacks decide by it is the same everywhere then, and what the loggers show. Not with ``rank_zero_only``.
+        So callbacks make the same decisions on all processes, based on the values in the loggers. Not for
+        ``rank_zero_only``.
 
         Args:
-            broadcast: returns what the first process gives it.
+            broadcast: returns the argument of rank 0.
         """
         own = {
             key: entry
@@ -368,23 +369,23 @@ class MetricStore:
                 own[key].replace(value)
 
     def end_batch(self) -> None:
-        """The batch is over: drop the references to it and to what was logged of it."""
+        """End a batch: release the references to it and to the values logged in it."""
         self.copies.clear()
         self.batch = None
         self.batch_size = None
 
     def end_epoch(self) -> None:
-        """The last batch is over: from here on, metrics are the epoch's."""
+        """End the batches of the epoch. From here on, metrics are the epoch's."""
         self.in_batch = False
 
     def current(self, on_step: bool | None = None) -> StageMetrics:
-        """The step's values while a batch runs, else the epoch's reductions (of the current dataloader).
+        """Return the step's values during a batch, otherwise the epoch's reductions (of the current dataloader).
 
         Args:
-            on_step: True for the former, False for the latter, whatever runs.
+            on_step: True for the step's values, False for the epoch's. Default: None, by whether a batch is running.
 
         Raises:
-            ConfigurationError: a metric object whose value is no tensor.
+            ConfigurationError: the value of a metric object is not a tensor.
         """
         metrics = StageMetrics({}, {}, {})
         on_step = self.in_batch if on_step is None else on_step
@@ -418,7 +419,7 @@ class MetricStore:
         return metrics
 
     def reset(self) -> None:
-        """Forget all values, at the start of an epoch."""
+        """Reset all values at the start of an epoch."""
         for entry in self.entries.values():
             entry.reset()
         self.batch = None
@@ -427,10 +428,10 @@ class MetricStore:
         self.in_batch = False
 
     def state_dict(self, name_of: Callable[[Any], str | None]) -> dict[str, Any]:
-        """What has been logged since the epoch started.
+        """Return the values logged since the epoch started.
 
         Args:
-            name_of: the name of a metric object, by which it is found again; one without a name (None) is left out.
+            name_of: returns the name of a metric object, to find it again. Objects without a name (None) are excluded.
         """
         entries = []
         for key, entry in self.entries.items():
@@ -442,13 +443,13 @@ class MetricStore:
     def load_state_dict(
         self, state: dict[str, Any], metric_of: Callable[[str], Any], reduce: Reduce, device: torch.device
     ) -> None:
-        """Go on from what :meth:`state_dict` returned.
+        """Restore the state that :meth:`state_dict` returned.
 
         Args:
-            state: what it returned.
-            metric_of: the metric object of a name.
-            reduce: over the processes.
-            device: where values live.
+            state: the state.
+            metric_of: returns the metric object with a name.
+            reduce: reduces a tensor over the processes.
+            device: the device of the values.
         """
         self.in_batch = state["in_batch"]
         for one in state["entries"]:
@@ -470,23 +471,23 @@ class MetricStore:
         return found
 
     def clear(self) -> None:
-        """Forget all values and all names, at the start of a run."""
+        """Remove all values and all names at the start of a run."""
         self.reset()
         self.entries.clear()
 
 
 def shared_among(processes: int, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What each of so many processes goes on from, where others have logged in the epoch so far.
+    """Convert the states of a run with another number of processes to the state that each process gets.
 
-    Each gets an equal part of all sums and counts, so that means are over what all have logged, whether a value is
-    reduced over the processes or not; of a largest or smallest value the whole.
+    Each process gets an equal part of all sums and counts, so that means include all logged values, whether or not a
+    value is reduced over the processes. It gets the whole of a maximum or minimum.
 
     Args:
-        processes: their number now.
-        states: of the MetricStores of those that have logged.
+        processes: the current number of processes.
+        states: the states of the saved processes' MetricStores.
 
     Returns:
-        For :meth:`MetricStore.load_state_dict`.
+        The state for :meth:`MetricStore.load_state_dict`.
     """
     logged: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for state in states:
@@ -514,10 +515,10 @@ def _shared(ones: list[dict[str, Any]], processes: int) -> dict[str, Any]:
 
 
 class PublishedMetrics:
-    """The dictionaries that loggers, callbacks and progress bars read: ``trainer.callback_metrics`` and its kin.
+    """The dictionaries for loggers, callbacks and progress bars, such as ``trainer.callback_metrics``.
 
-    Each is one live dict for the whole run: stock callbacks write into ``callback_metrics``. The next run has new ones,
-    so that those that a caller kept do not change.
+    Each is one live dict for the whole run, because some callbacks write into ``callback_metrics``. The next run gets
+    new ones, so that references to those of an earlier run do not change.
     """
 
     def __init__(self) -> None:
@@ -530,7 +531,7 @@ class PublishedMetrics:
         self.callback, self.logged, self.progress_bar = {}, {}, {}
 
     def take(self, metrics: StageMetrics) -> None:
-        """Let these values replace the older ones of the same names."""
+        """Update the published values of these names."""
         self.callback.update(metrics.callback)
         self.logged.update(metrics.logger)
         self.progress_bar.update(metrics.progress_bar)
@@ -542,29 +543,29 @@ class PublishedMetrics:
                 del metrics[name]
 
     def read_progress_bar(self) -> dict[str, Any]:
-        """The progress bar's metrics as numbers: one host-device synchronisation, where there is any to read."""
+        """Return the progress bar's metrics as numbers. At most one host-device synchronization."""
         self.progress_bar.update(to_scalars(self.progress_bar))
         return self.progress_bar
 
     def take_to_cpu(self) -> None:
-        """At the end of a run: move what stays readable to the host, so that it keeps no device memory."""
+        """Move the published values to the host at the end of a run, so that they keep no device memory."""
         for metrics in (self.callback, self.logged, self.progress_bar):
             metrics.update({name: value.cpu() for name, value in metrics.items() if isinstance(value, Tensor)})
 
     def clear(self) -> None:
-        """Remove all metrics, after a sanity check. Those who hold the dictionaries see it."""
+        """Remove all metrics after a sanity check, in place."""
         self.callback.clear()
         self.logged.clear()
         self.progress_bar.clear()
 
 
 def to_scalars(metrics: dict[T, Any]) -> dict[T, Any]:
-    """Tensors as Python numbers, read in one go: at most one host-device synchronisation, not one for each.
+    """Convert tensors to Python numbers, with at most one host-device synchronization for all.
 
-    On MPS at most two: one for whole numbers.
+    On MPS there are at most two, with one for integers.
 
     Raises:
-        ConfigurationError: a tensor of more than one element.
+        ConfigurationError: a tensor has more than one element.
     """
     scalars = dict(metrics)
     on_device: dict[torch.dtype, list[tuple[T, Tensor]]] = {}
@@ -587,7 +588,7 @@ def to_scalars(metrics: dict[T, Any]) -> dict[T, Any]:
 
 
 def _dtype_to_read(value: Tensor) -> torch.dtype:
-    """One that holds it exactly."""
+    """Return a dtype that represents the value exactly."""
     if value.device.type != "mps":
         return torch.float64
     return torch.float32 if value.is_floating_point() else torch.int64  # MPS has no double precision
@@ -597,8 +598,8 @@ class Recorder:
     """Sends metrics to the loggers.
 
     Args:
-        published: whose ``logged`` dictionary remembers what was sent.
-        progress: knows the current epoch, which goes along with every row.
+        published: the dictionaries; sent metrics are added to ``logged``.
+        progress: provides the current epoch, which is added to every row.
     """
 
     def __init__(self, published: PublishedMetrics, progress: FitProgress) -> None:
@@ -607,12 +608,13 @@ class Recorder:
         self._progress = progress
 
     def send(self, metrics: dict[str, Any], step: int, *, exact_step: bool = False) -> None:
-        """One row for every logger. Reading the values is a host-device synchronisation on a GPU.
+        """Send one row to every logger. Reading the values is a host-device synchronization on a GPU.
 
         Args:
             metrics: names and 0-dim tensors or numbers.
-            step: the row's step, unless the user logged a metric called ``step``: whose axis then has no epochs.
-            exact_step: take ``step`` as it is and leave the epoch out (rows of single evaluation batches).
+            step: the row's step. If the user logged a metric called ``step``, that is used instead, and no epoch is
+                added.
+            exact_step: use ``step`` unchanged and add no epoch (for rows of single evaluation batches). Default: False.
         """
         if not self.loggers or not metrics:
             return

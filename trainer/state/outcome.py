@@ -1,4 +1,4 @@
-"""The outcome of a weight update."""
+"""The outcome of an optimizer step."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch import Tensor
 
 
 class StepOutcome(NamedTuple):
-    """The outcome of one weight update.
+    """The outcome of one optimizer step.
 
     Attributes:
-        skipped: whether the weights were left alone because a gradient was not finite. With several optimizers:
-            whether any of them was.
+        skipped: whether the weights stayed unchanged because a gradient was not finite. With several optimizers:
+            whether any of them skipped.
         scale: the loss scale that the gradients were computed with; 1 without a scaler.
         next_scale: the loss scale from the next batch on.
-        grad_norm: total norm of the gradients before clipping, unscaled, over all optimizers whose gradients were
-            measured; a 0-dim tensor on the gradients' device, inf or nan when skipped; None where nothing measured it.
-        optimizers: the indices (in ``trainer.optimizers``) of those that were to step.
-        skipped_optimizers: the indices of those among them that skipped a step.
+        grad_norm: total norm of the gradients before clipping, unscaled, over all optimizers with measured gradients; a
+            0-dim tensor on the gradients' device, inf or nan if the step was skipped; None if it was not measured.
+        optimizers: indices (in ``trainer.optimizers``) of the optimizers that attempted to step.
+        skipped_optimizers: indices of those among them that skipped the step.
     """
 
     skipped: bool

@@ -1,6 +1,6 @@
 """The counters of a run. There are no others.
 
-Each says its unit and who advances it. The loops write them; everybody else reads.
+Each documents its unit and the code that advances it. The loops write them; other code reads them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class EpochStart:
-    """What the counters of a fit of the same names were when the epoch of ``batch_idx`` started."""
+    """Values of the counters with the same names when the epoch of ``batch_idx`` started."""
 
     epoch: int = 0
     batches_started: int = 0
@@ -26,54 +26,57 @@ _AS_THEY_ARE = (
     "batches", "optimizer_steps", "own_steps", "skipped_steps", "has_learned", "zero_grads", "schedule_steps",
     "is_last_batch",
 )  # fmt: skip
-"""Counters that a checkpoint keeps by their names."""
+"""Counters that a checkpoint stores by name."""
 _OF_STEPS = (
     "optimizer_steps", "own_steps", "skipped_steps", "completed_steps", "has_learned", "updates", "zero_grads",
     "schedule_steps",
 )  # fmt: skip
-"""What is counted of the weights; all else is about the data."""
+"""Counters of the weights. All others count the data."""
 
 
 @dataclass
 class FitProgress:
-    """How far a fit has come. Lives as long as the Trainer: a second ``fit`` goes on counting.
+    """The progress of a fit. Lives as long as the Trainer: a second ``fit`` continues to count.
 
     Attributes:
-        epoch: epochs completed, ``on_train_epoch_end`` included; ``trainer.current_epoch``. The fit loop, at the
+        epoch: epochs completed, including ``on_train_epoch_end``; ``trainer.current_epoch``. Set by the fit loop at the
             end of an epoch.
-        epochs_trained: epochs whose last batch is trained. One more than ``epoch`` while ``on_train_epoch_end``
-            runs, which is where checkpoints are written. The fit loop, after an epoch's last batch.
-        batch_idx: zero-based index, within the epoch, of the batch that is being trained or was trained last;
-            -1 before an epoch's first. The fit loop, when a batch starts.
-        batches_started: batches started, over all epochs. The fit loop, when a batch starts.
-        batches: batches trained, over all epochs. The fit loop, before ``on_train_batch_end``.
-        optimizer_steps: optimizer steps attempted, skipped ones included, each optimizer counted; windows without a
-            loss count as well, and an ``optimizer_step`` of the module's own once a call; ``trainer.global_step``. The
-            fit loop, at each step of an optimizer.
-        own_steps: those of them that the module has counted itself, as it steps optimizers past their wrappers. Set by
-        whoever writes Lightning's count (``compat/loop_state.py``).
-        skipped_steps: weight updates skipped because a gradient was not finite. The fit loop, when the outcome is
+        epochs_trained: epochs with a trained last batch. One more than ``epoch`` during ``on_train_epoch_end``, when
+            checkpoints are written. Set by the fit loop after an epoch's last batch.
+        batch_idx: zero-based index, within the epoch, of the batch that is being trained or was trained last; -1 before
+            an epoch's first. Set by the fit loop when a batch starts.
+        batches_started: batches started, over all epochs. Set by the fit loop when a batch starts.
+        batches: batches trained, over all epochs. Set by the fit loop before ``on_train_batch_end``.
+        optimizer_steps: optimizer steps attempted, including skipped ones, summed over optimizers; windows without a
+            loss also count, and a custom ``optimizer_step`` of the module counts once per call;
+            ``trainer.global_step``. Set by the fit loop at each step of an optimizer.
+        own_steps: the steps among them that the module has counted itself, because it steps optimizers without their
+            wrappers. Set when Lightning's count is written (``compat/loop_state.py``).
+        skipped_steps: optimizer steps skipped because a gradient was not finite. Set by the fit loop when the outcome
+            is known.
+        completed_steps: steps of each optimizer (by its index) that were not skipped, since the fit began; for a
+            resumed fit, since its first run began. A step counts as completed until its outcome is known. Set by the
+            fit loop after an optimizer step, and when the outcome is known.
+        has_learned: whether an optimizer has stepped and was not skipped. Set by the fit loop when the outcome is
             known.
-        completed_steps: steps of each optimizer (by its index) that were not skipped, since the fit began; of a resumed
-            fit, since the first run of it began. A step counts as completed until its outcome is known. The fit loop,
-            after a weight update, and when the outcome is known.
-        has_learned: whether an optimizer has stepped and was not skipped. The fit loop, when the outcome is known.
-        updates: accumulation windows closed, which is the step axis of the loggers. The fit loop, at the end of a
+        updates: accumulation windows closed, which is the step axis of the loggers. Set by the fit loop at the end of a
             window's last batch (after that batch is logged).
-        zero_grads: windows whose old gradients have been cleared, which is after their first forward. The fit loop.
-        schedule_steps: steps of learning-rate schedules, each schedule counted. The schedules.
-        epoch_start: the counters when the current epoch started, or between epochs the last one. The fit loop.
-        is_last_batch: whether the batch of ``batch_idx`` is its epoch's last. The fit loop, when a batch starts.
-        is_trained: whether the batch of ``batch_idx`` is trained: False from its start until its weight update is over.
-            The fit loop.
-        in_batch: whether a batch is being trained, ``on_train_batch_end`` included. The fit loop.
-        closing: whether a window has closed that ``updates`` does not count yet. The fit loop.
-        resumed_epoch: the epoch inside of which a checkpoint has put the fit; -1 without one. Set by the resume.
-        is_followed_up: whether what follows the batch of ``batch_idx``, such as a validation, is over. The fit loop.
-        owes_validation: whether a validation is under way that is to be run to its end: from its beginning, if a
-            checkpoint was written meanwhile. The fit loop; the evaluation loop, before ``on_validation_end``.
-        has_validated: whether a validation has followed the batch, and is over. The evaluation loop; the fit loop, when
-            the next batch starts.
+        zero_grads: windows with their old gradients cleared, which happens after their first forward. Set by the fit
+            loop.
+        schedule_steps: steps of learning-rate schedules, summed over schedules. Set by the schedules.
+        epoch_start: the counters when the current epoch started, or between epochs the last one. Set by the fit loop.
+        is_last_batch: whether the batch of ``batch_idx`` is its epoch's last. Set by the fit loop when a batch starts.
+        is_trained: whether the batch of ``batch_idx`` is trained: False from its start until its optimizer step is
+            over. Set by the fit loop.
+        in_batch: whether a batch is being trained, including ``on_train_batch_end``. Set by the fit loop.
+        closing: whether a window has closed that ``updates`` does not include yet. Set by the fit loop.
+        resumed_epoch: the epoch that a checkpoint resumed in the middle; -1 without one. Set by the resume.
+        is_followed_up: whether the events after the batch of ``batch_idx``, such as a validation, are over. Set by the
+            fit loop.
+        owes_validation: whether a validation has begun that must be completed: from its beginning if a checkpoint was
+            written meanwhile. Set by the fit loop, and by the evaluation loop before ``on_validation_end``.
+        has_validated: whether a validation has followed the batch, and is over. Set by the evaluation loop, and by the
+            fit loop when the next batch starts.
     """
 
     epoch: int = 0
@@ -110,23 +113,23 @@ class FitProgress:
         return self.batch_idx + self.is_trained
 
     def begin_epoch(self) -> None:
-        """An epoch starts."""
+        """Record the counters at the start of an epoch."""
         self.epoch_start = EpochStart(*(getattr(self, counter.name) for counter in fields(EpochStart)))
 
     def begin_batch(self, batch_idx: int, is_last: bool) -> None:
-        """A batch starts."""
+        """Update the counters at the start of a batch."""
         self.batch_idx, self.is_last_batch = batch_idx, is_last
         self.batches_started += 1
         self.in_batch, self.is_trained, self.is_followed_up, self.has_validated = True, False, False, False
 
     def end_epoch(self) -> None:
-        """An epoch is over, its hooks included."""
+        """Update the counters at the end of an epoch, after its hooks."""
         self.epoch += 1
-        self.batch_idx, self.is_trained = -1, True  # no batch is under way, not even one that was skipped
+        self.batch_idx, self.is_trained = -1, True  # no batch is running, even if the last one was skipped
         self.is_followed_up, self.owes_validation, self.has_validated = True, False, False
 
     def end_validation(self) -> None:
-        """An evaluation is over but for its last hook. If it is the validation under way, it need not be run again."""
+        """Mark a validation that has begun as completed, before its last hook, so that it is not run again."""
         if self.owes_validation:
             self.owes_validation, self.has_validated = False, True
 
@@ -136,23 +139,23 @@ class FitProgress:
         self.optimizer_steps = steps
 
     def jump_to_batch(self, count: int) -> None:
-        """As if ``count`` batches of the epoch had started."""
+        """Set the counters as if ``count`` batches of the epoch had started."""
         self.batch_idx, self.batches_started = count - 1, self.epoch_start.batches_started + count
 
     def give_up_batch(self) -> None:
-        """The batch that is under way will be trained again, or never."""
+        """Set the counters as if the current batch had not started, because it is trained again or never."""
         trained = self.batches - self.epoch_start.batches
         self.epoch_start = replace(self.epoch_start, batches_started=self.batches_started - trained)
         self.batch_idx = self.batches_trained_this_epoch - 1
         self.in_batch, self.is_trained = False, True
 
     def roll_back(self, before: FitProgress) -> None:
-        """Count the steps as in the checkpoint that was just loaded, while the data goes on where it was.
+        """Keep the step counters of the checkpoint that was just loaded, and restore the counters of the data.
 
         Args:
-            before: these counters before that, at the end of a batch that closes a window.
+            before: these counters before the load, at the end of a batch that closes a window.
         """
-        start, self.updates = before.epoch_start, self.updates + self.closing - 1  # which will be counted once more
+        start, self.updates = before.epoch_start, self.updates + self.closing - 1  # counted again at the window's end
         for name in _OF_STEPS:
             setattr(before, name, getattr(self, name))
         vars(self).update(vars(before))
@@ -160,7 +163,7 @@ class FitProgress:
         self.epoch_start = replace(start, **counts)
 
     def start_anew(self) -> None:
-        """After an interrupted run: what was trained counts, and the epoch that was not starts from its beginning."""
+        """Start the current epoch again after an interrupted run. Completed training still counts."""
         self.updates += self.closing
         self.completed_steps.clear()  # the optimizers are new
         self.epoch, self.resumed_epoch = self.epochs_trained, -1
@@ -169,10 +172,10 @@ class FitProgress:
         self.is_trained = self.is_followed_up = True
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the counters as they are after the current batch, or when the epoch is over.
+        """Return the counters for a checkpoint, as they are after the current batch, or after the epoch if it is over.
 
-        What follows a batch may still be to come: ``is_followed_up``.
-        ``cut_short`` are the batches of an epoch that ends before its last one, because of ``max_steps``, say.
+        The events after a batch may still follow: ``is_followed_up``. ``cut_short`` is the number of batches of an
+        epoch that ends before its last batch, for example because of ``max_steps``.
         """
         over = self.epochs_trained > self.epoch
         follows = self.is_trained and not self.is_followed_up and not over
@@ -191,11 +194,11 @@ class FitProgress:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, finish_epoch: bool = False) -> None:
-        """Go on from what ``state_dict`` returned.
+        """Restore the counters that ``state_dict`` returned.
 
         Args:
-            state: what it returned.
-            finish_epoch: go on with an epoch that was cut short, too, not with the next one.
+            state: the counters.
+            finish_epoch: whether to continue an epoch that was cut short, instead of the next one. Default: False.
         """
         self.epoch = self.epochs_trained = state["epoch"]
         self.batch_idx = state["batch_idx"]
@@ -206,7 +209,7 @@ class FitProgress:
             setattr(self, name, state.get(name, 0))
         self.completed_steps = Counter(state.get("completed_steps", {}))
         start = EpochStart(*state.get("epoch_start", ()))
-        self.epoch_start = replace(start, batches_started=start.batches)  # no batch is under way any more
+        self.epoch_start = replace(start, batches_started=start.batches)  # no batch is running any more
         self.batches_started = self.batches
         self.has_learned = state.get("has_learned", state["optimizer_steps"] > 0)
         self.updates = state["windows"]
@@ -219,19 +222,21 @@ class FitProgress:
 
 @dataclass
 class EvalProgress:
-    """How far an evaluation (validate, test or predict) has come.
+    """The progress of an evaluation (validate, test or predict).
 
     Attributes:
-        batches: batches started in the current pass, over its dataloaders. The evaluation loop, when a batch starts.
-        batches_done: those of them that are over. The evaluation loop, when a batch is over.
-        total_batches, total_done: the same over all passes, and of the validation inside a fit over those of one of
-            its epochs. Sanity checks excluded. The evaluation loop, likewise.
-        epoch: the fit's epoch that the totals belong to. The Trainer, when a fit validates.
-        has_run: whether a pass other than a sanity check has finished a batch since the last reset. The
+        batches: batches started in the current pass, over its dataloaders. Set by the evaluation loop when a batch
+            starts.
+        batches_done: the batches among them that are over. Set by the evaluation loop when a batch is over.
+        total_batches, total_done: the same counts over all passes; for the validation inside a fit, over those of one
+            epoch. Excludes sanity checks. Set by the evaluation loop at the same times.
+        epoch: the fit's epoch that the totals belong to. Set by the Trainer when a fit validates.
+        has_run: whether a pass other than a sanity check has finished a batch since the last reset. Set by the
             evaluation loop.
-        is_last_batch: whether the pass has had its last batch. The evaluation loop.
-        seen_batches: batches finished of each dataloader in this run, over its passes, sanity checks excluded; the
-            step axis of what single evaluation batches log. The evaluation loop, after a batch is logged.
+        is_last_batch: whether the pass has had its last batch. Set by the evaluation loop.
+        seen_batches: batches finished of each dataloader in this run, over its passes, excluding sanity checks; the
+            step axis of values logged for single evaluation batches. Set by the evaluation loop after a batch is
+            logged.
     """
 
     batches: int = 0
@@ -244,17 +249,17 @@ class EvalProgress:
     seen_batches: Counter[int] = field(default_factory=Counter)
 
     def begin_epoch(self, epoch: int) -> None:
-        """A fit validates in ``epoch``."""
+        """Reset the totals if a fit validates in another epoch than before."""
         if epoch != self.epoch:
             self.epoch, self.total_batches, self.total_done = epoch, 0, 0
 
     def begin_pass(self) -> None:
-        """A pass starts."""
+        """Reset the counts at the start of a pass."""
         self.batches = self.batches_done = 0
         self.is_last_batch = False
 
     def forget_batches(self) -> None:
-        """The batches of the current pass that are over will be run again."""
+        """Subtract the completed batches of the current pass from the totals, because they will be run again."""
         self.total_batches -= self.batches_done
         self.total_done -= self.batches_done
 
@@ -265,7 +270,7 @@ class EvalProgress:
         self.seen_batches.clear()
 
     def forget_pass(self) -> None:
-        """A sanity check is over; it is not counted."""
+        """Subtract the batches of a sanity check, which does not count."""
         self.total_batches -= self.batches
         self.total_done -= self.batches_done
         self.begin_pass()

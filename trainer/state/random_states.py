@@ -1,7 +1,7 @@
-"""Random number generators and their states, as plain data: a process's own, and those that other objects hold.
+"""Random number generators and their states as plain data: those of the process, and those in other objects.
 
-A state consists of numbers, bytes, lists and dicts: ``torch.load(weights_only=True)`` reads it, ``==`` compares it, and
-a worker process can send it.
+A state consists of numbers, bytes, lists and dicts: ``torch.load(weights_only=True)`` can read it, ``==`` can compare
+it, and a worker process can send it.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ _GLOBAL: dict[str, Generator] = {
     "numpy": vars(np.random)["get_state"].__self__,
     "torch": torch.default_generator,
 }
-"""The process's own generators: what ``random.random``, ``np.random.rand`` and ``torch.rand`` draw from."""
+"""The generators of the process, used by ``random.random``, ``np.random.rand`` and ``torch.rand``."""
 
 _MAX_OBJECTS = 1000
-"""How many objects :func:`find` looks at, at most."""
+"""Largest number of objects that :func:`find` inspects."""
 _MAX_ITEMS = 64
-"""Containers with more items than this hold data: :func:`find` does not look into them."""
+"""Containers with more items than this are data, and :func:`find` does not inspect them."""
 _HOLD_NONE = (str, bytes, int, float, type, ModuleType, FunctionType, torch.Tensor, np.ndarray)
 
 
 def capture(device: torch.device | None = None, own: Sequence[Generator] = ()) -> State:
-    """The states of the process's generators, as they are now.
+    """Return the current states of the process's generators.
 
     Args:
-        device: whose generator to include; None for the host's alone. On a GPU too its state is kept on the host:
-            no synchronisation.
-        own: more generators to include.
+        device: device with a generator to include. Default: None, only the host's. The state of a GPU generator is on
+            the host, too: no synchronization.
+        own: additional generators to include. Default: none.
 
     Returns:
-        Plain data, about 10 KB. It takes about 5 microseconds.
+        Plain data, about 10 KB. Takes about 5 microseconds.
     """
     state: State = {name: state_of(generator) for name, generator in _GLOBAL.items()}
     if own:
@@ -59,12 +59,12 @@ def capture(device: torch.device | None = None, own: Sequence[Generator] = ()) -
 
 
 def restore(state: State, device: torch.device | None = None, own: Sequence[Generator] = ()) -> None:
-    """Put the generators back.
+    """Restore the generators.
 
     Args:
-        state: what :func:`capture` returned, or a part of it: other generators are left alone.
-        device: whose generator to set; None for the host's alone.
-        own: as given to :func:`capture`.
+        state: the result of :func:`capture`, or a part of it. Generators that are not in it stay unchanged.
+        device: device with a generator to restore. Default: None, only the host's.
+        own: the generators given to :func:`capture`. Default: none.
     """
     for name in _GLOBAL.keys() & state.keys():
         set_state(_GLOBAL[name], state[name])
@@ -74,10 +74,10 @@ def restore(state: State, device: torch.device | None = None, own: Sequence[Gene
 
 
 class Watch:
-    """Tells which of the process's generators have been drawn from. It costs less than their states.
+    """Detects which of the process's generators have been used. Costs less than :func:`capture`.
 
     Args:
-        own: more generators to watch.
+        own: additional generators to watch. Default: none.
     """
 
     def __init__(self, own: Sequence[Generator] = ()) -> None:
@@ -88,7 +88,7 @@ class Watch:
         self._seen = {name: read() for name, read in self._readers.items()}
 
     def changes(self) -> State:
-        """The part of :func:`capture`'s result that is not what it was at the last call, for :func:`decoded`."""
+        """Return the changed part of :func:`capture`'s result since the last call, for :func:`decoded`."""
         changes: State = {}
         for name, read in self._readers.items():
             if (seen := read()) != self._seen[name]:
@@ -97,14 +97,14 @@ class Watch:
 
 
 def decoded(changes: State) -> State:
-    """What :meth:`Watch.changes` returned, as :func:`capture` has it. Leaves that as it is."""
+    """Convert the result of :meth:`Watch.changes` to the format of :func:`capture`. Returns a new dict."""
     read = generator_memory.decoded
     return {name: list(map(read, state)) if name == "own" else read(state) for name, state in changes.items()}
 
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Restore the process's generators, those of the host, at the end of a ``with`` block."""
+    """Restore the process's generators on the host at the end of a ``with`` block."""
     state = capture()
     try:
         yield
@@ -113,7 +113,7 @@ def isolated() -> Iterator[None]:
 
 
 def derived(state: State, number: int) -> State:
-    """Random states for one more process: others for each number, the same each time for the same ``state``."""
+    """Return random states for an additional process: different for each number, the same for the same ``state``."""
     seed = hashlib.sha256(f"{number} {sorted(state.items())!r}".encode()).digest()
     generators: dict[str, Generator] = {
         "python": random.Random(seed),
@@ -124,12 +124,12 @@ def derived(state: State, number: int) -> State:
 
 
 def state_of(generator: Generator) -> Any:
-    """The state of one generator."""
+    """Return the state of one generator."""
     return generator_memory.decoded(_reader_of(generator)())
 
 
 def set_state(generator: Generator, state: Any) -> None:
-    """Put a generator into a state that :func:`state_of` returned."""
+    """Restore a state that :func:`state_of` returned."""
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, random.Random):
@@ -144,12 +144,12 @@ def set_state(generator: Generator, state: Any) -> None:
 
 
 def states_of(generators: Sequence[Generator]) -> list[Any]:
-    """The state of each."""
+    """Return the state of each generator."""
     return [state_of(generator) for generator in generators]
 
 
 def set_states(generators: Sequence[Generator], states: Sequence[Any]) -> None:
-    """Restore the state of each generator. Does nothing if the number of random generators has changed."""
+    """Restore the state of each generator. No-op if the number of random generators has changed."""
     if _count(generators) == len(states) - len(_attributes_in(states)):
         for generator, state in zip(generators, states, strict=False):
             set_state(generator, state)
@@ -160,7 +160,7 @@ def differences(generators: Sequence[Generator], states: Sequence[Any]) -> list[
 
     Args:
         generators: as :func:`find` returns them.
-        states: what :func:`states_of` returned. Older checkpoints have none of :class:`Attributes`.
+        states: the result of :func:`states_of`. Older checkpoints have no states of :class:`Attributes`.
     """
     attributes = _attributes_in(states)
     was, now = len(states) - len(attributes), _count(generators)
@@ -183,15 +183,15 @@ def _attributes_in(states: Sequence[Any]) -> list[Any]:
 
 
 def find(*roots: Any, except_in: Any = None, unwatched: Callable[[Any], bool] = lambda _: False) -> list[Generator]:
-    """Return the generators that can be reached from ``roots`` by attributes and short containers, each once.
+    """Return the generators that can be reached from ``roots`` through attributes and short containers, each once.
 
-    The last one is the :class:`Attributes` of the objects of the user's classes on the way to them, if there are any.
+    The last one is the :class:`Attributes` of the inspected objects of the user's classes, if there are any.
 
     Args:
-        roots: the objects to begin with; their order, and that of their attributes, is the order of the result.
-        except_in: an object to leave out, with its attributes.
-        unwatched: returns whether to leave an object, and all that it holds, out of the :class:`Attributes`. Not called
-            for a DataLoader.
+        roots: the objects to begin with; their order, and that of their attributes, determines the order of the result.
+        except_in: an object to exclude, with its attributes. Default: None.
+        unwatched: returns whether to exclude an object, and all objects in it, from the :class:`Attributes`. Not called
+            for a DataLoader. Default: no object is excluded.
     """
     found: list[Generator] = []
     watched: list[Any] = []
@@ -225,7 +225,7 @@ def find(*roots: Any, except_in: Any = None, unwatched: Callable[[Any], bool] = 
 
 def _attributes_of(thing: Any) -> list[Any]:
     try:
-        attributes = object.__getattribute__(thing, "__dict__")  # not what a proxy returns in its place
+        attributes = object.__getattribute__(thing, "__dict__")  # bypasses a proxy's attribute access
     except AttributeError:
         return []
     return list(attributes.values()) if isinstance(attributes, dict) else []
@@ -239,7 +239,7 @@ def _reader_of(generator: Generator) -> Callable[[], Any]:
 
 
 def _asked(generator: Generator) -> Any:
-    """The state of a generator that cannot be read."""
+    """Return the state of a generator that cannot be read from memory."""
     if isinstance(generator, Attributes):
         return generator.read()
     if isinstance(generator, torch.Generator):
@@ -253,7 +253,7 @@ def _asked(generator: Generator) -> Any:
 
 
 def _with_arrays(state: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of ``numpy_as_bytes``."""
+    """Invert ``numpy_as_bytes``."""
     kind = np.uint32 if state["bit_generator"] == "MT19937" else np.uint64
 
     def array_of(value: Any) -> Any:

@@ -12,31 +12,33 @@ from trainer.state.progress import FitProgress
 
 @dataclass(eq=False)
 class StoppingConditions:
-    """When a fit stops, validates and logs: its public settings, and what they mean at the current batch.
+    """When a fit stops, validates and logs: the public settings, and decisions for the current batch.
 
-    Stock callbacks and the tuner change the settings between batches.
+    Callbacks and the tuner may change the settings between batches.
 
     Args:
-        progress: the counters that everything here is compared with.
-        max_epochs: epochs to train in all; -1 for no limit. None if not given, until a fit starts.
-        min_epochs: epochs before ``should_stop`` is heeded; likewise.
-        max_steps: optimizer steps (skipped ones included) to take in all; -1 for no limit.
-        min_steps: optimizer steps before ``should_stop`` is heeded; None for none.
+        progress: the counters that all conditions are compared with.
+        max_epochs: total number of epochs; -1 for no limit. None until a fit starts, if not given.
+        min_epochs: epochs before ``should_stop`` takes effect. None until a fit starts, if not given.
+        max_steps: total number of optimizer steps, including skipped ones; -1 for no limit.
+        min_steps: optimizer steps before ``should_stop`` takes effect; None for no minimum.
         check_val_every_n_epoch: epochs between validations; None to count batches over all epochs.
-        log_every_n_steps: weight updates between two rows in the loggers; 0 for none.
+        log_every_n_steps: optimizer steps between two rows in the loggers; 0 for no rows.
         val_check_seconds: seconds between validations; None to count batches.
-        agree: takes this process's decision whether it is time to validate; returns the decision of all of them.
-        announce: called once with a message if training goes on although ``should_stop`` is set.
+        agree: takes this process's decision whether it is time to validate; returns the common decision of all
+            processes.
+        announce: called once with a message if training continues although ``should_stop`` is set.
 
     Attributes:
-        val_check_batch: batches between validations within an epoch; inf for its end, None where time decides
+        val_check_batch: batches between validations within an epoch; inf for its end, None if the interval is a time,
             and before the first run.
-        validates_at_end: whether an epoch's last batch is followed by a validation, whatever its number. It is, if
+        validates_at_end: whether an epoch's last batch is followed by a validation, independent of its index. True if
             ``val_check_batch`` divides the expected number of batches.
-        validated_at: when the run started or, if that is later, the last validation ended (``time.monotonic``).
-        should_stop: whether training is to end after the current batch, if the minima are met.
-        attend: called when a batch is over and, with True, before each epoch: a signal has come, or the processes are
-            to find out whether one has. It may raise. None for nothing.
+        validated_at: time of the start of the run or, if that is later, the end of the last validation
+            (``time.monotonic``).
+        should_stop: whether training ends after the current batch, if the minima are met.
+        attend: called when a batch is over and, with True, before each epoch: handles a signal, or finds out with the
+            other processes whether one has arrived. It may raise. None if there is nothing to handle.
     """
 
     progress: FitProgress
@@ -66,28 +68,28 @@ class StoppingConditions:
             self.min_epochs = int(self.min_steps is not None)
 
     def fit_is_done(self) -> bool:
-        """Whether no further epoch is to be trained. For the fit loop, which asks before each: see ``attend``."""
+        """Return whether no further epoch is trained. Only for the fit loop, before each epoch: see ``attend``."""
         if self.attend is not None:
             self.attend(True)
         return self.ends_fit()
 
     def epoch_is_done(self) -> bool:
-        """Whether to leave the epoch before its last batch. For the fit loop, which asks after each: see ``attend``."""
+        """Return whether to end the epoch early. Only for the fit loop, after each batch: see ``attend``."""
         if self.attend is not None:
             self.attend(False)
         return self.ends_epoch()
 
     def ends_fit(self) -> bool:
-        """Whether no further epoch is to be trained. Anybody may ask."""
+        """Return whether no further epoch is trained. Can be called at any time."""
         trained_all = self.max_epochs not in (None, -1) and self.progress.epochs_trained >= self.max_epochs
         return trained_all or self.ends_epoch()
 
     def is_final_epoch(self) -> bool:
-        """Whether the current epoch is known to be the last."""
+        """Return whether the current epoch is known to be the last."""
         return self.max_epochs not in (None, -1) and self.progress.epochs_trained + 1 >= self.max_epochs
 
     def ends_epoch(self) -> bool:
-        """Whether to leave the current epoch before its last batch. Anybody may ask."""
+        """Return whether to end the current epoch before its last batch. Can be called at any time."""
         stepped_all = self.max_steps != -1 and self.progress.optimizer_steps >= self.max_steps
         if stepped_all or not self.should_stop:
             return stepped_all
@@ -100,17 +102,17 @@ class StoppingConditions:
         return stops
 
     def may_stop(self) -> bool:
-        """Whether ``min_epochs`` and ``min_steps`` are met."""
+        """Return whether ``min_epochs`` and ``min_steps`` are met."""
         progress = self.progress
         return progress.epochs_trained >= (self.min_epochs or 0) and progress.optimizer_steps >= (self.min_steps or 0)
 
     def epoch_validates(self) -> bool:
-        """Whether the current epoch is one with validation."""
+        """Return whether the current epoch has a validation."""
         every = self.check_val_every_n_epoch
         return every is None or (self.progress.epoch + 1) % every == 0
 
     def validation_is_due(self) -> bool:
-        """Whether to validate after the current batch of an epoch with validation."""
+        """Return whether to validate after the current batch of an epoch with validation."""
         progress = self.progress
         if self.should_stop and self.may_stop():
             return True
@@ -125,7 +127,7 @@ class StoppingConditions:
         return number % self.val_check_batch == 0 and progress.batches_this_epoch > 0  # an epoch may have no batch
 
     def _time_is_up(self, seconds: float) -> bool:
-        """Return whether the time between validations is over. A decision that a hook has seen holds for its batch."""
+        """Return whether the time between validations is over. The decision stays the same for the whole batch."""
         batch, decision = self._decided
         if batch != self.progress.batches_started:
             # the clocks of ranks differ. A host-device synchronization on several GPUs
@@ -138,13 +140,13 @@ class StoppingConditions:
         """Set ``val_check_batch``, or start the clock.
 
         Args:
-            interval: batches between validations (int), or their share of an epoch.
-            num_batches: of an epoch; inf where it is unknown.
-            knows_its_end: whether that many will come, so that 1.0 is a number, too.
+            interval: batches between validations (int), or their fraction of an epoch (float).
+            num_batches: batches in an epoch; inf if unknown.
+            knows_its_end: whether this number is exact, so that 1.0 also is a number of batches.
             validates: whether there will be any validation.
 
         Raises:
-            ConfigurationError: an interval beyond the epoch, or a share of an unknown number of batches.
+            ConfigurationError: the interval exceeds the epoch, or is a fraction of an unknown number of batches.
         """
         if self.val_check_seconds is not None:
             self.val_check_batch = None
@@ -172,10 +174,10 @@ class StoppingConditions:
             self.validates_at_end |= num_batches % self.val_check_batch == 0
 
     def restart_validation_clock(self) -> None:
-        """Count the seconds to the next validation from now."""
+        """Restart the time to the next validation."""
         self.validated_at, self._decided = time.monotonic(), (-1, False)
 
     def logging_is_due(self) -> bool:
-        """Whether the loggers get a row for the current weight update."""
+        """Return whether the loggers get a row for the current optimizer step."""
         every = self.log_every_n_steps
         return every > 0 and ((self.progress.updates + 1) % every == 0 or self.should_stop)
