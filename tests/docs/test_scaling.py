@@ -10,7 +10,7 @@ from tests.docs.pages import ROOT
 
 PAGE = ROOT / "docs" / "scaling.md"
 ENGINES = ["one device", "DDP", "FSDP", "DeepSpeed"]
-REFUSED = {"Fused SGD", "Parameters left out (`ignored_params`)", "`GradientCheck`"}
+REFUSED = {"Fused SGD", "Ignored parameters (`ignored_params`)", "`GradientCheck`"}
 """What a sharded engine may refuse, and nothing else."""
 
 KEPT_BY_DEEPSPEED = {"off", "refused", "waits"}
@@ -22,7 +22,7 @@ UNTESTED = {"one device": 0, "DDP": 0, "FSDP": 0, "DeepSpeed": 0}
 
 def table() -> dict[str, list[str]]:
     """The cells of each feature."""
-    lines = PAGE.read_text(encoding="utf-8").split("## What works where")[1].splitlines()
+    lines = PAGE.read_text(encoding="utf-8").split("## Feature support by engine")[1].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     assert rows[0][1:] == ENGINES
     return {name: cells for name, *cells in rows[2:]}
