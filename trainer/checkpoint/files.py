@@ -135,8 +135,7 @@ class Sealing(Summed):
 def write(
     save: Callable[[BinaryIO], None], path: str | Path, facts: Mapping[str, Any] | None = None
 ) -> Manifest | None:
-    """Write a checkpoint file. An older checkpoint is replaced completely or stays unchanged. Returns the manifest, if
-    any.
+    """Write a checkpoint file, replacing an older one completely or not at all. Returns the manifest, if any.
 
     Args:
         save: writes into the given stream from start to end. A zip archive, as from ``torch.save``, gets a manifest;

@@ -161,9 +161,7 @@ class _Outline:
         self._things = things
 
     def stand_ins(self) -> list[Any]:
-        """Return arguments for `torch.serialization.safe_globals`. Names that the user has registered keep their
-        meaning.
-        """
+        """Return arguments for `torch.serialization.safe_globals`, without names that the user has registered."""
         declared = declared_safe()
         made = [
             (type(_KINDS[thing.kind].__name__, (_KINDS[thing.kind],), {"stands_for": name}), name)

@@ -11,9 +11,7 @@ Modes = dict[str, dict[str, bool]]
 
 
 def modes_of(module: nn.Module) -> Modes:
-    """Return ``requires_grad`` of each parameter, and ``training`` and ``track_running_stats`` of each module that has
-    it.
-    """
+    """Return ``requires_grad`` of parameters, and ``training`` and ``track_running_stats`` of modules."""
     parts = list(module.named_modules())
     return {
         "requires_grad": {name: parameter.requires_grad for name, parameter in module.named_parameters()},

@@ -143,8 +143,7 @@ def discard(part: Path) -> None:
 
 
 def recover(folder: Path) -> list[Path]:
-    """Rename complete folders in ``folder`` that were not renamed because the process was killed. Returns their new
-    paths.
+    """Rename complete folders in ``folder`` that a killed process has not renamed. Returns their new paths.
 
     If there are several for one place, the newest is used, and none that was being removed. No process may be writing
     into ``folder``.

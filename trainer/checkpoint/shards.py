@@ -183,8 +183,7 @@ def write(
     group: distributed.ProcessGroup | None,
     save: Save | None = None,
 ) -> None:
-    """Write a checkpoint folder. An older checkpoint is replaced completely or stays unchanged. All processes must call
-    it.
+    """Write a checkpoint folder, replacing an older one completely or not at all. All processes must call it.
 
     Args:
         place: path of the folder, on a file system that all processes share.
@@ -488,9 +487,7 @@ def _member(kind: Any, name: Any) -> Enum:
 
 
 class _Reader(FileSystemReader):
-    """Read with metadata that was already checked. DCP's own reader unpickles any object, also from files for each
-    rank.
-    """
+    """Read with metadata that was already checked, because DCP's own reader unpickles any object."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)

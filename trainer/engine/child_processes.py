@@ -58,9 +58,7 @@ class ChildProcesses:
         self.exit_first()
 
     def exit_first(self) -> None:
-        """Make :meth:`exit` the first exit handler of the interpreter, because later handlers may wait for the
-        children.
-        """
+        """Make :meth:`exit` the interpreter's first exit handler, because later ones may wait for the children."""
         atexit.unregister(self.exit)
         atexit.register(self.exit)
 
@@ -118,8 +116,7 @@ children = ChildProcesses()
 
 @contextmanager
 def deadline_after(error: BaseException, *, waited_for: bool) -> Iterator[None]:
-    """Limit the time that the code in this context may take after an error, such as ``on_exception``: ``LAST_WORDS``
-    seconds.
+    """Limit the time of code that follows an error, such as ``on_exception``, to ``LAST_WORDS`` seconds.
 
     Args:
         error: the exception that ended the run.
@@ -167,9 +164,7 @@ def _leave_group() -> None:
 
 
 def name_parent() -> None:
-    """Set the environment variable that gives the parent's process id to the processes that this process is about to
-    start.
-    """
+    """Set the environment variable that passes this process's id to its child processes."""
     os.environ[_PARENT] = str(os.getpid())
 
 

@@ -229,8 +229,9 @@ def _compilation_of(record: Any) -> Compilation:
 
 
 def _call_of(module: nn.Module) -> Callable[..., Any]:
-    """Return the function to compile. Modules of the same structure share its code, because the compiler limits the
-    graphs per code object.
+    """Return the function to compile, with shared code for modules of the same structure.
+
+    The compiler limits the number of graphs per code object.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

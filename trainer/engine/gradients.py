@@ -108,11 +108,9 @@ class Gradients:
         """
 
     def keep(self, optimizer: Optimizer) -> None:
-        """Copy gradients to separate memory, because the backward pass of a CUDA graph overwrites the gradients that it
-        returned.
+        """Copy gradients to separate memory, because the backward pass of a CUDA graph overwrites its outputs.
 
-        Autograd uses the first gradient as ``.grad`` without a copy. Later gradients are added to our copy, which
-        stays.
+        Autograd uses the first gradient as ``.grad`` without a copy. Later gradients are added to our copy in place.
         """
         loose = [p for p in parameters_of(optimizer) if p.grad is not None and not hasattr(p.grad, _IS_KEPT)]
         dense = [parameter for parameter in loose if not parameter.grad.is_sparse]
@@ -124,9 +122,7 @@ class Gradients:
             parameter.grad = copy
 
     def multiply_(self, optimizers: Iterable[Optimizer], factor: float | Tensor) -> None:
-        """Multiply all gradients of a window after its last backward pass. The factor must be the same on all
-        processes.
-        """
+        """Multiply the gradients of a window after its last backward pass, by the same factor on all processes."""
         gradients = [gradient for optimizer in optimizers for gradient in gradients_of(optimizer)]
         if gradients:
             torch._foreach_mul_(gradients, factor)
@@ -161,15 +157,12 @@ class Gradients:
         return None
 
     def norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor | None:
-        """Return the total norm of all gradients of an optimizer, a plain 0-dim tensor, or None if there are no
-        gradients.
-        """
+        """Return the total norm of an optimizer's gradients, a plain 0-dim tensor, or None without gradients."""
         gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients_of(optimizer)]
         return torch.nn.utils.get_total_norm(gradients, norm_type) if gradients else None
 
     def norms(self, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
-        """Return each parameter that has a gradient, with the L2 norm of the gradient: 0-dim, in float32 or higher
-        precision.
+        """Return each parameter that has a gradient, with the gradient's L2 norm: 0-dim, in float32 or higher.
 
         If gradients are sharded, the norm is that of the whole gradient, and all processes must call this method.
         """
@@ -322,9 +315,7 @@ def clamp_(tensors: list[Tensor], limit: float) -> None:
 
 
 def each_norm(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the L2 norm of each tensor, on its device, in float32 or higher precision: one kernel per device and
-    dtype.
-    """
+    """Return the L2 norm of each tensor on its device, in float32 or higher: one kernel per device and dtype."""
     values = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, value in enumerate(values):
@@ -338,9 +329,7 @@ def each_norm(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def total_norm(norms: Mapping[Optimizer, Tensor]) -> Tensor | None:
-    """Return the L2 norm of all gradients, from the norms of the optimizers in their last step, or None if there are
-    none.
-    """
+    """Return the L2 norm of all gradients, from each optimizer's norm in its last step, or None without norms."""
     each = list(norms.values())
     if len(each) < 2:
         return each[0] if each else None

@@ -108,9 +108,7 @@ def _around(root: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def _give_memory(root: nn.Module, device: torch.device, *, sharded: bool) -> None:
-    """Allocate memory for all tensors on the meta device and fill it with NaN, to detect tensors that stay
-    uninitialized.
-    """
+    """Allocate the tensors on the meta device and fill them with NaN, to detect those that stay uninitialized."""
     if sharded:
         apply: Any = root._apply  # as `to_empty` does; FSDP takes its new shards from here
         apply(lambda tensor: _blank_part(tensor, device) if tensor.is_meta else tensor)

@@ -10,9 +10,7 @@ _ZERO_GRAD = Optimizer.zero_grad
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer evaluates the loss itself (LBFGS, SAM): its ``step`` has a closure without a
-    default.
-    """
+    """Return whether the optimizer evaluates the loss itself (LBFGS, SAM): its ``step`` requires a closure."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 

@@ -7,7 +7,5 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor in this process, sharing its memory: the shard of a ``DTensor``, otherwise ``tensor``
-    itself.
-    """
+    """Return the shard of a ``DTensor`` in this process, sharing its memory, or any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001 - `to_local` takes 4 us

@@ -1,4 +1,4 @@
-"""The engine protocol: devices, processes and gradients, as far as the rest of the package uses them.
+"""The engine protocol: devices, processes and gradients, restricted to the parts that the rest of the package uses.
 
 ``trainer.compat.engine`` implements it with Lightning's strategies. Any other object that implements this protocol can
 be an engine: a subclass of ``Trainer`` builds it in ``_build_engine``. The Trainer, loops, callbacks, checkpoints and
@@ -87,9 +87,7 @@ class Engine(Protocol):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers that ``configure_optimizers`` returned; empty before ``setup`` and outside of fit. A live
-        list.
-        """
+        """The optimizers from ``configure_optimizers``; empty before ``setup`` and outside of fit. A live list."""
 
     @property
     def wrapped_optimizers(self) -> list[Any]:
@@ -177,34 +175,25 @@ class Engine(Protocol):
         """
 
     def exchanges(self) -> int:
-        """Return the number of collectives among all processes that this process has begun, excluding those of
-        :meth:`reduce`.
+        """Return the number of collectives issued on the default process group, except by :meth:`reduce`.
 
         0 if it is not known.
         """
 
     def alone(self, error: Exception) -> AbstractContextManager[object]:
-        """Return the context for a batch that another process does not have. Raises ``error`` if the module waits for
-        the others.
-        """
+        """Return the context for a batch that another process lacks: ``error`` is raised if the module waits for it."""
 
     def replay_step(self, name: str) -> Callable[..., Any]:
-        """Return the module's step for a replay in this process alone, with only those collectives that it cannot do
-        without.
-        """
+        """Return the module's step for a replay in this process, with only the collectives that it requires."""
 
     def follow_trained_parameters(self) -> None:
         """Update gradient averaging after callbacks may have frozen or unfrozen parameters at the start of an epoch."""
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
-        """Return the context for a forward and backward pass that does, or does not, average gradients over the
-        processes.
-        """
+        """Return the context for a forward and backward pass, with or without averaging of its gradients."""
 
     def gather(self, value: T) -> list[T]:
-        """Gather every process's ``value`` on rank 0. Returns [] on the others, and outside of a run with several
-        processes.
-        """
+        """Gather all processes' ``value`` on rank 0. Returns [] on others, and if no process group exists."""
 
     def gather_different(self, value: T) -> list[T]:
         """Gather every process's ``value`` on all of them. Returns only this one's if all have the same ``repr``."""
@@ -214,8 +203,9 @@ class Engine(Protocol):
 
     @property
     def next_forward_exchanges(self) -> bool:
-        """Whether the next forward begins with a broadcast of buffers. DDP omits it after a forward without gradient
-        synchronization.
+        """Whether the next forward begins with its usual broadcast of buffers.
+
+        DDP omits it after a forward without gradient synchronization.
         """
 
     def skip_next_buffer_sync(self) -> None:
@@ -234,8 +224,7 @@ class Engine(Protocol):
         """Return whether each of the flags is true on any process. Waits for the processes, but not for a device."""
 
     def agreement(self, count: int, purpose: str) -> Agreement | None:
-        """Return the exchange of the maxima of ``count`` numbers over all processes, without a host-device
-        synchronization.
+        """Return an exchange of the maxima of ``count`` numbers over all processes, without waiting for a device.
 
         Returns None if there is only one process, or if the engine does not support it. All processes must call it
         together, after the device is selected. A previous exchange of the same purpose ends.

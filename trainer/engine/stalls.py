@@ -184,8 +184,7 @@ def record_collectives() -> None:
 
 
 def begun_collectives() -> dict[str, tuple[int, str]]:
-    """Return for each process group by name the number and description of the last collective that this process has
-    begun.
+    """Return the number and description of this process's last collective for each process group, by name.
 
     Read from torch's flight recorder, which keeps the last 2,000 (``TORCH_NCCL_TRACE_BUFFER_SIZE``). Without it, only
     the number of collectives issued on the default process group is known.
@@ -206,9 +205,7 @@ def begun_collectives() -> dict[str, tuple[int, str]]:
 
 
 def missing_ranks(places: list[Place]) -> list[int]:
-    """Return the ranks that others wait for and that do not wait themselves; if all of them wait, those that lag
-    behind.
-    """
+    """Return the ranks that others wait for and that do not wait themselves; if all wait, those behind others."""
     ahead: dict[str, int] = {}
     for place in places:
         for group, (number, _) in place.begun.items():

@@ -93,9 +93,7 @@ class ZeroModule:
         return engine
 
     def _move(self, config: dict[str, Any]) -> nn.Module:
-        """Convert the module to the dtype that DeepSpeed would use, because evaluation with whole weights needs no
-        DeepSpeed.
-        """
+        """Convert the module to DeepSpeed's dtype, because evaluation with whole weights does not need DeepSpeed."""
         for block, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
             if config.get(block, {}).get("enabled"):
                 for parameter in self.module.parameters():
@@ -188,9 +186,7 @@ class ZeroModule:
         return whole.view(shape)
 
     def set(self, parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
-        """Set a parameter from a whole tensor, or its optimizer state ``key``, without communication in the latter
-        case.
-        """
+        """Set a parameter, or without communication its optimizer state ``key``, from a whole tensor."""
         part = self._parts.get(parameter)
         if key is None:
             with self.gathered([parameter]), torch.no_grad():
@@ -211,8 +207,7 @@ class ZeroModule:
         return context
 
     def module_state(self, keep: bool) -> dict[str, Any]:
-        """Return the module's state dict with whole tensors in host memory if ``keep`` is set, otherwise with empty
-        tensors.
+        """Return the module's state dict with whole tensors in host memory, or with empty ones if not ``keep``.
 
         Trained parameters are in float32. All processes must call it together.
         """
@@ -348,8 +343,9 @@ def _clean(module: nn.Module) -> None:
 
 
 class ZeroScaler(LossScaler):
-    """DeepSpeed's loss scale with the interface of a Trainer's scaler, to read, save and restore it. Scales and skips
-    nothing.
+    """DeepSpeed's loss scale with the interface of a Trainer's scaler, to read, save and restore it.
+
+    It does not scale losses or skip steps.
 
     Args:
         device: device type.
@@ -402,8 +398,9 @@ class ZeroScaler(LossScaler):
         """No-op: an interrupted run leaves no state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in torch's format, with ``min_scale`` and DeepSpeed's ``hysteresis``: overflows before the
-        scale falls.
+        """Return the state in torch's format, with ``min_scale``, ``max_scale`` and ``hysteresis``.
+
+        DeepSpeed's hysteresis is the number of overflows before the scale falls.
         """
         if not self.is_enabled():
             return {}
@@ -482,8 +479,7 @@ class ZeroGradients(Gradients):
         self._zero().engine.backward(loss, scale_wrt_gas=False)
 
     def forward_without_loss(self, has_run: bool) -> None:
-        """Raise if there are several processes, because their collectives depend on the order in which gradients are
-        computed.
+        """Raise if there are several processes, because their collectives depend on the order of the gradients.
 
         Raises:
             UnsupportedError: there are several processes.

@@ -15,8 +15,7 @@ from trainer.precision.mixed import MixedPrecision
 
 
 class AutoPrecision(Precision):
-    """Choose ``bf16-mixed`` if the device has native bfloat16, else ``16-mixed`` if it has Tensor Cores, else
-    ``32-true``.
+    """Choose ``bf16-mixed`` for native bfloat16, else ``16-mixed`` for Tensor Cores, else ``32-true``.
 
     Logs the choice and the reason once. ``trainer.precision`` is the name of the chosen precision.
 

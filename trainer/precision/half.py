@@ -85,14 +85,11 @@ class HalfPrecision(Precision):
                     break
 
     def init_context(self) -> AbstractContextManager[object]:
-        """Return a context that creates weights in ``dtype``, or in float32 if ``fp32_modules`` keeps some of them
-        there.
-        """
+        """Return a context that creates weights in ``dtype``, or in float32 if there are ``fp32_modules``."""
         return nullcontext() if self.fp32_modules else DefaultDtype(self.dtype)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Return the module with floating-point parameters and buffers in ``dtype``, except in ``fp32_modules`` and
-        metrics.
+        """Return the module with its floating-point tensors in ``dtype``, except in ``fp32_modules`` and metrics.
 
         Metrics keep their dtype because a sum of ones in bfloat16 ends at 256.
 

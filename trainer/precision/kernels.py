@@ -47,9 +47,7 @@ class Replacement:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Use the kernels in all threads, including autograd's, while the context is open. Contexts may nest or
-        overlap.
-        """
+        """Use the kernels in all threads, including autograd's, in this context. Contexts may nest or overlap."""
         with self._lock:
             if self._library is None:
                 self._library = self._install()

@@ -48,8 +48,7 @@ _UNSCALED = UpdateOutcome((), 1.0, 1.0)
 
 
 class LossScaler(torch.amp.GradScaler):
-    """A ``torch.amp.GradScaler``. Arguments and methods have the same meaning as in torch, except for the additions
-    above.
+    """A ``torch.amp.GradScaler``, with the same arguments and methods except for the additions above.
 
     Args:
         device: device type of the gradients, such as ``"cuda"`` or ``"cpu"``.
@@ -262,9 +261,7 @@ class LossScaler(torch.amp.GradScaler):
         return outcome or UpdateOutcome((), self._host_scale, self._host_scale)
 
     def _resolve(self) -> None:
-        """Read the outcome that the last ``update`` copied, unless that was done, and keep it for
-        :meth:`resolve_outcome`.
-        """
+        """Read the outcome that the last ``update`` copied, unless done, and keep it for :meth:`resolve_outcome`."""
         checks, self._unresolved = self._unresolved, []
         if not checks:
             return

@@ -170,9 +170,7 @@ class ShardedGradients(Gradients):
     def state_dict(
         self, parameters: Iterable[tuple[str, Tensor]], optimizers: Iterable[Optimizer]
     ) -> dict[str, Tensor]:
-        """Return this process's parts of the gradients that no step has used yet, and whole gradients of an open
-        window.
-        """
+        """Return this process's parts of the gradients that no step has used, and whole gradients of an open window."""
         parameters, optimizers = list(parameters), list(optimizers)
         found = {name: local(gradient) for name, gradient in super().state_dict(parameters, optimizers).items()}
         held = {id(one) for optimizer in optimizers for one in parameters_of(optimizer)}

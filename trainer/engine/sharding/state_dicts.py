@@ -43,9 +43,7 @@ def gathered(value: Any, keep: bool) -> Any:
 
 
 def spread(value: Any, like: Any) -> Any:
-    """Return this process's part of a whole tensor, sharded as ``like`` is, or ``value`` itself if nothing is to be
-    sharded.
-    """
+    """Return this process's part of a whole tensor, sharded as ``like`` is, or ``value`` if it needs no change."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if value.shape != like.shape:
@@ -116,9 +114,7 @@ def waiting_gradients(root: nn.Module) -> dict[nn.Parameter, Tensor]:
 
 
 def load_waiting_gradients(root: nn.Module, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-    """Restore the gradients that :func:`waiting_gradients` returned. All processes must call it, even with no
-    gradients.
-    """
+    """Restore the result of :func:`waiting_gradients`. All processes must call it, even with no gradients."""
     state: Any = root
     state._get_fsdp_state()._lazy_init()
     for module in root.modules():

@@ -137,9 +137,7 @@ class ShardedModule:
         self._empty()
 
     def _keep_float32(self, chosen: Iterable[nn.Module]) -> list[nn.Module]:
-        """Return the modules that must be blocks to stay in float32, because parameters gathered together share one
-        dtype.
-        """
+        """Return the modules that must be blocks to stay in float32: parameters gathered together share a dtype."""
         if self.settings.policy.param_dtype is None and len({p.dtype for p in self.root.parameters()}) == 1:
             return []
         found = list(chosen)
@@ -147,9 +145,7 @@ class ShardedModule:
         return found
 
     def _send(self, module: nn.Module) -> None:
-        """Move the unsharded tensors of ``module`` to the device, broadcast them from rank 0, and record them for the
-        restore.
-        """
+        """Move the unsharded tensors of ``module`` to the device, broadcast them from rank 0, and record them."""
         owned = [one for one in owned_parameters(module) if not isinstance(one.tensor, DTensor)]
         self._owners += [(one.owner, one.name, one.tensor) for one in owned]
         both = dict.fromkeys(one.tensor for one in (*owned, *owned_buffers(module)))
@@ -206,8 +202,7 @@ class ShardedModule:
         _broadcast([buffer for buffer in found if buffer is not None])
 
     def prepare_manual(self) -> Callable[..., None]:
-        """Prepare for manual optimization: ``training_step`` is not called as the root's forward, and runs several
-        passes.
+        """Prepare for manual optimization: ``training_step`` is not the root's forward, and runs several passes.
 
         The root's parameters are gathered when a module that owns some of them is called, freed in each backward pass,
         and gathered again for the next. Parameters that the root itself owns are gathered from the beginning.
@@ -403,9 +398,7 @@ def _members(module: nn.Module, most: float) -> Iterator[nn.Module]:
 
 
 def _owns_parameters(block: nn.Module, uses: Mapping[Tensor, int]) -> bool:
-    """Return whether a block has parameters and shares none with modules outside (tied embeddings), which torch
-    rejects.
-    """
+    """Return whether a block has parameters, and shares none with outer modules, which torch rejects."""
     inside = Counter(one.tensor for one in owned_parameters(block))
     return bool(inside) and all(uses[parameter] == number for parameter, number in inside.items())
 
