@@ -51,7 +51,12 @@ def order_to_save(trainer: Any, _: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def is_elastic(trainer: Any, ours: dict[str, Any]) -> bool:
-    """Return whether a checkpoint is from another number of processes, or from a run that resumed such a checkpoint."""
+    """Return whether a checkpoint is from another number of processes, or from a run that resumed such a checkpoint.
+
+    Args:
+        trainer: the Trainer that resumes from it.
+        ours: our entries under ``loops``.
+    """
     carried = bool(ours.get(_KEY, {}).get("carried"))
     return carried or written_by(ours) not in (0, trainer.engine.world_size)
 

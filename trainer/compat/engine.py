@@ -1,7 +1,8 @@
-"""The engine over ``lightning.pytorch.strategies``, built by Lightning's own accelerator connector.
+"""The engine on top of ``lightning.pytorch.strategies``, built by Lightning's own accelerator connector.
 
-Chosen over Fabric's strategies because stock callbacks ask ``trainer.strategy`` for what only these have, because
-``DDPStrategy(...)`` objects that users build are these, and because manual optimization under DDP works with them.
+These strategies are used instead of Fabric's because stock callbacks read attributes of ``trainer.strategy`` that only
+they have, because users create ``DDPStrategy(...)`` objects of this kind, and because manual optimization under DDP
+works with them.
 """
 
 from __future__ import annotations
@@ -56,35 +57,36 @@ from trainer.precision.scaler import LossScaler
 
 T = TypeVar("T")
 _CALLED_WITH = {"backward": ("pre_backward", "post_backward"), "training_step": ("post_training_step",)}
-"""Methods of a strategy that run with another one, which is called if one of them is overridden."""
+"""Methods of a strategy that run together with another one, which is called if one of them is overridden."""
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class LightningEngine:
-    """Devices and processes by one of Lightning's strategies. Implements ``trainer.engine.protocol.Engine``.
+    """Devices and processes of one of Lightning's strategies. Implements ``trainer.engine.protocol.Engine``.
 
     A subclass with sharded gradients overrides :meth:`build_gradients`.
 
     Args:
-        trainer: the Trainer, which strategies and launchers ask for its state.
+        trainer: the Trainer; strategies and launchers read its state.
         precision: our precision plugin.
-        plugins: Lightning plugins (cluster environment, checkpoint IO, layer sync); no precision among them.
+        plugins: Lightning plugins (cluster environment, checkpoint IO, layer sync), but no precision plugin. Default:
+            None.
         options: ``accelerator``, ``strategy``, ``devices``, ``num_nodes``, ``sync_batchnorm``, ``benchmark``,
             ``deterministic``, ``use_distributed_sampler``, as in Lightning's Trainer.
 
     Attributes:
         precision: the plugin for this device.
-        gradients: all that is done to them.
-        may_change_size: whether the run may go on with another number of processes: ``num_nodes="auto"``.
+        gradients: all operations on gradients.
+        may_change_size: whether the run may be resumed on another number of processes: ``num_nodes="auto"``.
         kind: the kind of strategy, as in ``unsupported_with`` of a callback.
         keeps_optimizers: whether the optimizers cannot be exchanged during a run.
         uncalled: methods of the strategy that this engine never calls, so that overriding them is refused, each with
             the method of the module to override instead.
-        accumulates: whether the strategy may accumulate gradients by itself.
+        accumulates: whether the strategy may accumulate gradients itself.
 
     Raises:
-        PrecisionError: a precision plugin of Lightning's, alone or inside a strategy.
-        UnsupportedError: a strategy that is not supported yet.
+        PrecisionError: if a precision plugin of Lightning's is given, directly or inside a strategy.
+        UnsupportedError: if the strategy is not supported yet.
     """
 
     shows_gradients = trains_unevenly = evaluates_unevenly = True
@@ -118,7 +120,7 @@ class LightningEngine:
                 f"Got strategy={strategy!r}, which becomes {type(self.strategy).__name__}; expected a single device,"
                 " DDP or FSDP: strategy='ddp', or strategy='fsdp' to shard the model."
             )
-        self._ddp = self.strategy if isinstance(self.strategy, DDPStrategy) else None  # asked for at every step
+        self._ddp = self.strategy if isinstance(self.strategy, DDPStrategy) else None  # read at every step
         self.precision = precision.for_device(self.device)
         self.precision.check(self.device)
         self.gradients = self.build_gradients(self.precision.build_scaler(self.device))
@@ -129,21 +131,22 @@ class LightningEngine:
             self.strategy._launcher = WatchedLauncher(
                 launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
             )
-        self._reductions = 0  # exchanges by `reduce`
+        self._reductions = 0  # collectives of `reduce`
         self._communication: Communication | None = None
-        self._trained: list[bool] = []  # of the parameters that DDP has found
-        self._agreement_groups: dict[str, Callable[[], Any]] = {}  # weak: torch.distributed has them until the end
+        self._trained: list[bool] = []  # of the parameters that DDP has registered
+        # weak, because torch.distributed keeps the groups until the end
+        self._agreement_groups: dict[str, Callable[[], Any]] = {}
         self._hosts: Agreement | None = None
         self._save_group: Callable[[], Any] = _none
         self._use_own_optimizer_setup()
         self._refuse_overrides()
 
     def build_gradients(self, scaler: LossScaler) -> Gradients:
-        """What computes and changes gradients, by the strategy."""
+        """Build the operations on gradients for the strategy."""
         return _StrategyGradients(scaler, self.strategy)
 
     def _use_own_optimizer_setup(self) -> None:
-        """Have the strategy make optimizers by ``set_up_optimizers``, unless ``setup_optimizers`` is overridden."""
+        """Make the strategy create optimizers with ``set_up_optimizers``, unless ``setup_optimizers`` is overridden."""
         own = vars(self.strategy)
         if getattr(own.get("setup_optimizers"), "func", None) is set_up_optimizers:
             del own["setup_optimizers"]
@@ -152,7 +155,7 @@ class LightningEngine:
 
     @property
     def module_calls(self) -> ModuleCalls:
-        """Who does what a module does by itself during a fit."""
+        """The functions behind calls that a module makes itself during a fit."""
         return self.adapter.calls
 
     @module_calls.setter
@@ -162,11 +165,11 @@ class LightningEngine:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The bare optimizers; a live list."""
-        return self.strategy._optimizers  # asked for at every step, so without Lightning's property around it
+        return self.strategy._optimizers  # read at every step, therefore without Lightning's property around it
 
     @property
     def wrapped_optimizers(self) -> list[Any]:
-        """The optimizers as modules know them (``self.optimizers()``)."""
+        """The optimizers that modules see (``self.optimizers()``)."""
         return list(self.strategy._lightning_optimizers)
 
     @property
@@ -181,7 +184,7 @@ class LightningEngine:
 
     @property
     def restores_after_setup(self) -> bool:
-        """Whether weights are loaded into the module as the strategy has wrapped it, not before."""
+        """Whether weights are loaded into the module after the strategy has wrapped it, instead of before."""
         return self.strategy.restore_checkpoint_after_setup
 
     @property
@@ -191,17 +194,17 @@ class LightningEngine:
 
     @property
     def timeout(self) -> timedelta:
-        """How long a process waits for the others in a collective."""
+        """The time that a process waits for the others in a collective."""
         return (self._ddp and self._ddp._timeout) or default_pg_timeout
 
     @property
     def data_parallel_size(self) -> int:
-        """How many processes have batches of their own: all of them."""
+        """The number of processes with different batches: all of them."""
         return self.world_size
 
     @property
     def global_rank(self) -> int:
-        """This process's number."""
+        """This process's global rank."""
         return int(getattr(self.strategy, "global_rank", 0))
 
     @property
@@ -212,7 +215,7 @@ class LightningEngine:
 
     @property
     def launch(self) -> Callable[..., Any]:
-        """``function(*args)`` here, or in every process of the strategy's launcher."""
+        """Call ``function(*args)`` here, or in every process of the strategy's launcher."""
         launcher = self.strategy.launcher
         if isinstance(launcher, _MultiProcessingLauncher):
             return partial(self._spawn, launcher)
@@ -223,11 +226,11 @@ class LightningEngine:
 
     @property
     def runs_here(self) -> bool:
-        """Whether this process is one of those that run, not only the one that starts them."""
+        """Whether this process takes part in the run, instead of only starting the processes that do."""
         return not isinstance(self.strategy.launcher, _MultiProcessingLauncher)
 
     def _spawn(self, launcher: _MultiProcessingLauncher, function: Callable[..., Any], *args: Any) -> Any:
-        """Have processes call ``function(*args)`` that are started for it; signals are passed on to them."""
+        """Call ``function(*args)`` in processes started for it, and pass signals on to them."""
         with signals_passed_on(launcher), cluster.port_held(self.connector.cluster_environment):
             return launcher.launch(function, *args, trainer=self._trainer)
 
@@ -240,8 +243,8 @@ class LightningEngine:
     def check_accumulation(self, batches: int) -> None:
         """Refuse windows of several batches if DDP's graph is static.
 
-        DDP records the graph in the first backward pass that averages gradients, and fails with an internal assertion
-        if one that does not comes before it (pytorch #143580). A resumed run may begin with any window.
+        DDP records the graph in the first backward pass that averages gradients. It fails with an internal assertion if
+        a backward pass without averaging comes first (pytorch #143580). A resumed run may begin with any window.
         """
         if batches > 1 and self._has_static_graph:
             given = f"{type(self.strategy).__name__}(static_graph=True)"
@@ -257,16 +260,17 @@ class LightningEngine:
         return bool(getattr(self.strategy, "_ddp_kwargs", {}).get("static_graph"))
 
     def connect(self, module: nn.Module) -> None:
-        """Make ``module`` the strategy's.
+        """Connect ``module`` to the strategy.
 
         Raises:
-            PrecisionError: a method of the strategy's precision plugin is overridden.
-            UnsupportedError: a method of the strategy is overridden that this engine cannot call.
+            PrecisionError: if a method of the strategy's precision plugin is overridden.
+            UnsupportedError: if a method of the strategy is overridden that this engine cannot call.
         """
         where = f"{type(self.strategy).__name__}.precision_plugin"
         _refuse_lightning_precision(self.strategy.precision_plugin, where, self.precision)
         self._refuse_overrides()
-        self.strategy.precision_plugin = self.adapter  # another Trainer may have been built with the strategy since
+        # another Trainer may have been created with the same strategy since
+        self.strategy.precision_plugin = self.adapter
         self._use_own_optimizer_setup()
         self.strategy.connect(module)  # type: ignore[arg-type]
 
@@ -287,9 +291,9 @@ class LightningEngine:
     def override_of(self, name: str) -> Callable[..., Any] | None:
         """Return the strategy's method ``name``, as Lightning's loops call it, or None if it is not overridden.
 
-        A method that only it calls counts, too: ``pre_backward`` and ``post_backward`` for ``backward``,
-        ``post_training_step`` for ``training_step``. So does DDP's ``optimizer_step`` if it averages the weights
-        (post-local SGD).
+        An override of a method that only ``name`` calls counts, too: ``pre_backward`` and ``post_backward`` for
+        ``backward``, ``post_training_step`` for ``training_step``. So does DDP's ``optimizer_step`` if it averages the
+        weights (post-local SGD).
         """
         strategy = self.strategy
         inner = _CALLED_WITH.get(name, ())
@@ -310,7 +314,7 @@ class LightningEngine:
         return isinstance(state, PostLocalSGDState)
 
     def forward_context(self, name: str) -> Callable[[], AbstractContextManager[object]]:
-        """Autocast; or a context without effect if the strategy's own step enters autocast by itself."""
+        """Return autocast, or a no-op context if the strategy's own step enters autocast itself."""
         return self.precision.autocast if self.override_of(name) is None else nullcontext
 
     def setup_environment(self) -> None:
@@ -326,21 +330,21 @@ class LightningEngine:
             leave_group_at_exit()
 
     def convert_module(self) -> None:
-        """Put the module into the precision's dtype."""
-        put_back(self.model)  # an earlier run may have failed
+        """Convert the module to the dtype of the precision."""
+        put_back(self.model)  # in case an earlier run failed
         self.strategy.model = self.precision.convert_module(self.model)
         if not self.restores_after_setup:
             initialise(self.model, self.device)
 
     def setup(self, *, fitting: bool) -> None:
-        """Move and wrap the module; for fitting (the Trainer's state says so) make the optimizers."""
+        """Move and wrap the module; in a fit, create the optimizers."""
         self.strategy.setup(self._trainer)
         if fitting:
             self._follow_averages()
         self._trained = self._trained_now()
 
     def _follow_averages(self) -> None:
-        """If DDP averages weights instead of gradients, agree on skipped steps, which do not count for the averages."""
+        """If DDP averages weights instead of gradients, synchronize skipped steps, which averages must ignore."""
         averager = self._ddp._model_averager if self._ddp is not None and self._averages_weights else None
         if isinstance(self.gradients, _StrategyGradients):
             self.gradients.agree_on_skips(averager is not None)
@@ -349,9 +353,11 @@ class LightningEngine:
             vars(averager)["average_parameters"] = average
 
     def follow_trained_parameters(self) -> None:
-        """Wrap the module in DDP anew where other parameters are trained: it knows those of its construction only.
+        """Wrap the module in DDP again if the trained parameters have changed.
 
-        Gradients of the others would stay those of each process.
+        DDP registers the trained parameters when it is created.
+
+        Otherwise, gradients of new parameters would not be averaged.
         """
         if isinstance(self.model, DistributedDataParallel) and self._trained != (now := self._trained_now()):
             assert self._ddp is not None
@@ -363,7 +369,10 @@ class LightningEngine:
         return [parameter.requires_grad for parameter in self.model.parameters()]
 
     def step_function(self, name: str) -> Callable[..., Any]:
-        """The module's step, through the wrapper where there is one; one that takes no ``batch_idx`` gets none."""
+        """Return the module's step, called through the wrapper if there is one.
+
+        A step without ``batch_idx`` is not passed one.
+        """
         module = self.strategy.lightning_module
         assert module is not None
         method = getattr(module, name)
@@ -378,11 +387,11 @@ class LightningEngine:
 
     @property
     def goes_through_wrapper(self) -> bool:
-        """Whether the module's steps are called by the forward of what the strategy has wrapped it in."""
+        """Whether the module's steps are called through the forward of the strategy's wrapper."""
         return self.strategy.model is not self.strategy.lightning_module
 
     def _through_wrapper(self, name: str, *args: Any) -> Any:
-        """The module's step by the wrapper's forward. The wrapper is looked up each time: it ends with the run."""
+        """Call the module's step through the forward of the wrapper, which only exists during the run."""
         strategy = self.strategy
         assert strategy.model is not None
         assert strategy.lightning_module is not None
@@ -390,15 +399,15 @@ class LightningEngine:
 
     @property
     def forward_exchanges(self) -> bool:
-        """False: a forward of DDP's sends buffers around the first time, and nothing afterwards."""
+        """False: DDP's forward only broadcasts buffers the first time."""
         return False
 
     def idle_forward(self) -> None:
-        """What DDP's next forward would exchange."""
+        """Run the collectives of DDP's next forward."""
         _forward_nothing(self.strategy.model)
 
     def exchanges(self) -> int:
-        """By the sequence number of the group of all processes."""
+        """Number of collectives issued so far on the default process group, without those of :meth:`reduce`."""
         distributed = torch.distributed
         if self.world_size == 1 or not distributed.is_initialized():
             return 0
@@ -408,7 +417,7 @@ class LightningEngine:
 
     @contextmanager
     def alone(self, error: Exception) -> Iterator[None]:
-        """``self.all_gather``, and what else the module may ask the strategy for."""
+        """Return a context in which collectives through the strategy, such as ``self.all_gather``, raise ``error``."""
         own = vars(self.strategy)
         for name in (names := ("all_gather", "barrier", "broadcast", "reduce_boolean_decision")):
             own[name] = partial(_raise, error)
@@ -419,16 +428,16 @@ class LightningEngine:
                 own.pop(name)
 
     def replay_step(self, name: str) -> Callable[..., Any]:
-        """The bare module's."""
+        """Return the step of the bare module."""
         step: Callable[..., Any] = getattr(self.strategy.lightning_module, name)
         return step
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
-        """DDP's ``no_sync`` inside a window; nothing on one device."""
+        """Return DDP's ``no_sync`` inside a window; a no-op on a single device."""
         return _NOTHING if enabled or self._ddp is None else self._ddp.block_backward_sync()
 
     def gather(self, value: T) -> list[T]:
-        """Every process's ``value``, on the first; [] on the others, and outside of a run that has several."""
+        """Gather each process's ``value`` on rank 0; [] on the others, and if the process group is not initialized."""
         if self.world_size == 1:
             return [value]
         if not torch.distributed.is_initialized():
@@ -438,7 +447,7 @@ class LightningEngine:
         return gathered or []
 
     def gather_different(self, value: T) -> list[T]:
-        """Every process's ``value``, on all of them; this one's alone where all have the same, by their ``repr``."""
+        """Return the values of all processes, on all of them; only this one if all are equal (by their ``repr``)."""
         if self.world_size == 1:
             return [value]
         number = int.from_bytes(sha256(repr(value).encode()).digest()[:7], "big")
@@ -448,7 +457,7 @@ class LightningEngine:
         return [value] if most == -least else self.broadcast(self.gather(value))
 
     def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
-        """``tensor`` reduced over the processes, on this one's device: where a logged number is not by itself."""
+        """Reduce ``tensor`` over the processes, on this process's device, because a logged number may be on the CPU."""
         before = self.exchanges()
         reduced: Tensor = self.strategy.reduce(tensor.to(self.device), group=group, reduce_op=op)
         self._reductions += self.exchanges() - before
@@ -456,16 +465,16 @@ class LightningEngine:
 
     @property
     def next_forward_exchanges(self) -> bool:
-        """DDP does not, after a forward whose gradients were not exchanged, or that had none."""
+        """Whether DDP's next forward runs collectives. It does not after a forward without gradient averaging."""
         return not isinstance(self.model, DistributedDataParallel) or self.model.require_forward_param_sync
 
     def skip_next_buffer_sync(self) -> None:
-        """Skip the broadcast of buffers with which DDP's next forward would begin."""
+        """Skip DDP's buffer broadcast in the next forward."""
         if isinstance(self.model, DistributedDataParallel):
             self.model.require_forward_param_sync = False
 
     def begin_sum(self, *values: Weight) -> Callable[[], list[Weight]]:
-        """Begin an all-reduce; without the barrier of the strategy's ``reduce``, at which the host waits."""
+        """Start an all-reduce, without the barrier of the strategy's ``reduce``, which would block the host."""
         here = [value if isinstance(value, Tensor) else torch.full((), value, device=self.device) for value in values]
         totals = torch.stack([value.to(self.device, torch.float32) for value in here])
         work = torch.distributed.all_reduce(totals, async_op=True)
@@ -477,7 +486,7 @@ class LightningEngine:
         return sums
 
     def any_rank(self, decision: bool) -> bool:
-        """Whether ``decision`` is true on any process."""
+        """Return whether ``decision`` is True on any process."""
         return self.strategy.reduce_boolean_decision(decision, all=False)
 
     def any_host(self, *flags: bool) -> list[bool]:
@@ -491,21 +500,21 @@ class LightningEngine:
         return [number > 0 for number in self._hosts.ask_now(flags)]
 
     def agreement(self, count: int, purpose: str) -> Agreement | None:
-        """On gloo, in a group of its own: on NCCL it would be queued behind the GPUs' work."""
+        """Return an agreement on a separate gloo group, because NCCL would queue it behind the work of the GPUs."""
         distributed = torch.distributed
         if self._ddp is None or self.world_size == 1:
             return None
         if not distributed.is_initialized() or not distributed.is_gloo_available():
             return None
         if (before := self._agreement_groups.get(purpose, _none)()) is not None:
-            with suppress(ValueError):  # all groups have been destroyed since
+            with suppress(ValueError):  # if all groups have been destroyed since
                 distributed.destroy_process_group(before)
         group: Any = distributed.new_group(backend="gloo", timeout=self._ddp._timeout)
         self._agreement_groups[purpose] = weakref.ref(group)
         return Agreement(group, count)
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's ``value``."""
+        """Return the ``value`` of rank 0."""
         return self.strategy.broadcast(value)
 
     def barrier(self, name: str | None = None) -> None:
@@ -513,7 +522,7 @@ class LightningEngine:
         self.strategy.barrier(name)
 
     def module_state(self) -> dict[str, Any]:
-        """The module's state dict."""
+        """Return the module's state dict."""
         return self.strategy.lightning_module_state_dict()
 
     def load_module_state(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
@@ -521,31 +530,31 @@ class LightningEngine:
         self.strategy.load_model_state_dict(checkpoint, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """One optimizer's state dict."""
+        """Return the state dict of one optimizer."""
         return self.strategy.optimizer_state(optimizer)
 
     def load_optimizer_states(self, checkpoint: Mapping[str, Any], saved: SavedDtypes) -> None:
-        """Load ``checkpoint["optimizer_states"]`` with their saved dtypes, unless the strategy loads them by itself."""
+        """Load ``checkpoint["optimizer_states"]`` with their saved dtypes, unless the strategy loads them itself."""
         if self.strategy.lightning_restore_optimizer:
             with keep_dtypes(self.optimizers, checkpoint["optimizer_states"], saved):
                 self.strategy.load_optimizer_state_dict(checkpoint)
 
     @property
     def communication(self) -> Communication | None:
-        """How the strategy communicates, if not as DDP does by default; after a run, as in that run."""
+        """The communication of the strategy, if it is not DDP's default; after a run, that of the run."""
         if isinstance(model := self.strategy.model, DistributedDataParallel):
             self._communication = communication_of(model, getattr(self._ddp, "_model_averager", None))
         return self._communication
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint: from rank 0 a file, or by all ranks a folder. Waits until it is written.
+        """Write a checkpoint, a file from rank 0 or a folder from all ranks, and wait until it is written.
 
         Raises:
-            CheckpointError: it cannot be written; on all ranks.
+            CheckpointError: on all ranks, if it cannot be written.
         """
         write: Callable[[], Any]
         if self.saves_shards:
-            write = self._files.wait  # raises on rank 0 alone where a file was not removed
+            write = self._files.wait  # raises on rank 0 only, if a file was not removed
         else:
             whole = self.gathered(checkpoint)
             write = partial(self.strategy.save_checkpoint, whole, path, storage_options=storage_options)
@@ -554,7 +563,7 @@ class LightningEngine:
             self.save_shards(checkpoint, path)
 
     def save_shards(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        """Write a checkpoint as a folder, each process its part."""
+        """Write a checkpoint as a folder; each process writes its part."""
         self._files.save_shards(checkpoint, path, self._group_of_saves())
 
     @property
@@ -570,9 +579,9 @@ class LightningEngine:
         return files
 
     def _group_of_saves(self) -> Any:
-        """All processes, by gloo, for saves in the background: another group is in use meanwhile. None for one process.
+        """Return a gloo group of all processes for saves in the background, because other groups are in use meanwhile.
 
-        Made when it is first asked for, by all processes together.
+        None for a single process. All processes create it together at the first call.
         """
         if self.world_size == 1:
             return None
@@ -584,19 +593,25 @@ class LightningEngine:
         return group
 
     def gathered(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """``checkpoint`` with whole tensors, on rank 0, where it has sharded ones. Called by all processes together."""
+        """Return ``checkpoint`` with full tensors instead of sharded ones, on rank 0.
+
+        All processes call this together.
+        """
         return checkpoint
 
     def template(self, place: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """What a tensor of a checkpoint's folder is read into; None for a plain one in host memory."""
+        """Return a tensor to read a tensor of a sharded checkpoint into; None for a plain one in host memory."""
         return None
 
     def reads_parts(self, folder: Path) -> bool:
-        """Whether the tensors in a checkpoint's folder are read by somebody else, into the module as it is wrapped."""
+        """Return whether the strategy itself reads the tensors of a sharded checkpoint, into the wrapped module."""
         return False
 
     def load(self, path: str | Path, weights_only: bool) -> dict[str, Any]:
-        """Read a checkpoint; of a folder, only what this process needs. Then all processes call it together."""
+        """Read a checkpoint; from a folder, only the parts for this process.
+
+        All processes call this together if the checkpoint is a folder.
+        """
         with pl_legacy_patch():
             folder = local_path(path)
             if folder is not None and folder.is_dir() and files_of(self.strategy) is not None:
@@ -622,7 +637,7 @@ class LightningEngine:
         return checkpoint
 
     def _on_all(self, work: Callable[[], Any], problem: str, kind: type[CheckpointError] = CheckpointError) -> Any:
-        """Call ``work`` on all ranks, which wait for each other. If it raises on one, the others raise ``problem``."""
+        """Call ``work`` on all ranks, and wait for all of them. If it raises on one, the others raise ``problem``."""
         result, error = None, None
         try:
             result = work()
@@ -633,11 +648,11 @@ class LightningEngine:
         return result
 
     def on_exception(self, error: BaseException) -> None:
-        """Let the strategy add what it knows to the message; end the processes that it started."""
+        """Let the strategy handle the error, and end the processes that it started."""
         self.strategy.on_exception(error)
 
     def kill(self) -> None:
-        """End the processes that a launcher has started, at once."""
+        """Kill the processes that a launcher has started."""
         launcher = self.strategy.launcher
         if isinstance(launcher, _SubprocessScriptLauncher):
             number = _get_sigkill_signal()
@@ -651,11 +666,11 @@ class LightningEngine:
 
 
 class _StrategyGradients(Gradients):
-    """Whole gradients: on a single device, and under DDP, where a backward pass ends in their average.
+    """Full gradients: on a single device, and under DDP, which averages them at the end of a backward pass.
 
     Args:
         scaler: the loss scaler.
-        strategy: Lightning's.
+        strategy: Lightning's strategy.
     """
 
     def __init__(self, scaler: LossScaler, strategy: Strategy) -> None:
@@ -664,7 +679,7 @@ class _StrategyGradients(Gradients):
         self._agree: Callable[[Tensor], None] | None = None
 
     def agree_on_skips(self, differ: bool) -> None:
-        """Set whether gradients differ between the processes, so that the processes have to agree on skipped steps."""
+        """Set whether gradients differ between the processes, so that skipped steps must be synchronized."""
         self._agree = _set_if_any_process_has if differ else None
         self.scaler.agree = self._agree
 
@@ -674,15 +689,16 @@ class _StrategyGradients(Gradients):
         return super().use_scaler(scaler)
 
     def forward_without_loss(self, has_run: bool) -> None:
-        """What DDP's forward exchanges, where ``training_step`` has not called it."""
+        """Run the collectives of DDP's forward if ``training_step`` has not called it."""
         if not has_run:
             _forward_nothing(self._strategy.model)
 
     def backward_without_loss(self, exchanges: bool) -> None:
-        """A backward pass of zeros, where DDP exchanges gradients. It expects one that belongs to its last forward.
+        """Run a backward pass of zeros if DDP averages gradients.
 
-        That was another one, or did not exchange gradients, or there was none; and where DDP looks for unused
-        parameters, it has found all of them unused in a forward without a loss.
+        DDP expects a backward pass that belongs to its last forward. Without a loss, the last forward was another one,
+        or did not average gradients, or did not exist. If DDP looks for unused parameters, it has found all of them
+        unused in such a forward.
         """
         model = self._strategy.model
         if not exchanges or not isinstance(model, DistributedDataParallel):
@@ -693,12 +709,12 @@ class _StrategyGradients(Gradients):
 
 
 def _forward_nothing(model: Any) -> None:
-    """What a forward of DDP's exchanges (buckets, the first process's buffers), without the module's own.
+    """Run the collectives of a DDP forward (buckets, the buffers of rank 0), without the module's forward.
 
-    There is no wrapper outside of a fit.
+    There is no wrapper outside a fit.
     """
     if isinstance(model, DistributedDataParallel):
-        model._pre_forward(None)  # type: ignore[no-untyped-call]  # where it moves inputs, it expects one
+        model._pre_forward(None)  # type: ignore[no-untyped-call]  # DDP expects an input if it moves inputs
         model._post_forward(None)  # type: ignore[no-untyped-call]
 
 
@@ -716,7 +732,7 @@ def _raise(error: Exception, *_: Any, **__: Any) -> None:
 
 
 def _none() -> None:
-    """As a weak reference whose object is no more."""
+    """Stands for a weak reference to a deleted object."""
 
 
 def _then(step: Callable[..., Any], after: Callable[[], None], *args: Any) -> Any:
@@ -730,7 +746,7 @@ def _without_batch_idx(step: Callable[..., Any], batch: Any, batch_idx: int, *mo
 
 
 def _refuse_lightning_precision(plugin: Any, where: str, ours: Precision) -> None:
-    is_default = type(plugin) is LightningPrecision and ours.name == plugin.precision  # it does nothing, as ours
+    is_default = type(plugin) is LightningPrecision and ours.name == plugin.precision  # a no-op, like our adapter
     if (is_default or isinstance(plugin, PrecisionAdapter)) and (names := overridden(plugin, LightningPrecision)):
         raise PrecisionError(
             f"Got {where} with its own `{names[0]}`, which is not called: the loops do the work of Lightning's"

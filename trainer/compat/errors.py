@@ -1,6 +1,6 @@
-"""Our configuration errors are Lightning's, too: code that catches ``MisconfigurationException`` catches them.
+"""Make our configuration errors Lightning's, too, so that ``except MisconfigurationException`` catches them.
 
-``trainer.errors`` may not import Lightning, which takes seconds: the command line answers typos with it.
+``trainer.errors`` must not import Lightning, which takes seconds, because the command line uses it for typing errors.
 """
 
 from __future__ import annotations
@@ -15,6 +15,6 @@ TunerExit = _TunerExitException
 
 
 def adopt() -> None:
-    """Make ``ConfigurationError`` a ``MisconfigurationException``; once is enough."""
+    """Add ``MisconfigurationException`` to the bases of ``ConfigurationError``, unless it is there already."""
     if not issubclass(ConfigurationError, MisconfigurationException):
         ConfigurationError.__bases__ = (*ConfigurationError.__bases__, MisconfigurationException)

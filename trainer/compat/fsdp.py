@@ -1,4 +1,4 @@
-"""FSDP2 as a strategy that Lightning's connector, launchers and callbacks know, and the engine over it."""
+"""FSDP2 as a strategy for Lightning's connector, launchers and callbacks, and its engine."""
 
 from __future__ import annotations
 
@@ -37,38 +37,40 @@ from trainer.state.metric_objects import exchange_over
 
 
 class FSDP2Strategy(DDPStrategy):
-    """Parameters, gradients and optimizer states sharded over the processes by torch's ``fully_shard`` (FSDP2).
+    """Shards parameters, gradients and optimizer states over the processes with torch's ``fully_shard`` (FSDP2).
 
-    ``Trainer(strategy="fsdp")`` is ``Trainer(strategy=FSDP2Strategy())``. On the command line:
-    ``trainer=fsdp trainer.strategy.replicas=2 trainer.strategy.blocks=[Block]``. Between runs the
-    module is whole, on the CPU, and of its own class.
+    ``Trainer(strategy="fsdp")`` is short for ``Trainer(strategy=FSDP2Strategy())``. On the command line: ``trainer=fsdp
+    trainer.strategy.replicas=2 trainer.strategy.blocks=[Block]``. Between runs the module is not sharded, on the CPU,
+    and has its original class.
 
     Args:
-        blocks: what is gathered and freed at a time. None for the outermost members of each ``ModuleList`` and
-            ``Sequential``; classes of modules, or their names; or a function of (module, mesh) that calls
-            ``fully_shard`` on parts of the module. What is left belongs to the module itself, and is gathered for the
-            whole step.
+        blocks: the parts that are gathered and freed at a time: classes of modules, or their names; or a function of
+            (module, mesh) that calls ``fully_shard`` on parts of the module. The rest belongs to the root module, and
+            is gathered for the whole step. Default: None, for the outermost members of each ``ModuleList`` and
+            ``Sequential``.
         reshard_after_forward: whether parameters are freed between a block's forward and its backward, as in
-            ``fully_shard``: True takes less memory, False one exchange less. A number of processes: they are spread
-            over as many meanwhile. None for True, except of the module itself.
+            ``fully_shard``: True uses less memory, False one collective less. An integer: they are sharded over this
+            number of processes meanwhile. Default: None, for True except for the root module.
         mixed_precision: a ``MixedPrecisionPolicy``, or its arguments as a mapping (``{"param_dtype": "bfloat16",
             "reduce_dtype": "float32"}``): the dtypes that parameters are gathered in and gradients are reduced in. Best
-            together with ``Trainer(precision="bf16-mixed")``. None for the dtype that parameters have, and float32
-            for the gradients of parameters in 16 bits.
-        cpu_offload: keep parameters, gradients and optimizer states in the CPU's memory; the optimizer steps there.
-        replicas: how many groups of processes hold all shards, each between themselves (hybrid sharding, HSDP): within
-            a group there is gathered and reduced as usual, between the groups gradients are averaged.
-        sync_each_batch: whether each batch of an accumulation window reduces its gradients to shards, or the last one
-            for all, which exchanges less and takes memory for whole gradients.
-        process_group_backend: ``"nccl"``, ``"gloo"``, ...; None for that of the device.
-        timeout: how long a process waits for the others in a collective; a timedelta, or seconds.
+            combined with ``Trainer(precision="bf16-mixed")``. Default: None, for the dtype of the parameters, and
+            float32 for gradients of 16-bit parameters.
+        cpu_offload: keep parameters, gradients and optimizer states in CPU memory; the optimizer steps there. Default:
+            False.
+        replicas: the number of groups of processes that each hold all shards (hybrid sharding, HSDP): parameters are
+            gathered and gradients reduced within a group, and gradients are averaged between groups. Default: 1.
+        sync_each_batch: whether each batch of an accumulation window reduces its gradients to shards. If False, the
+            last one reduces for all, with fewer collectives, but memory for full gradients. Default: True.
+        process_group_backend: ``"nccl"``, ``"gloo"``, ... Default: None, for the one of the device.
+        timeout: the time that a process waits for the others in a collective; a timedelta, or seconds. Default: that of
+            torch.
 
     Attributes:
-        sharding: what a run says of it: over how many processes, how many blocks; None before the first.
+        sharding: a description for messages, with the numbers of processes and blocks. None before the first run.
 
     Raises:
-        ConfigurationError: an argument that is not as above.
-        UnsupportedError: a torch older than 2.13.
+        ConfigurationError: if an argument has another type or value.
+        UnsupportedError: if torch is older than 2.13.
     """
 
     strategy_name = "fsdp"
@@ -122,33 +124,33 @@ class FSDP2Strategy(DDPStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The processes: of the dimension ``"shards"``; or of two, ``"replicas"`` before it."""
+        """The processes, with the dimension ``"shards"``, or with ``"replicas"`` and ``"shards"``."""
         if self._mesh is None:
             raise RuntimeError("The device mesh is there once the processes have started.")
         return self._mesh
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """Those dimensions of it over which batches differ, and parameters are sharded."""
+        """The dimensions of the mesh with different batches, over which parameters are sharded."""
         return self.device_mesh
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Weights are loaded into the sharded module."""
+        """True: weights are loaded into the sharded module."""
         return True
 
     def setup_environment(self) -> None:
-        """Join the process group, and arrange the processes."""
+        """Join the process group, and create the device mesh."""
         super().setup_environment()
         self._mesh = self.make_mesh()
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh  # `self.device_mesh` in `configure_model`
 
     def make_mesh(self) -> DeviceMesh:
-        """The processes, as dimensions to shard over.
+        """Create the device mesh, with the dimensions to shard over.
 
         Raises:
-            ConfigurationError: the number of processes is no multiple of ``replicas``.
+            ConfigurationError: if the number of processes is not a multiple of ``replicas``.
         """
         device, world_size = self.root_device.type, self.world_size
         if self.replicas == 1:
@@ -162,7 +164,7 @@ class FSDP2Strategy(DDPStrategy):
         return init_device_mesh(device, shape, mesh_dim_names=("replicas", "shards"))
 
     def setup(self, trainer: Any) -> None:
-        """Shard the module, for fitting and for evaluation; for fitting, make the optimizers."""
+        """Shard the module, for training and for evaluation; in a fit, create the optimizers."""
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
@@ -189,7 +191,7 @@ class FSDP2Strategy(DDPStrategy):
         return f"over {shards} processes{copies}, {sharded.blocks} blocks; gradients are reduced {when}"
 
     def _settings_for(self, module: nn.Module) -> Sharding:
-        """Gradients of parameters in 16 bits are reduced in float32, unless the policy says otherwise."""
+        """Return the settings; gradients of 16-bit parameters are reduced in float32 unless the policy sets a dtype."""
         policy = self.settings.policy
         kinds = {parameter.dtype for parameter in module.parameters()}
         if policy.reduce_dtype is None and policy.param_dtype is None and kinds & {torch.float16, torch.bfloat16}:
@@ -198,7 +200,7 @@ class FSDP2Strategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Keep gradients whole, and on this process, until the window's last batch; unless each is to be reduced."""
+        """Keep full gradients on this process until the window's last batch, unless each batch reduces them."""
         root: Any = self.model
         if self.settings.sync_each_batch:
             yield
@@ -210,35 +212,35 @@ class FSDP2Strategy(DDPStrategy):
             root.set_requires_gradient_sync(True)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's state dict, on rank 0."""
+        """Return the full state dict of the module, on rank 0."""
         assert self.lightning_module is not None
         whole: dict[str, Any] = state.gathered(self.lightning_module.state_dict(), self.is_global_zero)
         return whole
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a state dict, whole or sharded."""
+        """Load a state dict with full or sharded tensors."""
         assert self.lightning_module is not None
         state.load_module_state(self.lightning_module, checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """One optimizer's whole state dict, on rank 0."""
+        """Return the full state dict of one optimizer, on rank 0."""
         bare = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         whole: dict[str, Any] = state.gathered(bare.state_dict(), self.is_global_zero)
         return whole
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load state dicts, whole or sharded."""
+        """Load state dicts with full or sharded tensors."""
         for optimizer, one in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             state.load_optimizer_state(optimizer, one)
 
     def on_exception(self, exception: BaseException) -> None:
-        """The other processes may not be there to put the module back."""
+        """Record the failure, because the other processes may not be there to restore the module."""
         self._failed = True
 
     def teardown(self) -> None:
-        """Put the module back: plain tensors, on the CPU, where the optimizers' states go, too.
+        """Restore the module with plain tensors on the CPU, and move the optimizer states there.
 
-        After a failure it stays sharded, until another run.
+        After a failure it stays sharded until the next run.
         """
         assert self.accelerator is not None
         assert self.cluster_environment is not None
@@ -249,7 +251,7 @@ class FSDP2Strategy(DDPStrategy):
             if self._syncs:
                 assert self._layer_sync is not None
                 self._layer_sync.revert(sharded.root)
-        _optimizers_to_device(self.optimizers, torch.device("cpu"))  # each process its parts
+        _optimizers_to_device(self.optimizers, torch.device("cpu"))  # the shards of each process
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -257,15 +259,15 @@ class FSDP2Strategy(DDPStrategy):
 
 
 class ParallelStrategy(FSDP2Strategy):
-    """In the place of Lightning's ``ModelParallelStrategy``: the module shards itself in ``configure_model``.
+    """Replaces Lightning's ``ModelParallelStrategy``: the module shards itself in ``configure_model``.
 
-    It may use tensor parallelism, within each group of ``tensor_parallel_size`` processes, which share a batch. What it
-    leaves whole is sharded over the others.
+    It may use tensor parallelism within each group of ``tensor_parallel_size`` processes, which share a batch.
+    Parameters that it does not shard are sharded over the other dimension.
 
     Args:
-        data_parallel_size, tensor_parallel_size: of the mesh's two dimensions; ``"auto"`` for the numbers of machines,
-            and of processes on each.
-        options: as for ``FSDP2Strategy``.
+        data_parallel_size, tensor_parallel_size: the sizes of the two dimensions of the mesh; ``"auto"`` for the number
+            of nodes, and of processes per node.
+        options: the arguments of ``FSDP2Strategy``.
     """
 
     def __init__(self, data_parallel_size: int | str, tensor_parallel_size: int | str, **options: Any) -> None:
@@ -274,7 +276,7 @@ class ParallelStrategy(FSDP2Strategy):
         self._put_metrics_back: Callable[[], None] | None = None
 
     def make_mesh(self) -> DeviceMesh:
-        """(data_parallel, tensor_parallel)."""
+        """Create the mesh (data_parallel, tensor_parallel)."""
         data, tensor = self._sizes
         return _setup_device_mesh(
             self.num_nodes if data == "auto" else int(data),
@@ -285,32 +287,32 @@ class ParallelStrategy(FSDP2Strategy):
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """Those over which batches differ."""
+        """The dimension of the mesh with different batches."""
         return self.device_mesh["data_parallel"]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which share of the data this process gets: the same as the others of its group."""
+        """The share of the data for this process: the same as for the others of its group."""
         return {"num_replicas": self.data_mesh.size(), "rank": self.data_mesh.get_local_rank()}
 
     def setup(self, trainer: Any) -> None:
-        """As usual; metric objects count the batches of a group of processes once."""
+        """Set up the strategy, and make metric objects count the batches of a group of processes once."""
         super().setup(trainer)
         assert self.lightning_module is not None
         self._put_metrics_back = exchange_over(self.data_mesh.get_group(), self.lightning_module)
 
     def teardown(self) -> None:
-        """As usual."""
+        """Restore the metric objects, and tear down the strategy."""
         if self._put_metrics_back is not None:
             self._put_metrics_back()
         super().teardown()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As usual; over the processes whose batches differ, unless ``group`` says otherwise."""
+        """Reduce over the processes with different batches, unless ``group`` is given."""
         return super().reduce(tensor, self.data_mesh.get_group() if group is None else group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Over all processes."""
+        """Reduce the decision over all processes."""
         votes = super().reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
         return bool(votes == self.world_size) if all else bool(votes)
 
@@ -333,18 +335,18 @@ UNCALLED = {
     "pre_backward": "on_before_backward",
     "post_backward": "on_after_backward",
 }
-"""Methods of a strategy that are not called if it shards the module: hooks of its modules take part in each of them."""
+"""Methods of a strategy that are not called if it shards the module, because FSDP's hooks take part in each of them."""
 
 
 class ShardedEngine(LightningEngine):
-    """Lightning's launcher and collectives; sharded parameters and gradients."""
+    """Lightning's launcher and collectives, with sharded parameters and gradients."""
 
     strategy: FSDP2Strategy
     kind = "fsdp"
     uncalled = UNCALLED
 
     def build_gradients(self, scaler: LossScaler) -> Gradients:
-        """Of which each process holds a part."""
+        """Build the operations on sharded gradients."""
         return ShardedGradients(scaler, self._sharded, self.device)
 
     def _sharded(self) -> ShardedModule:
@@ -352,48 +354,48 @@ class ShardedEngine(LightningEngine):
         return self.strategy.sharded
 
     def load(self, path: str | Path, weights_only: bool) -> dict[str, Any]:
-        """Read a checkpoint; a file is mapped, so that no process has all of it in memory."""
+        """Read a checkpoint; a file is memory-mapped, so that no process holds all of it in memory."""
         if (files := files_of(self.strategy)) is not None:
             files.maps_files = True
         return super().load(path, weights_only)
 
     def module_state(self) -> dict[str, Any]:
-        """The module's state dict, of sharded tensors."""
+        """Return the module's state dict, with sharded tensors."""
         assert self.strategy.lightning_module is not None
         found: dict[str, Any] = self.strategy.lightning_module.state_dict()
         return found
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """One optimizer's state dict, of sharded tensors."""
+        """Return the state dict of one optimizer, with sharded tensors."""
         return optimizer.state_dict()
 
     def gathered(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """``checkpoint`` with whole tensors, on rank 0."""
+        """Return ``checkpoint`` with full tensors, on rank 0."""
         whole: dict[str, Any] = state.gathered(checkpoint, self.global_rank == 0)
         return whole
 
     def template(self, place: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Sharded as the parameter that it belongs to."""
+        """Return a tensor that is sharded like the parameter it belongs to."""
         assert self.strategy.lightning_module is not None
         return state.template(self.strategy.lightning_module, place, shape, dtype)
 
     @property
     def data_parallel_size(self) -> int:
-        """How many processes have batches of their own."""
+        """The number of processes with different batches."""
         return self.strategy.data_mesh.size()
 
     def begin_sum(self, *values: Weight) -> Callable[[], list[Weight]]:
-        """Add up over the processes that have batches of their own."""
+        """Sum over the processes with different batches."""
         sums, copies = super().begin_sum(*values), self.world_size // self.data_parallel_size
         return sums if copies == 1 else lambda: [value / copies for value in sums()]
 
     @property
     def goes_through_wrapper(self) -> bool:
-        """Always: by the module's own forward, where FSDP's hooks are."""
+        """True: steps are called through the module's own forward, which has FSDP's hooks."""
         return True
 
     def step_function(self, name: str) -> Callable[..., Any]:
-        """As for others; a ``training_step`` with backward passes in it is no forward."""
+        """Return the step function. For manual optimization, also prepare the hooks for its backward passes."""
         module = self.strategy.lightning_module
         if name == "training_step" and module is not None and not module.automatic_optimization:
             renew = self._sharded().prepare_manual()
@@ -416,18 +418,18 @@ class ShardedEngine(LightningEngine):
 
     @property
     def forward_exchanges(self) -> bool:
-        """Whether every forward takes part in exchanges."""
+        """True: every forward runs collectives."""
         return True
 
     def idle_forward(self) -> None:
-        """The collectives of one forward of an evaluation."""
+        """Run the collectives of one forward of an evaluation."""
         sharded, loop = self._sharded(), self._trainer.eval_loops[self._trainer.state.stage]
         with torch.no_grad():
             sharded.idle.forward(f"{loop.stage}_step")
         sharded.end_forward()
 
     def replay_step(self, name: str) -> Callable[..., Any]:
-        """By the module's own forward, where its weights are gathered."""
+        """Return the step through the module's own forward, which gathers its weights."""
         return partial(self._replay, name)
 
     def _replay(self, name: str, *args: Any) -> Any:

@@ -1,9 +1,9 @@
 """Continue a run with another length: schedules that span the run get the new length, and continue at their position.
 
-``configure_optimizers`` builds the schedules for the new length, before their states are restored. If the horizon of a
+``configure_optimizers`` builds the schedules for the new length before their states are restored. If the horizon of a
 schedule differs from the saved one, it was computed from the length of the run, or the user has changed it. Then the
-schedule is advanced from its beginning to the saved position, and the checkpoint, which is restored afterwards, gets
-its state and its learning rates. All other schedules are restored unchanged.
+schedule is advanced from its beginning to the saved position, and its state and its learning rates are written to the
+checkpoint, which is restored afterwards. All other schedules are restored unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def continue_schedules(trainer: Any, checkpoint: dict[str, Any]) -> None:
 
     Args:
         trainer: the Trainer, with new optimizers and schedules.
-        checkpoint: of which ``lr_schedulers`` and ``optimizer_states`` are restored afterwards. It is changed.
+        checkpoint: the checkpoint; its ``lr_schedulers`` and ``optimizer_states`` are changed, and restored afterwards.
     """
     schedules = [config.scheduler for config in trainer.engine.schedules]
     owners = [getattr(schedule, "optimizer", None) for schedule in schedules]

@@ -1,4 +1,4 @@
-"""Hyper-parameters: into checkpoints as they were given, into loggers as plain containers; without secrets."""
+"""Hyperparameters: saved in checkpoints as they were given, sent to loggers as plain containers; without secrets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _reported: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by module o
 
 
 def hyper_parameters_of(*owners: Any) -> dict[str, Any]:
-    """The hyper-parameters of modules or datamodules (``save_hyperparameters``), under the keys of a checkpoint."""
+    """Return the hyperparameters of modules or datamodules (``save_hyperparameters``), by the keys of a checkpoint."""
     kept: dict[str, Any] = {}
     for owner in owners:
         if owner is None or not owner.hparams:
@@ -36,12 +36,12 @@ def hyper_parameters_of(*owners: Any) -> dict[str, Any]:
 
 
 def make_loadable(checkpoint: dict[str, Any], *owners: Any) -> None:
-    """Change the hyper-parameters in ``checkpoint`` so that they can be written and read again, and hold no secret.
+    """Change the hyperparameters in ``checkpoint`` so that they can be written and read again, and hold no secret.
 
-    Numbers of numpy become plain ones, and secrets the text that names them. An object that cannot be pickled, that our
-    reader cannot skip (:mod:`trainer.checkpoint.inert`), or that holds a secret is replaced by its plain form: a dict
-    for an OmegaConf config, a dataclass or a Namespace, a text for a path, the value of an enum, a list for a numpy
-    array, the seconds of a timedelta. An object without a plain form is left out, with a warning.
+    NumPy numbers become plain ones, and secrets are replaced by the text that names them. An object that cannot be
+    pickled, that our reader cannot skip (:mod:`trainer.checkpoint.inert`), or that holds a secret is replaced by its
+    plain form: a dict for an OmegaConf config, a dataclass or a Namespace, a text for a path, the value of an enum, a
+    list for a NumPy array, the seconds of a timedelta. An object without a plain form is left out, with a warning.
 
     Each message appears once for each module and datamodule.
     """
@@ -60,12 +60,12 @@ def make_loadable(checkpoint: dict[str, Any], *owners: Any) -> None:
             checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = made
         elif isinstance(given, dict):
             checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = _loadable(owner, given)
-        elif given is not None:  # a hook has put it there
+        elif given is not None:  # set by a hook
             checkpoint.update(_loadable(owner, {owner.CHECKPOINT_HYPER_PARAMS_KEY: given}))
 
 
 def announce(*owners: Any) -> None:
-    """At the start of a run that saves checkpoints: print the messages about hyper-parameters now."""
+    """Print the messages about hyperparameters at the start of a run that saves checkpoints."""
     make_loadable(hyper_parameters_of(*owners), *owners)
 
 
@@ -91,7 +91,7 @@ def _loadable(owner: Any, given: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _report(owner: Any, kept: dict[str, str], reasons: dict[Any, str], left_out: list[str]) -> None:
-    """Report once which are objects, which are saved in their plain form and why, and which are not saved."""
+    """Report once which hyperparameters are objects, which are saved in plain form and why, and which are not saved."""
     name, said = type(owner).__name__, _reported.setdefault(owner, set())
     objects = [f"{place} ({kind})" for place, kind in kept.items() if place not in said]
     if objects:
@@ -115,7 +115,7 @@ def _report(owner: Any, kept: dict[str, str], reasons: dict[Any, str], left_out:
 
 
 def log_hyper_parameters(trainer: Any) -> None:
-    """Send the hyper-parameters to the loggers, without secrets."""
+    """Send the hyperparameters to the loggers, without secrets."""
     _log_hyperparams(
         SimpleNamespace(  # type: ignore[arg-type]
             loggers=[_WithoutSecrets(logger) for logger in trainer.loggers],
@@ -126,7 +126,7 @@ def log_hyper_parameters(trainer: Any) -> None:
 
 
 class _WithoutSecrets:
-    """A logger that removes secrets from the hyper-parameters it is given, and what MLflow would refuse to change."""
+    """A logger that removes secrets from hyperparameters, and those that MLflow would refuse to change."""
 
     def __init__(self, logger: Any) -> None:
         self.log_graph = logger.log_graph
@@ -134,12 +134,12 @@ class _WithoutSecrets:
         self._logger = logger
 
     def log_hyperparams(self, hparams: dict[str, Any]) -> None:
-        """Pass on; an OmegaConf node as plain containers."""
+        """Pass hyperparameters on to the logger, with OmegaConf nodes as plain containers."""
         given = {name: resolved(value) if is_config(value) else value for name, value in hparams.items()}
         self._logger.log_hyperparams(adapter(self._logger).new_parameters(redaction.containers(given)))
 
 
 def drop_unpicklable(module: Any) -> None:
-    """Remove from ``module.hparams`` what cannot be pickled."""
+    """Remove entries from ``module.hparams`` that cannot be pickled."""
     if hasattr(module, "hparams"):
         clean_namespace(module.hparams)

@@ -1,4 +1,4 @@
-"""Lightning's launchers of processes: processes that end together, and signals that reach all of them."""
+"""Lightning's process launchers: the processes end together, and signals reach all of them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from trainer.compat.cluster import check_addresses
 from trainer.engine.child_processes import children, name_parent, parent_watched
 
 ENDING_SIGNALS = [signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []), signal.SIGTERM]
-"""The signals that end a run; where several come, the last of these counts."""
+"""The signals that end a run; if several arrive, the last one in this list counts."""
 
 
 class WatchedLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher of scripts, whose processes end together."""
+    """Lightning's launcher of scripts, with processes that end together."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the other processes, and call ``function`` in this one."""
@@ -41,10 +41,10 @@ class WatchedLauncher(_SubprocessScriptLauncher):
 
 
 class PassOn:
-    """A signal handler of a process that only waits for those in which the run takes place: it passes signals on.
+    """A signal handler of a process that only waits for the processes of the run: passes signals on to them.
 
     Args:
-        launcher: has started them.
+        launcher: the launcher that has started them.
     """
 
     def __init__(self, launcher: _MultiProcessingLauncher) -> None:
@@ -53,7 +53,7 @@ class PassOn:
         self._interrupts = 0
 
     def __call__(self, number: int, frame: Any) -> None:
-        """A signal has come."""
+        """Handle a signal."""
         if os.getpid() != self._process:  # a process that is just being forked has this handler, too
             signal.signal(number, default_handler(number))
             signal.raise_signal(number)
@@ -67,10 +67,10 @@ class PassOn:
 
 @contextmanager
 def signals_passed_on(launcher: _MultiProcessingLauncher) -> Iterator[None]:
-    """A context for the launch of processes in which a run takes place: signals to this process are sent to them.
+    """Return a context for launching the processes of a run: signals to this process are passed on to them.
 
     Raises:
-        SystemExit, KeyboardInterrupt: a signal has ended the run there.
+        SystemExit, KeyboardInterrupt: if a signal has ended the run there.
     """
     receive = PassOn(launcher)
     is_main = threading.current_thread() is threading.main_thread()
@@ -90,10 +90,10 @@ def signals_passed_on(launcher: _MultiProcessingLauncher) -> Iterator[None]:
 
 
 def default_handler(number: int) -> Any:
-    """What Python does with a signal that has no other handler."""
+    """Return Python's default handler of a signal."""
     return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
 
 
 def exception_of(number: int) -> BaseException:
-    """What a run raises that a signal has ended. Uncaught, the program exits as a shell would report the signal."""
+    """Return the exception of a run that a signal ends. If uncaught, it gives the exit status that a shell expects."""
     return KeyboardInterrupt() if number == signal.SIGINT else SIGTERMException(128 + number)

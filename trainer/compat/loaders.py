@@ -1,4 +1,4 @@
-"""The dataloaders of one stage, ready to run: ``trainer.data.batches.Loaders`` over Lightning's CombinedLoader."""
+"""The dataloaders of one stage, ready to run: ``trainer.data.batches.Loaders`` for Lightning's CombinedLoader."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer.errors import rank_zero_warn
 from trainer.state import random_states
 
 Watch = Callable[[Iterable[Any]], Iterable[Any]]
-"""Puts a profiler's clock around the fetching of each item."""
+"""Wraps an iterable so that a profiler times the fetching of each item."""
 
 _FETCHING = {
     RunningStage.TRAINING: "[_TrainingEpochLoop].train_dataloader_next",
@@ -34,7 +34,7 @@ _FETCHING = {
     RunningStage.TESTING: "[_EvaluationLoop].test_next",
     RunningStage.PREDICTING: "[_PredictionLoop].predict_next",
 }
-"""What Lightning's profilers call the fetching of a batch."""
+"""The names of fetching a batch in Lightning's profilers."""
 
 
 class LoaderSet:
@@ -42,20 +42,20 @@ class LoaderSet:
 
     Args:
         combined: the dataloaders, prepared.
-        limits: batches to run of each; inf for one without a length.
-        has_length: whether the length of each is known.
-        watch: put around a source of batches, by a profiler; None for nothing.
+        limits: the number of batches to run of each; inf for one without a length.
+        has_length: whether the lengths of all are known.
+        watch: wraps a source of batches for a profiler. Default: None, for no profiler.
 
     Attributes:
-        made_in: the epoch they were made in; -inf for none that counts. DataSource sets it.
-        spans: see ``Loaders``. DataSource sets it.
-        most: the limits of the process that has the most batches: the same on all processes. DataSource sets it.
-        idle: batches of a pass of training that other processes have and this one lacks: ``IDLE`` stands for each.
-            DataSource sets it.
-        announce: called with the index of each batch of training that is about to be handed out. None for nothing.
-        any_host: for several processes whose lengths are not exact: :meth:`Engine.any_host`, by which they have as
-            many batches, and end together. None otherwise. DataSource sets it.
-        on_batch: see ``Loaders``. Preparation sets it.
+        made_in: the epoch in which they were created; -inf if it does not count. Set by DataSource.
+        spans: see ``Loaders``. Set by DataSource.
+        most: the limits of the process with the most batches, equal on all processes. Set by DataSource.
+        idle: the number of batches in a training pass that other processes have and this one lacks; each is replaced by
+            ``IDLE``. Set by DataSource.
+        announce: called with the index of each training batch before it is returned. None for no call.
+        any_host: :meth:`Engine.any_host`, for several processes if their lengths are not exact, to give them equal
+            numbers of batches and a common end. None otherwise. Set by DataSource.
+        on_batch: see ``Loaders``. Set by Preparation.
     """
 
     def __init__(
@@ -82,20 +82,20 @@ class LoaderSet:
         self._resumed: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of a Trainer has no pass under way."""
+        """Return the state without the current pass, for a copy of a Trainer."""
         return vars(self) | {"_pass": None, "_look_ahead": None}
 
     @property
     def is_sequential(self) -> bool:
-        """Whether one dataloader follows the other."""
+        """Whether the dataloaders run one after the other."""
         return bool(self.combined._mode == "sequential")
 
     def num_batches(self) -> float:
-        """Batches in one pass; inf if unknown."""
+        """Return the number of batches in one pass; inf if unknown."""
         return self._count(self.limits) + self.idle
 
     def start_epoch(self, epoch: int) -> None:
-        """Call ``set_epoch`` of all samplers, batch samplers and datasets that have it, once."""
+        """Call ``set_epoch`` once for each sampler, batch sampler and dataset that has it."""
         for part in parts_of(*self.combined.flattened):
             part.set_epoch(epoch)
         self._epoch = epoch
@@ -104,7 +104,7 @@ class LoaderSet:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether there is one dataloader, to be iterated without CombinedLoader's machinery (10 microseconds)."""
+        """Whether there is a single dataloader, which is iterated without CombinedLoader (saves 10 microseconds)."""
         flattened = self.combined.flattened
         return len(flattened) == 1 and self.combined.iterables is flattened[0]
 
@@ -124,7 +124,7 @@ class LoaderSet:
         return ""
 
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
-        """Begin a pass: (batch, batch_idx, dataloader_idx); of each dataloader, at most ``limit`` batches."""
+        """Begin a pass, with at most ``limit`` batches of each dataloader: (batch, batch_idx, dataloader_idx)."""
         self.combined.limits = limits = [min(own, limit) for own in self.limits]
         self._note_generators()
         count, combined = self._count(limits), self.combined
@@ -157,9 +157,9 @@ class LoaderSet:
         return state
 
     def load_evaluation_state(self, state: dict[str, Any]) -> None:
-        """Have the next pass of evaluation be that which followed a state. Changes the random states of this process.
+        """Restore a state of :meth:`evaluation_state` for the next pass. Changes the random states of this process.
 
-        Does nothing if the dataloaders are others.
+        A no-op if the number of dataloaders has changed.
         """
         generators = self._note_generators()
         if len(generators) != len(state["own"]):
@@ -170,11 +170,11 @@ class LoaderSet:
         for found, own in zip(generators, state["own"], strict=True):
             random_states.set_states(found, own)
 
-    # --- training, whose passes can be resumed ---
+    # --- training, with passes that can be resumed ---
 
     @property
     def loaders(self) -> list[ResumableLoader]:
-        """The dataloaders, as such that can be resumed."""
+        """The dataloaders in resumable form."""
         if not self._loaders:
             self._loaders = [resumable(one, self._epoch) for one in self.combined.flattened]
             self._together = copy(self.combined)
@@ -182,10 +182,10 @@ class LoaderSet:
         return self._loaders
 
     def open(self, done: int = 0) -> None:
-        """Begin a pass of training, or what is left of a resumed one of which ``done`` batches are over."""
-        self._pass, self._ahead = None, {}  # its workers end
+        """Begin a training pass, or the rest of a resumed one with ``done`` completed batches."""
+        self._pass, self._ahead = None, {}  # ends its workers
         source, count = iter(self._watch(self._begin(self.loaders))), self._count(self.limits)
-        self._pass = left = _first(source, max(count - done, 0))  # below 0 where a resumed run is given fewer
+        self._pass = left = _first(source, max(count - done, 0))  # below 0 if a resumed run has a lower limit
         nothing, number = IDLE if self._is_plain else (IDLE,), max(self.num_batches() - done, 0)
         if self.any_host is not None:
             self._pass = left = _first(_in_step(left, self.any_host, nothing), number)
@@ -219,11 +219,11 @@ class LoaderSet:
             iterator._consumed = list(resumed["exhausted"])
 
     def _mark(self) -> None:
-        """Before a batch is fetched ahead: where the pass is, and the random states that the batch is fetched with."""
+        """Record the position of the pass and the random states before a batch is fetched ahead."""
         self._ahead = {**self._here(), "random": random_states.capture()}
 
     def __iter__(self) -> Iterator[Batch]:
-        """The pass of training that was opened, or else one that begins now."""
+        """Iterate the training pass that was opened, or else a new one."""
         if self._pass is None:
             self.open()
         assert self._pass is not None
@@ -232,17 +232,17 @@ class LoaderSet:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the last batch of the pass has been handed out, of loaders without a length."""
+        """Whether the last batch of the pass was returned, for loaders without a length."""
         return self._look_ahead is not None and self._look_ahead.is_exhausted
 
     def close(self) -> None:
-        """Give up the pass, and shut down the workers."""
+        """Drop the pass, and shut down the workers."""
         self._pass = self._look_ahead = None
         self._together.reset()
         self.combined.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the pass of training is; ``ahead``: where it was before a batch was fetched ahead."""
+        """Return the position of the training pass; ``ahead`` is the position before a batch was fetched ahead."""
         return {**self._here(), "ahead": self._ahead}
 
     def _here(self) -> dict[str, Any]:
@@ -252,11 +252,11 @@ class LoaderSet:
         return state
 
     def taken_over(self, states: list[dict[str, Any]], batches: int, random: random_states.State) -> dict[str, Any]:
-        """The state of a pass that other processes have begun, as :meth:`load_state_dict` wants it.
+        """Return the state of a pass that other processes have begun, for :meth:`load_state_dict`.
 
         Args:
-            states: of ``TrainingBatches``, of each of those processes; of one map-style dataloader each.
-            batches: that this process would have trained in the place of theirs.
+            states: the ``TrainingBatches`` states of these processes, each with one map-style dataloader.
+            batches: the number of batches that this process would have trained.
             random: the random states that workers start from.
         """
         (loader,) = self.loaders
@@ -264,19 +264,23 @@ class LoaderSet:
         owns = [state["loaders"][0] for state in states]
         own = loader.taken_over(owns, batches, random) if owns[0] else {}
         if own and states[0]["is_over"]:
-            own["workers"] = None  # those of the next pass start anew
+            own["workers"] = None  # the workers of the next pass start from the beginning
         return {**states[0], "batches": batches, "loaders": [own], "ahead": {}}
 
     def loader_states(self) -> list[dict[str, Any]]:
-        """What the loaders that have a ``state_dict`` say themselves, as Lightning writes it."""
+        """Return the states of loaders that have a ``state_dict``, in Lightning's format."""
         states = self._ahead["loaders"] if self._ahead else [loader.state_dict() for loader in self._loaders]
-        return [state["state"] for state in states if "state" in state]  # none before a pass: asking would begin one
+        # empty before a pass, because reading a state would begin one
+        return [state["state"] for state in states if "state" in state]
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Have the next pass be what is left of the one in ``state``, or the one that follows it."""
+        """Make the next pass the rest of the pass in ``state``, or the one that follows it.
+
+        Return reasons if it is not exact.
+        """
         self.close()
         self._ahead, self._resumed, batches, loaders = {}, {}, state["batches"], self.loaders
-        if "combined_loader" in state:  # it is one of Lightning's checkpoints
+        if "combined_loader" in state:  # a checkpoint of Lightning's
             self.combined._load_state_dicts(state["combined_loader"])
             self._resumed = {"index": batches, "drawn": batches}
             self.open(batches)
@@ -327,7 +331,7 @@ class LoaderSet:
             self.loaders[0].load_state_dict({"kind": "", "batches": batches})
             self._resumed = {"index": batches, "drawn": batches}
             self.open(batches)
-        else:  # a shorter one may have begun again in between
+        else:  # a shorter loader may have started again in between
             self.open()
             self._drop(batches)
 
@@ -337,14 +341,14 @@ class LoaderSet:
 
 
 class DrawnLoaderSet(LoaderSet):
-    """Dataloaders whose batches a step draws itself. Implements ``trainer.data.batches.DrawnLoaders``.
+    """Dataloaders with batches that a step draws itself. Implements ``trainer.data.batches.DrawnLoaders``.
 
     Args:
         combined: the dataloaders, prepared.
-        limits: batches to run of each.
-        fetcher: keeps count of what is drawn.
+        limits: the number of batches to run of each.
+        fetcher: counts the drawn batches.
         profiler: times the fetching of each batch.
-        stage: what the profiler is to call it.
+        stage: determines the name in the profiler.
     """
 
     def __init__(
@@ -355,7 +359,7 @@ class DrawnLoaderSet(LoaderSet):
         profiler: Profiler,
         stage: RunningStage,
     ) -> None:
-        super().__init__(combined, limits, has_length=True)  # nobody can look ahead of a step that draws
+        super().__init__(combined, limits, has_length=True)  # a step that draws cannot be looked ahead of
         self.fetcher = fetcher
         fetcher._start_profiler = partial(profiler.start, _FETCHING[stage])
         fetcher._stop_profiler = partial(profiler.stop, _FETCHING[stage])
@@ -367,15 +371,15 @@ class DrawnLoaderSet(LoaderSet):
 
     @property
     def last(self) -> tuple[Batch, int, int]:
-        """The batch drawn last, its index, and its dataloader's; (None, 0, 0) before the first."""
+        """The batch drawn last, its index, and the index of its dataloader; (None, 0, 0) before the first."""
         return self.fetcher._batch, self.fetcher._batch_idx, self.fetcher._dataloader_idx
 
     def iterator(self) -> Iterator[tuple[Batch, int, int]]:
-        """What a step draws from."""
+        """Return the iterator that a step draws from."""
         return next(self.fetcher)  # type: ignore[arg-type]
 
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
-        """Begin a pass: for each step, what the step before it drew last."""
+        """Begin a pass that yields, for each step, the batch that the previous step drew last."""
         self.combined.limits = [min(own, limit) for own in self.limits]
         self.fetcher.setup(self.combined)
         iter(self.fetcher)
@@ -383,7 +387,7 @@ class DrawnLoaderSet(LoaderSet):
 
     @property
     def _is_plain(self) -> bool:
-        return False  # nobody would keep count
+        return False  # the fetcher counts the batches
 
     def _begin(self, loaders: list[ResumableLoader]) -> Iterator[Any]:
         fetcher, drawn = self.fetcher, int(self._resumed.get("drawn", 0))
@@ -392,7 +396,7 @@ class DrawnLoaderSet(LoaderSet):
         self._move_to_resumed()
         fetcher.fetched = drawn
         fetcher.done = fetcher.length is not None and drawn >= fetcher.length
-        # a loop would take None for a batch that is missing
+        # a loop would take None for a missing batch
         return (((), *where) if batch is None else (batch, *where) for batch, *where in self._steps())
 
     def _here(self) -> dict[str, Any]:
@@ -411,7 +415,7 @@ class DrawnLoaderSet(LoaderSet):
 
 
 def _begun(combined: CombinedLoader) -> Iterator[tuple[Batch, int, int]]:
-    """A pass over ``combined``, which has begun: iterating ``combined`` itself would begin it again."""
+    """Return an iterator over ``combined``, which has begun its pass. Calling ``iter(combined)`` would restart it."""
     iter(combined)
     return iter(combined.__next__, object())
 
@@ -424,14 +428,14 @@ def _contents_of(loader: Any) -> str:
 
 
 def _first(source: Iterator[Any], count: float) -> Iterator[Any]:
-    """At most ``count`` items of ``source``."""
+    """Return at most ``count`` items of ``source``."""
     return islice(source, None if count == float("inf") else int(count))
 
 
 def _in_step(source: Iterator[Any], any_host: Callable[..., list[bool]], nothing: Any) -> Iterator[tuple[Any, bool]]:
-    """Yield the items of ``source``, then ``nothing`` as long as another process has items.
+    """Yield the items of ``source``, then ``nothing`` while another process has items.
 
-    Each comes with whether all processes have one.
+    Each item is paired with whether all processes have one.
     """
     end = object()
     while True:
@@ -443,14 +447,14 @@ def _in_step(source: Iterator[Any], any_host: Callable[..., list[bool]], nothing
 
 
 def _announced(source: Iterator[Any], first: int, announce: Callable[[int], None]) -> Iterator[Any]:
-    """``source``, of which each item is announced by its index; that of the first is ``first``."""
+    """Yield the items of ``source``, and call ``announce`` with the index of each before it, counted from ``first``."""
     for index, item in enumerate(source, first):
         announce(index)
         yield item
 
 
 def _is_repeatable(loader: ResumableLoader) -> bool:
-    """Whether a pass can be resumed by the number of its batches alone: the loader has a state, or a fixed order."""
+    """Return whether the number of batches suffices to resume a pass: the loader has a state, or a fixed order."""
     return isinstance(loader, StatefulLoader) or isinstance(getattr(loader.loader, "sampler", None), SequentialSampler)
 
 
@@ -475,12 +479,12 @@ def _warn_of_replaying(loader: ResumableLoader, count: int) -> None:
 
 
 def watch_of(profiler: Profiler, stage: RunningStage) -> Watch | None:
-    """What times the fetching of a stage's batches; None where nobody asks."""
+    """Return a function that times the fetching of a stage's batches. None if the profiler records nothing."""
     return None if not records(profiler) else partial(_watched, profiler, _FETCHING[stage])
 
 
 def _watched(profiler: Profiler, name: str, source: Iterable[Any]) -> Iterator[Any]:
-    """``source``, with the time to fetch each item on the profiler's account."""
+    """Yield the items of ``source``, and record the time to fetch each in the profiler."""
     iterator, end = iter(source), object()
     while True:
         with profiler.profile(name):

@@ -1,8 +1,8 @@
-"""A faster ``LightningModule.log``, and what else of Lightning's reads or writes logged metrics.
+"""A faster ``LightningModule.log``, and adapters for Lightning's code that reads or writes logged metrics.
 
-Lightning's own takes about 350 microseconds a call; this one checks a name's options at the first call and afterwards
-only compares them. A module that overrides ``log`` keeps its override; ``super().log()`` in it reaches the same metrics
-through :class:`ResultsView`.
+Lightning's own takes about 350 microseconds per call. This one checks a name's options at the first call and only
+compares them afterwards. A module that overrides ``log`` keeps its override; ``super().log()`` in it reaches the same
+metrics through :class:`ResultsView`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from trainer.state.metrics import LoggedValue, LogOptions, MetricStore, Publishe
 _REDUCTIONS = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max",
                "avg": "mean", sum: "sum", min: "min", max: "max"}  # fmt: skip
 _KEPT = (torch.float32, torch.float64)
-"""Values of other dtypes become float32: an epoch's sum would lose digits in them."""
+"""Values of other dtypes are converted to float32, because the sum over an epoch would lose digits in them."""
 _LOG = LightningModule.log
 
-# a hook of ours, which Lightning's table of hooks lacks
+# our own hook, which Lightning's table of hooks lacks
 _FxValidator.functions["on_after_optimizer_step"] = _FxValidator.functions["on_before_optimizer_step"]
 
 
 def _keep_out_of_graphs(function: Any) -> None:
-    """Have ``torch.compile`` call ``function`` between two graphs, and not trace it.
+    """Make ``torch.compile`` call ``function`` between two graphs instead of tracing it.
 
-    A traced call would be guarded by counters that change at every step, and recompiled. ``torch.compiler.disable``
-    does the same with a wrapper, which costs 0.3 microseconds a call where nothing is compiled; this costs nothing.
+    A traced call would be guarded by counters that change at every step, and recompiled. ``torch.compiler.disable`` has
+    the same effect through a wrapper that costs 0.3 microseconds per call even without compilation; this costs nothing.
     """
-    with suppress(AttributeError):  # private names of torch; without them only the compilation takes longer
+    with suppress(AttributeError):  # private names of torch; without them, only compilation takes longer
         frames = torch._C._dynamo.eval_frame
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
         frames.set_code_exec_strategy(function.__code__, skip)
@@ -52,9 +52,9 @@ def _keep_out_of_graphs(function: Any) -> None:
 
 
 class ModuleScope:
-    """Tells a LightningModule which hook it is in. Implements ``trainer.loops.hooks.HookScope``.
+    """Stores the running hook in a LightningModule. Implements ``trainer.loops.hooks.HookScope``.
 
-    It writes into the module's ``__dict__``: ``nn.Module.__setattr__`` takes a microsecond, twice for each hook.
+    It writes to the module's ``__dict__``, because ``nn.Module.__setattr__`` takes a microsecond, twice per hook.
 
     Args:
         module: the LightningModule.
@@ -64,7 +64,7 @@ class ModuleScope:
         self._state = vars(module)
 
     def enter(self, name: str | None) -> str | None:
-        """Say that the hook ``name`` runs now. Returns what ran before."""
+        """Set the running hook to ``name``. Return the previous one."""
         state = self._state
         outer: str | None = state["_current_fx_name"]
         state["_current_fx_name"] = name
@@ -72,12 +72,12 @@ class ModuleScope:
 
 
 class ModuleLog:
-    """Replaces a module's ``log`` while a Trainer runs it.
+    """Replaces a module's ``log`` during a run.
 
     Args:
         module: the LightningModule, or an object with its ``_current_fx_name``.
-        trainer: asked for the metrics of the stage that runs (``active_metrics``) and for its loggers.
-        copies: whether a tensor is copied, because the caller may change it in place later.
+        trainer: provides the metrics of the running stage (``active_metrics``) and the loggers.
+        copies: whether a tensor is copied, because the caller may change it in place later. Default: True.
     """
 
     def __init__(self, module: Any, trainer: Any, *, copies: bool = True) -> None:
@@ -138,7 +138,7 @@ class ModuleLog:
                 value = value.to(accumulation_dtype())
             elif self._copies:
                 copy = value.clone()
-                if not value.is_inference():  # which has no version
+                if not value.is_inference():  # inference tensors have no version
                     store.copies.append((value, value._version, copy))
                 value = copy
             if value.dim():
@@ -175,7 +175,7 @@ class ModuleLog:
         asked: LogOptions,
         metric_attribute: str | None,
     ) -> LoggedValue:
-        """Check the options of a name that is logged for the first time, and make its entry."""
+        """Check the options of a name that is logged for the first time, and create its entry."""
         trainer = self._trainer
         if store is None:
             raise _misuse(
@@ -255,11 +255,11 @@ class _DetachedLog:
 
 
 class ResultView:
-    """One value of ``trainer._results``: what was logged under a name from a hook.
+    """One value of ``trainer._results``: logged under one name from one hook.
 
     Args:
         entry: its values.
-        module: where the attribute that a metric object is kept under is looked for.
+        module: the module that is searched for the attribute name of a metric object.
     """
 
     def __init__(self, entry: LoggedValue, module: Any) -> None:
@@ -292,18 +292,18 @@ class ResultView:
         )
 
     def compute(self) -> Any:
-        """The reduction over the epoch."""
+        """Return the reduction over the epoch."""
         return self._entry.epoch_value()
 
 
 class ResultsView(Mapping[str, ResultView]):
-    """``trainer._results``: what the running stage has logged, by hook and name (``training_step.loss``).
+    """``trainer._results``: the logged values of the running stage, by hook and name (``training_step.loss``).
 
-    Lightning's ``log`` writes here: that of modules that override ``log`` and call super's.
+    Lightning's ``log`` writes here if a module overrides ``log`` and calls ``super().log()``.
 
     Args:
-        trainer: whose running stage it is.
-        store: the stage's metrics.
+        trainer: the Trainer.
+        store: the metrics of its running stage.
     """
 
     def __init__(self, trainer: Any, store: MetricStore) -> None:
@@ -325,16 +325,16 @@ class ResultsView(Mapping[str, ResultView]):
 
     @property
     def dataloader_idx(self) -> int | None:
-        """The dataloader that runs, where there are several."""
+        """The index of the current dataloader, if there are several."""
         return self._store.dataloader_idx
 
     @property
     def batch(self) -> Any:
-        """The batch that runs."""
+        """The current batch."""
         return self._store.batch
 
     def metrics(self, on_step: bool) -> dict[str, dict[str, Any]]:
-        """The step's values or the epoch's, by who reads them."""
+        """Return the values of the step or of the epoch, by their readers."""
         metrics = self._store.current(on_step)
         return {"callback": metrics.callback, "log": metrics.logger, "pbar": to_scalars(metrics.progress_bar)}
 
@@ -349,27 +349,27 @@ class ResultsView(Mapping[str, ResultView]):
 
 
 class LoggerConnector(_LoggerConnector):
-    """``trainer._logger_connector``: Lightning's, over the metrics that our loops publish."""
+    """``trainer._logger_connector``: Lightning's, for the metrics that our loops publish."""
 
     trainer: Any
 
     @property
     def callback_metrics(self) -> dict[str, Any]:
-        """Everything logged so far, for callbacks to monitor; 0-dim tensors. One live dict."""
+        """All metrics logged so far, for callbacks to monitor; 0-dim tensors. One live dict."""
         return self._fresh().callback
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
-        """Everything logged so far that is meant for loggers; 0-dim tensors."""
+        """All metrics logged so far for loggers; 0-dim tensors."""
         return self._fresh().logged
 
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:
-        """Everything logged so far that is meant for the progress bar; numbers: asking waits for the device."""
+        """All metrics logged so far for the progress bar; numbers. Reading it is a host-device synchronization."""
         return self._fresh().read_progress_bar()
 
     def _fresh(self) -> PublishedMetrics:
-        """The published metrics, with what the running stage has logged since they were published."""
+        """Return the published metrics, updated with those that the running stage has logged since."""
         store: MetricStore | None = self.trainer.active_metrics
         published: PublishedMetrics = self.trainer.published
         if store is not None and store.entries:
@@ -383,11 +383,10 @@ class LoggerConnector(_LoggerConnector):
 
 
 def attach_log(module: LightningModule, trainer: Any) -> None:
-    """Replace ``module.log`` by a :class:`ModuleLog`, unless it is overridden: in a class or on an instance.
+    """Replace ``module.log`` by a :class:`ModuleLog`, unless it is overridden in a class or on an instance.
 
-    Callbacks get the module's ``log`` and ``log_dict`` as their own; ours log by ``trainer.log_metric``, which bypasses
-    overrides, and give away what they log. With ``barebones`` the module keeps Lightning's ``log``, which says that
-    nothing is logged.
+    Callbacks get the module's ``log`` and ``log_dict``; ours use ``trainer.log_metric``, which bypasses overrides and
+    does not copy values. With ``barebones`` the module keeps Lightning's ``log``, which warns that nothing is logged.
     """
     log = ModuleLog(module, trainer)
     trainer.log_metric = no_log if trainer.barebones else ModuleLog(module, trainer, copies=False)
@@ -405,7 +404,7 @@ def attach_log(module: LightningModule, trainer: Any) -> None:
 
 
 def no_log(name: str, value: Any, **options: Any) -> None:
-    """Log nothing: the ``log_metric`` of a Trainer that has no run yet, or has ``barebones=True``."""
+    """Do nothing: the ``log_metric`` of a Trainer that has no run yet, or has ``barebones=True``."""
 
 
 def _is_ours(log: Any) -> bool:
@@ -423,7 +422,7 @@ def detach_log(module: LightningModule, callbacks: Iterable[Any] = ()) -> None:
 
 
 def _batch_size(store: MetricStore) -> int:
-    """The number of samples in the current batch; determined once a batch, and only if a mean needs it."""
+    """Return the number of samples in the current batch, determined once per batch and only if a mean needs it."""
     size = store.batch_size
     if size is None:
         batch = store.batch
@@ -431,18 +430,18 @@ def _batch_size(store: MetricStore) -> int:
             return 1
         parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else (batch,)
         sizes = {len(part) if isinstance(part, Tensor) and part.dim() else None for part in parts}
-        # the usual case, tensors of one size, in a tenth of the time that Lightning's function takes
+        # the usual case, tensors of one size, in a tenth of the time of Lightning's function
         size = store.batch_size = (sizes.pop() if len(sizes) == 1 else None) or extract_batch_size(batch)
     return size
 
 
 def _attributes_of(module: Any) -> dict[int, str]:
-    """The names of a module's metric objects."""
+    """Return the attribute names of a module's metric objects, by ``id``."""
     return {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
 
 
 def _find_attribute(module: LightningModule, name: str, metric: Metric) -> None:
-    """Refuse a metric that is not an attribute of the module: it would not be moved to the device or saved."""
+    """Refuse a metric that is not an attribute of the module, because it would not be moved to the device or saved."""
     attributes = _attributes_of(module)
     if not attributes:
         raise _misuse(

@@ -1,8 +1,8 @@
-"""Our counters as Lightning's: for views, and for checkpoints that either side can resume.
+"""Our counters in Lightning's format: for views, and for checkpoints that both can resume.
 
-Lightning counts four moments of an event (ready, started, processed, completed), since the run began (``total``) and
-since the epoch began (``current``). All of them follow from our counters. A number that the tuner or a program assigns
-to one of Lightning's counters is assigned to ours, if there is one that means the same.
+Lightning counts four moments of an event (ready, started, processed, completed), since the start of the run (``total``)
+and of the epoch (``current``). All of them are computed from our counters. A number that the tuner or a program assigns
+to one of Lightning's counters is assigned to ours, if there is an equivalent one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainer.state.progress import EpochStart, EvalProgress, FitProgress
 
 
 def epochs_of(fit: FitProgress) -> _Progress:
-    """``fit_loop.epoch_progress``."""
+    """Return ``fit_loop.epoch_progress``."""
     inside = fit.epochs_trained == fit.epoch and fit.batches_this_epoch > 0
     counts = _four(fit.epochs_trained + inside, fit.epochs_trained, fit.epoch)
     written = {"processed": partial(setattr, fit, "epochs_trained"), "completed": partial(setattr, fit, "epoch")}
@@ -39,7 +39,7 @@ def epochs_of(fit: FitProgress) -> _Progress:
 
 
 def batches_of(fit: FitProgress) -> _BatchProgress:
-    """``fit_loop.epoch_loop.batch_progress``."""
+    """Return ``fit_loop.epoch_loop.batch_progress``."""
     started, trained, start = fit.batches_started, fit.batches, fit.epoch_start
     over = trained - (fit.in_batch and fit.is_trained)
     total = _four(started, trained, over)
@@ -48,13 +48,13 @@ def batches_of(fit: FitProgress) -> _BatchProgress:
 
 
 def schedules_of(fit: FitProgress) -> _SchedulerProgress:
-    """``fit_loop.epoch_loop.scheduler_progress``."""
+    """Return ``fit_loop.epoch_loop.scheduler_progress``."""
     steps, in_epoch = fit.schedule_steps, fit.schedule_steps - fit.epoch_start.schedule_steps
     return _SchedulerProgress(_two(steps), _two(in_epoch))
 
 
 def optimization_of(fit: FitProgress, window: AccumulationWindow, automatic: bool) -> _OptimizationProgress:
-    """``fit_loop.epoch_loop.automatic_optimization.optim_progress``.
+    """Return ``fit_loop.epoch_loop.automatic_optimization.optim_progress``.
 
     The last batch of a window is ready for its step while it is in progress.
     """
@@ -70,9 +70,9 @@ def optimization_of(fit: FitProgress, window: AccumulationWindow, automatic: boo
 
 
 def manual_steps_of(fit: FitProgress, by_hand: bool) -> _Progress:
-    """``fit_loop.epoch_loop.manual_optimization.optim_step_progress``, whose ``current`` is the run's, too.
+    """Return ``fit_loop.epoch_loop.manual_optimization.optim_step_progress``; its ``current`` counts the run, too.
 
-    A module that steps optimizers directly, not through their wrappers, adds its steps to ``total.completed``.
+    A module that steps optimizers directly instead of their wrappers adds its steps to ``total.completed``.
     """
     total, current = (_two((fit.optimizer_steps - fit.own_steps) * by_hand) for _ in range(2))
     total.completed = fit.optimizer_steps * by_hand
@@ -80,18 +80,18 @@ def manual_steps_of(fit: FitProgress, by_hand: bool) -> _Progress:
 
 
 def evaluation_of(progress: EvalProgress, epoch: int | None = None) -> _BatchProgress:
-    """``batch_progress`` of an evaluation loop; for the validation inside a fit, in that epoch."""
+    """Return ``batch_progress`` of an evaluation loop, or that of the validation in ``epoch`` of a fit."""
     counts = epoch is None or epoch == progress.epoch
     total = _four(progress.total_batches * counts, progress.total_done * counts)
     return _BatchProgress(total, _four(progress.batches, progress.batches_done), progress.is_last_batch)
 
 
 def fit_loop_of(fit: FitProgress, val: EvalProgress, window: AccumulationWindow, automatic: bool) -> dict[str, Any]:
-    """What Lightning's fit loop would have written at this point.
+    """Return the state that Lightning's fit loop would have written at this point.
 
     Args:
-        fit: the training's counters.
-        val: those of the validation inside it.
+        fit: the counters of training.
+        val: the counters of the validation inside it.
         window: the accumulation window.
         automatic: whether optimization is automatic; Lightning counts optimizer steps in either of two places.
     """
@@ -111,12 +111,12 @@ def fit_loop_of(fit: FitProgress, val: EvalProgress, window: AccumulationWindow,
 
 
 def loops_of(trainer: Any) -> dict[str, Any]:
-    """The ``loops`` part of a checkpoint of ``trainer``, without what is ours alone."""
+    """Return the ``loops`` entry of a checkpoint of ``trainer``, without our own entries."""
     automatic = trainer.lightning_module is None or trainer.lightning_module.automatic_optimization
     done = {stage: loop.progress for stage, loop in trainer.eval_loops.items()}
     fit_loop = fit_loop_of(trainer.progress, done[RunningStage.VALIDATING], trainer.loop.window, automatic)
     loops: dict[str, Any] = {"fit_loop": fit_loop}
-    # our one loop for all validations is that of the fit; what was tested or predicted since, a later save has, too
+    # our single validation loop is that of the fit; a later save also contains tests and predictions since then
     after = {"validate": EvalProgress(), "test": done[RunningStage.TESTING], "predict": done[RunningStage.PREDICTING]}
     for name, progress in after.items():
         batches = evaluation_of(progress).state_dict()
@@ -127,12 +127,13 @@ def loops_of(trainer: Any) -> dict[str, Any]:
 
 
 def progress_from(fit: dict[str, Any], progress: FitProgress, *, finish_epoch: bool = False) -> None:
-    """Set ``progress`` to what a fit loop of Lightning's has written: at an epoch's end, or inside an epoch or a batch.
+    """Set ``progress`` from the state of Lightning's fit loop, at the end of an epoch or inside an epoch or a batch.
 
     Args:
-        fit: what it has written.
-        progress: what is set.
-        finish_epoch: go on with an epoch that was cut short (by ``max_steps``), too, not with the next one.
+        fit: the state of Lightning's fit loop.
+        progress: the counters to set.
+        finish_epoch: whether to continue an epoch that was cut short (by ``max_steps``) instead of starting the next
+            one. Default: False.
     """
     epochs, batches = fit["epoch_progress"]["current"], fit["epoch_loop.batch_progress"]
     total, current = batches["total"], batches["current"]
@@ -153,10 +154,12 @@ def progress_from(fit: dict[str, Any], progress: FitProgress, *, finish_epoch: b
     # one of them is 0, except in checkpoints from before 1.6.5, which have both
     progress.optimizer_steps = max(automatic["total"]["completed"], manual["total"]["completed"])
     progress.own_steps = manual["total"]["completed"] - manual["total"]["ready"]
-    progress.has_learned = progress.optimizer_steps > 0  # as far as it says
-    progress.completed_steps = Counter({0: automatic["total"]["completed"]})  # likewise: it counts skipped steps, too
+    progress.has_learned = progress.optimizer_steps > 0  # as far as the checkpoint shows
+    # includes skipped steps, which Lightning counts, too
+    progress.completed_steps = Counter({0: automatic["total"]["completed"]})
     windows = fit["epoch_loop.state_dict"].get("_batches_that_stepped", progress.optimizer_steps)
-    # inside an epoch Lightning counts a window after all that may write a checkpoint; by hand, each batch is one
+    # inside an epoch, Lightning counts a window after all code that may write a checkpoint; in manual optimization,
+    # each batch is a window
     closed = total["processed"] if manual["total"]["completed"] else progress.optimizer_steps
     progress.updates = windows + (inside_epoch and not cut_short and closed == windows + 1)
     progress.zero_grads = zero_grad["total"]["completed"]
@@ -173,15 +176,15 @@ def progress_from(fit: dict[str, Any], progress: FitProgress, *, finish_epoch: b
 
 
 def data_position_in(checkpoint: dict[str, Any], progress: FitProgress, counts_steps: bool) -> dict[str, Any]:
-    """Where the training data is, as far as a checkpoint of Lightning's says: the states of loaders that have one.
+    """Return the position of the training data in a Lightning checkpoint, from the states of its loaders.
 
     Args:
-        checkpoint: of Lightning's or ours.
-        progress: the training's counters, already set.
-        counts_steps: whether the run ends after a number of steps: Lightning then resumes loaders between epochs, too.
+        checkpoint: a checkpoint of Lightning's or ours.
+        progress: the counters of training, already set.
+        counts_steps: whether the run ends after a number of steps; Lightning then resumes loaders between epochs, too.
 
     Returns:
-        For ``TrainingBatches.load_state_dict``. {} where there is nothing to resume.
+        The state for ``TrainingBatches.load_state_dict``; {} if there is nothing to resume.
     """
     states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
     batches = progress.batches_this_epoch
@@ -191,12 +194,12 @@ def data_position_in(checkpoint: dict[str, Any], progress: FitProgress, counts_s
 
 
 def evaluation_from(fit: dict[str, Any], val: EvalProgress, progress: FitProgress) -> None:
-    """Set ``val`` to what a fit loop of Lightning's has written about the validation inside it.
+    """Set ``val`` from the state of Lightning's fit loop about the validation inside it.
 
     Args:
-        fit: what it has written.
-        val: what is set.
-        progress: the training's counters, already set.
+        fit: the state of Lightning's fit loop.
+        val: the counters to set.
+        progress: the counters of training, already set.
     """
     batches = fit["epoch_loop.val_loop.batch_progress"]
     val.epoch = progress.epoch_start.epoch
@@ -206,11 +209,11 @@ def evaluation_from(fit: dict[str, Any], val: EvalProgress, progress: FitProgres
 
 
 def resume_validation(val: EvalProgress, progress: FitProgress) -> None:
-    """Have the validation run again in which a checkpoint was written: all of it, since what it had logged is lost.
+    """Repeat the validation in which a checkpoint was written, from its beginning, because its logged values are lost.
 
     Args:
-        val: the counters of the validation inside a fit, as restored.
-        progress: the training's, likewise.
+        val: the counters of the validation inside a fit, already restored.
+        progress: the counters of training, already restored.
     """
     if progress.owes_validation or val.batches > val.batches_done:
         progress.owes_validation, progress.is_followed_up = True, False
@@ -218,7 +221,7 @@ def resume_validation(val: EvalProgress, progress: FitProgress) -> None:
 
 
 def batches_from(state: dict[str, Any], progress: EvalProgress) -> None:
-    """Set ``progress`` to what an evaluation loop of Lightning's has written."""
+    """Set ``progress`` from the state of Lightning's evaluation loop."""
     progress.forget_run()
     total, current = state["total"], state["current"]
     progress.total_batches, progress.total_done = total["ready"], total["completed"]

@@ -1,7 +1,7 @@
 """Lightning's ModelCheckpoint callbacks: when they save, their folders, and the state that they do not save themselves.
 
 A ModelCheckpoint with ``every_n_train_steps`` and a ``monitor`` saves after the validation if one follows the same
-batch, so that its score is the score of the weights that it saves.
+batch, so that its score is that of the saved weights.
 
 A folder belongs to one run at a time. A resumed run restores the step at which each ModelCheckpoint last saved, and
 whether it waits for a validation, because its own state leaves these out.
@@ -36,7 +36,7 @@ _COUNTERS = (None, "epoch", "step")  # values of `monitor` that need no metric
 
 
 def model_checkpoints_of(trainer: Any) -> list[ModelCheckpoint]:
-    """The ModelCheckpoints of ``trainer``."""
+    """Return the ModelCheckpoints of ``trainer``."""
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
 
 
@@ -59,7 +59,7 @@ _on_validation_end = ModelCheckpoint.on_validation_end
 def _save_after_batch(
     self: ModelCheckpoint, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
 ) -> None:
-    """Save if ``every_n_train_steps`` or ``train_time_interval`` is due, in automatic and manual optimization alike.
+    """Save if ``every_n_train_steps`` or ``train_time_interval`` is due, in automatic and in manual optimization.
 
     Lightning's method ignores ``train_time_interval`` in manual optimization, and ranks weights by the metrics of an
     older validation unless the batch is the last of its epoch.
@@ -78,9 +78,9 @@ def _save_after_batch(
 
 @wraps(_on_validation_end)
 def _save_after_validation(self: ModelCheckpoint, trainer: Any, pl_module: Any) -> None:
-    """Save if a save waits for this validation. Otherwise, as Lightning's method.
+    """Save if a save waits for this validation; otherwise, call Lightning's method.
 
-    Lightning's method never makes up for such a save if the validations come at the ends of epochs.
+    Lightning's method never catches up on such a save if validations run at the ends of epochs.
     """
     waits = self._defer_save_until_validation and _has_metric(self, trainer)
     if _is_ours(trainer) and waits and not self._should_skip_saving_checkpoint(trainer):
@@ -125,10 +125,10 @@ def _has_metric(saver: ModelCheckpoint, trainer: Any) -> bool:
 
 
 def _must_wait(saver: ModelCheckpoint, trainer: Any) -> bool:
-    """Return whether a save that is due now has to wait for the metrics of the next validation.
+    """Return whether a save that is due now must wait for the metrics of the next validation.
 
-    It waits if its metric does not exist yet, or if a validation follows this batch. Saves by ``train_time_interval``
-    do not wait for the latter: they are there to lose no time.
+    It waits if its metric does not exist yet, or if a validation follows this batch. A save by ``train_time_interval``
+    does not wait for a validation, because its purpose is to save in time.
     """
     if saver.monitor in _COUNTERS:
         return False
@@ -142,7 +142,7 @@ def _must_wait(saver: ModelCheckpoint, trainer: Any) -> bool:
 
 
 def folders_of(trainer: Any) -> list[str]:
-    """Where each ModelCheckpoint of ``trainer`` writes or is going to write; paths and URLs. For rank 0.
+    """Return the folders that the ModelCheckpoints of ``trainer`` write to, paths and URLs. Call it on rank 0 only.
 
     Loggers that number their folders choose the number here, if they have not yet.
     """
@@ -151,7 +151,7 @@ def folders_of(trainer: Any) -> list[str]:
 
 
 def first_folder(trainer: Any) -> str | None:
-    """The folder of the first ModelCheckpoint of a run; None if no checkpoints are written."""
+    """Return the folder of the first ModelCheckpoint of a run. None if no checkpoints are written."""
     if trainer.fast_dev_run:
         return None
     folders = (one.dirpath for one in model_checkpoints_of(trainer) if one.dirpath is not None)
@@ -159,14 +159,14 @@ def first_folder(trainer: Any) -> str | None:
 
 
 def claim_folders(trainer: Any, session: ExitStack) -> None:
-    """Lock the folders that a fit writes into, for this run, until ``session`` closes.
+    """Lock the folders that a fit writes to, for this run, until ``session`` closes.
 
-    Rank 0 does it, and all ranks raise if it fails.
+    Rank 0 locks them, and all ranks raise if it fails.
 
     Raises:
-        FolderInUseError: another run has locked one.
-        CheckpointWriteError: one cannot be made, or written to.
-        ClusterError: other nodes do not see one, and the run is going to need that.
+        FolderInUseError: if another run has locked one.
+        CheckpointWriteError: if one cannot be created, or written to.
+        ClusterError: if other nodes do not see one and the run requires it.
     """
 
     def claim() -> None:
@@ -184,10 +184,10 @@ def claim_folders(trainer: Any, session: ExitStack) -> None:
 
 
 def _check_shared(trainer: Any) -> None:
-    """Where a run on several nodes is going to need it, see that all of them have the folders of rank 0.
+    """Check that all nodes see the folders of rank 0, if the run requires it.
 
     Raises:
-        ClusterError: they do not.
+        ClusterError: if they do not.
     """
     shards = getattr(files_of(trainer.strategy), "sharded", False)
     if trainer.num_nodes == 1 or trainer.state.fn is not TrainerFn.FITTING or not (trainer.resume == "auto" or shards):
@@ -203,7 +203,7 @@ def _check_shared(trainer: Any) -> None:
 
 
 def on_first_rank(trainer: Any, work: Callable[[], T]) -> T:
-    """Call ``work`` on rank 0. All ranks return what it returns, or raise what it raises."""
+    """Call ``work`` on rank 0. All ranks return its result, or raise its exception."""
     result: Any = None
     error: Exception | None = None
     if trainer.is_global_zero:
@@ -220,9 +220,9 @@ def on_first_rank(trainer: Any, work: Callable[[], T]) -> T:
 
 @contextmanager
 def without_needless_warnings(trainer: Any) -> Iterator[None]:
-    """A context for the ``setup`` hooks, in which ModelCheckpoint warns of folders that are not empty.
+    """Return a context for the ``setup`` hooks that filters ModelCheckpoint's warning about folders that are not empty.
 
-    Not of those that hold our lock alone; and of no folder of a run that goes on where another one stopped.
+    The warning is suppressed for folders that hold only our lock, and for a run with ``resume="auto"``.
     """
     with warnings.catch_warnings():
         if trainer.is_global_zero and trainer.state.fn is TrainerFn.FITTING and not trainer.fast_dev_run:
@@ -275,9 +275,9 @@ def restore_states(trainer: Any, checkpoint: dict[str, Any]) -> None:
 
 
 def allow_removal(trainer: Any, session: ExitStack) -> None:
-    """Let ModelCheckpoint remove the checkpoint that the run goes on from, in its turn, until ``session`` closes.
+    """Let ModelCheckpoint remove the checkpoint that the run was resumed from, until ``session`` closes.
 
-    ModelCheckpoint keeps the file of ``trainer.ckpt_path``, which usually the user has named.
+    ModelCheckpoint keeps the file of ``trainer.ckpt_path``, because usually the user has given it.
     """
     for saver in model_checkpoints_of(trainer):
         vars(saver)["_should_remove_checkpoint"] = partial(_should_remove, saver)
@@ -290,7 +290,7 @@ def _should_remove(saver: ModelCheckpoint, trainer: Any, previous: str, current:
 
 
 def _link_to(path: str, folder: str) -> str:
-    """The link to ``path`` in ``folder`` (``save_last="link"``); "" for none."""
+    """Return the link to ``path`` in ``folder`` (``save_last="link"``), or ""."""
     place = local_path(folder)
     links = [] if place is None else [one for one in place.glob(f"*{EXTENSION}") if one.is_symlink()]
     target = os.path.realpath(path)

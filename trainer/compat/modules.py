@@ -1,4 +1,4 @@
-"""Modules: what may be passed as one, what a run requires of it, and Lightning's calls of its hooks around a run."""
+"""Modules: check them, attach them to a Trainer, and call their hooks around a run through Lightning."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ call_teardown_hooks = _call_teardown_hook
 
 
 def attach(trainer: Any, model: Any) -> LightningModule:
-    """Make ``model`` the Trainer's module, or keep that of an earlier run if it is None. Returns the module.
+    """Make ``model`` the Trainer's module, or keep that of an earlier run if it is None. Return the module.
 
     Args:
         trainer: the Trainer.
-        model: a LightningModule, or what ``torch.compile`` returned for one.
+        model: a LightningModule, or the result of ``torch.compile`` for one.
 
     Raises:
-        ConfigurationError: it is a module of another package.
-        TypeError: it is neither, or None and there was no earlier run.
+        ConfigurationError: if it is a module of another package.
+        TypeError: if it is neither, or is None without an earlier run.
     """
     refuse_other_package("model", getattr(model, "_orig_mod", model))
     if model is None and trainer.lightning_module is None:
@@ -46,32 +46,32 @@ def attach(trainer: Any, model: Any) -> LightningModule:
 
 
 def verify(trainer: Any, module: LightningModule) -> None:
-    """Check that the module and the Trainer's settings go together, before anything is set up."""
+    """Check that the module and the Trainer's settings are compatible, before the setup."""
     _verify_strategy_supports_compile(module, trainer.strategy)
     _verify_loop_configurations(trainer)
 
 
 def verify_dataloader_idx(module: LightningModule, name: str, stage: RunningStage, loaders: Loaders) -> None:
-    """Check that the module's evaluation methods take ``dataloader_idx`` where, and only where, there are several.
+    """Check that evaluation methods take ``dataloader_idx`` if, and only if, there are several dataloaders.
 
     Args:
-        module: whose methods.
+        module: the module with the methods.
         name: ``"validation"``, ``"test"`` or ``"predict"``.
-        stage: the stage they belong to, for the message.
+        stage: their stage, for the message.
         loaders: the data of that stage.
 
     Raises:
-        RuntimeError: one does not.
+        RuntimeError: if a method does not.
     """
     several = loaders.is_sequential and len(loaders.limits) > 1
     step, hooks = (f"{name}_step",), (f"on_{name}_batch_start", f"on_{name}_batch_end")
-    draws = isinstance(loaders, DrawnLoaderSet)  # what a step draws says itself where it comes from
+    draws = isinstance(loaders, DrawnLoaderSet)  # drawn batches come with the index of their dataloader
     _verify_dataloader_idx_requirement(step, several and not draws, stage, module)
     _verify_dataloader_idx_requirement(hooks, several, stage, module)
 
 
 def warn_of_eval_mode(module: LightningModule) -> None:
-    """Warn if training begins while parts of the module are in eval mode."""
+    """Warn if parts of the module are in eval mode when training begins."""
     evaluating = sum(not part.training for part in module.modules())
     if evaluating:
         rank_zero_warn(
@@ -82,7 +82,7 @@ def warn_of_eval_mode(module: LightningModule) -> None:
 
 
 def set_up_profiler(trainer: Any, module: LightningModule) -> None:
-    """Tell the profiler which module it profiles, and where to write."""
+    """Set the module and the folder of the profiler."""
     trainer.profiler._lightning_module = module
     rank = trainer.local_rank if trainer.world_size > 1 else None
     trainer.profiler.setup(stage=trainer.state.fn, local_rank=rank, log_dir=trainer.log_dir)

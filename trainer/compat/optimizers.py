@@ -1,8 +1,8 @@
-"""Makes optimizers and schedules of what ``configure_optimizers`` returns; and calls ``optimizer_step``.
+"""Create optimizers and schedules from the result of ``configure_optimizers``, and call ``optimizer_step``.
 
-As ``Strategy.setup_optimizers`` does, with two differences. Automatic optimization may have several optimizers, which
-all step on the gradients of one loss (one for the matrices, say, and one for the rest). And the interval of a schedule
-may be ``"batch"``, which counts batches, while ``"step"`` counts weight updates.
+This follows ``Strategy.setup_optimizers``, with two differences. Automatic optimization supports several optimizers,
+which all step on the gradients of one loss (for example one for matrices and one for other parameters). And the
+interval of a schedule may be ``"batch"``, which counts batches, while ``"step"`` counts weight updates.
 """
 
 from __future__ import annotations
@@ -26,17 +26,21 @@ from trainer.walks import parameters_of
 
 
 class MultipleOptimizersError(ConfigurationError, RuntimeError):
-    """Several optimizers that one loss cannot serve. A RuntimeError, too, as Lightning's refusal of any several."""
+    """Several optimizers that cannot share one loss.
+
+    A RuntimeError, too, like Lightning's error for several optimizers.
+    """
 
 
 def set_up_optimizers(strategy: Strategy, trainer: Any) -> None:
-    """Make the optimizers and schedules of the strategy's module, and hand them to the strategy.
+    """Create the optimizers and schedules of the strategy's module, and set them on the strategy.
 
     Raises:
-        RuntimeError: ``training_step`` takes an ``optimizer_idx``, as it did in Lightning 1.
-        MisconfigurationException: what was returned is no combination that Lightning knows.
-        ConfigurationError: it has no optimizer, in automatic optimization.
-        MultipleOptimizersError: several in automatic optimization that share a parameter, or evaluate the loss.
+        RuntimeError: if ``training_step`` takes an ``optimizer_idx``, as in Lightning 1.
+        MisconfigurationException: if the returned combination is unknown to Lightning.
+        ConfigurationError: if there is no optimizer in automatic optimization.
+        MultipleOptimizersError: if several optimizers in automatic optimization share a parameter, or evaluate the
+            loss.
     """
     module = strategy.lightning_module
     assert module is not None
@@ -65,9 +69,9 @@ def set_up_optimizers(strategy: Strategy, trainer: Any) -> None:
 
 
 def with_closure(optimizer_step: Callable[..., Any]) -> Callable[[int, int, Any, Callable[[], Tensor | None]], None]:
-    """``LightningModule.optimizer_step``, with its closure as Lightning's ``Closure``.
+    """Wrap ``LightningModule.optimizer_step`` so that its closure is Lightning's ``Closure``.
 
-    That returns the loss without its graph, and raises a MisconfigurationException if it has not been called.
+    This returns the loss without its graph, and raises a MisconfigurationException if it has not been called.
     """
 
     def step(epoch: int, batch_idx: int, optimizer: Any, evaluate: Callable[[], Tensor | None]) -> None:

@@ -1,4 +1,4 @@
-"""Which methods of an object its user overrides.
+"""Find the methods of an object that its user overrides.
 
 Lightning's loops call many methods of a strategy, profiler, callback or module that do nothing by default, or that our
 loops replace by something faster. Our loops call such a method only if it is overridden. A method is overridden if a

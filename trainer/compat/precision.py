@@ -1,6 +1,6 @@
-"""The precision plugin that Lightning's strategies and optimizer wrappers talk to.
+"""The precision plugin that Lightning's strategies and optimizer wrappers use.
 
-Autocast and the scaler are the loop's business. What reaches this object is what a user's code does by itself:
+The loops handle autocast and the scaler. This object only receives calls that user code makes itself:
 ``manual_backward``, ``optimizer.step()`` of a wrapped optimizer, ``clip_gradients``. It passes them on.
 """
 
@@ -25,16 +25,16 @@ from trainer.precision.scaler import LossScaler
 
 @defines_defaults
 class PrecisionAdapter(LightningPrecision):
-    """Our precision plugin, in the shape Lightning expects of one.
+    """Adapts our precision plugin to Lightning's interface.
 
     Args:
         plugin: our plugin.
-        device: the device's type: ``"cuda"``.
+        device: the type of the device, such as ``"cuda"``.
         scaler: the Trainer's loss scaler.
 
     Attributes:
-        scaler: as given; None where it is disabled.
-        calls: who does what a user's code does by itself; set for each fit.
+        scaler: the loss scaler; None if it is disabled.
+        calls: the functions behind calls of user code; set for each fit.
     """
 
     def __init__(self, plugin: Precision, device: str, scaler: LossScaler) -> None:
@@ -45,27 +45,27 @@ class PrecisionAdapter(LightningPrecision):
 
     @property
     def precision(self) -> str:  # type: ignore[override]  # Lightning's is a class attribute of fixed names
-        """Its name."""
+        """The name of the precision."""
         return self.plugin.name
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Used by the strategy around the making of weights."""
+        """Return the context in which the strategy creates weights."""
         return self.plugin.init_context()
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Used by the model summary for its example forward."""
+        """Return the context of the model summary's example forward."""
         return self.plugin.autocast()
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """Nothing: scaling and hooks are in ``backward``."""
+        """Do nothing: ``backward`` scales the loss and runs the hooks."""
         return tensor
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """The loss without its graph."""
+        """Return the loss without its graph."""
         return tensor.detach()
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """``LightningModule.manual_backward``, and a strategy's own ``backward``, end up here."""
+        """Run backward for ``LightningModule.manual_backward``, and for a strategy's own ``backward``."""
         if self.calls.backward is None:
             model.backward(tensor, *args, **kwargs)
         else:
@@ -74,10 +74,10 @@ class PrecisionAdapter(LightningPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """``LightningOptimizer.step`` ends up here.
+        """Run ``LightningOptimizer.step``.
 
         Raises:
-            ConfigurationError: it is called where the loop takes the steps, on gradients that are scaled.
+            ConfigurationError: if it is called in automatic optimization while the loss is scaled.
         """
         if self.calls.step is not None:
             return self.calls.step(optimizer, closure, **kwargs)
@@ -94,8 +94,8 @@ class PrecisionAdapter(LightningPrecision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """``LightningModule.clip_gradients`` ends up here."""
-        if isinstance(optimizer, LightningOptimizer):  # what `self.optimizers()` hands out
+        """Run ``LightningModule.clip_gradients``."""
+        if isinstance(optimizer, LightningOptimizer):  # the type that `self.optimizers()` returns
             optimizer = optimizer.optimizer
         if clip_val > 0 and self.calls.clip is not None:
             self.calls.clip(optimizer, clip_val, GradClipAlgorithmType(gradient_clip_algorithm).value)

@@ -1,9 +1,9 @@
-"""What a profiler times, under the names that Lightning's Trainer uses.
+"""Profiling: time the calls of a run under the names that Lightning's Trainer uses.
 
-Without a profiler, the loops make their calls directly. (The fetching of batches is timed in ``loaders``, the hooks
-around a run by Lightning.) Two actions hold something else than with Lightning:
-``run_training_batch`` is all of a batch, from its transfer to ``on_train_batch_end``; and ``optimizer_step`` of a
-module that leaves it to the loop is the weight update alone, without forward and backward.
+Without a profiler, the loops make their calls directly. (``loaders`` times the fetching of batches, and Lightning the
+hooks around a run.) Two actions cover other code than in Lightning: ``run_training_batch`` covers a whole batch, from
+its transfer to ``on_train_batch_end``; and ``optimizer_step`` covers only the weight update, without forward and
+backward, unless the module overrides it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def records(profiler: Profiler) -> bool:
 
 
 class Profiling:
-    """Puts the Trainer's profiler around the calls of one run.
+    """Wraps the calls of one run for the Trainer's profiler.
 
     Args:
-        trainer: whose profiler, module and strategy.
+        trainer: the Trainer with the profiler, the module and the strategy.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -44,15 +44,15 @@ class Profiling:
 
     @classmethod
     def of(cls, trainer: Any) -> Profiling | None:
-        """For the run of ``trainer`` that begins; None without a profiler."""
+        """Create the profiling for a run of ``trainer`` that begins, or return None without a profiler."""
         return cls(trainer) if records(trainer.profiler) else None
 
     def action(self, name: str, call: Call) -> Call:
-        """``call``, timed as ``name``."""
+        """Return ``call``, timed as ``name``."""
         return partial(self._time, name, call)
 
     def hook(self, owner: Any, name: str, call: Call) -> Call:
-        """``call``, timed as the hook ``name`` of a callback, a module or a datamodule."""
+        """Return ``call``, timed as the hook ``name`` of a callback, a module or a datamodule."""
         kind, who = "Callback", type(owner).__name__
         if isinstance(owner, (LightningModule, LightningDataModule)):
             kind = "LightningModule" if isinstance(owner, LightningModule) else "LightningDataModule"
@@ -63,7 +63,7 @@ class Profiling:
         return self.action(f"[{kind}]{who}.{name}", call)
 
     def training_epoch(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """``batches``, timed until the last one is through."""
+        """Yield ``batches``, and time them as one action."""
         with self._profiler.profile("run_training_epoch"):
             yield from batches
 
@@ -71,7 +71,7 @@ class Profiling:
         """Return a path with timed functions.
 
         Args:
-            zero_grad: the module's ``optimizer_zero_grad``, its default version included.
+            zero_grad: the module's ``optimizer_zero_grad``, even if it is the default version.
             backward: the name of the function that is timed as the strategy's backward pass.
             path: the path of a training batch.
         """

@@ -1,4 +1,4 @@
-"""``Trainer(resume="auto")``: the same command, run again, continues the run before it."""
+"""``Trainer(resume="auto")``: continue the previous run when the same command runs again."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _CHECKPOINTS = "checkpoints/*.ckpt"  # below the folder of a logger: the default
 
 
 def newest_checkpoint(trainer: Any, session: ExitStack, beside: Any = None) -> str | None:
-    """The newest good checkpoint in the folders of this run, or ``beside`` them; None for none. The same on all ranks.
+    """Return the newest good checkpoint in the folders of this run, or ``beside`` them, or None. The same on all ranks.
 
-    The folders are locked before that, until ``session`` closes. Loggers that number their folders get the number of
-    the run that wrote the checkpoint, and the loggers that we know continue its files, or its run in W&B or MLflow.
+    The folders are locked first, until ``session`` closes. Loggers that number their folders get the number of the run
+    that wrote the checkpoint. Known loggers continue its files, or its run in W&B or MLflow.
 
     Raises:
-        FolderInUseError: another run has one of the folders.
-        ConfigurationError: the folders are not on this machine's file systems.
+        FolderInUseError: if another run has locked one of the folders.
+        ConfigurationError: if the folders are not in local file systems.
     """
     path, versions = on_first_rank(trainer, lambda: _choose(trainer, session, beside))
     for index, version in versions.items():
@@ -49,7 +49,7 @@ def newest_checkpoint(trainer: Any, session: ExitStack, beside: Any = None) -> s
 
 
 def _choose(trainer: Any, session: ExitStack, beside: Any) -> tuple[str | None, dict[int, Any]]:
-    """The checkpoint, and the version of each logger that is numbered."""
+    """Return the checkpoint, and the version of each numbered logger."""
     numbered = {index: one for index, one in enumerate(map(adapter, trainer.loggers)) if one.is_numbered}
     former = None
     if 0 in numbered:  # its folder holds the checkpoints
@@ -79,28 +79,28 @@ def _choose(trainer: Any, session: ExitStack, beside: Any) -> tuple[str | None, 
 
 
 def places_to_save(trainer: Any, _: dict[str, Any]) -> list[Any] | None:
-    """Return the place of each logger in its files, at which a resumed run continues; None on other ranks than 0."""
+    """Return the position of each logger in its files, for a resumed run to continue at; None on other ranks than 0."""
     if trainer._checkpoint_connector.destination is None:
         return None
-    for logger in trainer.loggers if trainer.resume else ():  # the others' files are complete, too
+    for logger in trainer.loggers if trainer.resume else ():  # without `resume`, the files are complete, too
         logger.save()
     return [adapter(logger).position() for logger in trainer.loggers] if trainer.is_global_zero else None
 
 
 def _place_in_logs(path: str | Path) -> tuple[int | None, list[int | str | None]]:
-    """The step of the next row after the checkpoint ``path``, and where each logger was."""
-    with suppress(Exception):  # a file of another format raises anything; the error is reported when it is loaded
+    """Return the step of the next row after the checkpoint ``path``, and the position of each logger."""
+    with suppress(Exception):  # a file of another format may raise any error, which is reported when it is loaded
         loops = loops_in(path)
         if OUR_KEY not in loops:
             return int(loops["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]), []
         ours, progress = loops[OUR_KEY], loops[OUR_KEY]["progress"]
-        step = progress["windows"] + progress.get("closing", False)  # a window that closes has sent its own
+        step = progress["windows"] + progress.get("closing", False)  # a window that closes has sent its row
         return int(step), list(ours.get(_ROWS, []))
     return None, []
 
 
 def loops_in(path: str | Path) -> dict[str, Any]:
-    """The ``loops`` part of the checkpoint ``path``, without its tensors; {} where it cannot be read in parts."""
+    """Return the ``loops`` entry of a checkpoint without reading its tensors; {} if it cannot be read in parts."""
     place = Path(path)
     with suppress(Exception):  # the error is reported when it is loaded
         loops: dict[str, Any] = load_inert(place / STATE if place.is_dir() else place, mmap=True)["loops"]

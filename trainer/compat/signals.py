@@ -1,7 +1,7 @@
-"""Signals: SIGTERM, SIGUSR1 and Ctrl-C end a run after the current step, and its state is saved; or Slurm requeues it.
+"""Signals: SIGTERM, SIGUSR1 and Ctrl-C end a run after the current step and save its state; or Slurm requeues it.
 
-Their handler only records that a signal has come. Everything else happens between two batches, on all processes at the
-same batch.
+The handler only records that a signal has arrived. The rest is done between two batches, on all processes at the same
+batch.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from trainer.errors import NonFiniteError, RequeueError, rank_zero_warn
 from trainer.loops.evaluation import EvalLoop
 
 INTERRUPTED = "interrupted.ckpt"
-"""The file that an interrupted fit leaves in the folder of its first ModelCheckpoint."""
+"""The file that an interrupted fit writes to the folder of its first ModelCheckpoint."""
 
 
 class Signals:
-    """Ends or requeues the runs of one Trainer when a signal comes. It is ``trainer._signal_connector``.
+    """Ends or requeues the runs of one Trainer when a signal arrives. It is ``trainer._signal_connector``.
 
     Args:
         trainer: the Trainer.
 
     Attributes:
-        received_sigterm: whether a SIGTERM has come to this run; on several processes, to any of them.
-        interruption: the exception that has ended this run because of a signal; None where there is none.
+        received_sigterm: whether this run has received a SIGTERM; on several processes, whether any of them has.
+        interruption: the exception that has ended this run because of a signal. None without a signal.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -48,13 +48,13 @@ class Signals:
         self.interruption: BaseException | None = None
         self._trainer = trainer
         self._agreement: Agreement | None = None
-        self._handlers: dict[int, Any] = {}  # those before ours
+        self._handlers: dict[int, Any] = {}  # those that were installed before ours
         self._process = 0
         self._requeue_signal: int | None = None
-        self._noted = 0  # of `ENDING_SIGNALS`, counted from 1; 0 for none
-        self._agreed = 0  # that of all processes
+        self._noted = 0  # index in `ENDING_SIGNALS` of the received signal, counted from 1; 0 for none
+        self._agreed = 0  # the same over all processes
         self._to_requeue = False
-        self._interrupts = 0  # how often Ctrl-C was pressed
+        self._interrupts = 0  # number of times that Ctrl-C was pressed
         self._ends = self._holds = self._is_inner = False
         self._first_batch = 0
 
@@ -63,13 +63,16 @@ class Signals:
 
     @property
     def received(self) -> int:
-        """The signal that this run ends, or has ended, by; 0 for none."""
+        """The signal that ends, or has ended, this run; 0 for none."""
         return ENDING_SIGNALS[self._noted - 1] if self._noted else 0
 
     # --- one run ----------------------------------------------------------------------------------------------
 
     def register_signal_handlers(self) -> None:
-        """Install the handlers for one run; none outside of the main thread, which Python does not allow."""
+        """Install the handlers for one run.
+
+        Outside the main thread, Python does not allow it, and none are installed.
+        """
         trainer = self._trainer
         self.received_sigterm, self.interruption = False, None
         self._noted, self._agreed, self._interrupts, self._to_requeue = 0, 0, 0, False
@@ -84,9 +87,9 @@ class Signals:
             self._install(number)
 
     def teardown(self) -> None:
-        """Restore the handlers that were there before, and drop the exception, which keeps the run's frames alive."""
+        """Restore the previous handlers, and drop the exception, which keeps the frames of the run alive."""
         if self._holds:
-            return  # `ending` does it, once the run has ended
+            return  # `ending` does this when the run has ended
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
@@ -95,7 +98,7 @@ class Signals:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """A context for a fit's loop: if a signal ends it, its state is saved."""
+        """Return a context for a fit's loop: if a signal ends it, its state is saved."""
         try:
             yield
         except BaseException as error:
@@ -107,7 +110,7 @@ class Signals:
 
     @contextmanager
     def inner_run(self) -> Iterator[None]:
-        """A context for a run inside a hook of the run (the tuner's): a signal ends both, and nothing is saved."""
+        """Return a context for a run inside a hook of the run (the tuner's): a signal ends both without saving."""
         self._is_inner = True
         try:
             yield
@@ -115,11 +118,11 @@ class Signals:
             self._is_inner = error is self.interruption
             raise
         self._is_inner = False
-        self._set_attend()  # the loops have the state of before the inner run again
+        self._set_attend()  # the loops have their state from before the inner run again
 
     @contextmanager
     def ending(self, error: BaseException) -> Iterator[None]:
-        """A context for the end of a run by ``error``. If that comes from a signal, further signals are ignored."""
+        """Return a context for the end of a run by ``error``. If a signal caused it, further signals are ignored."""
         engine, agreed = self._trainer.engine, error is self.interruption and self._agreement is not None
         with deadline_after(error, waited_for=engine.runs_here and engine.world_size > 1 and not agreed):
             if not isinstance(error, KeyboardInterrupt) and error is not self.interruption:
@@ -134,9 +137,9 @@ class Signals:
                 self.teardown()
 
     def end_late(self) -> None:
-        """A run has ended by itself, though a signal had come: it ends the program now.
+        """End the program after a run that has ended normally although a signal had arrived.
 
-        Except for a SIGTERM for which the program has a handler of its own, which has been called.
+        Except for a SIGTERM if the program has its own handler, which was called already.
         """
         number, handled = self.received, callable(signal.getsignal(signal.SIGTERM))
         self._noted = 0
@@ -146,9 +149,9 @@ class Signals:
     # --- when a signal comes ----------------------------------------------------------------------------------
 
     def _install(self, number: int) -> None:
-        """Handle a signal unless the program does. A SIGTERM is handled by both."""
+        """Install our handler of a signal, unless the program has its own. A SIGTERM calls both."""
         before = signal.getsignal(number)
-        if isinstance(before, PassOn):  # inherited from the process that this one was forked from
+        if isinstance(before, PassOn):  # inherited from the process that forked this one
             before = default_handler(number)
         is_ours = before == default_handler(number) or (number == signal.SIGTERM and before is not None)
         if number not in self._handlers and is_ours and threading.current_thread() is threading.main_thread():
@@ -162,7 +165,7 @@ class Signals:
         self._interrupts += number == signal.SIGINT
         if not self._ends:
             if self._interrupts > 1 and number == signal.SIGINT:
-                raise KeyboardInterrupt  # at once: the step may take long
+                raise KeyboardInterrupt  # at once, because the step may take long
             if number == self._requeue_signal:
                 self._to_requeue = True
             else:
@@ -172,13 +175,13 @@ class Signals:
             if is_first:
                 self._announce(number)
             if self._agreement is None and self._trainer.engine.runs_here and number != signal.SIGINT:
-                children.send(number)  # a Ctrl-C reaches them from the terminal
+                children.send(number)  # the terminal sends a Ctrl-C to them, too
         before = self._handlers.get(number)
         if number == signal.SIGTERM and callable(before):
             before(number, frame)
 
     def _announce(self, number: int) -> None:
-        """Say that a signal has come; by ``os.write``, since ``print`` must not be entered twice."""
+        """Print that a signal has arrived, with ``os.write``, because ``print`` is not reentrant."""
         if not self._trainer.is_global_zero:
             return
         saves = model_checkpoints.first_folder(self._trainer) is not None
@@ -192,7 +195,7 @@ class Signals:
         os.write(2, f"\nReceived {signal.Signals(number).name}: {what}.{again}\n".encode())
 
     def _set_attend(self) -> None:
-        """Have the loops call ``_attend`` between batches if a signal has come, here or perhaps on another process."""
+        """Make the loops call ``_attend`` between batches if a signal has arrived, or may have arrived elsewhere."""
         self._have_loops_attend(bool(self._noted or self._to_requeue or self._agreement is not None))
 
     def _have_loops_attend(self, attends: bool) -> None:
@@ -203,18 +206,17 @@ class Signals:
     # --- between two batches ----------------------------------------------------------------------------------
 
     def _attend(self, before_epoch: bool) -> None:
-        """Between two batches of a fit."""
+        """Handle signals between two batches of a fit."""
         known = [self._noted, int(self._to_requeue)]
         if self._agreement is not None:
             known = self._agreement.ask_now(known) if before_epoch else self._agreement.ask(known)
         self._heed(*known)
 
     def _attend_evaluation(self, loop: EvalLoop) -> None:
-        """Before a batch of an evaluation.
+        """Handle signals before a batch of an evaluation.
 
-        Inside a fit a signal ends it at the same batch on all processes. They may have different numbers of batches:
-        they exchange what they know only before those that all of them have. If nobody knows these, a signal takes
-        effect after the validation.
+        Inside a fit, a signal ends it at the same batch on all processes. With uneven inputs, they synchronize only
+        before batches that all of them have. If these are unknown, a signal takes effect after the validation.
         """
         known = [self._noted, int(self._to_requeue)]
         if self._agreement is None:
@@ -231,16 +233,17 @@ class Signals:
                 self._set_attend()
         self._agreed = noted = max(noted, self._agreed)
         if not noted or (self._trainer.engine.may_change_size and self._trainer.loop.window.is_open):
-            return  # or at the update: others than these processes cannot go on from inside of one
+            return  # wait for the update, because other numbers of processes cannot resume inside of a window
         self._noted, self._ends = noted, True
         self.received_sigterm |= self.received == signal.SIGTERM
         self.interruption = exception_of(self.received)
         if isinstance(self.interruption, KeyboardInterrupt) and not self._trainer.engine.runs_here:
-            self.interruption = SystemExit(128 + self.received)  # a KeyboardInterrupt of a spawned process is success
+            # a spawned process that ends with a KeyboardInterrupt counts as successful
+            self.interruption = SystemExit(128 + self.received)
         raise self.interruption
 
     def _save(self) -> None:
-        """Write the state of an interrupted fit."""
+        """Save the state of an interrupted fit."""
         trainer = self._trainer
         name, step = signal.Signals(self.received).name, trainer.global_step
         ended = f"{name} has ended the fit after step {step}"
@@ -254,22 +257,22 @@ class Signals:
         path = f"{folder}/{INTERRUPTED}"
         try:
             trainer.save_checkpoint(path)
-        except NonFiniteError as error:  # on all processes; the run ends all the same
+        except NonFiniteError as error:  # on all processes; the run ends anyway
             rank_zero_warn(f"{ended}. {error}")
             return
         rank_zero_info(f"{ended}. Its state is in {path}: go on with `fit(..., ckpt_path={path!r})`.")
 
     def _requeue(self) -> None:
-        """Save the state, as Lightning does, and have Slurm run the job again.
+        """Save the state, as Lightning does, and requeue the Slurm job.
 
         Raises:
-            RequeueError: on all processes, if Slurm does not.
+            RequeueError: on all processes, if Slurm does not requeue it.
         """
         trainer = self._trainer
         path: str | None = None
         if trainer.state.fn is TrainerFn.FITTING:
             for logger in trainer.loggers:
-                logger.finalize("finished")  # all that is logged so far is to be on the disk
+                logger.finalize("finished")  # flush all logged values to disk
             path = trainer.engine.broadcast(str(_CheckpointConnector.hpc_save_path(trainer.default_root_dir)))
             trainer.save_checkpoint(path)
             wait_for_saves(trainer.strategy)  # Slurm may end the job at once
@@ -288,7 +291,7 @@ class Signals:
 
 
 def _requeue_job() -> str | None:
-    """Ask Slurm to run this job again. Returns what went wrong; None for nothing."""
+    """Requeue this job with Slurm. Return the error message, or None."""
     job = os.environ.get("SLURM_JOB_ID", "")
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"

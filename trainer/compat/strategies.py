@@ -1,4 +1,4 @@
-"""Which engine a ``Trainer(strategy=...)`` gets, and what is told to those who get none."""
+"""Choose the engine for ``Trainer(strategy=...)``, or refuse the strategy with advice."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from trainer.precision.base import Precision
 
 
 def build_engine(trainer: Any, precision: Precision, plugins: Any, **options: Any) -> LightningEngine:
-    """The engine for ``options["strategy"]``; see :class:`LightningEngine`.
+    """Build the engine for ``options["strategy"]``; see :class:`LightningEngine`.
 
     Raises:
-        UnsupportedError: FSDP's first version, with what to use instead; or DeepSpeed, which is not installed.
+        UnsupportedError: if it is FSDP's first version, with an alternative; or DeepSpeed, if that is not installed.
     """
     given = options["strategy"] = _ours(options.get("strategy"))
     kind: type[LightningEngine] = LightningEngine
@@ -34,7 +34,7 @@ def build_engine(trainer: Any, precision: Precision, plugins: Any, **options: An
 
 
 def _ours(strategy: Any) -> Any:
-    """The strategy in the place of ``strategy``."""
+    """Return the strategy that replaces ``strategy``, or ``strategy`` itself."""
     if strategy == "fsdp":
         return FSDP2Strategy()
     if strategy == "fsdp_cpu_offload":
@@ -77,7 +77,7 @@ def _refuse_overrides(strategy: Any, kind: type, ours: str) -> None:
 
 
 def in_our_words(strategy: FSDPStrategy) -> str:
-    """The line of code that has the same settings."""
+    """Return the line of code with the same settings for our strategy."""
     found: dict[str, str] = {}
     notes: list[str] = []
     if policy := strategy.kwargs.get("auto_wrap_policy"):

@@ -1,4 +1,4 @@
-"""The Trainer's arguments from the environment, and what it says about the machine when it is built."""
+"""The Trainer's arguments from the environment, and the messages about devices when a Trainer is created."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["defaults_from_environment", "log_devices", "registered_names"]
 
 
 def registered_names() -> dict[str, list[str]]:
-    """The accelerators and strategies that Lightning knows, those of other packages among them."""
+    """Return the accelerators and strategies that are registered with Lightning, including those of other packages."""
     return {
         "accelerator": list(AcceleratorRegistry.available_accelerators()),
         "strategy": list(StrategyRegistry.available_strategies()),

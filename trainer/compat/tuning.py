@@ -1,4 +1,4 @@
-"""A run inside a hook of a run, as ``lightning.pytorch.tuner`` and its callbacks need it.
+"""A run inside a hook of another run, for ``lightning.pytorch.tuner`` and its callbacks.
 
 The finders save a checkpoint, change callbacks, loggers, limits and schedules, run the loop a few times, and restore
 the checkpoint. They do so in a hook of a run (``on_fit_start``, ``on_validation_start``, ``on_train_epoch_start``),
@@ -28,7 +28,7 @@ from trainer.state.metrics import MetricStore
 
 
 def attach_finders(trainer: Any, session: ExitStack) -> None:
-    """Have the fit use the rate that a ``LearningRateFinder`` finds as the configured rate.
+    """Make the fit use the rate that a ``LearningRateFinder`` finds as the configured rate.
 
     Before the first batch, ``configure_optimizers`` is called again, with the module's attribute set. Later, or if the
     module does not take its rate from the attribute, the rate replaces the configured one in the parameter groups, and
@@ -46,25 +46,25 @@ def attach_finders(trainer: Any, session: ExitStack) -> None:
 
 
 def rerun(trainer: Any, stage: RunningStage) -> None:
-    """Run the loop of ``stage`` from its beginning, with the callbacks, limits and dataloaders of now."""
+    """Run the loop of ``stage`` from its beginning, with the current callbacks, limits and dataloaders."""
     with trainer._signal_connector.inner_run(), _set_aside(trainer):
         trainer._runner.repeat(stage)
 
 
 def set_up_training_data(trainer: Any) -> None:
-    """Have the fit loop iterate the current training dataloaders; new ones, if a finder has dropped them."""
+    """Make the fit loop iterate the current training dataloaders; new ones, if a finder has dropped them."""
     loop, loaders = trainer.loop, _loaders(trainer, RunningStage.TRAINING)
     if loaders is None or loop.batches.loaders is None:
         return
     preparation = trainer._runner.preparation
-    preparation.schedule_validation(loaders)  # it is the middle of a run
+    preparation.schedule_validation(loaders)  # called in the middle of a run
     loop.batches = TrainingBatches(loaders, preparation.renewed_loaders)
     loop.batches.start_epoch(loop.progress.epochs_trained, skip=loop.progress.batches_this_epoch)
     set_up_evaluation_data(trainer, RunningStage.VALIDATING)
 
 
 def set_up_evaluation_data(trainer: Any, stage: RunningStage) -> None:
-    """Have the loop of ``stage`` iterate its current dataloaders; new ones, if a finder has dropped them."""
+    """Make the loop of ``stage`` iterate its current dataloaders; new ones, if a finder has dropped them."""
     if stage is RunningStage.VALIDATING and trainer.state.fn is TrainerFn.FITTING and not trainer.enable_validation:
         return
     loop, loaders = trainer.eval_loops[stage], _loaders(trainer, stage)
@@ -73,7 +73,7 @@ def set_up_evaluation_data(trainer: Any, stage: RunningStage) -> None:
 
 
 def _loaders(trainer: Any, stage: RunningStage) -> Any:
-    """The dataloaders of ``stage``. If there were none, because of a limit of 0, they are asked for again."""
+    """Return the dataloaders of ``stage``; request them again if a limit of 0 prevented that before."""
     loaders = trainer.data.loaders(stage)
     return trainer.data.loaders(stage, anew=True) if loaders is None else loaders
 
@@ -81,7 +81,7 @@ def _loaders(trainer: Any, stage: RunningStage) -> Any:
 def _find_rate(
     callback: LearningRateFinder, find: Callable[..., None], begun: int, trainer: Any, pl_module: LightningModule
 ) -> None:
-    """``LearningRateFinder.lr_find``; ``begun`` is the number of batches that were started before this fit."""
+    """Run ``LearningRateFinder.lr_find``; ``begun`` is the number of batches that were started before this fit."""
     begins, before = trainer.progress.batches_started == begun, _rates_of(trainer)
     find(trainer, pl_module)
     best = getattr(callback.optimal_lr, "_optimal_idx", None)
@@ -109,8 +109,8 @@ def _configure(trainer: Any, rate: float, before: list[tuple[Any, ...]] | None) 
         trainer: the Trainer, with one optimizer.
         rate: the new rate, of all parameter groups.
         before: :func:`_rates_of` before the first batch, if none has been trained: the schedules may have changed the
-            configured rate, as a warm-up does, and change the new one by the same factor. None if the current rate is
-            to be ``rate``.
+            configured rate, as a warm-up does, and change the new one by the same factor. None to set the current rate
+            to ``rate``.
     """
     schedules = [part for config in trainer.lr_scheduler_configs for part in nested_schedules(config.scheduler)]
     for schedule in schedules:
@@ -132,7 +132,7 @@ def _configure(trainer: Any, rate: float, before: list[tuple[Any, ...]] | None) 
 
 
 def nested_schedules(schedule: Any) -> Iterator[LRScheduler]:
-    """Iterate over a schedule and those that it holds, such as the parts of a ``SequentialLR``."""
+    """Iterate over a schedule and those inside it, such as the parts of a ``SequentialLR``."""
     if isinstance(schedule, LRScheduler):
         yield schedule
         for value in vars(schedule).values():
@@ -142,7 +142,7 @@ def nested_schedules(schedule: Any) -> Iterator[LRScheduler]:
 
 @contextmanager
 def _set_aside(trainer: Any) -> Iterator[None]:
-    """A context for the inner run: keeps and restores the state of the outer one."""
+    """Return a context for the inner run that keeps and restores the state of the outer one."""
     engine, state, module = trainer.engine, trainer.state, trainer.lightning_module
     loops = [trainer.loop, *trainer.eval_loops.values()]
     owners = [*loops, trainer.loop.limits, state]

@@ -1,8 +1,8 @@
 """``trainer.fit_loop`` and the other loops, as stock callbacks, loggers and the tuner read and write them.
 
-Each view is a subclass of one of Lightning's loops, over the state of our loop: what Lightning's constructor assigns is
-a property here. What Lightning derives from that state (``done``, ``batch_idx``, ``max_batches``, ...) is inherited.
-Methods that run something call our loop.
+Each view is a subclass of one of Lightning's loops on top of the state of our loop: attributes that Lightning's
+constructor assigns are properties here. Attributes that Lightning computes from them (``done``, ``batch_idx``,
+``max_batches``, ...) are inherited. Methods that run something call our loop.
 """
 
 # mypy: disable-error-code="override"
@@ -40,11 +40,11 @@ View = TypeVar("View")
 
 
 def alias(path: str, *, writable: bool = False) -> Any:
-    """A property that shows another attribute.
+    """Return a property that reads another attribute.
 
     Args:
-        path: of that attribute, from the object that has the property: ``"loop.limits.max_steps"``.
-        writable: whether assigning to the property assigns to that attribute.
+        path: the path of that attribute from the owner of the property, such as ``"loop.limits.max_steps"``.
+        writable: whether assigning to the property assigns to that attribute. Default: False.
     """
     owner, _, name = path.rpartition(".")
     find_owner = attrgetter(owner)
@@ -59,15 +59,15 @@ def alias(path: str, *, writable: bool = False) -> Any:
 
 
 def is_automatic(trainer: Any) -> bool:
-    """Whether optimization is automatic."""
+    """Return whether optimization is automatic."""
     return trainer.lightning_module is None or bool(trainer.lightning_module.automatic_optimization)
 
 
 class LoopAttribute(Generic[View]):
     """The attribute of a Trainer or of a loop that holds one of its loops: a view.
 
-    A program may assign a loop of Lightning's to it. Its table of results is used, and it may override nothing else:
-    that would not run.
+    A program may assign one of Lightning's loops to it. Its table of results is used; other overrides are refused,
+    because they would not run.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -79,7 +79,7 @@ class LoopAttribute(Generic[View]):
         return view
 
     def __set__(self, holder: Any, loop: Any) -> None:
-        if type(loop).__module__ == __name__ or not isinstance(loop, _Loop):  # a view, or a test's double
+        if type(loop).__module__ == __name__ or not isinstance(loop, _Loop):  # a view, or a test double
             vars(holder)[self._name] = loop
             return
         own = _overrides_of(loop)
@@ -94,7 +94,7 @@ class LoopAttribute(Generic[View]):
 
 
 def _overrides_of(loop: Any) -> set[str]:
-    """The methods of Lightning's loop that the loop's class, or a class between the two, overrides."""
+    """Return the methods of Lightning's loop that the loop's class, or a class between the two, overrides."""
     own: set[str] = set()
     for cls in type(loop).__mro__:
         if cls.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
@@ -124,7 +124,7 @@ class _DataView(_Loop):
 
 
 class _EvaluationView(_DataView):
-    """What the views of all evaluations have in common."""
+    """The common part of the views of all evaluations."""
 
     verbose: bool = alias("_loop.verbose", writable=True)
     inference_mode: bool = alias("_loop.inference_mode", writable=True)
@@ -141,19 +141,19 @@ class _EvaluationView(_DataView):
         return getattr(self._loop.loaders, "fetcher", None)
 
     def setup_data(self) -> None:
-        """Make the dataloaders, if there are none yet."""
+        """Create the dataloaders if they do not exist yet."""
         tuning.set_up_evaluation_data(self.trainer, self._stage)
 
     def reset(self) -> None:
-        """Forget the last pass."""
+        """Reset the counters of the last pass."""
         self._loop.progress.forget_run()
 
     def state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
-        """What a checkpoint keeps of the counts."""
+        """Return the counters for a checkpoint."""
         return {"state_dict": {}, "batch_progress": self.batch_progress.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
-        """Restore what ``state_dict`` returned."""
+        """Restore the state of :meth:`state_dict`."""
         loop_state.batches_from(state_dict["batch_progress"], self._loop.progress)
 
     @property
@@ -165,7 +165,7 @@ class _EvaluationView(_DataView):
 
     @property
     def run(self) -> Callable[[], Any]:
-        """One pass, inside a hook of another. A function that is assigned replaces every pass of the loop."""
+        """Run one pass inside a hook of another run. A function that is assigned replaces every pass of the loop."""
         return vars(self._loop).get("run") or partial(tuning.rerun, self.trainer, self._stage)
 
     @run.setter
@@ -177,9 +177,9 @@ class _EvaluationView(_DataView):
         del self._loop.run
 
     def _limits(self) -> list[float]:
-        """Batches to run of each dataloader, where it has the most; [] before there are dataloaders.
+        """Return the largest number of batches to run on any process, by dataloader; [] before there are dataloaders.
 
-        The same on all processes: callbacks decide by it whether a validation will come.
+        Equal on all processes, because callbacks use it to determine whether a validation follows.
         """
         loaders = self.trainer.data.ready(self._stage) or self._loop.loaders
         return [] if loaders is None else list(getattr(loaders, "most", loaders.limits))
@@ -196,18 +196,18 @@ class EvalLoopView(_EvaluationView, _EvaluationLoop):
 
     @property
     def _max_batches(self) -> list[float]:
-        """Batches to run of each dataloader; [] for the validation of a fit while ``validate`` uses the same loop."""
+        """Number of batches to run, by dataloader; [] for the validation of a fit while ``validate`` runs."""
         in_use = self._trainer_fn is TrainerFn.FITTING and self.trainer.state.fn is TrainerFn.VALIDATING
         return [] if in_use else self._limits()
 
     def print_results(self, results: list[Mapping[str, float]]) -> None:
-        """Print what a run has logged as a table, a column for each dataloader."""
+        """Print the logged metrics of a run as a table, with a column for each dataloader."""
         tables = [{name: _as_tensor(value) for name, value in metrics.items()} for metrics in results]
         self._print_results(tables, self._trainer_fn.value)
 
 
 def _as_tensor(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)  # with all its digits
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)  # keeps all digits
 
 
 class PredictLoopView(_EvaluationView, _PredictionLoop):
@@ -219,12 +219,12 @@ class PredictLoopView(_EvaluationView, _PredictionLoop):
 
     @property
     def max_batches(self) -> list[float]:
-        """Batches to run of each dataloader."""
+        """Number of batches to run, by dataloader."""
         return self._limits()
 
     @property
     def epoch_batch_indices(self) -> list[list[list[int]]]:
-        """The dataset's indices in each batch so far, of each dataloader; empty unless a writer needs them."""
+        """The dataset's indices by dataloader and batch, so far; empty unless a prediction writer needs them."""
         indices = self._batch_indices()
         return indices if self.is_written_at_the_end else [[] for _ in indices]
 
@@ -235,7 +235,7 @@ class PredictLoopView(_EvaluationView, _PredictionLoop):
         return seen[-1][-1] if seen else []
 
     def _batch_indices(self) -> list[list[list[int]]]:
-        """Indices by dataloader and batch, of the batches that have run: samplers are ahead of them."""
+        """Return indices by dataloader and batch, of batches that have run only: samplers are ahead of them."""
         loaders, left = self._loop.loaders, self._loop.progress.batches
         if loaders is None:
             return []
@@ -256,40 +256,40 @@ class PredictLoopView(_EvaluationView, _PredictionLoop):
 
     @property
     def is_written_at_the_end(self) -> bool:
-        """Whether a callback writes all predictions at the end of the epoch, so that they have to be kept."""
+        """Whether a callback writes all predictions at the end of the epoch, so that they must be kept."""
         callbacks = self.trainer.callbacks
         return any(isinstance(one, BasePredictionWriter) and one.interval.on_epoch for one in callbacks)
 
 
 class AutomaticOptimizationView(_AutomaticOptimization):
-    """``epoch_loop.automatic_optimization``: Lightning's, which programs may call to train a batch; with our counts."""
+    """``epoch_loop.automatic_optimization``: Lightning's, with our counts. Programs may call it to train a batch."""
 
     trainer: Any
 
     @property
     def optim_progress(self) -> Any:
-        """Counts of steps of optimizers."""
+        """Counts of optimizer steps."""
         loop = self.trainer.loop
         return loop_state.optimization_of(loop.progress, loop.window, is_automatic(self.trainer))
 
     @optim_progress.setter
     def optim_progress(self, progress: Any) -> None:
-        pass  # Lightning's constructor
+        pass  # assigned by Lightning's constructor
 
 
 class ManualOptimizationView(_ManualOptimization):
-    """``epoch_loop.manual_optimization``, likewise."""
+    """``epoch_loop.manual_optimization``: Lightning's, with our counts."""
 
     trainer: Any
 
     @property
     def optim_step_progress(self) -> Any:
-        """Counts of steps of optimizers."""
+        """Counts of optimizer steps."""
         return loop_state.manual_steps_of(self.trainer.loop.progress, not is_automatic(self.trainer))
 
     @optim_step_progress.setter
     def optim_step_progress(self, progress: Any) -> None:
-        pass  # Lightning's constructor
+        pass  # assigned by Lightning's constructor
 
 
 class EpochLoopView(_TrainingEpochLoop):
@@ -317,7 +317,7 @@ class EpochLoopView(_TrainingEpochLoop):
 
     @property
     def scheduler_progress(self) -> Any:
-        """Counts of steps of schedules."""
+        """Counts of schedule steps."""
         return loop_state.schedules_of(self._loop.progress)
 
     @property
@@ -325,7 +325,7 @@ class EpochLoopView(_TrainingEpochLoop):
         return ResultsView(self.trainer, self._loop.metrics)
 
     def reset(self) -> None:
-        """Give up the batch in progress."""
+        """Drop the current batch."""
         self._loop.progress.give_up_batch()
 
     def _should_accumulate(self) -> bool:
@@ -333,7 +333,10 @@ class EpochLoopView(_TrainingEpochLoop):
 
 
 class MonitoredMetrics(Mapping[str, Any]):
-    """The metrics that schedules may monitor: ``trainer.callback_metrics``, by the method that Lightning calls."""
+    """The metrics that schedules may monitor:
+
+    ``trainer.callback_metrics``, read through the method that Lightning calls.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -342,7 +345,7 @@ class MonitoredMetrics(Mapping[str, Any]):
         if (value := self._trainer.fit_loop.epoch_loop._get_monitor_value(name)) is None:
             raise KeyError(name)
         engine = self._trainer.engine
-        if engine.world_size > 1 and isinstance(value, Tensor):  # or the processes would train at different rates
+        if engine.world_size > 1 and isinstance(value, Tensor):  # equal on all ranks, so that learning rates are equal
             value = torch.full_like(value, engine.broadcast(value.item()))
         return value
 
@@ -367,7 +370,7 @@ class FitLoopView(_DataView, _FitLoop):
 
     @property
     def restarting(self) -> bool:
-        """Whether the epoch that runs is the one that a checkpoint has put the fit into."""
+        """Whether the current epoch is the one that a checkpoint has resumed."""
         return self._loop.progress.resumed_epoch == self._loop.progress.epoch
 
     @restarting.setter
@@ -389,11 +392,11 @@ class FitLoopView(_DataView, _FitLoop):
 
     @property
     def max_batches(self) -> int | float:
-        """Batches of one epoch; inf where nobody knows, or not yet. Writing it does not change what is iterated."""
+        """Number of batches in one epoch; inf if unknown. Writing it does not change the number of batches that run."""
         batches = self._loop.batches
         loaders = self.trainer.data.ready(self._stage) or batches.loaders
         number = batches.num_batches or float("inf")
-        if loaders is not None:  # SWA writes the number of those that the loop iterates
+        if loaders is not None:  # SWA writes the number of the loaders that the loop iterates
             number = batches.num_batches if loaders is batches.loaders else loaders.num_batches()
         return number if number == float("inf") else int(number)
 
@@ -407,24 +410,24 @@ class FitLoopView(_DataView, _FitLoop):
         return loop_state.epochs_of(self._loop.progress)
 
     def setup_data(self) -> None:
-        """Make the dataloaders, if there are none yet."""
+        """Create the dataloaders if they do not exist yet."""
         tuning.set_up_training_data(self.trainer)
 
     def run(self) -> None:
-        """Train, inside a hook of another run."""
+        """Train inside a hook of another run."""
         tuning.rerun(self.trainer, RunningStage.TRAINING)
 
     def reset(self) -> None:
-        """Give up the batch in progress; the epoch continues."""
+        """Drop the current batch; the epoch continues."""
         self.epoch_loop.reset()
 
     def state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
-        """What a checkpoint keeps of all these counts."""
+        """Return all of these counters for a checkpoint."""
         loop, validation = self._loop, self.trainer.eval_loops[RunningStage.VALIDATING]
         return loop_state.fit_loop_of(loop.progress, validation.progress, loop.window, is_automatic(self.trainer))
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
-        """Restore what ``state_dict`` returned."""
+        """Restore the state of :meth:`state_dict`."""
         progress = self._loop.progress
         loop_state.progress_from(state_dict, progress)
         validation = self.trainer.eval_loops[RunningStage.VALIDATING]

@@ -213,6 +213,11 @@ class AccumulationWindow:
         """Set the unit to the mean weight of the processes' batches, if any has a loss.
 
         A host-device synchronization, once per run.
+
+        Args:
+            has_loss: whether this process has a loss.
+            weight: the weight of its batch; None for 1.
+            engine: sums over the processes, which all call this at the same batch.
         """
         if self._data_parallel_size == 1 or self._shared_unit is not None:
             return

@@ -149,7 +149,11 @@ class ClosureOptimization:
         return loss
 
     def _close_window(self, last: _Pass) -> Tensor | None:
-        """Evaluate the last batch, from the second call on after the earlier ones, because the weights have moved."""
+        """Evaluate the last batch, from the second call on after the earlier ones, because the weights have moved.
+
+        Returns:
+            The mean loss of the window, or of the part that was evaluated.
+        """
         if last.is_evaluated:
             with self._loop.engine.gradient_sync(False):
                 for one in self._earlier:
@@ -181,7 +185,10 @@ def refuse_scaled_closures(loop: FitLoop) -> None:
 
 
 def step_with_closure(loop: FitLoop, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:
-    """Evaluate the closure, run the hooks on its gradients, and step. A scaler skips the step after an overflow."""
+    """Evaluate the closure, run the hooks on its gradients, and step. A scaler skips the step after an overflow.
+
+    ``FitLoop.finish_steps`` updates the scale later, once for several steps.
+    """
     loop.begin_step()
 
     def evaluate() -> Any:
