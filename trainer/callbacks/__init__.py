@@ -1,4 +1,7 @@
-"""Callbacks that ship with the Trainer. Plain ``lightning.Callback``s; Lightning's own work beside them."""
+"""Callbacks that come with the Trainer.
+
+They are ordinary ``lightning.Callback``s, and Lightning's own work with them.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ __all__ = [
     "Throughput",
 ]
 
-# Each class lies in the module of its own name: GradientClipping in gradient_clipping.
+# Each class is in the module of the same name: GradientClipping in gradient_clipping.
 _MODULES = {module.name.replace("_", ""): module.name for module in iter_modules(__path__)}
 _HOMES = {name: f"{__name__}.{_MODULES[name.lower()]}" for name in __all__}
 

@@ -1,4 +1,4 @@
-"""Less memory for more time: activations are forgotten in the forward pass and computed again in the backward pass."""
+"""Activation checkpointing: recompute activations in the backward pass instead of storing them, to save memory."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from trainer.engine.forwards import OwnForward
 
 
 class ActivationCheckpointing(RunCallback):
-    """Applies ``torch.utils.checkpoint`` to the named modules while a fit lasts.
+    """Applies ``torch.utils.checkpoint`` to the chosen modules during a fit.
 
-    A chosen module keeps its inputs only; in the backward pass its forward runs a second time, under the same autocast
-    and with the same random numbers. Training gives the same bits as without, at the cost of that second forward. The
-    module, its weights and the keys of its ``state_dict`` stay what they are: only its ``forward`` is exchanged, while
-    training runs. A forward without gradients (validation) runs as always.
+    A chosen module stores only its inputs. Its forward runs a second time in the backward pass, under the same autocast
+    and with the same random numbers. Training is bitwise equal to training without checkpointing, at the cost of the
+    second forward. Only the ``forward`` of the module is replaced, during training; the module, its weights and the
+    keys of its ``state_dict`` do not change. A forward without gradients (validation) is not checkpointed.
 
-    A forward that changes buffers changes them once: the second one sees them as the first did, and what it makes of
-    them is dropped. So BatchNorm's running statistics, or the vectors of ``spectral_norm``, come out as without
-    checkpointing (torch's ``checkpoint`` alone updates them twice). Anything else that a forward does to the outside
-    happens twice: Python attributes it counts up, and hooks of the modules inside. ``self.log`` of a LightningModule
-    inside a chosen one fails in the second forward: log from ``training_step``.
+    A forward that updates buffers updates them once: the second forward reads the same values as the first, and its
+    updates are dropped. So BatchNorm's running statistics, or the vectors of ``spectral_norm``, are the same as without
+    checkpointing (torch's ``checkpoint`` alone updates them twice). All other side effects of a forward happen twice,
+    such as Python counters and hooks of the modules inside. If a LightningModule inside a chosen module calls
+    ``self.log``, the second forward fails: log in ``training_step`` instead.
 
     Args:
-        modules: which ones, as one choice or several: a pattern for a module's name in the LightningModule
-            (``"net.layer*"``, see ``fnmatch``; ``*`` matches dots too), a pattern for the name of its class
-            (``"Bottleneck"``), or a class. A container that is never called itself (``nn.ModuleList``) stands for what
-            it holds. A module inside a chosen one is part of it, not chosen again.
+        modules: one choice or several: a pattern for the module's name in the LightningModule (``"net.layer*"``, see
+            ``fnmatch``; ``*`` also matches dots), a pattern for the name of its class (``"Bottleneck"``), or a class. A
+            container that is never called itself (``nn.ModuleList``) stands for its members. A module inside a chosen
+            one is part of it, and is not chosen again.
 
     Raises:
-        ConfigurationError: no choice at all; or, when the fit starts, one that matches no module.
+        ConfigurationError: if there is no choice; or, when the fit starts, if one matches no module.
     """
 
     def __init__(self, modules: Choice | Sequence[Choice]) -> None:
@@ -47,15 +47,15 @@ class ActivationCheckpointing(RunCallback):
         self._checkpointed: list[_CheckpointedForward] = []
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Find the modules early, so that a wrong name is refused before the run starts."""
+        """Choose the modules early, so that a wrong name is refused before the run starts."""
         self._chosen = list(choose(pl_module, self.modules, "ActivationCheckpointing").values())
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Replace their forward."""
+        """Replace the forward of the chosen modules."""
         self._checkpointed = [_CheckpointedForward(module) for module in self._chosen]
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Leave the modules as they were; before the precision does, which may have exchanged a forward earlier."""
+        """Restore the modules, before the precision restores a forward that it may have replaced earlier."""
         self._let_go(trainer)
 
     def _let_go(self, trainer: Any) -> None:
@@ -66,10 +66,10 @@ class ActivationCheckpointing(RunCallback):
 
 
 class _CheckpointedForward(OwnForward):
-    """A module's ``forward``, checkpointed.
+    """The checkpointed ``forward`` of a module.
 
     Args:
-        module: whose forward.
+        module: the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -81,7 +81,8 @@ class _CheckpointedForward(OwnForward):
             return self._forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # a compiled graph writes to buffers once, at its end
             return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
-        # torch keeps the random state of a device if a positional argument has a tensor there: a parameter always does
+        # torch saves the random state of a device only if a positional argument holds a tensor on it, as a parameter
+        # does
         there = next(self._module.parameters(), None)
         contexts: dict[str, Any] = {"context_fn": self._contexts} if self._buffers else {}
         return checkpoint(self._run, args, kwargs, there, use_reentrant=False, **contexts)
@@ -94,9 +95,9 @@ class _CheckpointedForward(OwnForward):
 
 
 class _BuffersAsNow:
-    """A context, for any number of times, in which buffers have the values they had when it was made.
+    """A reusable context in which buffers have the values from when it was created.
 
-    What is written to them inside goes to copies.
+    Writes to them inside the context go to copies.
 
     Args:
         buffers: their modules and names.

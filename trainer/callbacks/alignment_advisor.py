@@ -1,4 +1,4 @@
-"""Which layers have sizes that Tensor Cores do not like."""
+"""Report layers with sizes that are slow on Tensor Cores."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trainer.precision.fp32_modules import running_in_float32
 from trainer.walks import plain_class, plain_name
 
 log = logging.getLogger("lightning.pytorch.advice")
-"""Lightning shows what loggers of its name say; on the command line ``hydra/job_logging: trainer`` shows this one."""
+"""Lightning prints records of its loggers; on the command line, ``hydra/job_logging: trainer`` prints these."""
 
 MULTIPLE = 8
-"""Elements of 16 bits that make the 16 bytes by which Tensor Cores like their operands aligned."""
+"""Number of 16-bit elements in 16 bytes, the alignment that Tensor Cores require for the best speed."""
 
 _IMAGE_CHANNELS = 4
 _Convolutions = (
@@ -35,7 +35,7 @@ class Misaligned(NamedTuple):
     """A layer with sizes that are not multiples of 8.
 
     Attributes:
-        name: as in ``named_modules()``.
+        name: the name in ``named_modules()``.
         kind: the name of its class.
         sizes: those sizes by the name of the dimension; in a convolution with groups, those of one group.
     """
@@ -50,19 +50,21 @@ class Misaligned(NamedTuple):
 
 
 class AlignmentAdvisor(Callback):
-    """Says once, when a fit starts, which linear and convolution layers have sizes that are not multiples of 8.
+    """Logs once, when a fit starts, the linear and convolution layers with sizes that are not multiples of 8.
 
-    Tensor Cores compute 16-bit products most efficiently on such sizes: linear layers' features and convolutions'
-    channels, says NVIDIA's guide Train With Mixed Precision (and to do the same with the batch size, the vocabulary
-    and the sequence length, which are no layer's). Silent where the precision is not a 16-bit one, where the device
-    has no Tensor Cores, and where all is well. On by default in 16-bit precisions on a GPU.
+    Tensor Cores compute 16-bit products most efficiently if the features of linear layers and the channels of
+    convolutions are multiples of 8, according to NVIDIA's guide "Train With Mixed Precision" (which recommends the same
+    for batch size, vocabulary and sequence length; these are not properties of a layer). Nothing is logged if the
+    precision is not a 16-bit one, if the device has no Tensor Cores, or if all sizes are multiples. A default callback
+    in 16-bit precisions on a GPU.
 
     Args:
-        everywhere: also without Tensor Cores, and in any precision: to look at a model before it goes to a GPU.
-        max_lines: layers to list, at least 1; the others are counted.
+        everywhere: whether to check without Tensor Cores and in any precision, too: for a model before it runs on a
+            GPU. Default: False.
+        max_lines: the largest number of layers to list, at least 1; the others are counted. Default: 10.
 
     Raises:
-        ConfigurationError: ``max_lines`` below 1.
+        ConfigurationError: if ``max_lines`` is below 1.
     """
 
     def __init__(self, everywhere: bool = False, max_lines: int = 10) -> None:
@@ -72,14 +74,14 @@ class AlignmentAdvisor(Callback):
         self._said = ""
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Look at the layers."""
+        """Check the layers."""
         is_half = trainer.engine.precision.is_half
         if not self.everywhere and not (is_half and tensor_cores(trainer.strategy.root_device)):
             return
         found = list(misaligned(pl_module))
         message = self._message(found)
         if found and message != self._said:
-            self._said = message  # once, also where the same module is fitted again
+            self._said = message  # once, even if the same module is fitted again
             if trainer.is_global_zero:
                 log.info(message)
 
@@ -96,10 +98,10 @@ class AlignmentAdvisor(Callback):
 
 
 def misaligned(root: nn.Module) -> Iterator[Misaligned]:
-    """The linear and convolution layers of ``root`` with sizes that are not multiples of 8.
+    """Yield the linear and convolution layers of ``root`` with sizes that are not multiples of 8.
 
-    Not counted: layers that ``fp32_modules`` keeps in float32; depthwise convolutions, which are no matrix products;
-    the up to four channels of images, for which NVIDIA's libraries have kernels of their own (Convolutional Layers
+    These are ignored: layers that ``fp32_modules`` keeps in float32; depthwise convolutions, which are not matrix
+    products; up to four channels of images, for which NVIDIA's libraries have special kernels (Convolutional Layers
     User's Guide, "Channels In And Out"); lazy layers without a size yet.
     """
     in_float32 = running_in_float32(root)

@@ -1,4 +1,4 @@
-"""Checkpoints of which the best is kept, where nobody has said by which metric."""
+"""Keep the best checkpoint without a configured metric: choose the metric from the first validation."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ AUTO = "auto"
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Lightning's ModelCheckpoint, which finds out what to monitor: with ``monitor="auto"``, by the first validation.
+    """Lightning's ModelCheckpoint; with ``monitor="auto"`` it chooses the metric from the first validation.
 
-    Of the metrics that the validation has logged it takes a loss, ``val_loss`` before others; without one, the first
-    whose name says which way it is better (accuracy, f1, error, perplexity, ...). ``mode`` follows from the name. Where
-    there is none, or a checkpoint had to be written before the first validation was over, the newest is kept, as with
-    ``monitor=None``; with a ``save_top_k`` above 1 all are.
+    It prefers a loss among the metrics that the validation has logged, and ``val_loss`` among several; otherwise it
+    takes the first metric with a name that implies the direction (accuracy, f1, error, perplexity, ...). ``mode``
+    follows from the name. If there is no such metric, or if a checkpoint had to be written before the first validation
+    ended, the newest checkpoint is kept, as with ``monitor=None``; with a ``save_top_k`` above 1 all are kept.
 
-    With ``save_last=True`` the last checkpoint is written each time it is due. Lightning writes it only where the
-    metric was among the best, and with ``every_n_train_steps`` not before the metric exists. A resumed run keeps to the
-    choice. All else, arguments included, is Lightning's.
+    With ``save_last=True`` the last checkpoint is written each time it is due. Lightning writes it only if the metric
+    was among the best, and with ``every_n_train_steps`` only after the metric exists. A resumed run keeps the choice.
+    Everything else, including the arguments, is as in Lightning.
     """
 
-    @functools.wraps(ModelCheckpoint.__init__)  # type: ignore[misc]  # the signature, for configs are held against it
+    @functools.wraps(ModelCheckpoint.__init__)  # type: ignore[misc]  # the signature, because configs are checked against it
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._chooses = self.monitor == AUTO
@@ -39,7 +39,7 @@ class BestCheckpoint(ModelCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """As Lightning's; of one that chooses, the same before and after the choice."""
+        """Lightning's key. With ``monitor="auto"``, it is the same before and after the choice."""
         if not self._chooses:
             return super().state_key
         every = {"every_n_train_steps": self._every_n_train_steps, "every_n_epochs": self._every_n_epochs}
@@ -48,7 +48,7 @@ class BestCheckpoint(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save, where it is time to."""
+        """Save if it is due."""
         waited, self._defer_save_until_validation = self._defer_save_until_validation, False
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._defer_save_until_validation and not trainer.is_last_batch and not trainer.loop.validation_is_due():
@@ -56,11 +56,11 @@ class BestCheckpoint(ModelCheckpoint):
         self._defer_save_until_validation |= waited
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Note what there was, to tell what the validation adds."""
+        """Store the metrics, to recognize those that the validation logs."""
         self._known = dict(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Choose, where that is still to be done; then save, where it is time to."""
+        """Choose the metric if none is chosen yet, then save if it is due."""
         if self._chooses and self.monitor is None and not self.best_model_path and not trainer.sanity_checking:
             metrics = trainer.callback_metrics
             self._choose(name for name, value in metrics.items() if self._known.get(name) is not value)
@@ -69,30 +69,30 @@ class BestCheckpoint(ModelCheckpoint):
             self._save_last(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Save, where it is time to."""
+        """Save if it is due."""
         super().on_train_epoch_end(trainer, pl_module)
         if self._should_save_on_train_epoch_end(trainer) or self._defer_save_until_validation:
             self._save_last(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Lightning's, and the mode."""
+        """Return Lightning's state, and the mode."""
         return {**super().state_dict(), "mode": self.mode}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the choice as well."""
+        """Restore the state, including the choice."""
         if self._chooses and state_dict["monitor"] is not None:
             self._monitor(state_dict["monitor"], state_dict["mode"])
         super().load_state_dict(state_dict)
 
     def _save_last(self, trainer: Any) -> None:
-        """Write the last checkpoint, unless Lightning has just done so."""
+        """Write the last checkpoint, unless Lightning has just written it."""
         every, waits = self._every_n_epochs, self._defer_save_until_validation
         is_due = waits or (every >= 1 and (trainer.current_epoch + 1) % every == 0)
         if self.save_last is True and is_due and not self._should_skip_saving_checkpoint(trainer):
             saved = self._last_global_step_saved
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
             if waits:
-                self._last_global_step_saved = saved  # the validation has this step's best still to save
+                self._last_global_step_saved = saved  # the validation still has to save the best of this step
 
     def _choose(self, logged: Iterable[str]) -> None:
         names = [name for name in without_twins(logged) if direction_of(name)]

@@ -1,4 +1,4 @@
-"""Modules that are chosen by name or class."""
+"""Choose modules by name or class."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Choice = str | type[nn.Module]
 
 
 def as_choices(modules: Choice | Sequence[Choice]) -> tuple[Choice, ...]:
-    """One choice, or several, as a tuple.
+    """Return one choice, or several, as a tuple.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: if there is none.
     """
     choices: tuple[Choice, ...] = (modules,) if isinstance(modules, (str, type)) else tuple(modules)
     if not choices:
@@ -28,18 +28,18 @@ def as_choices(modules: Choice | Sequence[Choice]) -> tuple[Choice, ...]:
 
 
 def choose(root: nn.Module, choices: Sequence[Choice], whose: str) -> dict[str, nn.Module]:
-    """The outermost modules that match, by name. A container that is never called itself stands for what it holds.
+    """Return the outermost modules that match, by name. A container that is never called itself stands for its members.
 
     Args:
         root: the LightningModule, which does not match itself.
         choices: patterns for names or classes, or classes.
-        whose: the callback, for the message.
+        whose: the name of the callback, for the message.
 
     Raises:
-        ConfigurationError: a choice that matches no module.
+        ConfigurationError: if a choice matches no module.
     """
     chosen: dict[str, nn.Module] = {}
-    held: dict[str, set[Choice]] = {}  # by containers that match, for what is in them
+    held: dict[str, set[Choice]] = {}  # choices that containers match, for their members
     matched: set[Choice] = set()
     known: list[str] = []
     for name, module in root.named_modules():

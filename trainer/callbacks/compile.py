@@ -1,4 +1,4 @@
-"""``torch.compile`` for a run: the right parts, in place, with what CUDA graphs overwrite kept."""
+"""``torch.compile`` for a run: compile the right parts in place, and copy outputs that CUDA graphs would overwrite."""
 
 from __future__ import annotations
 
@@ -18,53 +18,53 @@ from trainer.errors import ConfigurationError, expect, warn
 from trainer.walks import has_forward, plain_class
 
 _USUAL = 4
-"""How often a function is compiled anew where all is well: with and without gradients, and when a size first varies."""
-_REASONS = 5  # in the record
+"""Usual number of recompilations of a function: with and without gradients, and when a size first varies."""
+_REASONS = 5  # the largest number in the record
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
 class Compile(RunCallback):
-    """Has ``torch.compile`` compile the module's network while a run lasts: training, validation, test, prediction.
+    """Compiles the network of a module with ``torch.compile`` during a run: training, validation, test, prediction.
 
-    What is compiled are forward passes: the LightningModule's own ``forward``, and each of its parts (``self.net``)
-    with more in it than one layer of torch's. ``training_step`` is not, so that the loss, ``self.log`` and metrics stay
-    plain Python, which does not have to be compiled anew when a counter has changed. A step may call ``self(x)`` or
-    ``self.net(x)``: what is called first is one graph with all that is in it. Sharded modules (FSDP) are compiled one
-    by one, as whole graphs between the exchanges.
+    It compiles forward passes: the LightningModule's own ``forward``, and each of its parts (``self.net``) that
+    consists of more than one torch layer. ``training_step`` is not compiled, so that the loss, ``self.log`` and metrics
+    remain plain Python and do not cause a recompilation when a counter changes. A step may call ``self(x)`` or
+    ``self.net(x)``: the outermost call is one graph with everything inside. Sharded modules (FSDP) are compiled
+    separately, as whole graphs between the collectives.
 
-    The module is compiled in place: names, weights and the keys of checkpoints stay what they are, copies and pickles
-    of it are not compiled, and it is not any more when the run is over. A run may be resumed with it or without it. It
-    goes together with every precision, ``fp32_modules``, ``ActivationCheckpointing``, accumulation, clipping and DDP.
+    The module is compiled in place: names, weights and the keys of checkpoints do not change, copies and pickles of it
+    are not compiled, and it is restored at the end of the run. A run can be resumed with or without this callback. It
+    can be combined with every precision, ``fp32_modules``, ``ActivationCheckpointing``, accumulation, clipping and DDP.
 
-    CUDA graphs (``"reduce-overhead"``, ``"max-autotune"``) write the results of each step over those of the one before.
-    What is kept is copied: single numbers that a compiled forward pass returns, all that it returns without gradients,
-    and gradients that a later backward pass adds to. Of what else a ``training_step`` keeps of a compiled network's
-    output, make a ``clone()``; torch raises an error otherwise. After such a run, call
-    ``torch.compiler.cudagraph_mark_step_begin()`` in loops of your own in the same process, as torch wants it.
+    With CUDA graphs (``"reduce-overhead"``, ``"max-autotune"``), each step overwrites the outputs of the previous step.
+    These are copied: single numbers that a compiled forward pass returns, all outputs of a forward pass without
+    gradients, and gradients that a later backward pass adds to. If a ``training_step`` keeps other outputs of a
+    compiled network, it must ``clone()`` them; otherwise torch raises an error. After such a run, call
+    ``torch.compiler.cudagraph_mark_step_begin()`` in your own loops in the same process, as torch requires.
 
-    How often something was compiled is in the record of the run, with the reasons why it was compiled anew. A warning
-    tells of a function that is compiled again and again, once.
+    The record of the run contains the number of compilations, and the reasons for recompilations. A warning is issued
+    once for a function that is recompiled again and again.
 
     Args:
-        modules: what to compile instead, as one choice or several: names, classes or patterns as in
-            :class:`ActivationCheckpointing`. ``"Block"`` compiles each block of a transformer by itself: one
-            compilation serves them all, and it takes a fraction of the time.
+        modules: the parts to compile, as one choice or several: names, classes or patterns as in
+            :class:`ActivationCheckpointing`. ``"Block"`` compiles each block of a transformer separately: one
+            compilation serves all of them, in a fraction of the time. Default: None, for the parts described above.
         mode, dynamic, fullgraph, backend, options: those of ``torch.compile``.
 
     Attributes:
-        compiled: names of what is compiled, in a run and after it.
-        compilations: what torch has compiled in the run (function, reason, seconds), in its order.
+        compiled: the names of the compiled parts, during a run and after it.
+        compilations: torch's compilations in the run (function, reason, seconds), in order.
 
     Raises:
-        ConfigurationError: no choice at all; or, when the run starts, one that matches nothing, a module in which there
-            is nothing to compile, or one that ``torch.compile`` has compiled as a whole.
+        ConfigurationError: if there is no choice; or, when the run starts, if one matches nothing, if there is nothing
+            to compile in the module, or if ``torch.compile`` has compiled the whole module.
     """
 
     unsupported_with: ClassVar = {
         "deepspeed": "makes graphs of forward passes, which DeepSpeed's hooks break. Use strategy='fsdp'."
     }
-    of_no_run: ClassVar = {"_undo": [], "_is_on": False}  # the module is compiled, and put back, by the original
+    of_no_run: ClassVar = {"_undo": [], "_is_on": False}  # the original compiles and restores the module
 
     def __init__(
         self,
@@ -88,17 +88,17 @@ class Compile(RunCallback):
 
     @property
     def compilations(self) -> list[compilation.Compilation]:
-        """What has been compiled."""
+        """The compilations so far."""
         return self._watch.done
 
     # --- the run begins ---------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Compile: that is, have it compiled when it is called."""
+        """Prepare the compilation, which happens at the first call."""
         self._compile(trainer, pl_module)
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Compile, where this is no part of a fit."""
+        """Prepare the compilation of a run without a fit."""
         if not self._is_on:
             self._compile(trainer, pl_module)
 
@@ -135,7 +135,7 @@ class Compile(RunCallback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A step begins."""
+        """Mark the beginning of a step for CUDA graphs."""
         if self._marks:
             compilation.begin_step()
 
@@ -144,7 +144,7 @@ class Compile(RunCallback):
     on_predict_batch_start = on_train_batch_start
 
     def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Keep gradients that outlive the step: the next backward pass of a CUDA graph would write over them."""
+        """Copy gradients that outlive the step, because the next backward pass of a CUDA graph would overwrite them."""
         if not self._marks:
             return
         loop, gradients = getattr(trainer, "loop", None), getattr(getattr(trainer, "engine", None), "gradients", None)
@@ -156,14 +156,14 @@ class Compile(RunCallback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """See what has been compiled."""
+        """Read the compilations since the last batch."""
         if self._watch.read():
             self._warn_of_recompiling()
 
     # --- the run ends -----------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Warn, if nothing was compiled at all."""
+        """Warn if nothing was compiled at all."""
         self._watch.read()
         if not self.compilations and trainer.global_step and not compilation.ever_compiled():
             warn(
@@ -173,14 +173,14 @@ class Compile(RunCallback):
             )
 
     def _let_go(self, trainer: Any) -> None:
-        """Leave the module as it was."""
+        """Restore the module."""
         while self._undo:
             self._undo.pop()()
         self._is_on = False
         self._watch.stop()
 
     def run_facts(self) -> dict[str, Any]:
-        """What the record of the run says."""
+        """Return the entries for the record of the run."""
         self._watch.read()
         anew = [one for one in self.compilations if one.reason]
         return {
@@ -212,7 +212,7 @@ class Compile(RunCallback):
 
 
 def _parts(module: nn.Module) -> dict[str, nn.Module]:
-    """What of a module is worth a graph: sharded parts, else its children, containers standing for what they hold."""
+    """Return the parts of a module to compile: sharded parts, or else its children. Containers are searched."""
     if units := _units(module):
         return units
     found: dict[str, nn.Module] = {}
@@ -227,7 +227,7 @@ def _parts(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _units(module: nn.Module) -> dict[str, nn.Module]:
-    """The innermost modules that are sharded by themselves, with more in them than one layer."""
+    """Return the innermost modules that are sharded separately and consist of more than one layer."""
     sharded = {name: part for name, part in module.named_modules() if name and hasattr(part, "unshard")}
     return {
         name: part
@@ -237,7 +237,7 @@ def _units(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_one_layer(module: nn.Module) -> bool:
-    """One of torch's, such as ``nn.Linear`` or a loss: there is nothing to fuse it with."""
+    """Return whether a module is a single torch layer, such as ``nn.Linear`` or a loss, which gains nothing."""
     return plain_class(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
 
 

@@ -1,4 +1,4 @@
-"""A picture of a run: ``curves.png``."""
+"""A figure of a run: ``curves.png``."""
 
 import os
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from trainer.errors import ConfigurationError
 from trainer.record.curve import Curve
 from trainer.record.run_record import RunRecord, without_twins
 
-if TYPE_CHECKING:  # takes a second to import, and is needed at the end of a fit only
+if TYPE_CHECKING:  # takes a second to import, and is only needed at the end of a fit
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -22,24 +22,23 @@ _SKIPPED = "#cc3311"
 
 
 class Curves(RecordView):
-    """Draw loss, accuracy and loss scale over the optimizer steps into ``curves.png`` when a fit has ended.
+    """Draw loss, accuracy and loss scale over the optimizer steps into ``curves.png`` at the end of a fit.
 
-    Not a default callback. It needs matplotlib. The points come from the run's record, not from a logger, so they are
-    complete when a run is resumed. To plot several runs together, use ``trainer.load_run(folder)``.
-    The panels are:
+    Not a default callback. It requires matplotlib. The points come from the run's record instead of a logger, so they
+    are complete if a run is resumed. To plot several runs together, use ``trainer.load_run(folder)``. The panels are:
 
-    - Loss: what ``training_step`` returned, and every metric of the validation with "loss" in its name.
-    - Score: every metric of the validation that lies in [0, 1], and those of the training named "acc".
+    - Loss: the loss that ``training_step`` returned, and every validation metric with "loss" in its name.
+    - Score: every validation metric in [0, 1], and training metrics with "acc" in their names.
     - Loss scale: on a logarithmic axis, with the skipped steps marked; left out without loss scaling.
 
-    Only rank zero draws, its own losses.
+    Only rank zero draws, with its own losses.
 
     Args:
         dirpath: Folder of ``curves.png``. Default: the folder of ``run.json``, else that of the first logger.
-        max_points: The most points that the record keeps of each curve.
+        max_points: Maximum number of points per curve in the record. Default: 1024.
 
     Attributes:
-        path: The picture of the last fit, or None when there is none.
+        path: The figure of the last fit, or None if there is no figure.
 
     Raises:
         ValueError: If `max_points` is less than 2.
@@ -55,7 +54,7 @@ class Curves(RecordView):
         self.path: Path | None = None
 
     def draw(self, record: RunRecord, folder: Path) -> dict[str, Path]:
-        """Draws the picture."""
+        """Draw the figure."""
         self.path = None
         figure = figure_of(record)
         if figure is None:
@@ -67,7 +66,7 @@ class Curves(RecordView):
 
 
 def figure_of(record: RunRecord) -> "Figure | None":
-    """The picture of a run, bound to no window and unknown to ``pyplot``, or None without any points."""
+    """Return the figure of a run, without a window and without ``pyplot``, or None if there are no points."""
     scores = [name for _, name, _ in _scores(record)]
     accuracies = all("acc" in name.lower() for name in scores)
     panels = [

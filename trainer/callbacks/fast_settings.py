@@ -1,4 +1,4 @@
-"""Settings of torch that make training on a GPU faster, and that are off unless somebody thinks of them."""
+"""Settings of torch that make training on a GPU faster and are off by default."""
 
 from __future__ import annotations
 
@@ -25,29 +25,28 @@ _GAINS = {
 
 
 class FastSettings(RunCallback):
-    """Turns on, while a run lasts, settings that make it faster on a GPU; says which.
+    """Turns on settings that make a run faster on a GPU, during the run, and records which ones.
 
-    What a user has set stays as it is, and afterwards all is as before. A setting that would have no effect is not
-    touched: on a CPU there is ``channels_last`` alone. Nothing of this is turned on by any ``precision``, ``"auto"``
-    included.
+    Settings of the user are not changed, and the previous ones are restored afterwards. A setting without effect is not
+    changed: on a CPU only ``channels_last`` applies. No ``precision`` turns any of these on, not even ``"auto"``.
 
-    - TF32 (``torch.set_float32_matmul_precision("high")``): matrix products of float32 numbers round these to 10 bits
-      of mantissa, float16's, and keep their range; sums are in float32. torch's convolutions do so by default. Not
-      where ``fp32_modules`` ask for float32.
-    - ``torch.backends.cudnn.benchmark``: for modules with convolutions. A new size of batch is timed anew, and
-      the fastest kernel may be another one in the next run: not to the bit the same. Not with ``deterministic``.
-    - ``channels_last``: the weights of 2-d convolutions are laid out as NHWC; images follow at the first
-      convolution. The values stay the same; checkpoints have the usual layout. Not with sharded weights, and on several
-      processes not for layers that ``configure_model`` makes.
-    - Expandable segments: ``PYTORCH_ALLOC_CONF=expandable_segments:True``, from when this callback is made, unless the
-      variable is set or CUDA has been used already.
+    - TF32 (``torch.set_float32_matmul_precision("high")``): matrix products of float32 numbers round them to 10 bits of
+      mantissa, as in float16, but keep their range; sums are in float32. torch's convolutions do this by default. Not
+      used if ``fp32_modules`` request float32.
+    - ``torch.backends.cudnn.benchmark``: for modules with convolutions. Each new batch size is timed again, and the
+      fastest kernel may differ in the next run, so runs are not bitwise reproducible. Not used with ``deterministic``.
+    - ``channels_last``: the weights of 2-d convolutions are stored as NHWC; images are converted at the first
+      convolution. The values do not change; checkpoints have the usual layout. Not used with sharded weights, nor, with
+      several processes, for layers that ``configure_model`` creates.
+    - Expandable segments: ``PYTORCH_ALLOC_CONF=expandable_segments:True``, from the creation of this callback on,
+      unless the variable is set or CUDA has been used already.
 
     Args:
-        tf32, cudnn_benchmark, channels_last, expandable_segments: whether to turn it on.
+        tf32, cudnn_benchmark, channels_last, expandable_segments: whether to turn it on. Default: True.
 
     Attributes:
-        on: what is on in the run, or was in the last one: "TF32", "cudnn.benchmark", "channels_last", "expandable
-            segments".
+        on: the settings that are on in the run, or were in the last one: "TF32", "cudnn.benchmark", "channels_last",
+            "expandable segments".
     """
 
     of_no_run: ClassVar = {"_undo": [], "_weights": [], "_allocates": False}
@@ -67,7 +66,7 @@ class FastSettings(RunCallback):
         self._allocates = expandable_segments and _expand_segments()
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Turn them on."""
+        """Turn the settings on."""
         self._let_go(trainer)
         device, precision = trainer.strategy.root_device, getattr(getattr(trainer, "engine", None), "precision", None)
         has_convolutions = bool(_convolutions(pl_module))
@@ -84,16 +83,16 @@ class FastSettings(RunCallback):
         self._lay_out(trainer, pl_module)
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Lay out what `configure_model` has made; DDP knows the layout of its gradients already."""
+        """Convert layers that `configure_model` has created, unless DDP has stored the layout of their gradients."""
         if trainer.world_size == 1:
             self._lay_out(trainer, pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Lay out the optimizers' states like their weights: those of a checkpoint are not."""
+        """Convert the optimizer states to the layout of their weights, because a checkpoint has the usual one."""
         self._lay_out_states(trainer, _laid_out)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Let the checkpoint be that of any run: a fused optimizer wants its states to be laid out like its weights."""
+        """Convert the checkpoint to the usual layout, which a run without this callback requires."""
         if not self._weights:
             return
         for name, value in checkpoint.get("state_dict", {}).items():
@@ -103,29 +102,29 @@ class FastSettings(RunCallback):
             state["state"] = {key: {n: _usual(v) for n, v in one.items()} for key, one in of_parameters.items()}
 
     def _let_go(self, trainer: Any) -> None:
-        """Put back what there was."""
+        """Restore the previous settings and layouts."""
         while self._undo:
             self._undo.pop()()
-        self._lay_out_states(trainer, _usual)  # the optimizer may be saved, or used on
+        self._lay_out_states(trainer, _usual)  # the optimizer may be saved, or used again
         for weight in self._weights:
             weight.data = _usual(weight.data)
         self._weights = []
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Put back what there was."""
+        """Restore the previous settings."""
         super().teardown(trainer, pl_module, stage)
-        if self._allocates:  # torch has read it, if it ever will
+        if self._allocates:  # torch has read it by now, if it reads it at all
             os.environ.pop(ALLOCATOR[0], None)
 
     def run_facts(self) -> dict[str, Any]:
-        """What the record of the run says."""
+        """Return the entries for the record of the run."""
         return {"fast_settings": self.on}
 
     def _use_tf32(self) -> bool:
-        """Whether matrix products use TF32 now."""
+        """Return whether matrix products use TF32 now."""
         try:
             before = torch.get_float32_matmul_precision()
-        except RuntimeError:  # set by torch.backends.cuda.matmul.fp32_precision: the user's affair
+        except RuntimeError:  # the user has set torch.backends.cuda.matmul.fp32_precision
             return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
         if before == "highest":
             torch.set_float32_matmul_precision("high")
@@ -157,12 +156,12 @@ class FastSettings(RunCallback):
 
 
 def missed(module: nn.Module, settings: FastSettings | None, *, precision: str) -> dict[str, str]:
-    """What a run would leave on the table on a GPU: the setting, and what it is good for.
+    """Return the settings that would make a run faster on a GPU and are not on, each with its effect.
 
     Args:
-        module: whose training.
-        settings: those of the run; None for none.
-        precision: its name: in mixed precision no matrix products are left that TF32 would help.
+        module: the trained module.
+        settings: the callback of the run. None if there is none.
+        precision: the name of the precision: in mixed precision there are no matrix products that TF32 would speed up.
     """
     wanted = settings.wanted if settings is not None else ()
     helps = {_SEGMENTS: not any("expandable_segments" in os.environ.get(name, "") for name in ALLOCATOR)}
@@ -172,7 +171,7 @@ def missed(module: nn.Module, settings: FastSettings | None, *, precision: str) 
 
 
 def _convolutions(module: nn.Module) -> list[Any]:
-    """Those with weights of four dimensions that are parameters (no parametrization computes them)."""
+    """Return the 2-d convolutions with weights that are parameters (not computed by a parametrization)."""
     return [
         part
         for part in module.modules()
@@ -183,22 +182,22 @@ def _convolutions(module: nn.Module) -> list[Any]:
 
 
 def _laid_out(value: Tensor) -> Tensor:
-    """In ``channels_last``, as ``nn.Module.to`` does it, which sets the strides of a 1x1 kernel as well.
+    """Convert to ``channels_last`` like ``nn.Module.to``, which sets the strides of a 1x1 kernel as well.
 
-    ``contiguous`` leaves those: the gradients would have other strides than the kernel, of which DDP warns.
+    ``contiguous`` keeps those: the gradients would have other strides than the kernel, and DDP would warn.
     """
     return value.to(memory_format=torch.channels_last)
 
 
 def _usual(value: Any) -> Any:
-    """Laid out as usual, if it is a tensor of four dimensions."""
+    """Return a tensor of four dimensions in the usual layout, and any other value unchanged."""
     if not isinstance(value, Tensor) or value.dim() != 4:
         return value
     return value.contiguous().to(memory_format=torch.contiguous_format)
 
 
 def _expand_segments() -> bool:
-    """Whether the allocator was told to. It reads the variable once, when CUDA is initialised."""
+    """Set the allocator's variable, which it reads once when CUDA is initialized. Return whether it was set."""
     said = any(name in os.environ for name in ALLOCATOR)
     if said or sys.platform != "linux" or not torch.cuda.is_available() or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False

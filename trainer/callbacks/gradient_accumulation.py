@@ -11,21 +11,21 @@ from trainer.errors import ConfigurationError, expect
 
 
 class GradientAccumulation(Callback):
-    """Sets how many batches make one weight update: always the same number, or one that changes with the epochs.
+    """Sets the number of batches between two weight updates, constant or by epoch.
 
-    The gradients of a window of k batches are averaged over k; an epoch's last, short window is averaged over the
-    batches it has (Lightning divides it by the full number) and is stepped. Processes exchange gradients once a
-    window. ``Trainer(accumulate_grad_batches=...)`` is the short form.
+    The gradients of a window of k batches are averaged over k. The last, short window of an epoch is averaged over the
+    batches it has (Lightning divides it by the full number), and also updates the weights. Processes average gradients
+    once per window. ``Trainer(accumulate_grad_batches=...)`` is the short form.
 
     Args:
-        batches: batches in a window.
-        schedule: instead of ``batches``: the number from each of some epochs on, ``{0: 8, 10: 4}``. Before the
-            first epoch named, 1.
-        straddles_epochs: whether a window that is open at the end of an epoch goes on in the next one. By default it is
-            closed there. The last epoch closes it in any case.
+        batches: the number of batches in a window.
+        schedule: instead of ``batches``: the number by the first epoch that uses it, ``{0: 8, 10: 4}``. Before the
+            first epoch in it, 1.
+        straddles_epochs: whether a window that is open at the end of an epoch continues in the next one. Default:
+            False, it is closed there. The last epoch closes it in any case.
 
     Raises:
-        ConfigurationError: both or neither given, or a number below 1.
+        ConfigurationError: if both or neither are given, or a number is below 1.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class GradientAccumulation(Callback):
         self.schedule: dict[int, int] = {epoch: int(steps[epoch] or 1) for epoch in sorted(steps)}
 
     def batches_in(self, epoch: int) -> int:
-        """The number of batches in a window of ``epoch``."""
+        """Return the number of batches in a window of ``epoch``."""
         return batches_in(self.schedule, epoch)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:

@@ -185,7 +185,7 @@ class GradientCheck(Callback):
 
 
 def _loss_of(trainer: Any, module: LightningModule, batch: Any, batch_idx: int) -> Loss:
-    """Build the function that computes the loss of one batch, with the buffers and random numbers of now."""
+    """Build the function that computes the loss of one batch, with the current buffers and random numbers."""
     step = _TrainingStep(module)
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)

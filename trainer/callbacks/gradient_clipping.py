@@ -1,4 +1,4 @@
-"""Gradient clipping, on true gradients."""
+"""Gradient clipping, on unscaled gradients."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from trainer.state.outcome import StepOutcome
 
 
 class GradientClipping(Callback):
-    """Limits the gradients just before each optimizer step: by their total norm, or value by value.
+    """Clips the gradients just before each optimizer step, by their total norm or by value.
 
-    Runs after the gradients are unscaled and after every callback's and the module's ``on_before_optimizer_step``,
-    in the place of ``LightningModule.configure_gradient_clipping``, which a module may override. Works with fused
-    optimizers too. ``Trainer(gradient_clip_val=...)`` is the short form.
+    Runs after the gradients are unscaled and after every ``on_before_optimizer_step`` of callbacks and module. It
+    replaces ``LightningModule.configure_gradient_clipping``, which a module may override. Works with fused optimizers,
+    too. ``Trainer(gradient_clip_val=...)`` is the short form.
 
-    Logs ``grad_norm``, the norm before clipping, for every step that was taken; the norm of a skipped step (inf or
-    nan) enters neither the logs nor the epoch's mean.
+    Logs ``grad_norm``, the norm before clipping, for every step that was taken. The norm of a skipped step (inf or NaN)
+    is neither logged nor included in the mean of the epoch.
 
     Args:
-        max_norm: the largest total norm; gradients of a larger one are scaled down to it (``clip_grad_norm_``).
+        max_norm: the largest total norm; larger gradients are scaled down to it (``clip_grad_norm_``).
         clip_value: the largest absolute value of a gradient element (``clip_grad_value_``).
-        norm_type: which norm; 2 for L2, inf for the largest element.
-        log_norm: whether to log ``grad_norm``.
+        norm_type: the order of the norm; inf for the largest element. Default: 2.0, the L2 norm.
+        log_norm: whether to log ``grad_norm``. Default: True.
 
     Raises:
-        ConfigurationError: both or neither of ``max_norm`` and ``clip_value``, or one that is not positive.
+        ConfigurationError: if both or neither of ``max_norm`` and ``clip_value`` are given, or it is not positive.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class GradientClipping(Callback):
 
     @property
     def unsupported_with(self) -> Mapping[str, str]:
-        """The strategies that cannot clip so, and the reasons."""
+        """The strategies that do not support this kind of clipping, and the reasons."""
         if not self.clip_value and self.norm_type == 2.0:
             return {}
         return {"deepspeed": "does not clip by the L2 norm, as DeepSpeed does. Use GradientClipping(max_norm=...)."}
 
     @property
     def limit(self) -> float:
-        """The limit, of whichever kind."""
+        """The limit: ``max_norm`` or ``clip_value``."""
         return float(self.max_norm if self.max_norm is not None else self.clip_value or 0.0)
 
     @property
@@ -69,11 +69,11 @@ class GradientClipping(Callback):
         return "norm" if self.max_norm is not None else "value"
 
     def clip(self, gradients: Gradients, optimizer: Optimizer) -> Tensor | None:
-        """Clip the (unscaled) gradients of one optimizer, in place, without a host-device synchronisation.
+        """Clip the unscaled gradients of one optimizer in place, without a host-device synchronization.
 
         Args:
-            gradients: the engine's.
-            optimizer: whose.
+            gradients: the engine's operations on gradients.
+            optimizer: the optimizer.
 
         Returns:
             The total norm before clipping, a 0-dim tensor; None when clipping by value without ``log_norm``.
@@ -83,9 +83,9 @@ class GradientClipping(Callback):
     def on_after_optimizer_step(
         self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
-        """Log the norm of a step that was taken."""
+        """Log the norm of a step that was not skipped."""
         if self.log_norm and outcome.grad_norm is not None and not outcome.skipped:
-            # the gradients and so their norm are equal on all ranks: nothing to synchronise
+            # the gradients, and therefore their norm, are equal on all ranks
             trainer.log_metric(
                 "grad_norm", outcome.grad_norm, on_step=True, on_epoch=True, batch_size=1, rank_zero_only=True
             )

@@ -1,4 +1,4 @@
-"""How large the gradients of each layer are, over time."""
+"""Log the gradient norm of each layer over time."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from trainer.precision.readback import Readback
 from trainer.state.outcome import StepOutcome
 
 LOGGED = "grad_norm/"
-"""What the names of the logged values begin with."""
+"""The prefix of the logged names."""
 
 
 class LayerNorms(RunCallback):
     """Logs the gradient norm of each layer every ``every_n_steps`` optimizer steps, as ``grad_norm/LAYER``.
 
-    A layer is a module that has parameters of its own; its norm is the L2 norm of all their gradients together. These
-    are the true gradients: after ``unscale_``, before clipping. A value is logged as it is, that of a skipped step too:
-    a layer with inf or NaN is one that the overflow has reached. The report draws them as a heat map.
+    A layer is a module with parameters of its own level; its norm is the L2 norm of all their gradients. The gradients
+    are measured after ``unscale_`` and before clipping. The values of skipped steps are logged, too: a layer with inf
+    or NaN is one that the overflow has reached. The report draws them as a heat map.
 
-    The norms are computed on the device in one go (``torch._foreach_norm``), in float32 or better, and are copied to
-    the host without waiting for them. Between two looks a step costs two comparisons of numbers.
+    The norms are computed on the device in one call (``torch._foreach_norm``), in float32 or wider, and copied to the
+    host without a synchronization. Between two measurements a step costs two comparisons of numbers.
 
-    Where processes hold parts of the gradients (FSDP2, tensor parallelism), a look takes one exchange.
+    If processes hold shards of the gradients (FSDP2, tensor parallelism), a measurement takes one collective.
 
     Args:
-        every_n_steps: optimizer steps between two looks, at least 1.
+        every_n_steps: optimizer steps between two measurements, at least 1. Default: 50.
 
     Attributes:
-        norms: what the last look found, by the layers' names, in the order of the module; "" is the module itself.
+        norms: the last measurement, by the names of the layers in the order of the module; "" is the module itself.
 
     Raises:
-        ConfigurationError: ``every_n_steps`` below 1.
-        UnsupportedError: at the start of a fit by a Trainer of another library.
+        ConfigurationError: if ``every_n_steps`` is below 1.
+        UnsupportedError: at the start of a fit, if the Trainer is another library's.
     """
 
     unsupported_with: ClassVar = {"deepspeed": "needs the gradients of each layer, which DeepSpeed keeps to itself."}
@@ -51,14 +51,14 @@ class LayerNorms(RunCallback):
         expect(is_count(every_n_steps), "a number of steps, at least 1", every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self.norms: dict[str, float] = {}
-        self._layers: dict[int, str] = {}  # by the parameters' ids
-        self._seen: list[str] = []  # the layer of each parameter that was looked at
+        self._layers: dict[int, str] = {}  # by the ids of the parameters
+        self._seen: list[str] = []  # the layer of each measured parameter
         self._numbers: list[Tensor] = []
         self._seen_at = 0
         self._readback: Readback | None = None
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Find out which parameter belongs to which layer."""
+        """Map parameters to layers."""
         if not isinstance(getattr(getattr(trainer, "engine", None), "gradients", None), Gradients):
             raise UnsupportedError(
                 f"LayerNorms was given to a {type(trainer).__module__}.{type(trainer).__name__}, expected a"
@@ -84,7 +84,7 @@ class LayerNorms(RunCallback):
     def on_after_optimizer_step(
         self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
-        """Log what was measured, once the outcome of the step is on the host: the norms are there, too."""
+        """Log the measurement. The outcome of the step is on the host now, and so are the norms."""
         if not self._numbers or self._readback is None:
             return
         numbers, seen = self._readback.wait(), self._seen
@@ -95,10 +95,10 @@ class LayerNorms(RunCallback):
             parts.setdefault(layer, []).append(number)
         self.norms = {layer: _together(norms, wide) for layer, norms in parts.items() if norms}
         rows = {f"{LOGGED}{layer or type(pl_module).__name__}": norm for layer, norm in self.norms.items()}
-        for logger in trainer.loggers:  # not self.log, which would make an entry for each layer and each epoch
+        for logger in trainer.loggers:  # not self.log, which would create an entry for each layer and each epoch
             logger.log_metrics(rows, step=self._seen_at)
 
 
 def _together(norms: list[float], dtype: torch.dtype) -> float:
-    """The norm of parts whose norms these are, as ``torch.nn.utils.get_total_norm`` puts them together."""
+    """Return the norm of a vector from the norms of its parts, as ``torch.nn.utils.get_total_norm`` does."""
     return norms[0] if len(norms) == 1 else float(torch.linalg.vector_norm(torch.tensor(norms, dtype=dtype)))

@@ -1,4 +1,4 @@
-"""Ends a run that an Optuna study prunes."""
+"""End a run that an Optuna study prunes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from trainer.studies import trial_of
 
 
 class OptunaPruning(L.Callback):
-    """Reports a metric to a trial of Optuna after each validation, and stops the run when the study's pruner says so.
+    """Reports a metric to an Optuna trial after each validation, and stops the run if the pruner decides so.
 
     A metric that no validation logs is reported at the end of each training epoch.
 
-    ``hydra/sweeper=optuna`` adds it to each job. The run ends as with early stopping, so its checkpoints are complete.
-    Validations are counted from 0, across a resume.
+    ``hydra/sweeper=optuna`` adds this callback to each job. The run ends as with early stopping, so its checkpoints are
+    complete. Validations are counted from 0, and the count continues after a resume.
 
     Args:
-        storage: of the study, a URL as Optuna takes it.
-        study_name: its name there.
+        storage: the storage of the study, a URL as in Optuna.
+        study_name: the name of the study.
         trial: the number of the trial.
-        metric: that is optimised, as it is logged.
-        pruner: ``name`` (median, hyperband, none) and arguments of Optuna's class; None for none.
+        metric: the name of the optimized metric, as it is logged.
+        pruner: ``name`` (median, hyperband, none) and arguments of Optuna's class. Default: None, no pruner.
 
     Attributes:
         pruned: whether it has stopped the run.
@@ -43,14 +43,14 @@ class OptunaPruning(L.Callback):
         self._trial: Any = None
         self._known: Any = None  # the metric's value when a validation starts
         self._is_validated = False  # whether validations log the metric; if not, it is reported at the ends of epochs
-        self._reported: set[int] = set()  # validations; a trial that is run again has some
+        self._reported: set[int] = set()  # numbers of reported validations; a trial that runs again has some
 
     def run_facts(self) -> dict[str, Any]:
-        """What the record of the run says."""
+        """Return the entries for the record of the run."""
         return {"pruned": True} if self.pruned else {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Open the study, on the first process."""
+        """Open the study, on rank 0."""
         if not trainer.is_global_zero:
             return
         self._trial = trial_of(self.storage, self.study_name, self.trial, self.pruner)
@@ -63,11 +63,11 @@ class OptunaPruning(L.Callback):
             self._trial = None
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note the value of the metric, to find out whether the validation logs it."""
+        """Store the value of the metric, to recognize whether the validation logs it."""
         self._known = trainer.callback_metrics.get(self.metric)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Report the metric, if the validation has logged it."""
+        """Report the metric if the validation has logged it."""
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
         self._is_validated |= trainer.callback_metrics.get(self.metric) is not self._known
@@ -75,7 +75,7 @@ class OptunaPruning(L.Callback):
             self._report(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Report the metric, if no validation logs it."""
+        """Report the metric if no validation logs it."""
         if not self._is_validated:
             self._report(trainer)
 
@@ -90,10 +90,10 @@ class OptunaPruning(L.Callback):
             self.pruned = trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """Return the state for a checkpoint."""
         return {"validations": self.validations, "is_validated": self._is_validated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the count of reports."""
         self.validations = state_dict["validations"]
         self._is_validated = state_dict.get("is_validated", True)

@@ -1,4 +1,4 @@
-"""How our pictures look: colours, axes, and names at the ends of curves instead of a legend. Imports no torch."""
+"""The style of our figures: colors, axes, and labels at the ends of curves instead of a legend. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:  # takes a second to import
 
 INK, FAINT = "#333333", "#bbbbbb"
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""Okabe and Ito's, which colour-blind readers can tell apart."""
+"""The palette of Okabe and Ito, which color-blind readers can distinguish."""
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Centred moving average over about a fortieth of the points, stepping over those that are not finite."""
+    """Return the centered moving average over about 1/40 of the points, ignoring those that are not finite."""
     import numpy as np
 
     points = np.asarray(values)
@@ -31,7 +31,7 @@ def smooth(values: list[float]) -> list[float]:
 
 
 def canvas(title: str, width: float, height: float) -> Figure:
-    """An empty figure of this size in inches, with a headline. It is bound to no window, and unknown to ``pyplot``."""
+    """Create an empty figure with a title; sizes in inches. It has no window, and is unknown to ``pyplot``."""
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # at DEBUG it logs hundreds of lines about fonts
     from matplotlib.figure import Figure
 
@@ -41,7 +41,7 @@ def canvas(title: str, width: float, height: float) -> Figure:
 
 
 def style(axes: Axes, title: str) -> None:
-    """Gives axes a title and the look of the house."""
+    """Set the title and the style of axes."""
     axes.set_title(title, loc="left", size=10, color=INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
@@ -52,11 +52,11 @@ def style(axes: Axes, title: str) -> None:
 
 
 def fit_loss_axis(axes: Axes, values: Iterable[float]) -> None:
-    """Gives a loss axis the range that shows ``values``; logarithmic where they span more than two decades.
+    """Set the range of a loss axis so that it shows ``values``; logarithmic if they span more than two decades.
 
     Args:
-        axes: Where the loss is drawn.
-        values: What is to be seen; those that are not finite are passed over.
+        axes: The axes with the loss.
+        values: The values to show; those that are not finite are ignored.
     """
     shown = [value for value in values if math.isfinite(value)]
     if shown and min(shown) > 0 and max(shown) > 100 * min(shown):
@@ -67,17 +67,17 @@ def fit_loss_axis(axes: Axes, values: Iterable[float]) -> None:
 
 
 def without_spikes(values: Iterable[float]) -> list[float]:
-    """The finite ones, the largest half a percent left out: a spike in a single batch must not flatten the rest."""
+    """Return the finite values without the largest 0.5 %, because a spike in one batch would flatten the rest."""
     shown = sorted(value for value in values if math.isfinite(value))
     return shown[: math.ceil(0.995 * len(shown))]
 
 
 def label_ends(axes: Axes, labels: list[tuple[float, str, str]]) -> None:
-    """Writes each curve's name at its end, in its colour, and keeps the names apart.
+    """Label each curve at its end, in its color, and keep the labels apart.
 
     Args:
-        axes: Where the curves are, with their final scale.
-        labels: For each curve its last y-value, its name and its colour.
+        axes: The axes with the curves, with their final scale.
+        labels: Last y-value, name and color of each curve.
     """
     to_axes = axes.transData + axes.transAxes.inverted()
     axes.autoscale_view()

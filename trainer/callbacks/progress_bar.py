@@ -1,4 +1,4 @@
-"""The progress bar: live on a terminal and in a notebook, plain lines anywhere else."""
+"""The progress bar: live on a terminal and in a notebook, plain lines elsewhere."""
 
 import logging
 import math
@@ -25,13 +25,13 @@ from torch import Tensor
 from trainer.callbacks.run_callback import RunCallback
 from trainer.record.measures import training_loss
 
-# Drawing may take this share of the time at most: a terminal that is slow (a busy ssh connection, say) is
-# written to less often than `refresh_rate` asks for.
+# Maximum share of the time for drawing: a slow terminal (such as a busy ssh connection) is written to less often than
+# `refresh_rate`.
 _MAX_SHARE = 0.02
 # Span of the moving average behind the rate, in seconds.
 _RATE_MEMORY = 5.0
 
-# What Lightning's base class calls an evaluation, and the number of its batches.
+# The description of a stage and its number of batches in Lightning's base class.
 _OF_STAGE = {
     RunningStage.SANITY_CHECKING: ("sanity_check_description", "total_val_batches_current_dataloader"),
     RunningStage.VALIDATING: ("validation_description", "total_val_batches_current_dataloader"),
@@ -41,33 +41,33 @@ _OF_STAGE = {
 
 
 class ProgressBar(RunCallback, LightningProgressBar):
-    """Shows epoch, batch, rate, loss, the metrics logged with ``prog_bar=True``, scale and skipped steps.
+    """Shows epoch, batch, rate, loss, the metrics logged with ``prog_bar=True``, loss scale and skipped steps.
 
-    On a terminal this is a live bar, with a second one while validating; ``print``, warnings and log records
-    appear above it. In a notebook it is the same bar in the cell's output, and they appear below it; ipywidgets
-    are not needed. Anywhere else (a file, a pipe, ``TERM=dumb``) it is plain lines: one at the end of every epoch,
-    and one every `seconds_between_lines` during a long one. Only rank zero shows anything.
+    On a terminal this is a live bar, with a second one during validation; ``print``, warnings and log records appear
+    above it. In a notebook it is the same bar in the output of the cell, and they appear below it; ipywidgets is not
+    required. Elsewhere (a file, a pipe, ``TERM=dumb``) it prints plain lines: one at the end of every epoch, and one
+    every `seconds_between_lines` during a long one. Only rank zero shows anything.
 
-    A batch on which no refresh is due costs one look at the clock. Metrics are read when a refresh is due and
-    not before, because on a GPU each read waits for the device; the scale comes from
-    ``trainer.settled_outcome``, which is on the host already. There is no background thread.
+    A batch without a refresh costs one reading of the clock. Metrics are only read when a refresh is due, because on a
+    GPU each reading is a host-device synchronization; the scale comes from ``trainer.settled_outcome``, which is on the
+    host already. There is no background thread.
 
-    Without a metric whose name contains "loss", the loss that ``training_step`` returned is shown. Override
-    ``get_metrics`` to show other things.
+    Without a metric with "loss" in its name, the loss that ``training_step`` returned is shown. Override
+    ``get_metrics`` to show other values.
 
     Args:
-        refresh_rate: Seconds between two refreshes of the live bar; drawing takes about half a millisecond.
-            0 switches the progress bar off, lines included.
-        seconds_between_lines: Seconds between two plain lines within an epoch.
-        leave: Keep a line for every finished epoch above the live bar.
-        console: Where to draw. Default: rich's global console, which writes to ``sys.stdout``.
+        refresh_rate: Seconds between two refreshes of the live bar; drawing takes about half a millisecond. 0 disables
+            the progress bar, including lines. Default: 0.2.
+        seconds_between_lines: Seconds between two plain lines within an epoch. Default: 30.
+        leave: Keep a line for every finished epoch above the live bar. Default: False.
+        console: The console to draw on. Default: rich's global console, which writes to ``sys.stdout``.
 
     Raises:
         ValueError: If `refresh_rate` is negative or `seconds_between_lines` is not positive.
     """
 
     reads_epoch_metrics: ClassVar = True
-    # A live display and a console hold locks and streams, which neither pickle nor deepcopy.
+    # A live display and a console hold locks and streams, which cannot be pickled or deep-copied.
     of_no_run: ClassVar = {
         "_trainer": None,
         "_live": None,
@@ -97,7 +97,7 @@ class ProgressBar(RunCallback, LightningProgressBar):
         self._running = False
         self._live: Live | _Cell | None = None  # None while running: plain lines
         self._redirected: list[tuple[logging.StreamHandler[Any], TextIO]] = []
-        self._due = math.inf  # when to refresh next; infinite while nothing is to be shown
+        self._due = math.inf  # time of the next refresh; infinite while nothing is shown
         self._train = _Row("", math.inf, 0.0)
         self._evaluation: _Row | None = None
         self._loss: Tensor | None = None
@@ -112,7 +112,7 @@ class ProgressBar(RunCallback, LightningProgressBar):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether anything is shown; false on every rank but zero."""
+        """Whether anything is shown; False on every rank except zero."""
         return self._enabled and self._refresh_rate > 0
 
     @property
@@ -121,19 +121,19 @@ class ProgressBar(RunCallback, LightningProgressBar):
         return not self.is_enabled
 
     def enable(self) -> None:
-        """Shows progress from the next stage on."""
+        """Show progress from the next stage on."""
         self._enabled = True
 
     def disable(self) -> None:
-        """Shows nothing from now on, and takes a live bar down."""
+        """Show nothing from now on, and remove a live bar."""
         self._enabled = False
         self._stop()
 
     def get_metrics(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule"
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """The metrics to show, by name: those logged with ``prog_bar=True``."""
-        metrics = super().get_metrics(trainer, pl_module)  # warns of a metric with a name that is taken
+        """Return the metrics to show, by name: those logged with ``prog_bar=True``."""
+        metrics = super().get_metrics(trainer, pl_module)  # warns about a metric with a reserved name
         for name in get_standard_metrics(trainer):
             if not isinstance(metrics[name], float):  # the logger's version, not what the user logged
                 del metrics[name]
@@ -142,30 +142,30 @@ class ProgressBar(RunCallback, LightningProgressBar):
     # Training
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Starts the display, also in the middle of an epoch, where no epoch start will follow."""
+        """Start the display; also in the middle of an epoch, because no epoch start follows then."""
         self._start()
         self._begin_epoch(trainer)
         self._draw()
 
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Begins an epoch."""
+        """Begin an epoch."""
         self._begin_epoch(trainer)
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the batch, and refreshes when that is due."""
+        """Count the batch, and refresh if it is due."""
         row = self._train
         row.completed = batch_idx + 1
         row.seen += 1
         due = time.monotonic() >= self._due
-        if due or row.completed == row.total:  # the last loss goes into the epoch's line
+        if due or row.completed == row.total:  # the line of the epoch shows the last loss
             self._loss = training_loss(trainer, outputs, keep=True)
         if due:
             self._refresh(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Prints the epoch's line, if lines are what is shown."""
+        """Print the line of the epoch, if lines are shown."""
         if not self._running:
             return
         if self._live is None or self._leave:
@@ -175,7 +175,7 @@ class ProgressBar(RunCallback, LightningProgressBar):
             self._refresh(trainer, pl_module)
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Draws the final state and stops."""
+        """Draw the final state and stop."""
         if self._live is not None:
             self._read(trainer, pl_module)
         self._stop()
@@ -183,12 +183,12 @@ class ProgressBar(RunCallback, LightningProgressBar):
     # Validation, test and prediction
 
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Starts the display, or pauses the training rate."""
+        """Start the display, or pause the rate of training."""
         self._train.mark(time.monotonic())
         self._start()
 
     def on_sanity_check_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Starts the display."""
+        """Start the display."""
         self._start()
 
     on_test_start = on_sanity_check_start
@@ -203,7 +203,7 @@ class ProgressBar(RunCallback, LightningProgressBar):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Counts the batch, and refreshes when that is due."""
+        """Count the batch, and refresh if it is due."""
         if self.has_dataloader_changed(dataloader_idx):
             self._begin_evaluation(trainer, dataloader_idx)
         self._advance_evaluation(batch_idx)
@@ -212,7 +212,7 @@ class ProgressBar(RunCallback, LightningProgressBar):
     on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Goes back to training, or draws the final state and stops."""
+        """Return to training, or draw the final state and stop."""
         if trainer.state.fn != TrainerFn.FITTING:
             self._end_evaluation(trainer, pl_module)
             return
@@ -225,7 +225,7 @@ class ProgressBar(RunCallback, LightningProgressBar):
     on_predict_end = on_validation_end
 
     def _let_go(self, trainer: "pl.Trainer") -> None:
-        self._stop()  # and reads nothing: the device may be what failed
+        self._stop()  # reads no metrics, because the device may be the cause of the failure
 
     # The display
 
@@ -244,12 +244,12 @@ class ProgressBar(RunCallback, LightningProgressBar):
             self._live.start()
             self._due = time.monotonic()
             return
-        # Under FORCE_COLOR rich takes a log file for a terminal, and a bar would fill it.
+        # Under FORCE_COLOR rich treats a log file as a terminal, and a bar would fill it.
         terminal = console.is_terminal and (self._console is not None or console.file.isatty())
         if not terminal or console.is_dumb_terminal:
             self._due = time.monotonic() + self._seconds_between_lines
             return
-        # A stderr that is redirected (`2> errors.txt`) is left alone: it is not printed above the bar.
+        # A redirected stderr (`2> errors.txt`) is left alone: it is not printed above the bar.
         redirect_stderr = sys.stderr is not None and sys.stderr.isatty()
         self._live = Live(self._display, console=console, auto_refresh=False, redirect_stderr=redirect_stderr)
         self._live.start()
@@ -272,7 +272,7 @@ class ProgressBar(RunCallback, LightningProgressBar):
         if self._live is not None:
             self._read(trainer, pl_module)
             self._draw()
-        elif self._train.completed < self._train.total:  # else the epoch's line is about to come
+        elif self._train.completed < self._train.total:  # otherwise the line of the epoch follows
             self._read(trainer, pl_module)
             self._print_line(self._train, self._display.items)
 
@@ -288,20 +288,20 @@ class ProgressBar(RunCallback, LightningProgressBar):
         row.mark(now)
         words = [row.label, f"batch {row.count}", *(f"{name} {value}" for name, value in items), row.speed]
         line = "  ".join(filter(None, words))
-        # Not wrapped: a line of a log is one line.
+        # Not wrapped: each line of a log is one line.
         console = self._console or get_console()
         console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
         if self._live is None:
             self._due = now + self._seconds_between_lines
 
     def _read(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Brings the shown metrics up to date; each that lives on a GPU is a host-device synchronisation."""
+        """Update the shown metrics; reading each one on a GPU is a host-device synchronization."""
         metrics = self.get_metrics(trainer, pl_module)
         if self._loss is not None and not any("loss" in name.lower() for name in metrics):
             metrics = {"loss": self._loss.item(), **metrics}
         items = [(name, _format(value)) for name, value in metrics.items()]
         scaler = trainer.scaler
-        outcome = getattr(trainer, "settled_outcome", None)  # which `lightning.Trainer` does not have
+        outcome = getattr(trainer, "settled_outcome", None)  # `lightning.Trainer` does not have it
         if scaler is not None and scaler.is_enabled() and outcome is not None:
             skipped = trainer.progress.skipped_steps  # type: ignore[attr-defined]  # those that are known; no waiting
             items += [("scale", f"{outcome.next_scale:.10g}"), ("skipped", str(skipped))]
@@ -314,7 +314,7 @@ class ProgressBar(RunCallback, LightningProgressBar):
         label = f"epoch {epoch}"
         if max_epochs is not None and max_epochs > 0:
             label = f"epoch {epoch:>{len(str(max_epochs))}}/{max_epochs}"
-        rate = self._train.rate  # to be shown until there is a new one
+        rate = self._train.rate  # shown until there is a new one
         self._train = _Row(label, self.total_train_batches, time.monotonic(), rate)
         self._display.rows = [self._train]
 
@@ -355,13 +355,13 @@ class ProgressBar(RunCallback, LightningProgressBar):
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    """How far one pass over a dataloader has come.
+    """The progress of one pass over a dataloader.
 
     Attributes:
-        label: Such as ``epoch 3/10``; empty when there is nothing to show.
-        total: Batches of the pass; infinite when unknown.
-        completed: Batches of the pass that are done, those before a resume included.
-        seen: Batches that were done in this process, for the rate.
+        label: Such as ``epoch 3/10``; empty if there is nothing to show.
+        total: Number of batches in the pass; infinite if unknown.
+        completed: Number of batches that are done, including those before a resume.
+        seen: Number of batches that were done in this process, for the rate.
         rate: Batches per second, a moving average over some seconds, or None before the first measurement.
     """
 
@@ -375,17 +375,17 @@ class _Row:
     _measured: float = 0.0
 
     def mark(self, now: float) -> None:
-        """Takes the batches since the last mark into the rate."""
+        """Add the batches since the last mark to the rate."""
         seconds, batches = now - self._marked_at, self.seen - self._marked_seen
         if seconds <= 0 or batches == 0:
             return
         self._measured += seconds
-        share = min(1.0, seconds / min(self._measured, _RATE_MEMORY))  # the plain mean, to begin with
+        share = min(1.0, seconds / min(self._measured, _RATE_MEMORY))  # the plain mean at first
         self.rate = (1 - share) * (self.rate or 0.0) + share * batches / seconds
         self.resume(now)
 
     def resume(self, now: float) -> None:
-        """Leaves the time since the last mark out of the rate."""
+        """Exclude the time since the last mark from the rate."""
         self._marked_at = now
         self._marked_seen = self.seen
 
@@ -409,7 +409,7 @@ class _Row:
 class _Display(JupyterMixin):
     """The live display: a bar for each row, and the metrics below.
 
-    Drawn by hand rather than with `rich.progress.Progress`, whose table layout takes four times as long.
+    Drawn directly instead of with `rich.progress.Progress`, because its table layout takes four times as long.
     """
 
     def __init__(self) -> None:
@@ -429,7 +429,7 @@ class _Display(JupyterMixin):
             if width >= 4:
                 known = math.isfinite(row.total)
                 bar = Bar(row.total if known else None, row.completed, pulse=not known)
-                # Padded to its width: without colours rich draws no more than the completed part.
+                # Padded to its width: without colors, rich draws the completed part only.
                 segments = list(console.render(bar, options.update_width(width)))
                 yield from Segment.adjust_line_length(segments, width)
             yield right
@@ -439,16 +439,17 @@ class _Display(JupyterMixin):
                 skips = name == "skipped" and value != "0"
                 text.append(f"{name} ", style="dim").append(f"{value}  ", style="bold yellow" if skips else "")
             is_too_long = text.cell_len - 2 > options.max_width  # two spaces end it
-            yield text[indent:] if is_too_long else text  # the last item counts skipped steps
+            yield text[indent:] if is_too_long else text  # keep the end: the last item counts skipped steps
 
 
 class _Cell:
-    """What rich's `Live` is for a terminal, for the output of a notebook's cell.
+    """The counterpart of rich's `Live` for the output of a notebook's cell.
 
-    In a notebook `Live` needs ipywidgets, whose state is not kept in the file. IPython alone can replace an output.
+    In a notebook `Live` requires ipywidgets, and their state is not saved in the file. IPython alone can replace an
+    output.
 
     Args:
-        display: What to show.
+        display: The display to show.
     """
 
     def __init__(self, display: _Display) -> None:
@@ -456,12 +457,12 @@ class _Cell:
         self._handle: Any = None
 
     def start(self) -> None:
-        """Show it for the first time."""
-        show = import_module("IPython.display").display  # in a notebook there is one
+        """Show the display for the first time."""
+        show = import_module("IPython.display").display  # a notebook has it
         self._handle = show(self._display, display_id=True)
 
     def refresh(self) -> None:
-        """Show how it is now, in its place."""
+        """Replace the display by its current state."""
         self._handle.update(self._display)
 
     stop = refresh
@@ -469,15 +470,15 @@ class _Cell:
 
 def _format(value: object) -> str:
     if isinstance(value, Tensor):
-        value = value.item()  # host-device synchronisation on a GPU
+        value = value.item()  # host-device synchronization on a GPU
     return f"{value:#.4g}" if isinstance(value, float) else str(value)
 
 
 def _redirect_logging() -> list[tuple[logging.StreamHandler[Any], TextIO]]:
-    """Sends log records above the bar: handlers hold on to the streams from before rich replaced them.
+    """Print log records above the bar: handlers keep the streams from before rich replaced them.
 
     Returns:
-        The handlers that were changed, with the streams they had.
+        The handlers that were changed, with their previous streams.
     """
     proxies = {id(getattr(proxy, "rich_proxied_file", None)): proxy for proxy in (sys.stdout, sys.stderr)}
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
