@@ -17,7 +17,7 @@ def as_choices(modules: Choice | Sequence[Choice]) -> tuple[Choice, ...]:
     """Return one choice, or several, as a tuple.
 
     Raises:
-        ConfigurationError: if there is none.
+        ConfigurationError: if there is no choice.
     """
     choices: tuple[Choice, ...] = (modules,) if isinstance(modules, (str, type)) else tuple(modules)
     if not choices:

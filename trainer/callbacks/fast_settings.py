@@ -160,7 +160,7 @@ def missed(module: nn.Module, settings: FastSettings | None, *, precision: str) 
 
     Args:
         module: the trained module.
-        settings: the callback of the run. None if there is none.
+        settings: the callback of the run. None if the run has no such callback.
         precision: the name of the precision: in mixed precision there are no matrix products that TF32 would speed up.
     """
     wanted = settings.wanted if settings is not None else ()

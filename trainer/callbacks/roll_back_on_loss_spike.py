@@ -1,4 +1,4 @@
-"""Go back to the last checkpoint when the loss jumps, and leave the batches out that came since."""
+"""Roll back to an earlier checkpoint when the loss spikes, and skip the batches since then."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from trainer.precision.readback import Readback
 
 
 class RollBackOnLossSpike(RunCallback):
-    """When the loss of an update is a spike, goes back to the last checkpoint and skips the batches since then.
+    """Rolls back to the last checkpoint if the loss of an update is a spike, and skips the batches since then.
 
     A spike is a loss of more than ``threshold`` times the median of the last ``window`` updates' losses, or one that is
-    not finite, unless the step is skipped for that (:class:`~trainer.callbacks.NonFiniteGuard`, a loss scaler). The
-    loss of an update is the mean of what it learns from: over its accumulation window and all processes.
+    not finite, unless the step is skipped because of it (:class:`~trainer.callbacks.NonFiniteGuard`, a loss scaler).
+    The loss of an update is the mean over its accumulation window and all processes.
 
-    Weights, optimizers, schedules, the loss scale, random states and other callbacks are then those of the newest good
-    checkpoint of this run's ModelCheckpoints from before the spike, and the run goes on with the next batch: to the
-    bit as a run that goes on from that checkpoint without those batches. ``trainer.global_step`` is that of the
-    checkpoint; epochs and batches are counted on. PaLM was trained so, by hand (https://arxiv.org/abs/2204.02311,
-    section 5.1: some 100 steps back, and 200 to 500 batches left out).
+    Weights, optimizers, schedules, the loss scale, random states and other callbacks are restored from the newest good
+    checkpoint of this run's ModelCheckpoints before the spike, and the run continues with the next batch. This is
+    bitwise equal to a run that continues from that checkpoint without those batches. ``trainer.global_step`` is that of
+    the checkpoint; epochs and batches are not reset. PaLM was trained this way, by hand
+    (https://arxiv.org/abs/2204.02311, section 5.1: about 100 steps back, and 200 to 500 batches skipped).
 
-    Loggers keep the rows of the steps that were undone, and get others of the same steps. A schedule that watches a
-    metric does not see the validations between. Where a sample draws random numbers in the process that trains
-    (``num_workers=0``), those that follow draw from the checkpoint's random state.
+    Loggers keep the rows of the undone steps, and get further rows of the same steps. A schedule that monitors a metric
+    ignores the validations between. If samples draw random numbers in the training process (``num_workers=0``), later
+    samples draw from the checkpoint's random state.
 
-    Costs an addition for each batch and some 30 microseconds of the host for each update; on several processes an
-    exchange of two numbers. On a GPU a loss is looked at an update later, and nothing waits for it; weights that are
-    not finite may then end the run before, where they are to be saved.
+    Costs an addition for each batch and about 30 microseconds on the host for each update; with several processes, also
+    a collective of two numbers. On a GPU a loss is checked one update later, without a host-device synchronization;
+    non-finite weights may then end the run earlier, if they are to be saved.
 
     Args:
-        threshold: how many times the median; losses have to be positive.
-        window: updates. Until there are as many, nothing is a spike.
-        margin: optimizer steps that lie between the checkpoint and the spike, at least: a spike may begin before it
-            shows. Without ``save_top_k=-1`` there may be no checkpoint as old.
-        max_rollbacks: how often a run may go back; None for any number.
+        threshold: the factor on the median, above 1; losses must be positive. Default: 2.0.
+        window: the number of updates. No loss counts as a spike before there are as many. Default: 100.
+        margin: the smallest number of optimizer steps between the checkpoint and the spike, because a spike may begin
+            before it is visible. Without ``save_top_k=-1`` there may be no checkpoint that old. Default: 0.
+        max_rollbacks: the largest number of rollbacks in a run; None for no limit. Default: 3.
 
     Attributes:
-        rollbacks: what was done, for each time; also in ``run.json`` and in checkpoints. ``step``, ``loss`` and
-            ``median`` of the spike; the ``checkpoint`` and its step, ``to_step``; and the first and the last batch that
-            were left out, each as an epoch and an index in it.
+        rollbacks: one dict for each rollback, also in ``run.json`` and in checkpoints: ``step``, ``loss`` and
+            ``median`` of the spike; the ``checkpoint`` and its step, ``to_step``; and the ``first`` and the ``last``
+            skipped batch, each as an epoch and an index in it.
 
     Raises:
-        ConfigurationError: a number out of range; when a fit starts, a Trainer without a ModelCheckpoint, or manual
-            optimization.
-        LossSpikeError: there is one spike more than ``max_rollbacks``.
+        ConfigurationError: if a number is out of range; when a fit starts, if the Trainer has no ModelCheckpoint, or
+            the module uses manual optimization.
+        LossSpikeError: if there is one spike more than ``max_rollbacks``.
     """
 
     runs_last: ClassVar = True
@@ -74,12 +74,13 @@ class RollBackOnLossSpike(RunCallback):
         self.rollbacks: list[dict[str, Any]] = []
         self._losses: deque[float] = deque(maxlen=window)
         self._sum: Tensor | None = None  # of the open window
-        self._step = 0  # before it
+        self._step = 0  # the step before the window
         self._readback = Readback("cpu")
-        self._last: tuple[int, float | None] | None = None  # not looked at yet: its step, and the loss if it was read
+        # the update that is not checked yet: its step, and the loss if it was read
+        self._last: tuple[int, float | None] | None = None
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Refuse fits in which nothing can be rolled back."""
+        """Refuse fits that cannot be rolled back."""
         if not pl_module.automatic_optimization:
             raise ConfigurationError(
                 "Got RollBackOnLossSpike and a module that optimizes by hand, expected automatic optimization: nobody"
@@ -95,14 +96,14 @@ class RollBackOnLossSpike(RunCallback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Add the batch's share of the loss; at the end of an update look at the loss, and perhaps go back."""
+        """Add the batch's share of the loss; at the end of an update, check the loss and roll back after a spike."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
         if loss is not None:
             self._sum = loss.detach().float().clone() if self._sum is None else self._sum + loss.detach()
         if trainer.loop.window.is_open:
             return
         total, self._sum, step, self._step = self._sum, None, self._step, trainer.global_step
-        before = self._take()  # on a GPU, the update before
+        before = self._take()  # on a GPU, the previous update
         engine = trainer.engine
         numbers: list[Any] = [] if total is None else [total]
         if engine.data_parallel_size > 1:
@@ -115,7 +116,9 @@ class RollBackOnLossSpike(RunCallback):
             self._judge(trainer, batch_idx, *before)
 
     def _take(self) -> tuple[int, float] | None:
-        """The update that was not looked at yet: its step, and its loss; None where there is none, or no loss."""
+        """Return step and loss of the update that is not checked yet; None without such an update, or without a
+        loss.
+        """
         if self._last is None:
             return None
         (step, loss), self._last = self._last, None
@@ -127,7 +130,7 @@ class RollBackOnLossSpike(RunCallback):
         return step, loss
 
     def _judge(self, trainer: Any, batch_idx: int, step: int, loss: float) -> None:
-        """Note the loss of the update that began at ``step``; where it is a spike, go back."""
+        """Record the loss of the update that began at ``step``, or roll back if it is a spike."""
         is_known, is_finite = len(self._losses) == self.window, math.isfinite(loss)
         middle = median(self._losses) if is_known else math.inf
         if not is_known or (loss <= self.threshold * middle if is_finite else trainer.scaler.skips_steps):
@@ -166,18 +169,21 @@ class RollBackOnLossSpike(RunCallback):
         )
 
     def run_facts(self) -> dict[str, Any]:
-        """For the run's record."""
+        """Return the entries for the record of the run."""
         return {"rollbacks": self.rollbacks} if self.rollbacks else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The losses of the window, what was not looked at yet, and what was done. May wait for a GPU."""
+        """Return the losses of the window, the update that is not checked yet, and the rollbacks.
+
+        A host-device synchronization if the loss is on a GPU.
+        """
         if (last := self._take()) is not None:
             self._last = last
         total = None if self._sum is None else float(self._sum)
         return {"losses": list(self._losses), "last": last, "sum": total, "rollbacks": self.rollbacks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from these."""
+        """Restore the state of :meth:`state_dict`."""
         self._losses = deque(state_dict["losses"], maxlen=self.window)
         last, total = state_dict["last"], state_dict["sum"]
         self._last = None if last is None else (int(last[0]), float(last[1]))

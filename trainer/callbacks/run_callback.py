@@ -1,4 +1,4 @@
-"""Callbacks that change something while a run lasts."""
+"""Callbacks that change something during a run."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from lightning.pytorch import Callback, LightningModule
 
 
 class RunCallback(Callback):
-    """A callback that keeps or changes something for a run, until it is over, however it ends. A copy is of no run.
+    """A callback that stores or changes something during a run, and restores it at the end.
+
+    Copies are detached from any run.
 
     Attributes:
-        of_no_run: by name, the attributes of a copy that are not the original's.
+        of_no_run: the attributes of a copy that differ from the original's, by name.
     """
 
     of_no_run: ClassVar[Mapping[str, Any]] = {}
 
     def _let_go(self, trainer: Any) -> None:
-        """Put it back, where there is something. Called when a run is over, perhaps twice."""
+        """Restore the changes, if there are any. Called when a run is over, possibly twice."""
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """The run is over."""
+        """Restore the changes, because the run has failed."""
         self._let_go(trainer)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """The run is over."""
+        """Restore the changes, because the run is over."""
         self._let_go(trainer)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Collects what there is to know of a fit, once, and writes it to ``run.json``."""
+"""Collect the record of a fit, and write it to ``run.json``."""
 
 import logging
 import os
@@ -34,7 +34,7 @@ from trainer.record.series import Series
 log = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_WRITES = 10.0
-_SECONDS_BETWEEN_READINGS = 1.0  # of the memory
+_SECONDS_BETWEEN_READINGS = 1.0  # readings of the memory
 
 
 class RecordView(Callback):
@@ -60,11 +60,11 @@ class RecordView(Callback):
             callbacks.append(RunRecorder(writes=False))
 
     def draw(self, record: RunRecord, folder: Path) -> dict[str, Path]:
-        """Writes files of its own, on rank zero. Returns their paths, for the record, by name."""
+        """Write files of the callback on rank zero. Return their paths by name, for the record."""
         return {}
 
     def show(self, record: RunRecord) -> None:
-        """Shows the record, which is complete, on rank zero."""
+        """Show the complete record, on rank zero."""
 
 
 class RunRecorder(Callback):
@@ -74,32 +74,32 @@ class RunRecorder(Callback):
     ``Trainer(callbacks=[RunRecorder(), RunSummary()])``. ``python -m trainer report FOLDER`` reads the file.
 
     The file is written when the fit starts, at most every 10 seconds at the end of an epoch or a validation, and when
-    the fit ends, also if it fails. Then every `RecordView` among the callbacks shows the record. A callback adds its
-    own facts by a method ``run_facts`` that returns a dict.
+    the fit ends, even if it fails. Then every `RecordView` among the callbacks shows the record. A callback adds its
+    own entries by a method ``run_facts`` that returns a dict.
 
-    Curves are kept if there is a file, or a view that draws them. Per batch it reads the loss on the CPU, where
-    that is free, and copies it on a GPU without waiting for it; reading is done once an epoch. Of each curve at
-    most `max_points` are kept (then every second one is dropped). They are saved in checkpoints, so that the curves
-    of a resumed run are whole; but for times and memory, which would differ each time: a run that is resumed in the
-    same folder takes them from its ``run.json``.
+    Curves are collected if a file is written, or a view draws them. Per batch, the loss is read on the CPU, where that
+    is free, and copied on a GPU without a synchronization; copies are read once per epoch. Each curve has at most
+    `max_points` points (beyond that, every second one is dropped). They are saved in checkpoints, so that a resumed run
+    has complete curves, except for times and memory, which differ in each run: a run that is resumed in the same folder
+    takes them from its ``run.json``.
 
     Args:
         record: Record of a run that has started to write one. Default: a new one, ``run.json`` in `dirpath`.
-        dirpath: Folder of the file. Default: the folder that a view was given, else that of the first logger.
-        writes: Whether to write the file.
-        max_points: The most points kept of each curve.
-        settings: Hyperparameters of the run for loggers that collect runs, such as W&B's. The ids of the runs there
-            are stored as ``tracking``. None to log none.
+        dirpath: Folder of the file. Default: the folder of a view, else that of the first logger.
+        writes: Whether to write the file. Default: True.
+        max_points: Maximum number of points per curve. Default: 1024.
+        settings: Hyperparameters of the run for loggers that collect runs, such as W&B's. The ids of the runs there are
+            stored as ``tracking``. Default: None, nothing is logged.
 
     Attributes:
         record: The record of the run, or None before the first fit.
         losses: Training loss of a batch, as ``training_step`` returned it.
-        scales: Loss scale: the first step with it, for each change.
-        skipped: Steps skipped so far, at each skipped step.
-        seconds: Time of training at the end of a batch, validations left out; that before a resume included. Read
-            from the host's clock, which on a GPU is ahead of the device: over many steps the rates are right.
-        memory: Bytes, at most once a second: on CUDA what torch has reserved, else the memory of the process.
-        metrics: By stage ("train" or "val") and name, a point for each time that stage came to an end.
+        scales: Loss scale at the first step of each change.
+        skipped: Number of skipped steps so far, at each skipped step.
+        seconds: Training time at the end of a batch, without validations, including the time before a resume. Measured
+            with the host's clock, which on a GPU is ahead of the device: rates over many steps are correct.
+        memory: Bytes, at most once per second: on CUDA the memory that torch has reserved, else that of the process.
+        metrics: By stage ("train" or "val") and name, one point for each end of the stage.
     """
 
     observes_only: ClassVar = True
@@ -128,23 +128,23 @@ class RunRecorder(Callback):
         self._max_points = max_points
         self._views: list[RecordView] = []
         self._is_fitting = self._on_device = False
-        self._written = 0.0  # when, by time.monotonic
+        self._written = 0.0  # time of the last write, by time.monotonic
         self._outcome: object = None
         self._scale: float | None = None
-        self._known: dict[str, Any] = {}  # callback_metrics as last seen, to tell which ones are new
+        self._known: dict[str, Any] = {}  # callback_metrics as last seen, to recognize new ones
         self._clock = time.perf_counter
-        self._began: float | None = None  # when training began, by the clock
+        self._began: float | None = None  # start of training, by the clock
         self._ended: float | None = None
-        self._zero = 0.0  # what the clock showed, or would have shown, when `seconds` began
-        self._paused: float | None = None  # since when a validation goes on
+        self._zero = 0.0  # time of the clock at which `seconds` is 0
+        self._paused: float | None = None  # start of the current validation
         self._seconds_before = 0.0  # of training, in earlier fits
         self._next_reading = 0.0
         self._batches = 0
-        self._batches_before = 0  # this epoch
+        self._batches_before = 0  # before this epoch
         self._num_batches: float = 0
-        self._first_size: int | None = None  # samples in this epoch's first batch; 0 when that cannot be told
+        self._first_size: int | None = None  # number of samples in this epoch's first batch; 0 if unknown
         self._last_size = 0
-        self._samples = 0  # of this rank, in the epochs of this fit that are over
+        self._samples = 0  # of this rank, in the completed epochs of this fit
 
     # --- a fit begins -----------------------------------------------------------------------------------------
 
@@ -168,24 +168,24 @@ class RunRecorder(Callback):
         if trainer.is_global_zero:
             self.record.facts |= {"module": type(pl_module).__name__, "monitor": monitor_of(trainer)}
             self.record.facts.setdefault("environment", environment())
-            if trainer.ckpt_path is not None:  # until there are others
+            if trainer.ckpt_path is not None:  # until there are new ones
                 self.record.facts["curves"] = self.record.former.get("curves", {})
                 if "weights" in self.record.former:
                     self.record.facts["weights"] = self.record.former["weights"]
             self._write_if_possible()
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Begins to measure the peak of a GPU's memory."""
+        """Start to measure the peak of a GPU's memory."""
         device = trainer.strategy.root_device
         self._on_device = device.type != "cpu"
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Forgets points that are not of this run, ahead of the step it starts from; starts the clock."""
+        """Drop points after the step that this run starts from, and start the clock."""
         assert self.record is not None
         if trainer.global_step and not self.seconds:
-            with suppress(LookupError, TypeError):  # no earlier run in this folder, or not one that wrote these
+            with suppress(LookupError, TypeError):  # no earlier run in this folder, or one without these curves
                 for name in ("seconds", "memory"):
                     getattr(self, name).load_state_dict(self.record.former["curves"][name])
         for series in self._all():
@@ -204,7 +204,7 @@ class RunRecorder(Callback):
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the batch; notes loss, time and memory."""
+        """Count the batch; record loss, time and memory."""
         batches = self._batches
         self._batches = batches + 1
         if self._first_size is None:
@@ -213,17 +213,18 @@ class RunRecorder(Callback):
             self._last_size = batch_size(batch)
         if not self._keeps_curves or batches % self.losses.stride:
             return
-        if not batches % self.seconds.stride:  # the same, or a multiple where some batches have no loss
+        if not batches % self.seconds.stride:  # equal, or a multiple if some batches have no loss
             self._note_pace(trainer)
         loss = training_loss(trainer, outputs, keep=self._on_device)
         if loss is not None:
-            self.losses.append(trainer.global_step, loss.item() if loss.is_cpu else loss)  # `item` waits for a GPU
+            # `item` would synchronize with a GPU
+            self.losses.append(trainer.global_step, loss.item() if loss.is_cpu else loss)
 
     def on_after_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Any, outcome: Any
     ) -> None:
-        """Records a change of the scale, and a skipped step."""
-        if outcome is self._outcome:  # told once for each of several optimizers
+        """Record a change of the scale, and a skipped step."""
+        if outcome is self._outcome:  # called once for each of several optimizers
             return
         self._outcome = outcome
         if outcome.skipped:
@@ -244,17 +245,17 @@ class RunRecorder(Callback):
     # --- at the ends of epochs and validations ----------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Begins to count an epoch."""
+        """Start to count an epoch."""
         self._begin_epoch(trainer)
 
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Stops the clock, and notes what the training has logged up to here."""
+        """Stop the clock, and store the metrics that training has logged so far."""
         if self._began is not None:
             self._paused = now(trainer.strategy.root_device, self._clock)
         self._known = dict(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Records what the validation has logged, and lets the clock go on."""
+        """Record the metrics that the validation has logged, and restart the clock."""
         if self._began is None or not self._is_fitting:
             return
         self._record_metrics(trainer, "val")
@@ -264,7 +265,7 @@ class RunRecorder(Callback):
             self._paused = None
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Records what the training has logged for the epoch, and reads the losses."""
+        """Record the metrics that training has logged for the epoch, and read the losses."""
         self._end_epoch()
         self._record_metrics(trainer, "train")
         self.losses.read()
@@ -273,11 +274,11 @@ class RunRecorder(Callback):
     # --- the fit ends -----------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Stops the clock, before other callbacks draw and write."""
+        """Stop the clock before other callbacks draw and write."""
         self._stop(now(trainer.strategy.root_device, self._clock))
 
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Completes the record of a fit that went through. Where no weight was ever updated, it has failed."""
+        """Complete the record of a successful fit. Its status is failed if no weight was ever updated."""
         self._is_fitting = False
         if trainer.is_global_zero:
             problem = why_nothing_was_learned(trainer)
@@ -285,11 +286,11 @@ class RunRecorder(Callback):
             self._complete()
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Completes the record of a fit that was cut short."""
+        """Complete the record of a fit that has failed or was interrupted."""
         if not self._is_fitting:
             return
         self._is_fitting = False
-        self._stop(self._clock())  # without waiting for a device that may be what failed
+        self._stop(self._clock())  # without a synchronization, because the device may be the cause of the failure
         if trainer.is_global_zero:
             assert self.record is not None
             status = "interrupted" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
@@ -297,39 +298,39 @@ class RunRecorder(Callback):
             try:
                 self.record.facts |= memory_at(exception)
                 self._update(trainer, status, error, {})
-                self._update(trainer, status, error, facts_of(trainer))  # a device that has failed may make this fail
+                self._update(trainer, status, error, facts_of(trainer))  # raises if the device has failed
                 self._complete()
-            except Exception:  # what the user has to see is the exception that ended the fit
+            except Exception:  # the user must see the exception that ended the fit
                 log.warning("The run's record is not complete.", exc_info=True)
                 self._write_if_possible()
 
     def state_dict(self) -> dict[str, Any]:
-        """The points, as lists of numbers, without times and memory."""
+        """Return the points, as lists of numbers, without times and memory."""
         state = {"batches": self._batches, **self._curves()}
         return {name: value for name, value in state.items() if name not in ("seconds", "memory")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up the points of a checkpoint."""
+        """Restore the points of a checkpoint."""
         self._batches = state_dict["batches"]
         for name in ("losses", "scales", "skipped"):
             getattr(self, name).load_state_dict(state_dict[name])
         for stage, metrics in state_dict["metrics"].items():
             for name, state in metrics.items():
                 self._metric(stage, name).load_state_dict(state)
-        for series in (self.seconds, self.memory):  # of a run that has gone back to the checkpoint
+        for series in (self.seconds, self.memory):  # of a run that was rolled back to the checkpoint
             series.truncate(max(self.losses.steps, default=0))
 
-    # --- how ----------------------------------------------------------------------------------------------------
+    # --- helpers ------------------------------------------------------------------------------------------------
 
     def _update(self, trainer: "pl.Trainer", status: str, error: str | None, facts: dict[str, Any]) -> None:
-        """Bring the record up to date; ``facts`` are those of the Trainer."""
+        """Update the record; ``facts`` are those of the Trainer."""
         assert self.record is not None
         known = self.record.facts
         known |= {**facts, "status": status, "error": error}
         if status == "completed" and facts.get("pruned"):
             known["status"] = "pruned"
         if self._scale is not None and known.get("scale") is not None:
-            known["scale"] = self._scale  # of the last step: after a collapse the scaler's own is that from before it
+            known["scale"] = self._scale  # of the last step: after a collapse, the scaler has the scale from before it
         processes = data_parallel_size_of(trainer)
         if self._first_size:
             known["samples_per_step"] = self._first_size * trainer.accumulate_grad_batches * processes
@@ -350,7 +351,7 @@ class RunRecorder(Callback):
         known["curves"] = self._curves()
 
     def _complete(self) -> None:
-        """Have the views draw, write the file, and have them show it."""
+        """Let the views draw, write the file, and let the views show the record."""
         assert self.record is not None
         folder = self.record.home
         if folder is not None:
@@ -360,7 +361,7 @@ class RunRecorder(Callback):
                     self.record.facts["paths"] |= {name: str(path) for name, path in drawn.items()}
                 if self._writes:
                     self.record.write()
-            except OSError as problem:  # no reason to fail a fit that went through
+            except OSError as problem:  # must not fail a successful fit
                 warn(f"The run's record could not be written to {folder}: {problem}")
         for view in self._views:
             view.show(self.record)
@@ -373,7 +374,7 @@ class RunRecorder(Callback):
     def _write_if_possible(self) -> None:
         assert self.record is not None
         if self._writes:
-            with suppress(OSError):  # the fit's end will tell
+            with suppress(OSError):  # the end of the fit reports the error
                 self.record.write()
         self._written = time.monotonic()
 
@@ -407,7 +408,7 @@ class RunRecorder(Callback):
         self._batches_before = self._batches
 
     def _samples_so_far(self) -> int:
-        """Batches times the size of their epoch's first one, with the epoch's last one as it is."""
+        """Return the number of samples so far, as if all batches of an epoch except the last had equal sizes."""
         batches = self._batches - self._batches_before
         return self._samples + (
             (batches - 1) * self._first_size + self._last_size if batches and self._first_size else 0
@@ -416,9 +417,9 @@ class RunRecorder(Callback):
     def _record_metrics(self, trainer: "pl.Trainer", stage: str) -> None:
         for name, value in trainer.callback_metrics.items():
             if stage == "train" and name in self.metrics["val"] and name not in self.metrics["train"]:
-                continue  # of a validation that a checkpoint has brought along
+                continue  # from a validation before the checkpoint
             if self._known.get(name) is not value and not name.endswith("_step"):
-                # Host-device synchronisation on a GPU, at the end of an epoch or a validation.
+                # Host-device synchronization on a GPU, at the end of an epoch or a validation.
                 self._metric(stage, name).append(trainer.global_step, float(value))
         self._known = dict(trainer.callback_metrics)
 
@@ -431,7 +432,7 @@ class RunRecorder(Callback):
             yield from metrics.values()
 
     def _curves(self) -> dict[str, Any]:
-        """The points, as lists of numbers."""
+        """Return the points, as lists of numbers."""
         named = ("losses", "scales", "skipped", "seconds", "memory")
         return {
             **{name: getattr(self, name).state_dict() for name in named},

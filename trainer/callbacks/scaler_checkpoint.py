@@ -1,4 +1,4 @@
-"""The scaler's state in checkpoints."""
+"""Save and restore the state of the loss scaler."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from lightning.pytorch import Callback, LightningModule
 from trainer.errors import rank_zero_warn
 
 KEY = "MixedPrecision"
-"""Where Lightning keeps it (the class name of its precision plugin), so that either side restores the other's."""
+"""The key of Lightning (the class name of its precision plugin), so that both restore each other's state."""
 OLD_KEY = "native_amp_scaling_state"
-"""Where Lightning kept it before 1.6."""
+"""The key of Lightning before 1.6."""
 
 
 class ScalerCheckpoint(Callback):
-    """Puts the scale and the growth tracker into every checkpoint, and restores them.
+    """Saves the scale and the growth tracker in every checkpoint, and restores them.
 
-    On by default; where the loss is not scaled there is nothing to save. The settings (factors, interval, floor and
-    ceiling) are saved for the record; on restore the current ones win. One message says so when a checkpoint has no
-    scaler state, or has one that this run's precision does not need. Such a state is passed on to this run's
-    checkpoints, for a run that goes back to scaling.
+    A default callback; without loss scaling, nothing is saved. The settings (factors, interval, floor and ceiling) are
+    saved for reference only; a resumed run uses its current ones. A warning is issued if a checkpoint has no scaler
+    state, or has one that this run's precision does not need. Such a state is copied to this run's checkpoints, for a
+    later run with loss scaling.
     """
 
     def __init__(self) -> None:
         self._unused: dict[str, Any] = {}
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Forget the state that an earlier fit was given."""
+        """Drop the state that an earlier fit has loaded."""
         if stage == "fit":
             self._unused = {}
 
     def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the scaler's state. Between updates there is always one to save, and never half of one."""
+        """Add the scaler's state. Checkpoints are saved between updates, so it is complete."""
         state = trainer.scaler.state_dict() or self._unused
         if state:
             checkpoint[KEY] = state
 
     def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restore it, or log why it was not restored. Evaluating a checkpoint does not change the scaler."""
+        """Restore the state, or warn if it is not restored. Evaluating a checkpoint does not change the scaler."""
         if not trainer.training:
             return
         state = checkpoint.get(KEY) or checkpoint.get(OLD_KEY)

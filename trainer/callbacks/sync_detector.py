@@ -1,4 +1,4 @@
-"""Which lines of a user's own code make the host wait for the GPU in a training step."""
+"""Find the lines of the user's code that cause a host-device synchronization in a training step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer.callbacks.run_callback import RunCallback
 from trainer.errors import expect
 
 log = logging.getLogger("lightning.pytorch.advice")
-"""Lightning shows what loggers of its name say; on the command line ``hydra/job_logging: trainer`` shows this one."""
+"""Lightning prints records of its loggers; on the command line, ``hydra/job_logging: trainer`` prints these."""
 
 _NUMBER = "keep the tensor: self.log takes it as it is, and reads it when a row is due"
 _COPY = "collect tensors and copy them once, at the end of the epoch; or .to('cpu', non_blocking=True)"
@@ -63,26 +63,26 @@ _SIZES_FROM_VALUES = frozenset(
     ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal",
      "allclose", "bincount", "repeat_interleave", "_linalg_check_errors")
 )  # fmt: skip
-"""Operations whose result, or its size, the host reads from the device."""
+"""Operations with a result, or a size, that the host reads from the device."""
 _BY_MASK = frozenset(("index", "index_put", "index_put_", "_index_put_impl_"))
 _FILLS = frozenset(("masked_fill", "masked_fill_"))
 _COPIES = frozenset(("tolist", "cpu", "numpy", "__array__", "__repr__", "__format__"))
-"""Of a device's tensor to the host; a CPU does nothing there, or nothing that a mode sees."""
+"""Copies of a device's tensor to the host. On a CPU they are no-ops, or invisible to a mode."""
 _MAKES = frozenset(("tensor", "as_tensor", "asarray", "new_tensor"))
-"""Tensors of Python's values."""
+"""Functions that create tensors from Python values."""
 _TAKE_INDICES = frozenset(("__getitem__", "__setitem__", "index_put", "index_put_"))
 
 _LIBRARIES = frozenset(
     ("torch", "numpy", "torchmetrics", "lightning", "lightning_utilities", "lightning_fabric", "pytorch_lightning",
      "trainer", *sys.stdlib_module_names)
 )  # fmt: skip
-"""Whose lines are nobody's own: what called them is asked."""
+"""Packages that are not the user's code: their callers are searched instead."""
 _LOOPS = ("trainer.loops", "trainer.run", "trainer.cli", "lightning.pytorch.loops", "lightning.pytorch.trainer")
 _OWN_WORK = (
     "torch.optim", "trainer.callbacks", "trainer.data", "trainer.engine", "trainer.postmortem", "trainer.precision",
     "trainer.record", "trainer.state", "lightning.pytorch.callbacks", "lightning.pytorch.loggers",
 )  # fmt: skip
-"""What they do by themselves, whoever called them."""
+"""Modules with synchronizations of their own, whatever has called them."""
 _ON_THE_HOST = ("torch.utils.data",)
 _BEFORE_TRANSFER = "on_before_batch_transfer"
 _HOST = "_made_on_the_host"
@@ -90,13 +90,14 @@ _HOST = "_made_on_the_host"
 
 @dataclass
 class Wait:
-    """A line that makes the host wait.
+    """A line that causes a host-device synchronization.
 
     Attributes:
-        file, line: where.
-        code: the line.
-        what: the function, as Python names it (``item``, ``__bool__``), or what of its arguments makes the host wait.
-        count: how often, in all the steps that were watched.
+        file, line: its place.
+        code: the text of the line.
+        what: the function, as Python names it (``item``, ``__bool__``), or the argument that causes the
+            synchronization.
+        count: the number of times, in all watched steps.
     """
 
     file: str
@@ -107,34 +108,34 @@ class Wait:
 
     @property
     def instead(self) -> str:
-        """What to write instead."""
+        """Advice on how to avoid the synchronization."""
         return _INSTEAD.get(self.what, _ANY)
 
 
 class SyncDetector(RunCallback):
-    """Says which lines of the module, or of callbacks, make the host wait for the GPU in each step, and what to write.
+    """Logs the lines of the module, or of callbacks, that synchronize host and device in each step, with advice.
 
-    A GPU works on its own while the host prepares what comes next. ``loss.item()``, ``if mask.any()``,
-    ``print(tensor)``, ``.tolist()``, ``.cpu()``, ``nonzero``, indexing with a mask and copies from ordinary memory make
-    the host wait until the GPU has done all it was given. Some batches are watched; then the lines are logged, once a
-    fit. What is told is the innermost line that belongs neither to torch, Lightning nor this package; their own waits,
-    those of optimizers and of dataloaders, are not told.
+    A GPU works asynchronously while the host prepares the next operations. ``loss.item()``, ``if mask.any()``,
+    ``print(tensor)``, ``.tolist()``, ``.cpu()``, ``nonzero``, indexing with a mask and copies from pageable memory
+    block the host until the GPU has completed all of its work. Some batches are watched, and then the lines are logged,
+    once per fit. The logged line is the innermost one outside torch, Lightning and this package; their own
+    synchronizations, and those of optimizers and dataloaders, are not logged.
 
-    On CUDA torch's sync debug mode says who waits. On a CPU nobody does, and the operations that would are looked for:
-    a step there names the same lines, as far as it can be known what a run on a GPU has on the host (what was made
-    without ``device=``, and what is computed from that alone). Several waits in one call (``print``) count once.
-    Compiled modules run eagerly in the batches that are watched; no result changes.
+    On CUDA, torch's sync debug mode reports them. A CPU does not synchronize, so operations that would synchronize on a
+    GPU are searched for: a step on a CPU reports the same lines, as far as the host tensors of a run on a GPU can be
+    determined (those created without ``device=``, and results computed from these only). Several synchronizations in
+    one call (``print``) count once. Compiled modules run eagerly in the watched batches; results do not change.
 
     Args:
-        batches: how many to watch, at least 1.
-        after: batches before, in which things are set up.
+        batches: the number of batches to watch, at least 1. Default: 10.
+        after: the number of batches before these, in which things are set up. Default: 2.
 
     Attributes:
-        waits: what was found (:class:`Wait`), most frequent first.
-        watched: batches watched so far.
+        waits: the synchronizations (:class:`Wait`), most frequent first.
+        watched: the number of watched batches so far.
 
     Raises:
-        ConfigurationError: a number out of range.
+        ConfigurationError: if a number is out of range.
     """
 
     of_no_run: ClassVar = {"_watch": None}
@@ -150,12 +151,12 @@ class SyncDetector(RunCallback):
         self._found: dict[tuple[str, int, str], Wait] = {}
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Forget an earlier fit."""
+        """Drop the results of an earlier fit."""
         self.waits, self._found = [], {}
         self.watched = self._seen = 0
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin to watch, or end it."""
+        """Start or end watching."""
         self._seen += 1
         if self._seen <= self.after or self.watched > self.batches:
             return
@@ -168,20 +169,20 @@ class SyncDetector(RunCallback):
             self._watch.__enter__()
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """It is no part of a step."""
+        """Stop watching, because a validation is not part of a step."""
         self._let_go(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Tell what was found, where the fit was short."""
+        """Log the results if the fit ended before all batches were watched."""
         if 0 < self.watched <= self.batches:
             self._tell(trainer)
 
     def run_facts(self) -> dict[str, Any]:
-        """What the record of the run says."""
+        """Return the entries for the record of the run."""
         return {"host_waits": [vars(wait) for wait in self.waits]} if self.waits else {}
 
     def _let_go(self, trainer: Any) -> None:
-        """Watch no more."""
+        """Stop watching."""
         if self._watch is not None:
             self._watch.__exit__()
             self._watch = None
@@ -196,7 +197,7 @@ class SyncDetector(RunCallback):
 
 
 def told(waits: list[Wait]) -> list[str]:
-    """A line of text for each: where, the code, how often, what to write instead."""
+    """Return one line of text for each: place, code, count, advice."""
     return [
         f"{Path(one.file).name}:{one.line}: {one.code} ({'once' if one.count == 1 else f'{one.count} times'});"
         f" {one.instead}"
@@ -205,21 +206,21 @@ def told(waits: list[Wait]) -> list[str]:
 
 
 class HostWaits:
-    """A context in which waits of the host are found.
+    """A context that finds host-device synchronizations.
 
     Args:
         device: the type of the device that the steps run on.
-        found: is filled, by file, line and function.
+        found: filled with the results, by file, line and function.
     """
 
     def __init__(self, device: str, found: dict[tuple[str, int, str], Wait]) -> None:
         self.is_cuda = device == "cuda"
         self._found = found
         self._stack = ExitStack()
-        self.marked: dict[tuple[str, int], str] | None = None  # lines, within a call of a function of torch's
+        self.marked: dict[tuple[str, int], str] | None = None  # lines, within a call of a torch function
 
     def __enter__(self) -> HostWaits:
-        """Look at every call of a function of torch's."""
+        """Watch every call of a torch function."""
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         if self.is_cuda:
@@ -231,7 +232,7 @@ class HostWaits:
             torch.cuda.set_sync_debug_mode("warn")
         else:
             self._stack.enter_context(_Operations(self))
-            for name in ("from_numpy", "frombuffer"):  # which no mode sees
+            for name in ("from_numpy", "frombuffer"):  # invisible to modes
                 make = getattr(torch, name)
                 setattr(torch, name, _tagging(make))
                 self._stack.callback(setattr, torch, name, make)
@@ -239,11 +240,11 @@ class HostWaits:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """As before."""
+        """Restore the previous state."""
         self._stack.close()
 
     def mark(self, what: str) -> None:
-        """The host would wait, or waits, here."""
+        """Record a synchronization at the current line."""
         line = users_line(inspect.currentframe())
         if line is None:
             return
@@ -253,7 +254,7 @@ class HostWaits:
             self.marked.setdefault(line, what)
 
     def add(self, line: tuple[str, int], what: str) -> None:
-        """Count a wait."""
+        """Count a synchronization."""
         file, number = line
         code = linecache.getline(file, number).strip()
         self._found.setdefault((*line, what), Wait(file, number, code, what)).count += 1
@@ -269,7 +270,10 @@ class HostWaits:
 
 
 class _Functions(TorchFunctionMode):
-    """Sees each function of torch's that Python calls, outermost only: several waits in one of them count once."""
+    """Intercepts each torch function that Python calls.
+
+    Only the outermost counts: several synchronizations inside it count once.
+    """
 
     def __init__(self, watch: HostWaits) -> None:
         super().__init__()
@@ -293,7 +297,7 @@ class _Functions(TorchFunctionMode):
         if watch.is_cuda or not isinstance(result, Tensor):
             return result
         if name in ("to", "cuda", "cpu"):
-            result = result.view_as(result)  # a CPU gives the same tensor back, a GPU another one
+            result = result.view_as(result)  # a CPU returns the same tensor, a GPU another one
             of_host = name == "cpu" or _is_on_cpu(_said_to(args, kwargs))
         elif not tensors:
             of_host = kwargs.get("device") is None
@@ -301,7 +305,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each operation, whoever issues it."""
+    """Intercepts each operation, from any caller."""
 
     def __init__(self, watch: HostWaits) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -319,7 +323,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def users_line(frame: FrameType | None) -> tuple[str, int] | None:
-    """File and number of the innermost line of a user's own, within a step; None where there is none."""
+    """Return file and number of the innermost line of the user's code within a step, or None."""
     found, outermost = None, ""
     while frame is not None:
         module = outermost = str(frame.f_globals.get("__name__", ""))
@@ -327,20 +331,20 @@ def users_line(frame: FrameType | None) -> tuple[str, int] | None:
             return found
         if module.startswith(_ON_THE_HOST) or frame.f_code.co_name == _BEFORE_TRANSFER:
             return None
-        passes_on = module == __name__ or frame.f_code.co_name == "__torch_function__"  # a mode's
+        passes_on = module == __name__ or frame.f_code.co_name == "__torch_function__"  # of a mode
         if found is None and not passes_on:
             if module.startswith(_OWN_WORK):
                 return None
             if module.partition(".")[0] not in _LIBRARIES:
                 found = (frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
-    # The backward pass on a GPU runs in a thread of autograd's, which Python has not started and no loop has called.
+    # On a GPU, the backward pass runs in a thread of autograd, which Python has not started and no loop has called.
     is_autograds = threading.get_ident() != threading.main_thread().ident and outermost != "threading"
     return found if is_autograds else None
 
 
 def _copied(name: str, args: Any, kwargs: Any, of_host: bool) -> str:
-    """What would make the host wait for a copy, where a CPU has nothing to do; "" for nothing."""
+    """Return the copy that would synchronize on a GPU but is a no-op on a CPU, or ""."""
     if name in _COPIES:
         return "" if of_host else name
     if name in _MAKES:
@@ -368,7 +372,7 @@ def _copied(name: str, args: Any, kwargs: Any, of_host: bool) -> str:
 
 
 def _is_made_on_the_device(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether a tensor there is made of what is on the host."""
+    """Return whether a tensor on the device is created from data on the host."""
     data = args[1:2] if name == "new_tensor" else args[:1]
     is_of_host = not data or not isinstance(data[0], Tensor) or _is_host(data[0])
     is_there = not _is_host(args[0]) if name == "new_tensor" else kwargs.get("device") is not None
@@ -376,7 +380,7 @@ def _is_made_on_the_device(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _is_on_host(index: Any) -> bool:
-    """Whether something of an index has to be copied to the device: a host's tensor, an array, a list of numbers."""
+    """Return whether a part of an index must be copied to the device: a host tensor, an array, a list of numbers."""
     for one in index if type(index) is tuple else (index,):
         if isinstance(one, Tensor):
             if _is_host(one) and one.dim() > 0:
@@ -387,17 +391,17 @@ def _is_on_host(index: Any) -> bool:
 
 
 def _named(name: str, what: str) -> str:
-    """How a wait is called: by the function, or by the operation in it where nothing is to be said of the function."""
+    """Return the name of a synchronization: the function, or the operation in it without advice on the function."""
     if name in ("__getitem__", "__setitem__") and what == "_local_scalar_dense":
         return _NUMBER_INDEX
     return name if name in _INSTEAD else what
 
 
 def _waits_on_a_cpu_only(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether a GPU does without what is read here.
+    """Return whether only a CPU reads the value here.
 
-    ``one_hot`` with a number of classes looks on a CPU whether the labels fit; to set a number where a mask is true
-    (``x[mask] = 0.0``) fills.
+    ``one_hot`` with a number of classes checks the labels on a CPU only; setting a number under a mask (``x[mask] =
+    0.0``) is a fill on a GPU.
     """
     if name == "one_hot":
         return bool(kwargs.get("num_classes", args[1] if len(args) > 1 else -1) >= 0)
@@ -413,7 +417,7 @@ def _said_to(args: Any, kwargs: Any) -> Any:
 
 
 def _is_on_cpu(said: Any) -> bool:
-    """Whether this names the host. A ``torch.device`` of the CPU is taken for that of the module."""
+    """Return whether this names the host. A ``torch.device`` of the CPU is taken for that of the module."""
     return _is_host(said) or (isinstance(said, str) and said == "cpu")
 
 
@@ -427,7 +431,7 @@ def _of_host(tensor: Tensor) -> Tensor:
 
 
 def _tagging(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function that makes tensors on the host, which are known from then on."""
+    """Wrap a function that creates tensors on the host, so that they are recognized later."""
     return lambda *args, **kwargs: _of_host(make(*args, **kwargs))
 
 

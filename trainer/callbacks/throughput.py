@@ -20,41 +20,43 @@ from trainer.record.measures import data_parallel_size_of, tensor_cores_of
 class Throughput(Callback):
     """Measure samples per second over all ranks: of training, of validation and test, and of prediction.
 
-    An evaluation, or a prediction, is measured from the end of its first batch on, or from its beginning if it has no
-    other batch. Loading batches and writing predictions count; the sanity check does not. For the speed-up of a
-    precision, run ``predict`` or ``test`` once in it and once with ``precision=32``.
+    An evaluation, or a prediction, is measured from the end of its first batch, or from its beginning if it has a
+    single batch. Loading batches and writing predictions count; the sanity check does not. For the speed-up of a
+    precision, run ``predict`` or ``test`` once with it and once with ``precision=32``.
 
-    A training epoch's rate is its samples over its time, from the start of the epoch to the end of its last batch: with
-    the waiting for batches, without validations and without checkpoints written at the end of an epoch. The first
-    batches of a fit do not count: memory is allocated, kernels are chosen and models are compiled in them. The rate of
-    a fit is the median of its epochs' rates, so that one epoch on a busy machine does no harm.
+    The rate of a training epoch is its number of samples divided by its time, from the start of the epoch to the end of
+    its last batch: including waiting for batches, but without validations and checkpoints written at the end of an
+    epoch. The first batches of a fit do not count, because memory is allocated, kernels are chosen and models are
+    compiled in them. The rate of a fit is the median of its epochs' rates, so that one epoch on a busy machine does not
+    matter.
 
-    Per batch it costs two looks at the clock. It waits for the device a few times an epoch and at each validation,
-    never within an epoch's batches (Lightning's ``ThroughputMonitor`` waits at every batch).
+    Each batch costs two readings of the clock. Host and device are synchronized a few times per epoch and at each
+    validation, never between batches of an epoch (Lightning's ``ThroughputMonitor`` synchronizes at every batch).
 
-    On a device whose peak is known (``trainer.record.flops`` has the table and its sources) it also tells which share
-    of that peak the model uses, its MFU (model FLOPs utilisation, https://arxiv.org/abs/2204.02311): the operations
-    that the forward and backward pass of a sample need, times the rate, over the peak of all devices for dense products
-    in the precision. They are counted by torch's formulas in the first batch of a fit, which takes longer by that;
-    where the module is compiled they are not seen, and wanted as an argument. Batches are taken to be alike.
+    If the peak of the device is known (``trainer.record.flops`` has the table and its sources), the model FLOPs
+    utilization (MFU, https://arxiv.org/abs/2204.02311) is also computed: the operations in the forward and backward
+    pass of a sample, times the rate, divided by the peak of all devices for dense products in the precision. The
+    operations are counted with torch's formulas in the first batch of a fit, which therefore takes longer. They cannot
+    be counted in a compiled module; pass them as an argument instead. All batches are assumed to need equally many.
 
     Args:
-        warmup_batches: Batches of a fit that do not count; at most half of the first epoch's.
-        flops_per_sample: Operations that forward and backward pass of a sample take. Default: counted.
+        warmup_batches: Number of batches of a fit that do not count; at most half of the first epoch's. Default: 10.
+        flops_per_sample: Number of operations in the forward and backward pass of a sample. Default: counted.
 
     Attributes:
         rates: Samples per second, of each epoch.
-        train_seconds: Time of training in this fit in seconds, warm-up included.
-        measured_batches: Batches of this rank that the rates rest on.
+        train_seconds: Training time in this fit in seconds, including warm-up.
+        measured_batches: Number of batches of this rank that the rates are based on.
         waiting: Share, in [0, 1], of `train_seconds` that the loop spent waiting for batches. On a GPU the loop is
-            ahead of the device, which does not notice a short wait; a large share means that data are too slow.
+            ahead of the device, so a short wait does not delay it; a large share means that data loading is the
+            bottleneck.
         evaluation_rates: Samples per second of the last "validate", "test" and "predict".
-        batches: For each epoch two checksums of its first batch on this rank: of the floating-point tensors in it,
-            as float32 (None where the precision has rounded them to 16 bits), and of all others. Runs with equal
-            ones had the same random state there and, as far as can be told, the same batches.
+        batches: For each epoch two checksums of its first batch on this rank: of the floating-point tensors in it, as
+            float32 (None if the precision has rounded them to 16 bits), and of all others. Runs with equal checksums
+            had the same random state there and, in all likelihood, the same batches.
 
-        flops_per_sample: As given, or counted; None where they are not known, or the device's peak is not.
-        mfu: Share, in [0, 1], of the peak of all devices; None where that is not known.
+        flops_per_sample: As given, or counted; None if they are unknown, or the device's peak is.
+        mfu: Share, in [0, 1], of the peak of all devices; None if it is unknown.
 
     Raises:
         ValueError: If `warmup_batches` is negative, or `flops_per_sample` not above 0.
@@ -74,15 +76,15 @@ class Throughput(Callback):
         self.batches: list[tuple[int | None, int]] = []
         self.flops_per_sample = flops_per_sample
         self._counts_flops = flops_per_sample is None
-        self._counter: FlopCounter | None = None  # in the first batch
-        self._peak: float | None = None  # of all devices, operations a second
+        self._counter: FlopCounter | None = None  # during the first batch
+        self._peak: float | None = None  # of all devices, in operations per second
         self._warmup_batches = warmup_batches
         self._clock = time.perf_counter
-        self._warmup: float = 0  # batches still to come before measuring starts
-        self._resumed: float | None = None  # when the clock was last started; None while it is stopped
-        self._left = 0.0  # when the last batch ended, or the clock was started
+        self._warmup: float = 0  # number of batches before measuring starts
+        self._resumed: float | None = None  # last start of the clock; None while it is stopped
+        self._left = 0.0  # end of the last batch, or start of the clock
         self._waited = 0.0  # seconds
-        self._seconds = 0.0  # measured in this epoch; likewise:
+        self._seconds = 0.0  # measured in this epoch, like the next two
         self._samples = 0
         self._batches = 0
         self._evaluated = _Evaluation()
@@ -94,18 +96,18 @@ class Throughput(Callback):
 
     @property
     def waiting(self) -> float | None:
-        """See the class; None before the first batch."""
+        """Share of `train_seconds` spent waiting for batches; None before the first batch."""
         return self._waited / self.train_seconds if self.train_seconds else None
 
     @property
     def mfu(self) -> float | None:
-        """See the class; None before the end of the first epoch."""
+        """Model FLOPs utilization; None before the end of the first epoch."""
         rate = self.samples_per_second
         known = rate is not None and self._peak is not None and self.flops_per_sample is not None
         return self.flops_per_sample * rate / self._peak if known else None  # type: ignore[operator]
 
     def run_facts(self) -> dict[str, Any]:
-        """What the record of the run says."""
+        """Return the entries for the record of the run."""
         return {
             "throughput": {
                 "samples_per_second": self.samples_per_second,
@@ -120,7 +122,7 @@ class Throughput(Callback):
         }
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Forgets the rates of an earlier fit."""
+        """Drop the rates of an earlier fit."""
         self.rates, self.batches = [], []
         self.train_seconds = self._waited = 0.0
         self.measured_batches = 0
@@ -132,14 +134,14 @@ class Throughput(Callback):
         self._reset_counts()
 
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Starts the clock: waiting for the first batch is part of an epoch."""
+        """Start the clock: waiting for the first batch is part of an epoch."""
         self._reset_counts()
         self._resume(trainer)
 
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        """Starts the clock again after a validation."""
+        """Restart the clock after a validation."""
         if self._resumed is None:
             self._resume(trainer)
         else:
@@ -155,7 +157,7 @@ class Throughput(Callback):
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the batch."""
+        """Count the batch."""
         if self._counter is not None:
             self._take_flops(trainer, batch_size(batch))
         self._samples += batch_size(batch)
@@ -168,7 +170,7 @@ class Throughput(Callback):
         self._left = self._clock()
 
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Stop the clock of the training, and start the one of the evaluation."""
+        """Stop the clock of training, and start that of the evaluation."""
         if self._resumed is not None:
             self._stop(trainer)
         if not trainer.sanity_checking:
@@ -208,17 +210,17 @@ class Throughput(Callback):
     on_test_end = on_predict_end = on_validation_end
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Notes the epoch's rate."""
+        """Store the rate of the epoch."""
         self._stop_counting()
         if self._resumed is not None:
             self._stop(trainer)
         if self._samples and self._seconds > 0:
             self.rates.append(self._samples * data_parallel_size_of(trainer) / self._seconds)
             self.measured_batches += self._batches
-        self._warmup = 0  # an epoch too short for it
+        self._warmup = 0  # in case the epoch was shorter than the warm-up
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Counts nothing any more."""
+        """Stop counting operations."""
         self._stop_counting()
 
     def _take_flops(self, trainer: "pl.Trainer", samples: int) -> None:
@@ -268,11 +270,11 @@ class _Evaluation:
 
 
 def _peak(trainer: "pl.Trainer", convolves: bool) -> float | None:
-    """Operations a second that all devices could do in this precision; None where that is not known.
+    """Return the peak operations per second of all devices in this precision, or None if it is unknown.
 
     Args:
-        trainer: Has devices and a precision.
-        convolves: Whether most of them are in convolutions: for these TensorFloat-32 is switched on by itself.
+        trainer: The Trainer with devices and a precision.
+        convolves: Whether most operations are convolutions: for these, TensorFloat-32 is a separate setting.
     """
     device = trainer.strategy.root_device
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -284,10 +286,10 @@ def _peak(trainer: "pl.Trainer", convolves: bool) -> float | None:
 
 
 def checksums(batch: object) -> tuple[int | None, int]:
-    """Two checksums (CRC-32) of what is in a batch: of its floating-point tensors as float32, and of its other tensors.
+    """Return two checksums (CRC-32) of a batch: of its floating-point tensors as float32, and of its other tensors.
 
-    The first is None with tensors of 16 bits, into which a precision may have rounded what a dataloader gave.
-    Reads the batch: a host-device synchronisation on a GPU.
+    The first is None if the batch has 16-bit tensors, because a precision may have rounded the values of the
+    dataloader. Reading the batch is a host-device synchronization on a GPU.
     """
     floats: int | None = 0
     others = 0
