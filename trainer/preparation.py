@@ -383,7 +383,7 @@ def _share_batch(loop: FitLoop, needs_equal_counts: str | None, may_be_empty: bo
     """Reduce values of a single batch over the processes only if all of them have it.
 
     Raises:
-        ConfigurationError: some have no batch, and a part of the run needs one in each process.
+        ConfigurationError: if some have no batch, and a part of the run needs one in each process.
     """
     batches = loop.progress.batches_this_epoch
     if not all_have_batch and not batches and not may_be_empty:

@@ -261,7 +261,7 @@ class Trainer(TrainerBase):
         self._runner = Run(self, self._signal_connector, self._checkpoint_connector)
         self._announce()
 
-    # --- what users call --------------------------------------------------------------------------------------
+    # --- calls for users --------------------------------------------------------------------------------------
 
     @shown_as_lightnings
     def fit(

@@ -125,7 +125,7 @@ class GradientCheck(Callback):
         return chosen
 
     def _check(self, loss: Loss, names: Sequence[str], parameters: Mapping[str, Tensor]) -> list[str]:
-        """Fill ``problems``. Returns the names of the parameters that get no gradient."""
+        """Fill ``problems``. Return the names of the parameters that get no gradient."""
         atol = self.atol * max(1.0, abs(self._repeatable(loss, parameters)))
         unused: list[str] = []
         for attempt in range(self.attempts):

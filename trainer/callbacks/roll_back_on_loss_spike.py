@@ -116,9 +116,7 @@ class RollBackOnLossSpike(RunCallback):
             self._judge(trainer, batch_idx, *before)
 
     def _take(self) -> tuple[int, float] | None:
-        """Return step and loss of the update that is not checked yet; None without such an update, or without a
-        loss.
-        """
+        """Return the step and the loss of the update to check next. None without such an update, or without a loss."""
         if self._last is None:
             return None
         (step, loss), self._last = self._last, None

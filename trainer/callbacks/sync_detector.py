@@ -400,8 +400,8 @@ def _named(name: str, what: str) -> str:
 def _waits_on_a_cpu_only(name: str, args: Any, kwargs: Any) -> bool:
     """Return whether only a CPU reads the value here.
 
-    ``one_hot`` with a number of classes checks the labels on a CPU only; setting a number under a mask (``x[mask] =
-    0.0``) is a fill on a GPU.
+    ``one_hot`` with a number of classes checks the labels on a CPU only; setting a number under a mask
+    (``x[mask] = 0.0``) is a fill on a GPU.
     """
     if name == "one_hot":
         return bool(kwargs.get("num_classes", args[1] if len(args) > 1 else -1) >= 0)

@@ -32,7 +32,7 @@ def continued(logger: Any, step: int | None, count: int | None) -> Any:
 
 class _KeepsFile:
     def _check_log_dir_exists(self) -> None:
-        pass  # Lightning's deletes the file
+        pass  # Lightning's version deletes the file
 
 
 class _PlainRows(_KeepsFile, _ExperimentWriter):

@@ -54,8 +54,9 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
     """Shards optimizer states, gradients and parameters over the processes with DeepSpeed's ZeRO.
 
     ``Trainer(strategy="deepspeed")`` is short for ``Trainer(strategy=DeepSpeedStrategy())``; there are also
-    ``"deepspeed_stage_1"``, ``_2``, ``_2_offload``, ``_3`` and ``_3_offload``. On the command line: ``trainer=deepspeed
-    trainer.strategy.stage=3``. Lightning's ``DeepSpeedStrategy(...)`` is accepted with its settings.
+    ``"deepspeed_stage_1"``, ``_2``, ``_2_offload``, ``_3`` and ``_3_offload``. On the command line:
+    ``trainer=deepspeed trainer.strategy.stage=3``. Lightning's ``DeepSpeedStrategy(...)`` is accepted, with its
+    settings.
 
     DeepSpeed runs the backward pass and the step, and scales the loss. ``precision="16-mixed"`` and ``"bf16-mixed"``
     have DeepSpeed's meaning: weights in 16 bits, and float32 weights for the optimizer.

@@ -39,9 +39,9 @@ from trainer.state.metric_objects import exchange_over
 class FSDP2Strategy(DDPStrategy):
     """Shards parameters, gradients and optimizer states over the processes with torch's ``fully_shard`` (FSDP2).
 
-    ``Trainer(strategy="fsdp")`` is short for ``Trainer(strategy=FSDP2Strategy())``. On the command line: ``trainer=fsdp
-    trainer.strategy.replicas=2 trainer.strategy.blocks=[Block]``. Between runs the module is not sharded, on the CPU,
-    and has its original class.
+    ``Trainer(strategy="fsdp")`` is short for ``Trainer(strategy=FSDP2Strategy())``. On the command line:
+    ``trainer=fsdp trainer.strategy.replicas=2 trainer.strategy.blocks=[Block]``. Between runs the module is on the CPU,
+    not sharded, and has its original class.
 
     Args:
         blocks: the parts that are gathered and freed at a time: classes of modules, or their names; or a function of
@@ -247,7 +247,7 @@ class FSDP2Strategy(DDPStrategy):
         sharded, self.sharded = self.sharded, None
         if sharded is not None and not self._failed:
             sharded.put_back()
-            sharded.root.cpu()  # buffers
+            sharded.root.cpu()  # moves the buffers
             if self._syncs:
                 assert self._layer_sync is not None
                 self._layer_sync.revert(sharded.root)

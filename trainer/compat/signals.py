@@ -146,7 +146,7 @@ class Signals:
         if number and not (number == signal.SIGTERM and handled):
             raise exception_of(number)
 
-    # --- when a signal comes ----------------------------------------------------------------------------------
+    # --- when a signal arrives --------------------------------------------------------------------------------
 
     def _install(self, number: int) -> None:
         """Install our handler of a signal, unless the program has its own. A SIGTERM calls both."""

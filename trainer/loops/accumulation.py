@@ -29,9 +29,9 @@ _MIXED = (
 class AccumulationWindow:
     """The batches between two optimizer steps.
 
-    A window has ``batches`` batches, or as many as are left in the epoch. The update uses the weighted mean ``sum(w *
-    g) / sum(w)`` of the gradients ``g`` of its batches' losses, over all processes. The weight ``w`` of a batch is the
-    one that ``training_step`` returned; default: 1. A batch does not count if its ``training_step`` returned None.
+    A window has ``batches`` batches, or as many as are left in the epoch. The update uses the weighted mean of the
+    gradients ``g`` of its batches' losses, ``sum(w * g) / sum(w)``, over all processes. The weight ``w`` of a batch is
+    the one that ``training_step`` returned; default: 1. A batch does not count if its ``training_step`` returned None.
 
     ``sum(w)`` is unknown until the window's last forward pass. Therefore :meth:`share` multiplies each loss by its
     expected share: its weight divided by a typical weight, the unit, and by the window's size. The loss keeps its usual

@@ -88,7 +88,7 @@ class ManualOptimization:
             output: a tensor, a dict, or None.
 
         Raises:
-            ConfigurationError: ``output`` is anything else.
+            ConfigurationError: if ``output`` is anything else.
         """
         if output is None:
             return {}

@@ -46,9 +46,9 @@ class MLFlow(TrackerAdapter):
 
     @classmethod
     def prepare(cls, node: dict[str, Any]) -> None:
-        """Create the database and the experiment, which jobs side by side would each create.
+        """Create the database and the experiment before the run, because parallel jobs would each create them.
 
-        A ``run_id`` that is not in the store is removed: it was in another one.
+        A ``run_id`` that is not in the store is removed, because it belongs to another store.
         """
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient

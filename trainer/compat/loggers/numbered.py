@@ -41,7 +41,7 @@ class TensorBoard(_Numbered):
     files: ClassVar[str] = "events.out.tfevents.*"
 
     def resume(self, step: int | None, position: int | str | None = None) -> None:
-        """Have TensorBoard hide the events from ``step`` on."""
+        """Make TensorBoard hide the events from ``step`` on."""
         if self.logger._experiment is None and step is not None:
             self.logger._kwargs["purge_step"] = step
 
@@ -78,7 +78,7 @@ class CSV(_Numbered):
             return max(0, sum(1 for _ in file) - 1)
 
     def resume(self, step: int | None, position: int | str | None = None) -> None:
-        """Cut the file behind the rows that the checkpoint has, and append to it."""
+        """Truncate the file after the rows of the checkpoint, and append to it."""
         from trainer.compat.checkpoint_io import local_path
         from trainer.compat.csv_rows import continued
 

@@ -29,7 +29,7 @@ class Wandb(TrackerAdapter):
 
     @classmethod
     def end(cls, *, ok: bool) -> None:
-        """End a run that is open, and the process that sends it: its state shows how the run has ended."""
+        """End an open run and its upload process, so that its state shows whether the run was successful."""
         wandb = sys.modules.get("wandb")
         if wandb is not None and getattr(wandb, "run", None) is not None:
             wandb.finish(exit_code=0 if ok else 1)
