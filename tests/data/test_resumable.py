@@ -926,7 +926,7 @@ def test_attributes_that_are_not_there_any_more_are_missed() -> None:
     make = lambda sampler: DataLoader(list(range(8)), 2, sampler=sampler)  # noqa: E731
     _, checkpoints = trained(lambda: make(CountsEpochs()), 1)
     same_order = torch.randperm(7, generator=seeded(1)).tolist()
-    with pytest.raises(ResumeError, match=r"attributes of its dataset and samplers had changed.* 2 objects.* now 1"):
+    with pytest.raises(ResumeError, match=r"attributes of CountsEpochs had changed"):
         resumed(make(same_order), checkpoints[1][1], 1)
 
 
