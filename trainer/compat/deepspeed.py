@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeedStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -544,7 +544,7 @@ class DeepSpeedEngine(LightningEngine):
 
     def _refuse_batch_sizes(self) -> None:
         trainer, config = self._trainer, self.strategy.config
-        loaders: Any = trainer.loop.batches.loaders
+        loaders = trainer.data.loaders(RunningStage.TRAINING)
         sizes = [] if loaders is None else [getattr(one, "batch_size", None) for one in loaders.combined.flattened]
         if len(sizes) != 1 or (size := sizes[0]) is None:
             return
