@@ -107,14 +107,3 @@ def test_nor_has_a_password_in_an_address_a_file(project, capsys):
     assert not any(
         secret in text for text in [*files, (out + err).encode()] for secret in (b"hunter3", SECRET.encode())
     )
-
-
-@pytest.mark.parametrize("address", ["http://localhost:9/${oc.env:A_TOKEN}", "registry:theirs/model"])
-def test_a_config_sends_none_to_an_address_of_its_own(project, capsys, address):
-    """What is fetched is asked for by its address, with all that is in it."""
-    write(project, {"conf/recipe/remote.yaml": f"# @package _global_\ndefaults: [line]\nckpt_path: {address}\n"})
-    assert main(["fit", "+recipe=remote"]) == 2
-    err = capsys.readouterr().err
-    assert f"ckpt_path is {address} in a config file" in err
-    assert SECRET not in err
-    assert not (project / "outputs").exists()
