@@ -84,7 +84,7 @@ class Transformer(LightningModule):
         other = [p for p in self.parameters() if p.dim() <= 1]
         groups = [{"params": decayed, "weight_decay": 0.01}, {"params": other, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=self.hparams.learning_rate)
-        total, warmup = self.trainer.estimated_stepping_batches, self.hparams.warmup
+        total, warmup = self.trainer.max_epochs * self.trainer.num_training_batches, self.hparams.warmup
 
         def factor(step):
             if step < warmup:
