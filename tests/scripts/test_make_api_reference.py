@@ -38,9 +38,9 @@ def test_every_public_name_is_there(pages: dict[str, str]):
 
 
 def test_tells_arguments_with_type_default_and_meaning(pages: dict[str, str]):
-    assert "| `exact_resume` | `bool` | `True` | not Lightning's. Whether a resume" in pages["trainer"]
-    assert "| `gradient_clip_algorithm` | `str \\| None` | `None` | short for `GradientClipping`. |" in pages["trainer"]
-    assert "| `PrecisionError` | an unknown precision," in pages["trainer"]
+    assert "| `exact_resume` | `bool` | `True` | not in Lightning. Whether to" in pages["trainer"]
+    assert "| `gradient_clip_algorithm` | `str \\| None` | `None` | short for `GradientClipping`. " in pages["trainer"]
+    assert "| `PrecisionError` | if the precision is unknown," in pages["trainer"]
     assert "`fit(model, train_dataloaders=None," in pages["trainer"]
 
 
