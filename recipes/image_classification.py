@@ -107,11 +107,16 @@ class ImageClassifier(L.LightningModule):
         """Use the classes of the data module.
 
         Raises:
-            ValueError: they are different from those of the model.
+            ValueError: they are different from those of the model, or the number of classes is not known.
         """
         classes = getattr(getattr(self._trainer, "datamodule", None), "classes", None)
         if classes:
             self.set_classes(classes)
+        elif self.hparams["num_classes"] is None and self.trainer.ckpt_path is None and not self.trainer.predicting:
+            raise ValueError(
+                "num_classes is None, and the data module has no `classes`. Set model.num_classes, or use a data module"
+                " with the names of the classes in this attribute, such as ImageFolder."
+            )
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Use the classes of a checkpoint.

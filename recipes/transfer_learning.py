@@ -94,9 +94,10 @@ class TransferNet(nn.Module):
         self.train()
 
     def set_num_classes(self, num_classes: int) -> None:
-        """Replace the head by a new one with ``num_classes`` outputs."""
+        """Replace the head by a new one with ``num_classes`` outputs, of the same dtype and on the same device."""
         parent, _, last = self._head.rpartition(".")
-        head = nn.Linear(self.head.in_features, num_classes)
+        old = self.head.weight
+        head = nn.Linear(self.head.in_features, num_classes, device=old.device, dtype=old.dtype)
         setattr(self.net.get_submodule(parent), last, head)
 
     @property

@@ -74,7 +74,7 @@ class Part:
             name: the measured quantity.
             measured: the result, with its unit.
             verdict: the comparison with ``expected``.
-            expected: the prediction or target; empty if there is none.
+            expected: the prediction or target, or an empty string.
             command: repeats the row; empty for the command of the part.
         """
         if self.simulate and verdict in (MET, MISSED, "too close to tell"):

@@ -49,7 +49,7 @@ class LoggedRun:
 
 
 class LoggerAdapter:
-    """What the package does with one kind of logger. The defaults suit a logger that needs no support.
+    """The support for one kind of logger. The defaults suit a logger that needs no support.
 
     Args:
         logger: an instance of the class `target`.

@@ -1,4 +1,4 @@
-"""Runs a program with our Trainer, and reads the verdict in what the user sees."""
+"""Runs a program with our Trainer, and reads the verdict from its output."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Losses(Callback):
 def run(
     program: type[Program], folder: Path, *, lr: float | None = None, batches: Any = None, **arguments: Any
 ) -> Result:
-    """Train the program. ``arguments`` are of the Trainer; the rest replaces what the program has."""
+    """Train the program. ``arguments`` are of the Trainer; the rest replaces parts of the program."""
     heard, losses = io.StringIO(), Losses()
     precision: Any = program.precision
     if program.scaling:

@@ -930,7 +930,7 @@ class RateTooHighAdam16(RateTooHighAdam):
 
 
 class ExplodingRnn(Divergence):
-    """A recurrent network whose gradients explode."""
+    """A recurrent network with exploding gradients."""
 
     precision = "16-mixed"
     lr = 5.0

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader, TensorDataset
 from torchvision import models
 
 from recipes.image_classification import ImageClassifier
 from recipes.transfer_learning import TransferNet
 from tests.recipes.samples import THINGS, caltech256
+from tests.support import make_trainer
 from trainer.cli import main
 
 SMALL = [
@@ -26,7 +28,7 @@ SMALL = [
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Four classes of 12 images, of which one is gray and one has an alpha channel; and an empty file."""
+    """Four classes of 12 images, one of them gray and one with an alpha channel, and an empty file."""
     monkeypatch.chdir(tmp_path)
     folder = caltech256(tmp_path / "sample") / "256_ObjectCategories"
     shutil.rmtree(folder / "257.clutter")
@@ -80,3 +82,16 @@ def test_a_number_of_classes_is_needed_unless_the_head_can_be_replaced() -> None
     assert [module.name_of(number) for number in (0, 1)] == ["cat", "dog"]
     with pytest.raises(ValueError, match="num_classes is 2, but got 3"):
         ImageClassifier(TransferNet("resnet18", 2), torch.optim.SGD, num_classes=2, classes=["a", "b", "c"])
+
+
+def test_a_new_head_has_the_dtype_of_the_old_one() -> None:
+    net = TransferNet("resnet18", None).to(torch.bfloat16)
+    net.set_num_classes(2)
+    assert net.head.weight.dtype is torch.bfloat16
+
+
+def test_data_without_classes_are_refused_before_the_first_batch(tmp_path: Path) -> None:
+    module = ImageClassifier(TransferNet("resnet18", None), torch.optim.SGD)
+    data = DataLoader(TensorDataset(torch.zeros(4, 3, 32, 32), torch.zeros(4, dtype=torch.int64)))
+    with pytest.raises(ValueError, match="num_classes is None, and the data module has no `classes`"):
+        make_trainer(tmp_path).fit(module, data, data)

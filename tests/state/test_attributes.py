@@ -120,7 +120,8 @@ def test_objects_are_matched_by_class_and_number() -> None:
     watched.write(state)
     assert (thing.number, stored.handle) == (1, 4)
     assert watched.missing(state) == ["Thing", "Gone"]
-    assert watched.missing([["Gone", {}], ["torch.DistributedSampler", {"epoch": 1}]]) == [], "nothing of the user's"
+    assert watched.missing([["Gone", {}], ["torch.DistributedSampler", {"epoch": 1}]]) == []
+    assert watched.missing([["torch.Subset", {"indices": ["list", [1]]}]]) == ["torch.Subset"]
 
 
 def test_modules_and_parts_of_frameworks_are_not_watched() -> None:

@@ -21,7 +21,7 @@ def rehearse(trainer: Any, module: Any, observer: Callback, stage: str = "fit", 
 
     Args:
         trainer: from :func:`trainer.cli.run.assemble`.
-        module: likewise.
+        module: from :func:`trainer.cli.run.assemble`.
         observer: is added to the callbacks of the Trainer.
         stage: the method of the Trainer.
         arguments: of that method.

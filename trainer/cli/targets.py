@@ -174,7 +174,7 @@ class Allowlist:
         self._refuse(refused)
 
     def _may_name(self, target: str, key: str) -> bool:
-        """Return whether the config of a checkpoint may contain ``target``, judged by the name.
+        """Return whether the config of a checkpoint may contain ``target``, by its name.
 
         Raises:
             UsageError: it executes, unpickles or writes its arguments, so it cannot be allowed either.
@@ -188,7 +188,7 @@ class Allowlist:
         return root in PACKAGES and target.rpartition(".")[2][0].isupper() and not self._is_in_run_folder(root)
 
     def _may_call(self, found: Any, target: str, key: str) -> bool:
-        """Return whether the config of a checkpoint may contain ``target``, judged by the object with this name."""
+        """Return whether the config of a checkpoint may contain ``target``, by the object with this name."""
         while isinstance(found, partial):
             found = found.func
         inner = getattr(found, "__qualname__", type(found).__qualname__)
@@ -283,7 +283,7 @@ def within(name: str, prefixes: Iterable[str]) -> bool:
 
 
 def _runs_code(name: str) -> bool:
-    """Return whether ``name`` executes, unpickles or writes its arguments, judged by the name."""
+    """Return whether ``name`` executes, unpickles or writes its arguments, by its name."""
     last = name.rpartition(".")[2].lstrip("_")
     return within(name, _REFUSED) or last == "load_from_checkpoint" or (last in _REFUSED_NAMES and not _is_own(name))
 
@@ -292,7 +292,7 @@ def _leads_out(text: str) -> bool:
     """Return whether ``text``, read as a path or an address to write to, is outside the working directory."""
     if re.match(r"https?://(?!.*::)", text):
         return False
-    if re.match(r"sqlite:///(?!.*[%?:])", text):  # no URI, in which SQLite would decode characters
+    if re.match(r"sqlite:///(?!.*[%?:])", text):  # not a URI, because SQLite decodes its characters
         text = text.removeprefix("sqlite:///")
     path, here = re.sub(r"^(?:file|local):", "", os.path.expandvars(text), flags=re.IGNORECASE), Path.cwd().resolve()
     try:

@@ -54,7 +54,7 @@ _ROWS = ("metrics.csv", "*/metrics.csv", "lightning_logs/*/metrics.csv")
 
 
 class Fact(Generic[Value]):
-    """The entry of ``run.json`` with the attribute's name, or None if there is none.
+    """The entry of ``run.json`` with the attribute's name, or None.
 
     Args:
         kind: converts the entry.
@@ -274,7 +274,7 @@ class RunRecord:
 
     @property
     def objective(self) -> tuple[str, str] | None:
-        """The metric that runs are compared by, and the direction in which it is better, "min" or "max"; or None."""
+        """The metric that runs are compared by, and the better direction, "min" or "max"; or None."""
         return self._goal("objective") or self.monitor
 
     @property
@@ -286,7 +286,7 @@ class RunRecord:
         """Return the value of a metric at the best checkpoint, or its last value if no checkpoint was chosen by it.
 
         Args:
-            goal: the metric, and the direction in which it is better, "min" or "max".
+            goal: the metric, and its better direction, "min" or "max".
         """
         if goal is None:
             return Reached(None)
@@ -474,7 +474,7 @@ def load_run(path: str | os.PathLike[str]) -> RunRecord:
 
 
 def direction_of(name: str) -> str | None:
-    """Return the direction in which a metric of this name is better, "min" or "max", or None if it is not known."""
+    """Return whether "min" or "max" is better for a metric of this name, or None if that is unknown."""
     words = {*re.split(r"[^a-z0-9]+", name.lower()), *re.split(r"[^a-z]+", name.lower())}
     if "loss" in name.lower() or words & _LOWER_IS_BETTER:
         return "min"

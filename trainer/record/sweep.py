@@ -132,7 +132,7 @@ def load_sweep(path: str | os.PathLike[str], since: float = 0.0) -> Sweep:
 
 
 def worth_showing(names: Iterable[str], objectives: Iterable[str] = ()) -> list[str]:
-    """Return the objectives, then the metrics of validation and test, or the others if there are none of these."""
+    """Return the objectives, then the metrics of validation and test, or the others without any of these."""
     wanted, whole = set(objectives), sorted(names)
     metrics = [name for name in without_twins(whole) if not name.startswith(_NO_METRICS)]
     evaluated = [name for name in metrics if name.startswith(("val", "test"))]

@@ -7,7 +7,7 @@ generator does. A checkpoint therefore stores the attributes that have changed s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -37,6 +37,7 @@ class Attributes:
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self._objects = list(objects)[:_MAX_OBJECTS]
+        self._names = list(map(_class_name, self._objects))
         self._values = [dict(vars(one)) for one in self._objects]
         self._first = [{name: _plain(value) for name, value in values.items()} for values in self._values]
 
@@ -46,8 +47,8 @@ class Attributes:
         An entry is the name of the object's class with a dictionary of values by attribute; a list with the object's
         own state; or, if the object cannot be restored, a string that names the attribute.
         """
-        changes = [self._changes(*both) for both in zip(self._objects, self._values, self._first, strict=True)]
-        return [[_class_name(one), change] for one, change in zip(self._objects, changes, strict=True)]
+        watched = zip(self._names, self._objects, self._values, self._first, strict=True)
+        return [[name, self._changes(one, values, first)] for name, one, values, first in watched]
 
     def write(self, state: list[Any]) -> None:
         """Restore the values that :meth:`read` returned. Attributes that had not changed get their first value.
@@ -55,20 +56,22 @@ class Attributes:
         Objects of a class stay unchanged if their number is different.
         """
         saved_of = _by_class(state)
-        for name, objects in _by_class(self._named()).items():
-            if len(saved_of.get(name, [])) == len(objects):
-                for which, saved in zip(objects, saved_of[name], strict=True):
-                    self._restore(which, saved)
+        for name, places in self._places().items():
+            if len(saved_of.get(name, [])) == len(places):
+                for place, saved in zip(places, saved_of[name], strict=True):
+                    self._restore(place, saved)
 
     def missing(self, state: list[Any]) -> list[str]:
         """Return the classes with a changed object in ``state`` that have a different number of objects now.
 
         Samplers of torch are excluded, because only their epoch changes, which ``set_epoch`` sets.
         """
-        now = _by_class(self._named())
-        saved = _by_class(state).items()
-        changed = {name: len(changes) for name, changes in saved if any(changes) and not name.startswith("torch.")}
-        return [name for name, number in changed.items() if number != len(now.get(name, []))]
+        changed = {name: changes for name, changes in _by_class(state).items() if any(changes)}
+        return [
+            name
+            for name, changes in changed.items()
+            if len(changes) != self._names.count(name) and not (name.startswith("torch.") and name.endswith("Sampler"))
+        ]
 
     @staticmethod
     def has_read(state: Any) -> bool:
@@ -80,15 +83,16 @@ class Attributes:
         """Return the attributes that a state from :meth:`read` could not include."""
         return [entry[1] for entry in state if isinstance(entry[1], str)] if Attributes.has_read(state) else []
 
-    def _named(self) -> list[list[Any]]:
-        return [[_class_name(one), number] for number, one in enumerate(self._objects)]
+    def _places(self) -> dict[str, list[int]]:
+        """Return the positions of the objects of each class."""
+        return _by_class([name, place] for place, name in enumerate(self._names))
 
-    def _restore(self, which: int, saved: Any) -> None:
-        one, first = self._objects[which], self._first[which]
+    def _restore(self, place: int, saved: Any) -> None:
+        one, first = self._objects[place], self._first[place]
         if isinstance(saved, list):
             one.load_state_dict(_value_of(saved, None))
         elif isinstance(saved, dict):
-            now = self._changes(one, self._values[which], first)
+            now = self._changes(one, self._values[place], first)
             back = {name: first[name] for name in now if name in first} if isinstance(now, dict) else {}
             for name, value in {**back, **saved}.items():
                 vars(one)[name] = _value_of(value, vars(one).get(name))
@@ -138,7 +142,7 @@ def _class_name(thing: Any) -> str:
     return f"torch.{kind.__qualname__}" if kind.__module__.startswith("torch.") else kind.__qualname__
 
 
-def _by_class(entries: Sequence[Any]) -> dict[str, list[Any]]:
+def _by_class(entries: Iterable[Any]) -> dict[str, list[Any]]:
     """Group the second items of the entries by their first."""
     found: dict[str, list[Any]] = {}
     for name, item in entries:

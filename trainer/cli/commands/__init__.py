@@ -89,7 +89,7 @@ def names() -> list[str]:
 
 
 def find(name: str | None) -> Command | None:
-    """Return the command of this name, or None if there is none.
+    """Return the command of this name, or None.
 
     Raises:
         ConfigurationError: if the entry point of another package is not a :class:`Command`.

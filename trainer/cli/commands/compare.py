@@ -1,4 +1,4 @@
-"""Train in several precisions, and compare what each of them gains and costs.
+"""Train in several precisions, and compare their results, times and memory.
 
 Trains the model of a recipe once in each precision, with the same seed and the same batches. Each run has its own
 process, one after the other. The runs are compared with the first: loss, metric, time, samples per second, peak memory

@@ -26,7 +26,7 @@ class MLFlow(TrackerAdapter):
 
     @classmethod
     def needed_modules(cls, node: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return MLflow, and what it needs for a database."""
+        """Return MLflow, and the packages that its database needs."""
         return ("mlflow", "sqlalchemy", "alembic") if _DATABASE.match(_store_of(node)) else ("mlflow",)
 
     @classmethod

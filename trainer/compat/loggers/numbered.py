@@ -12,7 +12,7 @@ from trainer.loggers import LoggerAdapter
 class _Numbered(LoggerAdapter):
     """A logger with a folder ``version_<n>`` for each run."""
 
-    files: ClassVar[str]  # the pattern of its own files
+    files: ClassVar[str]  # the pattern of its files
 
     @property
     def is_numbered(self) -> bool:
