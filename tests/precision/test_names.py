@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from trainer.errors import ConfigurationError, PrecisionError
-from trainer.precision.base import PLUGINS
 from trainer.precision.names import canonical, match
+from trainer.precision.registry import PLUGINS
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from trainer.precision import (
     Precision,
     resolve_precision,
 )
-from trainer.precision.base import PLUGINS
+from trainer.precision.registry import PLUGINS
 
 
 @pytest.mark.parametrize(

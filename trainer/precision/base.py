@@ -150,4 +150,5 @@ class Precision:
 
 
 PLUGINS: dict[str, type[Precision]] = {}
-"""Precision classes by name. Defining a class with ``names`` adds it."""
+"""Precision classes by name. Defining a class with ``names`` adds it. Read it from `trainer.precision.registry`, which
+imports the classes of this package first."""

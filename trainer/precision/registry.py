@@ -7,7 +7,8 @@ import pkgutil
 
 from trainer import precision as package
 from trainer.errors import PrecisionError
-from trainer.precision.base import PLUGINS, Precision
+from trainer.precision.base import PLUGINS as PLUGINS
+from trainer.precision.base import Precision
 from trainer.precision.full import FullPrecision
 from trainer.precision.names import canonical
 

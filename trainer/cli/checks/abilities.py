@@ -9,10 +9,9 @@ import torch
 
 from trainer.errors import PrecisionError
 from trainer.precision import cpu_fp16
-from trainer.precision.base import PLUGINS
 from trainer.precision.devices import CPU_BFLOAT16, cpu_instructions, native_bfloat16, tensor_cores
 from trainer.precision.float8 import Float8Precision
-from trainer.precision.registry import resolve_precision
+from trainer.precision.registry import PLUGINS, resolve_precision
 
 PRECISIONS = tuple(sorted(PLUGINS.keys() - {"auto"}))
 """Those that compute in something."""
