@@ -37,9 +37,9 @@ def pretend(ranks: int) -> None:
     os.environ |= {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     ours: Any = LightningEngine
-    ours.exchanges = lambda self: 0  # a fake group does not count them
-    ours.agreement = lambda self, count, purpose: None  # a group of gloo's
-    ours.any_host = lambda self, *flags: list(flags)
+    ours.num_collectives = lambda self: 0  # a fake group does not count them
+    ours.async_max = lambda self, count, purpose: None  # a group of gloo's
+    ours.any_rank_on_host = lambda self, *flags: list(flags)
     DataSource._over_processes = lambda self, batches: [Span(n, n) for n in batches]  # type: ignore[method-assign]
 
 

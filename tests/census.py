@@ -55,7 +55,7 @@ NOT_COMPARED: dict[str, str] = {
     r"'StochasticWeightAveraging'\]\._(init_n_averaged|scheduler_state)\b": "read when it begins to average",
     r"'LearningRateMonitor'\]\.(lrs|last)": "stock callback without a state",
     r"engine\._reductions$": "number of collectives so far in this process",
-    r"_agreement\._(question|work|batches|to_leave_out)\b|_runner\.stalls\._key$": "paced by time; of one process",
+    r"_async_max\._(sent|work|batches|batches_to_skip)\b|_runner\.stalls\._key$": "paced by time; of one process",
     r"strategy\._model\._(has_rebuilt_buckets|lazy_init_ran)$": "whether DDP has run a backward pass in this process",
     r"strategy\._model\.training$": "DDP only reads that of its module, which is compared",
     r"^module\.forward$|\._state\['forward'\]$": "set by Lightning's redirection of the first forward pass",

@@ -144,7 +144,7 @@ def test_after_a_signal_others_may_ask_whether_the_fit_is_done_and_nobody_holds_
         trainer.fit(Signalled(), loader())
     assert answers == [False]
     assert trainer._signal_connector.interruption is None
-    assert all(loop.attend is None for loop in (trainer.loop.limits, *trainer.eval_loops.values()))
+    assert all(loop.check_signals is None for loop in (trainer.loop.limits, *trainer.eval_loops.values()))
 
 
 def test_an_epoch_that_ends_right_after_a_resume_steps_its_plateau_schedule(tmp_path):
@@ -299,6 +299,6 @@ def test_processes_agree_when_it_is_time_to_validate(tmp_path):
         asked.append(decision)
         return True
 
-    limits.agree = agree
+    limits.any_rank = agree
     assert limits.validation_is_due()
     assert asked == [False]

@@ -137,7 +137,7 @@ class Preparation:
             on_batch_end=hooks.on_train_batch_end,
             train_batch=optimization.train_batch,
             close_window=(optimization if isinstance(optimization, ClosureOptimization) else loop).close_window,
-            clears_early=zeroes_as_usual and not any(map(has_own_zero_grad, engine.optimizers)),
+            clears_before_forward=zeroes_as_usual and not any(map(has_own_zero_grad, engine.optimizers)),
             zero_grad=zero_grad,
             add_gradients=loop.run_backward if strategy_backward is None else self._backward_by(strategy_backward),
             backward=hooks.override_of("backward") or engine.gradients.backward,
@@ -258,7 +258,7 @@ class Preparation:
             return "Manual optimization"
         if isinstance(self._optimization, ClosureOptimization):
             return "An overridden `optimizer_step`, or an optimizer that evaluates the loss itself,"
-        return _exchanging_part(self._module) if self._trainer.engine.trains_unevenly else "DeepSpeed"
+        return _exchanging_part(self._module) if self._trainer.engine.supports_uneven_inputs else "DeepSpeed"
 
     def schedule_validation(self, loaders: Loaders) -> None:
         """Set after which batches of an epoch of ``loaders`` a validation is due."""

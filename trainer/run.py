@@ -34,7 +34,7 @@ from trainer.data.prefetching import Prefetching
 from trainer.engine.stalls import StallWatch
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.preparation import Preparation
-from trainer.record.measures import folder_of_reports, why_nothing_was_learned
+from trainer.record.measures import folder_of_reports, reason_without_updates
 from trainer.state.metrics import to_scalars
 
 STAGES = {
@@ -172,7 +172,7 @@ class Run:
             with self._signals.saving():
                 trainer.loop.run()
             _ = trainer.fit_loop.done  # reading it logs why the fit ends
-            if problem := why_nothing_was_learned(trainer):
+            if problem := reason_without_updates(trainer):
                 rank_zero_info(problem)  # not a warning, because a test of one step is legitimate
         else:
             assert trainer.state.stage is not None
@@ -306,7 +306,7 @@ class Run:
             self.session.enter_context(torch.autograd.set_detect_anomaly(True))
         resume = None if self.process_state is None else self._restore_process
         begins = trainer.ckpt_path is None and not trainer.loop.limits.ends_fit()
-        if begins and trainer.resume == "auto" and trainer.engine.may_change_size:
+        if begins and trainer.resume == "auto" and trainer.engine.may_change_world_size:
             resume = self._save_start
         preparation.fit(validate=self._validate if trainer.enable_validation else None, resume=resume)
 

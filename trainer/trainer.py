@@ -191,7 +191,7 @@ class Trainer(TrainerBase):
         vars(self).update({name: limits[name] for name in _ATTRIBUTES})
         self.val_check_interval = arguments.shown_interval(val_check_interval, limits)
         self.overfit_batches = limits["overfit_batches"] or 0.0
-        self.pad_evaluation = self.pad_evaluation or not self.engine.evaluates_unevenly
+        self.pad_evaluation = self.pad_evaluation or not self.engine.supports_uneven_evaluation
         self._model_registry = registry.model_name(model_registry)
         self.profiler = defaults.build_profiler(profiler)
         self.state = TrainerState()
@@ -205,7 +205,7 @@ class Trainer(TrainerBase):
             given,
             default_checkpoint=registry.default_checkpoint(self._model_registry),
             scales_loss=self.scaler.is_enabled(),
-            shows_gradients=self.engine.shows_gradients,
+            exposes_gradients=self.engine.exposes_gradients,
             uses_tensor_cores=self.engine.device.type == "cuda" and plugin.is_half,
         )
         self.callbacks = ordering.in_order([*callbacks, *ordering.external_callbacks()])
@@ -238,7 +238,7 @@ class Trainer(TrainerBase):
                 check_val_every_n_epoch=limits["check_val_every_n_epoch"],
                 log_every_n_steps=50 if given["log_every_n_steps"] is None else given["log_every_n_steps"],
                 val_check_seconds=limits["val_check_seconds"],
-                agree=self.engine.any_rank,
+                any_rank=self.engine.any_rank,
                 announce=rank_zero_info,
             ),
         )

@@ -131,7 +131,7 @@ def advisors(uses_tensor_cores: bool, given=None) -> list[AlignmentAdvisor]:
     off = dict.fromkeys(("enable_checkpointing", "enable_model_summary", "enable_progress_bar"), False)
     arguments = {name: argument.default for name, argument in ARGUMENTS.items()} | off | {"callbacks": given}
     callbacks = defaults.build_callbacks(
-        arguments, default_checkpoint=ModelCheckpoint, scales_loss=False, shows_gradients=True,
+        arguments, default_checkpoint=ModelCheckpoint, scales_loss=False, exposes_gradients=True,
         uses_tensor_cores=uses_tensor_cores,
     )  # fmt: skip
     return [callback for callback in callbacks if isinstance(callback, AlignmentAdvisor)]

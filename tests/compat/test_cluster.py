@@ -53,7 +53,7 @@ def test_auto_takes_as_many_nodes_as_were_started(
     trainer = build(monkeypatch, environment, devices=2, num_nodes="auto", strategy="ddp")
     assert trainer.num_nodes == nodes
     assert trainer.world_size == 2 * nodes
-    assert trainer.engine.may_change_size
+    assert trainer.engine.may_change_world_size
     alone = build(monkeypatch, environment, devices=2, num_nodes="auto", strategy="ddp", plugins=LightningEnvironment())
     assert alone.num_nodes == 1
 

@@ -359,11 +359,11 @@ def test_a_trainer_may_have_another_engine_which_does_all_that_is_done_to_gradie
 
 def test_a_batch_that_another_process_lacks_cannot_wait_for_it() -> None:
     trainer, error = Trainer(**QUIET), ConfigurationError("there is nobody")
-    with trainer.engine.alone(error):
+    with trainer.engine.forbid_collectives(error):
         for name in ("all_gather", "barrier", "broadcast", "reduce_boolean_decision"):
             with pytest.raises(ConfigurationError, match="there is nobody"):
                 getattr(trainer.strategy, name)(torch.ones(1))
     assert torch.equal(trainer.strategy.all_gather(torch.ones(1)), torch.ones(1))
-    assert not trainer.engine.forward_exchanges
+    assert not trainer.engine.forward_runs_collectives
     trainer.engine.idle_forward()
-    assert trainer.engine.exchanges() == 0
+    assert trainer.engine.num_collectives() == 0

@@ -34,7 +34,7 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, Multicl
 from torchmetrics.retrieval import RetrievalMAP
 
 from trainer import Trainer
-from trainer.engine import agreement
+from trainer.engine import async_max
 
 
 class Numbers(Dataset[Tensor]):
@@ -340,7 +340,7 @@ def scenarios(folder: Path, world_size: int, strategy: str = "ddp") -> dict[str,
         strategy, world_size, (5,), folder / "interval", val_check_interval=1, limit_val_batches=3
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "SECONDS", 0.0)  # as with slow batches: processes ask before each whether to stop
+        patch.setattr(async_max, "SECONDS", 0.0)  # as with slow batches: processes ask before each whether to stop
         found["fit several"] = fit(
             strategy, world_size, (5, 5, 5), folder / "several", monitor="plain/dataloader_idx_2"
         )

@@ -20,8 +20,8 @@ from trainer.compat.engine import LightningEngine
 
 def main(size: int, file: Path) -> None:
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    LightningEngine.agreement = lambda self, count, purpose: None  # type: ignore[method-assign]  # a group of gloo's
-    LightningEngine.exchanges = lambda self: 0  # type: ignore[method-assign]  # a fake group does not count them
+    LightningEngine.async_max = lambda self, count, purpose: None  # type: ignore[method-assign]  # a group of gloo's
+    LightningEngine.num_collectives = lambda self: 0  # type: ignore[method-assign]  # a fake group does not count them
     file.write_text(json.dumps(_scale.count("fsdp", "16-mixed", True)))
 
 

@@ -64,7 +64,7 @@ def replace_torchs() -> None:
     distributed.gather_object, distributed.all_gather_object = gather_object, all_gather_object
     distributed.broadcast_object_list = broadcast_object_list
     distributed.new_group = lambda *_, **__: distributed.group.WORLD
-    LightningEngine.exchanges = lambda self: 0  # type: ignore[method-assign]  # a fake group does not count them
+    LightningEngine.num_collectives = lambda self: 0  # type: ignore[method-assign]  # a fake group does not count them
     shards._save_state_dict = save_alone
 
 

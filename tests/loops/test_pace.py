@@ -23,10 +23,10 @@ INF = float("inf")
 class Engine:
     """One of two processes, whose exchanges are counted."""
 
-    evaluates_unevenly = True
+    supports_uneven_evaluation = True
 
-    def __init__(self, forward_exchanges: bool = False, others: list[bool] | None = None) -> None:
-        self.forward_exchanges = forward_exchanges
+    def __init__(self, forward_runs_collectives: bool = False, others: list[bool] | None = None) -> None:
+        self.forward_runs_collectives = forward_runs_collectives
         self.global_rank = 0
         self.others = others or []
         self.done: list[Any] = []
@@ -34,17 +34,17 @@ class Engine:
 
     def idle_forward(self) -> None:
         self.done.append("idle")
-        self.count += 2 * self.forward_exchanges
+        self.count += 2 * self.forward_runs_collectives
 
     def any_rank(self, decision: bool) -> bool:
         self.done.append(decision)
         return decision or self.others.pop(0)
 
-    def exchanges(self) -> int:
+    def num_collectives(self) -> int:
         return self.count
 
-    def alone(self, error: Exception) -> Any:
-        self.done.append(f"alone: {error}")
+    def forbid_collectives(self, error: Exception) -> Any:
+        self.done.append(f"forbidden: {error}")
         return nullcontext()
 
     def exchange(self) -> None:
@@ -52,7 +52,7 @@ class Engine:
 
     def forward(self) -> None:
         self.done.append("batch")
-        self.count += 2 * self.forward_exchanges
+        self.count += 2 * self.forward_runs_collectives
 
 
 def pace_of(
@@ -87,13 +87,13 @@ def test_ddp_exchanges_as_a_pass_begins_and_then_no_more() -> None:
 
 
 def test_a_process_without_a_batch_takes_part_in_forwards_that_exchange() -> None:
-    engine = Engine(forward_exchanges=True)
+    engine = Engine(forward_runs_collectives=True)
     run(engine, pace_of(engine, Span(1, 3), Span(0, 1), watches=False), 1, 0)
     assert engine.done == ["idle", "batch", "idle", "idle", "idle"]
 
 
 def test_processes_ask_each_other_where_nobody_knows_the_number_of_batches() -> None:
-    engine = Engine(forward_exchanges=True, others=[True, True, False])
+    engine = Engine(forward_runs_collectives=True, others=[True, True, False])
     run(engine, pace_of(engine, Span(0, INF), watches=False), 1)
     assert engine.done == ["idle", True, "batch", False, "idle", False, "idle", False]
     engine = Engine()  # whose forwards exchange nothing
@@ -107,15 +107,15 @@ def test_values_of_a_batch_are_reduced_where_all_have_it() -> None:
     shared: list[bool] = []
     run(engine, pace, 2, 1, step=lambda index: shared.append(pace._metrics.shares_steps))
     assert shared == [True, False, True]
-    assert [one for one in engine.done if one.startswith("alone")] == [engine.done[3]]
+    assert [one for one in engine.done if one.startswith("forbidden")] == [engine.done[3]]
 
 
-@pytest.mark.parametrize("forward_exchanges", [False, True])
-def test_an_exchange_in_each_batch_is_an_error_in_the_last_that_all_have(forward_exchanges: bool) -> None:
-    engine = Engine(forward_exchanges)
+@pytest.mark.parametrize("forward_runs_collectives", [False, True])
+def test_an_exchange_in_each_batch_is_an_error_in_the_last_that_all_have(forward_runs_collectives: bool) -> None:
+    engine = Engine(forward_runs_collectives)
     pace = pace_of(engine, Span(2, 3))
     with pytest.warns(UserWarning, match=r"\(2 to 3\)"):
-        pace.run(0, engine.exchange if not forward_exchanges else lambda: (engine.forward(), engine.exchange()))  # type: ignore[arg-type]
+        pace.run(0, engine.exchange if not forward_runs_collectives else lambda: (engine.forward(), engine.exchange()))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"`validation_step`.*on_validation_epoch_end.*pad_evaluation=True"):
         pace.run(0, lambda: [engine.exchange() for _ in range(3)])  # type: ignore[arg-type]
 

@@ -28,7 +28,7 @@ def test_the_decision_after_a_batch_is_kept() -> None:
     """Callbacks that save ask before the loop does; the ranks exchange their decisions once."""
     limits = StoppingConditions(FitProgress(), max_epochs=1, val_check_seconds=5.0)
     asked = []
-    limits.agree = lambda decision: asked.append(decision) or decision
+    limits.any_rank = lambda decision: asked.append(decision) or decision
     with mock.patch("time.monotonic", side_effect=[10.0, 14.9, 15.0]):
         limits.restart_validation_clock()
         limits.progress.begin_batch(0, False)
@@ -101,7 +101,7 @@ def test_least_epochs(given, least):
 
 def test_signals_are_attended_to_between_batches_and_epochs_and_not_whenever_somebody_asks():
     limits, calls = StoppingConditions(FitProgress(), max_epochs=1), []
-    limits.attend = calls.append
+    limits.check_signals = calls.append
     assert not limits.epoch_is_done()
     assert not limits.fit_is_done()
     assert not limits.ends_epoch()

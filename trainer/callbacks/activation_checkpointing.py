@@ -56,9 +56,9 @@ class ActivationCheckpointing(RunCallback):
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Restore the modules, before the precision restores a forward that it may have replaced earlier."""
-        self._let_go(trainer)
+        self._clean_up(trainer)
 
-    def _let_go(self, trainer: Any) -> None:
+    def _clean_up(self, trainer: Any) -> None:
         for checkpointed in self._checkpointed:
             checkpointed.undo()
         self._checkpointed = []

@@ -37,7 +37,7 @@ class AnomalyDetection(RunCallback):
     unsupported_with: ClassVar = {
         "deepspeed": "looks into the gradients of skipped steps, which DeepSpeed keeps to itself."
     }
-    of_no_run: ClassVar = {"_recorder": None}
+    reset_in_copies: ClassVar = {"_recorder": None}
 
     def __init__(self) -> None:
         self._recorder: Recorder | None = None
@@ -56,7 +56,7 @@ class AnomalyDetection(RunCallback):
         if outcome.skipped:
             _replay(trainer, batches)
 
-    def _let_go(self, trainer: Any) -> None:
+    def _clean_up(self, trainer: Any) -> None:
         """Drop the recorded batches."""
         if self._recorder is not None:
             self._recorder.stop()

@@ -64,7 +64,7 @@ class Compile(RunCallback):
     unsupported_with: ClassVar = {
         "deepspeed": "makes graphs of forward passes, which DeepSpeed's hooks break. Use strategy='fsdp'."
     }
-    of_no_run: ClassVar = {"_undo": [], "_is_on": False}  # the original compiles and restores the module
+    reset_in_copies: ClassVar = {"_undo": [], "_is_on": False}  # the original compiles and restores the module
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Compile(RunCallback):
         if not self._marks:
             return
         loop, gradients = getattr(trainer, "loop", None), getattr(getattr(trainer, "engine", None), "gradients", None)
-        ends_here = loop is not None and loop.window.is_last and loop.path.clears_early
+        ends_here = loop is not None and loop.window.is_last and loop.path.clears_before_forward
         if gradients is not None and not (pl_module.automatic_optimization and ends_here):
             for optimizer in trainer.optimizers:
                 gradients.keep(optimizer)
@@ -172,7 +172,7 @@ class Compile(RunCallback):
                 PossibleUserWarning,
             )
 
-    def _let_go(self, trainer: Any) -> None:
+    def _clean_up(self, trainer: Any) -> None:
         """Restore the module."""
         while self._undo:
             self._undo.pop()()

@@ -49,7 +49,7 @@ class FastSettings(RunCallback):
             "expandable segments".
     """
 
-    of_no_run: ClassVar = {"_undo": [], "_weights": [], "_allocates": False}
+    reset_in_copies: ClassVar = {"_undo": [], "_weights": [], "_allocates": False}
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class FastSettings(RunCallback):
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Turn the settings on."""
-        self._let_go(trainer)
+        self._clean_up(trainer)
         device, precision = trainer.strategy.root_device, getattr(getattr(trainer, "engine", None), "precision", None)
         has_convolutions = bool(_convolutions(pl_module))
         self.on = []
@@ -101,7 +101,7 @@ class FastSettings(RunCallback):
             of_parameters = state.get("state", {})
             state["state"] = {key: {n: _usual(v) for n, v in one.items()} for key, one in of_parameters.items()}
 
-    def _let_go(self, trainer: Any) -> None:
+    def _clean_up(self, trainer: Any) -> None:
         """Restore the previous settings and layouts."""
         while self._undo:
             self._undo.pop()()

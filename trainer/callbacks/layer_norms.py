@@ -45,7 +45,7 @@ class LayerNorms(RunCallback):
 
     unsupported_with: ClassVar = {"deepspeed": "needs the gradients of each layer, which DeepSpeed keeps to itself."}
     observes_only: ClassVar = True
-    of_no_run: ClassVar = {"_layers": {}, "_seen": [], "_numbers": [], "_readback": None}
+    reset_in_copies: ClassVar = {"_layers": {}, "_seen": [], "_numbers": [], "_readback": None}
 
     def __init__(self, every_n_steps: int = 50) -> None:
         expect(is_count(every_n_steps), "a number of steps, at least 1", every_n_steps=every_n_steps)

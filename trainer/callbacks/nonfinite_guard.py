@@ -64,7 +64,7 @@ class NonFiniteGuard(RunCallback):
     """
 
     observes_only: ClassVar = True
-    of_no_run: ClassVar = {"_scaler": None, "_watch": None}
+    reset_in_copies: ClassVar = {"_scaler": None, "_watch": None}
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class NonFiniteGuard(RunCallback):
                 " says where they come from."
             )
 
-    def _let_go(self, trainer: Any) -> None:
+    def _clean_up(self, trainer: Any) -> None:
         """Restore the Trainer's scaler and training step."""
         if self._watch is not None:
             self._watch.stop()

@@ -68,7 +68,7 @@ class OverflowReport(RunCallback):
         "deepspeed": "runs the batches of a skipped step again, for gradients that DeepSpeed keeps to itself."
     }
     observes_only: ClassVar = True
-    of_no_run: ClassVar = {"_demand": None, "_recorder": None, "_before": None}
+    reset_in_copies: ClassVar = {"_demand": None, "_recorder": None, "_before": None}
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class OverflowReport(RunCallback):
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Forget an earlier run."""
-        self._let_go(trainer)
+        self._clean_up(trainer)
         self.reports = []
         self._history.clear()
         self._history.append((trainer.global_step, trainer.scaler.current_scale))
@@ -157,7 +157,7 @@ class OverflowReport(RunCallback):
             self._recorder.stop()
             self._recorder = None
 
-    def _let_go(self, trainer: Any) -> None:
+    def _clean_up(self, trainer: Any) -> None:
         """Drop the recorded batches."""
         self._end_skips()
         if self._demand is not None:

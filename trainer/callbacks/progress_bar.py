@@ -68,7 +68,7 @@ class ProgressBar(RunCallback, LightningProgressBar):
 
     reads_epoch_metrics: ClassVar = True
     # A live display and a console hold locks and streams, which cannot be pickled or deep-copied.
-    of_no_run: ClassVar = {
+    reset_in_copies: ClassVar = {
         "_trainer": None,
         "_live": None,
         "_console": None,
@@ -224,7 +224,7 @@ class ProgressBar(RunCallback, LightningProgressBar):
     on_test_end = on_validation_end
     on_predict_end = on_validation_end
 
-    def _let_go(self, trainer: "pl.Trainer") -> None:
+    def _clean_up(self, trainer: "pl.Trainer") -> None:
         self._stop()  # reads no metrics, because the device may be the cause of the failure
 
     # The display

@@ -60,7 +60,7 @@ class RollBackOnLossSpike(RunCallback):
     unsupported_with: ClassVar = {
         "deepspeed": "loads a checkpoint in the middle of a run, for which DeepSpeed's parameters are not made."
     }
-    of_no_run: ClassVar = {"_sum": None, "_last": None, "_readback": Readback("cpu")}
+    reset_in_copies: ClassVar = {"_sum": None, "_last": None, "_readback": Readback("cpu")}
 
     def __init__(
         self, threshold: float = 2.0, window: int = 100, margin: int = 0, max_rollbacks: int | None = 3

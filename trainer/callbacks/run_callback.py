@@ -15,21 +15,21 @@ class RunCallback(Callback):
     Copies are detached from any run.
 
     Attributes:
-        of_no_run: the attributes of a copy that differ from the original's, by name.
+        reset_in_copies: the attributes of a copy that differ from the original's, by name.
     """
 
-    of_no_run: ClassVar[Mapping[str, Any]] = {}
+    reset_in_copies: ClassVar[Mapping[str, Any]] = {}
 
-    def _let_go(self, trainer: Any) -> None:
+    def _clean_up(self, trainer: Any) -> None:
         """Restore the changes, if there are any. Called when a run is over, possibly twice."""
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore the changes, because the run has failed."""
-        self._let_go(trainer)
+        self._clean_up(trainer)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Restore the changes, because the run is over."""
-        self._let_go(trainer)
+        self._clean_up(trainer)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), **deepcopy(self.of_no_run)}
+        return {**vars(self), **deepcopy(self.reset_in_copies)}

@@ -24,8 +24,8 @@ from trainer.record.measures import (
     memory_in_use,
     monitor_of,
     paths_of,
+    reason_without_updates,
     training_loss,
-    why_nothing_was_learned,
 )
 from trainer.record.provenance import environment
 from trainer.record.run_record import RUN, RunRecord
@@ -281,7 +281,7 @@ class RunRecorder(Callback):
         """Complete the record of a successful fit. Its status is failed if no weight was ever updated."""
         self._is_fitting = False
         if trainer.is_global_zero:
-            problem = why_nothing_was_learned(trainer)
+            problem = reason_without_updates(trainer)
             self._update(trainer, "failed" if problem else "completed", problem, facts_of(trainer))
             self._complete()
 

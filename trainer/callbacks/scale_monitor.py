@@ -60,7 +60,7 @@ class ScaleMonitor(RunCallback):
     """
 
     observes_only: ClassVar = True
-    of_no_run: ClassVar = {"_names": {}, "_probe": None, "_norms": {}}
+    reset_in_copies: ClassVar = {"_names": {}, "_probe": None, "_norms": {}}
 
     def __init__(
         self,
@@ -140,9 +140,9 @@ class ScaleMonitor(RunCallback):
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Look at no more gradients."""
-        self._let_go(trainer)
+        self._clean_up(trainer)
 
-    def _let_go(self, trainer: Any) -> None:
+    def _clean_up(self, trainer: Any) -> None:
         trainer.scaler.before_unscale = None
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer) -> None:

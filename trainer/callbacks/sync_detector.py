@@ -138,7 +138,7 @@ class SyncDetector(RunCallback):
         ConfigurationError: if a number is out of range.
     """
 
-    of_no_run: ClassVar = {"_watch": None}
+    reset_in_copies: ClassVar = {"_watch": None}
 
     def __init__(self, batches: int = 10, after: int = 2) -> None:
         expect(batches >= 1 and after >= 0, "at least 1 and 0", batches=batches, after=after)
@@ -170,7 +170,7 @@ class SyncDetector(RunCallback):
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Stop watching, because a validation is not part of a step."""
-        self._let_go(trainer)
+        self._clean_up(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Log the results if the fit ended before all batches were watched."""
@@ -181,14 +181,14 @@ class SyncDetector(RunCallback):
         """Return the entries for the record of the run."""
         return {"host_waits": [vars(wait) for wait in self.waits]} if self.waits else {}
 
-    def _let_go(self, trainer: Any) -> None:
+    def _clean_up(self, trainer: Any) -> None:
         """Stop watching."""
         if self._watch is not None:
             self._watch.__exit__()
             self._watch = None
 
     def _tell(self, trainer: Any) -> None:
-        self._let_go(trainer)
+        self._clean_up(trainer)
         self.waits = sorted(self._found.values(), key=lambda wait: -wait.count)
         if self.waits and trainer.is_global_zero:
             steps = "1 step" if self.watched == 1 else f"{self.watched} steps"

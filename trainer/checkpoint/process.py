@@ -103,7 +103,7 @@ class ProcessState:
             state["kept_batches"] = self.kept_batches.state_dict()
         if engine.world_size == 1:
             return state
-        state["next_forward_exchanges"] = engine.next_forward_exchanges
+        state["next_forward_exchanges"] = engine.next_forward_syncs_buffers
         copied: dict[str, Any] = on_host(state)  # so that another process can read it
         return copied
 
@@ -255,7 +255,7 @@ class ProcessState:
                 "optimizers": [optimizer.state_dict() for optimizer in engine.optimizers],
                 "averages": {place: average.state_dict() for place, average in self._averages()},
             }
-            differ = len(engine.gather_different(communication.digest([own]))) > 1
+            differ = len(engine.gather_if_different(communication.digest([own]))) > 1
             state |= own if differ and engine.global_rank else {}
         return {"communication": state}
 

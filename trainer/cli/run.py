@@ -315,9 +315,9 @@ def _execute(settings: dict[str, Any], record: RunRecord, module: Any, data: Any
         more["weights"] = settings["weights"]
     getattr(trainer, command)(module, datamodule=data, ckpt_path=checkpoint, **more)
     if command == "fit" and not record.facts.get("pruned"):
-        from trainer.record.measures import why_nothing_was_learned
+        from trainer.record.measures import reason_without_updates
 
-        if problem := why_nothing_was_learned(trainer):
+        if problem := reason_without_updates(trainer):
             raise TrainerError(problem)
 
 

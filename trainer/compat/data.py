@@ -341,7 +341,7 @@ class DataSource:
             if known[0].fewest < known[0].most and are_exact:
                 made.announce = partial(_share_steps, trainer.loop.metrics, known[0].fewest)
         if training and not are_exact and type(made) is LoaderSet:
-            made.any_host = trainer.engine.any_host
+            made.any_rank_on_host = trainer.engine.any_rank_on_host
         if samplers and type(made) is LoaderSet:
             made.announce = partial(_weigh, trainer.loop.window, samplers[0])
         return made

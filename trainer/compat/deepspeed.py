@@ -426,8 +426,8 @@ class DeepSpeedEngine(LightningEngine):
     """Lightning's launcher and collectives, with the gradients and steps of DeepSpeed."""
 
     strategy: DeepSpeedStrategy
-    shows_gradients = False
-    trains_unevenly = False
+    exposes_gradients = False
+    supports_uneven_inputs = False
     keeps_optimizers = True
     kind = "deepspeed"
     uncalled = {**UNCALLED, "backward": "training_step", "optimizer_step": "on_before_zero_grad"}
@@ -435,7 +435,7 @@ class DeepSpeedEngine(LightningEngine):
 
     def __init__(self, trainer: Any, precision: Precision, plugins: Any = None, **options: Any) -> None:
         super().__init__(trainer, ZeroPrecision(precision, options["strategy"]), plugins, **options)
-        self.evaluates_unevenly = self.strategy.stage != 3
+        self.supports_uneven_evaluation = self.strategy.stage != 3
         self._folder: Path | None = None  # a checkpoint that DeepSpeed will read
 
     def build_gradients(self, scaler: LossScaler) -> Gradients:
@@ -527,8 +527,8 @@ class DeepSpeedEngine(LightningEngine):
             )
 
     @property
-    def forward_exchanges(self) -> bool:
-        """False: at stage 3 each forward pass does, but all processes have equally many (``evaluates_unevenly``)."""
+    def forward_runs_collectives(self) -> bool:
+        """False: those of stage 3 need no handling, because all processes run equally many forward passes."""
         return False
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:

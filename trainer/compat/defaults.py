@@ -98,7 +98,7 @@ def build_callbacks(
     *,
     default_checkpoint: Callable[[], Checkpoint],
     scales_loss: bool,
-    shows_gradients: bool,
+    exposes_gradients: bool,
     uses_tensor_cores: bool,
 ) -> list[Any]:
     """Return the user's callbacks, those that short-form arguments stand for, and the defaults.
@@ -107,7 +107,7 @@ def build_callbacks(
         given: all arguments of the Trainer.
         default_checkpoint: creates the default callback that saves checkpoints.
         scales_loss: whether the precision scales the loss, so that steps may overflow.
-        shows_gradients: whether the engine can locate overflowed gradients.
+        exposes_gradients: whether the engine can locate overflowed gradients.
         uses_tensor_cores: whether matrix products run in 16 bits on a GPU, so that layer sizes matter.
 
     Raises:
@@ -146,7 +146,7 @@ def build_callbacks(
     scales_loss, uses_tensor_cores = scales_loss and not barebones, uses_tensor_cores and not barebones
     defaults: list[tuple[bool, type, Callable[[], Any]]] = [
         (True, ScalerCheckpoint, ScalerCheckpoint),  # in every precision, because it reports a changed precision
-        (scales_loss and shows_gradients, OverflowReport, OverflowReport),
+        (scales_loss and exposes_gradients, OverflowReport, OverflowReport),
         (not barebones, NonFiniteGuard, partial(NonFiniteGuard, every_step=False)),
         (scales_loss and given["detect_anomaly"], AnomalyDetection, AnomalyDetection),
         (uses_tensor_cores, AlignmentAdvisor, AlignmentAdvisor),

@@ -42,7 +42,7 @@ from trainer.compat.launchers import WatchedLauncher, signals_passed_on
 from trainer.compat.optimizers import set_up_optimizers
 from trainer.compat.overrides import overridden, overrides
 from trainer.compat.precision import PrecisionAdapter
-from trainer.engine.agreement import Agreement
+from trainer.engine.async_max import AsyncMax
 from trainer.engine.child_processes import children, leave_group_at_exit
 from trainer.engine.communication import Communication, communication_of
 from trainer.engine.gradients import Gradients, zero_loss
@@ -77,7 +77,7 @@ class LightningEngine:
     Attributes:
         precision: the plugin for this device.
         gradients: all operations on gradients.
-        may_change_size: whether the run may be resumed on another number of processes: ``num_nodes="auto"``.
+        may_change_world_size: whether the run may be resumed on another number of processes: ``num_nodes="auto"``.
         kind: the kind of strategy, as in ``unsupported_with`` of a callback.
         keeps_optimizers: whether the optimizers cannot be exchanged during a run.
         uncalled: methods of the strategy that this engine never calls, so that overriding them is refused, each with
@@ -89,7 +89,7 @@ class LightningEngine:
         UnsupportedError: if the strategy is not supported yet.
     """
 
-    shows_gradients = trains_unevenly = evaluates_unevenly = True
+    exposes_gradients = supports_uneven_inputs = supports_uneven_evaluation = True
     keeps_optimizers = False
     kind = "ddp"
     uncalled: Mapping[str, str] = {}
@@ -109,8 +109,8 @@ class LightningEngine:
             _refuse_lightning_precision(strategy._precision_plugin, where, precision)
         cluster.check_ray(plugins or ())
         self._trainer = trainer
-        self.may_change_size = options.get("num_nodes") == "auto"
-        if self.may_change_size:
+        self.may_change_world_size = options.get("num_nodes") == "auto"
+        if self.may_change_world_size:
             options["num_nodes"] = cluster.nodes_started(plugins or ())
         self.connector = _AcceleratorConnector(plugins=plugins, precision=None, **options)
         self.strategy: Strategy = self.connector.strategy
@@ -135,8 +135,8 @@ class LightningEngine:
         self._communication: Communication | None = None
         self._trained: list[bool] = []  # of the parameters that DDP has registered
         # weak, because torch.distributed keeps the groups until the end
-        self._agreement_groups: dict[str, Callable[[], Any]] = {}
-        self._hosts: Agreement | None = None
+        self._async_max_groups: dict[str, Callable[[], Any]] = {}
+        self._host_max: AsyncMax | None = None
         self._save_group: Callable[[], Any] = _none
         self._use_own_optimizer_setup()
         self._refuse_overrides()
@@ -347,7 +347,7 @@ class LightningEngine:
         """If DDP averages weights instead of gradients, synchronize skipped steps, which averages must ignore."""
         averager = self._ddp._model_averager if self._ddp is not None and self._averages_weights else None
         if isinstance(self.gradients, _StrategyGradients):
-            self.gradients.agree_on_skips(averager is not None)
+            self.gradients.reduce_skips(averager is not None)
         if averager is not None:
             average = partial(_average_unless_skipped, self.gradients, averager.average_parameters)
             vars(averager)["average_parameters"] = average
@@ -398,7 +398,7 @@ class LightningEngine:
         return strategy._forward_redirection(strategy.model, strategy.lightning_module, name, *args)
 
     @property
-    def forward_exchanges(self) -> bool:
+    def forward_runs_collectives(self) -> bool:
         """False: DDP's forward only broadcasts buffers the first time."""
         return False
 
@@ -406,7 +406,7 @@ class LightningEngine:
         """Run the collectives of DDP's next forward."""
         _forward_nothing(self.strategy.model)
 
-    def exchanges(self) -> int:
+    def num_collectives(self) -> int:
         """Number of collectives issued so far on the default process group, without those of :meth:`reduce`."""
         distributed = torch.distributed
         if self.world_size == 1 or not distributed.is_initialized():
@@ -416,7 +416,7 @@ class LightningEngine:
         return begun - self._reductions
 
     @contextmanager
-    def alone(self, error: Exception) -> Iterator[None]:
+    def forbid_collectives(self, error: Exception) -> Iterator[None]:
         """Return a context in which collectives through the strategy, such as ``self.all_gather``, raise ``error``."""
         own = vars(self.strategy)
         for name in (names := ("all_gather", "barrier", "broadcast", "reduce_boolean_decision")):
@@ -446,7 +446,7 @@ class LightningEngine:
         torch.distributed.gather_object(value, gathered)
         return gathered or []
 
-    def gather_different(self, value: T) -> list[T]:
+    def gather_if_different(self, value: T) -> list[T]:
         """Return the values of all processes, on all of them; only this one if all are equal (by their ``repr``)."""
         if self.world_size == 1:
             return [value]
@@ -458,13 +458,13 @@ class LightningEngine:
 
     def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
         """Reduce ``tensor`` over the processes, on this process's device, because a logged number may be on the CPU."""
-        before = self.exchanges()
+        before = self.num_collectives()
         reduced: Tensor = self.strategy.reduce(tensor.to(self.device), group=group, reduce_op=op)
-        self._reductions += self.exchanges() - before
+        self._reductions += self.num_collectives() - before
         return reduced
 
     @property
-    def next_forward_exchanges(self) -> bool:
+    def next_forward_syncs_buffers(self) -> bool:
         """Whether DDP's next forward runs collectives. It does not after a forward without gradient averaging."""
         return not isinstance(self.model, DistributedDataParallel) or self.model.require_forward_param_sync
 
@@ -489,29 +489,29 @@ class LightningEngine:
         """Return whether ``decision`` is True on any process."""
         return self.strategy.reduce_boolean_decision(decision, all=False)
 
-    def any_host(self, *flags: bool) -> list[bool]:
+    def any_rank_on_host(self, *flags: bool) -> list[bool]:
         """Return whether each of the flags is true on any process."""
         if self.device.type == "cpu":
             return [float(total) > 0 for total in self.begin_sum(*map(float, flags))()]
-        if self._hosts is None:
-            self._hosts = self.agreement(len(flags), "batches")
-        if self._hosts is None:
+        if self._host_max is None:
+            self._host_max = self.async_max(len(flags), "batches")
+        if self._host_max is None:
             return [self.any_rank(flag) for flag in flags]
-        return [number > 0 for number in self._hosts.ask_now(flags)]
+        return [number > 0 for number in self._host_max.reduce_now(flags)]
 
-    def agreement(self, count: int, purpose: str) -> Agreement | None:
-        """Return an agreement on a separate gloo group, because NCCL would queue it behind the work of the GPUs."""
+    def async_max(self, count: int, purpose: str) -> AsyncMax | None:
+        """Create a gloo group for it, because NCCL would queue it behind the work of the GPUs."""
         distributed = torch.distributed
         if self._ddp is None or self.world_size == 1:
             return None
         if not distributed.is_initialized() or not distributed.is_gloo_available():
             return None
-        if (before := self._agreement_groups.get(purpose, _none)()) is not None:
+        if (before := self._async_max_groups.get(purpose, _none)()) is not None:
             with suppress(ValueError):  # if all groups have been destroyed since
                 distributed.destroy_process_group(before)
         group: Any = distributed.new_group(backend="gloo", timeout=self._ddp._timeout)
-        self._agreement_groups[purpose] = weakref.ref(group)
-        return Agreement(group, count)
+        self._async_max_groups[purpose] = weakref.ref(group)
+        return AsyncMax(group, count)
 
     def broadcast(self, value: T) -> T:
         """Return the ``value`` of rank 0."""
@@ -661,7 +661,7 @@ class LightningEngine:
 
     def teardown(self) -> None:
         """Unwrap the module and move it back to the CPU."""
-        self._hosts = None
+        self._host_max = None
         self.strategy.teardown()
 
 
@@ -678,7 +678,7 @@ class _StrategyGradients(Gradients):
         self._strategy = strategy
         self._agree: Callable[[Tensor], None] | None = None
 
-    def agree_on_skips(self, differ: bool) -> None:
+    def reduce_skips(self, differ: bool) -> None:
         """Set whether gradients differ between the processes, so that skipped steps must be synchronized."""
         self._agree = _set_if_any_process_has if differ else None
         self.scaler.agree = self._agree

@@ -33,7 +33,7 @@ from trainer.engine.sharding.wrap import Blocks, ShardedModule, Sharding
 from trainer.errors import ConfigurationError, UnsupportedError
 from trainer.precision.fp32_modules import find_modules
 from trainer.precision.scaler import LossScaler
-from trainer.state.metric_objects import exchange_over
+from trainer.state.metric_objects import reduce_over_group
 
 
 class FSDP2Strategy(DDPStrategy):
@@ -299,7 +299,7 @@ class ParallelStrategy(FSDP2Strategy):
         """Set up the strategy, and make metric objects count the batches of a group of processes once."""
         super().setup(trainer)
         assert self.lightning_module is not None
-        self._put_metrics_back = exchange_over(self.data_mesh.get_group(), self.lightning_module)
+        self._put_metrics_back = reduce_over_group(self.data_mesh.get_group(), self.lightning_module)
 
     def teardown(self) -> None:
         """Restore the metric objects, and tear down the strategy."""
@@ -417,7 +417,7 @@ class ShardedEngine(LightningEngine):
         return output
 
     @property
-    def forward_exchanges(self) -> bool:
+    def forward_runs_collectives(self) -> bool:
         """True: every forward runs collectives."""
         return True
 

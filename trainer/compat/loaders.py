@@ -53,8 +53,8 @@ class LoaderSet:
         idle: the number of batches in a training pass that other processes have and this one lacks; each is replaced by
             ``IDLE``. Set by DataSource.
         announce: called with the index of each training batch before it is returned. None for no call.
-        any_host: :meth:`Engine.any_host`, for several processes if their lengths are not exact, to give them equal
-            numbers of batches and a common end. None otherwise. Set by DataSource.
+        any_rank_on_host: :meth:`Engine.any_rank_on_host` for several processes with inexact lengths, to give them
+            equal numbers of batches and a common end; None otherwise. Set by DataSource.
         on_batch: see ``Loaders``. Set by Preparation.
     """
 
@@ -69,7 +69,7 @@ class LoaderSet:
         self.most = limits
         self.idle = 0
         self.announce: Callable[[int], None] | None = None
-        self.any_host: Callable[..., list[bool]] | None = None
+        self.any_rank_on_host: Callable[..., list[bool]] | None = None
         self.on_batch: Callable[[bool], Any] = identity
         self._watch = watch or identity
         self._epoch = 0
@@ -187,15 +187,15 @@ class LoaderSet:
         source, count = iter(self._watch(self._begin(self.loaders))), self._count(self.limits)
         self._pass = left = _first(source, max(count - done, 0))  # below 0 if a resumed run has a lower limit
         nothing, number = IDLE if self._is_plain else (IDLE,), max(self.num_batches() - done, 0)
-        if self.any_host is not None:
-            self._pass = left = _first(_in_step(left, self.any_host, nothing), number)
+        if self.any_rank_on_host is not None:
+            self._pass = left = _first(_in_step(left, self.any_rank_on_host, nothing), number)
         elif self.idle:
             self._pass = left = chain(left, repeat(nothing, int(min(number, self.idle))))
         if self.announce is not None:
             self._pass = _announced(left, done, self.announce)
         if not self.has_length:
             self._pass = self._look_ahead = LookAhead(left, self._mark, now=count == float("inf"))
-        if self.any_host is not None:
+        if self.any_rank_on_host is not None:
             self._pass = map(self._hand_out, self._pass)
 
     def _hand_out(self, item: tuple[Any, bool]) -> Any:
@@ -432,7 +432,9 @@ def _first(source: Iterator[Any], count: float) -> Iterator[Any]:
     return islice(source, None if count == float("inf") else int(count))
 
 
-def _in_step(source: Iterator[Any], any_host: Callable[..., list[bool]], nothing: Any) -> Iterator[tuple[Any, bool]]:
+def _in_step(
+    source: Iterator[Any], any_rank_on_host: Callable[..., list[bool]], nothing: Any
+) -> Iterator[tuple[Any, bool]]:
     """Yield the items of ``source``, then ``nothing`` while another process has items.
 
     Each item is paired with whether all processes have one.
@@ -440,7 +442,7 @@ def _in_step(source: Iterator[Any], any_host: Callable[..., list[bool]], nothing
     end = object()
     while True:
         item = next(source, end)
-        any_has, any_lacks = any_host(item is not end, item is end)
+        any_has, any_lacks = any_rank_on_host(item is not end, item is end)
         if not any_has:
             return
         yield nothing if item is end else item, not any_lacks

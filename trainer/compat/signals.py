@@ -23,7 +23,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from trainer.compat import model_checkpoints
 from trainer.compat.checkpoint_io import wait_for_saves
 from trainer.compat.launchers import ENDING_SIGNALS, PassOn, default_handler, exception_of
-from trainer.engine.agreement import Agreement
+from trainer.engine.async_max import AsyncMax
 from trainer.engine.child_processes import children, deadline_after
 from trainer.errors import NonFiniteError, RequeueError, rank_zero_warn
 from trainer.loops.evaluation import EvalLoop
@@ -47,19 +47,19 @@ class Signals:
         self.received_sigterm = False
         self.interruption: BaseException | None = None
         self._trainer = trainer
-        self._agreement: Agreement | None = None
+        self._async_max: AsyncMax | None = None
         self._handlers: dict[int, Any] = {}  # those that were installed before ours
         self._process = 0
         self._requeue_signal: int | None = None
         self._noted = 0  # index in `ENDING_SIGNALS` of the received signal, counted from 1; 0 for none
-        self._agreed = 0  # the same over all processes
+        self._global_signal = 0  # the same over all processes
         self._to_requeue = False
         self._interrupts = 0  # number of times that Ctrl-C was pressed
         self._ends = self._holds = self._is_inner = False
         self._first_batch = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_handlers": {}, "_agreement": None, "interruption": None}
+        return vars(self) | {"_handlers": {}, "_async_max": None, "interruption": None}
 
     @property
     def received(self) -> int:
@@ -75,14 +75,14 @@ class Signals:
         """
         trainer = self._trainer
         self.received_sigterm, self.interruption = False, None
-        self._noted, self._agreed, self._interrupts, self._to_requeue = 0, 0, 0, False
+        self._noted, self._global_signal, self._interrupts, self._to_requeue = 0, 0, 0, False
         self._ends = self._is_inner = False
         self._process, self._first_batch = os.getpid(), trainer.progress.batches_started
-        self._agreement = trainer.engine.agreement(2, "signals") if trainer.state.fn is TrainerFn.FITTING else None
+        self._async_max = trainer.engine.async_max(2, "signals") if trainer.state.fn is TrainerFn.FITTING else None
         environment = trainer._accelerator_connector.cluster_environment
         requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
         self._requeue_signal = environment.requeue_signal if requeues else None
-        self._set_attend()
+        self._update_signal_checks()
         for number in ENDING_SIGNALS if self._requeue_signal is None else [*ENDING_SIGNALS, self._requeue_signal]:
             self._install(number)
 
@@ -93,8 +93,8 @@ class Signals:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
-        self.interruption = self._agreement = None
-        self._have_loops_attend(False)
+        self.interruption = self._async_max = None
+        self._set_signal_checks(False)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -105,8 +105,8 @@ class Signals:
             if error is self.interruption and not self._is_inner:
                 self._save()
             raise
-        if self._agreement is not None:
-            self._agreement.close()
+        if self._async_max is not None:
+            self._async_max.close()
 
     @contextmanager
     def inner_run(self) -> Iterator[None]:
@@ -118,12 +118,12 @@ class Signals:
             self._is_inner = error is self.interruption
             raise
         self._is_inner = False
-        self._set_attend()  # the loops have their state from before the inner run again
+        self._update_signal_checks()  # the loops have their state from before the inner run again
 
     @contextmanager
     def ending(self, error: BaseException) -> Iterator[None]:
         """Return a context for the end of a run by ``error``. If a signal caused it, further signals are ignored."""
-        engine, agreed = self._trainer.engine, error is self.interruption and self._agreement is not None
+        engine, agreed = self._trainer.engine, error is self.interruption and self._async_max is not None
         with deadline_after(error, waited_for=engine.runs_here and engine.world_size > 1 and not agreed):
             if not isinstance(error, KeyboardInterrupt) and error is not self.interruption:
                 yield
@@ -171,10 +171,10 @@ class Signals:
             else:
                 self._noted = max(self._noted, 1 + ENDING_SIGNALS.index(signal.Signals(number)))
             self.received_sigterm |= number == signal.SIGTERM
-            self._set_attend()
+            self._update_signal_checks()
             if is_first:
                 self._announce(number)
-            if self._agreement is None and self._trainer.engine.runs_here and number != signal.SIGINT:
+            if self._async_max is None and self._trainer.engine.runs_here and number != signal.SIGINT:
                 children.send(number)  # the terminal sends a Ctrl-C to them, too
         before = self._handlers.get(number)
         if number == signal.SIGTERM and callable(before):
@@ -194,45 +194,45 @@ class Signals:
         )
         os.write(2, f"\nReceived {signal.Signals(number).name}: {what}.{again}\n".encode())
 
-    def _set_attend(self) -> None:
-        """Make the loops call ``_attend`` between batches if a signal has arrived, or may have arrived elsewhere."""
-        self._have_loops_attend(bool(self._noted or self._to_requeue or self._agreement is not None))
+    def _update_signal_checks(self) -> None:
+        """Make the loops check for signals between batches if one has arrived, or may have on another process."""
+        self._set_signal_checks(bool(self._noted or self._to_requeue or self._async_max is not None))
 
-    def _have_loops_attend(self, attends: bool) -> None:
-        self._trainer.loop.limits.attend = self._attend if attends else None
+    def _set_signal_checks(self, enabled: bool) -> None:
+        self._trainer.loop.limits.check_signals = self._check_signals if enabled else None
         for loop in self._trainer.eval_loops.values():
-            loop.attend = partial(self._attend_evaluation, loop) if attends else None
+            loop.check_signals = partial(self._check_signals_in_evaluation, loop) if enabled else None
 
     # --- between two batches ----------------------------------------------------------------------------------
 
-    def _attend(self, before_epoch: bool) -> None:
+    def _check_signals(self, before_epoch: bool) -> None:
         """Handle signals between two batches of a fit."""
         known = [self._noted, int(self._to_requeue)]
-        if self._agreement is not None:
-            known = self._agreement.ask_now(known) if before_epoch else self._agreement.ask(known)
-        self._heed(*known)
+        if self._async_max is not None:
+            known = self._async_max.reduce_now(known) if before_epoch else self._async_max.reduce(known)
+        self._handle(*known)
 
-    def _attend_evaluation(self, loop: EvalLoop) -> None:
+    def _check_signals_in_evaluation(self, loop: EvalLoop) -> None:
         """Handle signals before a batch of an evaluation.
 
         Inside a fit, a signal ends it at the same batch on all processes. With uneven inputs, they synchronize only
         before batches that all of them have. If these are unknown, a signal takes effect after the validation.
         """
         known = [self._noted, int(self._to_requeue)]
-        if self._agreement is None:
-            self._heed(*known)
+        if self._async_max is None:
+            self._handle(*known)
         elif loop.all_have_batch and not (self._is_inner or self._trainer.sanity_checking):
-            self._heed(*self._agreement.ask(known))
+            self._handle(*self._async_max.reduce(known))
 
-    def _heed(self, noted: int, to_requeue: int) -> None:
+    def _handle(self, noted: int, to_requeue: int) -> None:
         self._to_requeue |= bool(to_requeue)
         if to_requeue and not self._is_inner:
             self._to_requeue = False
             self._requeue()
-            if self._agreement is None:
-                self._set_attend()
-        self._agreed = noted = max(noted, self._agreed)
-        if not noted or (self._trainer.engine.may_change_size and self._trainer.loop.window.is_open):
+            if self._async_max is None:
+                self._update_signal_checks()
+        self._global_signal = noted = max(noted, self._global_signal)
+        if not noted or (self._trainer.engine.may_change_world_size and self._trainer.loop.window.is_open):
             return  # wait for the update, because other numbers of processes cannot resume inside of a window
         self._noted, self._ends = noted, True
         self.received_sigterm |= self.received == signal.SIGTERM

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.engine.agreement import Agreement
+from trainer.engine.async_max import AsyncMax
 from trainer.engine.communication import Communication
 from trainer.engine.gradients import Gradients
 from trainer.engine.optimizer_states import SavedDtypes
@@ -64,18 +64,18 @@ class Engine(Protocol):
 
     Attributes:
         module_calls: functions that handle the calls of a module. The Trainer sets it for each fit.
-        shows_gradients: whether gradients can be read between a backward pass and the step.
-        trains_unevenly: whether training supports uneven inputs: processes with different numbers of batches.
-        evaluates_unevenly: whether evaluation supports uneven inputs. If not, all processes get the same number of
-            batches.
-        may_change_size: whether the run may continue with another number of processes: ``num_nodes="auto"``.
+        exposes_gradients: whether gradients can be read between a backward pass and the step.
+        supports_uneven_inputs: whether training supports uneven inputs: processes with different numbers of batches.
+        supports_uneven_evaluation: whether evaluation supports uneven inputs. If not, all processes get the same number
+            of batches.
+        may_change_world_size: whether the run may continue with another number of processes: ``num_nodes="auto"``.
     """
 
     module_calls: ModuleCalls
-    shows_gradients: bool
-    trains_unevenly: bool
-    evaluates_unevenly: bool
-    may_change_size: bool
+    exposes_gradients: bool
+    supports_uneven_inputs: bool
+    supports_uneven_evaluation: bool
+    may_change_world_size: bool
 
     @property
     def precision(self) -> Precision:
@@ -164,7 +164,7 @@ class Engine(Protocol):
         """Return the module's ``training_step`` (``validation_step``, ...), called through its wrapper, if any."""
 
     @property
-    def forward_exchanges(self) -> bool:
+    def forward_runs_collectives(self) -> bool:
         """Whether every forward of an evaluation uses collectives, so all processes must run equally many of them."""
 
     def idle_forward(self) -> None:
@@ -174,14 +174,14 @@ class Engine(Protocol):
         broadcasts rank 0's buffers) must do so on all of them.
         """
 
-    def exchanges(self) -> int:
+    def num_collectives(self) -> int:
         """Return the number of collectives issued on the default process group, except by :meth:`reduce`.
 
         0 if it is not known.
         """
 
-    def alone(self, error: Exception) -> AbstractContextManager[object]:
-        """Return the context for a batch that another process lacks: ``error`` is raised if the module waits for it."""
+    def forbid_collectives(self, error: Exception) -> AbstractContextManager[object]:
+        """Return a context for a batch that other processes lack: a collective of the strategy raises ``error``."""
 
     def replay_step(self, name: str) -> Callable[..., Any]:
         """Return the module's step for a replay in this process, with only the collectives that it requires."""
@@ -195,14 +195,14 @@ class Engine(Protocol):
     def gather(self, value: T) -> list[T]:
         """Gather all processes' ``value`` on rank 0. Returns [] on others, and if no process group exists."""
 
-    def gather_different(self, value: T) -> list[T]:
+    def gather_if_different(self, value: T) -> list[T]:
         """Gather every process's ``value`` on all of them. Returns only this one's if all have the same ``repr``."""
 
     def reduce(self, tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
         """Reduce ``tensor`` over the processes: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``."""
 
     @property
-    def next_forward_exchanges(self) -> bool:
+    def next_forward_syncs_buffers(self) -> bool:
         """Whether the next forward begins with its usual broadcast of buffers.
 
         DDP omits it after a forward without gradient synchronization.
@@ -220,14 +220,14 @@ class Engine(Protocol):
     def any_rank(self, decision: bool) -> bool:
         """Return whether ``decision`` is true on any process; the same result on all of them."""
 
-    def any_host(self, *flags: bool) -> list[bool]:
-        """Return whether each of the flags is true on any process. Waits for the processes, but not for a device."""
+    def any_rank_on_host(self, *flags: bool) -> list[bool]:
+        """Like :meth:`any_rank` for several flags, on the host: waits for the processes, but not for a device."""
 
-    def agreement(self, count: int, purpose: str) -> Agreement | None:
-        """Return an exchange of the maxima of ``count`` numbers over all processes, without waiting for a device.
+    def async_max(self, count: int, purpose: str) -> AsyncMax | None:
+        """Create an asynchronous all-reduce of the maxima of ``count`` numbers over all processes, without a device.
 
         Returns None if there is only one process, or if the engine does not support it. All processes must call it
-        together, after the device is selected. A previous exchange of the same purpose ends.
+        together, after the device is selected. It replaces the previous one with the same ``purpose``.
         """
 
     def broadcast(self, value: T) -> T:

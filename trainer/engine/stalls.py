@@ -38,7 +38,7 @@ _LOOKS = 20
 _LINES = 4
 """Stack lines in the message for a process that is waited for; the file has all lines."""
 _LIBRARIES = re.compile(r"[/\\](torch|lightning|pytorch_lightning|deepspeed)[/\\]")
-_INTERNAL = ("torch.distributed", "trainer.engine.agreement")
+_INTERNAL = ("torch.distributed", "trainer.engine.async_max")
 """Modules in which a process waits for other processes."""
 
 

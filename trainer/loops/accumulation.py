@@ -194,7 +194,7 @@ class AccumulationWindow:
         CUDA, because the copy does not wait for the backward pass there.
         """
         is_alone = self.size == 1 and self._data_parallel_size == 1
-        return is_alone and engine.device.type == "cuda" and engine.trains_unevenly
+        return is_alone and engine.device.type == "cuda" and engine.supports_uneven_inputs
 
     def share_late(self, loss: Tensor, weight: Tensor) -> Tensor:
         """Return the share of the only batch in a window; :meth:`close` reads its weight.

@@ -53,7 +53,8 @@ class TrainingPath(BatchPath):
         train_batch: runs one batch, and calls the others: ``(batch, batch_idx, is_last)``. It belongs to
             ``FitLoop``, ``ManualOptimization`` or ``ClosureOptimization``.
         close_window: updates the weights with the batches of an open window if no other batch follows.
-        clears_early: whether gradients are cleared before the forward pass, because no hook overrides ``zero_grad``.
+        clears_before_forward: whether gradients are cleared before the forward pass, because no hook overrides
+            ``zero_grad``.
         zero_grad: the module's own ``optimizer_zero_grad(epoch, batch_idx, optimizer)``. None for the usual one.
         add_gradients: runs the hooks and the backward pass of a loss, which is not scaled yet.
         backward: runs the backward pass of a scaled loss.
@@ -63,7 +64,7 @@ class TrainingPath(BatchPath):
 
     train_batch: Callable[[Any, int, bool], None]
     close_window: Callable[[], None]
-    clears_early: bool
+    clears_before_forward: bool
     zero_grad: Callable[..., Any] | None
     add_gradients: Callable[[Tensor], Any]
     backward: Callable[[Tensor], Any]
@@ -76,7 +77,8 @@ TrainingWrapper = Callable[[TrainingPath], TrainingPath]
 
 NO_PATH = TrainingPath(
     identity, identity, nullcontext, identity, identity, train_batch=identity, close_window=identity,
-    clears_early=False, zero_grad=None, add_gradients=identity, backward=identity, clip=None, update_weights=identity,
+    clears_before_forward=False, zero_grad=None, add_gradients=identity, backward=identity, clip=None,
+    update_weights=identity,
 )  # fmt: skip
 """The path of a loop that no run has prepared yet."""
 

@@ -42,8 +42,7 @@ class EvalLoop:
         verbose: whether the Trainer prints the logged values. Default: True.
         keep_predictions: whether to collect the outputs of ``predict_step``. Default: False.
         predictions: these outputs, a list for each dataloader.
-        attend: called before each batch to handle a signal that has arrived; may raise. Default: None, nothing is
-            called.
+        check_signals: called before each batch to handle a signal that has arrived; may raise. Default: None.
         path: the functions that a batch passes through.
     """
 
@@ -72,7 +71,7 @@ class EvalLoop:
         self.keep_predictions = False
         self.has_warned = False
         self.predictions: list[list[Any]] = []
-        self.attend: Callable[[], None] | None = None
+        self.check_signals: Callable[[], None] | None = None
         self.counts_once = counts_once
         self.pace: Pace | None = None
         self.loaders: Loaders | None = None
@@ -222,8 +221,8 @@ class EvalLoop:
 
     def evaluate_batch(self, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:
         """Run one forward pass and its hooks. ``dataloader_idx`` is None if there is only one dataloader."""
-        if self.attend is not None:
-            self.attend()
+        if self.check_signals is not None:
+            self.check_signals()
         progress, path = self.progress, self.path
         batch = path.transfer(batch, dataloader_idx or 0)
         where = (batch_idx,) if dataloader_idx is None else (batch_idx, dataloader_idx)
@@ -264,7 +263,7 @@ class EvalLoop:
         if self.pace is not None:
             self.pace.finish(dataloader_idx)
             if self.is_shared:
-                self.pace.agree(MetricObjects(self.module))
+                self.pace.reduce_logged(MetricObjects(self.module))
         return self.publish()
 
     def publish(self) -> Metrics:

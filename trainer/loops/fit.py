@@ -261,7 +261,7 @@ class FitLoop:
         if self.skips_epoch:
             return
         window, path = self.window, self.path
-        if window.is_first and path.clears_early:
+        if window.is_first and path.clears_before_forward:
             self.free_gradients()
         with self.engine.gradient_sync(window.is_last):
             self.hooks.scope.enter("training_step")
@@ -331,7 +331,7 @@ class FitLoop:
         """
         self.progress.zero_grads += 1
         path = self.path
-        if path.clears_early:
+        if path.clears_before_forward:
             self.free_gradients()
             return
         for optimizer in self.optimizers:
@@ -354,7 +354,7 @@ class FitLoop:
             if may_read_late and window.may_read_late(self.engine):
                 return window.share_late(loss, weight)
             loss, weight = loss_in(output)  # a host-device synchronization
-        if window.batch_weight == 0 and self.engine.trains_unevenly:
+        if window.batch_weight == 0 and self.engine.supports_uneven_inputs:
             loss = None
         elif window.batch_weight == 0:  # all ranks of DeepSpeed take part in each backward pass, so this one adds zeros
             weight = 0.0
@@ -539,7 +539,7 @@ class FitLoop:
         The window is dropped if the engine needs a loss on all ranks (DeepSpeed) and there are several.
         """
         window, engine = self.window, self.engine
-        if window.is_open and (engine.data_parallel_size == 1 or engine.trains_unevenly):
+        if window.is_open and (engine.data_parallel_size == 1 or engine.supports_uneven_inputs):
             window.advance(0, is_last_batch=True)
             self.has_updated = False
             self.path.close_window()

@@ -64,7 +64,7 @@ class Pace:
         self._per_forward = 0
         self.all_have_batch = True
         uneven = [span for span in whole if span.fewest < span.most < float("inf")]
-        if uneven and not engine.evaluates_unevenly:
+        if uneven and not engine.supports_uneven_evaluation:
             raise ConfigurationError(
                 f"Got {uneven[0].fewest:.0f} to {uneven[0].most:.0f} batches of {stage} in a process. At stage 3 of"
                 " DeepSpeed's ZeRO each forward pass exchanges weights, so that all processes need as many. Divide"
@@ -76,9 +76,9 @@ class Pace:
                     raise self._error(f"The metric {name!r}, with dist_sync_on_step=True,", uneven[0])
         engine.idle_forward()
         if watches and uneven:
-            before = engine.exchanges()
+            before = engine.num_collectives()
             engine.idle_forward()
-            self._per_forward = engine.exchanges() - before
+            self._per_forward = engine.num_collectives() - before
 
     def run(self, dataloader_idx: int, evaluate: Callable[[], None]) -> None:
         """Evaluate one batch.
@@ -89,7 +89,7 @@ class Pace:
         engine, span, index = self._engine, self._spans[dataloader_idx], self._done
         self._done += 1
         self.all_have_batch = index < span.fewest
-        if engine.forward_exchanges and span.most == float("inf"):
+        if engine.forward_runs_collectives and span.most == float("inf"):
             engine.any_rank(True)  # this process still has a batch
         if not self._watches:
             evaluate()
@@ -100,12 +100,12 @@ class Pace:
         if whole.fewest == whole.most or whole.most == float("inf"):
             evaluate()
             return
-        before = engine.exchanges()
+        before = engine.num_collectives()
         what = f"The `{self._stage}_step`, or a hook of the batch,"
-        with nullcontext() if self.all_have_batch else engine.alone(self._error(what, whole)):
+        with nullcontext() if self.all_have_batch else engine.forbid_collectives(self._error(what, whole)):
             evaluate()
         is_last = index == span.fewest - 1 and span.fewest < span.most
-        if (index == 0 or is_last) and engine.exchanges() - before > self._per_forward:
+        if (index == 0 or is_last) and engine.num_collectives() - before > self._per_forward:
             error = self._error(what, whole)
             if is_last:
                 raise error
@@ -116,7 +116,7 @@ class Pace:
         """End a dataloader in this process, and take part in the forward passes of processes that have more batches."""
         engine, most, done = self._engine, self._spans[dataloader_idx].most, self._done
         self._done = 0
-        if not engine.forward_exchanges:
+        if not engine.forward_runs_collectives:
             return
         if most == float("inf"):
             while engine.any_rank(False):
@@ -130,11 +130,11 @@ class Pace:
         """Whether processes have, or may have, different numbers of batches (uneven inputs)."""
         return any(span.fewest < span.most for span in self._spans)
 
-    def agree(self, objects: MetricObjects) -> None:
+    def reduce_logged(self, objects: MetricObjects) -> None:
         """Reduce all values that any process has logged for the current dataloader, on all processes."""
         engine, metrics = self._engine, self._metrics
         mine = metrics.outline(objects.name_of), objects.outline(self._updates)
-        everyone = engine.gather_different(mine)
+        everyone = engine.gather_if_different(mine)
         objects.complete([outline for _, outline in everyone], engine.device)
         metrics.complete([outline for outline, _ in everyone], objects.by_name.__getitem__, engine.reduce)
 

@@ -48,7 +48,7 @@ def facts_of(trainer: Any) -> dict[str, Any]:
     return facts
 
 
-def why_nothing_was_learned(trainer: Any) -> str | None:
+def reason_without_updates(trainer: Any) -> str | None:
     """What to say of a fit in which every step was skipped, so that it ends with the weights it began with; else None.
 
     None of a ``fast_dev_run`` as well, and of fewer than three steps: so many are how a loss scale finds its level.

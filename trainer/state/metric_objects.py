@@ -167,7 +167,7 @@ class MetricObjects:
             metric._computed = None
 
 
-def exchange_over(group: Any, module: nn.Module) -> Callable[[], None]:
+def reduce_over_group(group: Any, module: nn.Module) -> Callable[[], None]:
     """Reduce the metric objects of a module over a group of processes instead of over all.
 
     Metrics with their own group or their own function for reductions keep it.

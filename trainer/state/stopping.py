@@ -25,7 +25,7 @@ class StoppingConditions:
         check_val_every_n_epoch: epochs between validations; None to count batches over all epochs.
         log_every_n_steps: optimizer steps between two rows in the loggers; 0 for no rows.
         val_check_seconds: seconds between validations; None to count batches.
-        agree: takes this process's decision whether it is time to validate; returns the common decision of all
+        any_rank: takes this process's decision whether it is time to validate; returns the common decision of all
             processes.
         announce: called once with a message if training continues although ``should_stop`` is set.
 
@@ -37,8 +37,8 @@ class StoppingConditions:
         validated_at: time of the start of the run or, if that is later, the end of the last validation
             (``time.monotonic``).
         should_stop: whether training ends after the current batch, if the minima are met.
-        attend: called when a batch is over and, with True, before each epoch: handles a signal, or finds out with the
-            other processes whether one has arrived. It may raise. None if there is nothing to handle.
+        check_signals: called after each batch with False, and before each epoch with True: handles a signal that has
+            arrived on any process. It may raise. None if there is nothing to handle.
     """
 
     progress: FitProgress
@@ -50,13 +50,13 @@ class StoppingConditions:
     check_val_every_n_epoch: int | None = 1
     log_every_n_steps: int = 50
     val_check_seconds: float | None = None
-    agree: Callable[[bool], bool] = bool
+    any_rank: Callable[[bool], bool] = bool
     announce: Callable[[str], object] = str
     val_check_batch: float | None = field(default=None, init=False)
     validates_at_end: bool = field(default=False, init=False)
     validated_at: float = field(default=0.0, init=False)
     should_stop: bool = field(default=False, init=False)
-    attend: Callable[[bool], None] | None = field(default=None, init=False)
+    check_signals: Callable[[bool], None] | None = field(default=None, init=False)
     _has_announced: bool = field(default=False, init=False)
     _decided: tuple[int, bool] = field(default=(-1, False), init=False)  # batch, and whether the time was over
 
@@ -68,15 +68,15 @@ class StoppingConditions:
             self.min_epochs = int(self.min_steps is not None)
 
     def fit_is_done(self) -> bool:
-        """Return whether no further epoch is trained. Only for the fit loop, before each epoch: see ``attend``."""
-        if self.attend is not None:
-            self.attend(True)
+        """Return whether no further epoch is trained. Called only by the fit loop, before each epoch."""
+        if self.check_signals is not None:
+            self.check_signals(True)
         return self.ends_fit()
 
     def epoch_is_done(self) -> bool:
-        """Return whether to end the epoch early. Only for the fit loop, after each batch: see ``attend``."""
-        if self.attend is not None:
-            self.attend(False)
+        """Return whether to end the epoch early. Called only by the fit loop, after each batch."""
+        if self.check_signals is not None:
+            self.check_signals(False)
         return self.ends_epoch()
 
     def ends_fit(self) -> bool:
@@ -131,7 +131,7 @@ class StoppingConditions:
         batch, decision = self._decided
         if batch != self.progress.batches_started:
             # the clocks of ranks differ. A host-device synchronization on several GPUs
-            decision = self.agree(time.monotonic() - self.validated_at >= seconds)
+            decision = self.any_rank(time.monotonic() - self.validated_at >= seconds)
             if self.progress.in_batch:
                 self._decided = self.progress.batches_started, decision
         return decision

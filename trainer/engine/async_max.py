@@ -1,4 +1,4 @@
-"""Exchange numbers between processes without a host-device synchronization."""
+"""Asynchronous all-reduce of numbers on the host, without a host-device synchronization."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ MOST_BATCHES = 100
 """Largest number of batches between two all-reduces, because training may suddenly become slower."""
 
 
-class Agreement:
+class AsyncMax:
     """Compute the maximum over all processes for each of several numbers; all processes get it at the same batch.
 
-    An all-reduce starts at the end of a batch, and its result is read at the end of the next. It has normally arrived
-    by
+    An all-reduce starts after a batch, and its result is read after the next batch. It has usually arrived by
     then, so a process waits only for processes that are at least one batch behind. Each result also contains the number
     of batches to skip before the next all-reduce.
 
@@ -33,23 +32,23 @@ class Agreement:
         self._count = count
         self._options = distributed.AllreduceOptions()
         self._options.reduceOp = distributed.ReduceOp.MAX
-        self._question = torch.zeros(count + 1, dtype=torch.int64)  # the values, and minus the batches to skip
+        self._sent = torch.zeros(count + 1, dtype=torch.int64)  # the values, and minus the batches to skip
         self._work: distributed.Work | None = None
-        self._batches = self._to_leave_out = 0  # batches since the last all-reduce; its minimum for the next one
+        self._batches = self._batches_to_skip = 0  # batches since the last all-reduce; its minimum for the next one
         self._sent_at = time.monotonic()
 
-    def ask(self, numbers: Sequence[int]) -> list[int]:
+    def reduce(self, numbers: Sequence[int]) -> list[int]:
         """Return the maxima of the last all-reduce at the end of a batch, or zeros if none was pending.
 
         All processes must call it equally often.
         """
         answer = self._read() if self._work is not None else [0] * self._count
         self._batches += 1
-        if self._batches > self._to_leave_out and not any(answer):
+        if self._batches > self._batches_to_skip and not any(answer):
             self._send(numbers)
         return answer
 
-    def ask_now(self, numbers: Sequence[int]) -> list[int]:
+    def reduce_now(self, numbers: Sequence[int]) -> list[int]:
         """Return the current maxima, including those of a pending all-reduce. Waits for all processes."""
         before = self._read() if self._work is not None else [0] * self._count
         self._send(numbers)
@@ -65,13 +64,13 @@ class Agreement:
         seconds, batches = now - self._sent_at, self._batches
         self._sent_at, self._batches = now, 0
         wanted = min(int(SECONDS * batches / max(seconds, 1e-9)), MOST_BATCHES)
-        self._question = torch.tensor([*numbers, -wanted])
-        self._work = self._group.allreduce([self._question], self._options)
+        self._sent = torch.tensor([*numbers, -wanted])
+        self._work = self._group.allreduce([self._sent], self._options)
 
     def _read(self) -> list[int]:
         assert self._work is not None
         work, self._work = self._work, None
         work.wait()
-        *answer, less = self._question.tolist()
-        self._to_leave_out = -less
+        *answer, less = self._sent.tolist()
+        self._batches_to_skip = -less
         return answer

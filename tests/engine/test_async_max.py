@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from trainer.engine import agreement
-from trainer.engine.agreement import MOST_BATCHES, SECONDS, Agreement
+from trainer.engine import async_max
+from trainer.engine.async_max import MOST_BATCHES, SECONDS, AsyncMax
 
 
 class Others:
@@ -35,54 +35,54 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     class Clock:
         now = 0.0
 
-    monkeypatch.setattr(agreement.time, "monotonic", lambda: Clock.now)
+    monkeypatch.setattr(async_max.time, "monotonic", lambda: Clock.now)
     return Clock
 
 
 def test_the_answer_is_read_a_batch_later(clock: Any) -> None:
     others = Others()
-    asked = Agreement(others, 2)  # type: ignore[arg-type]
+    asked = AsyncMax(others, 2)  # type: ignore[arg-type]
     clock.now += 10.0
-    assert asked.ask([0, 1]) == [0, 0]
+    assert asked.reduce([0, 1]) == [0, 0]
     others.numbers = [3, 0, 0]
-    assert asked.ask([0, 1]) == [0, 1]
-    assert asked.ask([0, 0]) == [0, 0]
-    assert asked.ask([0, 0]) == [3, 0]
+    assert asked.reduce([0, 1]) == [0, 1]
+    assert asked.reduce([0, 0]) == [0, 0]
+    assert asked.reduce([0, 0]) == [3, 0]
     assert [question[:2] for question in others.questions] == [[0, 1], [0, 0]]
 
 
 def test_slow_batches_ask_each_time_and_fast_ones_now_and_then(clock: Any) -> None:
     others = Others()
-    asked = Agreement(others, 2)  # type: ignore[arg-type]
+    asked = AsyncMax(others, 2)  # type: ignore[arg-type]
     for seconds, questions in ((2 * SECONDS, 10), (SECONDS / 9.5, 1), (SECONDS / 1e6, 0)):
         del others.questions[:]
         for _ in range(10):
             clock.now += seconds
-            asked.ask([0, 0])
+            asked.reduce([0, 0])
         assert abs(len(others.questions) - questions) <= 1
     del others.questions[:]
     for _ in range(3 * (MOST_BATCHES + 2)):
         clock.now += SECONDS / 1e6
-        asked.ask([0, 0])
+        asked.reduce([0, 0])
     assert 3 <= len(others.questions) <= 4
     others.numbers[-1] = 0  # the other one is slow
     for _ in range(MOST_BATCHES + 2):
-        asked.ask([0, 0])
+        asked.reduce([0, 0])
     del others.questions[:]
     for _ in range(10):
-        asked.ask([0, 0])
+        asked.reduce([0, 0])
     assert len(others.questions) >= 9
 
 
 def test_what_is_asked_now_is_answered_now_with_what_was_under_way(clock: Any) -> None:
     others = Others()
-    asked = Agreement(others, 2)  # type: ignore[arg-type]
-    assert asked.ask_now([0, 0]) == [0, 0]
+    asked = AsyncMax(others, 2)  # type: ignore[arg-type]
+    assert asked.reduce_now([0, 0]) == [0, 0]
     clock.now += 10.0
-    asked.ask_now([0, 0])
-    asked.ask([2, 0])
-    assert asked.ask_now([0, 1]) == [2, 1]
-    asked.ask([0, 0])
+    asked.reduce_now([0, 0])
+    asked.reduce([2, 0])
+    assert asked.reduce_now([0, 1]) == [2, 1]
+    asked.reduce([0, 0])
     asked.close()
     asked.close()
-    assert asked.ask([0, 0]) == [0, 0]
+    assert asked.reduce([0, 0]) == [0, 0]
