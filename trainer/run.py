@@ -22,8 +22,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from trainer import arguments, diagnosis, redaction
-from trainer.compat import callbacks as ordering
-from trainer.compat import defaults, hparams, model_checkpoints, modules, tuning
+from trainer.compat import callback_order, defaults, hparams, model_checkpoints, modules, tuning
 from trainer.compat.averaging import attach_averaging, defer_copies, detach_averaging, shard_averages
 from trainer.compat.base import TrainerBase
 from trainer.compat.checkpoint_connector import CheckpointConnector
@@ -198,7 +197,7 @@ class Run:
             )
         hparams.drop_unpicklable(module)
         engine.connect(module)
-        ordering.attach_model_callbacks(trainer)
+        callback_order.attach_model_callbacks(trainer)
         modules.verify(trainer, module)
         attach_log(module, trainer)
         self.session.callback(detach_log, module, trainer.callbacks)
@@ -262,7 +261,7 @@ class Run:
 
     def _default_max_epochs(self) -> int:
         limits = self._trainer.loop.limits
-        if limits.max_steps != -1 or ordering.first_of(self._trainer.callbacks, Timer) is not None:
+        if limits.max_steps != -1 or callback_order.find_callback(self._trainer.callbacks, Timer) is not None:
             return -1
         if limits.max_epochs is None:
             rank_zero_warn(

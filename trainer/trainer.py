@@ -29,8 +29,7 @@ from trainer.callbacks.gradient_accumulation import GradientAccumulation, batche
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.checkpoint.plain import require_loadable
 from trainer.checkpoint.process import ProcessState
-from trainer.compat import callbacks as ordering
-from trainer.compat import defaults
+from trainer.compat import callback_order, defaults
 from trainer.compat import model_registry as registry
 from trainer.compat.averaging import training_weights
 from trainer.compat.base import TrainerBase, shown_as_lightnings
@@ -208,7 +207,7 @@ class Trainer(TrainerBase):
             exposes_gradients=self.engine.exposes_gradients,
             uses_tensor_cores=self.engine.device.type == "cuda" and plugin.is_half,
         )
-        self.callbacks = ordering.in_order([*callbacks, *ordering.external_callbacks()])
+        self.callbacks = callback_order.sort_callbacks([*callbacks, *callback_order.external_callbacks()])
         self.progress = FitProgress()
         self.published = PublishedMetrics()
         self.log_metric = no_log
@@ -216,7 +215,7 @@ class Trainer(TrainerBase):
         self.recorder.loggers = defaults.build_loggers(
             given["logger"], self._default_root_dir, fast_dev_run=bool(fast_dev_run)
         )
-        own = ordering.first_of(self.callbacks, GradientAccumulation)
+        own = callback_order.find_callback(self.callbacks, GradientAccumulation)
         accumulation = own or GradientAccumulation(accumulate_grad_batches or 1)
         shared: dict[str, Any] = {
             "engine": self.engine,
@@ -243,7 +242,7 @@ class Trainer(TrainerBase):
             ),
         )
         self.engine.refuse(self.callbacks)
-        self.engine.check_accumulation(max(ordering.accumulation_schedule(self).values()))
+        self.engine.check_accumulation(max(callback_order.accumulation_schedule(self).values()))
         validation = EvalLoop("validation", **shared, **evaluates)
         self.eval_loops = {
             RunningStage.SANITY_CHECKING: validation,
@@ -451,7 +450,7 @@ class Trainer(TrainerBase):
     @property
     def gradient_clip_val(self) -> float | None:
         """The limit of the (first) GradientClipping callback; can be set between two runs."""
-        clipping = ordering.first_of(self.callbacks, GradientClipping)
+        clipping = callback_order.find_callback(self.callbacks, GradientClipping)
         return self._gradient_clip_val if clipping is None else clipping.limit
 
     @gradient_clip_val.setter
@@ -461,7 +460,7 @@ class Trainer(TrainerBase):
     @property
     def gradient_clip_algorithm(self) -> GradClipAlgorithmType | None:
         """``"norm"`` or ``"value"``; None if it was not given, for ``"norm"``. Can be set between two runs."""
-        clipping = ordering.first_of(self.callbacks, GradientClipping)
+        clipping = callback_order.find_callback(self.callbacks, GradientClipping)
         is_ours = clipping is None or self._gradient_clip_val is not None
         algorithm = self._gradient_clip_algorithm if is_ours else clipping.algorithm
         return GradClipAlgorithmType(algorithm.lower()) if algorithm else None
@@ -482,7 +481,7 @@ class Trainer(TrainerBase):
         batches = 0 if loaders is None else loaders.num_batches()
         if batches == float("inf"):
             return float("inf") if loop.limits.max_steps == -1 else loop.limits.max_steps
-        schedule = ordering.accumulation_schedule(self)
+        schedule = callback_order.accumulation_schedule(self)
         sizes = (batches_in(schedule, epoch) for epoch in range(max(loop.limits.max_epochs, 1)))
         steps = count_windows(int(batches), sizes, loop.window.straddles_epochs)
         return steps if loop.limits.max_steps == -1 else min(steps, loop.limits.max_steps)
@@ -513,7 +512,7 @@ class Trainer(TrainerBase):
     def _set_clipping(self, limit: float | None, algorithm: str | None) -> None:
         self._gradient_clip_val, self._gradient_clip_algorithm = limit, algorithm
         others = [callback for callback in self.callbacks if not isinstance(callback, GradientClipping)]
-        self.callbacks = ordering.in_order([*others, *defaults.build_clipping(limit, algorithm)])
+        self.callbacks = callback_order.sort_callbacks([*others, *defaults.build_clipping(limit, algorithm)])
 
     def _announce(self) -> None:
         """Print what ``barebones``, ``detect_anomaly`` and ``fast_dev_run`` change, and which devices there are."""

@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.weights import read
 from trainer.errors import ConfigurationError, some
+from trainer.module_tree import plain_name
 from trainer.record.find_checkpoint import find_weights
-from trainer.walks import plain_name
 
 if TYPE_CHECKING:
     from trainer.checkpoint.shards import Template

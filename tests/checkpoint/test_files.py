@@ -197,8 +197,8 @@ def test_a_file_with_nothing_to_check_is_read_before_it_is_the_newest_good_one(t
         (tmp_path / f"{name}.ckpt").write_bytes(data)
         aged(tmp_path / f"{name}.ckpt", -1000 if name == "a" else -2000)
     with pytest.warns(UserWarning, match="b.ckpt cannot be read. It is passed over"):
-        assert files.newest_good([tmp_path], read) == (tmp_path / "a.ckpt").resolve()
-    assert files.newest_good([tmp_path]) == (tmp_path / "b.ckpt").resolve()
+        assert files.newest_valid([tmp_path], read) == (tmp_path / "a.ckpt").resolve()
+    assert files.newest_valid([tmp_path]) == (tmp_path / "b.ckpt").resolve()
 
 
 def test_what_cannot_be_read_is_an_error_of_checkpoints(tmp_path: Path) -> None:
@@ -318,13 +318,13 @@ def test_the_newest_that_is_good(tmp_path: Path, recwarn: pytest.WarningsRecorde
     (a / "last.ckpt").symlink_to("first.ckpt")
     (b / "dangling.ckpt").symlink_to("gone.ckpt")
     (b / "notes.txt").touch()
-    assert files.newest_good([a, b, tmp_path / "not there"]) == newest.resolve()
-    assert files.newest_good([a, a]) == first.resolve()
-    assert files.newest_good([tmp_path / "not there"]) is None
+    assert files.newest_valid([a, b, tmp_path / "not there"]) == newest.resolve()
+    assert files.newest_valid([a, a]) == first.resolve()
+    assert files.newest_valid([tmp_path / "not there"]) is None
     assert not recwarn
     (b / "folder.ckpt").mkdir()  # perhaps of a sharded save that did not come to its end: that is told
     with pytest.warns(UserWarning, match="folder.ckpt is no checkpoint.*It is passed over"):
-        assert files.newest_good([a, b]) == newest.resolve()
+        assert files.newest_valid([a, b]) == newest.resolve()
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_damaged_ones_are_named_and_passed_over(tmp_path: Path, damage: Callable
         path = saved(tmp_path / name)
         path.write_bytes(damage(path.read_bytes()))
     with pytest.warns(UserWarning, match="is damaged: .* passed over") as caught:
-        assert files.newest_good([tmp_path]) == (tmp_path / "old.ckpt").resolve()
+        assert files.newest_valid([tmp_path]) == (tmp_path / "old.ckpt").resolve()
     assert len(caught) == 2
     assert {Path(str(w.message).split(" is damaged")[0]).name for w in caught} == {"newer.ckpt", "newest.ckpt"}
 
@@ -350,6 +350,6 @@ def test_what_killed_saves_have_left_is_no_checkpoint(tmp_path: Path) -> None:
     left: list[str] = []
     files.write(save, tmp_path / "x.ckpt")
     (tmp_path / left[0]).write_bytes(b"half of")
-    assert files.in_order([tmp_path]) == [(tmp_path / "x.ckpt").resolve()]
+    assert files.newest_first([tmp_path]) == [(tmp_path / "x.ckpt").resolve()]
     assert [path.name for path in files.remove_leftovers(tmp_path)] == left
     assert os.listdir(tmp_path) == ["x.ckpt"]

@@ -202,7 +202,7 @@ def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path) -> None:
     (tmp_path / "b.ckpt" / "__0_0.distcp").write_bytes(b"")
     (tmp_path / "c.ckpt" / "manifest.json").unlink()
     with pytest.warns(UserWarning, match="It is passed over") as caught:
-        assert files.newest_good([tmp_path]) == tmp_path / "a.ckpt"
+        assert files.newest_valid([tmp_path]) == tmp_path / "a.ckpt"
     said = " ".join(str(warning.message) for warning in caught)
     assert "b.ckpt is damaged: __0_0.distcp has 0 bytes, and was written with" in said
     assert "c.ckpt is no checkpoint, or was not written to its end: a folder without manifest.json" in said

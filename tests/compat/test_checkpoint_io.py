@@ -109,7 +109,7 @@ def test_a_fits_checkpoints_have_manifests_and_load_anywhere(tmp_path: Path) -> 
 def test_weights_alone_are_none_to_go_on_from(tmp_path: Path) -> None:
     fit(tmp_path, ModelCheckpoint(tmp_path / "c", save_weights_only=True))
     assert names(tmp_path / "c") == ["epoch=1-step=8.ckpt"]
-    assert files.newest_good([tmp_path / "c"]) is None
+    assert files.newest_valid([tmp_path / "c"]) is None
 
 
 @pytest.mark.parametrize("run", ["fit", "validate", "test", "predict"])
@@ -393,7 +393,7 @@ def test_last_is_right_while_others_come_and_go(tmp_path: Path, save_last: Any) 
     assert [found for found, _, _ in seen] == [4] * 4 + [8] * 4
     assert {is_link for _, is_link, _ in seen} == {save_last == "link"}
     assert names(tmp_path / "c") == ["epoch=2-step=12.ckpt", "last.ckpt"]
-    assert files.newest_good([tmp_path / "c"]) is not None
+    assert files.newest_valid([tmp_path / "c"]) is not None
 
 
 # --- whose folder it is -----------------------------------------------------------------------------------------------
@@ -499,7 +499,7 @@ def test_a_full_disk_stops_the_run_and_the_old_file_is_there(tmp_path: Path, dis
     with pytest.raises(CheckpointWriteError, match=r"epoch=1.ckpt was not written: No space .* It takes .* bytes free"):
         fit(tmp_path, saver, FillsUp(disk, {1}), plugins=io, max_epochs=3)
     assert names(tmp_path / "c") == ["epoch=0.ckpt"]
-    assert files.newest_good([tmp_path / "c"]) is not None
+    assert files.newest_valid([tmp_path / "c"]) is not None
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

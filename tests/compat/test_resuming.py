@@ -208,7 +208,7 @@ def test_damaged_ones_are_passed_over(tmp_path: Path) -> None:
     assert sum("passed over" in str(w.message) for w in caught) == 2
     assert fitted.ckpt_path == str(folder / "epoch=0-step=4.ckpt")
     assert fitted.global_step == 12
-    assert files.newest_good([folder]) is not None
+    assert files.newest_valid([folder]) is not None
 
 
 @pytest.mark.parametrize("can_read", [True, False])

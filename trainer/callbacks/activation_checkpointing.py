@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.callbacks.choice import Choice, as_choices, choose
+from trainer.callbacks.module_selection import ModulePattern, as_patterns, select_modules
 from trainer.callbacks.run_callback import RunCallback
 from trainer.engine.forwards import OwnForward
 
@@ -32,23 +32,23 @@ class ActivationCheckpointing(RunCallback):
     ``self.log``, the second forward fails: log in ``training_step`` instead.
 
     Args:
-        modules: one choice or several: a pattern for the module's name in the LightningModule (``"net.layer*"``, see
+        modules: one or several: a pattern for the module's name in the LightningModule (``"net.layer*"``, see
             ``fnmatch``; ``*`` also matches dots), a pattern for the name of its class (``"Bottleneck"``), or a class. A
             container that is never called itself (``nn.ModuleList``) stands for its members. A module inside a chosen
             one is part of it, and is not chosen again.
 
     Raises:
-        ConfigurationError: if there is no choice; or, when the fit starts, if one matches no module.
+        ConfigurationError: if there is no pattern; or, when the fit starts, if one matches no module.
     """
 
-    def __init__(self, modules: Choice | Sequence[Choice]) -> None:
-        self.modules = as_choices(modules)
+    def __init__(self, modules: ModulePattern | Sequence[ModulePattern]) -> None:
+        self.modules = as_patterns(modules)
         self._chosen: list[nn.Module] = []
         self._checkpointed: list[_CheckpointedForward] = []
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Choose the modules early, so that a wrong name is refused before the run starts."""
-        self._chosen = list(choose(pl_module, self.modules, "ActivationCheckpointing").values())
+        self._chosen = list(select_modules(pl_module, self.modules, "ActivationCheckpointing").values())
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Replace the forward of the chosen modules."""

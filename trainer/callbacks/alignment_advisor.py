@@ -10,9 +10,9 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
 from trainer.errors import expect
+from trainer.module_tree import plain_class, plain_name
 from trainer.precision.devices import tensor_cores
 from trainer.precision.fp32_modules import running_in_float32
-from trainer.walks import plain_class, plain_name
 
 log = logging.getLogger("lightning.pytorch.advice")
 """Lightning prints records of its loggers; on the command line, ``hydra/job_logging: trainer`` prints these."""

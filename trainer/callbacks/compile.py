@@ -11,11 +11,11 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
-from trainer.callbacks.choice import Choice, as_choices, choose
+from trainer.callbacks.module_selection import ModulePattern, as_patterns, select_modules
 from trainer.callbacks.run_callback import RunCallback
 from trainer.engine import compilation
 from trainer.errors import ConfigurationError, expect, warn
-from trainer.walks import has_forward, plain_class
+from trainer.module_tree import has_forward, plain_class
 
 _USUAL = 4
 """Usual number of recompilations of a function: with and without gradients, and when a size first varies."""
@@ -47,7 +47,7 @@ class Compile(RunCallback):
     once for a function that is recompiled again and again.
 
     Args:
-        modules: the parts to compile, as one choice or several: names, classes or patterns as in
+        modules: the parts to compile, one or several: names, classes or patterns as in
             :class:`ActivationCheckpointing`. ``"Block"`` compiles each block of a transformer separately: one
             compilation serves all of them, in a fraction of the time. Default: None, for the parts described above.
         mode, dynamic, fullgraph, backend, options: those of ``torch.compile``.
@@ -57,7 +57,7 @@ class Compile(RunCallback):
         compilations: torch's compilations in the run (function, reason, seconds), in order.
 
     Raises:
-        ConfigurationError: if there is no choice; or, when the run starts, if one matches nothing, if there is nothing
+        ConfigurationError: if there is no pattern; or, when the run starts, if one matches nothing, if there is nothing
             to compile in the module, or if ``torch.compile`` has compiled the whole module.
     """
 
@@ -68,7 +68,7 @@ class Compile(RunCallback):
 
     def __init__(
         self,
-        modules: Choice | Sequence[Choice] | None = None,
+        modules: ModulePattern | Sequence[ModulePattern] | None = None,
         *,
         mode: Mode | None = None,
         dynamic: bool | None = None,
@@ -76,7 +76,7 @@ class Compile(RunCallback):
         backend: Any = "inductor",
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.modules = None if modules is None else as_choices(modules)
+        self.modules = None if modules is None else as_patterns(modules)
         self.settings: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph, "dynamic": dynamic}
         self.settings |= {"mode": mode, "options": None if options is None else dict(options)}
         are_too_many = mode is not None and options is not None
@@ -114,7 +114,7 @@ class Compile(RunCallback):
         self._marks = compilation.reuses_memory(self.settings, trainer.strategy.root_device)
         self._warned = False
         how: dict[str, Any] = {"settings": self.settings, "reuses_memory": self._marks}
-        parts = _parts(module) if self.modules is None else choose(module, self.modules, "Compile")
+        parts = _parts(module) if self.modules is None else select_modules(module, self.modules, "Compile")
         whole = self.modules is None and _has_own_forward(module) and not _units(module)
         if not parts and not whole:
             raise ConfigurationError(

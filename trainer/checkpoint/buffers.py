@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.snapshot import is_sharded
-from trainer.walks import parts_by_name, plain_name
+from trainer.module_tree import modules_by_name, plain_name
 
 Buffers = Mapping[str, Tensor | None]
 """Buffers by name, without the prefixes of wrappers such as ``torch.compile``."""
@@ -74,7 +74,7 @@ def restore(module: nn.Module, saved: Buffers, changed: Dtypes, first: Dtypes, d
     Returns:
         The names of buffers that cannot be restored, because the module that owned them does not exist.
     """
-    owners = parts_by_name(module)
+    owners = modules_by_name(module)
     replaced: dict[int, Tensor] = {}
     missing = []
     for path, value in saved.items():

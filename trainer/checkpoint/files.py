@@ -253,8 +253,8 @@ def verify(path: str | Path) -> bool:
     return True
 
 
-def newest_good(
-    folders: Iterable[str | Path], read: Callable[[Path], object] | None = None, beside: Iterable[Path] = ()
+def newest_valid(
+    folders: Iterable[str | Path], read: Callable[[Path], object] | None = None, additional: Iterable[Path] = ()
 ) -> Path | None:
     """Return the newest checkpoint, in ``folders`` or given, that training can be resumed from, or None.
 
@@ -264,9 +264,9 @@ def newest_good(
     Args:
         folders: the folders to search.
         read: reads a file that cannot be verified, or raises a CheckpointError. Default: None, such files are trusted.
-        beside: paths of additional checkpoints. Default: none.
+        additional: paths of additional checkpoints. Default: none.
     """
-    for path in in_order(folders, beside):
+    for path in newest_first(folders, additional):
         try:
             manifest = read_manifest(path)
             if manifest is not None and not manifest.resumable:
@@ -280,9 +280,9 @@ def newest_good(
     return None
 
 
-def in_order(folders: Iterable[str | Path], beside: Iterable[Path] = ()) -> list[Path]:
+def newest_first(folders: Iterable[str | Path], additional: Iterable[Path] = ()) -> list[Path]:
     """Return the given checkpoints and those in ``folders``, newest first, without hidden files and duplicates."""
-    times = {path.resolve(): _saved_at(path) for path in beside}
+    times = {path.resolve(): _saved_at(path) for path in additional}
     for folder in dict.fromkeys(Path(folder) for folder in folders):
         for path in sorted(folder.glob(f"*{EXTENSION}")) if folder.is_dir() else ():
             target = path.resolve()

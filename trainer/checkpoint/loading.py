@@ -28,8 +28,8 @@ from trainer.errors import (
     UnsafeCheckpointError,
     warn,
 )
+from trainer.module_tree import parameters_of, plain_name
 from trainer.state.metric_objects import MetricObjects
-from trainer.walks import parameters_of, plain_name
 
 FORMAT = 3
 """Version of the entries under ``amp_trainer``."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from trainer.walks import parameters_of
+from trainer.module_tree import parameters_of
 
 _FUSED = (Adam, AdamW, SGD)
 """Those of torch whose fused step runs on CUDA."""

@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.connectors.callback_connector import _CallbackCon
 from lightning.pytorch.trainer.states import RunningStage, TrainerState
 
 from trainer.checkpoint.process import ProcessState
-from trainer.compat.callbacks import first_of
+from trainer.compat.callback_order import find_callback
 from trainer.compat.checkpoint_connector import CheckpointConnector
 from trainer.compat.data import DataSource
 from trainer.compat.errors import adopt
@@ -152,7 +152,7 @@ class TrainerBase(LightningTrainer):
     @property
     def is_out_of_time(self) -> bool:
         """Whether ``max_time`` has passed: a fit then stops because of the time, not because of its results."""
-        timer = first_of(self.callbacks, Timer)
+        timer = find_callback(self.callbacks, Timer)
         left = None if timer is None else timer.time_remaining()
         return left is not None and left <= 0
 

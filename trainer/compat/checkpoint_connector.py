@@ -236,7 +236,7 @@ class CheckpointConnector(_CheckpointConnector):
         """Return the newest good checkpoint of this run with at most ``max_step`` optimizer steps, or None."""
         if (own := files_of(self.trainer.strategy)) is not None:
             own.wait()
-        for path in files.in_order(model_checkpoints.folders_of(self.trainer)):
+        for path in files.newest_first(model_checkpoints.folders_of(self.trainer)):
             progress = resuming.loops_in(path).get(checkpoints.OUR_KEY, {}).get("progress")
             if progress is None or progress["optimizer_steps"] > max_step:
                 continue

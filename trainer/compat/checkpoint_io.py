@@ -340,7 +340,7 @@ class CheckpointFiles(TorchCheckpointIO):
 
     def _is_last(self, path: Path) -> bool:
         """Return whether ``path`` is the only good checkpoint in the folders of the run."""
-        others = (other for other in [*self._good, *files.in_order(self._folders)] if other != path)
+        others = (other for other in [*self._good, *files.newest_first(self._folders)] if other != path)
         return not any(self._is_good(other) for other in others) and self._is_good(path)
 
     def _is_good(self, path: Path) -> bool:

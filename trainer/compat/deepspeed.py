@@ -27,7 +27,7 @@ from trainer import packages
 from trainer.callbacks.scale_monitor import ScaleMonitor
 from trainer.checkpoint import zero_files as parts
 from trainer.checkpoint.sharded_files import read_manifest
-from trainer.compat.callbacks import accumulation_schedule
+from trainer.compat.callback_order import accumulation_schedule
 from trainer.compat.checkpoint_io import files_of
 from trainer.compat.engine import LightningEngine
 from trainer.compat.fsdp import UNCALLED

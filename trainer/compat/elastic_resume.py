@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
 
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
-from trainer.compat.callbacks import accumulation_schedule, first_of
+from trainer.compat.callback_order import accumulation_schedule, find_callback
 from trainer.compat.data import Carried
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet
 from trainer.data.elastic import ElasticSampler, SampleOrder
@@ -228,7 +228,7 @@ def _order_of(trainer: Any, loaders: LoaderSet, given: dict[str, Any]) -> Sample
         return "the training_step drew its own batches"
     if len(loaders.combined.flattened) != 1:
         return f"there were {len(loaders.combined.flattened)} training dataloaders, expected one"
-    if first_of(trainer.callbacks, GradientAccumulationScheduler) is not None:
+    if find_callback(trainer.callbacks, GradientAccumulationScheduler) is not None:
         return "the accumulation followed a GradientAccumulationScheduler, expected GradientAccumulation(schedule=...)"
     (loader,), accumulate = loaders.combined.flattened, dict(given["accumulate_grad_batches"])
     return SampleOrder.of(loader, trainer.limit_train_batches, accumulate, _replicas(trainer))
@@ -289,7 +289,7 @@ def _schedule(pairs: Iterable[Any]) -> dict[int, int]:
 def _accumulate(trainer: Any, needed: dict[int, int]) -> None:
     """Set the accumulation of this run to ``needed``, until the end of the run."""
     accumulation, window, session = (
-        first_of(trainer.callbacks, GradientAccumulation),
+        find_callback(trainer.callbacks, GradientAccumulation),
         trainer.loop.window,
         trainer._session,
     )

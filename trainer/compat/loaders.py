@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from trainer.compat.profiling import records
 from trainer.data.batches import IDLE, Batch, LookAhead, identity
-from trainer.data.epochs import parts_of
+from trainer.data.epochs import objects_with_set_epoch
 from trainer.data.resumable import MapStyleLoader, ResumableLoader, StatefulLoader, generators_of, length_of, resumable
 from trainer.data.unpadded import Span
 from trainer.errors import rank_zero_warn
@@ -96,7 +96,7 @@ class LoaderSet:
 
     def start_epoch(self, epoch: int) -> None:
         """Call ``set_epoch`` once for each sampler, batch sampler and dataset that has it."""
-        for part in parts_of(*self.combined.flattened):
+        for part in objects_with_set_epoch(*self.combined.flattened):
             part.set_epoch(epoch)
         self._epoch = epoch
         for loader in self._loaders:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from trainer.compat.overrides import overrides
 from trainer.engine.optimizer_calls import needs_closure
 from trainer.errors import ConfigurationError, rank_zero_warn
-from trainer.walks import parameters_of
+from trainer.module_tree import parameters_of
 
 
 class MultipleOptimizersError(ConfigurationError, RuntimeError):

@@ -69,7 +69,7 @@ def _choose(trainer: Any, session: ExitStack, beside: Any) -> tuple[str | None, 
         if os.path.isdir(folder):
             session.enter_context(held(folder))
     others = [] if beside is None or local_path(beside) is None else [Path(beside)]
-    path = files.newest_good(folders, lambda file: checkpoints.read(trainer.engine.load, file, None), others)
+    path = files.newest_valid(folders, lambda file: checkpoints.read(trainer.engine.load, file, None), others)
     if path is None:
         if folders:
             rank_zero_info(f"resume='auto': no checkpoint to go on from in {', '.join(folders)}: starting anew")

@@ -9,7 +9,7 @@ from torch.utils.data import ChainDataset, ConcatDataset, Dataset, Sampler, Stac
 _MAX_DEPTH = 10
 
 
-def parts_of(*roots: Any) -> list[Any]:
+def objects_with_set_epoch(*roots: Any) -> list[Any]:
     """Return the parts of dataloaders, samplers or datasets that have ``set_epoch``, each once.
 
     They are the loader itself, its sampler, its batch sampler with the samplers in it, and its dataset. Datasets inside

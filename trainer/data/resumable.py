@@ -38,7 +38,7 @@ from torch.utils.data import default_convert as _convert
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainer.data.elastic import ElasticSampler
-from trainer.data.epochs import parts_of
+from trainer.data.epochs import objects_with_set_epoch
 from trainer.data.worker_random import Marked, WorkerRandom, WorkerStates
 from trainer.data.workers import bounded_like
 from trainer.state import random_states
@@ -85,7 +85,7 @@ class ResumableLoader:
     def _share_epoch(self) -> torch.Tensor | None:
         """Return the number of the epoch in shared memory, if workers persist and the dataset has ``set_epoch``."""
         self._shared_epoch = None
-        if self.loader.persistent_workers and parts_of(self.loader.dataset):
+        if self.loader.persistent_workers and objects_with_set_epoch(self.loader.dataset):
             self._shared_epoch = torch.tensor([self.epoch])
             self._shared_epoch.share_memory_()  # type: ignore[no-untyped-call]
         return self._shared_epoch
@@ -130,7 +130,7 @@ class ResumableLoader:
             if state["kind"] != self.kind:
                 return []
             if getattr(self.loader, "persistent_workers", False) and "epoch" in state:
-                for part in parts_of(self.loader.dataset):  # new workers get a copy of the saved epoch
+                for part in objects_with_set_epoch(self.loader.dataset):  # new workers get a copy of the saved epoch
                     part.set_epoch(state["epoch"])
                 self.epoch = state["epoch"]
             reasons = self._follow(state)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from trainer.data.epochs import parts_of
+from trainer.data.epochs import objects_with_set_epoch
 from trainer.state import random_states
 from trainer.state.random_states import State
 
@@ -83,7 +83,7 @@ class WorkerRandom:
         self._watch = random_states.Watch(own)
         if isinstance(info.dataset, IterableDataset):
             _call_before(info.dataset, {"__iter__": self._begin_pass})
-        if self._epoch is not None and (parts := parts_of(info.dataset)):
+        if self._epoch is not None and (parts := objects_with_set_epoch(info.dataset)):
             self._follower = _EpochFollower(self._epoch, parts, self._states.get(EPOCH))
             _call_before(info.dataset, dict.fromkeys(_READS, self._follower))
 

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.engine.optimizer_calls import has_own_zero_grad
+from trainer.module_tree import parameters_of
 from trainer.precision.dtypes import real_view
 from trainer.precision.scaler import LossScaler, UpdateOutcome, gradients_of
-from trainer.walks import parameters_of
 
 _IS_KEPT = "_is_kept"
 """Marks a gradient made by :meth:`Gradients.keep`. Autograd accumulates into it, so it stays the same tensor."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trainer.engine.parts import local
 from trainer.errors import ConfigurationError, some
-from trainer.walks import owned_tensors
+from trainer.module_tree import owned_tensors
 
 
 def is_on_meta(module: nn.Module) -> bool:

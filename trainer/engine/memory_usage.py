@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from trainer import machine
+from trainer.module_tree import parameters_of
 from trainer.precision.scaler import gradients_of
-from trainer.walks import parameters_of
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables that torch's allocator reads once, when CUDA is initialized. The second is the older name."""

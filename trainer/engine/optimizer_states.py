@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.walks import parameters_of
+from trainer.module_tree import parameters_of
 
 SavedDtypes = Mapping[Tensor, torch.dtype]
 """Dtype of each parameter when the checkpoint was saved."""

@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from trainer.engine.gradients import Gradients
 from trainer.engine.optimizer_states import SavedDtypes, dtype_to_load
 from trainer.errors import UnsupportedError, warn
+from trainer.module_tree import parameters_of
 from trainer.precision.scaler import LossScaler, UpdateOutcome
-from trainer.walks import parameters_of
 
 
 class Part(NamedTuple):

@@ -15,8 +15,8 @@ from torchmetrics import Metric
 
 from trainer.data.batches import identity
 from trainer.data.samples import tensors_in
+from trainer.module_tree import plain_class
 from trainer.precision.dtypes import real_view
-from trainer.walks import plain_class
 
 Part = Callable[[Tensor], Tensor]
 """Makes of a tensor as much as this process holds of it."""

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from trainer.engine.protocol import Engine, ModuleCalls
 from trainer.loops.step_output import loss_in
+from trainer.module_tree import parameters_of
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.state import ObjectState
 from trainer.precision.cast_cache import forget_casts
 from trainer.state import random_states
-from trainer.walks import parameters_of
 
 OnLoss = Callable[[Tensor], None]
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainer.errors import some
+from trainer.module_tree import plain_name
 from trainer.postmortem.examine import Finding
 from trainer.postmortem.probe import Call, Magnitude, Origin
 from trainer.terminal import Table
-from trainer.walks import plain_name
 
 _LIMITS = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.40e38}
 _LOW = 100.0

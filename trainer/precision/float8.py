@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from trainer import packages
 from trainer.errors import PrecisionError, expect
+from trainer.module_tree import all_modules, plain_class, plain_name
 from trainer.precision.fp32_modules import check_patterns, find_modules
 from trainer.precision.mixed import MixedPrecision
-from trainer.walks import parts_of, plain_class, plain_name
 
 MULTIPLE = 16
 """Required divisor of a layer's sizes, from ``torch._scaled_mm``, which computes the products on a GPU."""
@@ -100,7 +100,7 @@ class Float8Precision(MixedPrecision):
         Raises:
             PrecisionError: a pattern of ``modules`` matches no Linear layer, or one of ``fp32_modules`` no module.
         """
-        in_full = parts_of(*find_modules(module, self.fp32_modules))
+        in_full = all_modules(*find_modules(module, self.fp32_modules))
         linear = {plain_name(path): part for path, part in module.named_modules() if isinstance(part, nn.Linear)}
         for pattern in self.modules:
             if linear and not any(fnmatchcase(name, pattern) for name in linear):

@@ -32,8 +32,8 @@ import torch
 from torch import nn
 
 from trainer.errors import PrecisionError, did_you_mean, some
+from trainer.module_tree import all_modules, has_forward, modules_by_name
 from trainer.precision.dtypes import DefaultDtype, cast, widen
-from trainer.walks import has_forward, parts_by_name, parts_of
 
 _SHOWN = 12  # names in an error message
 _HOW = "_in_float32"
@@ -69,7 +69,7 @@ def find_modules(root: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
     Raises:
         PrecisionError: a pattern matches no module, no module that is ever called, or a ``ScriptModule``.
     """
-    named = parts_by_name(root)
+    named = modules_by_name(root)
     named.pop("")
     found: dict[nn.Module, None] = {}
     for pattern in patterns:
@@ -125,7 +125,7 @@ def in_float32(modules: Iterable[nn.Module], device_type: str, back_to: torch.dt
 
 def running_in_float32(root: nn.Module) -> set[nn.Module]:
     """Return the modules of ``root`` that run in float32 because of ``fp32_modules``, including their submodules."""
-    return parts_of(*(module for module in root.modules() if _HOW in vars(module)))
+    return all_modules(*(module for module in root.modules() if _HOW in vars(module)))
 
 
 def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from trainer.errors import warn
+from trainer.module_tree import all_modules, owned_buffers, owned_parameters
 from trainer.precision.base import Precision
 from trainer.precision.devices import check_kernels, float16_kernels, warn_of_emulation
 from trainer.precision.dtypes import DefaultDtype, cast, half_dtype
 from trainer.precision.fp32_modules import check_patterns, find_modules, in_float32
-from trainer.walks import owned_buffers, owned_parameters, parts_of
 
 
 class HalfPrecision(Precision):
@@ -96,7 +96,7 @@ class HalfPrecision(Precision):
         Raises:
             PrecisionError: a pattern of ``fp32_modules`` matches no module.
         """
-        kept = parts_of(*find_modules(module, self.fp32_modules))
+        kept = all_modules(*find_modules(module, self.fp32_modules))
         parameters = [
             (parameter, parameter.data)
             for _, owner, _, parameter in owned_parameters(module)

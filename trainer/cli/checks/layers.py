@@ -20,8 +20,8 @@ from torchmetrics import Metric
 from trainer.cli.checks.batch import classes_of, labels_out_of_range
 from trainer.cli.rehearsal import Done
 from trainer.data.samples import tensors_in
+from trainer.module_tree import plain_class
 from trainer.postmortem.probe import measure
-from trainer.walks import plain_class
 
 LARGEST = torch.finfo(torch.float16).max
 """65,504."""

@@ -19,9 +19,9 @@ from trainer.engine.gradients import Gradients, clamp_
 from trainer.engine.parts import local
 from trainer.engine.sharding.state_dicts import load_waiting_gradients, waiting_gradients
 from trainer.engine.sharding.wrap import ShardedModule
+from trainer.module_tree import parameters_of
 from trainer.precision.dtypes import real_view
 from trainer.precision.scaler import LossScaler, gradients_of
-from trainer.walks import parameters_of
 
 _WHOLE = "whole: "  # prefix of keys in a checkpoint
 

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from trainer.module_tree import parameters_of
 from trainer.state.containers import Place, mapped
-from trainer.walks import parameters_of
 
 
 def gathered(value: Any, keep: bool) -> Any:

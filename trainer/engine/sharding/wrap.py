@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from trainer.engine.initialisation import initialise
 from trainer.engine.sharding.idle import IdlePasses, call_with_hooks, sharded_modules
 from trainer.errors import ConfigurationError, UnsupportedError, did_you_mean
-from trainer.walks import owned_buffers, owned_parameters, parts_of
+from trainer.module_tree import all_modules, owned_buffers, owned_parameters
 
 Blocks = Iterable[type[nn.Module] | str] | Callable[[nn.Module, DeviceMesh], Any] | None
 
@@ -141,7 +141,7 @@ class ShardedModule:
         if self.settings.policy.param_dtype is None and len({p.dtype for p in self.root.parameters()}) == 1:
             return []
         found = list(chosen)
-        self._in_float32 = parts_of(*found)
+        self._in_float32 = all_modules(*found)
         return found
 
     def _send(self, module: nn.Module) -> None:

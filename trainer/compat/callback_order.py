@@ -17,7 +17,7 @@ from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.errors import ConfigurationError
 
 
-def in_order(callbacks: Sequence[Any]) -> list[Any]:
+def sort_callbacks(callbacks: Sequence[Any]) -> list[Any]:
     """Return ``callbacks`` with tuners first and those that save checkpoints last, otherwise in the given order.
 
     Raises:
@@ -43,7 +43,7 @@ def attach_model_callbacks(trainer: Any) -> None:
         raise
 
 
-def first_of(callbacks: Sequence[Any], kind: type) -> Any:
+def find_callback(callbacks: Sequence[Any], kind: type) -> Any:
     """Return the first of ``callbacks`` that is an instance of ``kind``, or None."""
     return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
@@ -53,9 +53,9 @@ def accumulation_schedule(trainer: Any) -> dict[int, int]:
 
     It is that of a callback, or the current ``accumulate_grad_batches`` if no callback sets it.
     """
-    if (ours := first_of(trainer.callbacks, GradientAccumulation)) is not None:
+    if (ours := find_callback(trainer.callbacks, GradientAccumulation)) is not None:
         return dict(ours.schedule)
-    if (stock := first_of(trainer.callbacks, GradientAccumulationScheduler)) is not None:
+    if (stock := find_callback(trainer.callbacks, GradientAccumulationScheduler)) is not None:
         return dict(stock.scheduling)
     return {0: trainer.accumulate_grad_batches}
 

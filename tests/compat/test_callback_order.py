@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import (
 
 from tests.parity import Classifier, Learner, data, lightning, lightnings_noise_ignored, ours, run_both
 from trainer.callbacks.traits import reads_epoch_metrics
-from trainer.compat.callbacks import in_order
+from trainer.compat.callback_order import sort_callbacks
 from trainer.compat.overrides import overrides
 
 
@@ -60,7 +60,7 @@ def test_our_own_hook_is_overridden_by_whoever_has_it() -> None:
 
 def test_tuners_come_first_and_checkpoints_last() -> None:
     given = [ModelCheckpoint(), Own(), LearningRateFinder(), EarlyStopping("x"), BatchSizeFinder(), Inherits()]
-    order = [type(callback).__name__ for callback in in_order(given)]
+    order = [type(callback).__name__ for callback in sort_callbacks(given)]
     assert order == [
         "LearningRateFinder", "BatchSizeFinder", "Own", "EarlyStopping", "Inherits", "ModelCheckpoint",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Walks over the parts of a module, and over the parameters of an optimizer."""
+"""Iterate over the submodules and tensors of a module, and over the parameters of an optimizer."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
-"""Parts of a module's name that come from ``torch.compile`` and from torch's activation checkpointing wrapper."""
+"""Components of a module's name that come from ``torch.compile`` and from torch's activation checkpointing wrapper."""
 
 
-class Owned(NamedTuple):
-    """A parameter or buffer at one of its places: a shared one has several.
+class OwnedTensor(NamedTuple):
+    """A parameter or buffer of a module. A shared tensor has several owners.
 
     Attributes:
         path: the name of the module that owns it.
         owner: that module.
-        name: the name of the tensor there.
+        name: the name of the tensor in ``owner``.
         tensor: the parameter or buffer.
     """
 
@@ -29,31 +29,33 @@ class Owned(NamedTuple):
     tensor: Tensor
 
 
-def owned_tensors(root: nn.Module, kinds: Sequence[str] = ("named_parameters", "named_buffers")) -> Iterator[Owned]:
-    """Yield each parameter and buffer at each of its places. The owners may be changed meanwhile."""
+def owned_tensors(
+    root: nn.Module, kinds: Sequence[str] = ("named_parameters", "named_buffers")
+) -> Iterator[OwnedTensor]:
+    """Yield each parameter and buffer, once for each owner. The owners may be changed during the iteration."""
     for path, owner in root.named_modules():
         for kind in kinds:
             for name, tensor in list(getattr(owner, kind)(recurse=False, remove_duplicate=False)):
-                yield Owned(path, owner, name, tensor)
+                yield OwnedTensor(path, owner, name, tensor)
 
 
-def owned_parameters(root: nn.Module) -> Iterator[Owned]:
+def owned_parameters(root: nn.Module) -> Iterator[OwnedTensor]:
     """Yield the parameters among :func:`owned_tensors`."""
     return owned_tensors(root, ("named_parameters",))
 
 
-def owned_buffers(root: nn.Module) -> Iterator[Owned]:
+def owned_buffers(root: nn.Module) -> Iterator[OwnedTensor]:
     """Yield the buffers among :func:`owned_tensors`."""
     return owned_tensors(root, ("named_buffers",))
 
 
-def parts_by_name(root: nn.Module) -> dict[str, nn.Module]:
-    """Return the parts of a module by their names without those of wrappers: of several, the innermost."""
+def modules_by_name(root: nn.Module) -> dict[str, nn.Module]:
+    """Return the submodules by name, without wrappers in the names; the innermost module if several share a name."""
     return {plain_name(path): part for path, part in root.named_modules(remove_duplicate=False)}
 
 
-def parts_of(*modules: nn.Module) -> set[nn.Module]:
-    """Return the modules and all of their parts."""
+def all_modules(*modules: nn.Module) -> set[nn.Module]:
+    """Return the modules and all of their submodules."""
     return {part for module in modules for part in module.modules()}
 
 
@@ -69,7 +71,7 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called, unlike a mere container (``nn.ModuleList``)."""
+    """Return whether a module can be called, unlike a container (``nn.ModuleList``)."""
     if isinstance(module, torch.jit.ScriptModule):
         return True  # reading the forward of its class raises
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
