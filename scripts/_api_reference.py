@@ -1,7 +1,6 @@
-"""docs/api: the public names, from their docstrings, as Markdown that renders anywhere.
+"""Write docs/api, the API reference, from docstrings as Markdown.
 
-The sources are read (by griffe), not imported, so the pages depend on nothing but them. The README's tables of commands
-and recipes are made here, too.
+griffe reads the sources without importing them. The README's tables of commands and recipes are written here, too.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "api"
 
 PAGES = {
-    "trainer": ("trainer", "The Trainer, and what one meets beside it."),
-    "callbacks": ("trainer.callbacks", "Callbacks that ship with the Trainer. Lightning's own work beside them."),
+    "trainer": ("trainer", "The Trainer and its related classes."),
+    "callbacks": ("trainer.callbacks", "Callbacks of this package. Lightning's callbacks work, too."),
     "precision": ("trainer.precision", "Precision plugins: how a forward is computed and whether its loss is scaled."),
-    "errors": ("trainer.errors", "What can go wrong because of something a user gave us."),
+    "errors": ("trainer.errors", "Exceptions and warnings."),
     "recipes": ("recipes", "LightningModules and LightningDataModules of the recipes."),
 }
-"""By the page's name: the module whose public names it has, and its first line."""
+"""Page name: the module with its public names, and its first line."""
 
 _CALLED_BY_LIGHTNING = re.compile(
     r"on_\w+|setup|teardown|state_dict|load_state_dict|state_key|\w+_step|\w+_dataloader|configure_\w+|forward"
     r"|prepare_data|transfer_batch_to_device"
 )
-"""Methods that nobody calls by hand."""
+"""Methods that are not called by users."""
 
 
 def write() -> None:
@@ -47,7 +46,7 @@ def write() -> None:
 
 
 def pages() -> dict[str, str]:
-    """The text of every page, by its name."""
+    """Return the text of every page, by its name."""
     loader = griffe.GriffeLoader(search_paths=[str(ROOT)], docstring_parser="google", allow_inspection=False)
     packages = {name: loader.load(name) for name in ("trainer", "recipes")}
     loader.resolve_aliases(external=False)
@@ -60,7 +59,7 @@ def pages() -> dict[str, str]:
         names = ", ".join(f"[`{each}`]({name}.md#{anchor})" for each, anchor in _anchors(texts[name]))
         listed.append(f"## {module}\n\n{about}\n\n{names}")
     introduction = (
-        "The public names, written from their docstrings by `scripts/make_api_reference`. How they are used is told in"
+        "The public names, written from their docstrings by `scripts/make_api_reference`. Their use is described in"
         " the [guides](../index.md). Settings of the command line are in [`conf`](../../conf/amp_trainer.yaml)."
     )
     texts["index"] = "\n\n".join(["# API reference", introduction, *listed]) + "\n"
@@ -68,7 +67,7 @@ def pages() -> dict[str, str]:
 
 
 def _anchors(page: str) -> Iterator[tuple[str, str]]:
-    """The names that a page tells of, and what a link to each ends in: a second heading of the same words has a -1."""
+    """Return the headings that a page documents with their link anchors. A repeated heading gets the suffix ``-1``."""
     met = Counter[str]()
     for marks, name in re.findall(r"^(##+) (\w+)$", page, re.MULTILINE):
         anchor = name.lower()
@@ -78,7 +77,7 @@ def _anchors(page: str) -> Iterator[tuple[str, str]]:
 
 
 def with_tables(readme: str) -> str:
-    """The README with its tables as they should be."""
+    """Return the README with updated tables."""
     summaries = {name: command.summary for name in commands.names() if (command := commands.find(name))}
     recipes = {path.stem: description(path) for path in sorted((ROOT / "conf" / "recipe").glob("*.yaml"))}
     for name, rows in (("commands", summaries), ("recipes", recipes)):
@@ -90,7 +89,7 @@ def with_tables(readme: str) -> str:
 
 
 def _public(module: griffe.Object | griffe.Alias) -> Iterator[griffe.Object]:
-    """The classes and functions that a module exports; of a package without a list, those of all its modules."""
+    """Return the classes and functions that a module exports, or those of all modules of a package without ``__all__``."""
     exported = [str(name) for name in module.exports or ()]
     if not exported and module.is_init_module:
         for part in sorted(module.modules.values(), key=lambda each: each.name):
@@ -135,7 +134,7 @@ def _method(member: griffe.Object | griffe.Alias) -> str:
 
 
 def _call(function: griffe.Function) -> str:
-    """How it is called: names and defaults; the types are in the table."""
+    """Return the signature with names and defaults. The types are in the table."""
     words = []
     starred = False
     for parameter in function.parameters:
@@ -155,12 +154,12 @@ def _call(function: griffe.Function) -> str:
 def _docstring(
     each: griffe.Object | griffe.Alias, called: griffe.Function | None, meanings: Mapping[str, str] | None = None
 ) -> str:
-    """A docstring's sections.
+    """Format the sections of a docstring.
 
     Args:
-        each: whose docstring it is.
-        called: what has its parameters, with types and defaults.
-        meanings: of parameters that the docstring does not mention.
+        each: the documented object.
+        called: the callable with the parameters, their types and defaults.
+        meanings: descriptions of parameters that the docstring does not mention.
     """
     parts = []
     described = dict(meanings or {})
@@ -210,13 +209,13 @@ def _line(text: str) -> str:
 
 
 def _inline(text: str) -> str:
-    """From the mark-up of docstrings to Markdown."""
+    """Convert the inline mark-up of docstrings to Markdown."""
     text = re.sub(r":\w+:`~?([^`]*)`", lambda found: f"`{found[1].rpartition('.')[2]}`", text)
     return re.sub(r"``([^`]+)``", r"`\1`", text)
 
 
 def _text(text: str) -> str:
-    """Paragraphs; a block after ``::`` becomes a fenced one."""
+    """Format paragraphs. A block after ``::`` becomes a fenced one."""
     lines = _inline(inspect.cleandoc(text)).replace("::\n", ":\n").splitlines()
     parts: list[str] = []
     fenced = False

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the checkout's environment, and where a table goes. Imports no torch."""
+"""Shared parts of the benchmarks: the environment of the checkout, writing a table into a page. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def enter_checkout(**environment: str) -> None:
-    """Make ``trainer`` that of this checkout; where it has a ``.venv`` and no other is active, start again in that.
+    """Import ``trainer`` from this checkout, and restart in its ``.venv`` if there is one and no other is active.
 
-    Called before torch is imported: ``environment`` (``OMP_NUM_THREADS``) is set for the new process only.
+    Call this before importing torch: ``environment`` (for example ``OMP_NUM_THREADS``) is set for the new process only.
     """
     python = ROOT / ".venv" / "bin" / "python"
     if "VIRTUAL_ENV" not in os.environ and "AMP_BENCH" not in os.environ and python.exists():
@@ -22,7 +22,7 @@ def enter_checkout(**environment: str) -> None:
 
 
 def replace_table(page: Path, name: str, table: str) -> None:
-    """Put ``table`` in the place of what stands between ``<!-- name: start -->`` and ``<!-- name: end -->``."""
+    """Replace the text between ``<!-- name: start -->`` and ``<!-- name: end -->`` with ``table``."""
     start, end = f"<!-- {name}: start -->", f"<!-- {name}: end -->"
     before, has_start, rest = page.read_text().partition(start)
     _, has_end, after = rest.partition(end)

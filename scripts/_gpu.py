@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 AGREES, DIFFERS, MET, MISSED, MEASURED, NOT_RUN = "agrees", "differs", "met", "missed", "measured", "not run"
-NOT_JUDGED = "not judged (simulated)"
+NOT_JUDGED = "not compared (simulated)"
 
 DTYPES = {"32-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
@@ -77,7 +77,7 @@ class Part:
             expected: the prediction or target, or an empty string.
             command: repeats the row; empty for the command of the part.
         """
-        if self.simulate and verdict in (MET, MISSED, "too close to tell"):
+        if self.simulate and verdict in (MET, MISSED, "inconclusive"):
             verdict = NOT_JUDGED
         command = command or f"scripts/verify_gpu --only {self.name}"
         row = {"name": name, "measured": measured, "expected": expected, "verdict": verdict, "command": command}
@@ -306,7 +306,7 @@ def overhead(part: Part) -> None:
 
 
 FIRST, LAST = 10, 20
-"""The batches of which kernels and waits are counted: from the start of one to the start of the other."""
+"""Kernels and waits are counted from the start of the first batch to the start of the second."""
 
 
 class Counter:

@@ -1,4 +1,4 @@
-"""Rank 0 of any number of processes, of which the others are imagined: what ``simulate_ranks`` and tests run."""
+"""Rank 0 of a simulated process group of any size, for ``simulate_ranks`` and tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOKENS, VOCABULARY, MEASURED = 1024, 50304, 2
 
 
 def pretend(ranks: int) -> None:
-    """Join a process group of so many processes. What would come from the others is as it is here."""
+    """Initialize a fake process group with this world size. Collectives return the data of rank 0."""
     os.environ |= {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     ours: Any = LightningEngine
@@ -44,7 +44,7 @@ def pretend(ranks: int) -> None:
 
 
 class Buckets(nn.Module):
-    """In the place of torch's DDP: gradients are copied into its buckets, and exchanged when a bucket is full."""
+    """Stand in for torch's DDP: copy gradients into its buckets, and all-reduce a bucket when it is full."""
 
     def __init__(self, module: nn.Module, **_: Any) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Buckets(nn.Module):
 
 
 class Model(LanguageModel):
-    """Logs nothing; its weights have no values, and are drawn by nobody."""
+    """A GPT without logging. Its weights have no values, so that they need no initialization."""
 
     def configure_model(self) -> None:
         if not hasattr(self, "net"):
@@ -90,7 +90,7 @@ class Batches:
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives, and the bytes of the larger side of each: of what is gathered, or is to be reduced."""
+    """Count collectives, and the bytes of the larger side of each: the gathered tensors, or the tensors to reduce."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,11 +108,11 @@ class Collectives(TorchDispatchMode):
 
 
 class Seen(Exception):  # noqa: N818 - no error
-    """Enough was seen."""
+    """Stop the fit after the measured batch."""
 
 
 class Look(Callback):
-    """Has the module made without values, and looks at one batch."""
+    """Build the module without values, and measure one batch."""
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
@@ -137,7 +137,7 @@ class Look(Callback):
 
 
 def step(engine: str, ranks: int, width: int, heads: int, layers: int) -> dict[str, Any]:
-    """One step of rank 0, in bf16-mixed, clipped, with AdamW. The process is of no use afterwards."""
+    """Run one bf16-mixed step of rank 0 with clipping and AdamW. The process cannot be used afterwards."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     pretend(ranks)
@@ -160,7 +160,7 @@ def step(engine: str, ranks: int, width: int, heads: int, layers: int) -> dict[s
     )  # fmt: skip
     try:
         trainer.fit(model, Batches())
-    except BaseException as error:  # of the tear-down, which wants values
+    except BaseException as error:  # of the tear-down, which needs values
         if not look.found:
             raise error
     return look.found

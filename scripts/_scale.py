@@ -1,4 +1,4 @@
-"""What ``benchmark_scale`` and its tests run in each process: a model, loops by hand, and what is counted of ours."""
+"""Parts of ``benchmark_scale`` that run in each process: the model, the hand-written loops, and the counters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """``layers`` blocks between two linear layers; its forward is the loss."""
+    """Stack ``layers`` blocks between two linear layers. The forward returns the loss."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Net(nn.Module):
 
 
 class Module(LightningModule):
-    """The same, for a Trainer."""
+    """Wrap the same network for a Trainer."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Module(LightningModule):
 
 
 class Batches:
-    """Batches in memory, of this process. (A plain list would be taken for a list of dataloaders.)"""
+    """Yield batches in memory of this rank. (Lightning takes a plain list for a list of dataloaders.)"""
 
     def __init__(self, count: int, width: int, size: int = 8) -> None:
         rank = distributed.get_rank() if distributed.is_initialized() else 0
@@ -91,12 +91,12 @@ class Batches:
 
 
 def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
-    """Fused AdamW."""
+    """Return a fused AdamW."""
     return torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
 
 
 def shard(net: Net) -> None:
-    """As one does it by hand: each block, and the rest."""
+    """Shard each block and the root, as in a hand-written program."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     for block in net.blocks:
         fully_shard(block, mesh=mesh)
@@ -106,7 +106,7 @@ def shard(net: Net) -> None:
 def by_hand(
     net: Net, batches: Iterable[Any], engine: str, precision: str, clips: bool, warmup: int
 ) -> tuple[float, torch.optim.Optimizer]:
-    """Train; the seconds after ``warmup`` batches, and the optimizer."""
+    """Train with a hand-written loop. Returns the seconds after ``warmup`` batches, and the optimizer."""
     model: nn.Module = net
     if engine == "fsdp":
         shard(net)
@@ -131,7 +131,7 @@ def by_hand(
 
 
 class Stopwatch(Callback):
-    """The seconds of a fit after its first ``warmup`` batches."""
+    """Measure the seconds of a fit after its first ``warmup`` batches."""
 
     def __init__(self, warmup: int) -> None:
         self.warmup, self.start, self.end = warmup, 0.0, 0.0
@@ -145,7 +145,7 @@ class Stopwatch(Callback):
 
 
 def make_trainer(engine: str, precision: str, clips: bool, callbacks: list[Any], **arguments: Any) -> Trainer:
-    """A Trainer that writes nothing."""
+    """Return a Trainer that writes no files."""
     given: Any = MixedPrecision("float16", cpu_kernels="native", init_scale=1024.0)
     return Trainer(
         accelerator="cpu", devices=distributed.get_world_size(), strategy=engine, max_epochs=1, logger=False,
@@ -156,19 +156,19 @@ def make_trainer(engine: str, precision: str, clips: bool, callbacks: list[Any],
 
 
 def by_trainer(module: Module, batches: Any, engine: str, precision: str, clips: bool, warmup: int) -> float:
-    """Train; the seconds after ``warmup`` batches."""
+    """Train with our Trainer. Returns the seconds after ``warmup`` batches."""
     watch = Stopwatch(warmup)
     make_trainer(engine, precision, clips, [watch]).fit(module, batches)
     return watch.end - watch.start
 
 
 class Counts(Callback):
-    """Counts the collectives of a fit's last batch, and of each thing that is done to gradients in it.
+    """Count the collectives of the last batch of a fit, in total and for each operation on gradients.
 
     Attributes:
-        counts: how many of each kind in the whole batch, by name.
-        during: how many, by the method of ``Gradients``.
-        state: bytes that this process holds, of parameters, gradients and the optimizer, by these names.
+        counts: number of collectives in the whole batch, by kind.
+        during: number of collectives, by the method of ``Gradients``.
+        state: bytes of parameters, gradients and optimizer states on this rank.
     """
 
     METHODS = ("unscale_", "clip_", "step", "update")
@@ -206,7 +206,7 @@ class Counts(Callback):
 
 
 def counts_of(mode: CommDebugMode) -> dict[str, int]:
-    """By the names of collectives."""
+    """Count collectives by kind."""
     found: Counter[str] = Counter()
     for operation, number in mode.get_comm_counts().items():
         found[kind_of(str(operation).rpartition(".")[2])] += number
@@ -214,13 +214,13 @@ def counts_of(mode: CommDebugMode) -> dict[str, int]:
 
 
 def kind_of(name: str) -> str:
-    """What a collective is called, by the name of torch's operation."""
+    """Return the name of a collective for an operator of torch."""
     kinds = {"gather": "all-gather", "scatter": "reduce-scatter", "reduce": "all-reduce"}
     return next((kind for part, kind in kinds.items() if part in name), name)
 
 
 def state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes of this process."""
+    """Return the bytes of parameters, gradients and optimizer states on this rank."""
     parameters = list(module.parameters())
     return {
         "parameters": sum(map(bytes_of, parameters)),
@@ -230,13 +230,13 @@ def state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, i
 
 
 def bytes_of(tensor: Any) -> int:
-    """Of as much as this process holds."""
+    """Return the bytes of the local part of a tensor."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return int(local.numel() * local.element_size())
 
 
 def count(engine: str, precision: str, clips: bool, layers: int = 4, width: int = 64) -> dict[str, dict[str, int]]:
-    """The collectives of one step of ours, and by hand; and the bytes of this process."""
+    """Count the collectives of one step of ours and by hand, and the bytes on this rank."""
     ours = Counts(last=2)
     make_trainer(engine, precision, clips, [ours]).fit(Module(layers, width), Batches(3, width))
     net, mode = Net(layers, width), CommDebugMode()
@@ -253,18 +253,18 @@ def count(engine: str, precision: str, clips: bool, layers: int = 4, width: int 
 
 
 class Started(Exception):  # noqa: N818 - no error
-    """Enough is loaded."""
+    """Stop the fit after the checkpoint is loaded."""
 
 
 class Starts(Callback):
-    """Ends a fit where its first batch would begin."""
+    """End a fit before its first batch."""
 
     def on_train_batch_start(self, *_: Any) -> None:
         raise Started
 
 
 def save_and_load(engine: str, folder: str, layers: int, width: int, sharded: bool) -> tuple[float, float, int]:
-    """Seconds to save a checkpoint; seconds to load it, as a fit that begins with it takes longer; and its bytes."""
+    """Return the seconds to save a checkpoint, the additional seconds of a fit that loads it, and its bytes."""
     files = CheckpointFiles(sharded=sharded)
     path = Path(folder) / f"{engine}{'_sharded' if sharded else ''}.ckpt"
     batches, times = Batches(1, width), []
@@ -284,7 +284,7 @@ def save_and_load(engine: str, folder: str, layers: int, width: int, sharded: bo
 
 
 class SavesAtEnd(Callback):
-    """Saves when a fit ends, and takes the time."""
+    """Save a checkpoint at the end of a fit, and measure the time."""
 
     def __init__(self, path: Path, times: list[float]) -> None:
         self.path, self.times = path, times

@@ -1,9 +1,9 @@
 """The ecosystem suite: real libraries on Lightning, each run with Lightning's Trainer and with ours.
 
-``environments`` installs a library into an environment of its own
+``environments`` installs a library into its own environment
 ``child``        runs one case of a program with one Trainer, in a fresh process of that environment
-``recorder``     writes down what the Trainer did: weights, metrics, hooks
-``describe``     turns what was kept into plain structures that compare
-``compare``      finds differences between two records; those that the guide names are known by their row
+``recorder``     records weights, metrics and hook calls of a Trainer
+``describe``     converts records into comparable plain structures
+``compare``      finds differences between two records, and the guide's row for each known one
 ``programs``     one file a library
 """

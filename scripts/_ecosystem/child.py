@@ -1,7 +1,7 @@
-"""Runs cases of a program with one Trainer, each in a process of its own.
+"""Run cases of a program with one Trainer, each in a separate process.
 
-``python -m _ecosystem.child PROGRAM ours|lightning FOLDER TIMEOUT pytorch_lightning|lightning CASE ...``. What a case
-has kept goes to ``FOLDER/CASE/ours/record.pt``, the files of the run lie beside it in ``run``.
+``python -m _ecosystem.child PROGRAM ours|lightning FOLDER TIMEOUT pytorch_lightning|lightning CASE ...``. The record of
+a case is ``FOLDER/CASE/ours/record.pt``; the files of the run are next to it in ``run``.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ SEED = 1
 
 
 class Run:
-    """What a program's case is given.
+    """The argument of a program's case.
 
     Attributes:
-        folder: where the run may write; also the working directory.
+        folder: output folder of the run and working directory.
         lightning: Lightning's package as the library imports it, ``lightning.pytorch`` or ``pytorch_lightning``.
-        who: ``"ours"`` or ``"lightning"``. Programs have no need of it.
+        who: ``"ours"`` or ``"lightning"``. Programs do not need it.
     """
 
     def __init__(self, who: str, folder: Path, lightning: ModuleType) -> None:
@@ -52,12 +52,12 @@ class Run:
         self.random: dict[Any, Any] = {}
 
     def Trainer(self, **arguments: Any) -> Any:  # noqa: N802
-        """The Trainer, on a CPU, quiet, writing into the folder."""
+        """Return a quiet Trainer on the CPU that writes into the folder."""
         quiet = {"accelerator": "cpu", "devices": 1, "enable_progress_bar": False, "enable_model_summary": False}
         return self.lightning.Trainer(**{**quiet, "default_root_dir": self.folder, "log_every_n_steps": 1, **arguments})
 
     def keep(self, name: str, value: Any) -> None:
-        """Compare ``value`` (anything) with what the other Trainer led to."""
+        """Record ``value`` (of any type) to compare it between the Trainers."""
         self.note("results", name, value)
 
     def weights(self, name: str, module: Any) -> None:
@@ -65,7 +65,7 @@ class Run:
         self.note("weights", name, module.state_dict())
 
     def reload(self, cls: Any, path: Any, **options: Any) -> Any:
-        """``cls.load_from_checkpoint(path)``: its weights and hyper-parameters are compared. Returns the module."""
+        """Load ``cls.load_from_checkpoint(path)`` and record its weights and hyperparameters. Returns the module."""
         module = cls.load_from_checkpoint(path, **{"map_location": "cpu", "weights_only": False, **options})
         name = f"{cls.__name__} of {Path(path).name}"
         self.note("reload", name, {"weights": module.state_dict(), "hyper-parameters": dict(module.hparams)})
@@ -73,7 +73,7 @@ class Run:
 
     @contextmanager
     def resume(self) -> Iterator[None]:
-        """What Trainers do meanwhile is compared as that of a resumed run."""
+        """Record the Trainers in this context as resumed runs."""
         self.part = "resume"
         try:
             yield
@@ -84,7 +84,7 @@ class Run:
         """Seed all generators."""
         self.lightning.seed_everything(seed, workers=True, verbose=False)
 
-    # what the harness itself calls
+    # calls of the harness itself
 
     def note(self, column: str, name: str, value: Any) -> None:
         """Keep a description of ``value``."""
@@ -95,12 +95,12 @@ class Run:
         self.columns.setdefault(column, {})[name] = self.describe(value)
 
     def begin(self, entry: str) -> None:
-        """A Trainer's ``fit``, ``validate``, ``test`` or ``predict`` begins."""
+        """Start the record of a Trainer's ``fit``, ``validate``, ``test`` or ``predict``."""
         self.entries += 1
         self.entry = f"{self.entries}. {entry}"
 
     def end(self) -> None:
-        """It is over: what was recorded meanwhile is kept."""
+        """End the record of a run, and keep it."""
         self.note("metrics", "rows", self.rows)
         self.note("metrics", "seen", self.seen)
         self.note("hooks", "calls", dict(sorted(self.calls.items())))
@@ -108,7 +108,7 @@ class Run:
         self.entry = ""
 
     def files(self) -> None:
-        """Keep the names of the files that the run has left, and the contents of checkpoints."""
+        """Record the names of the run's files, and the contents of checkpoints."""
         import torch
 
         found = sorted(path for path in self.folder.rglob("*") if path.is_file())
@@ -121,9 +121,9 @@ class Run:
 
 
 def install(who: str, old_name: bool) -> ModuleType:
-    """Lightning's package under the name that the library uses; with ``who="ours"`` its Trainer is ours.
+    """Import Lightning's package under the library's name for it. With ``who="ours"`` its Trainer is replaced by ours.
 
-    Before the library is imported, so that what it imports, subclasses and builds is ours.
+    Call this before importing the library, so that its imports and subclasses use our Trainer.
     """
     if who == "ours" and old_name:
         importlib.import_module("trainer.pytorch_lightning")
@@ -172,7 +172,7 @@ def main(program: str, who: str, folder: Path, timeout: int, old_name: bool, cas
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()
-                os._exit(0)  # who asked reads the files
+                os._exit(0)  # the parent reads the files
         ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if ended:
             how = f"not done after {timeout} seconds" if ended == -signal.SIGALRM else f"ended with status {ended}"
@@ -180,7 +180,7 @@ def main(program: str, who: str, folder: Path, timeout: int, old_name: bool, cas
 
 
 def run_case(case: Callable[[Run], None], run: Run, folder: Path) -> None:
-    """In the new process: run it, and write ``record.pt`` and ``outcome.json``."""
+    """Run a case in the new process, and write ``record.pt`` and ``outcome.json``."""
     import torch
 
     from _ecosystem import recorder

@@ -1,4 +1,4 @@
-"""Differences between the records of a case: ``python -m _ecosystem.compare FOLDER ... -- [VARIES ...]``."""
+"""Compare the records of a case: ``python -m _ecosystem.compare FOLDER ... -- [VARIES ...]``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Known:
     """A difference that docs/migrating-from-lightning.md names.
 
     Attributes:
-        column: where it shows, as a regular expression.
-        where: the place in the record, likewise.
+        column: regular expression for the column.
+        where: regular expression for the place in the record.
         section: the guide's section.
-        quote: what the guide says there, word for word.
+        quote: the guide's sentence, word for word.
         kind: ``"more"`` if only we have it, ``"less"`` if only Lightning does, ``"plain"`` if a number of numpy has
             become a plain one, ``"plateau"`` in the state of a plateau schedule, ``"other"`` if the values differ.
     """
@@ -74,7 +74,7 @@ class Difference:
 
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any], varies: tuple[str, ...] = ()) -> list[Difference]:
-    """All of them, in the columns' order, but for those in places that match one of ``varies``."""
+    """Return all differences in the order of the columns, except at places that match one of ``varies``."""
     found: list[Difference] = []
     for column in COLUMNS:
         before = len(found)
@@ -87,7 +87,7 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any], varies: tuple[str,
 
 
 def without_known_metrics(column: str, theirs: Any, ours: Any, found: list[Difference]) -> Any:
-    """Our records without the metrics that only we log, and the guide names: a row may have nothing else in it."""
+    """Remove from our records the metrics that only we log, as the guide documents."""
     ours = dict(ours)
     for name, rows in ours.items():
         if not name.endswith("rows"):
@@ -116,7 +116,7 @@ def fits(known: Known, one: Difference) -> bool:
 
 
 def walk(column: str, where: str, theirs: Any, ours: Any, found: list[Difference]) -> None:
-    """Add to ``found`` where ``theirs`` and ``ours`` differ."""
+    """Add each place at which ``theirs`` and ``ours`` differ to ``found``."""
 
     def add(one: str, other: str, kind: str = "other") -> None:
         found.append(Difference(column, where, one, other, kind))
@@ -169,7 +169,7 @@ def largest_difference(one: Tensor, other: Tensor) -> str:
 
 
 def show(value: Any) -> str:
-    """``value`` in a few words."""
+    """Format ``value`` in a few words."""
     if isinstance(value, Tensor):
         return repr(value.item()) if value.numel() == 1 else f"{value.dtype} of {tuple(value.shape)}"
     if isinstance(value, dict) and "class" in value:
@@ -180,7 +180,7 @@ def show(value: Any) -> str:
 
 
 def main(folders: list[Path], varies: tuple[str, ...]) -> None:
-    """Write ``comparison.json`` into each folder: what differs, and which columns have something in them."""
+    """Write ``comparison.json`` into each folder: the differences, and the columns with records."""
     for folder in folders:
         theirs, ours = (torch.load(folder / who / "record.pt", weights_only=False) for who in ("lightning", "ours"))
         report = {

@@ -1,4 +1,4 @@
-"""What was kept, as plain structures: dicts, lists, numbers, strings and tensors, which compare and can be saved."""
+"""Convert recorded values to comparable plain structures: dicts, lists, numbers, strings and tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SKIPPED = {"_trainer", "trainer", "_fabric", "_jit_internal"}
 
 
 class Describer:
-    """Describes values; ``folder``, which is another one for each run, is replaced in strings."""
+    """Describe values. The name of the run's folder is replaced in strings."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -23,7 +23,7 @@ class Describer:
         """Objects that are being described: one that contains itself is named, not entered again."""
 
     def __call__(self, value: Any) -> Any:
-        """``value`` in a form that compares."""
+        """Return ``value`` in a comparable form."""
         if isinstance(value, Tensor):
             return value.detach().to("cpu", copy=True).as_subclass(Tensor)
         if value is None or (isinstance(value, (bool, int, float, complex)) and type(value).__module__ == "builtins"):
@@ -82,7 +82,7 @@ NUMBERS = ("int8", "int16", "int32", "int64", "uint8", "float16", "float32", "fl
 
 
 def describes() -> None:
-    """A function, for its type."""
+    """Register a function for a type."""
 
 
 def name_of(thing: Any) -> str:

@@ -20,9 +20,9 @@ FOLDER = ROOT / ".ecosystem"
 
 
 def prepare(name: str, requires: list[str], python: str) -> Path:
-    """The interpreter of an environment with ``requires`` in it, and what our Trainer needs.
+    """Return the interpreter of an environment with ``requires`` and the dependencies of our Trainer.
 
-    Made anew when the requirements are others than those it was made with.
+    The environment is recreated if the requirements change.
     """
     folder = FOLDER / name
     stamp, interpreter = folder / "requirements.txt", folder / "bin" / "python"
@@ -44,7 +44,7 @@ def prepare(name: str, requires: list[str], python: str) -> Path:
 
 
 def uv() -> str:
-    """Where uv is; installed into an environment of its own where there is none."""
+    """Return the path of uv, and install it into a separate environment if it is missing."""
     found = shutil.which("uv")
     tools = FOLDER / ".uv"
     if found is None and not (tools / "bin" / "uv").exists():
@@ -54,7 +54,7 @@ def uv() -> str:
 
 
 def pip_settings() -> dict[str, str]:
-    """Pip's settings as uv's environment variables; those that are set for uv already stay."""
+    """Return pip's settings as environment variables of uv, without those that are already set."""
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
     values: dict[str, str] = {}
     for line in listed.splitlines():
@@ -72,14 +72,14 @@ def pip_settings() -> dict[str, str]:
 
 
 def versions(interpreter: Path, names: list[str]) -> dict[str, str]:
-    """The installed versions of ``names`` there."""
+    """Return the installed versions of ``names`` in an environment."""
     code = "import sys\nfrom importlib.metadata import version\nfor name in sys.argv[1:]: print(version(name))"
     done = subprocess.run([str(interpreter), "-c", code, *names], capture_output=True, text=True, check=True)
     return dict(zip(names, done.stdout.split(), strict=True))
 
 
 def package(requirement: str) -> str:
-    """The name in a requirement: ``torch`` of ``torch==2.15.0``, ``scvi-tools`` of ``scvi-tools[x]>=1``."""
+    """Return the package name of a requirement: ``torch`` of ``torch==2.15.0``, ``scvi-tools`` of ``scvi-tools[x]``."""
     found = re.match(r"[A-Za-z0-9._-]+", requirement.strip())
     if found is None:
         raise ValueError(f"Got the requirement {requirement!r}, expected something like 'package==1.2.3'.")

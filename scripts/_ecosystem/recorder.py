@@ -1,4 +1,4 @@
-"""Writes down what a Trainer does, whoever builds it: weights, metrics, and how often each hook was called."""
+"""Record the weights, metrics and hook calls of every Trainer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENTRIES = ("fit", "validate", "test", "predict")
 
 
 def instrument(run: Any, trainer_class: type, callback_class: type, module_class: type) -> None:
-    """Make every Trainer of ``trainer_class`` (and of its subclasses) keep in ``run`` what it did."""
+    """Record in ``run`` all runs of ``trainer_class`` and its subclasses."""
     recorder_class = recorder(callback_class)
     hooks = [name for name in dir(module_class) if is_hook(name)]
     original_init = trainer_class.__init__
@@ -57,7 +57,7 @@ def instrument(run: Any, trainer_class: type, callback_class: type, module_class
 
 
 def finish(run: Any, trainer: Any, returned: Any) -> None:
-    """Keep how things stand at the end of a run."""
+    """Record the state at the end of a run."""
     module = trainer.lightning_module
     run.note("metrics", "callback_metrics", dict(trainer.callback_metrics))
     run.note("metrics", "returned", returned)
@@ -72,7 +72,7 @@ def finish(run: Any, trainer: Any, returned: Any) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """One number of each generator: the next one it would give."""
+    """Return the next number of each random generator."""
     python, numbers, torchs = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     try:
         return {"python": random.random(), "numpy": numpy.random.random(), "torch": torch.rand(()).item()}
@@ -83,7 +83,7 @@ def random_states() -> dict[str, Any]:
 
 
 def is_hook(name: str) -> bool:
-    """Whether ``name`` is a method of a LightningModule that a Trainer calls."""
+    """Return whether ``name`` is a method of a LightningModule that a Trainer calls."""
     return name.startswith("on_") or name in {
         "setup", "teardown", "prepare_data", "configure_model", "configure_optimizers", "configure_callbacks",
         "configure_gradient_clipping", "training_step", "validation_step", "test_step", "predict_step", "forward",
@@ -93,7 +93,7 @@ def is_hook(name: str) -> bool:
 
 
 def count_calls(run: Any, cls: type, names: list[str]) -> None:
-    """Count the calls of the methods that ``cls`` itself defines. Once a class."""
+    """Count the calls of the methods that ``cls`` defines, once per class."""
     if "_ecosystem_counts" in cls.__dict__:
         return
     cls._ecosystem_counts = True  # type: ignore[attr-defined]
@@ -114,7 +114,7 @@ def counting(run: Any, name: str, original: Callable[..., Any]) -> Callable[...,
 
 
 def record_rows(run: Any, cls: type) -> None:
-    """Keep the rows that loggers of this class are given. Once a class."""
+    """Record the rows passed to loggers of this class, once per class."""
     if "_ecosystem_rows" in cls.__dict__:
         return
     cls._ecosystem_rows = True  # type: ignore[attr-defined]
@@ -122,7 +122,7 @@ def record_rows(run: Any, cls: type) -> None:
 
     @functools.wraps(original)
     def log_metrics(self: Any, metrics: Any, step: Any = None, *args: Any, **kwargs: Any) -> Any:
-        # Lightning adds the epoch but to what single batches of an evaluation log, whose steps are those batches
+        # Lightning adds the epoch, except to single batches of an evaluation, which are logged with their batch as step
         run.rows.append(["logger", step if "epoch" in metrics else {"without epoch": step}, dict(metrics)])
         return original(self, metrics, step, *args, **kwargs)
 
@@ -131,7 +131,7 @@ def record_rows(run: Any, cls: type) -> None:
 
 @functools.cache
 def recorder(base: type) -> type:
-    """A callback class that counts all hooks, and keeps the metrics at the end of epochs."""
+    """Return a callback class that counts all hooks, and records the metrics at the end of epochs."""
 
     def make(name: str) -> Callable[..., Any]:
         def hook(self: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -148,10 +148,10 @@ def recorder(base: type) -> type:
 
 
 def random_numbers_of_checkpoints(run: Any, hook: str, args: tuple[Any, ...]) -> None:
-    """Give Lightning's resumed run the random states that the checkpoint was written with.
+    """Restore the random states of the checkpoint in Lightning's resumed run.
 
-    Ours has them in the checkpoint. Lightning's loses them (the guide says so), and no two resumed runs would agree.
-    They are put back before anything is drawn for the dataloaders, as in the run that went on.
+    Our checkpoints contain them. Lightning's do not (see the guide), so that two resumed runs would differ. They are
+    restored before the dataloaders draw numbers, as in the uninterrupted run.
     """
     if run.who == "ours":
         return

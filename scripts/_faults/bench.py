@@ -1,4 +1,4 @@
-"""Starting and stopping runs, and comparing what they left."""
+"""Start and stop runs, and compare their results."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR"
 
 
 class HungError(Exception):
-    """A run did not end in its time."""
+    """Raised if a run does not end in time."""
 
 
 class Run:
     """A process that was started.
 
     Args:
-        folder: where its ``log``, ``pid`` and ``exit`` are.
-        process: where it is a child of this process, and no fork of the server's.
-        results: what the program was told to write into.
+        folder: folder of its ``log``, ``pid`` and ``exit`` files.
+        process: the process if it is a child of this process and not a fork of the server.
+        results: output folder of the program.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Run:
 
     @cached_property
     def pid(self) -> int:
-        """The process."""
+        """Return the process id."""
         if self.process is not None:
             return self.process.pid
         wait_until((self.folder / "pid").exists, 30)
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def status(self) -> int | None:
-        """How it ended: an exit status, or minus a signal; None while it runs."""
+        """Return the exit status, a negative signal number, or None while the run continues."""
         if self.process is not None:
             return self.process.poll()
         file = self.folder / "exit"
@@ -63,15 +63,15 @@ class Run:
 
     @property
     def log(self) -> str:
-        """What it printed."""
+        """Return the output."""
         file = self.folder / "log"
         return file.read_text(errors="replace") if file.exists() else ""
 
     def wait(self, seconds: float) -> int:
-        """The status at its end.
+        """Wait for the end, and return the status.
 
         Raises:
-            HungError: it was still running; it is killed.
+            HungError: the run did not end in time; it is killed.
         """
         _ = self.pid
         if not wait_until(lambda: self.status is not None, seconds, fails=False):
@@ -83,7 +83,7 @@ class Run:
 
     @property
     def children(self) -> list[int]:
-        """The processes that it has started and that are there, on Linux."""
+        """Return the running child processes, on Linux."""
         found: list[int] = []
         for file in Path(f"/proc/{self.pid}/task").glob("*/children"):
             with suppress(OSError):
@@ -91,31 +91,31 @@ class Run:
         return sorted(found)
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether it ends by itself in this time."""
+        """Return whether the run ends by itself in this time."""
         return wait_until(lambda: self.status is not None, seconds, fails=False)
 
     def send(self, *names: str) -> None:
-        """Signals."""
+        """Send signals."""
         for name in names:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, getattr(signal, name))
 
     def kill(self) -> None:
-        """With everything that it has started."""
+        """Kill the process and its descendants."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         wait_until(lambda: self.status is not None, 10, fails=False)
 
 
 def free_port() -> int:
-    """A port that nobody uses at this moment."""
+    """Return an unused port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
 
 def wait_until(condition: Any, seconds: float, *, fails: bool = True) -> bool:
-    """Whether ``condition()`` becomes true in this time."""
+    """Return whether ``condition()`` becomes true in this time."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -128,20 +128,20 @@ def wait_until(condition: Any, seconds: float, *, fails: bool = True) -> bool:
 
 @dataclass
 class Reference:
-    """The run that nothing happened to."""
+    """The undisturbed run."""
 
     folder: Path
     seconds: float
 
 
 class Bench:
-    """Where cases work.
+    """Run the cases in a folder.
 
     Args:
-        folder: for everything; each case gets folders in it.
-        kills: how often the case that kills at random instants does.
-        seed: of these instants.
-        python: runs the programs.
+        folder: each case gets subfolders.
+        kills: number of kills of the case that kills at random instants.
+        seed: seed of these instants.
+        python: interpreter of the programs.
     """
 
     def __init__(self, folder: Path, kills: int = 40, seed: int = 0, python: str = sys.executable) -> None:
@@ -157,7 +157,7 @@ class Bench:
 
     @property
     def server(self) -> subprocess.Popen[bytes]:
-        """Started when somebody asks."""
+        """Start the server on first use."""
         if self._server is None:
             command = [self.python, "-m", "_faults.server"]
             pipe = subprocess.PIPE
@@ -168,7 +168,7 @@ class Bench:
 
     @property
     def warm_python(self) -> str:
-        """A Python that torchrun starts in no time: it has imported torch and Lightning."""
+        """Return a Python that has imported torch and Lightning, so that torchrun starts it fast."""
         if self._warm_python == sys.executable:
             from tests.warm_python import warm_python
 
@@ -176,7 +176,7 @@ class Bench:
         return self._warm_python
 
     def close(self) -> None:
-        """Kill what is left."""
+        """Kill the remaining processes."""
         for run in self.runs:
             if run.status is None:
                 run.kill()
@@ -188,14 +188,14 @@ class Bench:
     # --- runs ---------------------------------------------------------------------------------------------------
 
     def new_folder(self, name: str) -> Path:
-        """An empty one."""
+        """Create an empty folder."""
         self._number += 1
         folder = self.folder / f"{self._number:03d}-{name.replace(' ', '-')}"
         folder.mkdir(parents=True)
         return folder
 
     def train(self, who: str, folder: Path, *, fresh: bool = False, environment: Any = None, **options: Any) -> Run:
-        """Start the program (see ``program.main``). ``fresh``: in a process that has imported nothing."""
+        """Start the program (see ``program.main``). With ``fresh``, start it in a new interpreter."""
         given = {"who": who, "folder": str(folder), **options}
         if "setup" in given:
             given["setup"] = asdict(given["setup"])
@@ -216,7 +216,7 @@ class Bench:
         return self._fork("cli", list(words), environment or {}, cwd=str(cwd))
 
     def ranks(self, who: str, folder: Path, number: int = 2, **options: Any) -> list[Run]:
-        """Start the program on several processes, which find each other."""
+        """Start the program on several ranks."""
         port, runs = free_port(), []
         for rank in range(number):
             environment = {
@@ -230,9 +230,9 @@ class Bench:
     def torchrun(
         self, who: str, folder: Path, *, nodes: int = 1, restarts: int = 100, environment: Any = None, **options: Any
     ) -> list[Run]:
-        """Start the program on two processes by torchrun, which starts both again when one ends badly.
+        """Start the program on two ranks with torchrun, which restarts both if one fails.
 
-        One torchrun for each node; two nodes have a process each.
+        There is one torchrun per node; each of two nodes has one rank.
         """
         words = [f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}", f"--rdzv-endpoint=localhost:{free_port()}"]
         arguments = options.pop("trainer", {}) | ({"devices": 1, "num_nodes": 2} if nodes == 2 else {})
@@ -240,7 +240,7 @@ class Bench:
         return [self.agent(who, folder, *words, environment=environment, **options) for _ in range(nodes)]
 
     def agent(self, who: str, folder: Path, *words: str, environment: Any = None, **options: Any) -> Run:
-        """Start one torchrun with these words, for a program that is meant for two processes."""
+        """Start one torchrun with these arguments for a program on two ranks."""
         given = {"who": who, "folder": str(folder), "ranks": 2, **options}
         given["setup"] = asdict(given["setup"])
         words = ("--rdzv-backend=c10d", "--monitor-interval=0.1", *words)
@@ -257,8 +257,8 @@ class Bench:
     def srun(self, cwd: Path, *words: str, job: int = 4711, again: int = 0) -> list[Run]:
         """Start the command line once on each of two nodes, with the variables that Slurm's srun sets.
 
-        ``scontrol requeue JOB`` does there what it does on a cluster: the processes get a SIGTERM. It writes down what
-        it was asked into ``scontrol`` in ``cwd``.
+        ``scontrol requeue JOB`` sends a SIGTERM to the processes, as on a cluster. It appends its arguments to the file
+        ``scontrol`` in ``cwd``.
         """
         folder = self.new_folder("slurm")
         pids, command = folder / "pids", folder / "scontrol"
@@ -271,7 +271,7 @@ class Bench:
                 "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2", "SLURM_PROCID": str(node),
                 "SLURM_NODEID": str(node), "SLURM_LOCALID": "0", "SLURM_NODELIST": "127.0.0.1,127.0.0.2",
                 "SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2", "SLURM_TASKS_PER_NODE": "1(x2)",
-                "MASTER_PORT": str(port),  # or it is made of the job's number, and may be in use
+                "MASTER_PORT": str(port),  # otherwise derived from the job's number, and possibly in use
                 "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
             } | ({"SLURM_RESTART_COUNT": str(again)} if again else {})  # fmt: skip
             runs.append(self.command(cwd, *words, environment=environment))
@@ -288,7 +288,7 @@ class Bench:
         return self.runs[-1]
 
     def reference(self, who: str, **options: Any) -> Reference:
-        """The run with these options that nothing happens to; made once."""
+        """Return the undisturbed run with these options, and run it on first use."""
         key = json.dumps([who, {k: asdict(v) if k == "setup" else v for k, v in options.items()}], sort_keys=True)
         if key not in self._references:
             folder = self.new_folder("reference")
@@ -305,9 +305,9 @@ class Bench:
     # --- comparing ----------------------------------------------------------------------------------------------
 
     def differences(self, folder: Path, reference: Reference, *, final: str = "final", without: int = -1) -> list[str]:
-        """What is not to the bit as in the reference: the state at the end, every batch ever trained, the rows.
+        """Return the differences from the reference: the final state, every trained batch, and the rows.
 
-        Without the batches of process ``without``: what it trained was wrong on purpose.
+        Skip the batches of process ``without``, which trained wrong values on purpose.
         """
         import torch
 
@@ -335,14 +335,14 @@ class Bench:
         return list(dict.fromkeys(found))
 
     def verdict(self, folder: Path, reference: Reference, detail: str = "", **how: Any) -> Outcome:
-        """``exact`` or ``inexact``."""
+        """Return ``exact`` or ``inexact``."""
         found = self.differences(folder, reference, **how)
         if found == ["no end"]:
             return Outcome("lost", "no result")
         return Outcome("inexact", "other " + summary(found)) if found else Outcome("exact", detail)
 
     def close_to(self, folder: Path, reference: Reference, detail: str = "") -> Outcome:
-        """``exact``, to the rounding of other sums: the weights, steps and schedules of who is there at the end."""
+        """Return ``exact`` if weights, steps and schedules of the remaining ranks are equal up to rounding."""
         import torch
 
         from _faults.training import parts
@@ -359,24 +359,24 @@ class Bench:
 
 
 class RefusedError(Exception):
-    """A run that nothing happens to did not even work."""
+    """Raised if an undisturbed run fails."""
 
 
 def summary(found: list[str]) -> str:
-    """What differs, in words that a table has room for."""
+    """Summarize the differences in the width of the table."""
     kinds = {line if " " in line else line.partition(".")[0] for line in found}
     order = ("weights", "averages", "optimizers", "scaler", "schedules")
     return ", ".join(sorted(kinds, key=lambda kind: (order.index(kind) if kind in order else len(order), kind)))
 
 
 def last_line(log: str) -> str:
-    """The last line that says something."""
+    """Return the last nonblank line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return lines[-1] if lines else "(no output)"
 
 
 def read_rows(folder: Path) -> dict[tuple[str, ...], dict[str, str]]:
-    """The rows of all ``metrics.csv``, by step and names; what a later file says counts."""
+    """Read the rows of all ``metrics.csv``, by step and names. Later files have precedence."""
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for file in sorted(folder.rglob("metrics.csv"), key=lambda file: file.stat().st_mtime):
         for row in csv.DictReader(file.read_text().splitlines()):
@@ -386,36 +386,36 @@ def read_rows(folder: Path) -> dict[tuple[str, ...], dict[str, str]]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints below ``folder``, files or folders, the newest first."""
+    """Return the checkpoints below ``folder``, files or folders, newest first."""
     found = [file for file in folder.rglob("*.ckpt") if file.parent.suffix != ".ckpt"]
     return sorted(found, key=lambda file: file.stat().st_mtime_ns, reverse=True)
 
 
 def largest(checkpoint: Path) -> Path:
-    """Of the files of a checkpoint in a folder, the largest; or the file itself."""
+    """Return the largest file of a checkpoint in a folder, or the file itself."""
     return max(checkpoint.rglob("*"), key=lambda file: file.stat().st_size) if checkpoint.is_dir() else checkpoint
 
 
 def contents(checkpoint: Path) -> bytes:
-    """Of the largest file of a checkpoint."""
+    """Return the bytes of a checkpoint's largest file."""
     return largest(checkpoint).read_bytes()
 
 
 def flip_bit(file: Path) -> None:
-    """One bit, in the largest tensor's bytes: the middle of the file."""
+    """Flip one bit in the bytes of the largest tensor, which are in the middle of the file."""
     contents = bytearray(file.read_bytes())
     contents[len(contents) // 2] ^= 1
     file.write_bytes(contents)
 
 
 def cut_short(file: Path) -> None:
-    """The file's second half is lost."""
+    """Remove the second half of the file."""
     os.truncate(file, file.stat().st_size // 2)
 
 
 @contextmanager
 def small_disk(megabytes: int, folder: Path) -> Iterator[bool]:
-    """A file system of that size at ``folder``; yields whether that was possible."""
+    """Mount a file system of that size at ``folder``, and yield whether that was possible."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
     mounted = (

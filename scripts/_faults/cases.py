@@ -1,4 +1,4 @@
-"""The cases: what goes wrong, and what came of it."""
+"""The cases: a fault, and the outcome of the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ END = 90.0
 """Seconds that a run may take to end."""
 
 MOST = 20
-"""Kills of a job that torchrun starts again, each of which takes seconds."""
+"""Number of kills of a job that torchrun restarts. Each takes seconds."""
 
 SMALL = replace(EVERYTHING, batches=20, epochs=2, overflows=(1, 7, 25), validate_every=8, pace=0.01)
 
@@ -33,9 +33,9 @@ class Case:
 
     Attributes:
         name: for ``--only``.
-        title: what happens.
-        body: does it.
-        compares: whether Lightning's Trainer can be put through it.
+        title: description of the fault.
+        body: function that causes it.
+        compares: whether it also runs with Lightning's Trainer.
     """
 
     name: str
@@ -48,7 +48,7 @@ CASES: dict[str, Case] = {}
 
 
 def case(name: str, title: str, *, compares: bool = True) -> Callable[[Body], Body]:
-    """Enter a function into ``CASES``."""
+    """Register a function in ``CASES``."""
 
     def enter(body: Body) -> Body:
         CASES[name] = Case(name, title, body, compares)
@@ -58,7 +58,7 @@ def case(name: str, title: str, *, compares: bool = True) -> Callable[[Body], Bo
 
 
 def run_case(one: Case, bench: Bench, who: str) -> Outcome:
-    """The outcome; a run that hangs, or fails without anything having happened to it, is one too."""
+    """Return the outcome of a case. A run that hangs, or that fails without a fault, is an outcome, too."""
     try:
         outcome = one.body(bench, who)
         outcome.detail = outcome.detail.replace(f"{bench.folder}/", "")
@@ -70,14 +70,14 @@ def run_case(one: Case, bench: Bench, who: str) -> Outcome:
 
 
 def of(who: str, setup: Setup) -> Setup:
-    """The set-up that this Trainer can do."""
+    """Return the set-up for this Trainer."""
     return setup if who == "ours" else setup.for_lightning()
 
 
-def go_on(
+def resume(
     bench: Bench, who: str, folder: Path, setup: Setup, detail: str = "", without: int = -1, **options: Any
 ) -> Outcome:
-    """Start the same command again, and compare at its end."""
+    """Run the same command again, and compare at its end."""
     reference = bench.reference(who, setup=setup, **options)
     before = len(read_diary(folder / "batches_0.jsonl"))
     again = bench.train(who, folder, setup=setup, **options)
@@ -90,19 +90,19 @@ def go_on(
 
 
 def starts_over(folder: Path, before: int) -> bool:
-    """Whether the last process began with the first batch, although checkpoints had been written long before."""
+    """Return whether the last process started with the first batch, although it had old checkpoints."""
     later = read_diary(folder / "batches_0.jsonl")[before:]
     return before > 12 and bool(later) and later[0][:2] == (0, 0)
 
 
 def after_batches(run: Run, folder: Path, number: int, rank: int = 0) -> None:
-    """Wait until so many batches are in the diary."""
+    """Wait until the diary has this number of batches."""
     diary = folder / f"batches_{rank}.jsonl"
     tools.wait_until(lambda: run.status is not None or len(read_diary(diary)) >= number, END)
 
 
 def killed_half_way(bench: Bench, who: str, setup: Setup, batches: int = 20) -> Path:
-    """The folder of a run that was killed after some checkpoints."""
+    """Return the folder of a run that was killed after some checkpoints."""
     folder = bench.new_folder("killed")
     run = bench.train(who, folder, setup=setup)
     after_batches(run, folder, batches)
@@ -143,12 +143,12 @@ def sigkill(bench: Bench, who: str) -> Outcome:
             "exact", f"{kills} kills in {lives} runs" + (f", {inside} of them inside a save" if inside else "")
         )
     lost = [outcome for outcome in wrong if outcome.word == "lost"]
-    said = f"{len(wrong)} of {lives} runs ({kills} kills), such as: {worst(lost or wrong)}"
-    return Outcome("lost" if lost else "inexact", said)
+    message = f"{len(wrong)} of {lives} runs ({kills} kills), such as: {worst(lost or wrong)}"
+    return Outcome("lost" if lost else "inexact", message)
 
 
 def ended_before_a_random_instant(bench: Bench, run: Run, folder: Path, setup: Setup) -> bool:
-    """Wait for one: some milliseconds after one of the batches that are left, or after the start."""
+    """Wait for a random instant: some milliseconds after the start, or after one of the remaining batches."""
     diary = read_diary(folder / "batches_0.jsonl")
     left = setup.batches * setup.epochs - len({line[:2] for line in diary})
     after_batches(run, folder, len(diary) + bench.random.randint(0, max(left, 1)))
@@ -156,7 +156,7 @@ def ended_before_a_random_instant(bench: Bench, run: Run, folder: Path, setup: S
 
 
 def worst(outcomes: list[Outcome]) -> str:
-    """What the one that differs most says."""
+    """Return the summary of the run with the largest difference."""
     return max((outcome.detail for outcome in outcomes), key=len)
 
 
@@ -180,12 +180,12 @@ def kill_in_save(bench: Bench, who: str) -> Outcome:
             "exact", f"{len(delays)} kills, {delays[0] * 1000:.0f} to {delays[-1] * 1000:.0f} ms into a save"
         )
     lost = [outcome for outcome in wrong if outcome.word == "lost"]
-    said = f"{len(lost or wrong)} of {len(delays)} runs, such as: {worst(lost or wrong)}"
-    return Outcome("lost" if lost else "inexact", said)
+    message = f"{len(lost or wrong)} of {len(delays)} runs, such as: {worst(lost or wrong)}"
+    return Outcome("lost" if lost else "inexact", message)
 
 
 def other_file_system(folder: Path) -> str:
-    """A folder that is on another file system than ``folder``."""
+    """Return a folder on another file system than ``folder``."""
     for other in ("/dev/shm", "/tmp", "/var/tmp", str(Path.home())):
         if Path(other).is_dir() and Path(other).stat().st_dev != folder.stat().st_dev:
             return other
@@ -216,7 +216,7 @@ def disk_full(bench: Bench, who: str) -> Outcome:
 
 
 def file_limit(bench: Bench, who: str) -> Outcome:
-    """In the place of a full disk, where none can be made: no file may have more than a megabyte."""
+    """Limit files to one megabyte, as a replacement for a full disk if none can be mounted."""
     setup = of(who, replace(SMALL, ballast=8))
     folder = bench.new_folder("limit")
     fault = {"kind": "file limit", "at": 3, "bytes": 1 << 20}
@@ -225,16 +225,16 @@ def file_limit(bench: Bench, who: str) -> Outcome:
 
 
 def after_a_full_disk(bench: Bench, who: str, folder: Path, setup: Setup, run: Run, status: int) -> Outcome:
-    """Whether somebody was told, and whether what was there is there still."""
+    """Check that the run raised an error, and that the earlier checkpoints still exist."""
     if status == 0:
         return Outcome("silent", "the run ends well, without its checkpoints")
-    said = tools.last_line(run.log)
-    outcome = go_on(bench, who, folder, setup)
+    message = tools.last_line(run.log)
+    outcome = resume(bench, who, folder, setup)
     if outcome.word != "exact":
         return outcome
-    if str(folder) in said and any(word.isdigit() for word in said.replace(",", "").split()):
+    if str(folder) in message and any(word.isdigit() for word in message.replace(",", "").split()):
         return Outcome("exact", "after an error with path and bytes")
-    return Outcome("exact", f"but the error says: {said[:120]}", good=who != "ours")
+    return Outcome("exact", f"but the error is: {message[:120]}", good=who != "ours")
 
 
 @case("unwritable", "The folder cannot be written")
@@ -251,11 +251,11 @@ def unwritable(bench: Bench, who: str) -> Outcome:
         return Outcome("silent", f"trains {batches} batches and keeps nothing")
     if batches:
         return Outcome("late", f"an error after {batches} batches", good=False)
-    said = tools.last_line(run.log)
+    message = tools.last_line(run.log)
     return Outcome(
         "refused",
-        f"before the first batch{'' if str(base) in said else ', without naming it: ' + said[:100]}",
-        good=str(base) in said,
+        f"before the first batch{'' if str(base) in message else ', without naming it: ' + message[:100]}",
+        good=str(base) in message,
     )
 
 
@@ -270,7 +270,7 @@ def bit_flip(bench: Bench, who: str) -> Outcome:
 
 
 def damaged(bench: Bench, who: str, damage: Callable[[Path], None]) -> Outcome:
-    """Kill a run, damage what it wrote last, start it again."""
+    """Kill a run, damage its last checkpoint, and start it again."""
     setup = of(who, replace(SMALL, ballast=1))
     folder = killed_half_way(bench, who, setup)
     newest = tools.checkpoints(folder)[0]
@@ -280,7 +280,7 @@ def damaged(bench: Bench, who: str, damage: Callable[[Path], None]) -> Outcome:
     ]
     for file in dict.fromkeys([newest, *files]):
         damage(file)
-    outcome = go_on(bench, who, folder, setup, "from the one before")
+    outcome = resume(bench, who, folder, setup, "from the one before")
     if who == "ours" and outcome.word == "exact":
         log = bench.runs[-1].log
         if not any(file.name in log for file in files):
@@ -292,22 +292,22 @@ def damaged(bench: Bench, who: str, damage: Callable[[Path], None]) -> Outcome:
 
 
 def interrupted(name: str, expected: tuple[int, ...]) -> Body:
-    """One process gets a signal in a batch inside an accumulation window."""
+    """Send a signal to one process in a batch inside an accumulation window."""
 
     def body(bench: Bench, who: str) -> Outcome:
         setup, folder = of(who, replace(SMALL, pace=0.0)), bench.new_folder(name)
         run = bench.train(who, folder, setup=setup, fault={"kind": "signal", "at": 15, "signals": [name]})
         status = run.wait(END)
-        outcome = go_on(bench, who, folder, setup)
+        outcome = resume(bench, who, folder, setup)
         if outcome.word != "exact":
             return replace_detail(outcome, f"ends with {status}; {outcome.detail}")
-        return as_told(bench, folder, status, expected)
+        return exact_if_expected(bench, folder, status, expected)
 
     return body
 
 
-def as_told(bench: Bench, folder: Path, status: int, expected: tuple[int, ...]) -> Outcome:
-    """Exact, if the exit status was right and no batch was trained twice."""
+def exact_if_expected(bench: Bench, folder: Path, status: int, expected: tuple[int, ...]) -> Outcome:
+    """Return ``exact`` if the exit status is as expected and no batch was trained twice."""
     diary = [line[:2] for line in read_diary(folder / "batches_0.jsonl")]
     again = len(diary) - len(set(diary))
     if status not in expected:
@@ -318,7 +318,7 @@ def as_told(bench: Bench, folder: Path, status: int, expected: tuple[int, ...]) 
 
 
 def replace_detail(outcome: Outcome, detail: str) -> Outcome:
-    """The same, said otherwise."""
+    """Return the same outcome with another description."""
     return Outcome(outcome.word, detail, outcome.good)
 
 
@@ -338,10 +338,10 @@ def second_signal(bench: Bench, who: str) -> Outcome:
             break
         run.send(name)
     status = run.wait(END)
-    outcome = go_on(bench, who, folder, setup)
+    outcome = resume(bench, who, folder, setup)
     if outcome.word != "exact":
         return replace_detail(outcome, f"ends with {status}; {outcome.detail}")
-    return as_told(bench, folder, status, (143, -15))
+    return exact_if_expected(bench, folder, status, (143, -15))
 
 
 TWO = Setup(
@@ -350,8 +350,8 @@ TWO = Setup(
 )  # fmt: skip
 
 
-def ranks_go_on(bench: Bench, who: str, folder: Path, setup: Setup, **options: Any) -> Outcome:
-    """The same command again on two processes."""
+def ranks_resume(bench: Bench, who: str, folder: Path, setup: Setup, **options: Any) -> Outcome:
+    """Run the same command again on two ranks."""
     reference = bench.reference(who, setup=setup, ranks=2, **options)
     before = len(read_diary(folder / "batches_0.jsonl"))
     for run in (runs := bench.ranks(who, folder, setup=setup, **options)):
@@ -370,24 +370,24 @@ def sigterm_group(bench: Bench, who: str) -> Outcome:
     with tools.suppress(ProcessLookupError):
         tools.os.killpg(run.pid, tools.signal.SIGTERM)
     status = run.wait(END)
-    outcome = go_on(bench, who, folder, setup)
+    outcome = resume(bench, who, folder, setup)
     if outcome.word != "exact":
         return replace_detail(outcome, f"ends with {status}; {outcome.detail}")
-    return as_told(bench, folder, status, (143, -15))
+    return exact_if_expected(bench, folder, status, (143, -15))
 
 
 def sigterm_one_rank(setup: Setup, **options: Any) -> Body:
-    """One of two processes gets the signal in a batch."""
+    """Send the signal to one of two ranks in a batch."""
 
     def body(bench: Bench, who: str) -> Outcome:
         folder = bench.new_folder("ranks")
         fault = {"kind": "signal", "at": setup.batches // 2 + 2, "signals": ["SIGTERM"], "rank": 1}
         runs = bench.ranks(who, folder, setup=setup, fault=fault, **options)
         statuses = [run.wait(END) for run in runs]
-        outcome = ranks_go_on(bench, who, folder, setup, **options)
+        outcome = ranks_resume(bench, who, folder, setup, **options)
         if outcome.word != "exact":
             return replace_detail(outcome, f"ranks end with {statuses}; {outcome.detail}")
-        return as_told(bench, folder, statuses[1], (143, -15))
+        return exact_if_expected(bench, folder, statuses[1], (143, -15))
 
     return body
 
@@ -405,14 +405,14 @@ def kill_ranks(bench: Bench, who: str) -> Outcome:
     after_batches(runs[0], folder, 22)
     for run in runs:
         run.kill()
-    return ranks_go_on(bench, who, folder, setup)
+    return ranks_resume(bench, who, folder, setup)
 
 
 def torchrun_kills(**options: Any) -> Body:
-    """torchrun starts a training on two processes; one of them is killed, and torchrun starts both again, and so on.
+    """Start a training on two ranks with torchrun, and kill one of them repeatedly; torchrun restarts both.
 
-    A job's kills come at random instants, from the start of Python on, and inside of saves. Before one of its restarts
-    its newest checkpoint is damaged.
+    Kills occur at random instants after the start of Python, and during saves. Before one restart, the newest
+    checkpoint is damaged.
     """
 
     def body(bench: Bench, who: str) -> Outcome:
@@ -438,19 +438,19 @@ def torchrun_kills(**options: Any) -> Body:
                 damaged += 1
                 if spoilt.name not in run.log:
                     return Outcome("exact", "but the damaged checkpoint is not named", good=False)
-        said = f"{kills} kills in {jobs} jobs, {inside} of them inside a save"
-        return Outcome("exact", f"{said}; {damaged} damaged checkpoints were passed over")
+        message = f"{kills} kills in {jobs} jobs, {inside} of them inside a save"
+        return Outcome("exact", f"{message}; {damaged} damaged checkpoints were passed over")
 
     return body
 
 
 def unfinished(folder: Path) -> set[Path]:
-    """What was being written as checkpoints, and was not finished."""
+    """Return the unfinished checkpoints."""
     return set(folder.glob("*/.*part"))
 
 
 def killed_at_a_random_instant(bench: Bench, run: Run, folder: Path, setup: Setup) -> bool:
-    """Kill one of torchrun's processes: at any time, after one of the batches that are left, or inside of a save.
+    """Kill one of torchrun's processes: at any time, after one of the remaining batches, or during a save.
 
     Returns whether there was one to kill.
     """
@@ -477,7 +477,7 @@ def killed_at_a_random_instant(bench: Bench, run: Run, folder: Path, setup: Setu
 
 
 def damage_newest(folder: Path) -> Path | None:
-    """Flip a bit in the newest checkpoint and its copies; None if there is no older one to go on from."""
+    """Flip a bit in the newest checkpoint and its copies. Returns None if there is no older one to resume from."""
     files = tools.checkpoints(folder)
     copies = [file for file in files if tools.contents(file) == tools.contents(files[0])]
     if len(copies) == len(files):
@@ -488,7 +488,7 @@ def damage_newest(folder: Path) -> Path | None:
 
 
 def node_killed(setup: Setup, **options: Any) -> Body:
-    """Two torchruns, as on two nodes; the second one's process is killed, and the job goes on."""
+    """Run two torchruns, as on two nodes, and kill the process of the second. The job continues."""
 
     def body(bench: Bench, who: str) -> Outcome:
         reference = bench.reference(who, setup=setup, ranks=2, **options)
@@ -505,7 +505,7 @@ def node_killed(setup: Setup, **options: Any) -> Body:
 
 
 def starts_again(folder: Path) -> bool:
-    """Whether two processes, one after the other, have trained as rank 0."""
+    """Return whether two processes, one after the other, have trained as rank 0."""
     return len({line[4] for line in read_diary(folder / "batches_0.jsonl")}) == 2
 
 
@@ -524,11 +524,11 @@ ELASTIC = Setup(batches=24, epochs=4, schedule="step", metrics=True, validate_ev
 """Without random numbers and batch norms: these are of single batches, and other processes have others."""
 
 NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Or torch (2.10 to 2.15) does not tell a node that comes later where the others are, and ends all after a minute."""
+"""Or torch (2.10 to 2.15) does not connect a node that joins later, and stops all nodes after a minute."""
 
 
 def node_lost(setup: Setup, *, times: int = 3, comes_back: bool = True, last_call: int = 10, **options: Any) -> Body:
-    """torchrun on one node or two: the second one is lost with all that runs there, comes back, and so on.
+    """Run torchrun on one node or two: the second node is lost with all its processes and returns, repeatedly.
 
     ``last_call``: seconds that a start waits for the second one.
     """
@@ -546,9 +546,9 @@ def node_lost(setup: Setup, *, times: int = 3, comes_back: bool = True, last_cal
             return bench.agent(who, folder, *words, environment=NO_SHARED_STORE, setup=setup, **given)
 
         def trains(rank: int) -> None:
-            """Wait until a process that has not trained yet has trained some batches as this rank.
+            """Wait until a new process has trained some batches as this rank.
 
-            The first process trains one batch, so that it is lost when only ``start.ckpt`` is there.
+            The first process trains one batch, so that it is lost when only ``start.ckpt`` exists.
             """
             diary = folder / f"batches_{rank}.jsonl"
             before = {line[4] for line in read_diary(diary)}
@@ -619,36 +619,36 @@ def worker_hung(bench: Bench, who: str) -> Outcome:
 
 
 def broken_worker(bench: Bench, who: str, signals: list[str]) -> Outcome:
-    """A worker goes in the middle of the first epoch; then the same command again."""
+    """Break a worker in the middle of the first epoch, then run the same command again."""
     setup, folder = of(who, SMALL), bench.new_folder("worker")
     more = {"dataloader_timeout": 5} if who == "ours" and not signals else {}
     run = bench.train(who, folder, setup=setup, fault={"kind": "worker", "at": 36, "signals": signals}, trainer=more)
     if not run.ends_within(30):
         run.kill()
         return Outcome("hung", "waits for ever")
-    status, said = run.status, tools.last_line(run.log)
-    outcome = go_on(bench, who, folder, setup)
+    status, message = run.status, tools.last_line(run.log)
+    outcome = resume(bench, who, folder, setup)
     if status == 0 or outcome.word != "exact":
         return replace_detail(outcome, f"ends with {status}; {outcome.detail}")
-    if who == "ours" and "DataLoaderError" not in said:
-        return Outcome("exact", f"but the error says: {said[:110]}", good=False)
-    return Outcome("exact", f"after an error: {said.partition('.errors.')[2] or said:.90}")
+    if who == "ours" and "DataLoaderError" not in message:
+        return Outcome("exact", f"but the error is: {message[:110]}", good=False)
+    return Outcome("exact", f"after an error: {message.partition('.errors.')[2] or message:.90}")
 
 
 NAN = replace(SMALL, precision="32-true", overflows=())
 
 
-@case("nan", "A batch is NaN, in float32: what becomes of the checkpoints")
+@case("nan", "A batch is NaN, in float32: the effect on the checkpoints")
 def nan(bench: Bench, who: str) -> Outcome:
     folder = bench.new_folder("nan")
     run = bench.train(who, folder, setup=NAN, fault={"kind": "nan", "at": 14})
-    status, said = run.wait(END), tools.last_line(run.log)
+    status, message = run.wait(END), tools.last_line(run.log)
     if status == 0:
         return Outcome("silent", "trains on; all weights, and all checkpoints but the first ones, are NaN")
-    outcome = go_on(bench, who, folder, NAN, without=run.pid)
+    outcome = resume(bench, who, folder, NAN, without=run.pid)
     if outcome.word != "exact":
         return outcome
-    return Outcome("stopped", f"before a checkpoint is spoilt: {said[:110]}; then exact", good=True)
+    return Outcome("stopped", f"before a checkpoint is spoilt: {message[:110]}; then exact", good=True)
 
 
 @case("nan-stop", "The same with the policy to stop", compares=False)
@@ -656,12 +656,12 @@ def nan_stop(bench: Bench, who: str) -> Outcome:
     folder, guard = bench.new_folder("nan"), {"NonFiniteGuard": {"policy": "stop"}}
     run = bench.train(who, folder, setup=NAN, fault={"kind": "nan", "at": 14}, callbacks=guard)
     status = run.wait(END)
-    said = "\n".join(run.log.splitlines()[-12:])
+    message = "\n".join(run.log.splitlines()[-12:])
     if status == 0:
         return Outcome("silent")
-    if "14" not in said:
-        return Outcome("stopped", f"without the batch's index: {tools.last_line(said)[:110]}", good=False)
-    outcome = go_on(bench, who, folder, NAN, without=run.pid, callbacks=guard)
+    if "14" not in message:
+        return Outcome("stopped", f"without the batch's index: {tools.last_line(message)[:110]}", good=False)
+    outcome = resume(bench, who, folder, NAN, without=run.pid, callbacks=guard)
     return Outcome("stopped", "the error names the batch; then exact", good=True) if outcome.good else outcome
 
 
@@ -686,13 +686,13 @@ def nan_skip(bench: Bench, who: str) -> Outcome:
 def memory(bench: Bench, who: str) -> Outcome:
     setup, folder = of(who, SMALL), bench.new_folder("memory")
     run = bench.train(who, folder, setup=setup, fault={"kind": "memory", "at": 14})
-    status, said = run.wait(END), run.log
-    outcome = go_on(bench, who, folder, setup)
+    status, message = run.wait(END), run.log
+    outcome = resume(bench, who, folder, setup)
     if status == 0 or outcome.word != "exact":
         return outcome
-    if who == "ours" and "which has 4 samples" not in said:
-        return Outcome("exact", f"but the error says: {tools.last_line(said)[:90]}", good=False)
-    return Outcome("exact", "after an error that says how large the batch was" if who == "ours" else "after an error")
+    if who == "ours" and "which has 4 samples" not in message:
+        return Outcome("exact", f"but the error is: {tools.last_line(message)[:90]}", good=False)
+    return Outcome("exact", "after an error with the size of the batch" if who == "ours" else "after an error")
 
 
 # --- two runs ---------------------------------------------------------------------------------------------------------
@@ -705,7 +705,7 @@ def two_runs(bench: Bench, who: str) -> Outcome:
     first = bench.train(who, folder, setup=setup)
     after_batches(first, folder, 12)
     second = bench.train(who, folder, setup=setup, final="second")
-    status, said = second.wait(END), tools.last_line(second.log)
+    status, message = second.wait(END), tools.last_line(second.log)
     if first.wait(END) != 0:
         return Outcome("lost", f"the first one fails: {tools.last_line(first.log)[:120]}")
     outcome = bench.verdict(folder, reference)
@@ -713,7 +713,7 @@ def two_runs(bench: Bench, who: str) -> Outcome:
         return Outcome("both ran", f"into the same files; the first is {outcome}", good=False)
     if outcome.word != "exact":
         return outcome
-    return Outcome("refused", said[:110], good=True)
+    return Outcome("refused", message[:110], good=True)
 
 
 # --- exact at every batch ---------------------------------------------------------------------------------------------
@@ -741,7 +741,7 @@ SETUPS: dict[str, tuple[str, Setup]] = {
 
 
 def at_each(name: str, setup: Setup, *, every: int = 1, ranks: int = 1) -> Body:
-    """A run that writes a checkpoint after every batch, validation and epoch; then one run from each of them."""
+    """Run once with a checkpoint after every batch, validation and epoch, then resume from each of them."""
 
     def body(bench: Bench, who: str) -> Outcome:
         mine = of(who, setup)
@@ -764,20 +764,20 @@ def at_each(name: str, setup: Setup, *, every: int = 1, ranks: int = 1) -> Body:
             return Outcome("exact", f"from each of {len(files)} checkpoints")
         first = next(iter(wrong))
         lost = any(outcome.word == "lost" for outcome in wrong.values())
-        said = f"{len(wrong)} of {len(files)}, such as {first}: {wrong[first].detail}"
-        return Outcome("lost" if lost else "inexact", said)
+        message = f"{len(wrong)} of {len(files)}, such as {first}: {wrong[first].detail}"
+        return Outcome("lost" if lost else "inexact", message)
 
     return body
 
 
 def in_pairs(things: list[Any]) -> Iterator[list[Any]]:
-    """Two at a time."""
+    """Run two at a time."""
     for i in range(0, len(things), 2):
         yield things[i : i + 2]
 
 
 def continued(bench: Bench, folder: Path, reference: tools.Reference) -> Outcome:
-    """Compare a run that began in the middle: the state at its end, and each batch it trained."""
+    """Compare a resumed run: its final state, and each batch that it trained."""
     found = bench.differences(folder, reference, final="resumed")
     for file in sorted(folder.glob("batches_*.jsonl")):
         wanted = [line[:4] for line in read_diary(reference.folder / file.name)]
@@ -803,7 +803,7 @@ case("each-ranks", "Resumed at every third batch: two processes (DDP)")(
 
 
 def cli_interrupted(name: str, expected: int) -> Body:
-    """``python -m trainer fit ... resume=auto`` gets a signal from outside; then the same command again."""
+    """Send a signal to ``python -m trainer fit ... resume=auto``, then run the same command again."""
 
     def body(bench: Bench, who: str) -> Outcome:
         words = ("fit", "+recipe=faulty", "resume=auto")
@@ -823,13 +823,13 @@ def cli_interrupted(name: str, expected: int) -> Body:
             return Outcome("inexact", tools.summary(found))
         if name == "SIGKILL":
             return Outcome("exact")
-        return as_told(bench, cut, status, (expected,))
+        return exact_if_expected(bench, cut, status, (expected,))
 
     return body
 
 
 def last_states_differ(whole: Path, cut: Path) -> list[str]:
-    """Where the last checkpoints and the rows of two projects differ."""
+    """Return the first difference between the last checkpoints and the rows of two projects."""
     import torch
 
     from _faults.training import differences
@@ -860,7 +860,7 @@ case("cli-ctrl-c", "`python -m trainer fit resume=auto`: Ctrl-C", compares=False
 
 
 def requeued(*resume: str) -> Body:
-    """``srun python -m trainer fit`` on two nodes, by stand-ins for srun and scontrol: its time is nearly over."""
+    """Run ``srun python -m trainer fit`` on two nodes, with stand-ins for srun and scontrol, near its time limit."""
 
     def body(bench: Bench, who: str) -> Outcome:
         words = ("fit", "+recipe=faulty", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=1",
@@ -884,7 +884,7 @@ def requeued(*resume: str) -> Body:
             return Outcome("inexact", tools.summary(found))
         if (records := len(list(cut.glob("outputs/**/run.json")))) != 1:
             return Outcome("exact", f"but there are {records} run.json", good=False)
-        return as_told(bench, cut, statuses[0], (143,))
+        return exact_if_expected(bench, cut, statuses[0], (143,))
 
     return body
 

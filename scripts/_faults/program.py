@@ -1,6 +1,7 @@
 """The program that a case starts, kills, and starts again: one training, described by JSON.
 
-``python -m _faults.program '{"folder": ..., "setup": {...}}'`` is a process like any user's; the server forks the same.
+``python -m _faults.program '{"folder": ..., "setup": {...}}'`` runs as a normal process; the server runs the same code
+in a fork.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from _faults.training import Classifier, Diary, Setup
 
 
 def main(options: dict[str, Any]) -> None:
-    """Train as ``options`` say, and write ``final_<rank>.pt``.
+    """Train with ``options``, and write ``final_<rank>.pt``.
 
     Options:
         who: ``"ours"`` or ``"lightning"``.
-        folder: for everything that is written.
+        folder: output folder.
         setup: the fields of :class:`training.Setup` that are not the defaults.
-        start: ``"auto"``: from the newest checkpoint, or anew; a path: from this one; None: anew.
-        into: where checkpoints go to, if not into ``folder``.
+        start: ``"auto"``: from the newest checkpoint if there is one; a path: from this checkpoint; None: from the
+        beginning. into: folder of checkpoints; default ``folder``.
         saves: ``"steps"``: every two optimizer steps, and the best ones; ``"each"``: after every batch, validation
             and epoch; ``"none"``.
-        fault: what goes wrong; see :class:`Fault`.
-        rank, ranks: of a run on several processes. torchrun says the rank itself.
+        fault: the fault; see :class:`Fault`.
+        rank, ranks: rank and world size. torchrun sets the rank itself.
         trainer: more arguments of the Trainer.
-        final: the name of the file at the end, in the place of ``final``.
+        final: name of the final file; default ``final``.
         callbacks: names of our callbacks, with their arguments.
         files: arguments of our ``CheckpointFiles``.
     """
@@ -77,7 +78,7 @@ def main(options: dict[str, Any]) -> None:
     else:
         from lightning.pytorch import Trainer  # type: ignore[assignment]
 
-        start = "last" if start == "auto" else start  # from last.ckpt; where there is none, anew
+        start = "last" if start == "auto" else start  # from last.ckpt if it exists
     arguments.setdefault("logger", [TensorBoardLogger(folder), CSVLogger(folder)])
     trainer = Trainer(**arguments, callbacks=callbacks)
     train, val = training.training_data(setup, ranks, fault.in_dataset), training.validation_data(setup)
@@ -90,7 +91,7 @@ def main(options: dict[str, Any]) -> None:
 
 
 def savers(folder: Path, setup: Setup, how: str) -> list[Callback]:
-    """What writes checkpoints."""
+    """Return the callbacks that write checkpoints."""
     if how == "each":
         return [Everywhere(folder)]
     if how == "none":
@@ -101,7 +102,7 @@ def savers(folder: Path, setup: Setup, how: str) -> list[Callback]:
 
 
 class Everywhere(Checkpoint):
-    """Writes ``each/<batches>-<where>.ckpt`` after every batch, validation and epoch."""
+    """Write ``each/<batches>-<where>.ckpt`` after every batch, validation and epoch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.batches = folder / "each", 0
@@ -118,19 +119,19 @@ class Everywhere(Checkpoint):
         self.save(trainer, "c-epoch")
 
     def save(self, trainer: Any, where: str) -> None:
-        """Write one."""
+        """Write a checkpoint."""
         trainer.save_checkpoint(self.folder / f"{self.batches:03d}-{where}.ckpt")
 
 
 class Fault(Callback):
-    """What goes wrong, once, in this process.
+    """Cause one fault in this process.
 
     ``kind`` is one of:
 
     ``signal``: this process gets ``signals`` (on rank ``rank`` only) at the start of batch ``at``.
     ``signal in save``: the same while checkpoint number ``at`` is written, after ``delay`` seconds.
     ``file limit``: from checkpoint number ``at`` on no file may have more than ``bytes``.
-    With ``lives``, only in the first so many starts by torchrun.
+    With ``lives``, only in this number of first starts by torchrun.
     ``nan``, ``raise``, ``memory``: batch ``at`` is NaN; an exception is raised in it (on rank ``rank``); a module runs
     out of memory in it.
     ``worker``: the worker that makes its sample number ``at`` gets ``signals``; without any, it hangs.
@@ -166,11 +167,11 @@ class Fault(Callback):
 
     @property
     def in_dataset(self) -> Callable[[int], None] | None:
-        """What is called for each sample; None for nothing."""
+        """Return the function called for each sample, or None if there is none."""
         return self.before_sample if self.kind == "worker" else None
 
     def before_sample(self, index: int) -> None:
-        """In a worker."""
+        """Run in a worker."""
         self.samples += 1
         if self.samples == self.at and torch.utils.data.get_worker_info() is not None:
             send(self.what["signals"])
@@ -179,13 +180,13 @@ class Fault(Callback):
 
 
 def send(names: list[str]) -> None:
-    """Signals to this process."""
+    """Send signals to this process."""
     for name in names:
         os.kill(os.getpid(), getattr(signal, name))
 
 
 def later(delay: float, names: list[str]) -> None:
-    """Signals to this process after ``delay`` seconds, whatever it does then: from a process of its own."""
+    """Send signals to this process after ``delay`` seconds from another process, regardless of its work."""
     pid = os.getpid()
     if os.fork() == 0:
         time.sleep(delay)

@@ -56,7 +56,7 @@ trainer:
 
 
 def write(folder: Path) -> Path:
-    """The project, in ``folder``; the diary goes there, too."""
+    """Write the project into ``folder``, which also gets the diary."""
     (folder / "conf" / "recipe").mkdir(parents=True)
     (folder / "faulty.py").write_text(MODULE)
     (folder / "conf" / "recipe" / "faulty.yaml").write_text(RECIPE.format(folder=folder))

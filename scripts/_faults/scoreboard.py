@@ -1,4 +1,4 @@
-"""Outcomes, and the tables that show them. Imports no torch."""
+"""Outcomes and their tables. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 @dataclass
 class Outcome:
-    """How a case went.
+    """The outcome of a case.
 
     Attributes:
-        word: ``exact``: to the bit as if nothing had happened. ``inexact``: the run ended, with other numbers.
-            ``lost``: it could not go on, or started over. ``hung``. ``code ran``. ``silent``: nobody was told.
+        word: ``exact``: bitwise equal to the undisturbed run. ``inexact``: the run ended, with other numbers.
+            ``lost``: it could not resume, or started over. ``hung``. ``code ran``. ``silent``: no error was reported.
         detail: more about it.
-        good: whether this is what was promised; by default that of ``exact``.
+        good: whether the outcome is as promised; by default that of ``exact``.
     """
 
     word: str
@@ -31,7 +31,7 @@ class Outcome:
 
 @dataclass
 class Row:
-    """One case, and how it went for each."""
+    """One case, and its outcome per Trainer."""
 
     name: str
     title: str
@@ -39,13 +39,13 @@ class Row:
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Plain containers."""
+        """Return plain containers."""
         return {**asdict(self), "outcomes": {who: asdict(outcome) for who, outcome in self.outcomes.items()}}
 
 
 def markdown(rows: list[Row], whos: list[str]) -> str:
-    """The table for the documentation."""
-    lines = [f"| what happens | {' | '.join(whos)} |", f"|---|{'---|' * len(whos)}"]
+    """Return the table for the documentation."""
+    lines = [f"| fault | {' | '.join(whos)} |", f"|---|{'---|' * len(whos)}"]
     for row in rows:
         cells = [_cell(row.outcomes.get(who)) for who in whos]
         lines.append(f"| {row.title} | {' | '.join(cells)} |")

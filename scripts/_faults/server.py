@@ -1,7 +1,7 @@
-"""Forks a process for each run, from one that has imported torch and Lightning: seconds less for each of hundreds.
+"""Fork a process for each run from one that has imported torch and Lightning, which saves seconds per run.
 
 Reads a line of JSON for each run (``folder``: for ``log``, ``pid`` and ``exit``; ``environment``; ``what`` to run; its
-``options``) and answers nothing: who asked reads the files.
+``options``) without an answer: the client reads the files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 
 def serve() -> None:
-    """Until the standard input ends."""
+    """Serve until the standard input ends."""
     import hydra.core.global_hydra  # noqa: F401
     import tensorboard  # noqa: F401
     import torchdata.stateful_dataloader  # noqa: F401
@@ -29,7 +29,7 @@ def serve() -> None:
     from _faults import program  # noqa: F401
 
     assert threading.active_count() == 1, "a process with threads must not be forked"
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the supervisors
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are not waited for
     print("ready", flush=True)
     for line in sys.stdin:
         if os.fork() == 0:
@@ -39,7 +39,7 @@ def serve() -> None:
 
 
 def supervise(request: dict[str, Any]) -> None:
-    """Start the run, and write down how it ended."""
+    """Start the run, and record its exit status."""
     folder = Path(request["folder"])
     pid = os.fork()
     if pid == 0:
@@ -50,16 +50,16 @@ def supervise(request: dict[str, Any]) -> None:
 
 
 def write(path: Path, number: int) -> None:
-    """A file that has its contents from its first moment on."""
+    """Write a file atomically."""
     part = path.with_suffix(".part")
     part.write_text(str(number))
     os.replace(part, path)
 
 
 def run(request: dict[str, Any], folder: Path) -> NoReturn:
-    """In the new process. Never returns: what is raised ends the interpreter, as in any process."""
+    """Run in the new process. Never returns: an exception ends the interpreter, as in a normal process."""
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes of a shell ignore it
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)

@@ -1,4 +1,4 @@
-"""The cases of checkpoints that are folders, written by two processes under FSDP, in the background."""
+"""Cases of sharded checkpoints, written asynchronously by two ranks under FSDP."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ OPTIONS: dict[str, Any] = {"trainer": {"strategy": "fsdp"}, "files": {"sharded":
 SETUP = replace(TWO, ballast=2)
 
 
-def go_on(bench: Bench, who: str, folder: Path, setup: Setup, detail: str = "") -> Outcome:
-    """Start the same command again on two processes, and compare at its end."""
+def resume(bench: Bench, who: str, folder: Path, setup: Setup, detail: str = "") -> Outcome:
+    """Start the same command again on two ranks, and compare at its end."""
     reference = bench.reference(who, setup=setup, ranks=2, **OPTIONS)
     before = len(read_diary(folder / "batches_0.jsonl"))
     runs = bench.ranks(who, folder, setup=setup, **OPTIONS)
@@ -34,14 +34,14 @@ def go_on(bench: Bench, who: str, folder: Path, setup: Setup, detail: str = "") 
 
 
 def ended(runs: list[Run]) -> None:
-    """Wait until one has ended, and end the others: what torchrun does."""
+    """Wait until one process has ended, and end the others, as torchrun does."""
     tools.wait_until(lambda: any(run.status is not None for run in runs), END)
     for run in runs:
         run.kill()
 
 
 def killed(bench: Bench, who: str, setup: Setup, name: str) -> Path:
-    """The folder of a run that was killed after some checkpoints."""
+    """Return the folder of a run that was killed after some checkpoints."""
     folder = bench.new_folder(name)
     runs = bench.ranks(who, folder, setup=setup, **OPTIONS)
     after_batches(runs[0], folder, 22)
@@ -59,14 +59,14 @@ def kill_in_save(bench: Bench, who: str) -> Outcome:
         signal = {"kind": "signal in save", "at": 3 + i % 3, "delay": delay, "signals": ["SIGKILL"], "rank": i % 2}
         ended(bench.ranks(who, folder, setup=setup, fault=signal, **OPTIONS))
         parts += bool(unfinished(folder))
-        if (outcome := go_on(bench, who, folder, setup)).word != "exact":
+        if (outcome := resume(bench, who, folder, setup)).word != "exact":
             return Outcome(outcome.word, f"kill {i + 1}, {delay * 1000:.0f} ms into a save: {outcome.detail}")
-    said = f"{len(delays)} kills, {delays[0] * 1000:.0f} to {delays[-1] * 1000:.0f} ms into a save"
-    return Outcome("exact", f"{said}; {parts} left an unfinished folder")
+    message = f"{len(delays)} kills, {delays[0] * 1000:.0f} to {delays[-1] * 1000:.0f} ms into a save"
+    return Outcome("exact", f"{message}; {parts} left an unfinished folder")
 
 
 def newest(folder: Path) -> list[Path]:
-    """The newest checkpoint, and others of that step."""
+    """Return the newest checkpoint, and others of that step."""
     files = sorted(tools.checkpoints(folder), key=_step, reverse=True)
     return [file for file in files if _step(file) == _step(files[0])]
 
@@ -78,7 +78,7 @@ def _step(checkpoint: Path) -> int:
 
 
 def damaged(damage: Callable[[Path], None]) -> cases.Body:
-    """Damage one file after the other of the newest checkpoint."""
+    """Damage each file of the newest checkpoint in turn."""
 
     def body(bench: Bench, who: str) -> Outcome:
         source = killed(bench, who, SETUP, "killed")
@@ -91,7 +91,7 @@ def damaged(damage: Callable[[Path], None]) -> cases.Body:
             spoilt = newest(folder)
             for checkpoint in spoilt:
                 damage(checkpoint / name)
-            outcome = go_on(bench, who, folder, SETUP)
+            outcome = resume(bench, who, folder, SETUP)
             if outcome.word != "exact":
                 return Outcome(outcome.word, f"{name}: {outcome.detail}")
             logs = "".join(run.log for run in bench.runs[-2:])
@@ -127,10 +127,10 @@ def disk_full(bench: Bench, who: str) -> Outcome:
         filler.unlink()
         if 0 in statuses:
             return Outcome("silent", f"ranks end with {statuses}, without their checkpoints")
-        said = tools.last_line(runs[0].log)
-        outcome = go_on(bench, who, folder, setup)
-        if outcome.word == "exact" and not (str(folder) in said and "bytes" in said):
-            return Outcome("exact", f"but the error says: {said[:120]}", good=False)
+        message = tools.last_line(runs[0].log)
+        outcome = resume(bench, who, folder, setup)
+        if outcome.word == "exact" and not (str(folder) in message and "bytes" in message):
+            return Outcome("exact", f"but the error is: {message[:120]}", good=False)
         return Outcome(outcome.word, outcome.detail or "after an error with path and bytes, on both ranks")
 
 
@@ -147,7 +147,7 @@ def _evil(folder: Path, name: str, owned: Path) -> None:
 
 
 def _process(folder: Path, name: str, owned: Path) -> None:
-    """In the place of what a process had for itself, which stands among the tensors."""
+    """Replace the entry of a rank's own objects among the tensors."""
     from trainer.checkpoint import sharded_files, shards
 
     facts = dict(sharded_files.read_manifest(folder).facts)
@@ -157,7 +157,7 @@ def _process(folder: Path, name: str, owned: Path) -> None:
 
 
 def _entries(folder: Path, name: str, owned: Path) -> None:
-    """Metadata as torch writes them, with entries that are no tensors: those it reads without restriction."""
+    """Build metadata as torch writes them, with entries that are not tensors, which torch reads without restriction."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import FileSystemReader
 
@@ -168,7 +168,7 @@ def _entries(folder: Path, name: str, owned: Path) -> None:
 
 
 def _per_rank(folder: Path, name: str, owned: Path) -> None:
-    """Metadata for each rank, which torch 2.15 reads where there are no others."""
+    """Write metadata for each rank, which torch 2.15 reads if there are no others."""
     (folder / ".metadata").unlink()
     for rank in range(2):
         _evil(folder, f"__{rank}.metadata", owned)
@@ -187,7 +187,7 @@ POISONS: dict[str, Callable[[Path, str, Path], None]] = {
 
 
 def sealed(folder: Path) -> None:
-    """A manifest that fits what is there now."""
+    """Write a manifest that matches the current files."""
     from trainer.checkpoint import sharded_files
 
     facts = dict(sharded_files.read_manifest(folder).facts)
@@ -197,7 +197,7 @@ def sealed(folder: Path) -> None:
     sharded_files.seal(folder, facts.pop("name"), sums, facts)
 
 
-@case("sharded-stranger", "A stranger's sharded checkpoint, whose sums are right", compares=False)
+@case("sharded-stranger", "A malicious sharded checkpoint with correct checksums", compares=False)
 def stranger(bench: Bench, who: str) -> Outcome:
     source = killed(bench, who, SETUP, "killed")
     good = next(file for file in tools.checkpoints(source) if file.name == "last.ckpt")

@@ -1,4 +1,4 @@
-"""Files and configs from a stranger, each of which would leave a file behind if its code ran."""
+"""Malicious files and configs, each of which would write a file if its code ran."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Payload:
-    """Unpickled, it makes the file ``owned``."""
+    """Write the file ``owned`` when unpickled."""
 
     def __init__(self, owned: Path) -> None:
         self.owned = owned
@@ -22,12 +22,12 @@ class Payload:
 
 
 def bare_pickle(good: Path, bad: Path, owned: Path) -> None:
-    """No archive at all: the old format of ``torch.save`` begins so."""
+    """Write the old format of ``torch.save``, a pickle without an archive."""
     bad.write_bytes(pickle.dumps(Payload(owned)))
 
 
 def poisoned_archive(good: Path, bad: Path, owned: Path, entry: str = "data.pkl") -> None:
-    """A good checkpoint with another pickle in it."""
+    """Write a good checkpoint with another pickle in it."""
     with zipfile.ZipFile(good) as source, zipfile.ZipFile(bad, "w", zipfile.ZIP_STORED) as target:
         target.comment = source.comment
         for item in source.infolist():
@@ -36,14 +36,14 @@ def poisoned_archive(good: Path, bad: Path, owned: Path, entry: str = "data.pkl"
 
 
 class Object(Payload):
-    """The same by names that may stand among hyper-parameters, where objects are passed over."""
+    """Write the payload under a name allowed among hyperparameters, for which objects are skipped."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return exec, (f"open({str(self.owned)!r}, 'w')",)
 
 
 def _with_key(*path: str, kind: type[Payload] = Payload) -> Callable[[Path, Path, Path], None]:
-    """A good checkpoint, written anew by ``torch.save`` with the payload at one of its keys."""
+    """Write a good checkpoint again with ``torch.save``, with the payload at one of its keys."""
 
     def write(good: Path, bad: Path, owned: Path) -> None:
         import torch
@@ -59,14 +59,14 @@ def _with_key(*path: str, kind: type[Payload] = Payload) -> Callable[[Path, Path
 
 
 def poisoned_directory(good: Path, bad: Path, owned: Path) -> None:
-    """A folder of torch's distributed checkpoints."""
+    """Write a folder of torch's distributed checkpoints."""
     bad.mkdir()
     (bad / ".metadata").write_bytes(pickle.dumps(Payload(owned)))
     (bad / "meta.pt").write_bytes(pickle.dumps(Payload(owned)))
 
 
 def poisoned_legacy(good: Path, bad: Path, owned: Path) -> None:
-    """The oldest format of ``torch.save``: a tar archive."""
+    """Write the oldest format of ``torch.save``, a tar archive."""
     import io
     import tarfile
 
@@ -90,10 +90,10 @@ CHECKPOINTS: dict[str, Callable[[Path, Path, Path], None]] = {
     "a dataloader's state": _with_key("loops", "fit_loop", "state_dict", "combined_loader"),
     "the scaler's state": _with_key("MixedPrecision"),
 }
-"""Each writes a bad checkpoint beside a good one: (good, bad, owned)."""
+"""Each writes a malicious checkpoint from a good one: (good, bad, owned)."""
 
 PASSED_OVER = {"an object among the hyper-parameters": _with_key("hyper_parameters", "payload", kind=Object)}
-"""As well, but they are read, without what is bad."""
+"""Like ``REFUSED``, but they are read without the malicious part."""
 
 
 TARGETS: dict[str, dict[str, str]] = {
@@ -156,6 +156,6 @@ scheduler: null
 
 
 def copy_of(folder: Path, where: Path) -> Path:
-    """A run's folder, to be spoiled."""
+    """Copy a run's folder, to damage the copy."""
     shutil.copytree(folder, where, dirs_exist_ok=True)
     return where

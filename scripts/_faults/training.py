@@ -1,4 +1,4 @@
-"""What is trained: a small classifier in a set-up that has everything in it whose state could be lost."""
+"""The training: a small classifier in a set-up with every kind of state that could be lost."""
 
 from __future__ import annotations
 
@@ -32,17 +32,16 @@ class Setup:
         loader: ``"map"``, ``"stateful"`` (torchdata's dataloader) or ``"iterable"`` (data without a length or a state).
         workers: of the training's dataloader.
         augment: change each sample at random, by numpy's, Python's and torch's random numbers.
-        overflows: batches, counted from the start of the run, whose loss is multiplied by 1e30: with fp16 the
-            weight update is skipped.
-        optimizers: 1 or 2; two optimizers share the net's layers.
-        manual: by manual optimization.
+        overflows: batches, counted from the start of the run, with a loss multiplied by 1e30, so that fp16 skips the
+        step. optimizers: 1 or 2; two optimizers share the net's layers.
+        manual: use manual optimization.
         schedule: ``""``, ``"step"``, ``"epoch"`` or ``"plateau"``.
         average: ``""``, ``"ema"`` or ``"mean"``, by Lightning's callbacks.
         metrics: log the loss and a torchmetrics accuracy, at each step and each epoch.
-        validate_every: batches between two validations; 0 for none at all.
-        ballast: megabytes that a checkpoint weighs in addition.
-        pace: seconds that a batch takes in addition.
-        batch_norm: whether the net looks across the samples of a batch; else it has a LayerNorm.
+        validate_every: batches between two validations; 0 disables validation.
+        ballast: additional megabytes of a checkpoint.
+        pace: additional seconds per batch.
+        batch_norm: use BatchNorm instead of LayerNorm.
     """
 
     batches: int = 12
@@ -67,7 +66,7 @@ class Setup:
     batch_norm: bool = True
 
     def for_lightning(self) -> Setup:
-        """The nearest that Lightning can do on a CPU: it has no fp16 there, and would not skip what overflows."""
+        """Return the nearest set-up for Lightning on a CPU: without fp16 and skipped steps."""
         if self.precision != "16-mixed":
             return self
         return replace(self, precision="bf16-mixed", overflows=())
@@ -77,16 +76,16 @@ EVERYTHING = Setup(
     batches=40, epochs=3, workers=2, augment=True, dropout=0.2, accumulate=3, precision="16-mixed",
     overflows=(1, 7, 50, 51, 52, 90), schedule="step", average="ema", metrics=True, validate_every=15,
 )  # fmt: skip
-"""What the kills are done to."""
+"""The set-up of runs that are killed."""
 
 
 class Samples(Dataset[tuple[Tensor, Tensor, int]]):
-    """Points and their class; with ``augment``, never twice the same.
+    """Points and their class; with ``augment``, different at each access.
 
     Args:
-        number: of samples.
+        number: number of samples.
         augment: see :class:`Setup`.
-        fault: called with the index before a sample is made: for what goes wrong in a worker.
+        fault: called with the index before a sample is created, to cause a fault in a worker.
     """
 
     def __init__(self, number: int, augment: bool, fault: Callable[[int], None] | None = None) -> None:
@@ -109,7 +108,7 @@ class Samples(Dataset[tuple[Tensor, Tensor, int]]):
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor, int]]):
-    """The same samples, in order, without a length or a state."""
+    """Yield the same samples in order, without a length or a state."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
@@ -119,7 +118,7 @@ class Stream(IterableDataset[tuple[Tensor, Tensor, int]]):
 
 
 def training_data(setup: Setup, ranks: int = 1, fault: Callable[[int], None] | None = None) -> Any:
-    """The training's dataloader; ``setup.batches`` is what one rank of ``ranks`` gets."""
+    """Return the training dataloader; ``setup.batches`` is the number of batches of each of ``ranks`` ranks."""
     samples = Samples(setup.batches * setup.batch_size * ranks, setup.augment, fault)
     options: dict[str, Any] = {"batch_size": setup.batch_size, "num_workers": setup.workers}
     if setup.workers:
@@ -134,7 +133,7 @@ def training_data(setup: Setup, ranks: int = 1, fault: Callable[[int], None] | N
 
 
 def validation_data(setup: Setup) -> Any:
-    """Three batches, or None."""
+    """Return three batches, or None."""
     return DataLoader(Samples(12, augment=False), batch_size=4) if setup.validate_every else None
 
 
@@ -142,8 +141,8 @@ class Classifier(LightningModule):
     """The net, its losses and its optimizers.
 
     Args:
-        setup: what is in it.
-        diary: called with what happened in each batch: (epoch, batch_idx, sample ids, loss).
+        setup: the set-up.
+        diary: called after each batch with (epoch, batch_idx, sample ids, loss).
     """
 
     def __init__(self, setup: Setup, diary: Callable[..., None] | None = None) -> None:
@@ -183,7 +182,7 @@ class Classifier(LightningModule):
         return None
 
     def step_by_hand(self, loss: Tensor, batch_idx: int) -> None:
-        """Manual optimization: the second optimizer steps at every second batch only."""
+        """Use manual optimization: the second optimizer steps at every second batch only."""
         optimizers = self.optimizers()
         optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
         for optimizer in optimizers:
@@ -233,11 +232,11 @@ class Classifier(LightningModule):
 
 
 class Averaging:
-    """Lightning's weight averaging, as the set-up wants it."""
+    """Lightning's weight averaging for this set-up."""
 
     @staticmethod
     def callbacks(setup: Setup) -> list[Callback]:
-        """The callback, or none."""
+        """Return the callbacks."""
         from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 
         if setup.average == "ema":
@@ -246,7 +245,7 @@ class Averaging:
 
 
 class Diary:
-    """What each batch was, one line of JSON each in ``<folder>/batches_<rank>.jsonl``, also of runs that are killed."""
+    """Append one line of JSON per batch to ``<folder>/batches_<rank>.jsonl``, also in runs that are killed."""
 
     def __init__(self, folder: Path, rank: int = 0, pace: float = 0.0) -> None:
         self.file = os.open(folder / f"batches_{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -260,7 +259,7 @@ class Diary:
 
 
 def read_diary(path: Path) -> list[tuple[int, int, list[int], str, int]]:
-    """The lines of a diary: (epoch, batch_idx, sample ids, loss, process)."""
+    """Read the lines of a diary: (epoch, batch_idx, sample ids, loss, process)."""
     if not path.exists():
         return []
     lines = path.read_text().split("\n")
@@ -268,7 +267,7 @@ def read_diary(path: Path) -> list[tuple[int, int, list[int], str, int]]:
 
 
 def arguments_of(setup: Setup) -> dict[str, Any]:
-    """The set-up as arguments of a Trainer."""
+    """Return the set-up as arguments of a Trainer."""
     checks: dict[str, Any] = {"limit_val_batches": 0}
     if setup.validate_every:
         checks = {"val_check_interval": setup.validate_every, "check_val_every_n_epoch": 1, "num_sanity_val_steps": 1}
@@ -283,7 +282,7 @@ def arguments_of(setup: Setup) -> dict[str, Any]:
 
 
 def state_of(trainer: Any, module: Classifier) -> dict[str, Any]:
-    """Everything that two runs are compared by, at the end."""
+    """Return the state by which two runs are compared at the end."""
     scaler = getattr(trainer, "scaler", None) or getattr(trainer.precision_plugin, "scaler", None)
     averages = [vars(callback).get("_average_model") for callback in trainer.callbacks]
     return {
@@ -301,7 +300,7 @@ def state_of(trainer: Any, module: Classifier) -> dict[str, Any]:
 
 
 def parts(state: Any) -> Any:
-    """``state`` with this process's part in the place of each tensor that several of them hold."""
+    """Return ``state`` with this rank's part of each sharded tensor."""
     if isinstance(state, Mapping):
         return {key: parts(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
@@ -310,7 +309,7 @@ def parts(state: Any) -> Any:
 
 
 def differences(one: Any, other: Any, where: str = "") -> list[str]:
-    """Where two states differ, to the bit (NaN equals NaN)."""
+    """Return the places at which two states differ, bit for bit (NaN equals NaN)."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         same = one.dtype == other.dtype and one.shape == other.shape
         same = same and one.cpu().numpy().tobytes() == other.cpu().numpy().tobytes()

@@ -125,7 +125,7 @@ def test_a_table() -> None:
         Row("b", "B", {"ours": Outcome("refused", good=True)}),
     ]
     assert markdown(rows, ["ours", "lightning"]).splitlines() == [
-        "| what happens | ours | lightning |",
+        "| fault | ours | lightning |",
         "|---|---|---|",
         "| A | **exact**: here | lost: a \\| b c |",
         "| B | **refused** | - |",

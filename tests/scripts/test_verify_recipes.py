@@ -138,7 +138,9 @@ def test_downloads_where_it_may(script, tmp_path, monkeypatch):
         return next(iter(suite.rows.values()))
 
     assert "not run: a text (1 MB) is not here. `scripts/verify_recipes --recipes gpt --with-" in first_row()
-    assert "not run: a text (1 MB) could not be had: OSError: no route to host | -" in first_row("--with-network")
+    assert "not run: a text (1 MB) could not be downloaded: OSError: no route to host | -" in first_row(
+        "--with-network"
+    )
     assert r"failed: \|trained\| |" in first_row("--with-network")
     assert r"failed: \|trained\| |" in first_row("--with-network")
     assert got == [file, file]  # then it is there

@@ -1,4 +1,4 @@
-"""anomalib: its Engine builds the Trainer, with a CheckpointIO, callbacks and a ModelCheckpoint of its own."""
+"""anomalib: its Engine builds the Trainer, with a custom CheckpointIO, callbacks and ModelCheckpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def case_ganomaly(run: Any) -> None:
 
 
 def case_glass(run: Any) -> None:
-    """GLASS: manual optimization, a bank of features made anew in hooks"""
+    """GLASS: manual optimization, a bank of features rebuilt in hooks"""
     small = {"input_shape": (32, 32), "backbone": "resnet18", "layers": ["layer1", "layer2"], "step": 2}
     sizes = {"pretrain_embed_dim": 16, "target_embed_dim": 16, "discriminator_hidden": 16}
     train(run, Glass, {**small, **sizes}, max_epochs=2)
@@ -41,7 +41,7 @@ def case_padim(run: Any) -> None:
 
 
 def train(run: Any, cls: Any, options: dict[str, Any], resumed: int = 0, **trainer: Any) -> None:
-    """Fit, test, predict; load the best checkpoint, test it with a new Engine; go on from it."""
+    """Fit, test, predict; load the best checkpoint, test it with a new Engine; resume from it."""
     images(run.folder / "images")
 
     def model() -> Any:

@@ -1,4 +1,4 @@
-"""darts: builds the Trainer from `pl_trainer_kwargs`, with a CheckpointIO of its own; imports `pytorch_lightning`."""
+"""darts: builds the Trainer from `pl_trainer_kwargs`, with a custom CheckpointIO; imports `pytorch_lightning`."""
 
 from __future__ import annotations
 

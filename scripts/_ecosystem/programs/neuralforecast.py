@@ -1,4 +1,4 @@
-"""neuralforecast: each model builds Trainers of its own; imports `pytorch_lightning`."""
+"""neuralforecast: each model builds its own Trainers; imports `pytorch_lightning`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 
 PYTORCH_LIGHTNING = True
 REQUIRES = ("neuralforecast==3.3.0", "torch==2.15.0", "pytorch-lightning==2.6.6")
-VARIES = (r"hyper[-_]parameters/callbacks(/|$)",)  # a list that Lightning's Trainer adds to, also what records the run
+VARIES = (r"hyper[-_]parameters/callbacks(/|$)",)  # Lightning's Trainer and the recorder append to this list
 
 QUICK = {
     "h": 7, "input_size": 21, "max_steps": 24, "val_check_steps": 6, "early_stop_patience_steps": 3, "batch_size": 2,
@@ -33,7 +33,7 @@ def case_nhits_lstm(run: Any) -> None:
     keep(run, "fitted", forecasts)
     forecasts.save(str(run.folder / "saved"), overwrite=True, save_dataset=True)
     keep(run, "loaded", NeuralForecast.load(str(run.folder / "saved")))
-    with run.resume():  # a second fit goes on with the weights of the first
+    with run.resume():  # a second fit continues from the weights of the first
         forecasts.fit(series(), val_size=14)
 
 

@@ -22,7 +22,7 @@ REQUIRES = ("pina-mathlab==0.3.2.post2610", "torch==2.15.0", "lightning==2.6.6")
 
 
 def case_single(run: Any) -> None:
-    """One network: points drawn anew, optimizer and schedule exchanged by callbacks, clipping; test, resume"""
+    """One network: points resampled, optimizer and schedule exchanged by callbacks, clipping; test, resume"""
     switch = SwitchOptimizer(TorchOptimizer(torch.optim.Adam, lr=0.002), epoch_switch=4)
     schedule = SwitchScheduler(TorchScheduler(torch.optim.lr_scheduler.StepLR, step_size=2), epoch_switch=2)
     callbacks = [R3Refinement(sample_every=2), schedule, switch]

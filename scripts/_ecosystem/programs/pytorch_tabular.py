@@ -1,4 +1,4 @@
-"""pytorch-tabular: builds the Trainer from a config, loads its best checkpoint at the end, has files of its own."""
+"""pytorch-tabular: builds the Trainer from a config, loads its best checkpoint at the end, has its own file format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RL4CO: reinforcement learning; a Trainer subclass, data drawn anew each epoch, loops inside of steps."""
+"""RL4CO: reinforcement learning; a Trainer subclass, data resampled each epoch, loops inside of steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def case_a2c(run: Any) -> None:
 
 
 def case_active_search(run: Any) -> None:
-    """Active search: the weights start anew with each batch, with an optimizer that is made in a hook"""
+    """Active search: the weights are reset with each batch, with an optimizer that is created in a hook"""
     environment, policy = world(run)
     data = environment.dataset(3, phase="test")
     search = ActiveSearch(environment, policy, data, max_iters=4, augment_size=8, num_parallel_runs=1)

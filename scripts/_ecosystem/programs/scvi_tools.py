@@ -1,4 +1,4 @@
-"""scvi-tools: a subclass of the Trainer, a datamodule, training plans of its own, a logger that is a dictionary."""
+"""scvi-tools: a subclass of the Trainer, a datamodule, custom training plans, a logger that is a dictionary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = {"max_epochs": 3, "batch_size": 32, "accelerator": "cpu", "devices": 1, 
 
 
 def cells() -> Any:
-    """160 cells with 40 genes and 6 proteins, two batches, three types of which some are unknown."""
+    """Return 160 cells with 40 genes and 6 proteins, two batches, and three types, some of them unknown."""
     random = np.random.default_rng(5)
     kind = random.integers(0, 3, 160)
     rates = 1 + 6 * random.random((3, 40))
@@ -40,7 +40,7 @@ def prepare(run: Any) -> Any:
 
 
 def keep(run: Any, model: Any) -> None:
-    """What a model has learned, and how it got there."""
+    """Record the learned values of a model and its history."""
     run.weights(type(model).__name__, model.module)
     run.keep(f"history of {type(model).__name__}", {key: value.to_dict() for key, value in model.history.items()})
 
@@ -64,7 +64,7 @@ def case_scvi(run: Any) -> None:
 
 
 def case_checkpoints(run: Any) -> None:
-    """SCVI with SaveCheckpoint, which puts folders in the place of Lightning's files and loads the best at the end"""
+    """SCVI with SaveCheckpoint, which writes folders instead of Lightning's files and loads the best at the end"""
     table = prepare(run)
     SCVI.setup_anndata(table)
     model = SCVI(table, n_hidden=16, n_latent=4)
@@ -91,7 +91,7 @@ def case_adversarial(run: Any) -> None:
 
 
 def case_scanvi(run: Any) -> None:
-    """SCANVI from a trained SCVI: semi-supervised, labels drawn anew by a callback before each epoch"""
+    """SCANVI from a trained SCVI: semi-supervised, labels resampled by a callback before each epoch"""
     table = prepare(run)
     SCVI.setup_anndata(table, batch_key="batch", labels_key="kind")
     first = SCVI(table, n_hidden=16, n_latent=4)

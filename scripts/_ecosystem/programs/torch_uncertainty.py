@@ -1,4 +1,4 @@
-"""torch-uncertainty: its Trainer is a subclass with a test loop and checkpoint callbacks of its own."""
+"""torch-uncertainty: its Trainer is a subclass with its own test loop and checkpoint callbacks."""
 
 from __future__ import annotations
 

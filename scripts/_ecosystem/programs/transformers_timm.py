@@ -29,7 +29,7 @@ REQUIRES = ("transformers==5.23.0", "timm==1.0.31", "torchvision==0.29.2", "torc
 
 
 class Sentences(Dataset[dict[str, Tensor]]):
-    """Random words; the label says whether the first one is an even number. Items are dicts, of varying length."""
+    """Random words; the label is whether the first one is even. Items are dicts of varying length."""
 
     def __init__(self, count: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -130,7 +130,7 @@ def bert(run: Any, **options: Any) -> None:
     fitted = module()
     trainer = run.Trainer(max_epochs=2, callbacks=callbacks(), **options)
     trainer.fit(fitted, datamodule=Data())
-    path = trainer.checkpoint_callback.last_model_path  # afterwards it is what the best checkpoint has of it
+    path = trainer.checkpoint_callback.last_model_path  # the best checkpoint's weights are loaded afterwards
     run.keep("test", trainer.test(ckpt_path="best", datamodule=Data(), weights_only=False, verbose=False))
     run.keep("predicted", trainer.predict(fitted, datamodule=Data(6)))
     again = run.reload(Classifier, path)
@@ -157,7 +157,7 @@ def case_bert_true_bf16(run: Any) -> None:
 
 
 class LanguageModel(LightningModule):
-    """GPT-2 with tied weights and gradient checkpointing, whose step returns transformers' own output class."""
+    """GPT-2 with tied weights and gradient checkpointing. Its step returns transformers' output class."""
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
