@@ -89,7 +89,7 @@ def with_tables(readme: str) -> str:
 
 
 def _public(module: griffe.Object | griffe.Alias) -> Iterator[griffe.Object]:
-    """Return the classes and functions that a module exports, or those of all modules of a package without ``__all__``."""
+    """Return the exported classes and functions of a module, or of all modules of a package without ``__all__``."""
     exported = [str(name) for name in module.exports or ()]
     if not exported and module.is_init_module:
         for part in sorted(module.modules.values(), key=lambda each: each.name):
