@@ -389,7 +389,7 @@ def test_which_errors_are_about_memory() -> None:
 def test_an_exchange_that_was_waited_for_in_vain(trainer: Any, stage: RunningStage, is_uneven: bool, said: str) -> None:
     error = RuntimeError(said)
     trainer.state.fn, trainer.state.stage = TrainerFn.VALIDATING, stage
-    trainer.eval_loops[RunningStage.VALIDATING].pace = SimpleNamespace(is_uneven=is_uneven)
+    trainer.eval_loops[RunningStage.VALIDATING].distributed_pass = SimpleNamespace(is_uneven=is_uneven)
     assert explain(error, trainer, stall=lambda: "Rank 3 has not come.") is None
     told = " ".join(getattr(error, "__notes__", ()))
     assert told.endswith("Rank 3 has not come.")

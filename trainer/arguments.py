@@ -221,12 +221,12 @@ class Argument:
                 return f"{key or self.name} is {value!r}, expected one of {', '.join(_DEEPSPEED)}"
             return None
         if key is None:
-            wanted = None if self._is_lightnings(value) else self._wanted(value, registered)
+            wanted = None if self._is_lightning_object(value) else self._wanted(value, registered)
             return wanted and f"{self.name} is {value!r}, expected {in_python(wanted)}"
         wanted = self._wanted(value, registered)
         return wanted and f"{key} is {describe(value)}, expected {wanted}"
 
-    def _is_lightnings(self, value: Any) -> bool:
+    def _is_lightning_object(self, value: Any) -> bool:
         if value is None:
             return self.accepts == SWITCH
         if any(isinstance(one, Kind) and one.is_share for one in self.accepts):

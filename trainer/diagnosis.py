@@ -77,7 +77,7 @@ def explain(
 def _explain_waiting(error: RuntimeError, trainer: Any) -> None:
     """An exchange in vain, while processes may have different numbers of batches."""
     loop = trainer.eval_loops.get(trainer.state.stage)
-    if loop is not None and loop.pace is not None and loop.pace.is_uneven:
+    if loop is not None and loop.distributed_pass is not None and loop.distributed_pass.is_uneven:
         add_note(
             error,
             f"It was waited at {_where(trainer)}. Processes may have different numbers of batches there. If"

@@ -264,8 +264,8 @@ class Preparation:
         """Set after which batches of an epoch of ``loaders`` a validation is due."""
         trainer = self._trainer
         knows_its_end = loaders.has_length and not isinstance(loaders, DrawnLoaderSet)
-        carried = trainer.data.carried
-        interval, at_end = (carried and carried.validation) or (trainer.val_check_interval, False)
+        elastic = trainer.data.elastic_state
+        interval, at_end = (elastic and elastic.validation) or (trainer.val_check_interval, False)
         trainer.loop.limits.validates_at_end = at_end
         trainer.loop.limits.schedule_validation(
             interval, loaders.num_batches(), knows_its_end, validates=bool(trainer.limit_val_batches)

@@ -13,7 +13,7 @@ _PRUNERS = {"median": "MedianPruner", "hyperband": "HyperbandPruner", "none": "N
 _SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "RandomSampler", "cmaes": "CmaEsSampler"}
 
 
-_OF_ARRAYS = ("dtype", "ndarray", "_reconstruct", "scalar", "_frombuffer")
+_NUMPY_NAMES = ("dtype", "ndarray", "_reconstruct", "scalar", "_frombuffer")
 """Names that unpickle NumPy arrays."""
 
 
@@ -77,7 +77,9 @@ def check_pickles(study: Any) -> None:
         parts = {key: text for key, text in trial.system_attrs.items() if ":optimizer:" in key}
         names = sorted(parts, key=lambda key: int(key.rpartition(":")[2]))
         try:
-            _OfCMA(io.BytesIO(bytes.fromhex("".join(parts[name] for name in names)) or pickle.dumps(None))).load()
+            _CmaUnpickler(
+                io.BytesIO(bytes.fromhex("".join(parts[name] for name in names)) or pickle.dumps(None))
+            ).load()
         except Exception as error:  # a damaged pickle may raise anything
             raise ConfigurationError(
                 f"The study {study.study_name} holds what CMA-ES does not write, and what may run any code ({error})."
@@ -85,12 +87,12 @@ def check_pickles(study: Any) -> None:
             ) from error
 
 
-class _OfCMA(pickle.Unpickler):
+class _CmaUnpickler(pickle.Unpickler):
     """Unpickles classes of the package cmaes, and NumPy arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
         root = module.partition(".")[0]
-        if (root == "numpy" and name in _OF_ARRAYS) or (root == "cmaes" and name.isidentifier()):
+        if (root == "numpy" and name in _NUMPY_NAMES) or (root == "cmaes" and name.isidentifier()):
             found = super().find_class(module, name)
             if root == "numpy" or (isinstance(found, type) and found.__module__.startswith("cmaes.")):
                 return found

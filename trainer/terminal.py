@@ -109,7 +109,7 @@ class Table(NamedTuple):
         return table
 
 
-def tell(text: str, style: str | None = None) -> None:
+def print_line(text: str, style: str | None = None) -> None:
     """Print a line, which the terminal breaks where it is too long."""
     console().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 

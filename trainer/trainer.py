@@ -32,7 +32,7 @@ from trainer.checkpoint.process import ProcessState
 from trainer.compat import callback_order, defaults
 from trainer.compat import model_registry as registry
 from trainer.compat.averaging import training_weights
-from trainer.compat.base import TrainerBase, shown_as_lightnings
+from trainer.compat.base import TrainerBase, with_lightning_signature
 from trainer.compat.checkpoint_connector import CheckpointConnector, RolledBack
 from trainer.compat.data import DataSource
 from trainer.compat.logging import LoggerConnector, no_log
@@ -262,7 +262,7 @@ class Trainer(TrainerBase):
 
     # --- calls for users --------------------------------------------------------------------------------------
 
-    @shown_as_lightnings
+    @with_lightning_signature
     def fit(
         self,
         model: LightningModule,
@@ -419,7 +419,7 @@ class Trainer(TrainerBase):
             )
         for stage, is_wanted in ((RunningStage.TRAINING, train), (RunningStage.VALIDATING, val)):
             if is_wanted:
-                self.data.outdate(stage)
+                self.data.invalidate(stage)
 
     @property
     def step_outcome(self) -> StepOutcome | None:

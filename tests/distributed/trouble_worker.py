@@ -42,7 +42,7 @@ class Stuck(nn.Module):
 def stall(folder: Path, engine: str, rank: int, timeout: float) -> tuple[list[str], float]:
     """What this process has said, and a weight at the end."""
     said: list[str] = []
-    before, stalls.say = stalls.say, said.append
+    before, stalls.write_stderr = stalls.write_stderr, said.append
     module = Regression()
     module.net.insert(1, Stuck(rank, folder / "stall.txt"))
     strategy: Any = DDPStrategy if engine == "ddp" else DeepSpeedStrategy
@@ -55,7 +55,7 @@ def stall(folder: Path, engine: str, rank: int, timeout: float) -> tuple[list[st
         )  # fmt: skip
         trainer.fit(module, DataLoader(samples(), batch_size=2))
     finally:
-        stalls.say = before
+        stalls.write_stderr = before
     return said, float(module.net[0].weight[0, 0].detach())
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
-from trainer.record.run_record import direction_of, without_twins
+from trainer.record.run_record import direction_of, without_step_epoch_variants
 
 AUTO = "auto"
 
@@ -95,7 +95,7 @@ class BestCheckpoint(ModelCheckpoint):
                 self._last_global_step_saved = saved  # the validation still has to save the best of this step
 
     def _choose(self, logged: Iterable[str]) -> None:
-        names = [name for name in without_twins(logged) if direction_of(name)]
+        names = [name for name in without_step_epoch_variants(logged) if direction_of(name)]
         names.sort(key=lambda name: (name != "val_loss", "loss" not in name.lower()))
         if not names:
             return

@@ -11,7 +11,7 @@ from trainer.callbacks.plotting import INK, PALETTE, canvas, fit_loss_axis, labe
 from trainer.callbacks.run_recorder import RecordView
 from trainer.errors import ConfigurationError
 from trainer.record.curve import Curve
-from trainer.record.run_record import RunRecord, without_twins
+from trainer.record.run_record import RunRecord, without_step_epoch_variants
 
 if TYPE_CHECKING:  # takes a second to import, and is only needed at the end of a fit
     from matplotlib.axes import Axes
@@ -92,7 +92,7 @@ def _named(record: RunRecord, stage: str, word: str) -> Iterable[tuple[str, Curv
 
 def _scores(record: RunRecord) -> Iterable[tuple[str, str, Curve]]:
     for stage, metrics in record.stages.items():
-        for name in without_twins(metrics):
+        for name in without_step_epoch_variants(metrics):
             wanted = "acc" in name.lower() or (stage == "val" and "loss" not in name.lower())
             if wanted and metrics[name] and all(0 <= value <= 1 for value in metrics[name].values):
                 yield stage, name, metrics[name]

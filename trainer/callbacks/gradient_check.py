@@ -18,7 +18,7 @@ from torch.func import functional_call
 from trainer.data.samples import part_of
 from trainer.errors import ConfigurationError, GradientCheckError, did_you_mean, expect, some
 from trainer.postmortem.replay import silence, undisturbed
-from trainer.terminal import tell
+from trainer.terminal import print_line
 
 Loss = Callable[[Mapping[str, Tensor]], Tensor]
 """Returns the loss (0-dim, float64) for values of the parameters, by name."""
@@ -99,7 +99,7 @@ class GradientCheck(Callback):
             raise GradientCheckError(self._report())
         if trainer.is_global_zero:
             but = f" The loss does not depend on {some(unused, 5)}." if unused else ""
-            tell(f"The gradients of {len(names)} parameters agree with finite differences of the loss.{but}")
+            print_line(f"The gradients of {len(names)} parameters agree with finite differences of the loss.{but}")
 
     def _choose(self, trainer: Any, module: LightningModule) -> list[str]:
         if not module.automatic_optimization:

@@ -32,7 +32,7 @@ _MAX_SHARE = 0.02
 _RATE_MEMORY = 5.0
 
 # The description of a stage and its number of batches in Lightning's base class.
-_OF_STAGE = {
+_STAGE_ATTRIBUTES = {
     RunningStage.SANITY_CHECKING: ("sanity_check_description", "total_val_batches_current_dataloader"),
     RunningStage.VALIDATING: ("validation_description", "total_val_batches_current_dataloader"),
     RunningStage.TESTING: ("test_description", "total_test_batches_current_dataloader"),
@@ -321,7 +321,7 @@ class ProgressBar(RunCallback, LightningProgressBar):
     def _begin_evaluation(self, trainer: "pl.Trainer", dataloader_idx: int) -> None:
         stage = trainer.state.stage
         assert stage is not None
-        description, total = (getattr(self, name) for name in _OF_STAGE[stage])
+        description, total = (getattr(self, name) for name in _STAGE_ATTRIBUTES[stage])
         label = description.lower() + (f" {dataloader_idx}" if dataloader_idx else "")
         self._evaluation = _Row(label, total, time.monotonic())
         self._display.rows = [row for row in (self._train, self._evaluation) if row.label]

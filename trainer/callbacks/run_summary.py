@@ -13,7 +13,7 @@ from rich.text import Text
 from trainer import terminal
 from trainer.callbacks.run_recorder import RecordView
 from trainer.files import from_here
-from trainer.record.run_record import RunRecord, without_twins
+from trainer.record.run_record import RunRecord, without_step_epoch_variants
 from trainer.terminal import Table
 
 _LABELS = 20
@@ -92,7 +92,11 @@ class RunSummary(RecordView):
 
 def _table(record: RunRecord, paths: list[tuple[str, str]]) -> Table:
     counters = [(name, str(value)) for name, value in _counters(record).items() if value is not None]
-    metrics = [(name, f"{record.metrics[name]:.4g}") for name in without_twins(record.metrics) if name not in _TOLD]
+    metrics = [
+        (name, f"{record.metrics[name]:.4g}")
+        for name in without_step_epoch_variants(record.metrics)
+        if name not in _TOLD
+    ]
     best = []
     if record.monitor is not None and record.best_score is not None:
         metric, mode = record.monitor

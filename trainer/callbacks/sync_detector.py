@@ -161,7 +161,7 @@ class SyncDetector(RunCallback):
         if self._seen <= self.after or self.watched > self.batches:
             return
         if self.watched == self.batches:
-            self._tell(trainer)
+            self._report(trainer)
             return
         self.watched += 1
         if self._watch is None:
@@ -175,7 +175,7 @@ class SyncDetector(RunCallback):
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Log the results if the fit ended before all batches were watched."""
         if 0 < self.watched <= self.batches:
-            self._tell(trainer)
+            self._report(trainer)
 
     def run_facts(self) -> dict[str, Any]:
         """Return the entries for the record of the run."""
@@ -187,16 +187,18 @@ class SyncDetector(RunCallback):
             self._watch.__exit__()
             self._watch = None
 
-    def _tell(self, trainer: Any) -> None:
+    def _report(self, trainer: Any) -> None:
         self._clean_up(trainer)
         self.waits = sorted(self._found.values(), key=lambda wait: -wait.count)
         if self.waits and trainer.is_global_zero:
             steps = "1 step" if self.watched == 1 else f"{self.watched} steps"
-            log.info("\n  ".join([f"These lines make the host wait for the GPU; in {steps}:", *told(self.waits)]))
+            log.info(
+                "\n  ".join([f"These lines make the host wait for the GPU; in {steps}:", *format_waits(self.waits)])
+            )
         self.watched = self.batches + 1
 
 
-def told(waits: list[Wait]) -> list[str]:
+def format_waits(waits: list[Wait]) -> list[str]:
     """Return one line of text for each: place, code, count, advice."""
     return [
         f"{Path(one.file).name}:{one.line}: {one.code} ({'once' if one.count == 1 else f'{one.count} times'});"
@@ -298,7 +300,7 @@ class _Functions(TorchFunctionMode):
             return result
         if name in ("to", "cuda", "cpu"):
             result = result.view_as(result)  # a CPU returns the same tensor, a GPU another one
-            of_host = name == "cpu" or _is_on_cpu(_said_to(args, kwargs))
+            of_host = name == "cpu" or _is_on_cpu(_device_argument(args, kwargs))
         elif not tensors:
             of_host = kwargs.get("device") is None
         return _of_host(result) if of_host else result
@@ -362,10 +364,10 @@ def _copied(name: str, args: Any, kwargs: Any, of_host: bool) -> str:
     if name == "copy_":
         from_host, to_host = _is_host(args[1]), _is_host(args[0])
     else:
-        said = _said_to(args, kwargs)
-        if name != "cuda" and not isinstance(said, (str, torch.device, Tensor)):
+        device = _device_argument(args, kwargs)
+        if name != "cuda" and not isinstance(device, (str, torch.device, Tensor)):
             return ""
-        from_host, to_host = _is_host(args[0]), _is_on_cpu(said)
+        from_host, to_host = _is_host(args[0]), _is_on_cpu(device)
     if from_host is to_host:
         return ""
     return "cpu" if to_host else name
@@ -412,13 +414,13 @@ def _waits_on_a_cpu_only(name: str, args: Any, kwargs: Any) -> bool:
     return len(tensors) == 1 and _is_mask(tensors[0])
 
 
-def _said_to(args: Any, kwargs: Any) -> Any:
+def _device_argument(args: Any, kwargs: Any) -> Any:
     return kwargs.get("device", kwargs.get("other", args[1] if len(args) > 1 else None))
 
 
-def _is_on_cpu(said: Any) -> bool:
+def _is_on_cpu(device: Any) -> bool:
     """Return whether this names the host. A ``torch.device`` of the CPU is taken for that of the module."""
-    return _is_host(said) or (isinstance(said, str) and said == "cpu")
+    return _is_host(device) or (isinstance(device, str) and device == "cpu")
 
 
 def _is_host(value: Any) -> bool:

@@ -122,7 +122,7 @@ def restore_progress(run: Any, checkpoint: dict[str, Any], progress_from: Callab
         run.progress.load_state_dict(state, finish_epoch=run.max_steps > state["optimizer_steps"])
     elif loops:
         progress_from(loops["fit_loop"], run.progress, finish_epoch=run.max_steps != -1)
-        run.progress.give_up_batch()
+        run.progress.discard_batch()
     run.progress.resumed_epoch = run.progress.epoch if run.progress.batches_this_epoch else -1
 
 

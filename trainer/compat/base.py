@@ -45,7 +45,7 @@ _TRAINING, _PREDICTING = RunningStage.TRAINING, RunningStage.PREDICTING
 adopt()
 
 
-def shown_as_lightnings(method: Method) -> Method:
+def with_lightning_signature(method: Method) -> Method:
     """Show Lightning's signature of a method to LightningCLI, which creates an option for each parameter that it sees.
 
     The options of one command are also those of the others: with a parameter that only ``fit`` has, ``validate`` would

@@ -153,7 +153,7 @@ class CheckpointConnector(_CheckpointConnector):
         """Restore counters, optimizers and schedules. Return the checkpoint's state of this process, or None."""
         trainer, checkpoint = self.trainer, self._loaded_checkpoint
         if not checkpoint:
-            trainer.progress.start_anew()
+            trainer.progress.restart_epoch()
             return None
         contents.load(trainer, checkpoint, "training")
         if loops := checkpoint.get("loops"):
@@ -197,7 +197,7 @@ class CheckpointConnector(_CheckpointConnector):
         states = checkpoints.process_states_in(checkpoint, exact=trainer.exact_resume)
         if not states or not elastic.is_elastic(trainer, self._ours):
             return states[trainer.global_rank] if states else None
-        if self._has_order and trainer.data.carried is None:  # such a file cannot be read in parts
+        if self._has_order and trainer.data.elastic_state is None:  # such a file cannot be read in parts
             self._has_order = bool(self._translated(elastic.prepare, self._ours))
         return self._translated(elastic.resume, self._ours, states) if self._has_order else None
 
@@ -215,7 +215,7 @@ class CheckpointConnector(_CheckpointConnector):
                 raise ResumeError(
                     f"{problem} Resume with the same number, or go on all the same with Trainer(exact_resume=False)."
                 ) from None
-        trainer.data.give_up_order()
+        trainer.data.drop_sample_order()
         rank_zero_warn(f"{problem} The run goes on, but not exactly.")
         return None
 

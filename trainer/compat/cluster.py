@@ -99,7 +99,7 @@ def check_local_rank(environment: Any, strategy: Any) -> None:
         ) from None
 
 
-def check_alone(environment: Any) -> None:
+def check_single_process(environment: Any) -> None:
     """Check that a fit on a single device is not started several times by a launcher.
 
     Raises:
@@ -169,7 +169,7 @@ def check_addresses(environment: Any, num_nodes: int, processes: int) -> None:
 
 
 @contextmanager
-def port_held(environment: ClusterEnvironment) -> Iterator[None]:
+def reserved_port(environment: ClusterEnvironment) -> Iterator[None]:
     """Return a context that reserves the port at which spawned processes will find each other.
 
     A spawned process takes seconds until it listens there. A socket that is bound to the port and does not listen

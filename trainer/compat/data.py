@@ -134,7 +134,7 @@ def _as_if_made_with_a_batch_size(dataloader: DataLoader[Any], batches: BatchSam
 
 
 @dataclass
-class Carried:
+class ElasticState:
     """The state that a run takes over from a run on another number of processes, which it resumes.
 
     Attributes:
@@ -160,7 +160,7 @@ class DataSource:
     Attributes:
         resumed: the position of the training data in the checkpoint, for ``TrainingBatches.load_state_dict``; {} if it
             is unknown, None if nothing is resumed.
-        carried: the state taken over from a run on another number of processes. None if there is no such run.
+        elastic_state: the state taken over from a run on another number of processes. None if there is no such run.
         prefetching: copies batches to a GPU while the previous step runs. None if batches are not prefetched.
     """
 
@@ -173,7 +173,7 @@ class DataSource:
         self._made_in: dict[RunningStage, float] = {}
         self._outdated: set[RunningStage] = set()
         self.resumed: dict[str, Any] | None = None
-        self.carried: Carried | None = None
+        self.elastic_state: ElasticState | None = None
         self.prefetching: Prefetching | None = None
 
     def attach(self, module: LightningModule, given: dict[RunningStage, Any], datamodule: Any) -> None:
@@ -188,7 +188,7 @@ class DataSource:
         self.connector._datahook_selector = _DataHookSelector(module, datamodule)
         self._ready.clear()
         self._outdated.clear()
-        self.resumed = self.carried = self.prefetching = None
+        self.resumed = self.elastic_state = self.prefetching = None
         for stage in _STAGES:
             loaders = given.get(stage)
             instance = datamodule if datamodule is not None else module if loaders is None else loaders
@@ -206,9 +206,9 @@ class DataSource:
         states = [] if ready is None else ready.loader_states()
         return {"combined_loader": states} if states else {}
 
-    def give_up_order(self) -> None:
+    def drop_sample_order(self) -> None:
         """Make the training dataloaders order their samples as in a new run."""
-        self.carried = self.resumed = None
+        self.elastic_state = self.resumed = None
         self.forget(RunningStage.TRAINING)
 
     def forget(self, stage: RunningStage) -> None:
@@ -238,7 +238,7 @@ class DataSource:
         if (ready := self._ready[stage]) is not None:
             ready.made_in = made_in
 
-    def outdate(self, stage: RunningStage) -> None:
+    def invalidate(self, stage: RunningStage) -> None:
         """Create the dataloaders of ``stage`` again before its next pass; those for training before the next epoch."""
         self._outdated.add(stage)
 
@@ -311,7 +311,7 @@ class DataSource:
         for loader in combined.flattened:
             _check_dataloader_iterable(loader, source, trainer.state.fn)
         unprepared, combined.flattened = combined.flattened, [self._prepare(one, stage) for one in combined.flattened]
-        samplers = self._put_in_order(combined, unprepared) if training and self.carried is not None else []
+        samplers = self._put_in_order(combined, unprepared) if training and self.elastic_state is not None else []
         with warnings.catch_warnings():
             if training and combined._mode != "max_size":  # otherwise an error, unless there is no dataloader at all
                 warnings.filterwarnings("ignore", message="Total length of `(?!list`)")
@@ -319,7 +319,7 @@ class DataSource:
         own = not training or all(map(has_exact_length, combined.flattened))
         *spans, exact = self._over_processes([*lengths, float(own)])
         are_exact = exact.fewest > 0 or trainer.engine.world_size == 1
-        if self.carried is not None and samplers and self.carried.keeps_limit:
+        if self.elastic_state is not None and samplers and self.elastic_state.keeps_limit:
             limit = 1.0
         most = [_parse_num_batches(stage, span.most, limit) for span in spans]
         limits = [min(pair) for pair in zip(lengths, most, strict=True)]
@@ -389,13 +389,13 @@ class DataSource:
         Raises:
             ResumeError: if there are several, or one with samples that cannot be divided in another way.
         """
-        assert self.carried is not None
+        assert self.elastic_state is not None
         if len(combined.flattened) != 1:
             raise ResumeError(f"there are {len(combined.flattened)} training dataloaders, expected one")
         given, loader = unprepared[0], combined.flattened[0]
         if (reason := not_ordered(given) or not_ordered(loader)) is not None:
             raise ResumeError(reason)
-        kind, own = self.carried.order.sampler, type(given.batch_sampler.sampler).__name__
+        kind, own = self.elastic_state.order.sampler, type(given.batch_sampler.sampler).__name__
         if kind != own and "RandomSampler" in (kind, own) and kind != "DistributedSampler":
             raise ResumeError(f"its sampler was a {kind} and is a {own}")
         replicas = self._trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
@@ -403,7 +403,7 @@ class DataSource:
             raise ResumeError("use_distributed_sampler=False has each process read all samples")
         engine = self._trainer.engine
         sampler = ElasticSampler(
-            self.carried.order,
+            self.elastic_state.order,
             given.batch_sampler.sampler,
             given.dataset,
             replicas["num_replicas"],

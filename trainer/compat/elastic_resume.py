@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.compat.callback_order import accumulation_schedule, find_callback
-from trainer.compat.data import Carried
+from trainer.compat.data import ElasticState
 from trainer.compat.loaders import DrawnLoaderSet, LoaderSet
 from trainer.data.elastic import ElasticSampler, SampleOrder
 from trainer.errors import ResumeError
@@ -32,15 +32,15 @@ def order_to_save(trainer: Any, _: dict[str, Any]) -> dict[str, Any] | None:
     loaders = trainer.data.ready(RunningStage.TRAINING)
     if loaders is None:
         return None
-    given, processes, limits = _given(trainer), _replicas(trainer), trainer.loop.limits
+    given, processes, limits = _given_settings(trainer), _replicas(trainer), trainer.loop.limits
     order = _order_of(trainer, loaders, given)
-    is_carried, world_size = trainer.data.carried is not None, trainer.engine.world_size
-    noted = {"given": given, "carried": is_carried, "world_size": world_size}
+    is_resized, world_size = trainer.data.elastic_state is not None, trainer.engine.world_size
+    saved = {"given": given, "carried": is_resized, "world_size": world_size}
     if isinstance(order, str):
-        return {**noted, "problem": order}
+        return {**saved, "problem": order}
     batch_size, every = loaders.loaders[0].loader.batch_size, limits.val_check_batch
     counts = every is not None and every != float("inf")
-    return noted | {
+    return saved | {
         "samples": order.state_dict(),
         "processes": processes,
         "batch_size": batch_size,
@@ -57,8 +57,8 @@ def is_elastic(trainer: Any, ours: dict[str, Any]) -> bool:
         trainer: the Trainer that resumes from it.
         ours: our entries under ``loops``.
     """
-    carried = bool(ours.get(_KEY, {}).get("carried"))
-    return carried or written_by(ours) not in (0, trainer.engine.world_size)
+    elastic = bool(ours.get(_KEY, {}).get("carried"))
+    return elastic or written_by(ours) not in (0, trainer.engine.world_size)
 
 
 def written_by(ours: dict[str, Any]) -> int:
@@ -81,22 +81,22 @@ def prepare(trainer: Any, ours: dict[str, Any]) -> bool:
     Raises:
         ResumeError: if the updates cannot get the same samples.
     """
-    noted = ours.get(_KEY, {"problem": "a version wrote it that did not note their order"})
-    if "problem" in noted:
-        raise ResumeError(noted["problem"])
-    given, order = _given(trainer), SampleOrder.from_state(noted["samples"])
-    keeps_limit = noted["given"]["limit_train_batches"] == given["limit_train_batches"]
-    carried = trainer.data.carried = Carried(order, given, keeps_limit)
+    saved = ours.get(_KEY, {"problem": "a version wrote it that did not note their order"})
+    if "problem" in saved:
+        raise ResumeError(saved["problem"])
+    given, order = _given_settings(trainer), SampleOrder.from_state(saved["samples"])
+    keeps_limit = saved["given"]["limit_train_batches"] == given["limit_train_batches"]
+    elastic = trainer.data.elastic_state = ElasticState(order, given, keeps_limit)
     trainer.data.resumed = {}  # prevents that a pass is opened
     loaders = trainer.data.loaders(RunningStage.TRAINING, anew=True)
     if loaders is None:
         raise ResumeError("limit_train_batches is 0")
     if isinstance(loaders, DrawnLoaderSet):
         raise ResumeError("the training_step draws its own batches")
-    change = _Change(noted, order, loaders)
-    needed = _accumulation(trainer, change, noted["given"])
-    if trainer.enable_validation and noted["given"]["val_check_interval"] == given["val_check_interval"]:
-        carried.validation = _validation(trainer, change)
+    change = _BatchConversion(saved, order, loaders)
+    needed = _accumulation(trainer, change, saved["given"])
+    if trainer.enable_validation and saved["given"]["val_check_interval"] == given["val_check_interval"]:
+        elastic.validation = _validation(trainer, change)
     _accumulate(trainer, needed)
     return True
 
@@ -116,15 +116,15 @@ def resume(trainer: Any, ours: dict[str, Any], states: list[Any]) -> dict[str, A
     Raises:
         ResumeError: if the checkpoint is from the middle of an update, or a schedule cannot be translated.
     """
-    noted, order, schedules = ours[_KEY], trainer.data.carried.order, trainer.engine.schedules
+    saved, order, schedules = ours[_KEY], trainer.data.elastic_state.order, trainer.engine.schedules
     loaders = trainer.data.loaders(RunningStage.TRAINING)
-    change = _Change(noted, order, loaders)
+    change = _BatchConversion(saved, order, loaders)
     frequencies = [
-        _frequency(config, was, change) for config, was in zip(schedules, noted["frequencies"], strict=False)
+        _frequency(config, number, change) for config, number in zip(schedules, saved["frequencies"], strict=False)
     ]
     is_same = len(states) == trainer.engine.world_size
-    if is_same and change.was != change.now:
-        raise ResumeError(f"a batch of all processes had {change.was} samples and has {change.now}")
+    if is_same and change.saved_samples != change.samples:
+        raise ResumeError(f"a batch of all processes had {change.saved_samples} samples and has {change.samples}")
     if not is_same and trainer.engine.data_parallel_size != trainer.engine.world_size:
         raise ResumeError("some of its processes share their samples with others (tensor parallelism)")
     done = 0 if is_same else _position(states[0], trainer.progress, change)
@@ -136,7 +136,7 @@ def resume(trainer: Any, ours: dict[str, Any], states: list[Any]) -> dict[str, A
         return own
     change.translate(trainer.progress, done)
     state: dict[str, Any]
-    states = states[:: len(states) // noted["processes"]]  # one of each group that shared its samples
+    states = states[:: len(states) // saved["processes"]]  # one of each group that shared its samples
     state, lost = trainer.process.taken_over(states)
     if state["data"]:
         state["data"] = loaders.taken_over([one["data"] for one in states], done, state["rng"])
@@ -145,45 +145,44 @@ def resume(trainer: Any, ours: dict[str, Any], states: list[Any]) -> dict[str, A
     return state
 
 
-class _Change:
+class _BatchConversion:
     """Converts batches of the run that wrote a checkpoint to batches of this run.
 
     Args:
-        noted: the result of :func:`order_to_save` in the run that wrote the checkpoint.
+        saved: the result of :func:`order_to_save` in the run that wrote the checkpoint.
         order: the order of the samples.
         loaders: the dataloaders that read them in this order now.
 
     Attributes:
-        was, now: the number of samples in a batch over all processes, in the saved run and in this run.
-        before, after: the number of batches in an epoch, in the saved run and in this run.
-        short: the number of samples in the last batch of an epoch over all processes, if it is not full in both runs;
-            otherwise 0.
+        saved_samples, samples: the number of samples in a batch over all processes, in the saved run and in this run.
+        saved_batches, batches: the number of batches in an epoch, in the saved run and in this run.
+        remainder: the number of samples in the last batch of an epoch over all processes; 0 if it is full in both runs.
     """
 
-    def __init__(self, noted: dict[str, Any], order: SampleOrder, loaders: LoaderSet) -> None:
+    def __init__(self, saved: dict[str, Any], order: SampleOrder, loaders: LoaderSet) -> None:
         sampler: ElasticSampler = loaders.combined.flattened[0].sampler
-        self.noted, self.order, self.sampler = noted, order, sampler
-        self.was = int(noted["processes"] * noted["batch_size"])
-        self.now = sampler.num_replicas * sampler.batch_size
-        self.before, self.after = math.ceil(sampler.total / self.was), int(loaders.num_batches())
-        self.short = sampler.total % math.lcm(self.was, self.now)
+        self.saved, self.order, self.sampler = saved, order, sampler
+        self.saved_samples = int(saved["processes"] * saved["batch_size"])
+        self.samples = sampler.num_replicas * sampler.batch_size
+        self.saved_batches, self.batches = math.ceil(sampler.total / self.saved_samples), int(loaders.num_batches())
+        self.remainder = sampler.total % math.lcm(self.saved_samples, self.samples)
 
     def accumulated(self, epoch: int) -> int:
         """Return the number of batches in an update of ``epoch``."""
-        return self.order.update_size(epoch) // self.now
+        return self.order.update_size(epoch) // self.samples
 
-    def batches(self, count: int, what: str, advice: str) -> int:
+    def convert(self, count: int, what: str, advice: str) -> int:
         """Convert a number of batches of the saved run to this run.
 
         Raises:
             ResumeError: if the result is not a whole number.
         """
-        if count * self.was % self.now:
+        if count * self.saved_samples % self.samples:
             raise ResumeError(
-                f"{what} were {count} batches of {self.was} samples over all processes, which is no whole number of"
-                f" batches of {self.now}: {advice}"
+                f"{what} were {count} batches of {self.saved_samples} samples over all processes, which is no whole"
+                f" number of batches of {self.samples}: {advice}"
             )
-        return count * self.was // self.now
+        return count * self.saved_samples // self.samples
 
     def translate(self, progress: FitProgress, done: int) -> None:
         """Convert the counters of batches to this run.
@@ -196,14 +195,14 @@ class _Change:
         progress.epoch_start = replace(progress.epoch_start, batches=start, batches_started=start)
 
     def _since_start(self, batches: int) -> int:
-        epochs, rest = divmod(batches, self.before)
-        return epochs * self.after + rest * self.was // self.now
+        epochs, rest = divmod(batches, self.saved_batches)
+        return epochs * self.batches + rest * self.saved_samples // self.samples
 
 
-def _given(trainer: Any) -> dict[str, Any]:
+def _given_settings(trainer: Any) -> dict[str, Any]:
     """Return the settings that are counted in batches, as the user gave them, as plain data."""
-    if trainer.data.carried is not None:
-        given: dict[str, Any] = trainer.data.carried.given
+    if trainer.data.elastic_state is not None:
+        given: dict[str, Any] = trainer.data.elastic_state.given
         return given
     every = trainer.val_check_interval
     if isinstance(every, int):
@@ -221,8 +220,8 @@ def _replicas(trainer: Any) -> int:
 
 def _order_of(trainer: Any, loaders: LoaderSet, given: dict[str, Any]) -> SampleOrder | str:
     """Return the order of a run's samples, or the reason that its updates cannot be divided in another way."""
-    if trainer.data.carried is not None:
-        order: SampleOrder = trainer.data.carried.order
+    if trainer.data.elastic_state is not None:
+        order: SampleOrder = trainer.data.elastic_state.order
         return order
     if isinstance(loaders, DrawnLoaderSet):
         return "the training_step drew its own batches"
@@ -234,7 +233,7 @@ def _order_of(trainer: Any, loaders: LoaderSet, given: dict[str, Any]) -> Sample
     return SampleOrder.of(loader, trainer.limit_train_batches, accumulate, _replicas(trainer))
 
 
-def _accumulation(trainer: Any, change: _Change, before: dict[str, Any]) -> dict[int, int]:
+def _accumulation(trainer: Any, change: _BatchConversion, before: dict[str, Any]) -> dict[int, int]:
     """Return ``accumulate_grad_batches`` by first epoch, so that updates have as many samples as in the saved run.
 
     Raises:
@@ -244,28 +243,28 @@ def _accumulation(trainer: Any, change: _Change, before: dict[str, Any]) -> dict
     needed = {}
     for epoch in dict.fromkeys((0, *(first for first, _ in order.accumulate))):
         size, accumulated = order.update_size(epoch), order.accumulated(epoch)
-        if size % change.now:
+        if size % change.samples:
             raise ResumeError(
                 f"an update had {size} samples ({order.processes} x {order.batch_size} x {accumulated}: processes x"
                 f" batch size x accumulate_grad_batches), which is no multiple of {sampler.num_replicas} x"
-                f" {sampler.batch_size} = {change.now}; {_fitting(size, sampler.num_replicas)}"
+                f" {sampler.batch_size} = {change.samples}; {_fitting(size, sampler.num_replicas)}"
             )
-        needed[epoch] = size // change.now
-    given = trainer.data.carried.given["accumulate_grad_batches"]
+        needed[epoch] = size // change.samples
+    given = trainer.data.elastic_state.given["accumulate_grad_batches"]
     known = needed.items(), before["accumulate_grad_batches"], order.accumulate
     if _schedule(given) not in map(_schedule, known):
         raise ResumeError(
-            f"got accumulate_grad_batches={_shown(_schedule(given))}, expected {_shown(needed)}, which is"
-            f" {order.update_size(0)} samples in an update / ({sampler.num_replicas} processes x batch size"
+            f"got accumulate_grad_batches={_format_schedule(_schedule(given))}, expected {_format_schedule(needed)},"
+            f" which is {order.update_size(0)} samples in an update / ({sampler.num_replicas} processes x batch size"
             f" {sampler.batch_size}); set that, or leave it as it was"
         )
     by_hand = not trainer.lightning_module.automatic_optimization
     if by_hand and set(needed.values()) != {1}:
         raise ResumeError(
             f"the module steps its optimizers itself, once a batch as far as is known; a batch of all processes had"
-            f" {change.was} samples and has {change.now}"
+            f" {change.saved_samples} samples and has {change.samples}"
         )
-    if trainer.loop.window.straddles_epochs and change.short:
+    if trainer.loop.window.straddles_epochs and change.remainder:
         raise ResumeError("straddles_epochs=True counts an epoch's last batch, which is short, as one")
     return needed
 
@@ -278,7 +277,7 @@ def _fitting(size: int, processes: int) -> str:
     return f"set a batch size of {', '.join(map(str, sizes[-4:]))}"
 
 
-def _shown(schedule: dict[int, int]) -> str:
+def _format_schedule(schedule: dict[int, int]) -> str:
     return str(schedule if len(schedule) > 1 else schedule[0])
 
 
@@ -300,33 +299,33 @@ def _accumulate(trainer: Any, needed: dict[int, int]) -> None:
     window.batches = needed[0]
 
 
-def _frequency(config: Any, was: int, change: _Change) -> int:
+def _frequency(config: Any, saved: int, change: _BatchConversion) -> int:
     """Return the frequency of a schedule in this run; only those by batches are translated."""
     if config.interval != "batch":
         return int(config.frequency)
     name = type(config.scheduler).__name__
-    if change.short and change.was != change.now:
+    if change.remainder and change.saved_samples != change.samples:
         raise ResumeError(f"the schedule {name} counts batches, and an epoch's last one is short")
-    return change.batches(was, f"between two steps of the schedule {name}", "use interval 'step' with frequency 1")
+    return change.convert(saved, f"between two steps of the schedule {name}", "use interval 'step' with frequency 1")
 
 
-def _validation(trainer: Any, change: _Change) -> tuple[int, bool] | None:
-    """Return ``Carried.validation`` for this run."""
-    every, at_end = change.noted["validation"], change.noted["validates_at_end"]
+def _validation(trainer: Any, change: _BatchConversion) -> tuple[int, bool] | None:
+    """Return ``ElasticState.validation`` for this run."""
+    every, at_end = change.saved["validation"], change.saved["validates_at_end"]
     if every is None:
         return None
-    if trainer.check_val_every_n_epoch is None and change.short and change.was != change.now:
+    if trainer.check_val_every_n_epoch is None and change.remainder and change.saved_samples != change.samples:
         raise ResumeError(
             "check_val_every_n_epoch=None counts batches over epochs, whose last one is short: set another"
             " val_check_interval"
         )
-    if every >= change.before and trainer.check_val_every_n_epoch is not None:
-        return change.after, True
+    if every >= change.saved_batches and trainer.check_val_every_n_epoch is not None:
+        return change.batches, True
     what, advice = "between two validations", "set another val_check_interval"
-    return change.batches(every, what, advice), at_end and trainer.check_val_every_n_epoch is not None
+    return change.convert(every, what, advice), at_end and trainer.check_val_every_n_epoch is not None
 
 
-def _position(state: dict[str, Any], progress: FitProgress, change: _Change) -> int:
+def _position(state: dict[str, Any], progress: FitProgress, change: _BatchConversion) -> int:
     """Return the number of batches that this process would have trained in the current epoch.
 
     Raises:
@@ -340,22 +339,23 @@ def _position(state: dict[str, Any], progress: FitProgress, change: _Change) -> 
         )
     is_its_epoch = bool(data) and data["epoch"] == progress.epochs_trained
     if not done or (is_its_epoch and data["is_over"]):
-        return change.after if done else 0
+        return change.batches if done else 0
     size = change.order.update_size(progress.epochs_trained)
-    if done * change.was % size or not is_its_epoch or data["batches"] != done:
+    if done * change.saved_samples % size or not is_its_epoch or data["batches"] != done:
         raise ResumeError(
-            f"it is from inside of an update: after {done} batches of {change.was} samples, updates having {size}"
+            f"it is from inside of an update: after {done} batches of {change.saved_samples} samples, updates having"
+            f" {size}"
         )
-    return done * change.was // change.now
+    return done * change.saved_samples // change.samples
 
 
-def _summary(trainer: Any, change: _Change, lost: set[str]) -> str:
+def _summary(trainer: Any, change: _BatchConversion, lost: set[str]) -> str:
     """Return a message about the parts of the resume that are exact and those that are not."""
-    order, sampler, noted, epoch = change.order, change.sampler, change.noted, trainer.progress.epochs_trained
+    order, sampler, saved, epoch = change.order, change.sampler, change.saved, trainer.progress.epochs_trained
     size = order.update_size(epoch)
     text = (
         f"Going on with {sampler.num_replicas} x {sampler.batch_size} x {change.accumulated(epoch)} after"
-        f" {noted['processes']} x {noted['batch_size']} x {size // change.was} (processes x batch size x"
+        f" {saved['processes']} x {saved['batch_size']} x {size // change.saved_samples} (processes x batch size x"
         f" accumulate_grad_batches): each update gets the {size} samples that it would have got. Not the same are"
         " random numbers (dropout, augmentation"
     )
@@ -363,7 +363,7 @@ def _summary(trainer: Any, change: _Change, lost: set[str]) -> str:
         text += "; the order of later epochs, too, if the training draws from torch's generator of the CPU"
     text += "), statistics of a batch (BatchNorm), losses that compare the samples of a batch"
     by_hand = not trainer.lightning_module.automatic_optimization
-    if not sampler.keeps_shares(epoch) or (by_hand and change.short):
+    if not sampler.keeps_shares(epoch) or (by_hand and change.remainder):
         text += ", the weights of the samples in an epoch's last, short update"
     if lost:
         text += f", the metrics {', '.join(sorted(lost))}, of which a part is lost"

@@ -220,7 +220,7 @@ class LightningEngine:
         if isinstance(launcher, _MultiProcessingLauncher):
             return partial(self._spawn, launcher)
         if launcher is None and self._trainer.state.fn is TrainerFn.FITTING:
-            cluster.check_alone(self.connector.cluster_environment)
+            cluster.check_single_process(self.connector.cluster_environment)
         cluster.check_counts(self.connector.cluster_environment, self.strategy)
         return operator.call if launcher is None else partial(launcher.launch, trainer=self._trainer)
 
@@ -231,7 +231,7 @@ class LightningEngine:
 
     def _spawn(self, launcher: _MultiProcessingLauncher, function: Callable[..., Any], *args: Any) -> Any:
         """Call ``function(*args)`` in processes started for it, and pass signals on to them."""
-        with signals_passed_on(launcher), cluster.port_held(self.connector.cluster_environment):
+        with signals_passed_on(launcher), cluster.reserved_port(self.connector.cluster_environment):
             return launcher.launch(function, *args, trainer=self._trainer)
 
     def refuse(self, callbacks: Iterable[Any]) -> None:

@@ -35,7 +35,7 @@ def epochs_of(fit: FitProgress) -> _Progress:
     inside = fit.epochs_trained == fit.epoch and fit.batches_this_epoch > 0
     counts = _four(fit.epochs_trained + inside, fit.epochs_trained, fit.epoch)
     written = {"processed": partial(setattr, fit, "epochs_trained"), "completed": partial(setattr, fit, "epoch")}
-    return _Progress(*(_Moments(counts, written) for _ in range(2)))
+    return _Progress(*(_EpochCounts(counts, written) for _ in range(2)))
 
 
 def batches_of(fit: FitProgress) -> _BatchProgress:
@@ -44,7 +44,9 @@ def batches_of(fit: FitProgress) -> _BatchProgress:
     over = trained - (fit.in_batch and fit.is_trained)
     total = _four(started, trained, over)
     current = _four(started - start.batches_started, trained - start.batches, over - start.batches)
-    return _BatchProgress(_Moments(total, {}), _Moments(current, {"ready": fit.jump_to_batch}), fit.is_last_batch)
+    return _BatchProgress(
+        _EpochCounts(total, {}), _EpochCounts(current, {"ready": fit.jump_to_batch}), fit.is_last_batch
+    )
 
 
 def schedules_of(fit: FitProgress) -> _SchedulerProgress:
@@ -62,7 +64,9 @@ def optimization_of(fit: FitProgress, window: AccumulationWindow, automatic: boo
         return _OptimizationProgress()
     ahead, cleared = fit.in_batch and not fit.is_trained and window.is_last, fit.zero_grads
     total, current = (_two(fit.optimizer_steps - n, ahead) for n in (0, fit.epoch_start.optimizer_steps))
-    step = _Progress(_Steps(total, {"completed": partial(setattr, fit, "optimizer_steps")}), _Steps(current, {}))
+    step = _Progress(
+        _StepCounts(total, {"completed": partial(setattr, fit, "optimizer_steps")}), _StepCounts(current, {})
+    )
     zero_grad = _Progress(
         *(_StartedTracker(cleared - n, cleared - n, cleared - n) for n in (0, fit.epoch_start.zero_grads))
     )
@@ -76,7 +80,7 @@ def manual_steps_of(fit: FitProgress, by_hand: bool) -> _Progress:
     """
     total, current = (_two((fit.optimizer_steps - fit.own_steps) * by_hand) for _ in range(2))
     total.completed = fit.optimizer_steps * by_hand
-    return _Progress(_Steps(total, {"completed": fit.count_own_steps}), _Steps(current, {}))
+    return _Progress(_StepCounts(total, {"completed": fit.count_own_steps}), _StepCounts(current, {}))
 
 
 def evaluation_of(progress: EvalProgress, epoch: int | None = None) -> _BatchProgress:
@@ -241,7 +245,7 @@ def _four(started: int, processed: int, completed: int | None = None) -> _Proces
     )
 
 
-class _PassesOn:
+class _LinkedCounts:
     """Counts that call a function when one of them is assigned."""
 
     def __init__(self, counts: _BaseProgress, written: Mapping[str, Callable[[int], None]]) -> None:
@@ -256,9 +260,9 @@ class _PassesOn:
         return isinstance(other, _BaseProgress) and asdict(self) == asdict(other)  # type: ignore[call-overload]
 
 
-class _Moments(_PassesOn, _ProcessedTracker):
+class _EpochCounts(_LinkedCounts, _ProcessedTracker):
     """The four counts of an epoch or a batch."""
 
 
-class _Steps(_PassesOn, _ReadyCompletedTracker):
+class _StepCounts(_LinkedCounts, _ReadyCompletedTracker):
     """The two counts of a step."""

@@ -52,7 +52,7 @@ def _ours(strategy: Any) -> Any:
     if isinstance(strategy, FSDPStrategy):
         raise UnsupportedError(
             f"Got strategy={type(strategy).__name__}(...), which is FSDP's first version; expected its second. With its"
-            f" settings: strategy={in_our_words(strategy)}; from trainer import FSDP2Strategy."
+            f" settings: strategy={equivalent_strategy(strategy)}; from trainer import FSDP2Strategy."
         )
     if isinstance(strategy, ModelParallelStrategy):
         _refuse_overrides(strategy, ModelParallelStrategy, "trainer.FSDP2Strategy")
@@ -76,7 +76,7 @@ def _refuse_overrides(strategy: Any, kind: type, ours: str) -> None:
         )
 
 
-def in_our_words(strategy: FSDPStrategy) -> str:
+def equivalent_strategy(strategy: FSDPStrategy) -> str:
     """Return the line of code with the same settings for our strategy."""
     found: dict[str, str] = {}
     notes: list[str] = []

@@ -326,7 +326,7 @@ class EpochLoopView(_TrainingEpochLoop):
 
     def reset(self) -> None:
         """Drop the current batch."""
-        self._loop.progress.give_up_batch()
+        self._loop.progress.discard_batch()
 
     def _should_accumulate(self) -> bool:
         return self._loop.window.is_open

@@ -247,7 +247,7 @@ class TrainingBatches:
         with random_states.isolated():
             self.loaders.load_state_dict({**self.loaders.state_dict(), "batches": self._batches, "is_over": True})
 
-    def give_up_batch(self) -> None:
+    def discard_batch(self) -> None:
         """End the pass before the last yielded batch, because a step that draws its own batches found no more."""
         self._batches -= 1
         self.is_over = True

@@ -600,9 +600,9 @@ class MapStyleLoader(ResumableLoader):
         if self._advance(iterator, batches, state["drawn"] if late else batches, late, state.get("exhausted", False)):
             reasons.append("the sampler draws from the global random state during the epoch, as others do")
         for which, number in {"first": 0, "last": batches - 1}.items() if batches else ():
-            was, now = state[which], self._sampler.proof_of(number)
-            if was is not None and was != now and not (which == "last" and state.get("inside")):
-                reasons.append(_other_order(which, was, now))
+            saved, current = state[which], self._sampler.proof_of(number)
+            if saved is not None and saved != current and not (which == "last" and state.get("inside")):
+                reasons.append(_other_order(which, saved, current))
                 break
         reasons += _other_row(loader, state.get("former", []))[:1]
         if not loader.in_order and loader.num_workers > 1:
@@ -625,7 +625,7 @@ class MapStyleLoader(ResumableLoader):
         left, draws = self._sampler.skip(drawn + exhausted, late)
         self._batches, self._late, self._drawn_before = batches, list(late), drawn
         if isinstance(iterator, _WorkerIterator):
-            iterator.go_on(chain(left, self._sampler.rest()), batches % self.loader.num_workers)
+            iterator.send_indices(chain(left, self._sampler.rest()), batches % self.loader.num_workers)
         return draws
 
     def _skip(self, batches: int) -> Iterator[Batch]:
@@ -773,7 +773,7 @@ class _WorkerIterator(_OwnedIterator, _MultiProcessingDataLoaderIter):
         self.owner = weakref.ref(owner)
         super().__init__(loader)
 
-    def go_on(self, indices: Iterator[Any], worker: int) -> None:
+    def send_indices(self, indices: Iterator[Any], worker: int) -> None:
         """Send ``indices`` to the workers, the first one to ``worker``. Nothing was sent before."""
         self._sampler_iter = indices
         self._worker_queue_idx_cycle = cycle([*range(worker, self._num_workers), *range(worker)])
@@ -784,15 +784,15 @@ class _WorkerIterator(_OwnedIterator, _MultiProcessingDataLoaderIter):
 _INSIDE_A_BATCH = "it was written inside a batch, which had been prepared already"
 
 
-def _other_order(which: str, was: State, now: State | None) -> str:
+def _other_order(which: str, saved: State, current: State | None) -> str:
     def text(proof: State) -> str:
         more = proof["count"] - len(proof["head"])
         return f"{proof['head']}" + (f" and {more} more" if more > 0 else "")
 
-    given = "nothing" if now is None else text(now)
+    given = "nothing" if current is None else text(current)
     return (
-        f"the {which} trained batch of this epoch had the samples {text(was)}; the same dataset, sampler and seed would"
-        f" give them again, but here it is {given}"
+        f"the {which} trained batch of this epoch had the samples {text(saved)}; the same dataset, sampler and seed"
+        f" would give them again, but here it is {given}"
     )
 
 
@@ -804,9 +804,9 @@ def _other_row(loader: DataLoader[Any], former: list[State]) -> list[str]:
         if not isinstance(sampler, ElasticSampler) or processes != len(former):
             break  # several processes had the same samples
         for which, number in ("first", 0), ("last", state["batches"] - 1):
-            was, now = state[which], _proof(sampler.batch_of(number, rank, processes, batch_size))
-            if was is not None and was != now:
-                reasons.append(_other_order(which, was, now))
+            saved, current = state[which], _proof(sampler.batch_of(number, rank, processes, batch_size))
+            if saved is not None and saved != current:
+                reasons.append(_other_order(which, saved, current))
     return reasons
 
 
@@ -833,17 +833,17 @@ def length_of(dataset: Any) -> int | None:
         return None
 
 
-def _changes(was: State, loader: Any) -> list[str]:
+def _changes(saved: State, loader: Any) -> list[str]:
     """Return the changed settings that lead to other batches."""
     if not isinstance(loader, DataLoader):
         return []
-    now = _set_up_of(loader)
+    current = _set_up_of(loader)
     names = {"samples": "the number of samples", "world_size": "the world size"}
     harmless = {"num_workers", "in_order"} if _is_deterministic(loader) else set()
     return [
-        f"{names.get(name, name)} was {was[name]} and is {now[name]}"
-        for name in now
-        if was.get(name) != now[name] and name not in harmless
+        f"{names.get(name, name)} was {saved[name]} and is {current[name]}"
+        for name in current
+        if saved.get(name) != current[name] and name not in harmless
     ]
 
 

@@ -82,7 +82,7 @@ class ChildProcesses:
     def kill(self) -> None:
         """Kill the children that are still running."""
         for rank, process in self._alive().items():
-            say(f"Rank {rank} (process {process.pid}) has not ended by itself, and is killed.")
+            write_stderr(f"Rank {rank} (process {process.pid}) has not ended by itself, and is killed.")
             process.kill()
 
     def _alive(self) -> dict[int, Popen[Any]]:
@@ -107,7 +107,7 @@ class ChildProcesses:
         for rank, process in failed.items():
             if rank not in self._reported:
                 self._reported.add(rank)
-                say(f"Rank {rank} (process {process.pid}) {_how(process.returncode)}. The others end, too.")
+                write_stderr(f"Rank {rank} (process {process.pid}) {_how(process.returncode)}. The others end, too.")
         return bool(failed)
 
 
@@ -136,7 +136,7 @@ def deadline_after(error: BaseException, *, waited_for: bool) -> Iterator[None]:
 
 
 def _give_up(error: BaseException, code: int) -> None:
-    say(
+    write_stderr(
         f"This process has not come to its end within {LAST_WORDS:.0f} s of its error: it may wait for others."
         f" The error was:\n{''.join(traceback.format_exception(error))}"
     )
@@ -190,7 +190,9 @@ def parent_watched() -> Iterator[None]:
 
 def _end_without(parent: int) -> None:
     rank = os.environ.get("LOCAL_RANK", "?")
-    say(f"Rank 0 (process {parent}) has died in the middle of the run. Rank {rank} cannot go on without it, and ends.")
+    write_stderr(
+        f"Rank 0 (process {parent}) has died in the middle of the run. Rank {rank} cannot go on without it, and ends."
+    )
     time.sleep(GRACE)
     _exit(1)
 
@@ -206,7 +208,7 @@ def _how(code: int) -> str:
     return f"was killed by {name}"
 
 
-def say(text: str) -> None:
+def write_stderr(text: str) -> None:
     """Write a message of the Trainer to standard error immediately, even if the interpreter is about to end."""
     with contextlib.suppress(OSError):
         os.write(2, f"\ntrainer: {text}\n".encode())

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as distributed
 
-from trainer.engine.child_processes import say
+from trainer.engine.child_processes import write_stderr
 from trainer.files import write_text
 
 _RUNS = itertools.count()
@@ -122,7 +122,7 @@ class StallWatch:
                 try:
                     self._tell(place, interval, seen)
                 except Exception as problem:  # the store is in the memory of a process that may have died
-                    say(f"{_report([place])}\nThe others could not be asked: {problem}")
+                    write_stderr(f"{_report([place])}\nThe others could not be asked: {problem}")
 
     # --- this process -----------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class StallWatch:
                 write_text(file := folder / "stall.txt", f"{text}\n\n{_stacks(places)}\n")
                 text += f"\nThe stacks of all are in {file}."
         store.set(f"{self._key}/said", text)
-        say(text)
+        write_stderr(text)
 
     def _forget(self) -> None:
         """Delete the entries in the store, because the run makes progress again."""

@@ -85,7 +85,7 @@ class ClosureOptimization:
     def _update(self, last: _Pass) -> None:
         """Call ``optimizer_step`` for each optimizer, with a closure that ends with the window's last batch."""
         loop = self._loop
-        loop.holds_scale = True
+        loop.freezes_scale = True
         try:
             with loop.engine.gradient_sync(True):
                 for optimizer in self._wrapped():
@@ -94,7 +94,7 @@ class ClosureOptimization:
                     # once per call, however often the optimizer steps in it, as in Lightning
                     loop.progress.optimizer_steps += 1
         finally:
-            loop.holds_scale = False
+            loop.freezes_scale = False
         loop.finish_steps()
         self._earlier.clear()  # not evaluated again
 

@@ -15,8 +15,8 @@ from trainer.data.unpadded import Span
 from trainer.engine.protocol import Engine
 from trainer.errors import warn
 from trainer.loops.batch_path import NO_PATH, BatchPath
+from trainer.loops.distributed_pass import DistributedPass
 from trainer.loops.hooks import NO_HOOKS, Hooks
-from trainer.loops.pace import Pace
 from trainer.precision.base import Precision
 from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
@@ -73,7 +73,7 @@ class EvalLoop:
         self.predictions: list[list[Any]] = []
         self.check_signals: Callable[[], None] | None = None
         self.counts_once = counts_once
-        self.pace: Pace | None = None
+        self.distributed_pass: DistributedPass | None = None
         self.loaders: Loaders | None = None
         self.prepare(hooks=NO_HOOKS, module=nn.Module(), path=NO_PATH, loaders=None, inference_mode=False)
 
@@ -174,19 +174,23 @@ class EvalLoop:
     @property
     def all_have_batch(self) -> bool:
         """Whether all processes are known to have the current batch."""
-        return self.pace is None or self.pace.all_have_batch
+        return self.distributed_pass is None or self.distributed_pass.all_have_batch
 
     def evaluate(self, batches: Iterator[tuple[Any, int, int]], loaders: Loaders, limit: float) -> list[Metrics]:
         """Evaluate all batches. Return the logged metrics, one dict for each dataloader."""
         several = loaders.is_sequential and len(loaders.limits) > 1
         spans, logged, current = self.spans(loaders, limit), [], 0
-        self.pace = self.pace_of(spans, self.spans(loaders, float("inf"))) if self.engine.world_size > 1 else None
+        self.distributed_pass = (
+            self.build_distributed_pass(spans, self.spans(loaders, float("inf")))
+            if self.engine.world_size > 1
+            else None
+        )
 
         def close_until(dataloader_idx: int) -> None:
             """Close the dataloaders before this one; other processes may have batches of those that were empty here."""
             nonlocal current
             for idx in range(current, dataloader_idx):
-                if idx == current or (self.pace is not None and spans[idx].most):
+                if idx == current or (self.distributed_pass is not None and spans[idx].most):
                     logged.append(self.close_dataloader(idx, several))
             current = dataloader_idx
 
@@ -195,21 +199,21 @@ class EvalLoop:
                 if dataloader_idx != current:
                     close_until(dataloader_idx)
                 where = dataloader_idx if several else None
-                if self.pace is None:
+                if self.distributed_pass is None:
                     self.evaluate_batch(batch, batch_idx, where)
                 else:
-                    self.pace.run(dataloader_idx, partial(self.evaluate_batch, batch, batch_idx, where))
+                    self.distributed_pass.run(dataloader_idx, partial(self.evaluate_batch, batch, batch_idx, where))
         self.progress.is_last_batch = True
-        close_until(current + 1 if self.pace is None else len(spans))
-        self.metrics.dataloader_idx, self.pace = None, None
+        close_until(current + 1 if self.distributed_pass is None else len(spans))
+        self.metrics.dataloader_idx, self.distributed_pass = None, None
         return logged
 
-    def pace_of(self, spans: list[Span], whole: list[Span]) -> Pace:
+    def build_distributed_pass(self, spans: list[Span], whole: list[Span]) -> DistributedPass:
         """Return the object that keeps several processes in step during one pass."""
         hooks = {self.step_name, f"on_{self.stage}_batch_start", f"on_{self.stage}_batch_end"}
         self.metrics.shared_hooks = hooks if self.is_shared else ()
         self.metrics.share_steps(True)
-        return Pace(
+        return DistributedPass(
             self.engine,
             self.metrics,
             MetricObjects(self.module),
@@ -260,10 +264,10 @@ class EvalLoop:
         self.metrics.dataloader_idx = dataloader_idx if several else None
         self.published.take(self.metrics.current(on_step=True))  # before the metrics of the epoch replace them
         self.metrics.end_epoch()
-        if self.pace is not None:
-            self.pace.finish(dataloader_idx)
+        if self.distributed_pass is not None:
+            self.distributed_pass.finish(dataloader_idx)
             if self.is_shared:
-                self.pace.reduce_logged(MetricObjects(self.module))
+                self.distributed_pass.reduce_logged(MetricObjects(self.module))
         return self.publish()
 
     def publish(self) -> Metrics:

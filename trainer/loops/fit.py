@@ -67,7 +67,7 @@ class FitLoop:
         self.grad_norms: dict[Optimizer, Tensor] = {}
         # optimizers that the module or a closure stepped since the last update of the loss scale
         self.stepped: list[Optimizer] = []
-        self.holds_scale = False  # True while a training step takes its own steps: one update follows all of them
+        self.freezes_scale = False  # True while a training step takes its own steps: one update follows all of them
         self.unresolved: tuple[int, ...] = ()  # optimizers (indices) whose last step has no known outcome yet
         self.skipped: tuple[Optimizer, ...] = ()
         self.has_updated = self.skips_epoch = self.validates_this_epoch = False
@@ -111,7 +111,7 @@ class FitLoop:
         self.validate, self.resume = validate, resume
         self.gradients.scaler.forget_steps()  # an earlier run may have been interrupted in the middle of a step
         self.unresolved, self.outcome, self.grad_norms = (), None, {}
-        self.stepped, self.holds_scale = [], False
+        self.stepped, self.freezes_scale = [], False
         self.window.start_run(self.engine.data_parallel_size)
         self.take_optimizers()
 
@@ -469,7 +469,7 @@ class FitLoop:
         A no-op if no step was taken, or inside a training step that takes its own steps, because its end updates the
         scale.
         """
-        if not self.stepped or self.holds_scale:
+        if not self.stepped or self.freezes_scale:
             return
         stepped, self.stepped = self.stepped, []
         indices = tuple(i for i, one in enumerate(self.optimizers) if any(one is other for other in stepped))

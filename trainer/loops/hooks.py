@@ -113,11 +113,11 @@ class Hook:
         return result
 
 
-OF_CALLBACKS_ONLY = ("on_sanity_check_start", "on_sanity_check_end")
+CALLBACK_ONLY_HOOKS = ("on_sanity_check_start", "on_sanity_check_end")
 """The hooks of ``CALLBACK_HOOKS`` that modules do not have."""
 
 
-OF_STRATEGIES = (
+STRATEGY_HOOKS = (
     "on_train_start", "on_train_batch_start", "on_train_end", "on_validation_start", "on_validation_end",
     "on_test_start", "on_test_end", "on_predict_start", "on_predict_end",
 )  # fmt: skip
@@ -147,7 +147,7 @@ class Hooks:
             an epoch, so that a checkpoint holds the effects of the module and of logging. Default: no callback does.
         profile: wraps a call in a profiler's scope: (owner, name of the hook, call). Default: None, calls are not
             wrapped.
-        strategy: an object with hooks that run after those of the module; see ``OF_STRATEGIES``. Default: None.
+        strategy: an object with hooks that run after those of the module; see ``STRATEGY_HOOKS``. Default: None.
     """
 
     on_fit_start: Hook
@@ -215,10 +215,10 @@ class Hooks:
                 calls = [(c, call) for c, call in calls if not self._saves(c)]
                 self.of(_SAVING[name]).set((), None, saving)
             late = {"on_train_epoch_end": self._monitors, "on_validation_end": self._saves}.get(name, _never)
-            own = self._part_of(self._strategy, name) if self._strategy is not None and name in OF_STRATEGIES else None
+            own = self._part_of(self._strategy, name) if self._strategy is not None and name in STRATEGY_HOOKS else None
             self.of(name).set(
                 [call for c, call in calls if not late(c)],
-                None if name in OF_CALLBACKS_ONLY else self._part_of(self._module, name),
+                None if name in CALLBACK_ONLY_HOOKS else self._part_of(self._module, name),
                 [*([] if own is None else [own]), *(call for c, call in calls if late(c))],
             )
         return True

@@ -47,11 +47,11 @@ class ManualOptimization:
         if loop.skips_epoch:
             return
         loop.finish_steps()  # steps taken in a hook
-        loop.holds_scale = True
+        loop.freezes_scale = True
         try:
             output = loop.run_training_step(batch, batch_idx, nothing=None)
         finally:
-            loop.holds_scale = False
+            loop.freezes_scale = False
         loop.finish_steps()
         loop.end_batch(None if batch is None else self.outputs_of(output), batch, batch_idx)
 

@@ -36,8 +36,8 @@ def draw_in_fit(loop: FitLoop, loaders: DrawnLoaders, ends_epoch: bool, path: Tr
             if loaders.num_batches() == float("inf"):
                 loop.progress.is_last_batch = True  # without a validation, as in Lightning
             else:  # fewer batches than the length
-                loop.progress.give_up_batch()
-                loop.batches.give_up_batch()
+                loop.progress.discard_batch()
+                loop.batches.discard_batch()
 
     def step(batch: Any, batch_idx: int) -> Any:
         output = None

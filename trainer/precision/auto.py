@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from lightning_utilities.core import rank_zero
 
+from trainer.errors import warn
 from trainer.precision.base import Precision
 from trainer.precision.devices import native_bfloat16, tensor_cores
 from trainer.precision.full import FullPrecision
@@ -30,7 +31,7 @@ class AutoPrecision(Precision):
         autocast_cache: whether autocast caches the casts of weights; see there.
 
     Attributes:
-        said: the chosen precision and the reason; empty before the choice.
+        description: the chosen precision and the reason; empty before the choice.
 
     Raises:
         PrecisionError: a setting is out of range.
@@ -54,15 +55,21 @@ class AutoPrecision(Precision):
     ) -> None:
         settings = dict(locals())
         del settings["self"]
-        self.said = ""
+        self.description = ""
         self._bfloat16, self._float16 = MixedPrecision("bfloat16", **settings), MixedPrecision("float16", **settings)
+
+    @property
+    def said(self) -> str:
+        """Deprecated name of ``description``."""
+        warn("AutoPrecision.said is deprecated: use AutoPrecision.description.", FutureWarning)
+        return self.description
 
     def for_device(self, device: torch.device) -> Precision:
         """Return the precision for ``device``, and log it with the reason."""
         choice, reason = self.choose(device)
-        self.said = f"precision='auto' is {choice.name} here: {reason}."
+        self.description = f"precision='auto' is {choice.name} here: {reason}."
         if getattr(rank_zero.rank_zero_only, "rank", 0) == 0:
-            rank_zero.log.info(self.said)
+            rank_zero.log.info(self.description)
         return choice
 
     def choose(self, device: torch.device) -> tuple[Precision, str]:

@@ -54,7 +54,7 @@ _TO_FLOAT32 = """
 _IN_THE_WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
 _REFUSED = "binary_cross_entropy"
 
-_OF_THE_DEVICE = """
+_CPU_ONLY = """
     _addmm_activation _native_multi_head_attention mkldnn_rnn_layer _grid_sampler_2d_cpu_fallback conv1d.padding
     conv2d.padding conv3d.padding
 """
@@ -112,7 +112,7 @@ _is_on_its_own = False  # while an operation is computed with the CPU's lists, f
 def _replaced() -> dict[str, Replaced]:
     """Return an entry for each operation that CUDA's autocast runs differently from a CPU's."""
     of_cpu, of_cuda = _registered("AutocastCPU"), _registered("AutocastCUDA")
-    of_cpu_alone = {name for name in of_cpu - of_cuda if not name.startswith(_FOURIER)} - set(_OF_THE_DEVICE.split())
+    of_cpu_alone = {name for name in of_cpu - of_cuda if not name.startswith(_FOURIER)} - set(_CPU_ONLY.split())
     policies: dict[str, Policy] = {
         **dict.fromkeys(set(_IN_16_BITS.split()) - of_cpu, _casting(_lowest)),
         **dict.fromkeys(set(_IN_FLOAT32.split()) - of_cpu, _casting(_float32)),

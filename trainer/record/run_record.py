@@ -481,7 +481,7 @@ def direction_of(name: str) -> str | None:
     return "max" if words & _HIGHER_IS_BETTER else None
 
 
-def without_twins(names: Iterable[str]) -> list[str]:
+def without_step_epoch_variants(names: Iterable[str]) -> list[str]:
     """Return the names of metrics without ``_step`` and ``_epoch`` variants of a name that is there itself."""
     listed = list(names)
     plain = {name: name.removesuffix("_step").removesuffix("_epoch") for name in listed}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.record.run_record import RUN, RunRecord, changed, load_run, without_twins
+from trainer.record.run_record import RUN, RunRecord, changed, load_run, without_step_epoch_variants
 
 _NO_METRICS = ("amp/", "lr-", "grad_norm")
 """Prefixes of values that callbacks log and that do not measure success."""
@@ -134,7 +134,7 @@ def load_sweep(path: str | os.PathLike[str], since: float = 0.0) -> Sweep:
 def worth_showing(names: Iterable[str], objectives: Iterable[str] = ()) -> list[str]:
     """Return the objectives, then the metrics of validation and test, or the others without any of these."""
     wanted, whole = set(objectives), sorted(names)
-    metrics = [name for name in without_twins(whole) if not name.startswith(_NO_METRICS)]
+    metrics = [name for name in without_step_epoch_variants(whole) if not name.startswith(_NO_METRICS)]
     evaluated = [name for name in metrics if name.startswith(("val", "test"))]
     others = [name for name in evaluated or metrics or whole if name not in wanted]
     return [*(name for name in whole if name in wanted), *others]

@@ -22,12 +22,12 @@ class EpochStart:
     schedule_steps: int = 0
 
 
-_AS_THEY_ARE = (
+_SAVED_COUNTERS = (
     "batches", "optimizer_steps", "own_steps", "skipped_steps", "has_learned", "zero_grads", "schedule_steps",
     "is_last_batch",
 )  # fmt: skip
 """Counters that a checkpoint stores by name."""
-_OF_STEPS = (
+_STEP_COUNTERS = (
     "optimizer_steps", "own_steps", "skipped_steps", "completed_steps", "has_learned", "updates", "zero_grads",
     "schedule_steps",
 )  # fmt: skip
@@ -142,7 +142,7 @@ class FitProgress:
         """Set the counters as if ``count`` batches of the epoch had started."""
         self.batch_idx, self.batches_started = count - 1, self.epoch_start.batches_started + count
 
-    def give_up_batch(self) -> None:
+    def discard_batch(self) -> None:
         """Set the counters as if the current batch had not started, because it is trained again or never."""
         trained = self.batches - self.epoch_start.batches
         self.epoch_start = replace(self.epoch_start, batches_started=self.batches_started - trained)
@@ -156,13 +156,15 @@ class FitProgress:
             before: these counters before the load, at the end of a batch that closes a window.
         """
         start, self.updates = before.epoch_start, self.updates + self.closing - 1  # counted again at the window's end
-        for name in _OF_STEPS:
+        for name in _STEP_COUNTERS:
             setattr(before, name, getattr(self, name))
         vars(self).update(vars(before))
-        counts = {name: min(getattr(start, name), getattr(self, name)) for name in _OF_STEPS if hasattr(start, name)}
+        counts = {
+            name: min(getattr(start, name), getattr(self, name)) for name in _STEP_COUNTERS if hasattr(start, name)
+        }
         self.epoch_start = replace(start, **counts)
 
-    def start_anew(self) -> None:
+    def restart_epoch(self) -> None:
         """Start the current epoch again after an interrupted run. Completed training still counts."""
         self.updates += self.closing
         self.completed_steps.clear()  # the optimizers are new
@@ -182,7 +184,7 @@ class FitProgress:
         return {
             "epoch": self.epochs_trained,
             "batch_idx": -1 if over else self.batches_trained_this_epoch - 1,
-            **{name: getattr(self, name) for name in _AS_THEY_ARE},
+            **{name: getattr(self, name) for name in _SAVED_COUNTERS},
             "completed_steps": dict(self.completed_steps),
             "windows": self.updates + (self.closing and not follows),
             "closing": self.closing and follows,
@@ -205,7 +207,7 @@ class FitProgress:
         if finish_epoch and state.get("cut_short"):
             self.epoch = self.epochs_trained = state["epoch"] - 1
             self.batch_idx = state["cut_short"] - 1
-        for name in _AS_THEY_ARE:
+        for name in _SAVED_COUNTERS:
             setattr(self, name, state.get(name, 0))
         self.completed_steps = Counter(state.get("completed_steps", {}))
         start = EpochStart(*state.get("epoch_start", ()))

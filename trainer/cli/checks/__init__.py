@@ -27,7 +27,7 @@ from trainer.cli.validate import validate
 from trainer.errors import ConfigurationError, did_you_mean
 from trainer.machine import readable
 from trainer.record.provenance import version_of
-from trainer.terminal import Table, tell
+from trainer.terminal import Table, print_line
 
 if TYPE_CHECKING:
     import torch
@@ -310,11 +310,11 @@ def show(found: Findings) -> None:
         if table.rows:
             table.show()
     for remark in found.facts["remarks"]:
-        tell(f"Note: {remark}")
+        print_line(f"Note: {remark}")
     for problem in found.facts["problems"]:
-        tell(f"Broken: {problem}", "red")
+        print_line(f"Broken: {problem}", "red")
     if found.facts["verdict"]:
-        tell(found.facts["verdict"], "bold")
+        print_line(found.facts["verdict"], "bold")
 
 
 def _rate(value: float | None) -> str:

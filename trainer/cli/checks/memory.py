@@ -252,7 +252,7 @@ def _measure(recipe: Recipe, device: torch.device, number: int, told: Prediction
             f"The memory of this recipe cannot be predicted: {' '.join(str(error).split()).rstrip('.')}. Its"
             " training_step is run on tensors without values, so it may not depend on them (x[mask], mask.nonzero())"
             " or train by itself (manual optimization). `python -m trainer tune batch_size` measures instead."
-            + "".join(f" It looks at them in {line}." for line in sync_detector.told(list(told.waits.values())))
+            + "".join(f" It looks at them in {line}." for line in sync_detector.format_waits(list(told.waits.values())))
         ) from error
     is_rehearsed = getattr(precision, "autocast_ops", "") == "cuda" or device.type != "cpu"
     told.ops = {} if is_rehearsed else ops

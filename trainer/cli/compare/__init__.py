@@ -22,7 +22,7 @@ from trainer.cli.help import versions
 from trainer.cli.schema import read_settings
 from trainer.record.run_record import MEASURING, RunRecord
 from trainer.record.sweep import load_sweep
-from trainer.terminal import Table, format_mebibytes, four_digits, is_quiet, markdown_table, tell
+from trainer.terminal import Table, format_mebibytes, four_digits, is_quiet, markdown_table, print_line
 
 _FEW_BATCHES = 20
 
@@ -174,10 +174,10 @@ class Comparison:
         Table(self.title, *self._table(), ("run", "verdict"), _SPARE).show()
         for label, text, advice in self._findings():
             for line in (f"{label}: {text}", *(() if is_quiet() else (f"  - {line}" for line in advice))):
-                tell(line)
+                print_line(line)
         for condition in () if is_quiet() else ("", *self.conditions):
-            tell(condition, "dim")
-        tell(f"The report is {folder / 'compare.md'}")
+            print_line(condition, "dim")
+        print_line(f"The report is {folder / 'compare.md'}")
 
     def as_dict(self) -> dict[str, Any]:
         """The numbers."""

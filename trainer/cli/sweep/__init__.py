@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.record.run_record import ENDED_WELL, RunRecord
 from trainer.record.sweep import Sweep, load_sweep
-from trainer.terminal import Table, format_mebibytes, markdown_table, tell
+from trainer.terminal import Table, format_mebibytes, markdown_table, print_line
 
 _SPARE = ("run dir", "scale", "epochs", "memory", "skipped")
 """Columns that the terminal does without where it is too narrow for all, in this order. ``summary.md`` has them."""
@@ -139,8 +139,8 @@ def _print(
     narrow = [[cells[0], cells[1].replace(" ", "\n"), *cells[2:]] for cells in rows]
     Table(f"Sweep of {jobs}", header, narrow, ("overrides", "status", "run dir"), _SPARE).show()
     if said:
-        tell(said, "bold green" if "Best: job" in said else "yellow")
+        print_line(said, "bold green" if "Best: job" in said else "yellow")
     for run in runs:
         if run.error:
-            tell(f"Job {run.job} {run.status}: {run.error}")
-    tell(f"Everything is in {folder}")
+            print_line(f"Job {run.job} {run.status}: {run.error}")
+    print_line(f"Everything is in {folder}")

@@ -22,7 +22,7 @@ _REMEDY = (
 )
 
 
-class Pace:
+class DistributedPass:
     """One pass of evaluation on several processes.
 
     Args:

@@ -13,7 +13,7 @@ from torchmetrics import MeanMetric
 
 from trainer.data.unpadded import Span
 from trainer.errors import ConfigurationError
-from trainer.loops.pace import Pace
+from trainer.loops.distributed_pass import DistributedPass
 from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import MetricStore
 
@@ -61,13 +61,13 @@ def pace_of(
     whole: tuple[Span, ...] = (),
     module: nn.Module | None = None,
     watches: bool = True,
-) -> Pace:
+) -> DistributedPass:
     store = MetricStore(training=False)
     objects = MetricObjects(module or nn.Linear(1, 1))
-    return Pace(engine, store, objects, "validation", spans=spans, whole=whole or spans, watches=watches)  # type: ignore[arg-type]
+    return DistributedPass(engine, store, objects, "validation", spans=spans, whole=whole or spans, watches=watches)  # type: ignore[arg-type]
 
 
-def run(engine: Engine, pace: Pace, *batches: int, step: Callable[[int], None] | None = None) -> None:
+def run(engine: Engine, pace: DistributedPass, *batches: int, step: Callable[[int], None] | None = None) -> None:
     for dataloader_idx, count in enumerate(batches):
         for index in range(count):
 
