@@ -167,7 +167,7 @@ class Fault(Callback):
 
     @property
     def in_dataset(self) -> Callable[[int], None] | None:
-        """Return the function called for each sample, or None if there is none."""
+        """Return the function called for each sample, or None without a fault."""
         return self.before_sample if self.kind == "worker" else None
 
     def before_sample(self, index: int) -> None:
