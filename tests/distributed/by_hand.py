@@ -1,8 +1,8 @@
-"""The oracle: the loops that one writes by hand with plain torch, on one device, with DDP, and with FSDP2.
+"""Reference loops in plain torch: on one device, with DDP, and with FSDP2.
 
-Nothing of this package's trains here: ``fully_shard`` or ``DistributedDataParallel``, ``torch.autocast``,
-``torch.amp.GradScaler``, ``clip_grad_norm_`` (of DTensors, under FSDP2), ``no_sync`` or ``set_requires_gradient_sync``.
-What happens is that of a ``Setup``. A batch that counts nothing is run all the same, times 0.
+They use ``fully_shard`` or ``DistributedDataParallel``, ``torch.autocast``, ``torch.amp.GradScaler``,
+``clip_grad_norm_`` (of DTensors, under FSDP2), ``no_sync`` or ``set_requires_gradient_sync``, and nothing of this
+package. They run a ``Setup``. A batch with weight 0 is run with its loss times 0.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 def wrap(net: Net, engine: str) -> nn.Module:
-    """The module as the engine runs it."""
+    """Wrap the module for the engine."""
     if engine == "single":
         return net
     if engine == "ddp":
@@ -56,13 +56,13 @@ def wrap(net: Net, engine: str) -> nn.Module:
 
 
 def clip_(parameters: list[nn.Parameter], how: str) -> Tensor:
-    """Clip; returns the norm before."""
+    """Clip, and return the norm before clipping."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if how == "value":
         norm = torch.nn.utils.get_total_norm(gradients)
         torch.nn.utils.clip_grad_value_(parameters, CLIPPING[how])
     elif how == "inf" or len({g.device_mesh for g in gradients if isinstance(g, DTensor)}) > 1:
-        # of whole gradients: of DTensors, torch cannot compute it where a shard is empty, or on several meshes
+        # norm of whole gradients: torch cannot compute that of DTensors with an empty shard or on several meshes
         whole = [gradient.full_tensor() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
         norm = torch.nn.utils.get_total_norm(whole, float("inf") if how == "inf" else 2.0)
         torch.nn.utils.clip_grads_with_norm_(parameters, CLIPPING[how], norm, foreach=False)
@@ -72,7 +72,7 @@ def clip_(parameters: list[nn.Parameter], how: str) -> Tensor:
 
 
 def all_finite(optimizers: list[Optimizer]) -> list[bool]:
-    """Whether the gradients of each are finite, in all processes."""
+    """Return for each optimizer whether its gradients are finite on all ranks."""
     answers = []
     for optimizer in optimizers:
         found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -85,7 +85,7 @@ def all_finite(optimizers: list[Optimizer]) -> list[bool]:
 
 
 def train(setup: Setup, engine: str, world_size: int = 2) -> Trace:
-    """Train as the set-up says; in each process of an engine, or ``single``."""
+    """Train the set-up on all ranks of an engine, or on ``single``."""
     rank = data_rank(engine, world_size)
     ranks, each, replicas = (range(world_size), world_size, 1)
     if engine != "single":
@@ -105,7 +105,7 @@ def train(setup: Setup, engine: str, world_size: int = 2) -> Trace:
         return loss
 
     def step(optimizer: Optimizer, norms: list[Tensor], is_finite: bool) -> bool:
-        """Unscale, clip, step. Whether it was skipped."""
+        """Unscale, clip and step. Returns whether the step was skipped."""
         nonlocal steps
         steps += 1
         scaler.unscale_(optimizer)
@@ -174,7 +174,7 @@ def train(setup: Setup, engine: str, world_size: int = 2) -> Trace:
                             if not was_skipped:
                                 schedule.step()
                 elif is_last:
-                    steps += len(optimizers)  # nothing was learned; Lightning counts it
+                    steps += len(optimizers)  # skipped for lack of a loss; Lightning counts it
                     if setup.schedule == "step":
                         pass
             if i + 1 == len(train) and setup.schedule == "epoch":
@@ -186,7 +186,7 @@ def train(setup: Setup, engine: str, world_size: int = 2) -> Trace:
                     loss = torch.stack([forward(batch) for batch in val]).mean()
                 if replicas > 1:
                     if distributed.get_rank() % (distributed.get_world_size() // replicas):
-                        loss.zero_()  # of a share of the data that another process counts
+                        loss.zero_()  # of data of another rank
                     distributed.all_reduce(loss)
                 trace.val_losses.append(loss.item() / replicas)
                 model.train()

@@ -1,6 +1,6 @@
-"""What every process of ``test_checkpoints.py`` runs: fits that save and resume, by DDP and by FSDP2.
+"""Fits of ``test_checkpoints.py`` that save and resume, by DDP and by FSDP2.
 
-``torchrun ... checkpoints_worker.py FOLDER`` leaves what each rank saw in ``FOLDER/rank_R.pt``.
+``torchrun ... checkpoints_worker.py FOLDER`` saves the results of each rank to ``FOLDER/rank_R.pt``.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ LATE = {(1, 0), (1, 1)}
 WINDOWS: tuple[Any, ...] = (
     ("folder later", (), True), ("folder", (), False), ("file", LATE, True), ("file", LATE, False),
 )  # fmt: skip
-"""Form, what has no loss on rank 1 (all of the window so far), and whether each batch exchanges gradients."""
+"""Form, the batches without a loss on rank 1 (all of the window so far), and whether each batch reduces gradients."""
 
 SAVED = ("fsdp folder", "fsdp folder later", "fsdp file", "ddp folder", "ddp file", "single folder", "single file")
-"""By which strategy a checkpoint was saved, and in which form."""
+"""Strategy that saved a checkpoint, and its form."""
 
 CONVERTED = ("consolidated", "sharded again")
-"""What is made of FSDP's folder."""
+"""Conversions of FSDP's folder."""
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.01, momentum=0.9, nesterov=True),
@@ -56,7 +56,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 CACHING = {"buffers, ddp": ("ddp", "file"), "buffers, fsdp": ("fsdp", "folder")}
-"""Strategy and form of the checkpoints of a module with buffers that no state dict holds."""
+"""Strategy and form of checkpoints of a module with buffers outside the state dict."""
 
 
 class Net(Plain):
@@ -86,7 +86,7 @@ class Net(Plain):
 
 
 class Caching(Net):
-    """Has buffers that no state dict holds, and that grow: others in each process, but for DDP's broadcasts."""
+    """Has growing buffers outside the state dict, which DDP broadcasts from rank 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Caching(Net):
 
 
 class Seen(Callback):
-    """Whole weights and states of optimizers, when training starts and when it ends."""
+    """Records whole weights and optimizer states at the start and the end of training."""
 
     def __init__(self) -> None:
         self.at: dict[str, Any] = {}
@@ -131,7 +131,7 @@ class Seen(Callback):
 
 
 class Saves(Callback):
-    """Saves a checkpoint inside of an open window: after the batch of index 1 in the second epoch."""
+    """Saves a checkpoint inside an open window: after batch 1 of the second epoch."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

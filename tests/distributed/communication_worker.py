@@ -75,7 +75,7 @@ def rounded(state, bucket, errors, steps):
 
 
 def like_power(state, bucket):
-    """Uses torch's state as torch's PowerSGD does, whose nested collectives abort now and then on gloo."""
+    """Return torch's state with a hook like PowerSGD, because nested collectives sometimes abort on gloo."""
     state.maybe_increase_iter(bucket)
     if state.iter <= state.start_powerSGD_iter:
         return averaged(state, bucket, 1.0)
@@ -83,7 +83,7 @@ def like_power(state, bucket):
 
 
 def local(state, bucket):
-    """Leaves the gradients of each process as they are."""
+    """Leave the gradients of each rank unchanged."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
@@ -112,7 +112,7 @@ REFUSED: dict[str, Any] = {
     "power": (lambda: power(2), {}),
     "memory": (lambda: (Remembers(), rounding), {}),
 }
-"""What makes a hook and its state, and options of the strategy."""
+"""Factories of hooks and their states, and options of the strategy."""
 
 
 class Hooked(DDPStrategy):

@@ -1,4 +1,4 @@
-"""What the processes of ``test_deepspeed.py`` run: small fits by DeepSpeed, and the same by DDP."""
+"""Small fits of ``test_deepspeed.py`` by DeepSpeed, and the same by DDP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCALING = {"initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 1}
 
 
 class Watch(Callback):
-    """Takes note of each weight update."""
+    """Records each optimizer step."""
 
     def __init__(self) -> None:
         self.outcomes: list[tuple[bool, float, float, float]] = []
@@ -37,12 +37,12 @@ class Watch(Callback):
 
 
 def make(strategy: Any, callbacks: Any = (), **arguments: Any) -> Trainer:
-    """A Trainer of all processes. A mapping stands for a ``DeepSpeedStrategy`` of these arguments."""
+    """Return a Trainer for all ranks. A mapping contains the arguments of a ``DeepSpeedStrategy``."""
     precision = arguments.get("precision")
     if precision == "16-mixed":
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-        CPU_Accelerator.is_fp16_supported = lambda self: True  # slowly, any can
+        CPU_Accelerator.is_fp16_supported = lambda self: True  # on a slow machine any of them may
     if isinstance(strategy, Mapping):
         strategy = DeepSpeedStrategy(
             **strategy, **SCALING if precision == "16-mixed" and "loss_scale" not in strategy else {}
@@ -58,13 +58,13 @@ def make(strategy: Any, callbacks: Any = (), **arguments: Any) -> Trainer:
 
 
 def loader(count: int, seed: int = 1) -> DataLoader[Any]:
-    """Batches of this process's own."""
+    """Return the batches of this rank."""
     rank = torch.distributed.get_rank()
     return DataLoader(batches_of(range(rank, rank + 1), count, seed), batch_size=None)
 
 
 def fit(setup: Setup, strategy: Any, arguments: Mapping[str, Any], ckpt_path: str | None = None) -> dict[str, Any]:
-    """A fit, and what it has left behind; then a test and a prediction."""
+    """Fit, test and predict. Returns the results."""
     with only_these_warnings(), warnings.catch_warnings(record=True) as warned:
         warnings.filterwarnings("always", "The checkpoint was written inside of an accumulation window")
         warnings.filterwarnings("ignore", "You're using the WeightAveraging callback with a model that overrides")
@@ -97,14 +97,14 @@ def fit(setup: Setup, strategy: Any, arguments: Mapping[str, Any], ckpt_path: st
 
 
 class Thaws(Callback):
-    """Trains what was frozen, from the second epoch on."""
+    """Unfreezes parameters in the second epoch."""
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         pl_module.requires_grad_(trainer.current_epoch > 0)
 
 
 def refusals(folder: str) -> list[str]:
-    """What is said of runs that cannot be done, each of which is followed by one that can."""
+    """Return the errors of unsupported runs, each followed by a supported one."""
     said = []
     for strategy, setup, arguments in (
         ({"stage": 2}, Setup(manual=True), {}),
@@ -130,7 +130,7 @@ def refusals(folder: str) -> list[str]:
 
 
 def error_of(run: Callable[[], Any]) -> str:
-    """What it says of why it cannot be done."""
+    """Return the message of the error."""
     try:
         run()
     except TrainerError as error:
@@ -139,18 +139,18 @@ def error_of(run: Callable[[], Any]) -> str:
 
 
 def cannot_resume(setup: Setup, strategy: Any, arguments: Mapping[str, Any], ckpt_path: str) -> str:
-    """Why a fit cannot go on from there."""
+    """Return the reason that a fit cannot resume from a checkpoint."""
     return error_of(lambda: fit(setup, strategy, arguments, ckpt_path))
 
 
 def save(setup: Setup, strategy: Any, form: str, folder: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The fit, which writes ``folder/batch_2.ckpt`` on the way: a ``"file"`` or a ``"folder"``."""
+    """Fit, and write ``folder/batch_2.ckpt`` as a ``"file"`` or a ``"folder"``."""
     more = {"plugins": [CheckpointFiles(sharded=form == "folder")], "enable_checkpointing": True}
     return fit(setup, strategy, {**arguments, **more, "callbacks": [Saves(folder, batches=[2])]})
 
 
 def evaluate(strategy: Any) -> float | str:
-    """The mean loss over three batches of one process and one of the other; or why there is none."""
+    """Return the mean loss over three batches of one rank and one batch of the other, or the error."""
     count = 1 + 2 * (torch.distributed.get_rank() == 0)
     with only_these_warnings():
         trainer, seen = make(strategy), []
@@ -159,13 +159,13 @@ def evaluate(strategy: Any) -> float | str:
 
 
 def end_by_signal(folder: str) -> int:
-    """A fit that gets a signal in its second batch, in one process. Returns its steps."""
+    """End a fit by a signal in the second batch of one rank. Returns its steps."""
 
     class Kill(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 1 and trainer.global_rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.1)  # the other process learns of it meanwhile
+            time.sleep(0.1)  # the other rank receives the flag meanwhile
 
     with only_these_warnings():
         trainer = make({"stage": 2}, [Kill(), ModelCheckpoint(folder, every_n_epochs=5)], enable_checkpointing=True)
@@ -177,7 +177,7 @@ def end_by_signal(folder: str) -> int:
 
 
 class OnMeta(Fitted):
-    """Made without memory."""
+    """Creates its layers on the meta device."""
 
     def __init__(self) -> None:
         super().__init__(Setup(optimizer="adamw"))
@@ -195,7 +195,7 @@ class OnMeta(Fitted):
 
 
 def fit_on_meta(strategy: Any) -> dict[str, Any]:
-    """The weights of a module that was made without memory."""
+    """Return the weights of a module created on the meta device."""
     with only_these_warnings():
         make(strategy, max_epochs=1).fit(module := OnMeta(), loader(4), loader(2, seed=2))
     return {name: value.clone() for name, value in module.state_dict().items()}

@@ -1,7 +1,7 @@
-"""Runs that go on with another number of processes; started by torchrun, or called for one (see ``test_elastic.py``).
+"""Runs resumed with another number of ranks, started by torchrun or called in one process (see ``test_elastic.py``).
 
-``elastic_worker.py FOLDER`` runs, on as many processes as there are, what :data:`RUNS` has for that number, one after
-the other, and leaves what each rank saw in ``FOLDER/NUMBER_rank_R.pt``.
+``elastic_worker.py FOLDER`` runs the entries of :data:`RUNS` for this world size in turn, and saves the results of each
+rank to ``FOLDER/NUMBER_rank_R.pt``.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ EPOCHS = 3
 
 @dataclass(frozen=True)
 class Run:
-    """One run: ``start`` is the name of another one, and after which update of it to go on.
+    """A run. ``start`` is the name of another run, and the optimizer step to resume it from.
 
-    Of ``sharing`` processes, all have the same batches: they divide layers (tensor parallelism).
+    Groups of ``sharing`` ranks have the same batches: they divide layers (tensor parallelism).
     """
 
     name: str
@@ -52,7 +52,7 @@ class Run:
 
 VALIDATES: dict[str, Any] = {"val_check_interval": 2}
 RUNS = [
-    # 12 samples an update, 5 updates an epoch, of which the last has 2
+    # 12 samples per optimizer step; 5 steps per epoch, the last of 2 samples
     Run("one", 1, 12),
     Run("one, in windows", 1, 3, arguments={"accumulate_grad_batches": 4, "val_check_interval": 8}),
     Run("one, dropping", 1, 4, arguments={"accumulate_grad_batches": 3}, drop_last=True, workers=1),
@@ -84,7 +84,7 @@ RUNS = [
     ),
     Run("two, deepspeed, then three, then one", 1, 12, ("two, deepspeed, then three", 12), VALIDATES),
 ]
-"""Those of one process come in two parts: before the others, and after them."""
+"""Runs of one process are in two parts: before and after the others."""
 if find_spec("deepspeed") is None:
     RUNS = [run for run in RUNS if "deepspeed" not in run.name]
 if not HAS_FSDP2:
@@ -92,7 +92,7 @@ if not HAS_FSDP2:
 
 
 class Numbered(Dataset[Any]):
-    """Samples that know their numbers."""
+    """Samples that return their index."""
 
     def __init__(self, number: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -106,7 +106,7 @@ class Numbered(Dataset[Any]):
 
 
 class Net(LightningModule):
-    """Writes down which samples each update gets, and what is logged."""
+    """Records the samples of each optimizer step, and the logged values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Net(LightningModule):
         numbers, loss = batch[0], self.loss(batch)
         weight = self.trainer.loop.window.batch_weight
         self.seen.append((self.trainer.progress.updates, numbers.tolist(), weight))
-        counts = weight is None or weight > 0  # one that does not count repeats a sample
+        counts = weight is None or weight > 0  # a padded sample has weight 0
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(numbers) * counts)
         self.log("largest", numbers.max().float(), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max")
         self.mean.update(loss.detach(), len(numbers) * counts)
@@ -159,9 +159,9 @@ class Net(LightningModule):
 
 
 class Saver(Checkpoint):
-    """Writes a checkpoint after each batch, named after the updates by then if a window has ended, else after both.
+    """Writes a checkpoint before the first and after each batch.
 
-    And one before the first.
+    Files are named after the number of steps at the end of a window, and after steps and batches inside a window.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -187,7 +187,7 @@ def strategy_of(run: Run) -> Any:
 
 
 def train(run: Run, folder: Path, **arguments: Any) -> dict[str, Any]:
-    """Returns what this process saw."""
+    """Return the results of this rank."""
     seed_everything(7, verbose=False)
     module = Net()
     quiet: dict[str, Any] = {
@@ -211,7 +211,7 @@ def train(run: Run, folder: Path, **arguments: Any) -> dict[str, Any]:
 
 
 def train_all(folder: Path, processes: int, second: bool = False) -> dict[str, dict[str, Any]]:
-    """Those of so many processes; of one: those that need others, or those that do not."""
+    """Train the runs for this world size. For one process, either those that start from others, or the rest."""
     runs = [run for run in RUNS if run.processes == processes and (run.start is not None or not second)]
     if processes == 1:
         runs = [run for run in runs if (run.start is not None) == second]

@@ -1,7 +1,7 @@
-"""What every process of ``test_evaluation.py`` runs: evaluations of which processes have different numbers of batches.
+"""Evaluations of ``test_evaluation.py`` with uneven inputs.
 
-``torchrun ... evaluation_worker.py FOLDER`` leaves what each rank saw in ``FOLDER/rank_R.pt``. The same scenarios run
-in one process, for comparison: :func:`scenarios`.
+``torchrun ... evaluation_worker.py FOLDER`` saves the results of each rank to ``FOLDER/rank_R.pt``. :func:`scenarios`
+runs the same in one process, for comparison.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Numbers(Dataset[Tensor]):
 
 
 class Stream(IterableDataset[Tensor]):
-    """The same without a length, divided by whoever iterates them."""
+    """The same samples without a length, divided among ranks by the iterator."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -64,7 +64,7 @@ class Stream(IterableDataset[Tensor]):
 
 
 class Module(LightningModule):
-    """Logs in all the ways there are."""
+    """Logs in all supported ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,6 @@ class Module(LightningModule):
         return (self(batch) - 1).square().mean()
 
     def evaluate(self, batch: Tensor, dataloader_idx: int = 0) -> None:
-        """The step."""
         self.seen += batch.tolist()
         self.running.append(float(self.net[1].running_mean.sum()))
         more = {"on_step": False, "on_epoch": True}
@@ -154,14 +153,14 @@ class OneBatch(Module):
 
 
 class Drawing(LightningModule):
-    """Draws its batches itself."""
+    """Uses ``dataloader_iter``."""
 
     def validation_step(self, dataloader_iter: Any) -> None:
         self.log("mean", next(dataloader_iter)[0].mean(), batch_size=1)
 
 
 class Watching(Module):
-    """Exchanges something in each batch, or in one."""
+    """Calls a collective in each batch, or in one batch."""
 
     how = ""
 
@@ -174,7 +173,7 @@ class Watching(Module):
 
 
 class Lists(Module):
-    """A metric whose lists of tensors are exchanged one by one."""
+    """A metric with lists of tensors, which are gathered one by one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +185,7 @@ class Lists(Module):
 
 
 class OnStep(Module):
-    """A metric that exchanges at each batch."""
+    """A metric that is synchronized at each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +196,7 @@ class OnStep(Module):
 
 
 class Rows(Callback):
-    """The batch-wise values of one process."""
+    """The per-batch values of one rank."""
 
     def __init__(self) -> None:
         self.each: list[float] = []
@@ -222,7 +221,7 @@ def sizes(*counts: int, batch_size: int = 1, **options: Any) -> Any:
 
 
 class Evens(BatchSampler):
-    """A batch sampler of a class of its own."""
+    """A custom batch sampler."""
 
 
 # name: (dataloaders, arguments of the Trainer)
@@ -294,7 +293,7 @@ def fit(strategy: str, world_size: int, counts: tuple[int, ...], folder: Path, *
 
 
 def failure(strategy: str, world_size: int, module: Watching, count: int, **arguments: Any) -> dict[str, Any]:
-    """What an evaluation that exchanges in its batches raises or warns of."""
+    """Return the errors and warnings of an evaluation with collectives in its batches."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -324,7 +323,7 @@ FAILURES: dict[str, tuple[Callable[[], Module], int, dict[str, Any]]] = {
 
 
 def scenarios(folder: Path, world_size: int, strategy: str = "ddp") -> dict[str, Any]:
-    """Everything that is run, in this order, on all ranks."""
+    """Run all scenarios in this order on all ranks."""
     found: dict[str, Any] = {}
     for name, (make, arguments) in {**PASSES, **(LIMITED if world_size > 1 else {})}.items():
         found[name] = validate(strategy, world_size, make, arguments)
@@ -340,7 +339,7 @@ def scenarios(folder: Path, world_size: int, strategy: str = "ddp") -> dict[str,
         strategy, world_size, (5,), folder / "interval", val_check_interval=1, limit_val_batches=3
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_max, "SECONDS", 0.0)  # as with slow batches: processes ask before each whether to stop
+        patch.setattr(async_max, "SECONDS", 0.0)  # emulates slow batches: ranks agree before each one whether to stop
         found["fit several"] = fit(
             strategy, world_size, (5, 5, 5), folder / "several", monitor="plain/dataloader_idx_2"
         )

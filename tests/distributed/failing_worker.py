@@ -1,4 +1,4 @@
-"""What every process of ``test_failures.py`` runs: a fit that fails on one rank while the other waits for it.
+"""A fit of ``test_failures.py`` that fails on one rank while the other waits for it.
 
 ``python failing_worker.py STRATEGY RANK WHERE HOW PATIENCE``. ``WHERE`` is ``setup`` or ``training``; ``HOW`` is
 ``raises`` or ``dies``. The other rank waits in a collective, which fails when the connection breaks, or asleep,
@@ -15,13 +15,13 @@ import warnings
 from typing import Any
 
 import torch
-import worker  # beside this file
+import worker  # next to this file
 
 from trainer.engine import child_processes as processes
 
 
 class Failing(worker.Regression):
-    """Fails where it is told to."""
+    """Fails at the configured place."""
 
     def __init__(self, rank: int, where: str, how: str, waits: str) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Rank 0 of any number of processes, of which the others are imagined: their part of each collective is not computed.
+"""Rank 0 of a simulated process group of any size: collectives return local data.
 
-``fake_worker.py SIZE FILE`` leaves in ``FILE`` what one step exchanges, and what this process holds of the state. With
-an engine behind it, what ``simulate_ranks`` finds for a small model.
+``fake_worker.py SIZE FILE`` saves the collectives of one step and the bytes of this rank's state to ``FILE``. With an
+engine in the arguments, it saves the result of ``simulate_ranks`` for a small model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What every process of ``test_fsdp.py`` runs: all kinds of modules, by DDP and by FSDP2.
+"""Fits of ``test_fsdp.py``: all kinds of modules, by DDP and by FSDP2.
 
-``torchrun ... fsdp_worker.py FOLDER torchrun`` leaves what each rank saw in ``FOLDER/rank_R.pt``. Further arguments are
-names of scenarios, in the place of all of them.
+``torchrun ... fsdp_worker.py FOLDER torchrun`` saves the results of each rank to ``FOLDER/rank_R.pt``. Further
+arguments select scenarios.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ MSE = nn.functional.mse_loss
 
 
 class Scenario(NamedTuple):
-    """One fit by DDP, and one by FSDP2.
+    """A fit to run by DDP and by FSDP2.
 
     Attributes:
-        module: makes it.
-        arguments: of the Trainer.
-        sharded: makes the strategy.
-        tolerance: how far the weights may be apart.
-        ddp: makes the strategy that is right.
+        module: creates the module.
+        arguments: arguments of the Trainer.
+        sharded: creates the FSDP2 strategy.
+        tolerance: accepted difference of the weights.
+        ddp: creates the DDP strategy.
         alike: whether all processes get the same batches.
     """
 
@@ -51,7 +51,7 @@ class Scenario(NamedTuple):
 
 
 class LateNone(Net):
-    """None after a forward of its own, where the rank and the batch say so; of an infinite batch, perhaps."""
+    """Returns None after its own forward, or an infinite loss, at configured ranks and batches."""
 
     def __init__(self, late_at: Any, part: bool = False, weights: Any = None) -> None:
         super().__init__(weights=weights)
@@ -69,7 +69,7 @@ class LateNone(Net):
 
 
 class Frozen(Net):
-    """The first layers are not trained; in the second epoch, one of them is."""
+    """Has frozen first layers, and unfreezes one of them in the second epoch."""
 
     def __init__(self, *names: str, none_at: Any = (), thaw: str | None = None) -> None:
         super().__init__(none_at)
@@ -86,7 +86,7 @@ class Frozen(Net):
 
 
 class Several(Net):
-    """Two optimizers of one loss."""
+    """Has two optimizers of one loss."""
 
     def configure_optimizers(self) -> Any:
         first = [*self.net[0].parameters(), self.gain]
@@ -97,7 +97,7 @@ class Several(Net):
 
 
 class Apart(Net):
-    """The parameter of a single element has an optimizer of its own: of its gradients, a process holds nothing."""
+    """Has a separate optimizer for a parameter with one element, so that one rank has no gradient for it."""
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD([self.gain], lr=0.05), torch.optim.SGD(self.net.parameters(), lr=0.05)]
@@ -111,7 +111,7 @@ class OwnStep(Net):
 
 
 class Second(Net):
-    """An optimizer that evaluates the loss itself. DTensors flatten only where each process has as many rows."""
+    """An optimizer that evaluates the loss itself. DTensors flatten only if each rank has the same number of rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Second(Net):
 
 
 class Adversarial(LightningModule):
-    """Manual optimization: two networks in turn, one of blocks and one without, and a parameter of the module's own."""
+    """Manual optimization of two networks in turn, one with blocks and one without, and a direct parameter."""
 
     def __init__(self, toggles: bool = True, clips: bool = False) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Tied(Net):
 
 
 class Meta(Net):
-    """Made without memory, and filled by its parts' own methods: from rank 0, whatever the other has drawn."""
+    """Created on the meta device, and initialized by its submodules with the values of rank 0."""
 
     def configure_model(self) -> None:
         with torch.device("meta"):
@@ -204,7 +204,7 @@ class Meta(Net):
 
 
 class Scaled(nn.Module):
-    """A module with a parameter and a method to fill it."""
+    """A module with a parameter and a method to initialize it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class Scaled(nn.Module):
 
 
 class Named(Net):
-    """Made without memory, and filled by the module, each parameter by its name."""
+    """Created on the meta device, and initialized by the module, each parameter by its name."""
 
     def configure_model(self) -> None:
         with torch.device("meta"):
@@ -231,7 +231,7 @@ class Named(Net):
 
 
 class Parallel(Net):
-    """Tensor parallelism in the first two layers, where the strategy has a mesh for it."""
+    """Uses tensor parallelism in the first two layers if the strategy has a mesh for it."""
 
     def configure_model(self) -> None:
         mesh = self._device_mesh
@@ -248,7 +248,7 @@ def shard_first(module: Any, mesh: Any) -> None:
 
 
 class AlsoFrozen(DDPStrategy):
-    """DDP averages the gradients of those parameters alone that are trained when it begins: here, of all."""
+    """Freezes parameters in a way that DDP supports: all are trained when DDP is created."""
 
     def configure_ddp(self) -> None:
         frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]

@@ -1,7 +1,7 @@
-"""How much of ours rank 0 does in a fit among any number of imagined processes, with all that goes with it.
+"""Count the work of rank 0 in a fit on a simulated process group of any size, with all features.
 
-``growth_worker.py FILE SIZE ...`` leaves the counts for each size in ``FILE``, in turn in one process. torch's part
-(collectives, the plan of a sharded save) is left out, or has stand-ins: what comes from the others is as it is here.
+``growth_worker.py FILE SIZE ...`` saves the counts for each size to ``FILE``. torch's part (collectives, the plan of a
+sharded save) is left out or replaced: data of other ranks equals that of rank 0.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What every process of ``test_guard.py`` runs: fits with a loss that is NaN on one rank.
+"""Fits of ``test_guard.py`` with a loss that is NaN on one rank.
 
-``python guard_worker.py FOLDER`` leaves what each rank saw in ``FOLDER/rank_R.pt``.
+``python guard_worker.py FOLDER`` saves the results of each rank to ``FOLDER/rank_R.pt``.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import worker  # beside this file
+import worker  # next to this file
 from torch import nn
 
 from trainer.callbacks import NonFiniteGuard
 from trainer.errors import NonFiniteError
 
 BAD = (1, 2)
-"""Rank and batch whose loss is NaN."""
+"""Rank and batch with a NaN loss."""
 
 
 class Module(worker.Regression):

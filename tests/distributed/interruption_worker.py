@@ -1,6 +1,6 @@
-"""What every process of ``test_interruption.py`` runs: fits that signals end on one rank or on both.
+"""Fits of ``test_interruption.py`` that are ended by signals on one rank or on both.
 
-``python interruption_worker.py FOLDER`` leaves what each rank saw in ``FOLDER/rank_R.pt``.
+``python interruption_worker.py FOLDER`` saves the results of each rank to ``FOLDER/rank_R.pt``.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import worker  # beside this file
+import worker  # next to this file
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 
 class Quiet(worker.Regression):
-    """Logs nothing, which would wait for the other rank."""
+    """Logs nothing, because logging waits for the other rank."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch)
@@ -30,7 +30,7 @@ class Quiet(worker.Regression):
 
 
 class Signalled(Callback):
-    """Sends a signal to itself where the rank and the batch say so; the ranks are not equally fast."""
+    """Sends a signal to itself at configured ranks and batches. The ranks have different speeds."""
 
     def __init__(
         self, where: dict[tuple[int, int], int], seconds: float, in_validation: tuple[int, int] | None
@@ -63,7 +63,7 @@ def interrupted(
     in_validation: tuple[int, int] | None = None,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """What this rank saw of a fit that signals end."""
+    """Return the results of this rank for an interrupted fit."""
     signalled = Signalled(where, seconds, in_validation)
     saver = ModelCheckpoint(folder, save_top_k=0)
     usual = {"callbacks": [signalled, saver], "enable_checkpointing": True, "limit_val_batches": 0, "max_epochs": 40}
@@ -82,7 +82,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", ".*does not have many workers")
-    slow = {"seconds": 0.15}  # the processes ask each other after every batch
+    slow = {"seconds": 0.15}  # ranks agree after every batch
     found: dict[str, Any] = {}
     for one in range(2):
         found[f"slow {one}"] = interrupted(folder / f"slow_{one}", {(one, 1): signal.SIGTERM}, **slow)

@@ -55,7 +55,7 @@ def net() -> nn.Sequential:
 
 
 def batches(setup: LocalSGD) -> list[Batch]:
-    """Those of this process."""
+    """Return the batches of this rank."""
     rank = distributed.get_rank()
     generator = torch.Generator().manual_seed(rank)
     return [
@@ -111,7 +111,7 @@ class Module(LightningModule):
 
 
 def fit(setup: LocalSGD) -> dict[str, Any]:
-    """By our Trainer."""
+    """Train with our Trainer."""
     warnings.filterwarnings("ignore", ".*does not have many workers")
     precision: Any = native_fp16(init_scale=1024.0, growth_interval=4) if setup.precision == "16-mixed" else None
     module = Module(setup)
@@ -132,7 +132,7 @@ def fit(setup: LocalSGD) -> dict[str, Any]:
 
 
 def by_hand(setup: LocalSGD) -> dict[str, Any]:
-    """By torch's own classes. The processes agree on a skipped step, which torch leaves to the user."""
+    """Train with torch's classes. Ranks agree on a skipped step, which torch leaves to the user."""
     module = DistributedDataParallel(net())
     module.register_comm_hook(state_of(setup), post_localSGD_hook)
     bare = optimizer_of(setup, module)
@@ -157,7 +157,7 @@ def by_hand(setup: LocalSGD) -> dict[str, Any]:
             distributed.all_reduce(overflowed, distributed.ReduceOp.MAX)
         if overflowed:
             skipped += 1
-            scaler.step(bare)  # notes the overflow
+            scaler.step(bare)  # records the overflow
         else:
             scaler.step(bare)
             optimizer.averager.average_parameters(params=optimizer.param_groups)

@@ -1,6 +1,6 @@
-"""What every process of ``test_overflow.py`` runs: fits whose gradients overflow on one rank.
+"""Fits of ``test_overflow.py`` with gradients that overflow on one rank.
 
-``python overflow_worker.py FOLDER`` leaves what each rank saw in ``FOLDER/rank_R.pt``.
+``python overflow_worker.py FOLDER`` saves the results of each rank to ``FOLDER/rank_R.pt``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import worker  # beside this file
+import worker  # next to this file
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ FAILING = {(1, 1), (1, 3), (1, 4)}  # in windows of 2, 2 and 1: one batch of eac
 
 
 class Together(nn.Module):
-    """The mean over the ranks, forward and backward, as a synchronised normalisation takes it: all have to come."""
+    """Computes the mean over ranks, forward and backward, as SyncBatchNorm does: all ranks must take part."""
 
     def forward(self, x: Tensor) -> Tensor:
         mean: Tensor = torch.distributed.nn.functional.all_reduce(x.mean(0))  # type: ignore[no-untyped-call]
@@ -31,7 +31,7 @@ class Together(nn.Module):
 
 
 class Overflow(nn.Module):
-    """Overflows forward where it is told to."""
+    """Overflows in the forward pass at configured batches."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Processes of one process group that are kept: a call runs a function in all of them, and brings back what each found.
+"""Persistent ranks of one process group: a call runs a function on all of them, and returns the results.
 
-To start processes takes seconds, a small fit on two of them a tenth of one. :class:`Ranks` starts them once, for
+Starting processes takes seconds, a small fit on two of them a tenth of a second. :class:`Ranks` starts them once for
 hundreds of fits::
 
     with warm_python() as python, Ranks(python, 2) as ranks:
@@ -10,7 +10,7 @@ Arguments and results go through ``pickle``. A process that raises, or does not 
 are killed, and the next call starts others.
 
 As a script, in each process: ``ranks.py RANK SIZE FILE`` joins the group by ``FILE``, reads calls from its standard
-input and writes the results to its standard output. What a call prints goes to standard error.
+input and writes the results to its standard output. The output of a call goes to standard error.
 """
 
 from __future__ import annotations
@@ -126,13 +126,13 @@ class Ranks:
 
 
 def function_of(name: str) -> Any:
-    """What ``"module:name"`` names."""
+    """Return the function of ``"module:name"``."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def main(rank: int, size: int, rendezvous: str, timeout: float) -> None:
-    """Answer calls until there are no more."""
+    """Answer calls until the input ends."""
     calls, answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     os.dup2(2, 1)
     import torch

@@ -1,4 +1,4 @@
-"""What ``test_ray.py`` has Ray do, in a process of its own: ``python ray_worker.py FOLDER``; writes ``result.json``."""
+"""Program of ``test_ray.py`` that runs Ray: ``python ray_worker.py FOLDER`` writes ``result.json``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ QUIET: dict[str, Any] = {
 
 
 class Regression(LightningModule):
-    """Two layers; ``overflows``: in the third step of the second process."""
+    """Two layers; with ``overflows``, in the third step of the second rank."""
 
     def __init__(self, lr: float = 0.1, overflows: bool = False) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def data() -> DataLoader[Any]:
 
 
 class Die(Callback):
-    """Ends the second worker after the first epoch, where it is the first to be started."""
+    """Ends the second worker after the first epoch of the first attempt."""
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
         if trainer.current_epoch == 1 and train.get_checkpoint() is None and trainer.global_rank == 1:
@@ -71,7 +71,7 @@ class Die(Callback):
 
 
 def of_ray(kind: Any = None, **arguments: Any) -> Any:
-    """A Trainer as one is written in a worker of Ray Train."""
+    """Return a Trainer as in a worker of Ray Train."""
     trainer = (kind or Trainer)(
         strategy=RayDDPStrategy(), plugins=RayLightningEnvironment(), devices="auto", **QUIET, **arguments
     )
@@ -93,7 +93,7 @@ def told(**arguments: Any) -> str:
 
 
 def work(config: dict[str, Any]) -> None:
-    """A worker of Ray Train."""
+    """Run in a worker of Ray Train."""
     warnings.simplefilter("ignore")
     environment = RayLightningEnvironment()
     result: dict[str, Any] = {
@@ -116,7 +116,7 @@ def work(config: dict[str, Any]) -> None:
 
 
 def work_on(config: dict[str, Any]) -> None:
-    """A worker that dies, and is started again."""
+    """Run in a worker that fails and is restarted."""
     warnings.simplefilter("ignore")
     trainer = of_ray(precision=MixedPrecision(init_scale=256), callbacks=[RayTrainReportCallback(), Die()])
     module = Regression(overflows=True)
@@ -130,7 +130,7 @@ def work_on(config: dict[str, Any]) -> None:
 
 
 def trial(config: dict[str, Any]) -> None:
-    """A trial of Ray Tune."""
+    """Run a trial of Ray Tune."""
     warnings.simplefilter("ignore")
     Trainer(**QUIET, callbacks=TuneReportCallback({"val_loss": "val_loss"}, on="validation_end")).fit(
         Regression(config["lr"]), data(), data()
@@ -142,7 +142,7 @@ def main(folder: str) -> None:
     arguments: dict[str, Any] = {
         "train_loop_config": {"folder": folder}, "scaling_config": ScalingConfig(num_workers=2),
     }  # fmt: skip
-    storage = f"{folder}/ray"  # names are of this process: Ray's callback writes to /tmp by them
+    storage = f"{folder}/ray"  # file names contain the process id: Ray's callback writes to /tmp
     trained = TorchTrainer(
         work, run_config=RunConfig(storage_path=storage, name=f"train-{os.getpid()}"), **arguments
     ).fit()

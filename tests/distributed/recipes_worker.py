@@ -1,7 +1,7 @@
-"""What every process of ``test_recipes.py`` runs: short fits of the recipes gpt and finetune, by DDP and by FSDP2.
+"""Short fits of the recipes gpt and finetune for ``test_recipes.py``, by DDP and by FSDP2.
 
-``torchrun ... recipes_worker.py FOLDER`` leaves what each rank saw in ``FOLDER/rank_R.pt``, and what the recipes wrote
-in ``FOLDER/STRATEGY/SCENARIO``. ``FOLDER/model`` is the model that is fine-tuned, where there is one.
+``torchrun ... recipes_worker.py FOLDER`` saves the results of each rank to ``FOLDER/rank_R.pt``, and the files of the
+recipes to ``FOLDER/STRATEGY/SCENARIO``. ``FOLDER/model`` is the model to fine-tune.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def texts() -> TensorDataset:
 
 
 def scenarios(folder: Path) -> dict[str, tuple[Callable[[], LightningModule], Callable[[], TensorDataset]]]:
-    """(module, its data) of each fit."""
+    """Return (module, its data) of each fit."""
     sizes = {"context": 16, "width": 16, "heads": 2, "layers": 2, "sample_length": 3}
     model, tuned = str(folder / "model"), partial(FineTuner, ADAMW, SCHEDULE)
     found: dict[str, Any] = {

@@ -1,9 +1,8 @@
 """Descriptions of fits that run on any engine: by our Trainer (:func:`fit`), and by hand (``by_hand.py``).
 
-A :class:`Setup` says what is trained on which batches, and what goes wrong on the way. :func:`draw` draws one. On an
-engine of W processes each has batches of its own (with tensor parallelism, each group of processes that shares one). A
-single device gets the same batches one after the other, and W times as many for each weight update: the mathematics are
-the same, so weights differ by rounding alone.
+A :class:`Setup` defines module, batches and faults. :func:`draw` draws one. On an engine with W ranks each rank has its
+own batches (with tensor parallelism, each group of ranks that shares one). A single device gets the same batches one
+after the other, and W times as many per optimizer step, so that weights differ by rounding only.
 """
 
 from __future__ import annotations
@@ -36,7 +35,9 @@ from trainer import CheckpointFiles, FSDP2Strategy, Trainer
 from trainer.callbacks import GradientAccumulation, GradientClipping, NonFiniteGuard
 from trainer.compat.engine import _forward_nothing
 
-"""On four processes: two copies of two shards; and tensor parallelism in two groups, over which the rest is sharded."""
+"""Strategies on four ranks: two copies of two shards; and tensor parallelism in two groups, with sharding across them.
+
+"""
 
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
@@ -45,13 +46,13 @@ OPTIMIZERS = {
     "adamw-fused": partial(torch.optim.AdamW, lr=0.01, eps=1e-2, fused=True),
     "adam-fused": partial(torch.optim.Adam, lr=0.01, eps=1e-2, fused=True),
 }
-"""Of a large epsilon: with the usual one, the sign of a gradient that is 0 but for rounding moves a weight by lr."""
+"""A large epsilon, so that the sign of a gradient that is 0 up to rounding does not move a weight by lr."""
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
 SCALER = {"init_scale": 1024.0, "growth_interval": 3}
 CLIPPING = {"norm": 0.3, "inf": 0.1, "value": 0.05}
 VAL_BATCHES = 2
 Where = tuple[int, int, int]
-"""A process, an epoch, and a batch of that process in that epoch."""
+"""A rank, an epoch, and a batch of that rank in that epoch."""
 
 
 @dataclass(frozen=True)
@@ -59,26 +60,26 @@ class Setup:
     """A fit.
 
     Attributes:
-        precision: as the Trainer's.
+        precision: precision of the Trainer.
         optimizer: a key of ``OPTIMIZERS``.
-        optimizers: how many share the parameters.
+        optimizers: number of optimizers that share the parameters.
         manual: whether the module does its backward passes and steps itself.
-        batches: of each process, in an epoch.
-        windows: batches of a window, in each epoch.
+        batches: batches per rank and epoch.
+        windows: batches per accumulation window, in each epoch.
         weighted: whether batches come with weights: None, as numbers, or as tensors.
-        unit: what those weights are multiples of.
+        unit: unit of those weights.
         none: batches without a loss.
-        late: whether those are found out after their forward.
+        late: whether these return None after their forward.
         clip: a key of ``CLIPPING``, or None.
         schedule: when the learning rate changes: "step", "epoch", or None.
         overflow: a batch with an infinite gradient, or None.
-        whole_overflow: whether that is the gradient of all parameters, not of one.
-        guard: whether a step of that is skipped in float32 and bfloat16, too.
+        whole_overflow: whether all parameters have it, instead of one.
+        guard: whether that step is also skipped in float32 and bfloat16.
         val_every: batches of a process between validations; 0 for none.
         frozen: whether some parameters are not trained.
-        fewer: a process, and how many batches it has less than the others in each epoch; None for none.
+        fewer: a rank, and the number of batches that it has fewer than the others in each epoch, or None.
         sync_each_batch: whether each batch of a window reduces its gradients to shards, under FSDP2.
-        noisy: whether there is dropout, a BatchNorm, and an order of the batches that is drawn.
+        noisy: whether there is dropout, a BatchNorm, and a random order of the batches.
     """
 
     precision: str = "32-true"
@@ -103,26 +104,26 @@ class Setup:
     noisy: bool = False
 
     def weight(self, rank: int, index: int) -> float:
-        """What a batch counts."""
+        """Return the weight of a batch."""
         weight = (1 + (3 * index + 2 * rank) % 5) * (10 if index == 2 else 1)
         return weight * self.unit if self.weighted else 1.0
 
     def is_none(self, rank: int, epoch: int, index: int) -> bool:
-        """Whether there is no loss, or no batch."""
+        """Return whether there is no loss, or no batch."""
         return (rank, epoch, index) in self.none or index >= self.batches_of(rank)
 
     def batches_of(self, rank: int) -> int:
-        """How many this process has."""
+        """Return the number of batches of this rank."""
         return self.batches - (self.fewer[1] if self.fewer and self.fewer[0] == rank else 0)
 
     @property
     def is_plain_mean(self) -> bool:
-        """Whether every window is the mean over as many batches as its start says."""
+        """Return whether every window is the mean over its planned number of batches."""
         return not self.weighted and not self.none and not self.fewer
 
 
 def draw(seed: int, world_size: int = 2) -> Setup:
-    """A set-up: the same for the same seed."""
+    """Draw a set-up. The same seed returns the same set-up."""
     pick = random.Random(seed)
 
     def maybe(share: float, *values: Any, otherwise: Any = None) -> Any:
@@ -161,7 +162,7 @@ def draw(seed: int, world_size: int = 2) -> Setup:
     return drawn if overflow and overflow[2] >= shorter.batches_of(overflow[0]) else shorter
 
 
-# --- what is trained, on what -----------------------------------------------------------------------------------
+# --- module and batches ----------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -178,7 +179,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Parameters of even and of uneven shards, and one of a single element, of which only one process holds any."""
+    """Parameters with even and uneven shards, and one with a single element, which only one rank holds."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
@@ -195,7 +196,7 @@ class Net(nn.Module):
             self.net[5].bias.requires_grad_(False)
 
     def forward(self, batch: Any, epoch: int = -1) -> Tensor:
-        """The loss; infinite where the set-up says so."""
+        """Return the loss, which is infinite at the batch of ``Setup.overflow``."""
         x, y, rank, index = batch
         loss = nn.functional.mse_loss(self.net(x).float() * self.gain, y.float())
         if (rank, epoch, index) == self.setup.overflow:
@@ -204,7 +205,7 @@ class Net(nn.Module):
         return loss
 
     def groups(self) -> list[list[nn.Parameter]]:
-        """The parameters of each optimizer."""
+        """Return the parameters of each optimizer."""
         trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
         if self.setup.optimizers == 1:
             return [list(trained.values())]
@@ -212,7 +213,7 @@ class Net(nn.Module):
         return [[trained[name] for name in first], [p for name, p in trained.items() if name not in first]]
 
     def make_optimizers(self) -> list[Optimizer]:
-        """One, or two of different learning rates."""
+        """Return one optimizer, or two with different learning rates."""
         made = [OPTIMIZERS[self.setup.optimizer](group) for group in self.groups()]
         for number, optimizer in enumerate(made):
             optimizer.param_groups[0]["lr"] /= 1 + number
@@ -228,28 +229,28 @@ def parallelize(net: nn.Sequential, mesh: DeviceMesh) -> None:
 
 
 def data_rank(engine: str, world_size: int) -> int:
-    """Which of ``world_size`` shares of the data this process has."""
+    """Return the index of this rank's share of the data among ``world_size`` shares."""
     return 0 if engine == "single" else distributed.get_rank() * world_size // distributed.get_world_size()
 
 
 def make_schedule(optimizer: Optimizer) -> Any:
-    """That of ``Setup.schedule``."""
+    """Return the schedule of ``Setup.schedule``."""
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
 
 
 def batch_of(rank: int, index: int, seed: int = 1) -> tuple[Tensor, Tensor, int, int]:
-    """One batch of one process: features (4, 6), targets (4, 2), and whose it is."""
+    """Return one batch of one rank: features (4, 6), targets (4, 2), and the index of the rank."""
     generator = torch.Generator().manual_seed(1000 * seed + 100 * rank + index)
     return torch.randn(4, 6, generator=generator), torch.randn(4, 2, generator=generator), rank, index
 
 
 def batches_of(ranks: range, count: int, seed: int = 1) -> list[Any]:
-    """``count`` batches of each of these processes, in turn."""
+    """Return ``count`` batches of each of these ranks, in turn."""
     return [batch_of(rank, index, seed) for index in range(count) for rank in ranks]
 
 
 class Fitted(Net, LightningModule):
-    """The same, trained by a Trainer."""
+    """A module that trains the set-up with a Trainer."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -295,22 +296,22 @@ class Fitted(Net, LightningModule):
         return optimizers, [{"scheduler": make_schedule(o), "interval": interval} for o in optimizers]
 
 
-# --- what was seen ----------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------
 
 
 def whole(value: Any) -> Tensor:
-    """A copy of a tensor, gathered from the processes where it is sharded: all come here."""
+    """Return a copy of a tensor, gathered from all ranks if it is sharded. Call it on all ranks."""
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
 class Trace:
-    """What happened in a fit, in a form that can be sent to other processes.
+    """Picklable results of a fit.
 
     Attributes:
         weights: the whole parameters and buffers, at the end of each epoch.
         state: the whole tensors of the optimizers, at the end.
         skipped, scales, next_scales, norms: of each weight update.
-        rates: that each step of an optimizer was taken with.
+        rates: learning rates of each optimizer step.
         val_losses: of each validation.
         counts: numbers to be equal, by name.
     """
@@ -337,7 +338,7 @@ class Trace:
 
 
 class Watch(Callback):
-    """Writes the trace of a Trainer's fit."""
+    """Records the trace of a Trainer's fit."""
 
     def __init__(self) -> None:
         self.trace = Trace()
@@ -367,7 +368,7 @@ class Watch(Callback):
 
 
 class Saves(Checkpoint):
-    """Writes checkpoints after these of a fit's batches, and after these of its validations."""
+    """Writes checkpoints after these batches of a fit, and after these validations."""
 
     def __init__(self, folder: str, batches: Any = (), validations: Any = ()) -> None:
         self.folder, self.batches, self.validations = Path(folder), set(batches), set(validations)
@@ -390,7 +391,7 @@ class Saves(Checkpoint):
 
 
 def strategy_of(setup: Setup, engine: str) -> Any:
-    """An engine's strategy."""
+    """Return the strategy of an engine."""
     if engine == "fsdp":
         return FSDP2Strategy(sync_each_batch=setup.sync_each_batch)
     if engine == "hsdp":
@@ -402,7 +403,7 @@ def strategy_of(setup: Setup, engine: str) -> Any:
 
 @contextmanager
 def only_these_warnings() -> Iterator[None]:
-    """Others are errors: in these processes, too."""
+    """Raise an error for all other warnings, also on these ranks."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for message in (
@@ -413,7 +414,7 @@ def only_these_warnings() -> Iterator[None]:
             "Optimizer step .* was skipped",
         ):  # fmt: skip
             warnings.filterwarnings("ignore", message)
-        if torch.__version__ < (2, 11):  # of its own, below DeepSpeed and sharded checkpoints
+        if torch.__version__ < (2, 11):  # raised inside DeepSpeed and sharded checkpoints
             warnings.filterwarnings("ignore", "`torch.jit.script|TypedStorage is deprecated")
         yield
 
@@ -426,7 +427,7 @@ def fit(
     callbacks: Any = (),
     **arguments: Any,
 ) -> Trace:
-    """Run a set-up on an engine: in each process of ``ddp`` and ``fsdp``, or ``single``."""
+    """Run a set-up on all ranks of ``ddp`` or ``fsdp``, or on ``single``."""
     rank = data_rank(engine, world_size)
     ranks, each = (range(world_size), world_size) if engine == "single" else (range(rank, rank + 1), 1)
     watch = Watch()
@@ -447,7 +448,7 @@ def fit(
     if setup.val_every:
         arguments["val_check_interval"] = setup.val_every * each
     with only_these_warnings():
-        torch.manual_seed(5 + rank + 100 * bool(ckpt_path))  # a resumed run does not go on as it would by itself
+        torch.manual_seed(5 + rank + 100 * bool(ckpt_path))  # a resumed run is not equal to a run that starts here
         precision: Any = native_fp16(**SCALER) if setup.precision == "16-mixed" else setup.precision
         trainer = Trainer(
             accelerator="cpu", devices=1 if engine == "single" else distributed.get_world_size(),
@@ -475,7 +476,7 @@ def fit(
 
 
 class Uneven(LightningModule):
-    """Has buffers, which DDP's forward sends around, and logs each batch's loss over all processes."""
+    """Has buffers, which DDP's forward broadcasts, and logs each batch's loss over all ranks."""
 
     def __init__(self, optimizer: str = "SGD", manual: bool = False, exchanges: str = "") -> None:
         super().__init__()
@@ -493,14 +494,14 @@ class Uneven(LightningModule):
         return self.net(batch).square().mean()
 
     def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
-        return batch + 0  # fails where there is no batch
+        return batch + 0  # fails without a batch
 
     def configure_optimizers(self) -> Optimizer:
         return getattr(torch.optim, self.optimizer)(self.parameters(), lr=0.01)
 
 
 def fit_uneven(strategy: str, batches: list[int], *module: Any) -> tuple[list[int], dict[str, float], int, Any]:
-    """Fit for an epoch, of so many batches in each process; returns what it has trained, logged, and its steps."""
+    """Fit one epoch with this number of batches per rank. Returns the trained batches, logged values and steps."""
     made = Uneven(*module)
     with only_these_warnings():
         trainer = Trainer(
@@ -514,7 +515,7 @@ def fit_uneven(strategy: str, batches: list[int], *module: Any) -> tuple[list[in
 
 
 def forward_nothing_on_a_gpu() -> list[float]:
-    """What a process without a batch does in the place of DDP's forward; as on a GPU, the wrapper moves inputs."""
+    """Run DDP's idle forward as on a GPU, with a wrapper that moves inputs."""
     net = nn.BatchNorm1d(1)
     wrapper = nn.parallel.DistributedDataParallel(net)
     wrapper.device_ids, wrapper.device_type = [0], "cpu"
@@ -524,7 +525,7 @@ def forward_nothing_on_a_gpu() -> list[float]:
 
 
 class Synchronised(LightningModule):
-    """A SyncBatchNorm of its own."""
+    """A custom subclass of SyncBatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -535,7 +536,7 @@ class Synchronised(LightningModule):
 
 
 def classes_after_test(strategy: str) -> list[str]:
-    """Test such a module, with a Trainer that makes others synchronise in a fit. Returns its parts' classes."""
+    """Test a module with a Trainer that converts BatchNorm to SyncBatchNorm in a fit. Returns the layers' classes."""
     module = Synchronised()
     with only_these_warnings():
         trainer = Trainer(
@@ -556,7 +557,7 @@ def fit_and_resume(
     sharded: bool = False,
     then: str | None = None,
 ) -> tuple[Trace, dict[str, Trace]]:
-    """Run a set-up with checkpoints at these places; then go on from each, on the engine ``then`` if there is one.
+    """Run a set-up with checkpoints at these places, then resume from each, on the engine ``then`` if it is given.
 
     Returns both, by the checkpoints' names.
     """

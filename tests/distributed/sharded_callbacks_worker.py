@@ -1,6 +1,6 @@
-"""What every process of ``test_sharded_callbacks.py`` runs: the same fits by DDP and by FSDP2, with callbacks.
+"""Fits of ``test_sharded_callbacks.py`` with callbacks, by DDP and by FSDP2.
 
-``torchrun ... sharded_callbacks_worker.py FOLDER`` leaves what each rank saw in ``FOLDER/rank_R.pt``.
+``torchrun ... sharded_callbacks_worker.py FOLDER`` saves the results of each rank to ``FOLDER/rank_R.pt``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ KINDS = ("ddp", "fsdp")
 
 
 class Overflow(nn.Module):
-    """Multiplies by a parameter; overflows forward, or makes a gradient that is not finite, where it is told to."""
+    """Multiplies by a parameter, and overflows in the forward or backward pass at configured batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Overflow(nn.Module):
         x = x * self.weight
         if self.now == "forward":
             return x.half() * 1e6
-        if self.now == "backward":  # a root of 0, whose gradient is inf times 0
+        if self.now == "backward":  # the gradient of a root at 0 is inf times 0
             return x + (x - x.detach()).abs().sqrt()
         return x
 
@@ -93,9 +93,9 @@ class Block(nn.Module):
 
 
 class Net(LightningModule):
-    """Blocks, and a parameter of its own, which belongs to the root: one element, so one process holds nothing of it.
+    """Blocks, and a parameter of the root with one element, so that one rank has no part of it.
 
-    At ``bad`` = {(rank, batch_idx): where}, something is not finite. At ``none_at`` there is no loss.
+    At ``bad`` = {(rank, batch_idx): place}, a value is not finite. At ``none_at`` there is no loss.
     """
 
     def __init__(self, bad: Any = (), none_at: Any = ()) -> None:
@@ -176,7 +176,7 @@ def fit(kind: str, module: LightningModule, *callbacks: Callback, **arguments: A
     }  # fmt: skip
 
 
-# --- what is not finite -----------------------------------------------------------------------------------------
+# --- values that are not finite --------------------------------------------------------------------------------
 
 
 def reported(kind: str, module: Net, **options: Any) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def reported(kind: str, module: Net, **options: Any) -> dict[str, Any]:
 
 
 class Poison(Callback):
-    """Makes an element of the first weight NaN: on a sharded engine the last process holds it."""
+    """Sets an element of the first weight to NaN. On a sharded engine the last rank holds it."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2 and not trainer.current_epoch:
@@ -199,7 +199,7 @@ class Poison(Callback):
 
 
 class Unlit(Net):
-    """The first feature is always 0, and so is the gradient of its 16 weights; what is small underflows."""
+    """The first feature is always 0, so that the gradient of its 16 weights is 0; small gradients underflow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class Unlit(Net):
 
 
 class Counted(Callback):
-    """Of the whole gradients of the last step: elements, those that are 0, those subnormal in float16; and norms."""
+    """Counts the elements, zeros and float16 subnormals of the whole gradients of the last step, and their norms."""
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self.found: dict[str, tuple[int, int, int]] = {}
@@ -265,11 +265,11 @@ def diagnosis(folder: Path) -> dict[str, Callable[[str], dict[str, Any]]]:
     }  # fmt: skip
 
 
-# --- what changes the step -----------------------------------------------------------------------------------------
+# --- changes of the step --------------------------------------------------------------------------------------------
 
 
 class Dtypes(Callback):
-    """The dtypes of what comes out of layers, and of the weights that they compute with."""
+    """Records the dtypes of layer outputs, and of the weights used for them."""
 
     def __init__(self) -> None:
         self.seen: dict[str, str] = {}
@@ -300,7 +300,7 @@ def in_float32(kind: str, precision: Any = None, **arguments: Any) -> dict[str, 
 
 
 def in_float32_below_a_policy(kind: str) -> dict[str, Any]:
-    """A policy that casts weights to 16 bits; there is none for DDP, whose autocast says what dtypes there are."""
+    """Run modules in float32 below a 16-bit mixed-precision policy, and with DDP's autocast for comparison."""
     plugin = MixedPrecision("bfloat16", fp32_modules=["net.1.linear", "net.4"])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = in_float32(kind, plugin, strategy=kind if kind == "ddp" else FSDP2Strategy(mixed_precision=policy))
@@ -325,7 +325,9 @@ def compiled(kind: str, modules: list[str] | None = None) -> dict[str, Any]:
     callback = Compile(modules, backend="aot_eager")
     found = fit(kind, Net(), callback, max_epochs=1)
     torch.compiler.reset()
-    whole_or_sharded = ["net"] if kind == "ddp" else ["net.1", "net.2", "net.3"]  # layers alone are not worth it
+    whole_or_sharded = (
+        ["net"] if kind == "ddp" else ["net.1", "net.2", "net.3"]
+    )  # recomputing single layers saves too little
     assert callback.compiled == (["net.1", "net.3"] if modules else whole_or_sharded)
     facts = callback.run_facts()["compile"]
     assert (facts["recompilations"], facts["graph_breaks"]) == (0, 0)
@@ -344,11 +346,11 @@ def measured(kind: str) -> dict[str, Any]:
 
 
 class Plain(WeightAveraging):
-    """Of every step; foreach, where torch would take it."""
+    """An average of every step with foreach."""
 
 
 class Values(Callback):
-    """What a validation sees, and whether each process holds parts of the average only."""
+    """Records the weights of a validation, and whether each rank holds only a part of the average."""
 
     def __init__(self) -> None:
         self.gains: list[float] = []
@@ -373,14 +375,14 @@ def averaged(kind: str, make: Callable[[], Callback], **arguments: Any) -> dict[
 
 
 class AtEnd(Callback):
-    """The whole weights after the average was copied into the module, if it comes after the averaging callback."""
+    """Records the whole weights after the average was copied, if it runs after the averaging callback."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.weights = whole(pl_module)
 
 
 def not_begun(kind: str, folder: Path) -> dict[str, Any]:
-    """An average that begins after the last step."""
+    """An average that starts after the last step."""
     path, values, end = folder / kind / "not_begun", Values(), AtEnd()
     found = fit(
         kind, Net(), EMAWeightAveraging(update_starting_at_step=100), values, end,
@@ -396,7 +398,7 @@ def not_begun(kind: str, folder: Path) -> dict[str, Any]:
 
 
 def resumed(kind: str, make: Callable[[], Callback], folder: Path) -> dict[str, Any]:
-    """A checkpoint after the first epoch, gone on from: as the run that was not interrupted."""
+    """Resume from a checkpoint after the first epoch, and compare with the uninterrupted run."""
     path = folder / kind / f"{make().__class__.__name__}"
     files = lambda: ModelCheckpoint(path, filename="{epoch}", save_top_k=-1)  # noqa: E731
     first = fit(kind, Net(), make(), files(), enable_checkpointing=True, limit_val_batches=1, max_epochs=3)
@@ -413,7 +415,7 @@ def resumed(kind: str, make: Callable[[], Callback], folder: Path) -> dict[str, 
 
 
 def stock(kind: str, folder: Path) -> dict[str, Any]:
-    """Those that only look, or end a fit, all in one."""
+    """Run callbacks that only observe, or end a fit, all in one fit."""
     callbacks = [
         EarlyStopping("val_loss", min_delta=10.0, patience=2),
         LearningRateMonitor(),
@@ -450,7 +452,7 @@ class Tuned(Net):
 
 
 def tuned(kind: str) -> dict[str, Any]:
-    """The process that removes the finder's file is ahead of the other, which has it to read."""
+    """Tune the learning rate if the rank that removes the finder's file is ahead of the other, which must read it."""
     load = TorchCheckpointIO.load_checkpoint
 
     def late(*args: Any, **kwargs: Any) -> Any:
@@ -464,7 +466,7 @@ def tuned(kind: str) -> dict[str, Any]:
 
 
 class Backbone(Net):
-    """Has a part that is frozen at first; and no random numbers."""
+    """Has a frozen part, and no random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -484,7 +486,7 @@ def finetuning() -> BackboneFinetuning:
 
 
 def finetuned(kind: str) -> dict[str, Any]:
-    """By FSDP alone: DDP never averages the gradients of what was frozen when it was wrapped."""
+    """Fine-tune by FSDP only: DDP does not average gradients of parameters that were frozen when it was created."""
     return fit("fsdp", Backbone(), finetuning(), max_epochs=3) | {"outcomes": []}
 
 
@@ -524,7 +526,7 @@ def others(folder: Path) -> dict[str, Callable[[str], dict[str, Any]]]:
 
 
 def scenarios(folder: Path) -> dict[str, Callable[[str], dict[str, Any]]]:
-    """What is done with each kind of engine, by name."""
+    """Return all scenarios of an engine by name."""
     return diagnosis(folder) | others(folder)
 
 
@@ -533,7 +535,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", ".*does not have many workers")
     warnings.filterwarnings("ignore", ".*smaller than the logging interval")
-    only = sys.argv[3:]  # after the launcher; for a look at a few of them
+    only = sys.argv[3:]  # names of scenarios, after the launcher
     found: dict[str, Any] = {}
     for name, run in scenarios(folder).items():
         if not only or any(one in name for one in only):

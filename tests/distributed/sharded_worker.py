@@ -1,6 +1,6 @@
-"""What every process of ``test_sharded.py`` runs: the same fits by DDP, and by FSDP2.
+"""Fits of ``test_sharded.py``, by DDP and by FSDP2.
 
-``torchrun ... sharded_worker.py FOLDER`` leaves what each rank saw in ``FOLDER/rank_R.pt``.
+``torchrun ... sharded_worker.py FOLDER`` saves the results of each rank to ``FOLDER/rank_R.pt``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from trainer.callbacks import NonFiniteGuard
 
 
 class Net(Plain):
-    """Parameters of uneven shards: 16 and 3 rows, and one of a single element, of which one process holds nothing.
+    """Parameters with uneven shards: 16 and 3 rows, and one with a single element, which one rank has no part of.
 
-    The gradient of that one is infinite in the batches ``inf_at`` (rank, batch_idx), all others are finite.
+    The gradient of that element is infinite in the batches ``inf_at`` (rank, batch_idx), all others are finite.
     """
 
     def __init__(self, none_at: Any = (), inf_at: Any = (), weights: Any = None) -> None:
@@ -49,7 +49,7 @@ class Net(Plain):
 
 
 class Seen(Callback):
-    """Outcomes, norms, and the whole weights at the end."""
+    """Records outcomes, norms, and the whole weights at the end."""
 
     def __init__(self) -> None:
         self.outcomes: list[bool] = []
@@ -97,7 +97,7 @@ WEIGHTS = (3.0, 1.0, 4.0, 2.0, 700.0, 4.0, 1.0, 3.0, 2.0, 2.0)
 
 
 def scenarios() -> dict[str, Any]:
-    """(module, arguments of the Trainer) of each fit."""
+    """Return (module, arguments of the Trainer) of each fit."""
     window = {"accumulate_grad_batches": 3}
     found: dict[str, Any] = {
         "plain": (Net, {}),

@@ -1,4 +1,4 @@
-"""Checkpoints of two processes, whole and sharded: any of the strategies goes on from any of them, to the bit."""
+"""Sharded and unsharded checkpoints of two ranks: each strategy resumes from each of them bit for bit."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def ranks(python: WarmPython, folder: Path, single: dict[str, Any]) -> list[dict
 
 
 def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Weights, and the states of optimizers with their groups, are equal to the bit."""
+    """Compare weights and optimizer states bit for bit."""
     assert_identical(one["weights"], other["weights"])
     assert_identical(one["optimizers"], other["optimizers"])
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 @pytest.mark.parametrize("name", worker.SAVED)
-def test_two_processes_go_on_from_any(
+def test_two_processes_resume_from_any_checkpoint(
     ranks: list[dict[str, Any]], single: dict[str, Any], name: str, strategy: str
 ) -> None:
     for rank in ranks:
@@ -62,7 +62,7 @@ def test_two_processes_go_on_from_any(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", worker.SAVED)
-def test_one_process_goes_on_from_any(
+def test_one_process_resumes_from_any_checkpoint(
     ranks: list[dict[str, Any]], single: dict[str, Any], folder: Path, name: str
 ) -> None:
     saved = {**single, **ranks[0]}[name]
@@ -124,7 +124,7 @@ def test_an_uninterrupted_run_is_gone_on_with(ranks: list[dict[str, Any]]) -> No
 
 
 @pytest.mark.parametrize("name", worker.CONVERTED)
-def test_what_was_converted_is_gone_on_with(ranks: list[dict[str, Any]], name: str) -> None:
+def test_converted_checkpoints_are_resumed(ranks: list[dict[str, Any]], name: str) -> None:
     for rank in ranks:
         assert_equal(rank[name]["start"], rank["fsdp folder"]["end"])
         assert_equal(rank[name]["end"], rank["fsdp folder -> fsdp"]["end"])

@@ -38,13 +38,13 @@ def test_weights_of_processes_that_differ_are_saved(ranks: list[dict[str, Any]],
     assert ["weights" in one["communication"] for one in processes] == [False, True]
 
 
-def test_weights_that_are_the_same_are_saved_once(ranks: list[dict[str, Any]], folder: Path) -> None:
+def test_equal_weights_are_saved_once(ranks: list[dict[str, Any]], folder: Path) -> None:
     processes = process_states_in(torch.load(folder / "counts.ckpt", weights_only=True), exact=True)
     assert not any("weights" in one["communication"] for one in processes)
 
 
 @pytest.mark.parametrize(("name", "memory"), [("power", "PowerSGDState.error_dict"), ("memory", "Remembers.errors")])
-def test_memory_of_buckets_that_are_rebuilt_is_refused(ranks: list[dict[str, Any]], name: str, memory: str) -> None:
+def test_memory_of_rebuilt_buckets_is_refused(ranks: list[dict[str, Any]], name: str, memory: str) -> None:
     for rank in ranks:
         assert f"{memory} may belong to DDP's buckets" in rank[name]["error"]
         assert "find_unused_parameters=True" in rank[name]["error"]

@@ -1,6 +1,6 @@
-"""Two processes on the CPU: started as users start them, compared with each other and with one process.
+"""Two ranks on the CPU, started by each launcher, compared with each other and with one process.
 
-The processes are started once for all tests; what each rank saw comes back in a file.
+The ranks are started once for all tests; results are read from a file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def run(
     children: bool = False,
     processes: int = 2,
 ) -> tuple[str, Path]:
-    """Run a worker; returns what it printed and where its files are."""
+    """Run a worker. Returns its output and the folder of its files."""
     arguments = [str(script), str(folder), launcher]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [*(torchrun if launcher == "torchrun" else []), *arguments]
@@ -98,7 +98,7 @@ def test_both_ranks_end_with_the_same_bits(ranks: list[dict[str, Any]], name: st
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
-def test_parameters_that_are_thawed_later_are_averaged(ranks: list[dict[str, Any]]) -> None:
+def test_parameters_unfrozen_later_are_averaged(ranks: list[dict[str, Any]]) -> None:
     alone = worker.fit(worker.Regression(), world_size=1, callbacks=[worker.Thaws()], limit_val_batches=0)
     assert_close(alone, ranks[0]["thawed"], 1e-6)
     start = worker.Regression().state_dict()
@@ -108,7 +108,7 @@ def test_parameters_that_are_thawed_later_are_averaged(ranks: list[dict[str, Any
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)
-def test_two_processes_do_what_one_does_on_the_same_batches(ranks: list[dict[str, Any]], precision: str) -> None:
+def test_two_ranks_equal_one_process_on_the_same_batches(ranks: list[dict[str, Any]], precision: str) -> None:
     alone = worker.fit(
         worker.Regression(), world_size=1, precision=worker.precision_of(precision),
         accumulate_grad_batches=2, gradient_clip_val=0.5,
@@ -134,7 +134,7 @@ def test_weights_in_bfloat16(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 @pytest.mark.parametrize("precision", TOLERANCES)
-def test_manual_optimization_does_what_one_process_does(ranks: list[dict[str, Any]], precision: str) -> None:
+def test_manual_optimization_on_two_ranks_equals_one_process(ranks: list[dict[str, Any]], precision: str) -> None:
     alone = worker.fit(
         worker.Manual(), world_size=1, precision=worker.precision_of(precision), limit_val_batches=0
     )  # fmt: skip
@@ -149,7 +149,7 @@ def test_gradients_are_exchanged_once_a_window(ranks: list[dict[str, Any]]) -> N
 
 
 def by_hand(none_at: set[tuple[int, int]]) -> dict[str, torch.Tensor]:
-    """One epoch of 5 batches in windows of 3, SGD with momentum; the mean goes over what there is."""
+    """One epoch of 5 batches in windows of 3, SGD with momentum, and means over the available batches."""
     module = worker.Regression()
     optimizer = module.configure_optimizers()
     features, targets = worker.samples().tensors
@@ -166,16 +166,14 @@ def by_hand(none_at: set[tuple[int, int]]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", worker.none_everywhere())
-def test_none_on_one_rank_hangs_nobody_and_takes_nothing_from_the_others(
-    ranks: list[dict[str, Any]], name: str
-) -> None:
+def test_none_on_one_rank_keeps_the_loss_of_the_others(ranks: list[dict[str, Any]], name: str) -> None:
     found = ranks[0][name]
     assert_close({"weights": by_hand(worker.none_everywhere()[name])}, found, 1e-6)
     assert found["global_step"] == 2  # a window without any loss is counted, as in Lightning
 
 
-def test_none_where_ddp_looks_for_unused_parameters(ranks: list[dict[str, Any]]) -> None:
-    """Its forward found no tensor in None, and took all parameters for unused."""
+def test_none_with_find_unused_parameters(ranks: list[dict[str, Any]]) -> None:
+    """The forward had no tensors in None, so that DDP took all parameters for unused."""
     assert_close({"weights": by_hand({(1, 1), (0, 2)})}, ranks[0]["none, looking for unused"], 1e-6)
 
 
@@ -183,7 +181,7 @@ def test_none_where_ddp_looks_for_unused_parameters(ranks: list[dict[str, Any]])
 def test_weighted_windows_over_ranks_with_unequal_counts_are_one_big_batch(
     ranks: list[dict[str, Any]], precision: str
 ) -> None:
-    """Up to 4 samples a rank and batch, none in one: as if the window's samples had come in one batch."""
+    """Up to 4 samples per rank and batch, and an empty one: equal to one batch of the window's samples."""
     module = worker.Weighted()
     optimizer = module.configure_optimizers()
     samples = worker.samples().tensors
@@ -220,7 +218,7 @@ def test_logged_values_are_reduced_over_the_processes(ranks: list[dict[str, Any]
         assert metrics[0][name] == pytest.approx(alone[name], abs=1e-6)
 
 
-def test_the_data_is_divided_by_a_distributed_sampler_unless_told_otherwise(ranks: list[dict[str, Any]]) -> None:
+def test_data_is_divided_by_a_distributed_sampler_by_default(ranks: list[dict[str, Any]]) -> None:
     assert {rank["checkpoint"]["sampler"] for rank in ranks} == {"DistributedSampler"}
     assert {rank["plain"]["sampler"] for rank in ranks} == {"Shard"}
 
@@ -261,7 +259,6 @@ def test_a_run_resumed_inside_an_epoch_is_to_the_bit_the_whole_one(ranks: list[d
 def test_a_run_of_one_process_is_resumed_on_two(
     alone: tuple[Path, dict[str, Any]], ranks: list[dict[str, Any]]
 ) -> None:
-    """Weights, and the scale with its growth tracker, go on from where they were."""
     expected = alone[1]
     assert (expected["scale"], expected["tracker"]) == (512.0, 8)  # 1024, halved in the second batch of ten
     for rank in ranks:
@@ -277,9 +274,7 @@ def test_nothing_of_ours_warns(launched: tuple[str, Path]) -> None:
             assert any(text in line for text in meant), line
 
 
-def test_torchrun_does_what_the_built_in_launcher_does(
-    python: WarmPython, tmp_path: Path, ranks: list[dict[str, Any]]
-) -> None:
+def test_torchrun_equals_the_built_in_launcher(python: WarmPython, tmp_path: Path, ranks: list[dict[str, Any]]) -> None:
     _, folder = run(python, tmp_path, "torchrun")
     for own, found in zip(ranks, load(folder), strict=True):
         mine = found["automatic 32-true"]

@@ -1,4 +1,4 @@
-"""``strategy="deepspeed"`` on two processes: the weights that DDP learns, and what the Trainer tells of each step."""
+"""``strategy="deepspeed"`` on two ranks: the weights of DDP, and the outcome of each step."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_an_overflow_on_one_process_skips_on_both(ranks: Ranks, strategy: dict[s
 
 @pytest.mark.representative
 def test_a_scale_that_changes_changes_nothing_else(ranks: Ranks) -> None:
-    """DeepSpeed would halve the gradients, and at stage 3 the norm, of each step on which the scale doubles."""
+    """DeepSpeed would halve the gradients (and the norm at stage 3) of each step that doubles the scale."""
     setup = Setup(optimizer="sgd")
     changing, fixed = (
         fit(ranks, setup, strategy, precision="16-mixed", callbacks=[ScaleMonitor(every_n_steps=1)])[0]
@@ -111,7 +111,7 @@ def test_a_scale_that_changes_changes_nothing_else(ranks: Ranks) -> None:
     assert changing["metrics"]["amp/scale"] == changing["outcomes"][-1][1]
 
 
-def test_what_deepspeed_cannot_do_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_unsupported_features_of_deepspeed_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     for said in ranks.call("tests.distributed.deepspeed_worker:refusals", str(tmp_path)):
         for sentence, part in zip(
             said,
@@ -132,7 +132,7 @@ def test_what_deepspeed_cannot_do_is_refused(ranks: Ranks, tmp_path: Path) -> No
 
 @dataclass(frozen=True)
 class Saved:
-    """A fit that has written a checkpoint on the way."""
+    """A fit that has written a checkpoint."""
 
     place: Path
     seen: list[dict[str, Any]]
@@ -143,7 +143,7 @@ PRECISE, SCALED = Setup(optimizer="adamw", schedule="step", frozen=True), Setup(
 
 
 def setup_of(name: str) -> tuple[Setup, Any, dict[str, Any]]:
-    """Set-up, strategy and arguments of a name such as ``"stage 2 folder"``: those in folders have float16."""
+    """Return the set-up, strategy and arguments of a name such as ``"stage 2 folder"``. Folders use float16."""
     if name.startswith("ddp"):
         return PRECISE, "ddp", {"gradient_clip_val": 0.3}
     arguments = {"gradient_clip_val": 0.3} | ({"precision": "16-mixed"} if "folder" in name else {})
@@ -189,7 +189,9 @@ def test_a_resumed_run_ends_as_the_whole_one(ranks: Ranks, saved: dict[str, Save
         ("stage 3 file", "ddp file"),
     ],
 )
-def test_other_engines_go_on_from_it(ranks: Ranks, saved: dict[str, Saved], written: str, read: str) -> None:
+def test_other_engines_resume_from_its_checkpoint(
+    ranks: Ranks, saved: dict[str, Saved], written: str, read: str
+) -> None:
     setup, strategy, arguments = setup_of(read)
     resumed = fit(ranks, setup, strategy, ckpt_path=str(saved[written].place), **arguments)
     assert_goes_on(resumed, saved[written].seen, 1e-6)
@@ -198,7 +200,7 @@ def test_other_engines_go_on_from_it(ranks: Ranks, saved: dict[str, Saved], writ
 @pytest.mark.parametrize(
     ("written", "read"), [("stage 2 folder", "stage 3 folder"), ("stage 3 folder", "stage 1 folder")]
 )
-def test_another_stage_goes_on_from_a_folder(ranks: Ranks, saved: dict[str, Saved], written: str, read: str) -> None:
+def test_another_stage_resumes_from_a_folder(ranks: Ranks, saved: dict[str, Saved], written: str, read: str) -> None:
     setup, strategy, arguments = setup_of(read)
     resumed = fit(ranks, setup, strategy, ckpt_path=str(saved[written].place), **arguments)
     assert_goes_on(resumed, saved[written].seen, 1e-3)
@@ -224,7 +226,7 @@ def test_a_strangers_folder_runs_no_code(ranks: Ranks, saved: dict[str, Saved], 
     torch.save(Payload(tmp_path / "ran"), damaged)
     with pytest.raises(CheckpointError, match="is damaged"):
         consolidate(folder, tmp_path / "b.ckpt")
-    manifest = read_manifest(folder)  # who can write the file can write its sum
+    manifest = read_manifest(folder)  # an attacker who can write the file can write its checksum
     content = damaged.read_bytes()
     sums = {**manifest.files, damaged.name: (len(content), hashlib.sha256(content).hexdigest())}
     (folder / "manifest.json").unlink()
@@ -261,7 +263,7 @@ class Payload:
     ],
     ids=["EMA", "checkpointing", "throughput", "alignment"],
 )
-def test_callbacks_do_what_they_do_under_ddp(ranks: Ranks, tmp_path: Path, stage: int, callback: Any) -> None:
+def test_callbacks_equal_those_under_ddp(ranks: Ranks, tmp_path: Path, stage: int, callback: Any) -> None:
     ours, ddp = (
         fit(
             ranks, Setup(optimizer="adamw"), strategy, enable_checkpointing=True,
@@ -277,7 +279,7 @@ def test_callbacks_do_what_they_do_under_ddp(ranks: Ranks, tmp_path: Path, stage
     assert {path.name for path in (tmp_path / "ours").iterdir()} == {"epoch=0.ckpt", "epoch=1.ckpt"}
 
 
-def test_bfloat16_learns_what_ddp_learns(ranks: Ranks) -> None:
+def test_bfloat16_weights_equal_those_of_ddp(ranks: Ranks) -> None:
     ours, ddp = (fit(ranks, Setup(), one, precision="bf16-mixed")[0] for one in ({"stage": 3}, "ddp"))
     for name, value in ddp["weights"].items():
         assert ours["weights"][name].dtype == torch.float32
@@ -300,7 +302,7 @@ def test_a_signal_ends_both_at_the_same_batch_and_saves(ranks: Ranks, tmp_path: 
     assert torch.load(saved, weights_only=True)["global_step"] == first
 
 
-def test_a_window_that_is_open_is_begun_again(ranks: Ranks, tmp_path: Path) -> None:
+def test_open_window_is_restarted(ranks: Ranks, tmp_path: Path) -> None:
     """Of batches 0 to 4 in windows of two; saved after batch 2."""
     setup, strategy, arguments = Setup(), {"stage": 2}, {"accumulate_grad_batches": 2, "max_epochs": 1}
     call = "tests.distributed.deepspeed_worker:save"

@@ -1,6 +1,6 @@
-"""Runs that go on with another number of processes end as the ones that were left alone, within 1e-5.
+"""Runs resumed with another number of ranks end within 1e-5 of uninterrupted runs.
 
-Two and three processes are started once each, for all tests; those of one process run here.
+Two and three ranks are started once for all tests; runs of one process run here.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def ranks(python: WarmPython, folder: Path) -> Iterator[Ranks]:
 
 
 def origin(run: worker.Run) -> worker.Run:
-    """The run that has begun what ``run`` goes on with."""
+    """Return the run that ``run`` resumes."""
     while run.start is not None:
         run = next(one for one in worker.RUNS if one.name == run.start[0])
     return run
 
 
 def updates(ranks: list[dict[str, Any]]) -> dict[int, Counter[int]]:
-    """The samples of each update, over all processes."""
+    """Return the samples of each optimizer step over all ranks."""
     found: dict[int, Counter[int]] = {}
     for rank in ranks:
         for update, numbers, weight in rank["seen"]:
@@ -87,7 +87,7 @@ def test_each_update_gets_the_samples_that_it_would_have_got(ranks: Ranks, run: 
 
 
 @pytest.mark.parametrize("run", GOES_ON, ids=lambda run: run.name)
-def test_it_ends_as_the_run_that_was_left_alone(ranks: Ranks, run: worker.Run) -> None:
+def test_resumed_run_equals_the_uninterrupted_run(ranks: Ranks, run: worker.Run) -> None:
     (whole, *_), found = ranks[origin(run).name], ranks[run.name]
     for rank in found:
         for name, value in whole["weights"].items():
@@ -101,7 +101,7 @@ def test_it_ends_as_the_run_that_was_left_alone(ranks: Ranks, run: worker.Run) -
 
 
 @pytest.mark.parametrize("run", GOES_ON, ids=lambda run: run.name)
-def test_what_is_logged_of_the_running_epoch_is_over_all_that_all_have_trained(ranks: Ranks, run: worker.Run) -> None:
+def test_metrics_of_the_running_epoch_include_the_saved_batches(ranks: Ranks, run: worker.Run) -> None:
     (whole, *_), (found, *_) = ranks[origin(run).name], ranks[run.name]
     for epoch, values in found["epochs"].items():
         assert values.keys() == whole["epochs"][epoch].keys()
@@ -119,7 +119,7 @@ def test_validations_follow_the_same_updates(ranks: Ranks, run: worker.Run) -> N
 
 
 @pytest.mark.parametrize("run", GOES_ON, ids=lambda run: run.name)
-def test_accumulation_is_translated_for_the_run_alone(ranks: Ranks, run: worker.Run) -> None:
+def test_accumulation_is_converted_for_the_run_only(ranks: Ranks, run: worker.Run) -> None:
     for rank in ranks[run.name]:
         batches = Counter(update for update, *_ in rank["seen"])
         full = 11 if run.drop_last else 13  # the last update of 12 samples

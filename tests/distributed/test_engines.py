@@ -1,8 +1,7 @@
-"""The same fits on every engine, by our Trainer and by hand: one device, DDP, and FSDP2, on two processes.
+"""The same fits on every engine by our Trainer and by hand: one device, DDP, and FSDP2 on two ranks.
 
-On four, some chosen ones: FSDP2 with copies of the shards, and with tensor parallelism.
-
-A seed is a set-up (``setups.draw``); ``scripts/test --nightly`` tries many more.
+Some run on four ranks: FSDP2 with copies of the shards, and with tensor parallelism. A seed is a set-up
+(``setups.draw``); ``scripts/test --nightly`` runs many more.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def four(python: WarmPython) -> Iterator[Ranks]:
 
 
 def traces(ranks: Ranks, setup: Setup, engine: str) -> tuple[list[Trace], list[Trace]]:
-    """Of our Trainer, and by hand; of each rank."""
+    """Return the traces of our Trainer and of the hand-written loop, for each rank."""
     if engine == "single":
         return [setups.fit(setup, engine)], [by_hand.train(setup, engine)]
     return ranks.call("tests.distributed.setups:fit", setup, engine), ranks.call(
@@ -45,7 +44,7 @@ def traces(ranks: Ranks, setup: Setup, engine: str) -> tuple[list[Trace], list[T
 
 
 def assert_same(ours: Trace, theirs: Trace, tolerance: float, norm_tolerance: float = 0.0) -> None:
-    """To the bit, if the tolerances are 0."""
+    """Compare traces, bit for bit if the tolerances are 0."""
     assert ours.counts == theirs.counts
     for name in ("skipped", "scales", "next_scales", "rates"):
         assert getattr(ours, name) == getattr(theirs, name), name
@@ -66,14 +65,14 @@ def close(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor], toleran
 
 
 def is_summed(setup: Setup, engine: str) -> bool:
-    """Whether norms are sums over shards: DTensors add up the processes' parts of each parameter, we each process's."""
+    """Return whether norms are sums over shards: DTensors sum per parameter, our engine per rank."""
     return engine == "fsdp" and setup.clip != "inf"
 
 
 def tolerance_of(setup: Setup, engine: str) -> float:
-    """How far our weights may be from those of the loop by hand: not at all, unless sums are in another order.
+    """Return the accepted difference from the hand-written loop: 0, unless sums have another order.
 
-    That is so in windows of unequal weights, whose unit is ours, and where a norm that clips is a sum over shards.
+    That is the case in windows with unequal weights, and if a norm that clips is a sum over shards.
     """
     if setup.is_plain_mean and not (setup.clip == "norm" and is_summed(setup, engine)):
         return 0.0
@@ -120,7 +119,7 @@ def test_weights_of_thousands_do_not_overflow_in_the_first_window(ranks: Ranks, 
 @needs_fsdp2
 @pytest.mark.parametrize("late", [False, True])
 def test_a_first_batch_without_a_loss_after_a_sanity_check_is_not_waited_for(ranks: Ranks, late: bool) -> None:
-    """All that this process has seen of the module under FSDP2 are forwards that no backward pass follows."""
+    """Under FSDP2, this rank has only seen forwards without a backward pass."""
     setup = Setup(val_every=3, none=frozenset({(1, 0, 0)}), late=late)
     for mine, other in zip(*traces(ranks, setup, "fsdp"), strict=True):
         assert_same(mine, other, TOLERANCES["32-true"])
@@ -128,10 +127,10 @@ def test_a_first_batch_without_a_loss_after_a_sanity_check_is_not_waited_for(ran
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_fit_that_is_resumed_anywhere_ends_as_the_whole_one(
+def test_fit_resumed_anywhere_equals_the_uninterrupted_fit(
     ranks: Ranks, tmp_path: Path, seed: int, engine: str
 ) -> None:
-    """To the bit: weights, buffers, optimizers, scale, counters; with dropout and a drawn order of the batches."""
+    """Compares weights, buffers, optimizers, scale and counters, with dropout and a random order of the batches."""
     setup = replace(draw(seed), noisy=True)
     pick, each = random.Random(seed), 2 if engine == "single" else 1
     total = len(setup.windows) * setup.batches * each
@@ -149,7 +148,7 @@ def test_a_fit_that_is_resumed_anywhere_ends_as_the_whole_one(
         for name, trace in resumed.items():
             assert trace.counts == whole.counts, name
             if not trace.weights:
-                assert name == f"batch_{total - 1}"  # at the very end there is nothing left to do
+                assert name == f"batch_{total - 1}"  # at the end no batch is left
                 continue
             close(trace.weights[-1], whole.weights[-1], 0.0, name)
             close(trace.state, whole.state, 0.0, name)
@@ -159,10 +158,10 @@ def test_a_fit_that_is_resumed_anywhere_ends_as_the_whole_one(
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_fit_goes_on_under_the_other_engine(
+def test_fit_is_resumed_under_the_other_engine(
     ranks: Ranks, tmp_path: Path, seed: int, engine: str, sharded: bool
 ) -> None:
-    """From the end of an epoch on. Without a BatchNorm, whose figures DDP alone takes from rank 0."""
+    """Resume at the end of an epoch, without BatchNorm, because only DDP broadcasts its buffers."""
     setup = draw(seed)
     other = {"ddp": "fsdp", "fsdp": "ddp"}[engine]
     arguments = setup, engine, str(tmp_path), [setup.batches - 1], [], 2, sharded, other
@@ -174,8 +173,8 @@ def test_a_fit_goes_on_under_the_other_engine(
 
 
 @pytest.mark.parametrize("engine", ["ddp", FSDP])
-def test_processes_may_have_different_numbers_of_batches(ranks: Ranks, engine: str) -> None:
-    """The one that has no more takes part in the others' steps; a value of a single batch is then each one's own."""
+def test_uneven_inputs_train_all_batches(ranks: Ranks, engine: str) -> None:
+    """A rank without further batches takes part in the others' steps; values of single batches are not reduced."""
     first, second = ranks.call("tests.distributed.setups:fit_uneven", engine, [2, 5])
     assert (first[0], second[0]) == ([0, 1], [0, 1, 2, 3, 4])
     assert first[2:] == second[2:] == (3, 5)
@@ -195,9 +194,7 @@ def test_a_process_without_a_batch_takes_part_in_ddps_forward_on_a_gpu_too(ranks
         (("LBFGS",), "An overridden `optimizer_step`, or an optimizer that evaluates the loss"),
     ],
 )
-def test_different_numbers_of_batches_are_refused_where_nobody_could_take_part(
-    ranks: Ranks, module: tuple[Any, ...], named: str
-) -> None:
+def test_uneven_inputs_without_an_idle_forward_are_refused(ranks: Ranks, module: tuple[Any, ...], named: str) -> None:
     with pytest.raises(RankError, match=f"Got 2 to 5 training batches in a process. {named}.*limit_train_batches=2"):
         ranks.call("tests.distributed.setups:fit_uneven", "ddp", [2, 5], *module)
     seen, *_ = ranks.call("tests.distributed.setups:fit_uneven", "ddp", [3, 3], *module)[0]
@@ -211,7 +208,7 @@ def test_different_numbers_of_batches_are_refused_where_nobody_could_take_part(
         pytest.param("fsdp", "norm", "'net.1', which is a SyncBatchNorm,", id="norm", marks=needs_fsdp2),
     ],
 )
-def test_different_numbers_of_batches_are_refused_where_each_waits_for_the_others(
+def test_uneven_inputs_with_collectives_in_the_module_are_refused(
     ranks: Ranks, engine: str, exchanges: str, named: str
 ) -> None:
     with pytest.raises(RankError, match=f"Got 2 to 5 training batches in a process. {named} needs as many in each"):
@@ -219,13 +216,13 @@ def test_different_numbers_of_batches_are_refused_where_each_waits_for_the_other
 
 
 @pytest.mark.parametrize("engine", ["ddp", FSDP])
-def test_a_test_leaves_a_synchronised_batch_norm_what_it_is(ranks: Ranks, engine: str) -> None:
+def test_keeps_a_synchronized_batch_norm(ranks: Ranks, engine: str) -> None:
     for classes in ranks.call("tests.distributed.setups:classes_after_test", engine):
         assert classes == ["Linear", "SyncBatchNorm"]
 
 
 SHARES = {"hsdp": 4, "2d": 2}
-"""Of how many shares the data is, on four processes."""
+"""Number of shares of the data on four ranks."""
 
 
 @pytest.mark.parametrize(
@@ -243,19 +240,19 @@ SHARES = {"hsdp": 4, "2d": 2}
 @needs_fsdp2
 @pytest.mark.parametrize("engine", ["hsdp", "2d"])
 def test_a_fit_on_four_processes_is_the_one_by_hand(four: Ranks, setup: Setup, tolerance: float, engine: str) -> None:
-    """The infinite gradient is that of one parameter, in the batch of one process; clipping tells one plain norm."""
+    """One parameter has an infinite gradient in the batch of one rank. Clipping uses one norm for all ranks."""
     ours = four.call("tests.distributed.setups:fit", setup, engine, SHARES[engine])
     theirs = four.call("tests.distributed.by_hand:train", setup, engine, SHARES[engine])
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.counts["skipped_steps"] == (setup.overflow is not None)
         assert len(mine.norms) == (len(mine.skipped) if setup.clip else 0)
         assert_same(mine, other, tolerance)
-        assert_same(mine, ours[0], 0.0)  # what a process says is that of all
+        assert_same(mine, ours[0], 0.0)  # all ranks have the same result
 
 
 @needs_fsdp2
 @pytest.mark.parametrize("engine", ["hsdp", "2d"])
-def test_a_sharded_checkpoint_of_four_processes_goes_on_to_the_bit(four: Ranks, tmp_path: Path, engine: str) -> None:
+def test_sharded_checkpoint_of_four_ranks_is_resumed_exactly(four: Ranks, tmp_path: Path, engine: str) -> None:
     setup = Setup("16-mixed", "adamw", windows=(2, 2), clip="norm", schedule="step", overflow=(1, 1, 0))
     arguments = setup, engine, str(tmp_path), [2, 3], [], SHARES[engine], True  # inside a window, and after one
     for whole, resumed in four.call("tests.distributed.setups:fit_and_resume", *arguments):

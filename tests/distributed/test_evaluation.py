@@ -1,6 +1,6 @@
-"""Several processes evaluate each sample once, though some have more batches than others: what one process logs.
+"""Several ranks evaluate each sample once with uneven inputs, and log the values of one process.
 
-The processes are started once for all tests; what each rank saw comes back in a file.
+The ranks are started once for all tests; results are read from a file.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def assert_same(found: dict[str, float], expected: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("name", [*worker.PASSES, "test"])
-def test_what_several_processes_log_is_what_one_logs(
+def test_logged_values_of_several_ranks_equal_those_of_one_process(
     ranks: list[dict[str, Any]], alone: dict[str, Any], name: str
 ) -> None:
-    """Means, sums, extremes and metric objects, with ``sync_dist`` or without; of which a process may have no part."""
+    """Means, sums, extremes and metric objects, with and without ``sync_dist``; a rank may have no batch."""
     expected = alone[name]
     assert sorted(x for rank in ranks for x in rank[name]["seen"]) == sorted(expected["seen"])
     for rank in ranks:
@@ -87,15 +87,15 @@ def test_hooks_run_for_the_batches_of_a_process(ranks: list[dict[str, Any]]) -> 
 
 
 def test_the_number_of_batches_is_that_of_the_process_that_has_the_most(ranks: list[dict[str, Any]]) -> None:
-    """Callbacks decide by it whether there is a validation."""
+    """Callbacks use it to decide whether there is a validation."""
     for rank in ranks:
         assert rank["five"]["num_val_batches"] == [3]
         assert rank["one"]["num_val_batches"] == [1]
         assert rank["several"]["num_val_batches"] == [2, 1, 2]
 
 
-def test_values_of_single_batches_are_reduced_where_both_have_the_batch(ranks: list[dict[str, Any]]) -> None:
-    """0 and 1, 2 and 3, 4 alone. Where nobody knows how many there will be, none is."""
+def test_values_of_single_batches_are_reduced_if_both_ranks_have_the_batch(ranks: list[dict[str, Any]]) -> None:
+    """Ranks have the values 0 and 1, 2 and 3, and 4 alone. With unknown lengths no value is reduced."""
     assert [rank["five"]["each"] for rank in ranks] == [[0.5, 2.5, 4.0], [0.5, 2.5]]
     assert [rank["stream"]["each"] for rank in ranks] == [[0.0, 2.0, 4.0], [1.0, 3.0]]
 
@@ -108,7 +108,10 @@ def test_limits_count_the_batches_of_a_process(ranks: list[dict[str, Any]], name
 
 
 def test_padding_is_lightnings(ranks: list[dict[str, Any]]) -> None:
-    """Equal numbers of samples, one of them twice; without ``sync_dist`` each process has its own value."""
+    """Both ranks have the same number of samples, one of them twice.
+
+    Without ``sync_dist`` each rank has its own value.
+    """
     assert [rank["padded"]["seen"] for rank in ranks] == [[0.0, 2.0, 4.0], [1.0, 3.0, 0.0]]
     for rank, own in zip(ranks, (2.0, 4 / 3), strict=True):
         results = rank["padded"]["results"][0]
@@ -116,7 +119,7 @@ def test_padding_is_lightnings(ranks: list[dict[str, Any]]) -> None:
         assert results["plain"] == pytest.approx(own, abs=1e-6)
 
 
-def test_samplers_that_users_divide_are_left_alone(ranks: list[dict[str, Any]]) -> None:
+def test_samplers_divided_by_the_user_are_kept(ranks: list[dict[str, Any]]) -> None:
     assert [rank["own sampler"]["seen"] for rank in ranks] == [[0.0, 2.0, 4.0], [1.0, 3.0, 0.0]]
     assert [rank["not divided"]["seen"] for rank in ranks] == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
 
@@ -145,7 +148,7 @@ def test_a_fit_chooses_its_checkpoint_by_the_whole_data(
 def test_processes_agree_on_signals_while_they_are_at_different_batches(
     ranks: list[dict[str, Any]], alone: dict[str, Any]
 ) -> None:
-    """Before each batch of three dataloaders, in each of which one process has a batch more."""
+    """Checked before each batch of three dataloaders. In each of them, one rank has one batch more."""
     for rank in ranks:
         assert rank["fit several"]["score"] == alone["fit several"]["score"] == 2.0
 
@@ -156,15 +159,15 @@ def test_steps_that_draw_their_batches(ranks: list[dict[str, Any]], alone: dict[
             assert found[f"drawn {count}"] == [{"mean": mean}]
 
 
-def test_what_a_process_has_logged_by_itself_decides_the_same_everywhere(ranks: list[dict[str, Any]]) -> None:
-    """``of_rank`` is 0 on rank 0, and 1 on rank 1; a plateau schedule that followed each would set two rates."""
+def test_values_logged_by_one_rank_lead_to_the_same_decisions(ranks: list[dict[str, Any]]) -> None:
+    """``of_rank`` is 0 on rank 0, and 1 on rank 1. A plateau schedule per rank would set two rates."""
     for rank in ranks:
         assert rank["fit 5"]["metrics"]["of_rank"] == 0.0
     assert ranks[0]["fit 5"]["lr"] == ranks[1]["fit 5"]["lr"]
 
 
 def test_all_processes_evaluate_with_the_buffers_of_the_first(ranks: list[dict[str, Any]]) -> None:
-    """Those of its BatchNorm, which are other ones after each epoch: also where rank 1 has no batch before the last."""
+    """The buffers of BatchNorm change in each epoch; rank 1 has no batch before the last dataloader."""
     first, second = (rank["fit 5"]["running"] for rank in ranks)
     assert first[2:5] == first[2:3] * 3  # after two batches of the sanity check
     assert second[2:4] == first[2:4]
@@ -173,15 +176,13 @@ def test_all_processes_evaluate_with_the_buffers_of_the_first(ranks: list[dict[s
 
 
 def test_validations_inside_an_epoch(ranks: list[dict[str, Any]]) -> None:
-    """After each of 2 batches of 3 epochs, and 2 batches of a sanity check."""
+    """After each of 2 batches of 3 epochs, and after 2 batches of a sanity check."""
     assert [len(rank["fit interval"]["seen"]) for rank in ranks] == [2 + 6 * 3, 2 + 6 * 2]
 
 
 @pytest.mark.parametrize("how", ["gather", "raw", "on step"])
-def test_an_exchange_in_each_batch_is_refused_where_batches_have_no_partner(
-    ranks: list[dict[str, Any]], how: str
-) -> None:
-    """By ``self.all_gather``, by ``torch.distributed``, by a metric object: on both processes."""
+def test_collectives_in_each_batch_are_refused_with_uneven_inputs(ranks: list[dict[str, Any]], how: str) -> None:
+    """By ``self.all_gather``, ``torch.distributed``, and a metric object, on both ranks."""
     for rank in ranks:
         told = rank[f"failure {how}"]["raised"]
         assert told.startswith("ConfigurationError: The ")
@@ -207,14 +208,14 @@ def test_an_exchange_in_the_first_batch_is_warned_of(ranks: list[dict[str, Any]]
 
 
 @pytest.mark.parametrize("name", ["gather, even", "gather, padded", "on step, padded"])
-def test_an_exchange_in_each_batch_works_where_all_have_partners(ranks: list[dict[str, Any]], name: str) -> None:
+def test_collectives_in_each_batch_work_with_even_inputs(ranks: list[dict[str, Any]], name: str) -> None:
     for rank in ranks:
         assert rank[f"failure {name}"]["results"][0]["in_hook"] > 0
         assert not [text for text in rank[f"failure {name}"]["warned"] if "different numbers" in text]
 
 
 def test_nothing_of_ours_warns(launched: tuple[str, list[dict[str, Any]]]) -> None:
-    """Not that ``sync_dist`` is missing, either, but once where the data is padded: a step's values are reduced."""
+    """Lightning's warning about ``sync_dist`` appears once, if the data is padded."""
     meant = ("'of_rank'", "samples in targets", "shuffling enabled", "is deprecated")
     warned = [
         line for line in launched[0].splitlines() if "Warning" in line and not any(text in line for text in meant)
@@ -225,7 +226,6 @@ def test_nothing_of_ours_warns(launched: tuple[str, list[dict[str, Any]]]) -> No
 
 @pytest.mark.parametrize("name", worker.SHARDED)
 def test_a_sharded_engine_is_kept_in_step(ranks: list[dict[str, Any]], alone: dict[str, Any], name: str) -> None:
-    """A process that lacks a batch takes part in the others' forward."""
     if f"sharded {name}" not in ranks[0]:
         pytest.skip("of torch 2.13")
     for rank in ranks:
@@ -249,7 +249,7 @@ def test_a_sharded_fit_chooses_as_any_other(ranks: list[dict[str, Any]], count: 
 
 
 @pytest.mark.parametrize("how", ["gather", "raw"])
-def test_an_exchange_is_told_from_those_of_a_sharded_forward(ranks: list[dict[str, Any]], how: str) -> None:
+def test_collectives_of_a_sharded_forward_are_not_counted(ranks: list[dict[str, Any]], how: str) -> None:
     if "sharded fit 5" not in ranks[0]:
         pytest.skip("of torch 2.13")
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""A process of two fails while the other waits for it: both end, soon, and say which it was."""
+"""A rank fails while the other waits for it: both end soon, and report the failed rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMEOUT = 100
 
 
 def run(python: WarmPython, *arguments: str, children: bool = False) -> tuple[int, str]:
-    """The exit status of a run of ``failing_worker.py``, and what all its processes said."""
+    """Return the exit status of ``failing_worker.py`` and the output of all its processes."""
     left_out = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     with python.start(
@@ -28,7 +28,7 @@ def run(python: WarmPython, *arguments: str, children: bool = False) -> tuple[in
     return process.returncode, said
 
 
-def test_a_rank_that_raises_ends_the_other_which_would_not_notice(python: WarmPython) -> None:
+def test_rank_that_raises_ends_a_sleeping_rank(python: WarmPython) -> None:
     status, output = run(python, "ddp", "0", "training", "raises", "asleep", children=True)
     assert status == 1
     assert "ValueError: rank 0 has had enough" in output
@@ -44,9 +44,7 @@ def test_a_rank_that_raises_ends_the_other_which_would_not_notice(python: WarmPy
         pytest.param(["deepspeed", "1", "training"], id="deepspeed 1 training", marks=needs_deepspeed),
     ],
 )
-def test_a_rank_that_is_killed_is_named_and_ends_the_other_which_would_not_notice(
-    python: WarmPython, where: list[str]
-) -> None:
+def test_killed_rank_is_named_and_ends_a_sleeping_rank(python: WarmPython, where: list[str]) -> None:
     status, output = run(python, *where, "dies", "asleep", children="deepspeed" in where)
     assert status == 1
     assert "Rank 1 (process " in output

@@ -1,4 +1,4 @@
-"""Many processes, one of which exists: what a step exchanges, and what we do, does not grow with their number."""
+"""The collectives and our own work per step do not grow with the number of simulated ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_step_of_many_processes(python: WarmPython, tmp_path: Path, size: int)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "hsdp"])
-def test_what_the_table_says_of_a_model_without_values(python: WarmPython, tmp_path: Path, engine: str) -> None:
+def test_table_of_a_model_without_values(python: WarmPython, tmp_path: Path, engine: str) -> None:
     run(python, fake_worker, tmp_path, "16", str(tmp_path / "found"), engine)
     found = json.loads((tmp_path / "found").read_text())
     whole, window = 4 * found["parameters"], 12  # a window's sums are three numbers
@@ -52,8 +52,8 @@ def test_what_the_table_says_of_a_model_without_values(python: WarmPython, tmp_p
     assert whole / 8 * 4 <= found["after"] < whole / 8 * 5
 
 
-def test_nothing_of_ours_grows_with_their_number(python: WarmPython, tmp_path: Path) -> None:
-    """A fit on several nodes that looks for a checkpoint, agrees, logs, validates, and saves sharded ones."""
+def test_own_work_is_independent_of_the_world_size(python: WarmPython, tmp_path: Path) -> None:
+    """A fit on several nodes that looks for a checkpoint, logs, validates, and saves sharded checkpoints."""
     sizes = 8, 8, 512  # the first time, modules are imported
     run(python, growth_worker, tmp_path, str(tmp_path / "found"), *map(str, sizes))
     _, few, many = json.loads((tmp_path / "found").read_text())
@@ -61,8 +61,8 @@ def test_nothing_of_ours_grows_with_their_number(python: WarmPython, tmp_path: P
     assert sum(name.endswith("state.ckpt") for name in few["files"]) == 2
     assert few["ours"]["calls"] > 10_000
     assert many["ours"]["calls"] == pytest.approx(few["ours"]["calls"], abs=250)  # half a call for each process
-    for kind in few["collectives"]:  # how often processes ask each other depends on the time
+    for kind in few["collectives"]:  # the number of these collectives depends on the time
         assert many["collectives"][kind] == pytest.approx(few["collectives"][kind], abs=20)
-    saves = 4  # the manifest of each has the sum of the file of each process
+    saves = 4  # each rank's manifest has the checksums of all ranks' files
     objects = [one["ours"]["objects received"] - saves * size for one, size in zip((few, many), sizes[1:], strict=True)]
     assert objects[0] == objects[1] < 50

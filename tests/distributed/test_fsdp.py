@@ -1,4 +1,4 @@
-"""``strategy="fsdp"`` trains what DDP trains: all kinds of modules, by the same loops, to the same weights."""
+"""``strategy="fsdp"`` trains all kinds of modules to the weights of DDP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ranks(python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 
 @pytest.mark.parametrize("name", worker.scenarios())
-def test_fsdp_does_what_ddp_does(ranks: list[dict[str, Any]], name: str) -> None:
+def test_fsdp_equals_ddp(ranks: list[dict[str, Any]], name: str) -> None:
     scenario = worker.scenarios()[name]
     for rank in ranks:
         ddp, sharded = rank[name]["ddp"], rank[name]["sharded"]

@@ -1,4 +1,4 @@
-"""Signals to one of two processes, or to both: they stop at the same step, and what they save is whole."""
+"""Signals to one or both of two ranks: they stop at the same step, and the saved checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_validation_is_broken_off_at_the_same_batch(ranks: list[dict[str, Any]
     assert [rank["validation"] for rank in ranks] == [{"code": 143, "steps": [5], "saved": 5, "validated": 2}] * 2
 
 
-def test_where_only_one_rank_validates_it_comes_to_its_end(ranks: list[dict[str, Any]]) -> None:
+def test_fit_ends_if_only_one_rank_validates(ranks: list[dict[str, Any]]) -> None:
     expected = {"code": 143, "steps": [5], "saved": 5}
     assert [rank["end of validation"] for rank in ranks] == [expected | {"validated": n} for n in (4, 6)]
 
@@ -55,5 +55,5 @@ def test_without_a_signal_nothing_happens(ranks: list[dict[str, Any]]) -> None:
     assert [rank["nobody"] for rank in ranks] == [{"code": None, "steps": [], "saved": None}] * 2
 
 
-def test_what_was_saved_goes_on(ranks: list[dict[str, Any]]) -> None:
+def test_checkpoint_of_an_interrupted_run_is_resumed(ranks: list[dict[str, Any]]) -> None:
     assert [rank["resumed"] for rank in ranks] == [10, 10]

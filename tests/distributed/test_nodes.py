@@ -35,12 +35,12 @@ def bench(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> Itera
         ),
     ],
 )
-def test_a_job_of_two_nodes_whose_process_is_killed_ends_to_the_bit(bench: Bench, options: dict[str, Any]) -> None:
+def test_job_of_two_nodes_with_a_killed_process_is_resumed_exactly(bench: Bench, options: dict[str, Any]) -> None:
     outcome = node_killed(SHORT, **options)(bench, "ours")
     assert outcome.word == "exact", str(outcome)
 
 
-def test_a_job_whose_node_is_lost_goes_on_with_those_that_there_are(bench: Bench) -> None:
+def test_job_with_a_lost_node_continues_on_the_others(bench: Bench) -> None:
     setup = replace(ELASTIC, batches=12, epochs=1, validate_every=0)
     outcome = node_lost(setup, times=1, comes_back=False, last_call=4)(bench, "ours")
     assert outcome.word == "exact", str(outcome)
@@ -52,6 +52,6 @@ def test_a_signal_to_one_of_two_that_hold_shards_ends_both_and_is_gone_on_from(b
     assert outcome.good, str(outcome)
 
 
-def test_a_job_that_slurm_runs_again_goes_on_to_the_bit(bench: Bench) -> None:
+def test_requeued_slurm_job_is_resumed_exactly(bench: Bench) -> None:
     outcome = run_case(CASES["slurm-requeue"], bench, "ours")
     assert outcome.good, str(outcome)

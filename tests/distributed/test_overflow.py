@@ -1,4 +1,4 @@
-"""Reports on two processes, of which one overflows; with a layer that waits for both, forward and backward."""
+"""Overflow reports on two ranks if one overflows, with a layer that synchronizes ranks in both passes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ranks(launched: tuple[str, Path]) -> list[dict[str, Any]]:
     return test_ddp.load(launched[1])
 
 
-def test_all_ranks_know_which_one_it_was(ranks: list[dict[str, Any]]) -> None:
+def test_all_ranks_report_the_rank_that_overflowed(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         (report,) = rank["first"]["reports"]
         assert (report["step"], report["rank"], report["batch_idx"], report["window"]) == (2, 1, 4, 1)

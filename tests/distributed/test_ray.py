@@ -1,4 +1,4 @@
-"""Under Ray: two workers of Ray Train are two processes of DDP, and a sweep of Ray Tune is told the metrics."""
+"""Ray: two workers of Ray Train are two DDP ranks, and Ray Tune receives the metrics."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def test_checkpoints_and_metrics_are_reported(folder: Path) -> None:
     assert 0 < metrics["val_loss"] < 4
 
 
-def test_workers_that_are_started_again_go_on_to_the_bit(folder: Path) -> None:
+def test_restarted_workers_are_resumed_exactly(folder: Path) -> None:
     assert_equal(torch.load(folder / "resumed.pt", weights_only=True), weights_of(folder, 0)["reported"])
 
 
-def test_a_worker_that_would_train_by_itself_is_told_what_to_write(folder: Path) -> None:
+def test_worker_without_ray_strategy_raises_with_the_fix(folder: Path) -> None:
     for rank in (0, 1):
         without, alone, first_fsdp = read(folder, f"worker_{rank}.json")["told"]
         assert without.startswith("ClusterError: Got a Trainer in one of 2 workers of Ray Train without a plugin")
@@ -79,7 +79,7 @@ def test_a_worker_that_would_train_by_itself_is_told_what_to_write(folder: Path)
         assert first_fsdp.endswith("strategy=FSDP2Strategy(); from trainer import FSDP2Strategy.")
 
 
-def test_a_sweep_of_ray_tune_is_told_the_metrics(folder: Path) -> None:
+def test_ray_tune_receives_the_metrics(folder: Path) -> None:
     result = read(folder, "result.json")
     assert result["trials"] == 2
     assert result["best"] == {"lr": 0.1}

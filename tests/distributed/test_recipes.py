@@ -1,4 +1,4 @@
-"""The recipes gpt and finetune end on two processes where they end on one, by DDP and sharded by FSDP2.
+"""The recipes gpt and finetune have the same result on two ranks as in one process, by DDP and FSDP2.
 
 In float32 they differ by the order of a few sums: at most 1e-5 in weights of about 1, after 9 updates.
 """
@@ -52,7 +52,7 @@ def alone(folder: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", NAMES)
-def test_ends_where_one_process_ends(
+def test_result_equals_that_of_one_process(
     ranks: list[dict[str, Any]], alone: dict[str, dict[str, Any]], name: str, strategy: str
 ) -> None:
     expected = alone[name]
@@ -79,7 +79,7 @@ def test_texts_are_written_while_it_trains(
 @pytest.mark.skipif(not HAS_EXTRA, reason="needs transformers")
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 with transformers 5
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
-def test_what_is_written_is_a_model(
+def test_written_folder_is_a_model(
     ranks: list[dict[str, Any]], alone: dict[str, dict[str, Any]], folder: Path, strategy: str
 ) -> None:
     from peft import PeftModel
@@ -105,5 +105,5 @@ def test_what_is_written_is_a_model(
     for key, value in joined.named_parameters():
         assert torch.equal(value, weights("finetune, lora")[f"net.{key}"]), key
     frozen = [key for key in before if torch.equal(before[key], weights("finetune")[f"net.{key}"])]
-    assert frozen == []  # all of it was trained where there are no adapters
+    assert frozen == []  # without adapters, all parameters were trained
     assert any(value.abs().max() > 1e-4 for key, value in joined.named_parameters() if "lora_B" in key)

@@ -1,4 +1,4 @@
-"""An engine whose processes hold parts of each gradient does what DDP does, by the same loops.
+"""A sharded engine has the results of DDP with the same loops.
 
 In float32 the two differ by the order of a few sums: at most 1e-6 in weights of about 1, after 10 updates. Under
 float16 autocast such a difference may round to a neighbour in an activation: 1e-3.
@@ -28,7 +28,7 @@ def ranks(python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 
 @pytest.mark.parametrize("name", worker.scenarios())
-def test_a_sharded_engine_does_what_ddp_does(ranks: list[dict[str, Any]], name: str) -> None:
+def test_sharded_engine_equals_ddp(ranks: list[dict[str, Any]], name: str) -> None:
     tolerance = 1e-3 if "precision" in worker.scenarios()[name][1] else 1e-6
     for rank in ranks:
         ddp, sharded = rank[name]["ddp"], rank[name]["sharded"]

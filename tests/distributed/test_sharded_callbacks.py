@@ -1,7 +1,7 @@
-"""Callbacks and diagnosis on a sharded engine (FSDP2): what they say and what they do is what it is under DDP.
+"""Callbacks and diagnosis on a sharded engine (FSDP2) report and do the same as under DDP.
 
-Both see the same numbers: with two processes a sum over them has one order, so that weights are equal to the bit, but
-for what a norm is made of.
+Both have the same numbers: with two ranks a sum has one order, so that weights are bitwise equal, except after a
+division by a norm.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DIAGNOSED = tuple(worker.diagnosis(Path()))
 OTHERS = tuple(worker.others(Path()))
 CHECKPOINTED = ("checkpointed blocks", "checkpointed by class", "checkpointed around blocks", "checkpointed inside")
 ROUNDED = ("measured", "stock")
-"""Those in which something is divided by a norm, or by the sizes of windows."""
+"""Scenarios with a division by a norm, or by the sizes of windows."""
 AVERAGED = ("EMA", "EMA, skipped", "averages", "averages by foreach", "averages, buffers as they are", "SWA")
 
 
@@ -82,7 +82,7 @@ def test_the_guard_names_rank_and_layer_on_all(ranks: list[dict[str, Any]]) -> N
         assert "in 'net.2' (Overflow)" in said
 
 
-def test_no_weights_are_saved_of_which_one_process_holds_a_nan(ranks: list[dict[str, Any]], folder: Path) -> None:
+def test_weights_with_a_nan_on_one_rank_are_not_saved(ranks: list[dict[str, Any]], folder: Path) -> None:
     for rank in ranks:
         assert "they were not saved" in rank["weights that are not finite"]["fsdp"]["error"]
         assert "as they were: net.0.weight." in rank["weights that are not finite"]["fsdp"]["error"]
@@ -208,7 +208,7 @@ def test_an_average_that_has_not_begun_is_the_current_weights(ranks: list[dict[s
 
 
 @pytest.mark.parametrize("name", ["EMA resumed", "SWA resumed"])
-def test_averages_go_on_after_a_resume(ranks: list[dict[str, Any]], name: str) -> None:
+def test_averages_continue_after_a_resume(ranks: list[dict[str, Any]], name: str) -> None:
     assert all(rank[name]["fsdp"]["resumed is the same"] for rank in ranks)
     assert ranks[0][name]["fsdp"]["saved"]["net.0.weight"].shape == (16, 6)
 
@@ -229,7 +229,7 @@ def test_the_same_learning_rate_is_found(ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*have no `val_dataloader`")
-def test_what_is_unfrozen_later_learns_as_on_one_process(ranks: list[dict[str, Any]]) -> None:
+def test_parameters_unfrozen_later_equal_those_of_one_process(ranks: list[dict[str, Any]]) -> None:
     seen = worker.Seen()
     torch.manual_seed(1)
     trainer = Trainer(
@@ -244,6 +244,6 @@ def test_what_is_unfrozen_later_learns_as_on_one_process(ranks: list[dict[str, A
 
 
 @pytest.mark.parametrize("callback", [GradientCheck(), ModelPruning("l1_unstructured")])
-def test_what_needs_whole_weights_is_refused(callback: Any) -> None:
+def test_callbacks_that_need_whole_weights_are_refused(callback: Any) -> None:
     with pytest.raises(UnsupportedError, match=f"{type(callback).__name__} with strategy='fsdp'"):
         Trainer(accelerator="cpu", devices=2, strategy="fsdp", callbacks=[callback], logger=False)

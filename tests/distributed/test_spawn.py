@@ -1,4 +1,4 @@
-"""Processes that are started from inside of ``fit``: what they are sent, and what comes back."""
+"""Processes started inside ``fit``: arguments and results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Validated(Classifier):
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """A launch leaves addresses and ranks behind; the next would believe in them."""
+    """Restore the environment after a launch, because the next one would use its addresses and ranks."""
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -37,7 +37,7 @@ def environment() -> Iterator[None]:
 
 
 class Threads(Callback):
-    """Writes down which threads of gloo there are at the very end of a process that is started."""
+    """Records gloo's threads at the end of a process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -64,9 +64,9 @@ def trained(strategy: str, folder: Path, *callbacks: Callback) -> tuple[dict[str
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
-def test_spawned_and_forked_processes_do_what_one_does(tmp_path: Path) -> None:
-    # both processes see the same batches, so two do what one does; if spawned ones shared the weights that they are
-    # sent, each step would be taken twice
+def test_spawned_and_forked_ranks_equal_one_process(tmp_path: Path) -> None:
+    # both ranks have the same batches, so that two have the results of one; if spawned processes shared the weights,
+    # each step would be taken twice
     alone = Trainer(max_epochs=1, num_sanity_val_steps=0, **QUIET)
     module = Validated()
     alone.fit(module, data(6), data(4, seed=1))
@@ -75,7 +75,7 @@ def test_spawned_and_forked_processes_do_what_one_does(tmp_path: Path) -> None:
         torch.testing.assert_close(weights, module.state_dict(), rtol=1e-6, atol=1e-7)
         assert val_loss == pytest.approx(alone.callback_metrics["val_loss"].item())
         assert has_checkpoint
-    # a thread that lets go of a tensor of Python's while the interpreter ends aborts the process, now and then
+    # a thread that frees a Python tensor during the interpreter's shutdown sometimes aborts the process
     assert [path.read_text() for path in tmp_path.glob("*.txt")] == ["", ""]
 
 
@@ -106,7 +106,7 @@ def test_the_process_that_has_started_them_saves_checkpoints(tmp_path: Path, str
 
 
 class Signals(Callback):
-    """Sends a signal to the process that has started the others, or kills one of these."""
+    """Sends a signal to the parent process, or kills a child."""
 
     def __init__(self, number: int, *, to_parent: bool) -> None:
         self.number, self.to_parent = number, to_parent
@@ -137,6 +137,6 @@ def test_signals_are_passed_on_to_spawned_processes(tmp_path: Path, number: int,
     )  # as the processes agree
 
 
-def test_a_spawned_process_that_is_killed_is_named(tmp_path: Path) -> None:
+def test_killed_spawned_process_is_named(tmp_path: Path) -> None:
     with pytest.raises(ProcessExitedException, match="process 1 terminated with signal SIGKILL"):
         fork(tmp_path, Signals(signal.SIGKILL, to_parent=False))

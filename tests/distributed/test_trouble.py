@@ -1,4 +1,4 @@
-"""What goes wrong on several processes: one does not come to where the others wait; the loss of one jumps."""
+"""Failures on several ranks: one does not join a collective; the loss of one spikes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_all_go_back_when_the_loss_of_one_jumps_and_are_as_if_the_batches_had_not_been(
     ranks: Ranks, tmp_path: Path, engine: str
 ) -> None:
-    """Under DDP in 16-mixed, with its scaler; under FSDP from a sharded checkpoint."""
+    """Under DDP in 16-mixed with its scaler, and under FSDP from a sharded checkpoint."""
     found = ranks.call("tests.distributed.trouble_worker:spike", tmp_path, engine, None)
     oracle = ranks.call("tests.distributed.trouble_worker:spike", tmp_path, engine, (8, 12))
     for (done, weights, step), (nothing, without, steps) in zip(found, oracle, strict=True):
@@ -56,10 +56,10 @@ def place(rank: int, **begun: int) -> Place:
     return Place(rank, "node", rank, 600.0, "", "", {group: (number, "") for group, number in begun.items()}, [])
 
 
-def test_of_those_that_lag_behind_it_is_the_one_that_waits_for_nobody() -> None:
-    # 3 does not come to 2, with which it shares shards; 2 therefore not to 0, with which it shares copies
+def test_blamed_rank_is_the_one_that_waits_for_no_other() -> None:
+    # rank 3 does not join its shard group with rank 2, so that rank 2 does not join its replica group with rank 0
     assert missing_ranks([place(0, copies=6), place(1), place(2, shards=11, copies=5), place(3, shards=10)]) == [3]
     assert missing_ranks([place(rank, world=121 - (rank == 700)) for rank in range(1024)]) == [700]
     assert missing_ranks([place(rank, world=121) for rank in range(8)]) == []
-    # each has begun what the other has not: two orders
+    # each rank has started a collective that the other has not: two orders
     assert missing_ranks([place(0, one=2, other=1), place(1, one=1, other=2)]) == [0, 1]

@@ -1,4 +1,4 @@
-"""``fit(weights=...)`` on two processes, whole and sharded: both begin with the weights of the file, to the bit."""
+"""``fit(weights=...)`` on two ranks, sharded and unsharded, starts with the weights of the file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def saved(folder: Path, form: str) -> tuple[Path, dict[str, Any]]:
-    """A file or folder of weights, and what is in it."""
+    """A file or folder of weights, and its contents."""
     module = Net(seed=3)
     module.net[2].running_mean.fill_(0.5)
     state = module.state_dict()
@@ -71,7 +71,7 @@ def test_an_average_begins_with_them(ranks: Ranks, tmp_path: Path, strategy: str
         assert rank["average"].keys() == state.keys()
 
 
-def test_what_does_not_fit_ends_both(ranks: Ranks, tmp_path: Path) -> None:
+def test_weights_of_another_shape_end_both_ranks(ranks: Ranks, tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
     with pytest.raises(RankError) as caught:
         ranks.call("tests.distributed.weights_worker:fit", str(tmp_path / "a.pt"), "fsdp")

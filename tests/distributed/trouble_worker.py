@@ -1,4 +1,4 @@
-"""Fits on several processes in which one stays in a layer for a while, or has a loss that jumps."""
+"""Fits on several ranks with one that stays in a layer, or has a loss spike."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.engine import stalls
 
 
 class Stuck(nn.Module):
-    """Does not go on, once, on one process, until the file says where it is."""
+    """Blocks once, on one rank, until the file reports its position."""
 
     def __init__(self, rank: int, file: Path) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Stuck(nn.Module):
 
 
 def stall(folder: Path, engine: str, rank: int, timeout: float) -> tuple[list[str], float]:
-    """What this process has said, and a weight at the end."""
+    """Return the output of this rank, and a weight at the end."""
     said: list[str] = []
     before, stalls.write_stderr = stalls.write_stderr, said.append
     module = Regression()
@@ -60,12 +60,12 @@ def stall(folder: Path, engine: str, rank: int, timeout: float) -> tuple[list[st
 
 
 def spike(folder: Path, engine: str, left_out: tuple[int, int] | None) -> tuple[list[Any], list[Tensor], int]:
-    """What was rolled back, the weights and the step at the end; ``left_out``: without these batches and the spike."""
+    """Return the roll-back, and the weights and the step at the end. ``left_out`` omits these batches and the spike."""
     rank, callbacks = torch.distributed.get_rank(), list[Any]()
     generator = torch.Generator().manual_seed(rank)
     batches = [[torch.randn(4, 6, generator=generator), torch.randn(4, 2, generator=generator)] for _ in range(16)]
     if left_out is None:
-        batches[11][1] += 30.0 * rank  # the other process has nothing of it
+        batches[11][1] += 30.0 * rank  # the other rank has no spike
         callbacks = [RollBackOnLossSpike(threshold=5.0, window=4)]
     else:
         del batches[slice(*left_out)]

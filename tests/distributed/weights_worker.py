@@ -1,4 +1,4 @@
-"""What every process of ``test_weights.py`` runs: a fit that begins with the weights of a file or folder."""
+"""A fit of ``test_weights.py`` that starts with the weights of a file or folder."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Net(Plain):
 
 
 class Beginning(Callback):
-    """The whole weights and buffers that training begins with, and those of the average."""
+    """Records the whole weights and buffers at the start of training, and those of the average."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.weights = whole(pl_module) | {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
@@ -64,7 +64,7 @@ class Beginning(Callback):
 
 
 def fit(path: str, strategy: str, late: bool = False, outputs: int = 2, averaged: bool = False) -> dict[str, Any]:
-    """What training began with, what was said of it, and the weights after a few steps."""
+    """Return the weights at the start, the report on loading, and the weights after a few steps."""
     beginning = Beginning()
     averaging = [EMAWeightAveraging(update_starting_at_epoch=9)] if averaged else []
     with warnings.catch_warnings():

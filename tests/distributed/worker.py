@@ -1,8 +1,8 @@
-"""What every process of a distributed test runs; started the way users start theirs (see ``test_ddp.py``).
+"""Small fits of ``test_ddp.py`` on two ranks, started by each launcher.
 
-``python worker.py FOLDER LAUNCHER`` trains a few small models on two gloo processes, one after the other, and leaves
-what each rank saw in ``FOLDER/rank_R.pt``. ``LAUNCHER`` is ``own`` (the Trainer starts the second process:
-``devices=2, strategy="ddp"``), ``torchrun``, or ``fails``, where one rank raises.
+``python worker.py FOLDER LAUNCHER`` trains a few small models on two gloo processes, one after the other, and saves the
+results of each rank to ``FOLDER/rank_R.pt``. ``LAUNCHER`` is ``own`` (the Trainer starts the second process:
+``devices=2, strategy="ddp"``), ``torchrun``, or ``fails``: one rank raises.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Shard(Sampler[int]):
 
 
 class Regression(LightningModule):
-    """Automatic optimization. ``None`` is returned, or an infinite loss, where the rank and the batch say so."""
+    """Automatic optimization. Returns None or an infinite loss at configured ranks and batches."""
 
     def __init__(self, none_at: Any = (), inf_at: Any = ()) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Regression(LightningModule):
 
 
 class Changing(Regression):
-    """What differs between processes, and is no part of the first one's state: buffers, random numbers, metrics."""
+    """Has buffers, random numbers and metrics that differ between ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,8 +116,6 @@ class Changing(Regression):
 
 
 class SavesEachBatch(Checkpoint):
-    """Writes a checkpoint after each batch of the first epoch."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
@@ -127,7 +125,7 @@ class SavesEachBatch(Checkpoint):
 
 
 class Weighted(Regression):
-    """The mean over as many of a batch's samples as the rank and the batch say; the weight is their number."""
+    """Returns the mean over a number of samples configured by rank and batch, with that number as weight."""
 
     @staticmethod
     def count(rank: int, batch_idx: int) -> int:
@@ -140,7 +138,7 @@ class Weighted(Regression):
 
 
 class Manual(Regression):
-    """Two optimizers by hand, of which each step uses the parameters of one."""
+    """Manual optimization with two optimizers. Each step uses the parameters of one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +158,7 @@ class Manual(Regression):
 
 
 class Seen(Callback):
-    """What one rank saw."""
+    """The results of one rank."""
 
     def __init__(self) -> None:
         self.outcomes: list[bool] = []
@@ -194,7 +192,7 @@ def fit(
     ckpt_path: Path | None = None,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """Train on ``world_size`` processes, the same global batches whatever their number. Returns what was seen."""
+    """Train on ``world_size`` ranks with the same global batches for any number of ranks. Returns the results."""
     seen = Seen()
     callbacks = [seen, *arguments.pop("callbacks", [])]
     quiet = {
@@ -233,7 +231,7 @@ def fit(
 
 
 class Thaws(Callback):
-    """Trains the first layer's weight from the second epoch on, and the last layer's until then."""
+    """Trains the first layer's weight from the second epoch on, and the last layer's before."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         pl_module.net[0].weight.requires_grad_(False)
@@ -244,14 +242,14 @@ class Thaws(Callback):
 
 
 def none_everywhere() -> dict[str, set[tuple[int, int]]]:
-    """None on one rank, at each position of a window of 3 (the epoch's batches 0..4: a full window and one of 2)."""
+    """Returns None on one rank, at each position of a window of 3 (batches 0..4: a full window and one of 2)."""
     cases = {f"none at {i} on rank {rank}": {(rank, i)} for rank in range(2) for i in range(5)}
     return {**cases, "none in a whole window on one rank": {(1, 0), (1, 1), (1, 2)}, "none on both": {(0, 1), (1, 1)},
             "none in a whole window on both": {(rank, i) for rank in range(2) for i in range(3)}}  # fmt: skip
 
 
 def scenarios(folder: Path) -> dict[str, Any]:
-    """Everything that is run, in this order, on all ranks."""
+    """Run all scenarios in this order on all ranks."""
     both = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     found: dict[str, Any] = {}
     for name in PRECISIONS:
@@ -304,7 +302,7 @@ ALONE = "alone.ckpt"
 
 
 def one_epoch_alone(folder: Path) -> dict[str, Any]:
-    """In this process, with a scale that has fallen: a checkpoint to resume from on several, and the whole run."""
+    """Train in this process with a reduced scale: a checkpoint to resume on several ranks, and the whole run."""
     arguments = {"world_size": 1, "precision": precision_of("16-mixed"), "limit_val_batches": 0}
     first = fit(Regression(inf_at={(0, 1)}), max_epochs=1, **arguments)
     first["trainer"].save_checkpoint(folder / ALONE)
