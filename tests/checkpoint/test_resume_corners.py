@@ -192,6 +192,81 @@ def test_resumed(make: Callable[[], Any], callbacks: Any, arguments: dict[str, A
         assert own_rows == rows[logged:], number
 
 
+class Step(Module):
+    """Saves a checkpoint in the second batch of a window, or fails there."""
+
+    place = ""
+    """Where, or "" for nowhere."""
+    folder: Path
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def save(self, place: str) -> None:
+        if place == self.place and self.trainer.global_step == 1 and self.trainer.fit_loop.batch_idx == 4:
+            self.trainer.save_checkpoint(self.folder / "inside.ckpt")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.save("before the batch")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.save("in the forward pass")
+        return self.head(self.backbone[0](batch[0])).square().mean()
+
+    def on_before_backward(self, loss: Any) -> None:
+        self.save("before the backward pass")
+
+    def on_after_backward(self) -> None:
+        self.save("after the backward pass")
+
+
+class HandSteps(Step):
+    """The same windows of three batches in manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.manual_backward(super().training_step(batch, batch_idx) / 3)
+        if batch_idx % 3 == 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("make", "place", "precision"),
+    [
+        (Step, "before the batch", "16-mixed"),
+        (Step, "in the forward pass", "32-true"),
+        (HandSteps, "before the batch", "16-mixed"),
+    ],
+)
+def test_gradients_of_a_window_are_saved_inside_a_batch(
+    make: Any, place: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments: dict[str, Any] = {"callbacks": [], "precision": precision, "max_epochs": 1}
+    if make is Step:
+        arguments["accumulate_grad_batches"] = 3
+    monkeypatch.setattr(Step, "folder", tmp_path, raising=False)
+    monkeypatch.setattr(Step, "place", place)
+    monkeypatch.setattr(Points, "__getitem__", lambda self, index: [torch.arange(4.0).add(index).sin()])
+    whole, _, _ = train(make, tmp_path / "whole", **arguments)
+    monkeypatch.setattr(Step, "place", "")
+    state, _, _ = train(make, tmp_path / "resumed", start=tmp_path / "inside.ckpt", **arguments)
+    assert differences(state, whole) == []
+
+
+@pytest.mark.parametrize("place", ["before the backward pass", "after the backward pass"])
+def test_a_checkpoint_that_loses_the_gradients_of_a_window_warns(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Step, "folder", tmp_path, raising=False)
+    monkeypatch.setattr(Step, "place", place)
+    with pytest.warns(UserWarning, match="batch 4 of epoch 0.*loses the gradients.*on_train_batch_end"):
+        train(Step, tmp_path / "whole", callbacks=[], accumulate_grad_batches=3, max_epochs=1)
+
+
 def test_batches_that_cannot_be_kept_are_told(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"callbacks": [], "accumulate_grad_batches": 3, "max_epochs": 1}
     arguments["collate"] = lambda samples: Batch([torch.stack([sample[0] for sample in samples])])

@@ -282,7 +282,7 @@ def test_weights_are_measured_by_the_mean_of_the_last_window():
     assert window.factor == pytest.approx(10 / 5 / 2)  # the mean of 4, 8, 2 and 6 is 5
     restored = AccumulationWindow(2)
     restored.start_run(2)
-    restored.load_state_dict(window.state_dict(is_open=False), torch.device("cpu"))
+    restored.load_state_dict(window.state_dict(before_batch=False), torch.device("cpu"))
     restored.advance(7, False)
     restored.share(loss, 10.0)
     assert restored.factor == window.factor

@@ -92,14 +92,15 @@ class ProcessState:
             "has_updated": loop.has_updated,
             "outcome": None if outcome is None else list(outcome),
             "should_stop": loop.limits.should_stop and not run.is_out_of_time,  # a resumed run may have more time
-            "window": window.state_dict(is_open=progress.is_trained and window.is_open),
+            "window": window.state_dict(before_batch=window.in_batch and not loop.has_updated),
             "modes": self._modes(),
             "precision": engine.precision.state_dict(),
             **self._buffers(),
             **self._communication(),
         }
-        state["gradients"] = self._gradients()
-        if progress.is_trained and window.is_open and self.kept_batches is not None:
+        is_open = "size" in state["window"]
+        state["gradients"] = self._gradients(is_open)
+        if is_open and self.kept_batches is not None:
             state["kept_batches"] = self.kept_batches.state_dict()
         if engine.world_size == 1:
             return state
@@ -303,20 +304,30 @@ class ProcessState:
                 if isinstance(value, AveragedModel):
                     yield f"{callback.state_key}.{name}", value
 
-    def _gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that no optimizer step has used yet.
+    def _gradients(self, is_open: bool) -> dict[str, Tensor]:
+        """Return the gradients that no optimizer step has used yet, without those of a batch that will be repeated.
 
         In automatic optimization these are the gradients of an open window. A module that steps its optimizers itself
         may accumulate gradients over any number of batches; those that a step has used are left out.
+
+        Args:
+            is_open: whether the accumulation window is saved as an open one.
         """
         run, loop = self._run, self._run.loop
-        if not loop.progress.is_trained:
-            return {}
-        if run.lightning_module.automatic_optimization:
-            has_some = loop.window.backwards or loop.gradients.are_parts  # from batches of the other processes
-            waiting = loop.optimizers if loop.window.is_open and has_some else []
-        else:
-            waiting = [optimizer for optimizer in loop.optimizers if not loop.gradients.are_used(optimizer)]
+        window, waiting = loop.window, []
+        if not run.lightning_module.automatic_optimization:
+            if not window.in_batch:
+                waiting = [optimizer for optimizer in loop.optimizers if not loop.gradients.are_used(optimizer)]
+        elif is_open and window.in_batch and window.has_added_gradients:
+            progress = loop.progress
+            warn(
+                f"A checkpoint was saved inside batch {progress.batch_idx} of epoch {progress.epochs_trained}, after"
+                " its gradients were added to those of earlier batches of its accumulation window. A run that resumes"
+                " from it loses the gradients of the window's earlier batches. Save in on_train_batch_start or"
+                " on_train_batch_end instead, which keep them."
+            )
+        elif is_open and (window.backwards or loop.gradients.are_parts):  # from batches of the other processes
+            waiting = loop.optimizers
         gradients: Gradients = loop.gradients
         return gradients.state_dict(run.lightning_module.named_parameters(), waiting)
 

@@ -317,6 +317,7 @@ class FitLoop:
                 self.take_optimizers()
             is_final_epoch = not self.window.straddles_epochs or self.limits.is_final_epoch()
             self.window.advance(self.batches.num_batches - batch_idx, is_last, is_final_epoch)
+            self.window.in_batch = True
         return batch
 
     def free_gradients(self) -> None:
@@ -381,6 +382,7 @@ class FitLoop:
         progress, closes_window = self.progress, self.window.is_last
         progress.batches += 1
         progress.is_trained, progress.closing = True, closes_window
+        self.window.in_batch = False
         if self.unresolved:
             self.resolve_if_due()
         if self.schedules.stepped:
