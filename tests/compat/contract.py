@@ -1,4 +1,4 @@
-"""What the installed Lightning's modules, callbacks, loggers, tuner and so on ask of a Trainer: found in its sources.
+"""Attributes of a Trainer used by the installed Lightning's modules, callbacks, loggers and tuner, from its sources.
 
 ``scripts/record_contract`` writes them into ``lightning_contract.json``; ``test_contract.py`` compares them with that
 record, and both with our Trainer.
@@ -31,7 +31,7 @@ PARTS = (
     "cli.py",
 )
 TRAINERS = {"trainer", "_trainer"}
-"""What a Trainer is called, as a variable or as an attribute of anything but a package."""
+"""Names of a Trainer, as a variable or as an attribute of anything but a package."""
 PACKAGES = {"pl", "lightning", "torch"}
 
 
@@ -50,7 +50,7 @@ class Use:
 
 @functools.cache
 def installed() -> dict[str, Use]:
-    """What the installed Lightning uses."""
+    """Return the attributes used by the installed Lightning."""
     uses: dict[str, Use] = {}
     for part in PARTS:
         path = SOURCES / part
@@ -64,13 +64,16 @@ def installed() -> dict[str, Use]:
 
 
 def recorded() -> dict[str, bool]:
-    """What is in the record: each name, and whether it is written."""
+    """Return the record: each name, and whether it is written."""
     attributes: dict[str, dict[str, Any]] = json.loads(RECORD.read_text())["attributes"]
     return {chain: found["is_written"] for chain, found in attributes.items()}
 
 
 def write_record() -> None:
-    """Record what the installed Lightning uses. Places go without their lines, which change with every release."""
+    """Record the attributes used by the installed Lightning.
+
+    Places have no line numbers, which change with every release.
+    """
     attributes = {
         chain: {"is_written": use.is_written, "in": sorted({place.rpartition(":")[0] for place in use.places})}
         for chain, use in installed().items()
@@ -80,12 +83,12 @@ def write_record() -> None:
 
 
 def used_in(source: str) -> Iterator[tuple[str, int, bool]]:
-    """The chains of attributes of a Trainer in ``source``: (chain, line, whether it is set)."""
+    """Return the chains of attributes of a Trainer in ``source``: (chain, line, whether it is set)."""
     tree = ast.parse(source)
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     decorators = {id(decorator) for function in functions for decorator in function.decorator_list}
-    seen: set[int] = decorators  # `@trainer.setter` is no attribute of a Trainer
+    seen: set[int] = decorators  # `@trainer.setter` is not an attribute of a Trainer
     for scope in [*functions, tree]:
         aliases = _aliases_in(scope)
         for node in ast.walk(scope):
@@ -101,7 +104,7 @@ def used_in(source: str) -> Iterator[tuple[str, int, bool]]:
 
 
 def _aliases_in(scope: ast.AST) -> dict[str, str]:
-    """Variables that stand for a part of a Trainer: ``loop = trainer.fit_loop``."""
+    """Return variables assigned from a part of a Trainer: ``loop = trainer.fit_loop``."""
     aliases: dict[str, str] = {}
     for node in ast.walk(scope):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
@@ -112,7 +115,7 @@ def _aliases_in(scope: ast.AST) -> dict[str, str]:
 
 
 def _named_in(call: ast.Call, aliases: dict[str, str]) -> str:
-    """The chain that ``getattr(trainer, "name")`` means; of ``hasattr`` and those with a default, nothing."""
+    """Return the chain of ``getattr(trainer, "name")``, or None for ``hasattr`` and ``getattr`` with a default."""
     if getattr(call.func, "id", "") not in ("getattr", "setattr") or len(call.args) < 2:
         return ""
     owner, name = call.args[:2]
@@ -124,12 +127,12 @@ def _named_in(call: ast.Call, aliases: dict[str, str]) -> str:
 
 
 def _chain_of(node: ast.AST, aliases: dict[str, str]) -> str:
-    """``fit_loop.max_epochs`` of ``self.trainer.fit_loop.max_epochs``; nothing where there is no Trainer in it."""
+    """Return ``fit_loop.max_epochs`` for ``self.trainer.fit_loop.max_epochs``, or None without a Trainer."""
     return ".".join(_path_to(node, aliases) or [])
 
 
 def _path_to(node: ast.AST, aliases: dict[str, str]) -> list[str] | None:
-    """The attributes that lead from a Trainer to ``node``; none of them for the Trainer itself; None for others."""
+    """Return the attributes from a Trainer to ``node``: empty for the Trainer itself, None for others."""
     if isinstance(node, ast.Name):
         if node.id in TRAINERS:
             return []

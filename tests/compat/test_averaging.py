@@ -48,7 +48,7 @@ class Trained(Callback):
 
 
 class Saver(Checkpoint):
-    """Writes a checkpoint after each batch, validation and epoch, and notes how many batches were trained by then."""
+    """Writes a checkpoint after each batch, validation and epoch, and records the number of trained batches."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.files = folder, dict[Path, int]()
@@ -63,7 +63,7 @@ class Saver(Checkpoint):
 
 
 class Custom(WeightAveraging):
-    """Updates when it is told to."""
+    """Updates under a configured condition."""
 
     def __init__(self, first: int, **options: Any) -> None:
         super().__init__(**options)
@@ -125,8 +125,8 @@ NEVER: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", NEVER)
-def test_an_average_that_never_begins_is_the_current_weights(tmp_path: Path, kind: str) -> None:
-    """In each validation, in each checkpoint, at the end of the fit, and in what is saved and validated after it."""
+def test_average_before_its_first_update_is_the_current_weights(tmp_path: Path, kind: str) -> None:
+    """Checked in each validation, each checkpoint, at the end of the fit, and in later saves and validations."""
     make, arguments = NEVER[kind]
     trainer, module, trained, saver = fit(tmp_path, make(), **arguments)
     after = [trained.states[i] for i in range(BATCHES - 1, len(trained.states), BATCHES)]
@@ -152,7 +152,7 @@ def test_an_average_that_never_begins_is_the_current_weights(tmp_path: Path, kin
 
 @pytest.mark.parametrize("use_buffers", [True, False])
 def test_an_average_that_begins_late_is_torchs_from_there_on(tmp_path: Path, use_buffers: bool) -> None:
-    """Of 12 updates, the first 6 are left out: one validation before, two after."""
+    """The first 6 of 12 steps are left out: one validation before, two after."""
     callback = Custom(6, use_buffers=use_buffers, avg_fn=get_ema_avg_fn(0.5))
     _, module, trained, _ = fit(tmp_path, callback, saves=False)
     current = Module()
@@ -170,7 +170,7 @@ def test_an_average_that_begins_late_is_torchs_from_there_on(tmp_path: Path, use
 
 @pytest.mark.parametrize("kind", ["late", "never"])
 def test_a_resume_from_before_the_average_begins_is_exact(tmp_path: Path, kind: str) -> None:
-    """From each checkpoint, to the bit the weights and validations of the uninterrupted run."""
+    """Weights and validations equal those of the uninterrupted run bit for bit, from each checkpoint."""
     first = {"late": 6, "never": 99}[kind]
     _, whole, _, saver = fit(tmp_path / "whole", Custom(first, avg_fn=get_ema_avg_fn(0.5)))
     assert len(saver.files) == 12 + 3 * 3

@@ -1,4 +1,4 @@
-"""The Trainer as Lightning's own parts see it: the attributes they read exist, and say what Lightning's say."""
+"""The Trainer as seen by Lightning's classes: the attributes that they read exist, with Lightning's values."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ IN_OUR_OWN_WAY = {
     "precision_plugin": "ours, in Lightning's shape",
     **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop"), "views"),
 }
-"""Public attributes whose values differ from those of Lightning's Trainer, with the reason."""
+"""Public attributes with values that differ from those of Lightning's Trainer, with the reason."""
 
 
 def attributes(trainer: Any) -> list[str]:
-    """The names of everything that is no method."""
+    """Return the names of all attributes except methods."""
     names = [name for name in dir(LightningTrainer) if isinstance(getattr(LightningTrainer, name), property)]
     names += [name for name in vars(trainer) if not callable(getattr(trainer, name))]
     return sorted({name for name in names if not name.startswith("_")} - IN_OUR_OWN_WAY.keys())
@@ -52,7 +52,7 @@ with lightnings_noise_ignored():
 
 
 class Reads(Callback):
-    """Reads every attribute at every interesting moment."""
+    """Reads every attribute at several hooks."""
 
     def __init__(self) -> None:
         self.read: dict[str, dict[str, Any]] = {}
@@ -61,7 +61,7 @@ class Reads(Callback):
         values: dict[str, Any] = {}
         for name in ATTRIBUTES:
             if name == "estimated_stepping_batches" and not where.startswith(("batch", "epoch")):
-                continue  # reading it makes Lightning ask for the training data, early or where there is none
+                continue  # reading it requests the training data from Lightning, early or without any
             value = getattr(trainer, name)
             values[name] = str(value) if name == "state" else plain(value)
         self.read[where] = values
@@ -111,7 +111,7 @@ class Logs(Classifier):
     [{}, {"accumulate_grad_batches": 2, "val_check_interval": 2}, {"limit_val_batches": 1, "num_sanity_val_steps": 5}],
     ids=str,
 )
-def test_attributes_say_what_lightnings_say(arguments: dict[str, Any], tmp_path: Any) -> None:
+def test_attributes_have_lightnings_values(arguments: dict[str, Any], tmp_path: Any) -> None:
     def scenario(make: Any) -> Any:
         reads = Reads()
         trainer = make(
@@ -145,7 +145,7 @@ PROPERTIES = {name: value for name, value in INHERITED.items() if isinstance(val
 
 
 class UsesAllThatIsInherited(Reads):
-    """Reads what is inherited from Lightning's Trainer, assigns it to itself where it can be assigned, and calls it."""
+    """Reads each attribute inherited from Lightning's Trainer, assigns it to itself if possible, and calls it."""
 
     def look(self, where: str, trainer: Any) -> None:
         for name, attribute in PROPERTIES.items():
@@ -160,7 +160,7 @@ class UsesAllThatIsInherited(Reads):
             assert nn.Linear(2, 2).weight.device == trainer.strategy.root_device
 
 
-def test_everything_inherited_from_lightnings_trainer_works(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inherited_attributes_of_lightnings_trainer_work(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert INHERITED.keys() - PROPERTIES.keys() == {"print", "init_module"}, "call the others in `look`, too"
 
     def scenario(make: Any) -> Any:

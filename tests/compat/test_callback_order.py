@@ -1,4 +1,4 @@
-"""Who overrides what, and the order of callbacks."""
+"""Detection of overridden hooks, and the order of callbacks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_overrides_knows_modules_and_datamodules() -> None:
     assert not overrides(LightningDataModule(), "setup")
 
 
-def test_our_own_hook_is_overridden_by_whoever_has_it() -> None:
+def test_own_hook_counts_as_overridden_if_defined() -> None:
     class Has(Callback):
         def on_after_optimizer_step(self, *args: Any) -> None: ...
 
@@ -69,7 +69,7 @@ def test_tuners_come_first_and_checkpoints_last() -> None:
     assert [type(callback).__name__ for callback in theirs] == order
 
 
-def test_those_that_read_metrics_at_the_epochs_end_wait_for_the_module() -> None:
+def test_epoch_end_callbacks_run_after_the_module() -> None:
     assert reads_epoch_metrics(EarlyStopping("x"))
     assert reads_epoch_metrics(ModelCheckpoint())
     assert not reads_epoch_metrics(Own())
@@ -94,7 +94,7 @@ def test_the_modules_callbacks_run() -> None:
     assert seen == ["Sees", "Sees"]  # not twice in the second run
 
 
-def test_a_step_set_to_none_is_no_step() -> None:
+def test_step_set_to_none_does_not_count_as_a_step() -> None:
     module = Classifier()
     module.validation_step = None  # type: ignore[assignment,method-assign]
     assert not overrides(module, "validation_step")
@@ -113,7 +113,7 @@ def spied(owner: Any, name: str) -> Any:
     return functools.wraps(original)(lambda *args: original(*args))
 
 
-def test_a_spy_is_called_but_does_not_replace_what_the_loop_does_better() -> None:
+def test_spy_of_a_hook_does_not_count_as_an_override() -> None:
     module = Learner()
     for name in ("backward", "on_validation_model_train"):
         vars(module)[name] = spied(module, name)

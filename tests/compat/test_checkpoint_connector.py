@@ -1,4 +1,4 @@
-"""Which file `ckpt_path` means, under both Trainers; and what ModelCheckpoint writes when."""
+"""Resolution of `ckpt_path` under both Trainers, and the files written by ModelCheckpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLURM = "lightning.fabric.plugins.environments.slurm.SLURMEnvironment.detect"
 
 
 class Scored(Classifier):
-    """Logs a score that goes up and down."""
+    """Logs a score that rises and falls."""
 
     SCORES = (3.0, 1.0, 2.0, 5.0, 4.0, 0.0, 7.0, 8.0)
 
@@ -55,7 +55,7 @@ def fit(make: Callable[..., Any], folder: Path, *callbacks: Any, module: Any = N
 
 
 def seen(make: Callable[..., Any], tmp_path: Path, work: Callable[[Any, Path], Any]) -> tuple[Any, list[str]]:
-    """What `work` returns, or how it fails; and the openings of the warnings on the way."""
+    """Return the result or the error of `work`, and the first words of its warnings."""
     folder = tmp_path / make.__name__
     folder.mkdir()
     with warnings.catch_warnings(record=True) as caught:
@@ -174,7 +174,7 @@ def test_a_pre_release_checkpoint_is_brought_up_to_date(tmp_path: Path) -> None:
     assert mine[0] == (12, 3, 12)
 
 
-def test_a_checkpoint_without_optimizer_states_says_so(tmp_path: Path) -> None:
+def test_checkpoint_without_optimizer_states_warns(tmp_path: Path) -> None:
     torch.save({"state_dict": Scored().state_dict(), "optimizer_states": [], "lr_schedulers": []}, tmp_path / "x.ckpt")
     trainer = ours(max_epochs=1)
     with pytest.warns(UserWarning, match="has no optimizer_states: those of this run start anew"):
@@ -183,7 +183,7 @@ def test_a_checkpoint_without_optimizer_states_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", ["validate", "fit of no epoch", "strategy"])
-def test_a_checkpoint_from_before_the_first_fit_has_nothing_to_lose(tmp_path: Path, before: str) -> None:
+def test_checkpoint_from_before_the_first_fit_does_not_warn(tmp_path: Path, before: str) -> None:
     first = ours(max_epochs=0)
     if before == "validate":
         first.validate(Scored(), data(4), verbose=False)

@@ -1,4 +1,4 @@
-"""What saves, reads and removes checkpoints, and the folders of a run."""
+"""Saving, reading and removal of checkpoints, and the folders of a run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def flip(path: str | Path) -> None:
     Path(path).write_bytes(data)
 
 
-# --- whose IO it is ---------------------------------------------------------------------------------------------------
+# --- choice of the IO
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_it_is_the_default_and_nothing_else_is_replaced(tmp_path: Path) -> None:
@@ -89,7 +90,8 @@ def test_it_can_be_sent_to_another_process(tmp_path: Path) -> None:
     assert copy.load_checkpoint(tmp_path / "x.ckpt") == {"state_dict": {}}
 
 
-# --- what is written and read -----------------------------------------------------------------------------------------
+# --- contents
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_fits_checkpoints_have_manifests_and_load_anywhere(tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def test_a_fits_checkpoints_have_manifests_and_load_anywhere(tmp_path: Path) -> 
         assert all(map(torch.equal, loaded.parameters(), module.parameters()))
 
 
-def test_weights_alone_are_none_to_go_on_from(tmp_path: Path) -> None:
+def test_file_without_training_state_is_not_resumed(tmp_path: Path) -> None:
     fit(tmp_path, ModelCheckpoint(tmp_path / "c", save_weights_only=True))
     assert names(tmp_path / "c") == ["epoch=1-step=8.ckpt"]
     assert files.newest_valid([tmp_path / "c"]) is None
@@ -124,7 +126,7 @@ def test_a_damaged_file_is_refused_by_every_run(tmp_path: Path, run: str) -> Non
         getattr(make_trainer(tmp_path), run)(module, loader_of(BATCHES), ckpt_path=saver.best_model_path)
 
 
-def test_elsewhere_too_there_is_a_manifest() -> None:
+def test_file_in_another_folder_has_a_manifest() -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
     io = CheckpointFiles()
@@ -145,7 +147,8 @@ def test_elsewhere_too_there_is_a_manifest() -> None:
     assert not MemoryFileSystem().exists("/files/other.ckpt")
 
 
-# --- somebody else writes ---------------------------------------------------------------------------------------------
+# --- other writers
+# ---------------------------------------------------------------------------------------------------------
 
 _SAVE, _LOAD = torch.save, torch.load
 
@@ -155,7 +158,7 @@ def _encrypt(data: bytes) -> bytes:
 
 
 def save_encrypted(what: Any, stream: Any, *arguments: Any, **options: Any) -> None:
-    """In place, as one may who knows what Lightning passes."""
+    """Encrypt in place, as a caller of Lightning's API may."""
     _SAVE(what, stream, *arguments, **options)
     data = stream.getvalue()
     stream.seek(0)
@@ -177,8 +180,8 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("how", WRITERS)
-def test_whoever_takes_the_place_of_torch_save(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under Lightning's Trainer: the same calls, the same files."""
+def test_replaced_torch_save_is_called(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls and files are those under Lightning's Trainer."""
     calls, left = [], []
     for side in (lightning.Trainer, make_trainer):
         save = mock.Mock(side_effect=WRITERS[how])
@@ -211,7 +214,7 @@ def test_whoever_takes_the_place_of_torch_save(tmp_path: Path, how: str, monkeyp
         assert torch.load(path, weights_only=True)["global_step"] == 8
 
 
-def test_whoever_takes_the_place_of_lightnings_default_io_is_called(tmp_path: Path) -> None:
+def test_replaced_default_io_of_lightning_is_called(tmp_path: Path) -> None:
     fitted = fit(tmp_path, enable_checkpointing=False)
     with mock.patch.object(TorchCheckpointIO, "save_checkpoint") as save:
         fitted.save_checkpoint(tmp_path / "x.ckpt", storage_options={"a": 1})
@@ -241,12 +244,13 @@ def test_a_file_that_its_reader_does_not_know_is_an_error(tmp_path: Path, monkey
         fit(tmp_path, ckpt_path=tmp_path / "x.ckpt", enable_checkpointing=False)
 
 
-# --- what is removed --------------------------------------------------------------------------------------------------
+# --- removal
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def io(tmp_path: Path) -> CheckpointFiles:
-    """One whose run has the folder ``c``."""
+    """Return a CheckpointIO with the folder ``c`` as its run's folder."""
     io = CheckpointFiles()
     io.belong([tmp_path / "c"], [])
     return io
@@ -270,14 +274,14 @@ def test_the_last_good_one_is_kept(tmp_path: Path, io: CheckpointFiles) -> None:
     io.save_checkpoint(FULL, second)
     flip(second)
     kept(io, first, "there is no other good one")
-    io.remove_checkpoint(second)  # a damaged one is nothing to keep
+    io.remove_checkpoint(second)  # a damaged file is not kept
     io.remove_checkpoint(tmp_path / "c" / "weights.ckpt")
     io.save_checkpoint(FULL, second)
     io.remove_checkpoint(first)
     assert names(tmp_path / "c") == ["2.ckpt"]
 
 
-def test_one_of_an_earlier_process_is_verified_before_it_is_relied_on(tmp_path: Path, io: CheckpointFiles) -> None:
+def test_checkpoint_of_an_earlier_process_is_verified(tmp_path: Path, io: CheckpointFiles) -> None:
     CheckpointFiles().save_checkpoint(FULL, tmp_path / "c" / "1.ckpt")
     io.save_checkpoint(FULL, tmp_path / "c" / "2.ckpt")
     flip(tmp_path / "c" / "1.ckpt")
@@ -297,14 +301,14 @@ def test_nothing_outside_of_the_runs_folders_is_removed(tmp_path: Path, io: Chec
         kept(io, tmp_path / way, "it is not in a folder that this run writes")
     kept(io, tmp_path / "c", "it is not in a folder")
     kept(io, tmp_path / "c" / "folder", "it is a folder")
-    io.remove_checkpoint(tmp_path / "c" / "link")  # the link, not what it points to
+    io.remove_checkpoint(tmp_path / "c" / "link")  # removes the link, not its target
     io.remove_checkpoint(tmp_path / "c" / "not there")
     assert names(tmp_path / "precious") == ["file"]
     assert names(tmp_path / "c") == ["1.ckpt", "folder"]
 
 
-def test_what_another_thread_is_replacing_is_removed_when_that_is_written(tmp_path: Path, io: CheckpointFiles) -> None:
-    """As under AsyncCheckpointIO, whose thread saves, and which removes the older one without waiting for it."""
+def test_checkpoint_is_removed_after_a_save_in_another_thread(tmp_path: Path, io: CheckpointFiles) -> None:
+    """AsyncCheckpointIO saves in a thread, and removes the older file without waiting for it."""
     first, second = tmp_path / "c" / "1.ckpt", tmp_path / "c" / "2.ckpt"
     with ThreadPoolExecutor(1) as saver:
         saver.submit(io.save_checkpoint, FULL, first).result()
@@ -360,7 +364,7 @@ def test_a_strangers_checkpoint_removes_nothing(tmp_path: Path) -> None:
     assert victim.is_dir()
 
 
-def test_what_lightning_writes_and_removes_itself_is_removed(tmp_path: Path) -> None:
+def test_files_written_by_lightning_are_removed(tmp_path: Path) -> None:
     io = CheckpointFiles()
     io.save_checkpoint(FULL, tmp_path / ".lr_find_1.ckpt")  # the tuner
     io.belong([tmp_path], [])
@@ -396,7 +400,8 @@ def test_last_is_right_while_others_come_and_go(tmp_path: Path, save_last: Any) 
     assert files.newest_valid([tmp_path / "c"]) is not None
 
 
-# --- whose folder it is -----------------------------------------------------------------------------------------------
+# --- ownership of folders
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_fit_has_its_folders_alone_while_it_lasts(tmp_path: Path) -> None:
@@ -429,7 +434,7 @@ def test_it_is_free_after_a_fit_that_raises(tmp_path: Path) -> None:
 
 
 class NoData(Regression):
-    """Fails where data is touched."""
+    """Raises if data is accessed."""
 
     def setup(self, stage: str) -> None:
         raise AssertionError("the data is not to be loaded")
@@ -437,7 +442,7 @@ class NoData(Regression):
     train_dataloader = setup  # type: ignore[assignment]
 
 
-def test_a_folder_that_another_run_has_is_refused_before_data_is_loaded(
+def test_folder_of_another_run_is_refused_before_data_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folders, "_try_lock", lambda handle: False)
@@ -461,7 +466,7 @@ def test_a_fast_run_touches_nothing(tmp_path: Path) -> None:
 
 
 class Disk:
-    """Where a file may have room or not."""
+    """A disk with or without free space."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_full = False
@@ -487,7 +492,7 @@ class FillsUp(Callback):
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         pending = trainer.strategy.checkpoint_io._pending
-        wait(pending, timeout=20)  # what is under way has room
+        wait(pending, timeout=20)  # writes in progress fit
         self.disk.is_full = trainer.current_epoch in self.epochs
 
 
@@ -503,7 +508,9 @@ def test_a_full_disk_stops_the_run_and_the_old_file_is_there(tmp_path: Path, dis
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_training_may_go_on_without(tmp_path: Path, disk: Disk, asynchronous: bool) -> None:
+def test_training_continues_without_the_checkpoint_if_configured(
+    tmp_path: Path, disk: Disk, asynchronous: bool
+) -> None:
     io = CheckpointFiles(when_full="continue", asynchronous=asynchronous)
     saver = ModelCheckpoint(tmp_path / "c", filename="{epoch}")
     with pytest.warns(UserWarning, match=r"\.ckpt") as caught:
@@ -522,11 +529,12 @@ def test_training_may_go_on_without(tmp_path: Path, disk: Disk, asynchronous: bo
     assert fitted.global_step == 16
 
 
-# --- in the background ------------------------------------------------------------------------------------------------
+# --- asynchronous saving
+# ---------------------------------------------------------------------------------------------------
 
 
 class Slow:
-    """Writes that wait to be let go."""
+    """Writes that block until they are released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.may_write, self.writing, self.most = threading.Event(), 0, 0
@@ -549,7 +557,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
     return Slow(monkeypatch)
 
 
-def test_what_is_saved_is_the_state_of_that_moment(tmp_path: Path, slow: Slow) -> None:
+def test_asynchronous_save_has_the_state_of_its_call(tmp_path: Path, slow: Slow) -> None:
     io = CheckpointFiles(asynchronous=True)
     state = {"state_dict": {"a": torch.zeros(3)}, "list": [1], "optimizer_states": []}
     io.save_checkpoint(state, tmp_path / "x.ckpt")
@@ -603,7 +611,7 @@ WAITS = {
 
 @pytest.mark.parametrize("where", WAITS)
 @pytest.mark.parametrize("removes", [False, True])
-def test_what_goes_wrong_is_raised(tmp_path: Path, disk: Disk, where: str, removes: bool) -> None:
+def test_errors_of_asynchronous_saves_are_raised(tmp_path: Path, disk: Disk, where: str, removes: bool) -> None:
     io = CheckpointFiles(asynchronous=True)
     disk.is_full = True
     io.save_checkpoint(FULL, tmp_path / "x.ckpt")
@@ -617,7 +625,7 @@ def test_what_goes_wrong_is_raised(tmp_path: Path, disk: Disk, where: str, remov
     assert names(tmp_path) == ["y.ckpt"]
 
 
-def test_another_error_is_not_hidden_by_it(tmp_path: Path, disk: Disk) -> None:
+def test_error_of_the_run_is_not_replaced(tmp_path: Path, disk: Disk) -> None:
     class Fails(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.trainer.global_step == 3:
@@ -634,8 +642,8 @@ def test_another_error_is_not_hidden_by_it(tmp_path: Path, disk: Disk) -> None:
     assert names(tmp_path) == []
 
 
-def test_all_ranks_raise_where_the_first_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process in the part of another rank, which writes nothing itself."""
+def test_all_ranks_raise_if_rank_zero_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process acts as another rank, which writes nothing itself."""
     fitted = fit(tmp_path, max_epochs=1, enable_checkpointing=False)
     monkeypatch.setattr(fitted.engine, "any_rank", lambda decision: True)
     with pytest.raises(CheckpointWriteError, match=r"x.ckpt was not written: another process says why"):

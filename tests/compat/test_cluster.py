@@ -1,4 +1,4 @@
-"""What a launcher has started, and what the Trainer's arguments ask for: where they differ, an error names both."""
+"""Processes started by a launcher against the Trainer's arguments: if they differ, an error has both numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SRUN = {"SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "4", "S
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_zero_only, "rank", rank_zero_only.rank)  # which a Trainer sets: put back afterwards
+    monkeypatch.setattr(rank_zero_only, "rank", rank_zero_only.rank)  # a Trainer sets these; restored afterwards
     for name in {*NAMES, *TORCHRUN, *SRUN}:
         monkeypatch.delenv(name, raising=False)
 
@@ -83,13 +83,13 @@ def test_more_processes_than_devices_here_are_refused_when_it_is_built(monkeypat
 
 
 class SecondHere(LightningEnvironment):
-    """An environment of a user's own, of the second process of a machine."""
+    """A custom environment for the second process of a machine."""
 
     def local_rank(self) -> int:
         return 1
 
 
-def test_a_process_for_which_there_is_no_device_is_told_so() -> None:
+def test_process_without_a_device_raises() -> None:
     arguments = QUIET | {"plugins": SecondHere(), "strategy": "ddp", "accelerator": "cpu"}
     with pytest.raises(ClusterError, match=r"Got devices=1, but SecondHere says that this is process 2 of its machine"):
         Trainer(**arguments | {"devices": 1})
@@ -122,7 +122,7 @@ def test_the_same_counts_are_not(environment: dict[str, str], monkeypatch: pytes
 
 
 @pytest.mark.parametrize("environment", [TORCHRUN, SRUN])
-def test_several_processes_that_would_all_train_alone_are_refused(
+def test_several_processes_of_single_device_trainers_are_refused(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = build(monkeypatch, environment, devices=1)
@@ -151,7 +151,7 @@ def test_variables_without_which_processes_cannot_find_each_other(
         trainer.fit(BoringModel())
 
 
-def test_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_with_all_variables_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.check_addresses(LightningEnvironment(), 1, 2)
     monkeypatch.setenv("WORLD_SIZE", "4")  # of a run that this process was part of
     cluster.check_addresses(LightningEnvironment(), 1, 2)
@@ -187,11 +187,11 @@ def test_a_port_is_held_until_spawned_processes_listen(monkeypatch: pytest.Monke
     trainer.fit(BoringModel())
     with socket.socket() as other:
         other.bind(("", ports[0]))
-        with pytest.raises(torch.distributed.DistNetworkError, match="address already in use"):  # who listens says it
+        with pytest.raises(torch.distributed.DistNetworkError, match="address already in use"):
             trainer.fit(BoringModel())
 
 
-def test_who_has_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_of_the_processes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (TORCHRUN | SRUN).items():
         monkeypatch.setenv(name, value)
     assert cluster._started(TorchElasticEnvironment())[1:] == (4, 2, 2)
@@ -202,7 +202,7 @@ def test_who_has_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Engine:
-    """Rank 0's, in a run of three processes on three nodes."""
+    """Rank 0 in a run of three processes on three nodes."""
 
     def __init__(self, *found: bool) -> None:
         self.found = found
@@ -217,7 +217,7 @@ class Engine:
         return [mine, *((f"node{rank}", found) for rank, found in enumerate(self.found, 1))]
 
 
-def test_what_other_nodes_do_not_see_is_an_error_that_names_them(tmp_path: Path) -> None:
+def test_folders_that_nodes_do_not_share_raise_with_their_names(tmp_path: Path) -> None:
     cluster.check_shared(Engine(True, True), tmp_path.exists, "It is shared")
     with pytest.raises(ClusterError, match=r"It is not shared, .* there for rank 2 on node2\. Expected") as raised:
         cluster.check_shared(Engine(True, False), tmp_path.exists, "It is not shared")
@@ -241,7 +241,7 @@ def test_hosts_that_have_one_folder_read_who_holds_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("num_nodes", "resume", "files", "asked"), [
     (2, "auto", None, ["resume='auto' goes on from there"]), (2, None, None, []), (1, "auto", None, []),
 ])  # fmt: skip
-def test_folders_have_to_be_shared_where_a_later_run_needs_them(
+def test_folders_must_be_shared_if_a_later_run_needs_them(
     num_nodes: int, resume: Any, files: Any, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = []

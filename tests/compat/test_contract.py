@@ -1,7 +1,7 @@
-"""Our Trainer has what the installed Lightning's callbacks, loggers, tuner and so on ask of one.
+"""Our Trainer has the attributes used by the installed Lightning's callbacks, loggers and tuner.
 
-Where this fails after an upgrade of Lightning: give the Trainer (``trainer/compat``) what is named, then run
-``scripts/record_contract``. Or say in ``EXCEPTIONS`` why nobody will miss it.
+If this fails after an upgrade of Lightning, add the named attributes to the Trainer (``trainer/compat``), then run
+``scripts/record_contract``. Alternatively, add them to ``EXCEPTIONS`` with the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.parity import Classifier, data, lightnings_noise_ignored, ours
 EXCEPTIONS = {
     "strategy.zero_stage_3": "asked of DeepSpeed's strategy only, and there",
 }
-"""What our Trainer lacks, and why it may."""
+"""Attributes that our Trainer lacks, with the reason."""
 
 
 class Data(LightningDataModule):
@@ -33,7 +33,7 @@ class Data(LightningDataModule):
 
 
 class Moments(Callback):
-    """Looks for attributes in the middle of runs, where everything that a Trainer consists of is there."""
+    """Checks attributes during runs, when all parts of a Trainer exist."""
 
     def __init__(self, names: dict[str, bool]) -> None:
         self.missing = dict.fromkeys(names, "never looked for")
@@ -48,7 +48,7 @@ class Moments(Callback):
 
 
 def lack(trainer: Any, name: str, is_written: bool) -> str | None:
-    """What is wrong with ``trainer.name``; None if nothing is."""
+    """Return the problem with ``trainer.name``, or None."""
     *owners, last = name.split(".")
     owner, path = trainer, "trainer"
     for part in owners:
@@ -66,7 +66,7 @@ def lack(trainer: Any, name: str, is_written: bool) -> str | None:
 
 
 def missing_on_our_trainer(names: dict[str, bool], folder: Any) -> dict[str, str]:
-    """Those of ``names`` that our Trainer has at no moment of a fit, a validation or a prediction."""
+    """Return the ``names`` that our Trainer lacks during a fit, a validation and a prediction."""
     moments = Moments(names)
     trainer = ours(
         max_epochs=1,
@@ -113,19 +113,21 @@ def test_every_exception_is_needed(record: dict[str, bool], missing: dict[str, s
     assert EXCEPTIONS.keys() <= missing.keys()
 
 
-def test_the_installed_lightning_asks_for_nothing_else(record: dict[str, bool], tmp_path: Any) -> None:
+def test_installed_lightning_uses_only_recorded_attributes(record: dict[str, bool], tmp_path: Any) -> None:
     installed = contract.installed()
     new = {name: use.is_written for name, use in installed.items() if use.is_written > record.get(name, -1)}
     problems = missing_on_our_trainer(new, tmp_path) if new else {}
     assert [f"trainer.{name}, in {', '.join(installed[name].places)}: {why}" for name, why in problems.items()] == []
 
 
-def test_what_is_missing_is_told_by_name_and_place(monkeypatch: pytest.MonkeyPatch, record: Any, tmp_path: Any) -> None:
-    """A Lightning of the future, say."""
+def test_missing_attributes_are_listed_with_their_places(
+    monkeypatch: pytest.MonkeyPatch, record: Any, tmp_path: Any
+) -> None:
+    """Simulates a later version of Lightning."""
     future = contract.installed() | {"fit_loop.next_thing": contract.Use(["callbacks/next.py:7"])}
     monkeypatch.setattr(contract, "installed", lambda: future)
     with pytest.raises(AssertionError, match=r"trainer\.fit_loop\.next_thing, in callbacks/next\.py:7"):
-        test_the_installed_lightning_asks_for_nothing_else(record, tmp_path)
+        test_installed_lightning_uses_only_recorded_attributes(record, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -144,5 +146,5 @@ def test_what_is_missing_is_told_by_name_and_place(monkeypatch: pytest.MonkeyPat
         ("def f(trainer):\n    loop = trainer.a\ndef g(loop):\n    loop.b", [("a", False)]),
     ],
 )  # fmt: skip
-def test_the_search_finds_what_it_should(source: str, found: list[tuple[str, bool]]) -> None:
+def test_search_finds_all_kinds_of_uses(source: str, found: list[tuple[str, bool]]) -> None:
     assert sorted((name, is_written) for name, _, is_written in contract.used_in(source)) == found

@@ -74,7 +74,7 @@ def test_limits_of_an_evaluation_hold_in_every_mode(mode: Any) -> None:
 
 
 def test_a_limit_of_an_unknown_length_promises_no_batches() -> None:
-    """Processes exchange what they know before a batch that all of them have."""
+    """Ranks exchange the number of batches that all of them have."""
 
     class Unsized(IterableDataset[Any]):
         def __iter__(self) -> Any:
@@ -172,7 +172,7 @@ def test_epochs_reach_datasets_of_training_and_validation(resumes: bool, tmp_pat
 
 
 @pytest.mark.parametrize("anew", [0, 1])
-def test_a_sampler_is_told_once_that_an_epoch_begins(anew: int) -> None:
+def test_set_epoch_of_a_sampler_is_called_once(anew: int) -> None:
     class Sampler(SequentialSampler):
         epochs: list[int] = []
 
@@ -203,7 +203,7 @@ def test_dataloaders_are_asked_for_once_a_run() -> None:
 
 
 class Reloads(Classifier):
-    """Writes down when it is asked for data, and when it validates."""
+    """Records requests for data, and validations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def test_data_is_asked_for_when_lightning_asks(sanity: int, arguments: dict[str,
 
 
 @pytest.mark.parametrize(("every", "saved_after", "asked"), [(2, 0, [1, 2, 4]), (2, 1, [2, 4]), (3, 1, [2, 3])])
-def test_a_resumed_run_asks_for_data_when_the_other_would_have(
+def test_resumed_run_requests_data_at_the_same_points(
     every: int, saved_after: int, asked: list[int], tmp_path: Path
 ) -> None:
     class Saves(Reloads):
@@ -269,7 +269,7 @@ def test_a_resumed_run_asks_for_data_when_the_other_would_have(
     assert [epoch for what, epoch, *_ in resumed.seen if what == "train"] == asked
 
 
-def test_dataloaders_made_anew_on_request() -> None:
+def test_dataloaders_are_recreated_on_request() -> None:
     class Asks(Reloads):
         def on_train_batch_end(self, *args: Any) -> None:
             if self.current_epoch in (1, 2):
@@ -370,7 +370,7 @@ def test_profilers_time_the_fetching_of_each_batch() -> None:
     assert len(mine) == 4
 
 
-def test_what_the_trainer_shows_of_them() -> None:
+def test_trainer_attributes_of_dataloaders() -> None:
     class Two(Classifier):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None: ...
 
@@ -384,7 +384,7 @@ def test_what_the_trainer_shows_of_them() -> None:
     assert trainer.num_sanity_val_batches == [2, 2]
 
 
-def test_the_users_transfer_hooks_are_found_where_they_are() -> None:
+def test_transfer_hooks_are_found_on_module_and_datamodule() -> None:
     class Module(Learner):
         def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             return [part.clone() for part in batch]
@@ -428,7 +428,7 @@ def test_the_order_of_a_shuffled_loader_follows_the_seed() -> None:
 
 
 @pytest.mark.parametrize("how", ["plainly", "by hand", "in a closure"])
-def test_nothing_is_trained_on_a_batch_that_is_none(how: str) -> None:
+def test_batch_none_is_not_trained(how: str) -> None:
     class ByHand(Learner):
         automatic_optimization = False
 
@@ -505,7 +505,7 @@ def test_transfer_hooks_are_looked_for_in_the_datamodule_first(overrides: tuple[
     assert mine == theirs
 
 
-def test_what_is_attached_before_a_run_is_set_up_as_in_one() -> None:
+def test_attached_module_is_set_up_like_in_a_run() -> None:
     def scenario(make: Any) -> Any:
         module, trainer = Learner(), make(overfit_batches=2)
         trainer.strategy.connect(module)

@@ -1,4 +1,4 @@
-"""DeepSpeed as a strategy, before there are processes: what is accepted, and what contradicts the Trainer."""
+"""DeepSpeed as a strategy, before processes start: accepted configs, and those that contradict the Trainer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from trainer.precision import MixedPrecision
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is imported when processes have started, and not here."""
+    """Stand in for the package, which is imported after processes start."""
     monkeypatch.setattr("trainer.packages.is_installed", lambda name: True)
 
 
@@ -92,7 +92,7 @@ def test_a_config_file_is_completed_by_the_trainer(tmp_path: Path) -> None:
 
 
 def test_lightnings_object_is_taken_with_its_settings() -> None:
-    theirs = LightningDeepSpeedStrategy.__new__(LightningDeepSpeedStrategy)  # needs its package to be made
+    theirs = LightningDeepSpeedStrategy.__new__(LightningDeepSpeedStrategy)  # the object requires the package
     super(LightningDeepSpeedStrategy, theirs).__init__(process_group_backend="gloo")
     theirs.config = {"zero_optimization": {"stage": 1, "overlap_comm": True}, "zero_allow_untested_optimizer": True}
     theirs.loss_scale, theirs.initial_scale_power, theirs.loss_scale_window = 0, 12, 500
@@ -164,7 +164,7 @@ def test_a_contradiction_is_an_error_with_both_values(
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "16-true", MixedPrecision(init_scale=8.0)])
-def test_precisions_that_deepspeed_has_not_are_refused(precision: Any) -> None:
+def test_precisions_unsupported_by_deepspeed_are_refused(precision: Any) -> None:
     with pytest.raises(PrecisionError, match="with strategy='deepspeed'"):
         ours(strategy="deepspeed", devices=2, precision=precision)
 
@@ -188,7 +188,7 @@ def test_callbacks_that_need_gradients_are_refused(callback: Any, arguments: dic
         ours(strategy="deepspeed", devices=2, callbacks=[callback], **arguments)
 
 
-def test_what_looks_into_gradients_is_no_default(caplog: pytest.LogCaptureFixture) -> None:
+def test_callbacks_that_read_gradients_are_not_default(caplog: pytest.LogCaptureFixture) -> None:
     trainer = ours(strategy="deepspeed", devices=2, precision="16-mixed", callbacks=[ScaleMonitor()])
     assert not any(isinstance(callback, OverflowReport) for callback in trainer.callbacks)
     assert any(isinstance(callback, OverflowReport) for callback in ours(precision="16-mixed").callbacks)
@@ -202,14 +202,14 @@ def test_folders_are_written_at_once() -> None:
         ours(strategy="deepspeed", devices=2, plugins=[CheckpointFiles(sharded=True, asynchronous=True)])
 
 
-def test_without_the_package_there_is_a_line_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_the_package_has_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.packages.is_installed", lambda name: False)
     with pytest.raises(UnsupportedError, match="pip install deepspeed"):
         ours(strategy="deepspeed", devices=2)
 
 
 class Dynamic:
-    """The parts of DeepSpeed's loss scaler that count, by its rule."""
+    """The rule of DeepSpeed's dynamic loss scaler."""
 
     dynamic, scale_window, delayed_shift = True, 3, 2
 
@@ -224,14 +224,14 @@ class Dynamic:
 
 
 @pytest.mark.parametrize("steps", range(9))
-def test_the_scale_goes_on_from_a_state(steps: int) -> None:
+def test_scale_continues_from_a_state(steps: int) -> None:
     first, second = Dynamic(), Dynamic()
     for _ in range(steps):
         first.step()
     first.cur_hysteresis = 1
     scalers = [ZeroScaler("cpu", True, 16.0, 3, 1.0) for _ in range(2)]
     scalers[0].follow(lambda: first)
-    scalers[1].load_state_dict(scalers[0].state_dict())  # before a run: it is kept for that
+    scalers[1].load_state_dict(scalers[0].state_dict())  # before a run: kept for it
     assert scalers[1].get_scale() == first.cur_scale
     scalers[1].follow(lambda: second)
     assert second.cur_hysteresis == 1

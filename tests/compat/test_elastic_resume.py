@@ -1,6 +1,6 @@
-"""A resume on another number of processes: what is refused, with what numbers, and what is translated.
+"""A resume on another number of ranks: refusals with their numbers, and converted settings.
 
-The checkpoints are of one process, and are made to say that they were written by two. Real ones are in
+The checkpoints are of one process, and changed to look like those of two. Real ones are in
 ``tests/distributed/test_elastic.py``.
 """
 
@@ -186,7 +186,7 @@ def made(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_exact_is_refused_with_what_to_do(tmp_path: Path, name: str) -> None:
+def test_inexact_resume_is_refused_with_the_fix(tmp_path: Path, name: str) -> None:
     first, second, words = REFUSED[name]
     path = written(tmp_path, **made(first))
     with pytest.raises(ResumeError, match=f"(?s){words}.*exact_resume=False"):
@@ -198,12 +198,12 @@ def test_the_number_of_processes_is_in_the_refusal(tmp_path: Path) -> None:
         resumed(written(tmp_path), loader(3))
 
 
-def test_it_goes_on_all_the_same_if_it_need_not_be_exact(tmp_path: Path) -> None:
+def test_inexact_resume_works_with_exact_resume_false(tmp_path: Path) -> None:
     path = written(tmp_path)
     with pytest.warns(UserWarning, match=r"2 processes.*The run goes on, but not exactly"):
         trainer, module = resumed(path, loader(3), exact_resume=False)
     assert trainer.accumulate_grad_batches == 1
-    assert module.seen[0] == (2, [6.0, 7.0, 8.0])  # after 2 of its own batches
+    assert module.seen[0] == (2, [6.0, 7.0, 8.0])  # after 2 batches on each of its ranks
     assert trainer.train_dataloader.drop_last is False
 
 
@@ -214,8 +214,8 @@ def test_a_resume_that_can_be_exact_is_so_with_and_without_being_asked(tmp_path:
         assert module.seen[:2] == [(2, [8.0, 9.0]), (2, [10.0, 11.0])]
 
 
-def test_settings_in_batches_are_translated(tmp_path: Path) -> None:
-    """26 samples, 4 an update: 7 batches before (one of them short), 13 of 2 samples now."""
+def test_settings_in_batches_are_converted(tmp_path: Path) -> None:
+    """26 samples, 4 per step: 7 batches before (one of them short), 13 of 2 samples now."""
     path = written(tmp_path, module=Net(2), val_check_interval=2, limit_train_batches=6)
     trainer = make_trainer(path.parent, max_epochs=2, val_check_interval=2, limit_train_batches=6)
     module, validated = Net(2), list[int]()
@@ -249,7 +249,7 @@ def test_with_workers(tmp_path: Path, persistent: bool) -> None:
     options: Any = {"num_workers": 1, "persistent_workers": persistent}
     whole = Net()
     path = written(tmp_path, loader(**options), whole)
-    for start in ("two", "again"):  # "again": from what the resumed run has written
+    for start in ("two", "again"):  # "again": from a checkpoint of the resumed run
         saver = Saver(tmp_path / "again.ckpt", 8)
         _, module = resumed(
             tmp_path / f"{start}.ckpt", loader(2, **options), callbacks=[saver], enable_checkpointing=True
@@ -286,7 +286,7 @@ def test_accumulation_that_changes_with_the_epochs(tmp_path: Path) -> None:
     assert second.schedule == {0: 1, 1: 2}
 
 
-def test_what_is_exact_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_exact_resume_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     resumed(written(tmp_path), loader(2))
     (line,) = [record.message for record in caplog.records if "Going on with" in record.message]
     assert (
@@ -297,7 +297,7 @@ def test_what_is_exact_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert "BatchNorm" in line
 
 
-def test_a_checkpoint_of_a_version_that_noted_no_order(tmp_path: Path) -> None:
+def test_checkpoint_of_a_version_without_sample_order(tmp_path: Path) -> None:
     path = written(tmp_path)
     checkpoint = torch.load(path, weights_only=True)
     del checkpoint["loops"]["amp_trainer"]["order"]

@@ -89,12 +89,12 @@ def test_a_fit_without_a_batch_names_the_empty_dataloader(tmp_path, make, named)
     ("arguments", "make"),
     [({}, list), ({"max_epochs": 0}, lambda: DataLoader([])), ({"max_steps": 0}, lambda: DataLoader([]))],
 )
-def test_a_fit_that_trains_nothing_in_any_case_is_no_error(tmp_path, arguments, make):
+def test_fit_without_training_is_not_an_error(tmp_path, arguments, make):
     make_trainer(tmp_path, **arguments).fit(Regression(), make())
 
 
 @pytest.mark.filterwarnings("ignore:Total length of `DataLoader` across ranks is zero")
-def test_an_empty_member_where_the_longest_one_counts(tmp_path):
+def test_empty_member_of_a_max_size_collection(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.fit(First(), CombinedLoader({"a": full(), "b": DataLoader([])}, "max_size"))
     assert trainer.global_step == 3

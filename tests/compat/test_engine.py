@@ -1,4 +1,4 @@
-"""The engine over Lightning's strategies: what it accepts, and what it shows of a single device."""
+"""The engine over Lightning's strategies: accepted arguments, and the attributes of a single device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_one_device() -> None:
 
 
 def named(value: Any) -> str:
-    """``value`` in a test's name, the same in every process: without addresses."""
+    """Return ``value`` for a test id, equal in every process: without addresses."""
     return re.sub(" at 0x[0-9a-f]+", "", str(value))
 
 
@@ -128,7 +128,7 @@ def test_the_optimizers_are_bare_and_live() -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_strategy_says_when_weights_are_restored(late: bool, tmp_path: Any) -> None:
+def test_strategy_decides_when_weights_are_restored(late: bool, tmp_path: Any) -> None:
     order: list[str] = []
 
     class Ordered(SingleDeviceStrategy):
@@ -159,7 +159,7 @@ def test_a_strategy_says_when_weights_are_restored(late: bool, tmp_path: Any) ->
     assert mine[0] == (["setup", "load"] if late else ["load", "setup"])
 
 
-def test_lightnings_float32_is_refused_where_it_is_not_what_was_asked_for() -> None:
+def test_lightnings_float32_plugin_is_refused_with_another_precision() -> None:
     with pytest.raises(PrecisionError, match="Got Precision through plugins"):
         ours(precision="bf16-mixed", plugins=LightningPrecision())
     assert ours(plugins=[LightningPrecision()]).precision == "32-true"
@@ -228,7 +228,7 @@ TWO = [{"devices": 2, **more} for more in ({"accelerator": "gpu"}, {"accelerator
 
 
 def _lightnings(launcher: Any) -> list[type]:
-    """The classes of Lightning's that a launcher is of; ours is one of them."""
+    """Return the Lightning classes of a launcher. Ours inherits from one of them."""
     return [kind for kind in type(launcher).__mro__ if kind.__module__.startswith("lightning.")]
 
 
@@ -242,8 +242,8 @@ def _lightnings(launcher: Any) -> list[type]:
 def test_devices_and_processes_are_lightnings(
     options: dict[str, Any], environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is chosen on a machine with two GPUs, or what is raised."""
-    monkeypatch.setattr(rank_zero_only, "rank", rank_zero_only.rank)  # put back: other ranks say and warn nothing
+    """Compares devices and launchers, or the error, on a machine with two GPUs."""
+    monkeypatch.setattr(rank_zero_only, "rank", rank_zero_only.rank)  # restored: other ranks print no warnings
     for place in ("lightning.fabric.accelerators.cuda", "lightning.pytorch.accelerators.cuda"):
         monkeypatch.setattr(f"{place}.num_cuda_devices", lambda: 2)
     for name, value in environment.items():
@@ -276,7 +276,7 @@ def test_devices_and_processes_are_lightnings(
 
 
 @pytest.mark.parametrize("restores", [True, False])
-def test_a_strategy_that_restores_optimizers_by_itself_is_let_be(tmp_path: Path, restores: bool) -> None:
+def test_strategy_that_restores_optimizers_itself_is_supported(tmp_path: Path, restores: bool) -> None:
     class Own(SingleDeviceStrategy):
         asked = 0
 
@@ -323,7 +323,7 @@ def test_torchs_flags_are_set_as_by_lightning(
 
 
 class Recorded(Gradients):
-    """Notes what is done to gradients."""
+    """Records operations on gradients."""
 
     def __init__(self, scaler: LossScaler, done: list[str]) -> None:
         super().__init__(scaler)
@@ -336,7 +336,7 @@ class Recorded(Gradients):
         return found
 
 
-def test_a_trainer_may_have_another_engine_which_does_all_that_is_done_to_gradients() -> None:
+def test_custom_engine_does_all_gradient_operations() -> None:
     done: list[str] = []
 
     class Watched(LightningEngine):
@@ -351,7 +351,7 @@ def test_a_trainer_may_have_another_engine_which_does_all_that_is_done_to_gradie
     trainer.fit(module := Learner(), data(6))  # three batches: a window of two, and one of one
     step = ["unscale_", "clip_", "step", "update"]
     begins = ["clear", "clear"]  # before the forward pass, and after it, for gradients that the step itself has left
-    assert done == ["backward", *begins, *step, *begins, *step]  # the path of a batch looks up `backward` once
+    assert done == ["backward", *begins, *step, *begins, *step]  # the batch path reads `backward` once
     usual = Trainer(**QUIET, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=1.0)
     usual.fit(other := Learner(), data(6))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights(module), weights(other), strict=True))

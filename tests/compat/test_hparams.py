@@ -1,4 +1,4 @@
-"""Hyper-parameters reach checkpoints as they were given, and come back through Lightning."""
+"""Hyperparameters are in checkpoints unchanged, and are loaded through Lightning."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Sizes:
         (OmegaConf.create({"a": "${nowhere}"}), {"a": "${nowhere}"}),
     ],
 )  # fmt: skip
-def test_what_can_be_made_plain_is(value, expected, tmp_path):
+def test_objects_with_a_plain_form_are_saved_in_it(value, expected, tmp_path):
     left_out: list[str] = []
     made = plain(value, "", left_out)
     assert (made, left_out) == (expected, [])
@@ -70,7 +70,7 @@ def test_what_can_be_made_plain_is(value, expected, tmp_path):
     assert torch.load(tmp_path / "x", weights_only=True) == expected
 
 
-def test_what_cannot_is_left_out_and_named():
+def test_objects_without_a_plain_form_are_omitted_and_named():
     left_out: list[str] = []
     given = {"a": {"b": torch.nn.ReLU(), "c": 1}, "f": print, "g": [partial(print), 2], "k": Sizes}
     assert plain(given, "", left_out) == {"a": {"c": 1}, "g": [None, 2]}
@@ -86,7 +86,7 @@ class Own:
     pass
 
 
-def test_what_the_user_has_declared_safe_is_kept():
+def test_safe_globals_of_the_user_are_kept():
     own = Own()
     with torch.serialization.safe_globals([Own]):
         assert plain({"own": own}, "", []) == {"own": own}
@@ -94,12 +94,12 @@ def test_what_the_user_has_declared_safe_is_kept():
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
-    pytest.mark.filterwarnings("ignore:Attribute '.*' is an instance of `nn.Module`"),  # that is the point
+    pytest.mark.filterwarnings("ignore:Attribute '.*' is an instance of `nn.Module`"),  # on purpose
 ]
 
 
 class Many(Classifier):
-    """Takes whatever it is given."""
+    """Accepts any arguments."""
 
     def __init__(self, lr: Any = 0.5, things: Any = None, loss: Any = None, make: Any = None) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def lightnings(folder: Path, **options: Any) -> Any:
 
 
 def fingerprint(value: Any) -> Any:
-    """Type and contents, to be compared."""
+    """Return type and contents for comparisons."""
     if isinstance(value, torch.nn.Module):
         return type(value), repr(value), {name: weight.tolist() for name, weight in value.state_dict().items()}
     if isinstance(value, np.ndarray):
@@ -178,7 +178,7 @@ def test_a_file_with_objects_is_resumed_tested_and_evaluated_without_running_any
 
 
 class Telltale:
-    """Tells when one is made out of a pickle."""
+    """Records each unpickling."""
 
     made: list[str] = []
 
@@ -238,7 +238,7 @@ def lines_of(caplog: Any) -> list[str]:
     return [record.getMessage() for record in caplog.records if "yper-parameter" in record.getMessage()]
 
 
-def test_what_a_file_holds_is_said_once_at_the_start(tmp_path, caplog):
+def test_objects_in_a_file_are_reported_once_at_the_start(tmp_path, caplog):
     given = {"things": {"path": [Path("a")]}, "loss": torch.nn.HuberLoss(), "make": Many}
     trainer = make_trainer(tmp_path, enable_checkpointing=True, callbacks=[Says(caplog)])
     with caplog.at_level(logging.INFO):
@@ -281,7 +281,7 @@ OBJECTS = {"loss": torch.nn.ReLU()}
                    "enable_model_summary": None}),
     ],
 )  # fmt: skip
-def test_nothing_is_said_where_there_is_nothing_to_say(tmp_path, caplog, given, arguments):
+def test_no_report_without_objects(tmp_path, caplog, given, arguments):
     trainer = make_trainer(tmp_path, **arguments)
     with caplog.at_level(logging.INFO):
         trainer.fit(Many(**given), data(2))
@@ -289,7 +289,7 @@ def test_nothing_is_said_where_there_is_nothing_to_say(tmp_path, caplog, given, 
 
 
 class Broken:
-    """Its state is made only when it is asked for, and cannot be pickled."""
+    """Its state is created on request, and cannot be pickled."""
 
     def __getstate__(self) -> Any:
         raise ValueError("not now")
@@ -297,7 +297,7 @@ class Broken:
 
 @pytest.mark.filterwarnings("ignore:Attribute 'make' removed from hparams because it cannot be pickled")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_what_cannot_be_pickled_is_named_and_no_save_fails(tmp_path, caplog):
+def test_unpicklable_objects_are_named_and_saves_succeed(tmp_path, caplog):
     trainer = make_trainer(tmp_path, enable_checkpointing=True)
     module = Many(things={"path": Path("a"), "broken": [Sizes(2)]}, loss=torch.nn.ReLU(), make=lambda: 1)
     with caplog.at_level(logging.INFO):
@@ -306,7 +306,7 @@ def test_what_cannot_be_pickled_is_named_and_no_save_fails(tmp_path, caplog):
         module.hparams["things"]["broken"][0].more = Broken()
         with pytest.warns(UserWarning, match=r"do not hold.*of Many.*things.broken\[0\].more \(tests.compat.test_hp"):
             trainer.save_checkpoint(tmp_path / "a.ckpt")
-        trainer.save_checkpoint(tmp_path / "a.ckpt")  # said once
+        trainer.save_checkpoint(tmp_path / "a.ckpt")  # printed once
     assert lines_of(caplog)[1:] == [
         "The hyper-parameter things of Many is saved in its plain form: it cannot be pickled (ValueError: not now)."
     ]
@@ -316,7 +316,7 @@ def test_what_cannot_be_pickled_is_named_and_no_save_fails(tmp_path, caplog):
     make_trainer(tmp_path, max_epochs=2).fit(Many(), data(2), ckpt_path=tmp_path / "a.ckpt")
 
 
-def test_what_our_reader_cannot_pass_over_is_saved_in_its_plain_form(tmp_path, caplog):
+def test_objects_unsupported_by_the_reader_are_saved_in_their_plain_form(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         file = saved(tmp_path, Many(things=a_noted_list(), loss=torch.nn.ReLU()))
     assert lines_of(caplog)[1:] == [
@@ -342,7 +342,7 @@ def test_hooks_see_them_as_under_lightning_and_may_change_them(tmp_path):
     make_trainer(tmp_path, max_epochs=2).fit(Many(), data(2), ckpt_path=file)
 
 
-def test_hooks_may_put_anything_in_their_place(tmp_path):
+def test_hooks_may_replace_hyperparameters(tmp_path):
     class Replaces(Many):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["hyper_parameters"] = Namespace(lr=2, make=lambda: 1)
@@ -352,8 +352,8 @@ def test_hooks_may_put_anything_in_their_place(tmp_path):
     assert torch.load(file, weights_only=True)["hyper_parameters"] == {"lr": 2}
 
 
-def test_the_error_without_weights_only_says_what_to_pass(tmp_path):
-    """Ours is Lightning's, for files of either. A resume, which is one under Lightning, is none here."""
+def test_error_without_weights_only_names_the_argument(tmp_path):
+    """The error is Lightning's for the files of both. A resume needs no ``weights_only``."""
     said = []
     for make in (lightnings, make_trainer):
         file = saved(tmp_path, Many(loss=torch.nn.HuberLoss()), make)
@@ -458,7 +458,7 @@ def test_an_object_that_holds_a_secret_is_saved_in_its_plain_form_or_not(tmp_pat
 
 
 class Forecaster(Classifier):
-    """As libraries for forecasts have them: parts are arguments with a default, and also saved beside."""
+    """A module as in forecasting libraries: parts are arguments with a default, and also saved separately."""
 
     def __init__(self, hidden: int = 4, loss: Any = None, metrics: Any = None, **more: Any) -> None:
         super().__init__()
@@ -489,7 +489,7 @@ def test_a_module_made_from_a_dataset(tmp_path):
 
 
 class Part(torch.nn.Module):
-    """As libraries for molecules have them: a part knows how it was made."""
+    """A part as in chemistry libraries: it stores its own arguments."""
 
     def __init__(self, width: int = 2, criterion: Any = None) -> None:
         super().__init__()
@@ -515,7 +515,7 @@ class Composed(Classifier):
         return module
 
 
-def test_a_module_of_parts_that_say_how_they_are_made(tmp_path):
+def test_module_of_parts_that_store_their_arguments(tmp_path):
     module = Composed(Part(3, torch.nn.HuberLoss(delta=2.0)), torch.tensor([1.0, 2.0]))
     file = saved(tmp_path, module)
     loaded = Composed.from_file(file)

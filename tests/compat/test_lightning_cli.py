@@ -33,7 +33,7 @@ QUIET: dict[str, Any] = {
 
 
 class Model(BoringModel):  # type: ignore[misc]  # Lightning's demos have no types
-    """Logs what EarlyStopping watches."""
+    """Logs the metric that EarlyStopping monitors."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
@@ -43,10 +43,10 @@ class Model(BoringModel):  # type: ignore[misc]  # Lightning's demos have no typ
 
 @pytest.fixture
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Calls the command line with arguments and, in a file, the settings of the Trainer."""
+    """Call the command line with arguments and a file with the Trainer's settings."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of what LightningCLI calls
-    monkeypatch.setattr("sys.argv", ["train.py"])  # LightningCLI warns of a command line beside its `args`
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # for a method that LightningCLI calls
+    monkeypatch.setattr("sys.argv", ["train.py"])  # LightningCLI warns about a command line in addition to `args`
 
     def call(*argv: str, trainer_class: Any = Trainer, run: bool = True, **settings: Any) -> Any:
         Path("settings.yaml").write_text(yaml.safe_dump({"trainer": QUIET | settings}))
@@ -87,7 +87,7 @@ def test_fit_then_validate_from_what_fit_has_saved(call: Any, tmp_path: Path) ->
     assert again.trainer.precision == "16-mixed"
 
 
-def test_what_may_be_an_object_is_built_from_the_name_of_its_class(call: Any) -> None:
+def test_objects_are_built_from_class_names(call: Any) -> None:
     trainer = call(
         "--trainer.profiler=SimpleProfiler", "--trainer.profiler.filename=times",
         "--trainer.strategy=SingleDeviceStrategy", "--trainer.strategy.device=cpu",
@@ -124,7 +124,7 @@ def test_a_config_is_printed_as_for_lightnings_trainer(call: Any, capsys: pytest
 
 
 class Mine(Trainer):
-    """A Trainer with an argument more."""
+    """A Trainer with an additional argument."""
 
     def __init__(self, *args: Any, mine: int = 3, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -132,7 +132,7 @@ class Mine(Trainer):
 
 
 def make(**arguments: Any) -> Trainer:
-    """A function in the place of a class."""
+    """A factory function instead of a class."""
     return Trainer(logger=False, **arguments)
 
 

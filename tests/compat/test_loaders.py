@@ -35,7 +35,7 @@ class Unsized(IterableDataset[Any]):
 
 
 class Draws(Classifier):
-    """Draws ``at_once`` batches for a step; ``catches`` a StopIteration, or lets it through."""
+    """Draws ``at_once`` batches per step; ``catches`` a StopIteration, or raises it."""
 
     def __init__(self, at_once: int = 1, catches: bool = False, manual: bool = False) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Draws(Classifier):
 
 
 class Says(Callback):
-    """What the hooks around a step are told, and the counters at the end of an epoch."""
+    """Records the arguments of hooks around a step, and the counters at the end of an epoch."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []
@@ -156,7 +156,7 @@ def test_several_dataloaders() -> None:
     assert mine == theirs
 
 
-def test_only_the_module_knows_the_batch_size() -> None:
+def test_batch_size_is_set_by_the_module() -> None:
     class Logs(Draws):
         def training_step(self, dataloader_iter: Any) -> Any:
             loss = super().training_step(dataloader_iter)
@@ -170,7 +170,7 @@ def test_only_the_module_knows_the_batch_size() -> None:
     assert set(trainer.callback_metrics) == {"loss", "loss_step", "loss_epoch"}
 
 
-def test_profilers_time_what_a_step_draws() -> None:
+def test_profilers_time_batches_drawn_by_a_step() -> None:
     trainer = ours(max_epochs=1, profiler="simple")
     trainer.fit(Draws(at_once=2), data(8))
     assert len(trainer.profiler.recorded_durations["[_TrainingEpochLoop].train_dataloader_next"]) == 4
@@ -182,7 +182,7 @@ def test_an_accumulation_window_ends_with_the_batches() -> None:
     assert trainer.global_step == 2
 
 
-def test_who_draws_is_warned() -> None:
+def test_module_that_draws_batches_is_warned() -> None:
     with pytest.warns(UserWarning, match="Found `dataloader_iter` argument in the `training_step`"):
         ours(max_epochs=1).fit(Draws(), data(2))
 
@@ -191,7 +191,7 @@ def test_who_draws_is_warned() -> None:
 
 
 class Numbers:
-    """0, 1, 2, ... from where it stands; not a dataloader."""
+    """Yields 0, 1, 2, ... from its position; not a dataloader."""
 
     def __init__(self, start: int = 0) -> None:
         self.at = start
@@ -206,7 +206,7 @@ class Numbers:
 
 
 class Bookmark(Numbers):
-    """Keeps its place."""
+    """Restores its position."""
 
     def state_dict(self) -> dict[str, int]:
         return {"at": self.at}
@@ -237,7 +237,7 @@ KEEPING: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("make_loaders", KEEPING.values(), ids=KEEPING.keys())
-def test_dataloaders_that_keep_their_place_go_on_there(make_loaders: Any, tmp_path: Path) -> None:
+def test_stateful_dataloaders_continue_at_their_position(make_loaders: Any, tmp_path: Path) -> None:
     def scenario(make: Any) -> Any:
         first, second = Sees(), Sees()
         first.path = second.path = tmp_path / f"{make.__name__}.ckpt"
@@ -258,7 +258,7 @@ def test_dataloaders_that_keep_their_place_go_on_there(make_loaders: Any, tmp_pa
         assert mine[-1] == theirs[-1]
 
 
-def test_a_resume_is_exact_or_says_what_it_cannot_skip(tmp_path: Path) -> None:
+def test_resume_is_exact_or_reports_the_batches_it_cannot_skip(tmp_path: Path) -> None:
     def resumed(loader: Any, forget: bool = False) -> list[Any]:
         module = Sees()
         module.path = tmp_path / "saved.ckpt"
@@ -301,7 +301,7 @@ class SavesInBetween(Draws):
 
 @pytest.mark.parametrize("shape", [lambda loader: loader, lambda loader: {"a": loader}], ids=["one", "dict"])
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_steps_that_draw_their_own_batches_go_on_where_they_were(at_once: int, shape: Any, tmp_path: Path) -> None:
+def test_steps_that_draw_batches_are_resumed_at_their_position(at_once: int, shape: Any, tmp_path: Path) -> None:
     torch.manual_seed(2)
     first, second = SavesInBetween(at_once), SavesInBetween(at_once)
     first.path, second.path = tmp_path / "saved.ckpt", tmp_path / "another.ckpt"

@@ -1,4 +1,4 @@
-"""The ``log`` that stands in the place of a module's own, by itself. What it records is in ``test_metrics.py``."""
+"""The ``log`` that replaces a module's own, in isolation. Recorded values are in ``test_metrics.py``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stand_in(module: Any, *, training: bool = True, world_size: int = 1) -> Any:
     )
 
 
-def test_scope_says_which_hook_runs_and_what_ran_before() -> None:
+def test_scope_has_the_current_and_previous_hook() -> None:
     module = Learner()
     scope = ModuleScope(module)
     assert scope.enter("on_train_start") is None
@@ -138,7 +138,7 @@ def test_attach_and_detach() -> None:
     assert not vars(callback)
 
 
-def test_an_overridden_log_stays_and_its_super_finds_its_way() -> None:
+def test_overridden_log_is_kept_and_super_works() -> None:
     module = Learner()
     trainer = stand_in(module)
     view = ResultsView(trainer, trainer.active_metrics)
@@ -151,7 +151,7 @@ def test_an_overridden_log_stays_and_its_super_finds_its_way() -> None:
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda log: pickle.loads(pickle.dumps(log))])
-def test_copies_are_of_no_trainer(duplicate: Any) -> None:
+def test_copies_are_detached_from_the_trainer(duplicate: Any) -> None:
     module = Learner()
     trainer = stand_in(module)
     log = duplicate(ModuleLog(module, trainer))
@@ -161,7 +161,7 @@ def test_copies_are_of_no_trainer(duplicate: Any) -> None:
 
 
 def test_a_collection_of_devices_is_reduced_on_one() -> None:
-    """A number here, a tensor on the device there: 0-dim values of one name may live in several places."""
+    """0-dim values of one name may be on several devices."""
     module = Learner()
     trainer = stand_in(module)
     log = ModuleLog(module, trainer)

@@ -1,4 +1,4 @@
-"""Modules that override ``log``, under Lightning's Trainer and ours; and what ``torch.compile`` makes of a call."""
+"""Modules that override ``log`` under Lightning's Trainer and ours, and ``torch.compile`` of a call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 
 class Logs(Classifier):
-    """Logs in both steps, by ``log`` and by ``log_dict``; ``seen`` is for overrides to fill."""
+    """Logs in both steps with ``log`` and ``log_dict``; overrides append to ``seen``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Logs(Classifier):
 
 
 class PassesOn(Logs):
-    """As every model of pytorch-forecasting."""
+    """Overrides ``log`` as all models of pytorch-forecasting."""
 
     def log(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         self.seen.append(args[0] if args else kwargs["name"])
@@ -109,7 +109,7 @@ OVERRIDES: dict[str, Callable[[], Logs]] = {
 
 @pytest.mark.parametrize("kind", OVERRIDES)
 def test_a_module_that_overrides_log_and_clips(kind: str) -> None:
-    """Ours logs the norm as well, which the module's own `log` is not asked for."""
+    """Ours also logs the norm, without a call of the module's own `log`."""
 
     def program(make: Any) -> Any:
         torch.manual_seed(0)
@@ -156,8 +156,8 @@ def test_a_copy_of_a_module_that_was_logging_logs_when_it_is_trained() -> None:
 
 
 @pytest.mark.parametrize("base", [Logs, PassesOn, OtherSignature])
-def test_logging_in_the_hook_that_lightning_does_not_know(base: type[Logs]) -> None:
-    """By the module, by a callback, and by a callback through the module; with options."""
+def test_log_in_on_after_optimizer_step(base: type[Logs]) -> None:
+    """By the module, by a callback, and by a callback through the module, with options."""
 
     class After(base):  # type: ignore[misc,valid-type]
         def on_after_optimizer_step(self, optimizer: Any, outcome: Any) -> None:
@@ -188,8 +188,8 @@ def test_the_scale_monitor_logs_past_an_override() -> None:
     assert set(module.seen) == {"loss", "a", "b"}
 
 
-def test_a_bare_trainer_that_clips_does_not_warn_of_logging() -> None:
-    """That nothing is logged there is said of the module's own calls."""
+def test_barebones_trainer_that_clips_does_not_warn_about_logging() -> None:
+    """Lightning's warning about a bare Trainer is printed for the module's own calls only."""
     trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, barebones=True, gradient_clip_val=0.1)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*self.log")
@@ -200,7 +200,7 @@ def test_a_bare_trainer_that_clips_does_not_warn_of_logging() -> None:
 
 
 class Block(nn.Module):
-    """A part that logs through the module it belongs to."""
+    """A part that logs through its module."""
 
     def __init__(self, parent: LightningModule) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class Block(nn.Module):
 
 
 class Compiled(Classifier):
-    """Logs in every way at every step."""
+    """Logs with all methods at every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class CompiledOverride(Compiled):
 
 
 class CompiledInALoop(Compiled):
-    """More names than dynamo compiles a function anew for."""
+    """Logs more names than Dynamo's recompile limit."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -272,8 +272,8 @@ def a_part_in_place(module: Any, backend: Any) -> Any:
 @pytest.mark.filterwarnings("ignore")  # torch's own, on compiling
 @pytest.mark.parametrize("cls", [Compiled, CompiledOverride, CompiledInALoop])
 @pytest.mark.parametrize(("compiles", "graphs"), [(the_module, 3), (its_step, 3), (a_part, 1), (a_part_in_place, 1)])
-def test_what_is_logged_compiles_nothing_anew(cls: type[Compiled], compiles: Any, graphs: int) -> None:
-    """The part's graph, the step's behind it, once more when the batch's number has changed; no more."""
+def test_logging_does_not_recompile(cls: type[Compiled], compiles: Any, graphs: int) -> None:
+    """The part's graph, the step's graph, and one more graph after a change of the batch index."""
     found = []
     for is_compiled in (False, True):
         torch._dynamo.reset()
@@ -288,8 +288,8 @@ def test_what_is_logged_compiles_nothing_anew(cls: type[Compiled], compiles: Any
     assert metrics_compiled == metrics
 
 
-def test_what_keeps_a_call_out_of_graphs_leaves_it_a_plain_function() -> None:
-    """A wrapper would cost eager modules a third of a microsecond a call."""
+def test_log_of_eager_modules_has_no_wrapper() -> None:
+    """A wrapper would cost eager modules a third of a microsecond per call."""
     seen = []
 
     class Looks(PassesOn):
@@ -303,7 +303,7 @@ def test_what_keeps_a_call_out_of_graphs_leaves_it_a_plain_function() -> None:
     assert isinstance(before, types.FunctionType)
 
 
-def test_graphs_are_no_more_than_lightnings() -> None:
+def test_number_of_graphs_is_at_most_lightnings() -> None:
     counts = []
     for make in (lightning, ours):
         torch._dynamo.reset()

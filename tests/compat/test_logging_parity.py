@@ -1,4 +1,4 @@
-"""What ``self.log`` shows to the outside, under Lightning's Trainer and ours: one small program each, compared."""
+"""Public results of ``self.log`` in small programs under Lightning's Trainer and ours."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = [
 
 
 class Logs(Classifier):
-    """Runs the functions it is given, (module, batch, batch_idx), in its steps."""
+    """Runs given functions (module, batch, batch_idx) in its steps."""
 
     def __init__(self, training: Log | None = None, evaluation: Log | None = None) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Logs(Classifier):
 
 
 def shown(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Values and their types: 0-dim tensors or numbers."""
+    """Return values and their types: 0-dim tensors or numbers."""
     kinds = {k: (v.dtype, v.ndim, v.device) if isinstance(v, Tensor) else type(v) for k, v in metrics.items()}
     return {name: (round(float(metrics[name]), 5), kinds[name]) for name in sorted(metrics)}
 
@@ -67,7 +67,7 @@ def everything(trainer: Any) -> list[Any]:
 
 
 def attempt(action: Callable[[], Any], words: int = 45) -> Any:
-    """What ``action`` returns, or the type and the first words of what it raises."""
+    """Return the result of ``action``, or the type and first words of its error."""
     try:
         return action()
     except Exception as error:
@@ -75,7 +75,7 @@ def attempt(action: Callable[[], Any], words: int = 45) -> Any:
 
 
 def warned(action: Callable[[], Any], about: str) -> list[Any]:
-    """The warnings that ``action`` gives, by category and first words."""
+    """Return the warnings of ``action`` by category and first words."""
     result.warning_cache.clear()
     batch_sizes.warning_cache.clear()
     with warnings.catch_warnings(record=True) as caught:
@@ -356,7 +356,7 @@ def what_a_logger_is_called_with(make: Make) -> Any:
 
 
 def where_logging_is_allowed(make: Make) -> Any:
-    """Every public method of a module and of a callback tries."""
+    """Call ``log`` in every public method of a module and of a callback."""
 
     def methods(cls: type) -> set[str]:
         return {name for name, _ in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")}
@@ -389,7 +389,7 @@ def where_logging_is_allowed(make: Make) -> Any:
 
 
 class OneNameForBoth(Classifier):
-    """Calls a loss "loss", that of training and that of validation, and lets a schedule watch it."""
+    """Logs the training and validation loss as "loss", with a schedule that monitors it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -417,7 +417,7 @@ def one_name_in_training_and_validation(make: Make) -> Any:
 
     for when in ({}, {"val_check_interval": 2}, {"check_val_every_n_epoch": 2}, {"max_steps": 6}):
         make(max_epochs=3, callbacks=Watch(), **when).fit(OneNameForBoth(), data(8), data(6, seed=5))
-    assert {rate for *_, rate in seen} > {0.5}  # validation has had its say
+    assert {rate for *_, rate in seen} > {0.5}  # the validation has run
     return seen
 
 
@@ -455,7 +455,7 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-@pytest.mark.filterwarnings("ignore")  # what is warned of is compared where it matters
-def test_the_same_to_the_outside(program: Callable[[Make], Any]) -> None:
+@pytest.mark.filterwarnings("ignore")  # warnings are compared in programs about them
+def test_logging_equals_lightnings(program: Callable[[Make], Any]) -> None:
     theirs, mine = run_both(program)
     assert mine == theirs

@@ -1,4 +1,4 @@
-"""Our counters in Lightning's shape and back."""
+"""Conversion of our counters to Lightning's format and back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def written(progress: FitProgress, automatic: bool = True) -> dict[str, Any]:
 
 @pytest.mark.parametrize("automatic", [True, False])
 @pytest.mark.parametrize("progress", CASES.values(), ids=CASES.keys())
-def test_there_and_back(progress: FitProgress, automatic: bool) -> None:
+def test_counters_survive_a_round_trip(progress: FitProgress, automatic: bool) -> None:
     back = FitProgress()
     progress_from(written(progress, automatic), back)
     over = progress is EPOCH_ENDING
@@ -44,7 +44,7 @@ def test_there_and_back(progress: FitProgress, automatic: bool) -> None:
         assert getattr(back, counter) == getattr(progress, counter), counter
 
 
-def test_optimizer_steps_stand_where_lightning_looks_for_them() -> None:
+def test_optimizer_steps_are_in_lightnings_place() -> None:
     def steps(loops: dict[str, Any]) -> tuple[int, int]:
         optimizer = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
         by_hand = loops["epoch_loop.manual_optimization.optim_step_progress"]
@@ -54,7 +54,7 @@ def test_optimizer_steps_stand_where_lightning_looks_for_them() -> None:
     assert steps(written(BETWEEN_EPOCHS, False)) == (0, 6)
 
 
-def test_a_checkpoint_without_the_count_of_windows_falls_back_on_the_steps() -> None:
+def test_checkpoint_without_a_window_count_uses_the_step_count() -> None:
     fit = written(BETWEEN_EPOCHS)
     fit["epoch_loop.state_dict"] = {}
     back = FitProgress()
@@ -62,7 +62,7 @@ def test_a_checkpoint_without_the_count_of_windows_falls_back_on_the_steps() -> 
     assert back.updates == 6
 
 
-# --- against what Lightning writes --------------------------------------------------------------------------------
+# --- comparison with Lightning's checkpoints -------------------------------------------------------------------------
 
 
 class FailedError(Exception):
@@ -70,7 +70,7 @@ class FailedError(Exception):
 
 
 class FailsInTraining(Scheduled):
-    """In the second epoch's batch ``at``."""
+    """Fails in batch ``at`` of the second epoch."""
 
     at = 1
 
@@ -85,7 +85,7 @@ class FailsInItsLastBatch(FailsInTraining):
 
 
 class FailsInValidation(Classifier):
-    """In the second epoch's second dataloader."""
+    """Fails in the second dataloader of the second epoch's validation."""
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         if (self.current_epoch, dataloader_idx, batch_idx) == (1, 1, 1):
@@ -103,7 +103,7 @@ class FailsByHand(FailsAfterABatch, Manual):
 
 
 def counts(fit_loop: dict[str, Any]) -> dict[str, Any]:
-    """Without what is no count."""
+    """Return the counters only."""
     return {key: value for key, value in fit_loop.items() if not key.endswith("state_dict")}
 
 
@@ -164,8 +164,8 @@ def test_a_finished_runs_counts_are_lightnings() -> None:
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 @pytest.mark.parametrize("saver", [lightning, ours])
-def test_a_run_that_counts_steps_goes_on_where_its_last_step_was(saver: Any, tmp_path: Path) -> None:
-    """Not so one that counts epochs: for it the epoch is over."""
+def test_run_limited_by_steps_continues_at_its_last_step(saver: Any, tmp_path: Path) -> None:
+    """A run limited by epochs does not, because its epoch is complete."""
 
     class Sees(Learner):
         def on_train_epoch_start(self) -> None:
@@ -196,7 +196,7 @@ def test_a_run_that_counts_steps_goes_on_where_its_last_step_was(saver: Any, tmp
     assert mine == [(0, 1), (0, 2), "epoch", (1, 0), "epoch", (1, 0), (1, 1), (1, 2)]
 
 
-def test_what_was_predicted_and_tested_is_counted_in_what_is_saved_afterwards(tmp_path: Path) -> None:
+def test_predict_and_test_counts_are_in_later_checkpoints(tmp_path: Path) -> None:
     def scenario(make: Any) -> Any:
         trainer, module = make(max_epochs=1), Classifier()
         trainer.fit(module, data(4), data(4))

@@ -1,4 +1,4 @@
-"""ModelCheckpoint after a resume: it has saved what it has saved, and still saves what it had put off."""
+"""ModelCheckpoint after a resume: it saves each step once, and completes postponed saves."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Logs(Regression):
 
 
 class Killed(BaseException):
-    """As good as a kill: nobody saves anything because of it."""
+    """Raised as a simulated kill: no callback saves for it."""
 
 
 class Interrupts(Callback):
-    """SIGTERM in the batch with this number: the run ends before the validation that may be due after it. Or a kill."""
+    """Ends the run in the batch with this number by SIGTERM or a simulated kill, before a validation that is due."""
 
     def __init__(self, batch: int | None, killed: int | None) -> None:
         self.batch, self.killed = batch, killed
@@ -49,7 +49,7 @@ class Interrupts(Callback):
 def train(
     folder: Path, saver: ModelCheckpoint, interrupted: int | None = None, killed: int | None = None, **arguments: Any
 ) -> Any:
-    """The steps of the files that there are in the end, by their names; None where the run was interrupted."""
+    """Return the steps of the remaining files by name, or None if the run was interrupted."""
     callbacks = [Interrupts(interrupted, killed), saver]
     trainer = make_trainer(folder, callbacks=callbacks, enable_checkpointing=True, resume="auto", **arguments)
     try:
@@ -61,11 +61,11 @@ def train(
 
 
 def best_two(folder: Path) -> ModelCheckpoint:
-    """Due every four steps, and put off until the validation that comes then."""
+    """Return a saver of every four steps, postponed until the validation at that step."""
     return ModelCheckpoint(folder / "kept", monitor="val_loss", save_top_k=2, every_n_train_steps=4, filename="{step}")
 
 
-def test_what_waits_for_a_validation_is_saved_after_it(tmp_path: Path) -> None:
+def test_postponed_save_follows_the_validation(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"max_epochs": 3, "val_check_interval": 2}
     whole = train(tmp_path / "whole", best_two(tmp_path / "whole"), **arguments)
     assert whole == {"step=12.ckpt": 12, "step=8.ckpt": 8}
@@ -82,7 +82,7 @@ def test_no_step_is_saved_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("killed", "save_last"), [(7, None), (3, "link"), (7, "link"), (3, True)])
-def test_there_are_no_more_files_than_without_the_kill(tmp_path: Path, killed: int, save_last: Any) -> None:
+def test_kill_leaves_no_additional_files(tmp_path: Path, killed: int, save_last: Any) -> None:
     saver = partial(ModelCheckpoint, every_n_train_steps=2, save_last=save_last)
     whole = train(tmp_path / "whole", saver(tmp_path / "whole" / "kept"), max_epochs=3)
     assert train(tmp_path / "run", saver(tmp_path / "run" / "kept"), killed=killed, max_epochs=3) is None
@@ -104,7 +104,7 @@ def test_a_checkpoint_that_was_named_is_kept(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "kept").glob("*.ckpt")} == {named.name, "epoch=1-step=8.ckpt"}
 
 
-# --- when they save -------------------------------------------------------------------------------------------------
+# --- times of saves --------------------------------------------------------------------------------------------------
 
 
 def score(step: int) -> float:
@@ -113,7 +113,7 @@ def score(step: int) -> float:
 
 
 class Scored(Regression):
-    """Logs in each validation the score of the current weights, and writes down the order of events."""
+    """Logs the score of the current weights in each validation, and records the order of events."""
 
     def __init__(self, manual: bool = False) -> None:
         super().__init__(make_net(dropout=0.2), partial(torch.optim.SGD, lr=0.02, momentum=0.9))
@@ -160,7 +160,7 @@ class Counts(ModelCheckpoint):
 
 
 class KilledIn(Callback):
-    """A kill in the validation with this number, counted from 1."""
+    """Simulates a kill in the validation with this number, counted from 1."""
 
     def __init__(self, number: int) -> None:
         self.left = number

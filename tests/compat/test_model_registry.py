@@ -1,4 +1,4 @@
-"""``model_registry``: of no consequence without the package behind it, its work with it."""
+"""``model_registry``: ignored without its package, and supported with it."""
 
 from __future__ import annotations
 

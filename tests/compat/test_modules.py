@@ -1,4 +1,4 @@
-"""Which of a module's methods a run needs, compiled modules, and the mode evaluation runs in: as under Lightning."""
+"""Required methods of a module, compiled modules, and the mode of evaluation, as under Lightning."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*`val_dataloader`", "ignore:.*n
 @pytest.mark.parametrize(
     "method", ["training_step", "configure_optimizers", "validation_step", "test_step", "predict_step", "forward"]
 )
-def test_a_run_needs_the_methods_that_it_needs_under_lightning(method: str, fn: str) -> None:
+def test_required_methods_equal_lightnings(method: str, fn: str) -> None:
     def scenario(make: Any) -> Any:
         module = Classifier()
         setattr(module, method, None)
@@ -36,7 +36,7 @@ def test_a_run_needs_the_methods_that_it_needs_under_lightning(method: str, fn: 
     assert theirs == mine
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's, where a graph ends
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # at a graph break
 @pytest.mark.parametrize("kind", ["torch.compile", "module.compile"])
 @pytest.mark.parametrize("fn", FUNCTIONS)
 def test_compiled_modules(fn: str, kind: str) -> None:
@@ -66,14 +66,14 @@ def test_compiled_modules(fn: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("fn", FUNCTIONS)
-def test_what_is_no_module(fn: str) -> None:
+def test_objects_that_are_not_modules_are_refused(fn: str) -> None:
     with pytest.raises(TypeError, match=r"must be a `LightningModule`.*got `Linear`"):
         getattr(ours(max_steps=1), fn)(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])
 @pytest.mark.parametrize("fn", FUNCTIONS[1:])
-def test_evaluation_infers_where_it_may(fn: str, inference_mode: bool) -> None:
+def test_evaluation_uses_inference_mode_if_possible(fn: str, inference_mode: bool) -> None:
     class Notes(Classifier):
         def note(self, *_: Any) -> None:
             seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))

@@ -86,7 +86,7 @@ class OneIsLBFGS(Regression):
     ],
 )
 @pytest.mark.parametrize("error", [ConfigurationError, RuntimeError])
-def test_what_several_cannot_share(tmp_path, kind, message, error):
+def test_settings_unsupported_with_several_optimizers(tmp_path, kind, message, error):
     with pytest.raises(error, match=rf"^Training with multiple optimizers is only supported with manual.*{message}"):
         make_trainer(tmp_path).fit(kind(), loader_of(make_batches(1)))
 
@@ -101,7 +101,7 @@ def test_automatic_optimization_needs_an_optimizer(tmp_path, returned):
         make_trainer(tmp_path).fit(Without(), loader_of(make_batches(1)))
 
 
-def test_optimizer_idx_is_of_another_age(tmp_path):
+def test_optimizer_idx_argument_is_refused(tmp_path):
     class Old(Halves):
         def training_step(self, batch: Any, batch_idx: int, optimizer_idx: int) -> Any:
             return super().training_step(batch, batch_idx)

@@ -90,7 +90,7 @@ CONSTRUCTED, RESUME = ("constructed", {}), ("resume", {})
 """Separate the calls of the Trainer's constructor, and those of the resumed fit, from the others."""
 
 
-# --- what is recorded -------------------------------------------------------------------------------------------------
+# --- recording -------------------------------------------------------------------------------------------------------
 
 
 def plain(value: Any) -> Any:
@@ -100,7 +100,7 @@ def plain(value: Any) -> Any:
 
 
 def functions(cls: type) -> dict[str, Any]:
-    """The methods of a class, by name; of dunder methods, those of samplers."""
+    """Return the methods of a class by name, with dunder methods for samplers only."""
     found = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
     return {
         name: attribute
@@ -110,7 +110,7 @@ def functions(cls: type) -> dict[str, Any]:
 
 
 def recorder(owner: str, name: str, original: Any, log: list[Event], of: Any = None) -> Callable[..., Any]:
-    """A method that writes its call (if given, only that of the object ``of``) into ``log``, then does its work."""
+    """Return a method that appends its call (only of the object ``of`` if given) to ``log``, and calls the original."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -152,7 +152,7 @@ class Watch:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """After the Trainer has been constructed."""
+        """Patch the class after the Trainer was constructed."""
         with pytest.MonkeyPatch.context() as patch:
             for owner, names in self.wanted.items() if self.way != "subclass" else ():
                 for one in self.made.get(owner, []):
@@ -192,11 +192,11 @@ class ByHand(Logs):
 
 
 class Order(SequentialSampler):
-    """A class to be patched."""
+    """A class to patch."""
 
 
 class Batches(BatchSampler):
-    """Under DDP, Lightning does not keep the batch size of torch's own."""
+    """Keeps the batch size, which Lightning does not keep for torch's own under DDP."""
 
 
 class Data(LightningDataModule):
@@ -276,7 +276,7 @@ BASES: dict[str, type] = {
 
 @functools.cache
 def lightnings(base: type[LightningModule], ddp: bool, folder: Path) -> list[Event]:
-    """The calls of Lightning's Trainer."""
+    """Return the calls of Lightning's Trainer."""
     bases = {**BASES, "strategy": DDPStrategy, "environment": LightningEnvironment} if ddp else BASES
     everything = {owner: list(functions(cls)) for owner, cls in bases.items()}
     with lightnings_noise_ignored():
@@ -284,13 +284,13 @@ def lightnings(base: type[LightningModule], ddp: bool, folder: Path) -> list[Eve
 
 
 def called(events: list[Event], owner: str) -> list[str]:
-    """The methods of ``owner`` that were called, without those that differ on purpose."""
+    """Return the called methods of ``owner`` without those that differ on purpose."""
     names = {name.removeprefix(f"{owner}.") for name, _ in events if name.startswith(f"{owner}.")}
     return sorted(names - DIFFERENT.get(owner, set()))
 
 
 def among(events: list[Event], owner: str, names: list[str]) -> list[Event]:
-    """The calls of these methods, between those of the module's hooks."""
+    """Return the calls of these methods between those of the module's hooks."""
     wanted = {f"{owner}.{name}" for name in names}
     return [event for event in events if event[0] in wanted or event[0].startswith("module.")]
 
@@ -316,7 +316,7 @@ WAYS = ("subclass", "object", "class")
 def test_each_method_of_a_strategy_is_called_as_by_lightning(
     base: Any, ddp: bool, folder: Path, tmp_path: Path
 ) -> None:
-    """One method at a time, so that none is called only because another one is overridden, too."""
+    """One method at a time, so that each is called without another override."""
     theirs = lightnings(base, ddp, folder)
     names = called(theirs, "strategy")
     assert len(names) > 30
@@ -336,7 +336,7 @@ def test_each_method_of_other_objects_is_called_as_by_lightning(way: str, folder
     compare(theirs, "environment", called(theirs, "environment"), way, tmp_path, Logs, True)
 
 
-def test_lightning_calls_what_is_refused(folder: Path) -> None:
+def test_refused_methods_are_called_by_lightning(folder: Path) -> None:
     """Each method of Lightning's precision plugins that its loops call is refused if it is overridden here."""
     theirs = lightnings(Logs, False, folder)
     names = called(theirs, "precision")
@@ -352,11 +352,11 @@ def test_lightning_calls_what_is_refused(folder: Path) -> None:
     assert overridden(ours().precision_plugin, LightningPrecision) == []  # all patches are undone
 
 
-# --- what an override may do ------------------------------------------------------------------------------------------
+# --- overrides that change behavior ----------------------------------------------------------------------------------
 
 
 def trained(setup: dict[str, Any], methods: tuple[str, ...] = (), batches: Any = None) -> tuple[Any, list[Tensor]]:
-    """A fit with methods of the strategy overridden by ones that call those of the base class."""
+    """Fit with overridden methods of the strategy that call the base class."""
 
     def passes(name: str) -> Callable[..., Any]:
         return lambda self, *args, **kwargs: getattr(SingleDeviceStrategy, name)(self, *args, **kwargs)
@@ -398,7 +398,7 @@ def test_an_override_that_calls_the_base_class_changes_nothing(
 
 
 def test_the_loss_arrives_unscaled_and_the_step_outside_of_autocast() -> None:
-    """As with Lightning: scaling and autocast are in the methods of the base class."""
+    """As in Lightning, scaling and autocast are in the methods of the base class."""
     seen: list[tuple[float, bool, bool]] = []
 
     class Own(SingleDeviceStrategy):
@@ -448,7 +448,7 @@ def test_a_step_of_a_strategy_may_return_something_else() -> None:
 
 
 def test_a_patch_of_the_base_class_counts_each_backward() -> None:
-    """As Lightning's own tests of StochasticWeightAveraging patch it."""
+    """Patched as in Lightning's tests of StochasticWeightAveraging."""
     for make in (lightning, ours):
         trainer = make(max_epochs=4, callbacks=[StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=2)])
         with mock.patch.object(Strategy, "backward", wraps=trainer.strategy.backward) as backward:
@@ -527,7 +527,7 @@ def test_a_precision_of_ours_converts_batches_however_it_is_overridden(way: str)
     assert sizes == [1, 1]
 
 
-def test_a_profiler_that_passes_through_is_asked_if_it_overrides_something() -> None:
+def test_subclass_of_the_pass_through_profiler_is_called() -> None:
     class Counts(PassThroughProfiler):
         actions: list[str]
 
@@ -587,10 +587,10 @@ def test_a_step_of_a_sharding_strategy_changes_nothing(precision: str) -> None:
     assert [called.count(name) for name in names] == [3, 5, 1, 5, 1]
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refused methods -------------------------------------------------------------------------------------------------
 
 
-def test_a_precision_plugin_of_lightnings_with_a_method_of_its_own_is_refused() -> None:
+def test_subclass_of_a_lightning_precision_is_refused() -> None:
     plugin = LightningPrecision()
     ours(plugins=[LightningPrecision()])  # does nothing, as ours
     plugin.clip_grad_by_norm = print  # type: ignore[method-assign, assignment]
@@ -625,7 +625,7 @@ def test_several_optimizers_are_refused_with_a_step_of_the_strategy() -> None:
 
 @needs_fsdp2
 @pytest.mark.parametrize("name", ["training_step", "validation_step", "pre_backward", "backward"])
-def test_methods_that_a_sharded_module_passes_by_are_refused(name: str) -> None:
+def test_methods_bypassed_by_a_sharded_module_are_refused(name: str) -> None:
     strategy = type("Own", (FSDP2Strategy,), {name: lambda *_: None})()
     with pytest.raises(UnsupportedError, match=f"Got Own with its own `{name}`.*Override `LightningModule\\."):
         ours(strategy=strategy, devices=2)

@@ -34,7 +34,7 @@ NOT_OURS = re.compile(
     r".*\.(configure_callbacks|on_save_checkpoint|on_(before|after)_batch_transfer"
     r"|configure_gradient_clipping)$"
 )
-"""What Lightning times and we do not: empty hooks of batches, clipping where there is none."""
+"""Actions that only Lightning profiles: empty batch hooks, and clipping without a value."""
 
 NOT_THEIRS = re.compile(r"\[Callback\](ScalerCheckpoint|NonFiniteGuard)|setup_\w+_dataloader|.*on_after_optimizer_step")
 
@@ -89,13 +89,13 @@ def test_a_second_fit_counts_on_and_nothing_twice() -> None:
     assert durations["run_training_epoch"] == 4
 
 
-def test_an_epoch_that_raised_is_over() -> None:
+def test_epoch_that_raised_is_closed() -> None:
     class Raises(Learner):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise ValueError("no")
 
     trainer = ours(max_epochs=1, profiler="simple")
-    for _ in range(2):  # a profiler refuses to start what has not stopped
+    for _ in range(2):  # a profiler cannot start an action that is running
         with pytest.raises(ValueError, match=r"^no$"):
             trainer.fit(Raises(), data(4))
     assert trainer.profiler.current_actions == {}
@@ -119,7 +119,7 @@ def test_each_function_has_a_file(kind: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("function", ["fit", "validate", "test", "predict"])
-def test_the_pytorch_profiler_knows_when_a_run_is_too_short(function: str, tmp_path: Path) -> None:
+def test_pytorch_profiler_warns_about_a_short_run(function: str, tmp_path: Path) -> None:
     stage = {"fit": "train", "validate": "val"}.get(function, function)
     told = {}
     for make in (lightning, ours):

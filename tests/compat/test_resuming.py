@@ -29,11 +29,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*Experiment logs directory")
 
 
 class Killed(BaseException):
-    """As good as a kill: nobody saves anything because of it."""
+    """Raised as a simulated kill: no callback saves for it."""
 
 
 class Kill(Callback):
-    """Kills the run when so many batches have been trained."""
+    """Raises Killed after this number of trained batches."""
 
     def __init__(self, after: int) -> None:
         self.after = after
@@ -56,7 +56,7 @@ class Logs(Regression):
 def script(
     folder: Path, *, kill: int | None = None, logger: Any = None, saver: Any = None, more: Any = (), **arguments: Any
 ) -> Any:
-    """What a user runs, and runs again."""
+    """Run the user's script, which is run again to resume."""
     savers = [ModelCheckpoint(save_last=True) if saver is None else saver()]
     callbacks = [*savers, *more, LearningRateMonitor("step"), *([] if kill is None else [Kill(kill)])]
     given = {"max_epochs": 3, "log_every_n_steps": 1, "resume": "auto", "enable_checkpointing": None}
@@ -94,7 +94,7 @@ LOGGERS = {
         ("both", [9]),
     ],
 )
-def test_a_killed_run_goes_on_in_its_folder(tmp_path: Path, logger: str, kills: list[int]) -> None:
+def test_killed_run_is_resumed_in_its_folder(tmp_path: Path, logger: str, kills: list[int]) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     reference = script(whole, logger=LOGGERS[logger](whole))
     for kill in kills:
@@ -109,9 +109,7 @@ def test_a_killed_run_goes_on_in_its_folder(tmp_path: Path, logger: str, kills: 
 @pytest.mark.parametrize(
     "arguments", [{}, {"val_check_interval": 2}, {"accumulate_grad_batches": 3, "val_check_interval": 2}]
 )
-def test_no_row_is_lost_or_doubled_where_checkpoints_are_written_inside_an_epoch(
-    tmp_path: Path, arguments: dict[str, Any]
-) -> None:
+def test_rows_are_complete_after_checkpoints_inside_an_epoch(tmp_path: Path, arguments: dict[str, Any]) -> None:
     saver = partial(ModelCheckpoint, every_n_train_steps=1, save_last=True)
     script(tmp_path / "whole", saver=saver, **arguments)
     for kill in (4, 7, 8):
@@ -121,14 +119,14 @@ def test_no_row_is_lost_or_doubled_where_checkpoints_are_written_inside_an_epoch
 
 
 class Terminate(Callback):
-    """Has the run ended by a SIGTERM after the validation inside of the second epoch."""
+    """Ends the run by SIGTERM after the validation inside the second epoch."""
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         if trainer.progress.batches == 6:
             signal.raise_signal(signal.SIGTERM)
 
 
-def test_no_row_is_lost_where_only_the_second_run_has_it(tmp_path: Path) -> None:
+def test_rows_of_the_second_run_are_kept(tmp_path: Path) -> None:
     arguments = {"accumulate_grad_batches": 4, "val_check_interval": 2}  # it validates inside of each window
     script(tmp_path / "whole", **arguments)
     with pytest.raises(SystemExit):
@@ -137,17 +135,17 @@ def test_no_row_is_lost_where_only_the_second_run_has_it(tmp_path: Path) -> None
     assert rows(tmp_path / "ended") == rows(tmp_path / "whole")
 
 
-def test_a_run_that_has_come_to_its_end_has_nothing_left_to_do(tmp_path: Path) -> None:
+def test_completed_run_trains_nothing(tmp_path: Path) -> None:
     script(tmp_path)
     before = rows(tmp_path), checkpoints(tmp_path)
-    fitted = script(tmp_path, kill=12)  # which it does not come to
+    fitted = script(tmp_path, kill=12)  # not reached
     assert (fitted.current_epoch, fitted.global_step) == (3, 12)
     assert (rows(tmp_path), checkpoints(tmp_path)) == before
     assert script(tmp_path, max_epochs=4).global_step == 16
 
 
 class Clock(Timer):
-    """As if each batch took a second."""
+    """Returns times as if each batch took a second."""
 
     seconds = 0
 
@@ -159,21 +157,21 @@ class Clock(Timer):
         super().on_train_batch_end(trainer)
 
 
-def test_more_time_trains_on(tmp_path: Path) -> None:
+def test_larger_max_time_continues_training(tmp_path: Path) -> None:
     for seconds, steps in ((6, 6), (6, 6), (9, 9), (99, 12)):
         saver = partial(ModelCheckpoint, every_n_train_steps=1)
         fitted = script(tmp_path, saver=saver, more=[Clock(timedelta(seconds=seconds))])
         assert fitted.global_step == steps
 
 
-def test_a_run_that_had_decided_to_stop_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_that_stopped_early_reports_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     for said in (0, 1):
         script(tmp_path, more=[EarlyStopping("val_loss", stopping_threshold=1e9)])
         assert caplog.text.count("had decided to stop, and so it does") == said
 
 
-def test_of_a_run_that_is_under_way_nothing_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_a_running_run_is_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script(tmp_path, kill=7)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert len(rows(tmp_path)) > 10  # more than the checkpoint's
@@ -185,7 +183,7 @@ def test_of_a_run_that_is_under_way_nothing_is_touched(tmp_path: Path, monkeypat
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_it_starts_anew_where_there_is_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_without_a_checkpoint_starts_from_the_beginning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         fitted = script(tmp_path, max_epochs=1)
     assert fitted.ckpt_path is None
@@ -195,7 +193,7 @@ def test_it_starts_anew_where_there_is_nothing(tmp_path: Path, caplog: pytest.Lo
     assert sorted(os.listdir(tmp_path / "lightning_logs")) == ["version_0"]
 
 
-def test_damaged_ones_are_passed_over(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_skipped(tmp_path: Path) -> None:
     saver = partial(ModelCheckpoint, save_top_k=-1, save_last=True)
     script(tmp_path, kill=9, saver=saver)
     (folder,) = tmp_path.rglob("checkpoints")
@@ -215,7 +213,7 @@ def test_damaged_ones_are_passed_over(tmp_path: Path) -> None:
 def test_files_of_another_form_are_taken_if_they_can_be_read(
     tmp_path: Path, can_read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody has replaced ``torch.save``, and ``torch.load`` perhaps."""
+    """Both ``torch.save`` and ``torch.load`` may be replaced."""
     load, save = torch.load, torch.save
 
     def load_turned(stream: Any, *arguments: Any, **options: Any) -> Any:
@@ -243,7 +241,7 @@ def test_files_of_another_form_are_taken_if_they_can_be_read(
     assert fitted.global_step == 12
 
 
-def test_where_all_are_damaged_it_starts_anew_elsewhere(tmp_path: Path) -> None:
+def test_run_with_only_damaged_checkpoints_starts_in_a_new_folder(tmp_path: Path) -> None:
     script(tmp_path, kill=5)
     for path in tmp_path.rglob("*.ckpt"):
         path.write_bytes(b"")
@@ -253,7 +251,7 @@ def test_where_all_are_damaged_it_starts_anew_elsewhere(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "lightning_logs")) == ["version_0", "version_1"]
 
 
-def test_what_is_given_counts(tmp_path: Path) -> None:
+def test_explicit_ckpt_path_has_precedence(tmp_path: Path) -> None:
     saver = partial(ModelCheckpoint, save_top_k=-1)
     script(tmp_path, kill=9, saver=saver)
     first = next(tmp_path.rglob("epoch=0-step=4.ckpt"))
@@ -263,13 +261,13 @@ def test_what_is_given_counts(tmp_path: Path) -> None:
     assert fitted.ckpt_path == first
 
 
-def test_without_it_a_run_is_a_new_one(tmp_path: Path) -> None:
+def test_run_without_resume_is_a_new_run(tmp_path: Path) -> None:
     script(tmp_path, kill=9, resume=None)
     assert script(tmp_path, resume=None).ckpt_path is None
     assert sorted(os.listdir(tmp_path / "lightning_logs")) == ["version_0", "version_1"]
 
 
-def test_a_folder_of_ones_own_without_a_logger(tmp_path: Path) -> None:
+def test_custom_folder_without_a_logger(tmp_path: Path) -> None:
     own = partial(ModelCheckpoint, tmp_path / "own", every_n_train_steps=1)
     plain = partial(make_trainer, tmp_path, resume="auto", max_epochs=2, enable_checkpointing=None)
     with pytest.raises(Killed):
@@ -280,7 +278,7 @@ def test_a_folder_of_ones_own_without_a_logger(tmp_path: Path) -> None:
     assert fitted.global_step == 8
 
 
-def test_a_sequence_of_fits_goes_on_too(tmp_path: Path) -> None:
+def test_sequence_of_fits_is_resumed(tmp_path: Path) -> None:
     fitted = script(tmp_path, max_epochs=2)
     fitted.fit_loop.max_epochs = 3
     fitted.fit(fitted.lightning_module, loader_of(BATCHES), loader_of(BATCHES[:2]))
@@ -294,7 +292,7 @@ def test_folders_elsewhere_are_refused(tmp_path: Path) -> None:
         fitted.fit(Regression(), loader_of(BATCHES))
 
 
-def test_without_anything_that_saves_it_says_so(tmp_path: Path) -> None:
+def test_run_without_checkpoint_callbacks_warns(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="no ModelCheckpoint"):
         make_trainer(tmp_path, resume="auto").fit(Regression(), loader_of(BATCHES))
 

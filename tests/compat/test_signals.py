@@ -32,7 +32,7 @@ from trainer.errors import RequeueError
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[list[int]]:
-    """SIGTERM has a handler of the user's, which is called too; everything is as it was afterwards."""
+    """Install the user's handler for SIGTERM, which is called too, and check that handlers are restored."""
     received: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     own = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
@@ -42,7 +42,7 @@ def handlers() -> Iterator[list[int]]:
 
 
 class Does(Callback):
-    """Does something at the start of the third batch of a stage; notes which batches ended and what was raised."""
+    """Calls a function at the start of the third batch of a stage; records finished batches and the exception."""
 
     def __init__(self, stage: str, action: Any) -> None:
         self.action, self.seen, self.raised = action, [], []  # type: ignore[var-annotated]
@@ -99,7 +99,7 @@ def test_the_run_ends(action: Any, stage: str, fn: str, batches: int, handlers: 
     assert theirs == mine
     expected = (SIGTERMException, True, True, [15]) if action is terminate else (SystemExit, False, True, [])
     assert mine[2] == expected
-    assert codes == ([None, 143] if action is terminate else [1, 1])  # Lightning's exits as if nothing had happened
+    assert codes == ([None, 143] if action is terminate else [1, 1])  # Lightning's exits with status 0
 
 
 ENDS: list[tuple[int, type[BaseException], int]] = [
@@ -108,7 +108,7 @@ ENDS: list[tuple[int, type[BaseException], int]] = [
     (signal.SIGINT, SystemExit, 1),
 ]
 FINISHED = 8
-"""Batches in the two epochs of a fit that nobody interrupts."""
+"""Batches in the two epochs of an uninterrupted fit."""
 
 
 def fit(folder: Path, does: Callback, *, path: Path | None = None, **arguments: Any) -> tuple[Trainer, Learner]:
@@ -152,7 +152,7 @@ def test_a_signal_finishes_the_step_saves_and_ends_the_fit(
 
 
 @pytest.mark.parametrize(("num_nodes", "batches"), [(1, 3), ("auto", 4)])
-def test_a_run_that_others_may_go_on_with_ends_at_an_update(tmp_path: Path, num_nodes: Any, batches: int) -> None:
+def test_elastic_run_ends_at_an_optimizer_step(tmp_path: Path, num_nodes: Any, batches: int) -> None:
     does = Does("train", terminate)
     arguments = {"num_nodes": num_nodes, "accumulate_grad_batches": 2, "max_epochs": 1}
     trainer = ours(default_root_dir=tmp_path, callbacks=[does], **arguments)
@@ -163,7 +163,7 @@ def test_a_run_that_others_may_go_on_with_ends_at_an_update(tmp_path: Path, num_
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_a_ctrl_c_in_a_notebook_returns_from_the_fit(
+def test_ctrl_c_in_a_notebook_returns_from_fit(
     tmp_path: Path, saves: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any, capfd: Any
 ) -> None:
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
@@ -197,7 +197,7 @@ def test_of_several_signals_sigterm_counts(tmp_path: Path) -> None:
 
 
 class SignalledLater(Does):
-    """More signals come: while the checkpoint is written, when callbacks are told, and when loggers are closed."""
+    """Sends more signals during the save, during callbacks, and while loggers close."""
 
     def __init__(self, first: int) -> None:
         super().__init__("train", lambda: send(first))
@@ -239,7 +239,7 @@ def test_lightnings_own_checkpoint_of_an_exception_is_written_too(tmp_path: Path
 
 
 @pytest.mark.parametrize("arguments", [{"enable_checkpointing": False}, {"fast_dev_run": 4}, {"barebones": True}])
-def test_where_nothing_is_checkpointed_nothing_is_saved(
+def test_run_without_checkpointing_saves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, arguments: dict[str, Any]
 ) -> None:
     caplog.set_level("INFO")
@@ -276,14 +276,14 @@ def test_weights_that_are_not_finite_do_not_change_how_the_fit_ends(tmp_path: Pa
     assert not (tmp_path / "checkpoints" / "interrupted.ckpt").exists()
 
 
-def test_nothing_is_saved_before_anything_is_trained(tmp_path: Path, caplog: Any) -> None:
+def test_no_save_before_the_first_batch(tmp_path: Path, caplog: Any) -> None:
     caplog.set_level("INFO")
     with pytest.raises(SIGTERMException):
         fit(tmp_path, SignalledEarly(), num_sanity_val_steps=2)
     assert not (tmp_path / "checkpoints").exists() or list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_an_evaluation_whose_last_batch_is_under_way_comes_to_its_end() -> None:
+def test_evaluation_in_its_last_batch_completes() -> None:
     def scenario(make: Any) -> Any:
         trainer = make(callbacks=[Does("test", terminate)])
         trainer.test(Classifier(), data(6), verbose=False)
@@ -294,7 +294,7 @@ def test_an_evaluation_whose_last_batch_is_under_way_comes_to_its_end() -> None:
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGUSR1, SIGTERMException)])
-def test_what_comes_too_late_for_the_run_ends_the_program(number: int, error: type[BaseException]) -> None:
+def test_signal_after_the_run_ends_the_program(number: int, error: type[BaseException]) -> None:
     trainer = ours(callbacks=[Does("test", lambda: send(number))])
     with pytest.raises(error):
         trainer.test(Classifier(), data(6), verbose=False)
@@ -302,7 +302,7 @@ def test_what_comes_too_late_for_the_run_ends_the_program(number: int, error: ty
     trainer.test(Classifier(), data(2), verbose=False)
 
 
-def test_the_next_run_starts_afresh() -> None:
+def test_next_run_is_not_affected_by_the_signal() -> None:
     does = Does("train", terminate)
     trainer = ours(max_epochs=1, callbacks=[does])
     with pytest.raises(SIGTERMException):
@@ -313,7 +313,7 @@ def test_the_next_run_starts_afresh() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_that_somebody_handles_is_theirs(number: int) -> None:
+def test_signal_with_a_user_handler_is_left_to_it(number: int) -> None:
     received: list[int] = []
     before = signal.signal(number, lambda number, frame: received.append(number))
     try:
@@ -334,7 +334,7 @@ def test_a_forked_worker_is_not_the_run(tmp_path: Path) -> None:
 
     trainer = ours(max_epochs=1, callbacks=[Does("train", fork)])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forks in a process with threads
         trainer.fit(Learner(), data(8))
     assert trainer.state.finished
 
@@ -343,14 +343,15 @@ def test_a_forked_worker_is_not_the_run(tmp_path: Path) -> None:
 def test_a_signal_to_everything_does_not_end_the_workers(tmp_path: Path, number: int) -> None:
     def to_all() -> None:
         pids = [str(process.pid) for process in multiprocessing.active_children()]
-        subprocess.run(["kill", f"-{int(number)}", *pids], check=True)  # from elsewhere: what the parent sends counts
-        time.sleep(0.2)  # where a worker dies, this is where torch raises
+        # from another process, because a signal of the parent is not ignored
+        subprocess.run(["kill", f"-{int(number)}", *pids], check=True)
+        time.sleep(0.2)  # torch raises here if a worker dies
         send(number)
 
     does, saver = Does("train", to_all), ModelCheckpoint(tmp_path, save_top_k=0)
     trainer = ours(max_epochs=1, enable_checkpointing=True, callbacks=[saver, does])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forks in a process with threads
         with pytest.raises(SystemExit):
             trainer.fit(Learner(), data(20, num_workers=2, multiprocessing_context="fork"))
     assert torch.load(tmp_path / "interrupted.ckpt", weights_only=True)["global_step"] == 3
@@ -368,7 +369,7 @@ def test_the_main_process_can_still_end_a_worker() -> None:
 
 
 class FindsLater(LearningRateFinder):
-    """In the second epoch, in the middle of the fit; a signal comes while it looks."""
+    """Runs the finder in the second epoch; a signal arrives during its search."""
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         pass
@@ -379,11 +380,11 @@ class FindsLater(LearningRateFinder):
             self.lr_find(trainer, module)
 
 
-def test_a_signal_that_a_finder_meets_ends_the_fit(tmp_path: Path) -> None:
+def test_signal_during_a_finder_ends_the_fit(tmp_path: Path) -> None:
     finder = FindsLater(num_training_steps=5)
     with pytest.raises(SIGTERMException):
         fit(tmp_path, finder, callbacks=[finder, ModelCheckpoint(tmp_path, save_top_k=0)])
-    assert finder.trainer.global_step == 4  # the finder has put back what was there before
+    assert finder.trainer.global_step == 4  # the finder restored the attribute
     assert "interrupted.ckpt" not in {path.name for path in tmp_path.iterdir()}
 
 
@@ -396,7 +397,7 @@ def test_a_ctrl_c_kills_the_processes_of_the_launcher() -> None:
     launcher.kill.assert_called_once_with(signal.SIGKILL)
 
 
-def test_another_ctrl_c_does_nothing_to_a_run_that_did_not_come_to_its_start() -> None:
+def test_second_ctrl_c_before_the_start_is_ignored() -> None:
     class Impatient(Callback):
         def setup(self, trainer: Any, module: Any, stage: str) -> None:
             interrupt()
@@ -418,7 +419,7 @@ def test_a_run_in_another_thread() -> None:
 
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cluster's command, which writes down how it is called; and a job of its."""
+    """Fake scontrol that records its calls, and a job's environment."""
     folder = tmp_path / "bin"
     folder.mkdir()
     command = folder / "scontrol"
@@ -430,7 +431,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def slurm(folder: Path, number: int = signal.SIGUSR1, plugins: Any = (), **options: Any) -> Trainer:
-    """A Trainer in a job that gets the signal in its third batch."""
+    """Return a Trainer in a job that gets the signal in its third batch."""
     does = Does("train", lambda: send(number))
     plugins = [SLURMEnvironment(**options), *plugins]
     return ours(max_epochs=1, callbacks=[does], plugins=plugins, default_root_dir=folder / "run")
@@ -438,7 +439,7 @@ def slurm(folder: Path, number: int = signal.SIGUSR1, plugins: Any = (), **optio
 
 def test_a_job_of_slurms_is_requeued(tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "run"
-    slurm(tmp_path).fit(Learner(), data(8))  # goes on until Slurm ends it
+    slurm(tmp_path).fit(Learner(), data(8))  # continues until Slurm ends it
     assert (scontrol.parent / "calls").read_text() == "requeue 12345\n"
     assert [path.name for path in root.iterdir()] == ["hpc_ckpt_1.ckpt"]
     assert torch.load(root / "hpc_ckpt_1.ckpt", weights_only=True)["global_step"] == 3  # the step was finished first
@@ -453,7 +454,7 @@ def test_a_job_of_slurms_is_requeued(tmp_path: Path, scontrol: Path, monkeypatch
 
 
 @pytest.mark.parametrize("how", ["whole", "sharded", "by Lightning"])
-def test_what_is_written_in_the_background_is_there_when_the_job_is_requeued(
+def test_asynchronous_save_completes_before_the_job_is_requeued(
     tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     scontrol.write_text(f"#!/bin/sh\nls {tmp_path}/run > {scontrol.parent}/there\n")

@@ -1,4 +1,4 @@
-"""Lightning's own callbacks do under our Trainer what they do under Lightning's."""
+"""Lightning's own callbacks have the same effect under our Trainer and Lightning's."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.parity import CLASSES, FEATURES, Classifier, RecordingLogger, data, ours, plain, run_both
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what these callbacks warn of is their own business
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of these callbacks are not tested
 
 
 class Net(Classifier):
-    """With a backbone, a batch norm, a schedule, and data of its own."""
+    """A module with a backbone, a batch norm, a schedule, and its own data."""
 
     def __init__(self, norm: bool = True) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def last_file(folder: Any) -> Any:
 
 
 class Swa(StochasticWeightAveraging):
-    """Writes down what it has made of the Trainer."""
+    """Records its changes of the Trainer."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"swa_epoch_start": 1, "swa_lrs": 0.05, **options})
@@ -387,7 +387,7 @@ def test_backbone_finetuning(tmp_path: Any, resumes_after: int | None) -> None:
         return [groups, state_of(module), [p.requires_grad for p in module.parameters()]]
 
     theirs, mine = run_both(scenario)
-    if resumes_after == 3:  # Lightning freezes the backbone again; ours goes on as the run that was never interrupted
+    if resumes_after == 3:  # Lightning freezes the backbone again; ours continues as the uninterrupted run
         assert theirs[1:] != mine[1:]
         resumes_after = None
         assert mine[1:] == scenario(ours)[1:]
@@ -480,7 +480,7 @@ def test_on_exception_checkpoint(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ["no module", "another kind", "dataloaders and a datamodule"])
-def test_callbacks_hear_of_no_failure_before_there_is_a_module(what: str, tmp_path: Any) -> None:
+def test_on_exception_is_not_called_without_a_module(what: str, tmp_path: Any) -> None:
     def scenario(make: Any) -> Any:
         module, heard = Net(), []
 
@@ -505,7 +505,8 @@ def test_callbacks_hear_of_no_failure_before_there_is_a_module(what: str, tmp_pa
     assert theirs == mine
 
 
-# --- what else is asked of the Trainer ------------------------------------------------------------------------------
+# --- other uses of the Trainer
+# -------------------------------------------------------------------------------------------
 
 
 def test_a_strategys_own_backward_is_called() -> None:
@@ -532,7 +533,7 @@ def test_clipping_by_another_algorithm_than_the_trainers_is_refused() -> None:
         trainer.fit(Clipping())
 
 
-# --- when to look at a validation -----------------------------------------------------------------------------------
+# --- evaluation after a validation -----------------------------------------------------------------------------------
 
 EACH_SECOND: list[Any] = ["00:00:00:01", {"seconds": 1}, timedelta(seconds=1)]
 INTERVALS: list[tuple[Any, int | None]] = [
@@ -543,8 +544,8 @@ INTERVALS: list[tuple[Any, int | None]] = [
 
 
 @pytest.mark.parametrize(("interval", "every"), INTERVALS)
-def test_one_look_for_each_validation(tmp_path: Any, interval: Any, every: int | None) -> None:
-    """Stock callbacks decide by attributes of the Trainer whether they look after validations or at ends of epochs."""
+def test_stock_callbacks_run_once_per_validation(tmp_path: Any, interval: Any, every: int | None) -> None:
+    """Stock callbacks read attributes of the Trainer to run after validations or at the ends of epochs."""
 
     class Counts(Callback):
         validations = 0
@@ -578,7 +579,7 @@ def test_one_look_for_each_validation(tmp_path: Any, interval: Any, every: int |
 
 
 class Reads(Callback):
-    """The attributes by which stock callbacks decide when to look at a validation."""
+    """Records the attributes that stock callbacks read to decide when to run."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
@@ -590,7 +591,7 @@ class Reads(Callback):
         loop = trainer.fit_loop.epoch_loop
         self.seen.append({
             **{name: getattr(trainer, name) for name in names},
-            "val_check_interval": getattr(trainer, "val_check_interval", None),  # Lightning has none for a time
+            "val_check_interval": getattr(trainer, "val_check_interval", None),  # Lightning has no value for a time
             "this_epoch": loop._should_check_val_epoch(), "last": loop.batch_progress.is_last_batch,
         })  # fmt: skip
 
@@ -598,7 +599,7 @@ class Reads(Callback):
 
 
 @pytest.mark.parametrize(("interval", "every"), INTERVALS)
-def test_what_decides_is_as_in_lightning(interval: Any, every: int | None) -> None:
+def test_deciding_attributes_equal_lightnings(interval: Any, every: int | None) -> None:
     def scenario(make: Any) -> Any:
         reads, seconds = Reads(), itertools.count()
         arguments = {"max_epochs": 2, "val_check_interval": interval, "check_val_every_n_epoch": every}

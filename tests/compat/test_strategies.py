@@ -1,4 +1,4 @@
-"""Which strategy a Trainer gets; and what those are told who get none."""
+"""The selected strategy of a Trainer, and the errors for unsupported ones."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_callbacks_that_need_whole_gradients_are_refused() -> None:
 
 @pytest.fixture
 def registered() -> Iterator[str]:
-    """The name of a strategy that a program has registered."""
+    """Register a strategy, and return its name."""
     name = "ddp_with_a_static_graph"
     StrategyRegistry.register(name, DDPStrategy, static_graph=True)
     yield name
@@ -104,7 +104,7 @@ def test_a_static_graph_refuses_accumulation_that_is_set_later() -> None:
     with pytest.raises(UnsupportedError, match="accumulate_grad_batches=4"):
         trainer.accumulate_grad_batches = 4
     assert trainer.accumulate_grad_batches == 1
-    trainer.fit_loop._skip_backward = True  # as StochasticWeightAveraging does to update batch norms
+    trainer.fit_loop._skip_backward = True  # like StochasticWeightAveraging for its update of batch norms
     trainer.accumulate_grad_batches = 4
     trainer.fit_loop._skip_backward = False
     with pytest.raises(UnsupportedError, match="accumulate_grad_batches=2"):

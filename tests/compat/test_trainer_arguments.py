@@ -1,4 +1,4 @@
-"""Trainer arguments from the environment, and what a Trainer says when it is built: as Lightning's does."""
+"""Trainer arguments from the environment, and the messages of the constructor, as in Lightning."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def test_the_environment_fills_in_what_is_not_given(kind: Any, monkeypatch: pyte
     monkeypatch.setenv("PL_TRAINER_NO_SUCH_ARGUMENT", "3")
     monkeypatch.setenv("PL_TRAINER_MAX_EPOCHS", "")
     with lightnings_noise_ignored():
-        trainer = kind(**QUIET)  # which gives `devices`
+        trainer = kind(**QUIET)  # which sets `devices`
     assert (trainer.max_steps, trainer.limit_val_batches, trainer.precision) == (7, 0.5, "bf16-mixed")
     assert (trainer.num_devices, trainer.max_epochs) == (1, None)
 
 
-def test_what_is_wrong_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_environment_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_TRAINER_MAX_STEPS", "-7")
     with pytest.raises(ValueError, match="max_steps is -7"):
         ours()
@@ -45,7 +45,7 @@ def test_a_subclass_passes_its_arguments_on() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{}, {"fast_dev_run": 2}, {"detect_anomaly": True}], ids=str)
-def test_what_is_said_at_construction(arguments: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_of_the_constructor(arguments: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     said = []
     for make in MAKERS:
         caplog.clear()

@@ -1,4 +1,4 @@
-"""The tuner and its callbacks find with our Trainer what they find with Lightning's, and leave the same behind."""
+"""The tuner and its callbacks have the same results and side effects with our Trainer and Lightning's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainer.errors import IncompleteCheckpointError
 
 
 class Tunable(Classifier):
-    """Makes its own dataloaders, of the size that it is told."""
+    """Creates dataloaders with a configurable batch size."""
 
     batch_size = 2
     memory = 1000
@@ -93,7 +93,7 @@ def test_the_same_learning_rate(tmp_path: Any, options: dict[str, Any], argument
     assert theirs == mine
 
 
-@pytest.mark.filterwarnings("ignore:.*in eval mode at the start")  # Lightning, too, leaves it so
+@pytest.mark.filterwarnings("ignore:.*in eval mode at the start")  # as in Lightning
 @pytest.mark.parametrize("mode", ["power", "binsearch"])
 @pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
 def test_the_same_batch_size(tmp_path: Any, method: str, mode: str) -> None:
@@ -152,7 +152,7 @@ def test_a_learning_rate_finder_among_the_callbacks(tmp_path: Any) -> None:
 
 
 class AtMilestones(LearningRateFinder):
-    """Looks for a learning rate in the middle of a training."""
+    """Runs a learning-rate search in the middle of a training."""
 
     def on_fit_start(self, *args: Any) -> None:
         pass
@@ -169,7 +169,7 @@ class AtMilestones(LearningRateFinder):
 
 
 class BiggerAtMilestones(BatchSizeFinder):
-    """Looks for a batch size in the middle of a training."""
+    """Runs a batch-size search in the middle of a training."""
 
     def on_fit_start(self, *args: Any) -> None:
         pass
@@ -179,15 +179,15 @@ class BiggerAtMilestones(BatchSizeFinder):
             self.scale_batch_size(trainer, pl_module)
 
 
-def test_finders_in_the_middle_of_a_training_leave_its_loop_as_it_was(tmp_path: Any) -> None:
-    """Lightning's loop believes the interrupted epoch to be over; here it has all its batches."""
+def test_finders_inside_a_training_restore_its_loop(tmp_path: Any) -> None:
+    """Lightning's loop takes the interrupted epoch for complete; ours trains all its batches."""
     module = Tunable()
     finder = AtMilestones(num_training_steps=10, early_stop_threshold=None, update_attr=False)
     trainer = ours(max_epochs=3, default_root_dir=tmp_path, callbacks=[finder])
     trainer.fit(module)
     assert trainer.global_step == 3 * 8
     assert finder.optimal_lr is not None
-    assert len(finder.optimal_lr.results["lr"]) == 8  # the epoch that was left to train
+    assert len(finder.optimal_lr.results["lr"]) == 8  # trains the interrupted epoch
 
     undisturbed = Tunable()
     ours(max_epochs=3, default_root_dir=tmp_path).fit(undisturbed)
@@ -243,14 +243,14 @@ def test_a_finder_that_fails_tidies_up(tmp_path: Any, has_schedule: bool) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_fast_dev_run_looks_for_nothing(tmp_path: Any) -> None:
+def test_fast_dev_run_skips_the_finders(tmp_path: Any) -> None:
     trainer = ours(fast_dev_run=True, default_root_dir=tmp_path)
     with pytest.warns(UserWarning, match="Skipping learning rate finder since `fast_dev_run` is enabled"):
         assert Tuner(trainer).lr_find(Tunable()) is None
 
 
 def test_steps_without_a_loss_count_for_the_finder(tmp_path: Any) -> None:
-    """They have a rate and no loss; a count that stood still would have it wait for ever."""
+    """They have a rate and no loss; without a count the finder would never end."""
 
     class Idle(Tunable):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -266,7 +266,7 @@ def test_steps_without_a_loss_count_for_the_finder(tmp_path: Any) -> None:
     assert [i for i, is_nan in enumerate(mine) if is_nan] == [2, 5]
 
 
-def test_the_rate_found_is_the_one_that_is_trained_with(tmp_path: Any) -> None:
+def test_found_rate_is_used_in_training(tmp_path: Any) -> None:
     finder, monitor = LearningRateFinder(num_training_steps=20), LearningRateMonitor("step")
     module = Tunable()
     trainer = ours(
@@ -348,7 +348,7 @@ class Scheduled(Tunable):
 
 
 class FromTheStart(LearningRateFinder):
-    """As in Lightning's documentation: in a hook of the first epoch."""
+    """Searches in a hook of the first epoch, as in Lightning's documentation."""
 
     def on_fit_start(self, *args: Any) -> None:
         pass
@@ -361,10 +361,8 @@ class FromTheStart(LearningRateFinder):
 @pytest.mark.filterwarnings("ignore:A `OneCycleLR` scheduler", "ignore:The epoch parameter in")
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_a_fit_with_a_finder_is_the_fit_that_was_configured_with_the_rate_found(
-    tmp_path: Path, kind: str, interval: str
-) -> None:
-    """To the bit: rates of all groups, weights, and the state of the schedule."""
+def test_fit_with_a_finder_equals_a_fit_with_the_found_rate(tmp_path: Path, kind: str, interval: str) -> None:
+    """Compares rates of all groups, weights, and the state of the schedule bit for bit."""
     make = FromTheStart if interval == "epoch" else LearningRateFinder
     finder, module = make(num_training_steps=20, early_stop_threshold=None), Scheduled(kind, interval=interval)
     torch.manual_seed(1)
@@ -387,7 +385,7 @@ def test_a_fit_with_a_finder_is_the_fit_that_was_configured_with_the_rate_found(
 
 
 @pytest.mark.parametrize("kind", ["LambdaLR", "SequentialLR", "LinearLR", "StepLR"])
-def test_a_tuner_and_a_fit_are_the_fit_that_was_configured_with_the_rate_found(tmp_path: Path, kind: str) -> None:
+def test_tuner_and_fit_equal_a_fit_with_the_found_rate(tmp_path: Path, kind: str) -> None:
     module, start = Scheduled(kind), torch.random.get_rng_state()
     trainer = ours(max_epochs=1, default_root_dir=tmp_path)
     finder = Tuner(trainer).lr_find(module, num_training=20, early_stop_threshold=None)
@@ -401,7 +399,7 @@ def test_a_tuner_and_a_fit_are_the_fit_that_was_configured_with_the_rate_found(t
 
 @pytest.mark.parametrize("kind", ["LambdaLR", "SequentialLR", "LinearLR", "ChainedScheduler", "StepLR"])
 def test_a_module_that_does_not_take_its_rate_from_the_attribute(tmp_path: Path, kind: str) -> None:
-    """The rate found replaces the configured one all the same, in both groups and in all parts of the schedule."""
+    """The rate found replaces the configured one in both groups and in all parts of the schedule."""
     finder = LearningRateFinder(num_training_steps=20, early_stop_threshold=None)
     module = Scheduled(kind, uses=False)
     ours(max_epochs=1, default_root_dir=tmp_path, callbacks=[finder]).fit(module)
@@ -426,7 +424,7 @@ class Later(LearningRateFinder):
 
 @pytest.mark.parametrize("kind", ["LambdaLR", "SequentialLR", "StepLR"])
 def test_a_rate_found_in_the_middle_of_a_training_stays(tmp_path: Path, kind: str) -> None:
-    """It is the next rate; schedules that compute rates from the configured one continue from it."""
+    """It is used at the next step; schedules that compute rates from the configured one continue from it."""
     finder, module = Later(num_training_steps=20, early_stop_threshold=None), Scheduled(kind)
     trainer = ours(max_epochs=2, default_root_dir=tmp_path, callbacks=[finder])
     trainer.fit(module)
@@ -479,7 +477,7 @@ def connector_of(trainer: Any) -> Any:
     return trainer._checkpoint_connector
 
 
-def test_the_connector_answers_to_all_of_lightnings_names(tmp_path: Path) -> None:
+def test_connector_has_all_of_lightnings_names(tmp_path: Path) -> None:
     theirs, mine = connector_of(lightning()), connector_of(ours())
     assert isinstance(mine, type(theirs))
     names = {name for name in dir(theirs) if not name.startswith("__")}
@@ -490,7 +488,7 @@ def test_the_connector_answers_to_all_of_lightnings_names(tmp_path: Path) -> Non
         if name != "trainer" and not callable(value):
             assert value == getattr(theirs, name), name
     trainer = ours()
-    assert connector_of(trainer) is connector_of(trainer)  # what somebody puts there stays
+    assert connector_of(trainer) is connector_of(trainer)  # an object set by the user is kept
     connector_of(trainer)._ckpt_path, connector_of(trainer)._user_managed = "x.ckpt", True
     assert trainer.ckpt_path == "x.ckpt"
 
@@ -531,7 +529,7 @@ def test_files_of_requeued_jobs_are_found_as_lightning_does(tmp_path: Path, file
 
 
 def test_a_program_saves_and_finds_files_of_requeued_jobs(tmp_path: Path) -> None:
-    """As Lightning's own tests do: ``trainer.save_checkpoint(connector.hpc_save_path(folder))``, several times."""
+    """As in Lightning's tests: ``trainer.save_checkpoint(connector.hpc_save_path(folder))``, several times."""
 
     def scenario(make_trainer: Any) -> Any:
         folder = tmp_path / make_trainer.__name__
@@ -644,7 +642,7 @@ def test_parts_of_a_checkpoint_can_be_put_back(tmp_path: Path) -> None:
     assert mine == theirs == [False, False, True, 8, True, 2, 8, True, {}]
 
 
-def test_weights_alone_are_no_run_to_go_on_from(tmp_path: Path) -> None:
+def test_connector_does_not_resume_from_weights_only_files(tmp_path: Path) -> None:
     trainer = ours(max_epochs=1)
     trainer.fit(Learner(), data(4))
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
@@ -652,7 +650,7 @@ def test_weights_alone_are_no_run_to_go_on_from(tmp_path: Path) -> None:
         trainer._checkpoint_connector.restore(tmp_path / "weights.ckpt")
 
 
-def test_the_connector_knows_what_a_path_means(tmp_path: Path) -> None:
+def test_connector_resolves_paths(tmp_path: Path) -> None:
     def scenario(make: Any) -> list[Any]:
         saver = OnExceptionCheckpoint(tmp_path)
         Path(saver.ckpt_path).touch()
@@ -670,7 +668,7 @@ def test_the_connector_knows_what_a_path_means(tmp_path: Path) -> None:
     assert [Path(path).name for path in mine] == ["on_exception.ckpt", "a.ckpt", "hpc_ckpt_12.ckpt", "hpc_ckpt_13.ckpt"]
 
 
-def test_what_a_program_dumps_in_the_connectors_place_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_dump_checkpoint_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def scenario(make: Any) -> Any:
         trainer = make(max_epochs=1)
         trainer.fit(Learner(), data(2))

@@ -1,4 +1,4 @@
-"""``trainer.fit_loop`` and its relatives show what Lightning's show, at every hook of a run."""
+"""``trainer.fit_loop`` and its relatives have the values of Lightning's loops at every hook of a run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from trainer.errors import ConfigurationError
 
 
 def moments(counts: Any) -> tuple[int, int, int]:
-    """Of the four that Lightning counts, without "started", which with us is "ready"."""
+    """Return the four counters of Lightning, without "started", which is "ready" in our loop."""
     return counts.ready, counts.processed, counts.completed
 
 
 class Looks(Callback):
-    """What the views say at each hook of interest."""
+    """Records the values of the views at several hooks."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -93,7 +93,7 @@ def test_the_views_agree_with_lightnings_loops(arguments: dict[str, Any]) -> Non
         assert not different, (a["where"], different)
 
 
-def test_what_callbacks_write_reaches_the_loop() -> None:
+def test_values_set_by_callbacks_reach_the_loop() -> None:
     trainer = ours(max_epochs=5)
     trainer.fit_loop.max_epochs = 2
     trainer.fit_loop.epoch_loop.max_steps = 3
@@ -104,7 +104,7 @@ def test_what_callbacks_write_reaches_the_loop() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_fit_is_restarting_in_the_epoch_that_a_checkpoint_has_put_it_into(tmp_path: Path) -> None:
+def test_fit_resumed_inside_an_epoch_is_restarting(tmp_path: Path) -> None:
     class Tells(Classifier):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             seen.append((self.current_epoch, batch_idx, self.trainer.fit_loop.restarting))
@@ -124,7 +124,7 @@ def test_a_fit_is_restarting_in_the_epoch_that_a_checkpoint_has_put_it_into(tmp_
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_fit_is_not_restarting_where_a_checkpoint_has_put_it_between_two_epochs(tmp_path: Path) -> None:
+def test_fit_resumed_between_epochs_is_not_restarting(tmp_path: Path) -> None:
     class Tells(Classifier):
         def on_train_start(self) -> None:
             seen.append(self.trainer.fit_loop.restarting)
@@ -157,7 +157,7 @@ LIMITS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 @pytest.mark.parametrize(("epochs", "batches", "steps"), [(0, 0, 0), (1, 3, 5), (2, 4, 20), (4, 4, 12)])
-def test_a_trainer_can_be_put_into_a_state_by_hand(
+def test_trainer_state_can_be_set(
     limits: dict[str, Any], epochs: int, batches: int, steps: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     def scenario(make: Any) -> list[Any]:
@@ -181,7 +181,7 @@ def test_a_trainer_can_be_put_into_a_state_by_hand(
     assert mine == theirs
 
 
-def test_a_fit_says_why_it_ended(caplog: pytest.LogCaptureFixture) -> None:
+def test_fit_reports_the_reason_for_its_end(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         ours(max_steps=2).fit(Classifier(), data(8), data(4))
     assert "`Trainer.fit` stopped: `max_steps=2` reached." in caplog.messages
@@ -233,7 +233,7 @@ def test_a_batch_can_be_trained_by_hand(accumulate: int) -> None:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_an_optimizer_that_is_stepped_where_the_loop_takes_the_steps(precision: str) -> None:
+def test_optimizer_stepped_by_the_user_in_automatic_optimization(precision: str) -> None:
     class StepsItself(Learner):
         def on_train_epoch_end(self) -> None:
             self.loss(batch).backward()
@@ -262,7 +262,7 @@ def test_the_counts_of_loops_are_those_of_checkpoints(tmp_path: Path) -> None:
     assert mine == theirs
 
 
-def test_loops_know_their_trainer() -> None:
+def test_loops_have_a_trainer_attribute() -> None:
     trainer = ours()
     loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop]
     loops += [trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
