@@ -226,7 +226,7 @@ def test_an_interrupted_sweep_says_how_far_it_came_and_how_to_go_on(newcomer: Ne
         printed, _ = sweep.communicate(timeout=60)
     assert sweep.returncode == 130
     assert "Sweep of 1 of 3 jobs" in printed
-    assert "To go on:" in printed
+    assert "To resume:" in printed
     assert "Traceback" not in printed
 
 
@@ -252,7 +252,7 @@ HOUR: list[tuple[str, int, tuple[str, ...]]] = [
     (
         "fit +recipe=mine optimizer._target_=torch.optim.Rprop",
         2,
-        ("To do without them: ~optimizer.betas ~optimizer.eps ~optimizer.weight_decay",),
+        ("To remove them: ~optimizer.betas ~optimizer.eps ~optimizer.weight_decay",),
     ),
     ("fit +recipe=mine optimizer.lr=-1", 2, ("optimizer.lr is -1, expected at least 0.",)),
     ("fit +recipe=mine 'optimizer.lr=${oc.env:RATE}'", 2, ("environment variable RATE, which is not set",)),
@@ -263,13 +263,13 @@ HOUR: list[tuple[str, int, tuple[str, ...]]] = [
         ("completed",),
     ),
     ("fit +recipe=mine trainer.devices=-1 trainer.accelerator=cpu", 2, ("trainer.devices=1",)),
-    ("fit +recipe=mine ckpt_path=last", 2, ("ckpt_path is last, and there is none in", "resume=auto")),
+    ("fit +recipe=mine ckpt_path=last", 2, ("ckpt_path is last", "resume=auto")),
     ("fit +recipe=mine model._target_=classifier.NoStep", 2, ("No `training_step()` method",)),
     ("fit +recipe=mine model._target_=classifier.NoOptimizer", 2, ("No `configure_optimizers()` method",)),
     (
         "fit -m +recipe=mine hydra/launcher=submitit_slurm optimizer.lr=0.1,0.2",
         2,
-        ("there is no srun here", "hydra/launcher=joblib"),
+        ("srun", "hydra/launcher=joblib"),
     ),
     (
         "fit +recipe=mine precision=16-mixed model.spread=100000 trainer.max_epochs=1 trainer.limit_train_batches=3",

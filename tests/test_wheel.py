@@ -109,7 +109,7 @@ def test_a_module_and_a_recipe_of_the_users(package, installed_python, tmp_path)
     warm = package == "my_module"  # a warm Python has imported our recipes before it looks for those of the user
     assert "A recipe of ten lines." in run(["recipes"], installed_python, tmp_path, warm=warm)
     words = ["fit", "+recipe=mine", "logger=none", "hydra.run.dir=trained", "-q"]
-    assert "Everything is in trained" in run(words, installed_python, tmp_path, warm=warm)
+    assert "Results are in trained" in run(words, installed_python, tmp_path, warm=warm)
     if package == "my_module":
         run(["test", "ckpt=trained", "logger=none"], installed_python, tmp_path)
         run(["recipes", "copy", "resnet50", "other"], installed_python, tmp_path)

@@ -109,12 +109,12 @@ def test_other_settings_keep_their_numbers():
         (["fitt"], "There is no command 'fitt'. Did you mean 'fit'?"),
         (["command=tets"], "There is no command 'tets'. Did you mean 'test'?"),
         (["fit", "test"], "Got two commands, 'fit' and 'test'"),
-        (["fit", "resnet50"], "Got the word 'resnet50', expected settings written as key=value, without"),
-        (["fit", "+recipe", "resnet50"], "Got the word '+recipe', expected settings written as key=value"),
-        (["fit", "--lr", "1"], "There is no flag '--lr'. `python -m trainer --help` lists the flags. Settings have no"),
+        (["fit", "resnet50"], "Got the word 'resnet50', expected settings, key=value, without"),
+        (["fit", "+recipe", "resnet50"], "Got the word '+recipe', expected settings, key=value"),
+        (["fit", "--lr", "1"], "There is no flag '--lr'. `python -m trainer fit --help` lists the flags."),
         (["fit", "--multirum"], "There is no flag '--multirum'. Did you mean '--multirun'?"),
-        (["fit", "--cfg"], "--cfg needs a value"),
-        (["fit", "-m", "--cfg", "job"], "--multirun runs and --cfg shows"),
+        (["fit", "--cfg"], "Got --cfg without a value"),
+        (["fit", "-m", "--cfg", "job"], "Got --multirun and --cfg, expected one of them"),
     ],
 )
 def test_mistakes(argv, message):

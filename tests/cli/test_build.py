@@ -52,7 +52,7 @@ def test_targets_are_found_at_any_depth():
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("far_modul.Thing", "m asks for far_modul.Thing, and there is no module 'far_modul': no far_modul.py in this"),
+        ("far_modul.Thing", "m is far_modul.Thing, and there is no module 'far_modul': neither far_modul.py in this"),
         ("torch.nn.Linaer", "m: there is no torch.nn.Linaer: torch.nn has no 'Linaer'. Did you mean 'Linear'?"),
         ("torch.nnn.Linear", "torch has no 'nnn'. Did you mean 'nn'?"),
         ("torch.nn.Linear.wieght", "torch.nn.Linear has no 'wieght'."),

@@ -46,7 +46,7 @@ def test_a_command_of_another_package_gets_the_arguments(installed, capsys):
 
 def test_a_command_of_another_package_is_in_the_help(installed, capsys):
     assert main(["--help"]) == 0
-    assert "Of other packages:\n  prune        Remove small weights\n" in capsys.readouterr().out
+    assert "Other packages:\n  prune        Remove small weights\n" in capsys.readouterr().out
     assert main(["prune", "--help"]) == 0
     assert capsys.readouterr().out == "usage: python -m trainer prune FILE\n\nThe smallest are set to 0.\n"
     assert main(["prnue"]) == 2

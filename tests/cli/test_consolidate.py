@@ -62,7 +62,7 @@ def fit(folder: Path, *, sharded: bool, epochs: int = 2, ckpt: Path | None = Non
 def said(capsys: Any, words: list[Any]) -> tuple[int, str]:
     """The exit status, and the error without where the traceback is."""
     status = main([str(word) for word in words])
-    return status, " ".join(capsys.readouterr().err.replace("--debug shows the full traceback.", "").split())
+    return status, " ".join(capsys.readouterr().err.replace("--debug prints the full traceback.", "").split())
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -82,8 +82,8 @@ def test_a_folder_of_a_run_is_the_file_of_that_run(tmp_path: Path, capsys: Any) 
     assert main(["consolidate", str(folder), str(tmp_path / "new" / "whole.ckpt")]) == 0
     whole = tmp_path / "new" / "whole.ckpt"
     told = capsys.readouterr().out
-    assert told.startswith(f"{whole}: 0.0 MiB, in ")
-    assert "Left out, because they are objects" in told
+    assert told.startswith(f"Wrote {whole}: 0.0 MiB in ")
+    assert "Left out, because objects are not constructed" in told
     assert told.endswith(": hyper_parameters.activation.\n")
     file, _ = fit(tmp_path / "file", sharded=False)
     made, direct = load(whole), with_object(file)
@@ -212,36 +212,36 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 REFUSED = [
-    ("consolidate", "consolidate needs a folder that a run has written as a checkpoint, and the file to make of it"),
+    ("consolidate", "expected a sharded checkpoint, which is a folder, and the file to write"),
     ("consolidate good.ckpt", "python -m trainer consolidate FOLDER FILE"),
     ("consolidate god.ckpt new", "god.ckpt: there is no such file or folder. Did you mean 'good.ckpt'?"),
-    ("consolidate file.ckpt new", "consolidate got file.ckpt, expected a folder .* it is a file."),
-    ("consolidate run new", "consolidate got run, expected a folder .* there is no manifest.json in it."),
+    ("consolidate file.ckpt new", "consolidate got file.ckpt, expected a sharded checkpoint, .* it is a file."),
+    ("consolidate run new", "consolidate got run, expected a sharded checkpoint, .* there is no manifest.json in it."),
     ("consolidate torn.ckpt new", "consolidate got torn.ckpt, expected .* there is no manifest.json in it."),
     ("consolidate missing.ckpt new", "missing.ckpt is damaged: state.ckpt is missing."),
     ("consolidate flipped.ckpt new", r"flipped.ckpt is damaged: the bytes of __0_0.distcp are not .* \(SHA-256\)."),
     ("consolidate evil.ckpt new", "evil.ckpt holds more than tensors and plain containers, or is damaged: it asks for"),
     ("consolidate pickle.ckpt new", "pickle.ckpt holds more .*: its .metadata asks for posix.mkdir, which has"),
-    ("consolidate good.ckpt file.ckpt", "file.ckpt is there already. Choose another name, or remove it first."),
-    ("consolidate good.ckpt run", "run is there already."),
-    ("consolidate good.ckpt dangling.ckpt", "dangling.ckpt is there already."),
-    ("consolidate good.ckpt good.ckpt", "good.ckpt is there already."),
+    ("consolidate good.ckpt file.ckpt", "file.ckpt exists already. Choose another name, or remove it first."),
+    ("consolidate good.ckpt run", "run exists already."),
+    ("consolidate good.ckpt dangling.ckpt", "dangling.ckpt exists already."),
+    ("consolidate good.ckpt good.ckpt", "good.ckpt exists already."),
     ("consolidate good.ckpt text.ckpt/new", "text.ckpt/new cannot be written: text.ckpt is a file, expected a folder."),
     ("consolidate good.ckpt new more", "Got the word 'more'"),
-    ("consolidate evil.ckpt new", r"The command line has neither: .* torch.load\(..., weights_only=False\), leave out"),
-    ("shard", "shard needs a checkpoint that is one file, and the folder to make of it: .* shard FILE FOLDER"),
+    ("consolidate evil.ckpt new", r"torch.load\(..., weights_only=False\), remove"),
+    ("shard", "expected a checkpoint that is one file, and the folder to write: .* shard FILE FOLDER"),
     ("shard fill.ckpt new", "fill.ckpt: there is no such file or folder. Did you mean 'file.ckpt'?"),
     ("shard good.ckpt new", "shard got good.ckpt, which is a folder, expected a checkpoint that is one file."),
-    ("shard stranger.ckpt new", "The command line has neither: load the file with a program of your own"),
-    ("export stranger.ckpt new.safetensors", "The command line has neither: load the file with a program of your own"),
+    ("shard stranger.ckpt new", "load the file with torch.load"),
+    ("export stranger.ckpt new.safetensors", "load the file with torch.load"),
     ("shard bit.ckpt new", r"bit.ckpt is damaged: its bytes are not those that were written \(SHA-256\)."),
     ("shard cut.ckpt new", "cut.ckpt is damaged: it has no end. It was cut short after"),
     ("shard text.ckpt new", "text.ckpt cannot be read as a checkpoint"),
     ("shard other.ckpt new", "other.ckpt is not a checkpoint: it has no 'state_dict'."),
-    ("shard stranger.ckpt new", "stranger.ckpt holds more than tensors and plain containers, .* it asks for"),
-    ("shard file.ckpt good.ckpt", "good.ckpt is there already."),
+    ("shard stranger.ckpt new", "stranger.ckpt holds more than tensors and plain containers, "),
+    ("shard file.ckpt good.ckpt", "good.ckpt exists already."),
     ("shard file.ckpt text.ckpt/new", "text.ckpt/new cannot be written: text.ckpt is a file, expected a folder."),
-    ("export good.ckpt", r"export needs a checkpoint, and the .safetensors file .* FILE.safetensors \[PREFIX\]"),
+    ("export good.ckpt", r"expected a checkpoint, and the .safetensors file to write: .* FILE.safetensors \[PREFIX\]"),
     ("export god.ckpt new.safetensors", "god.ckpt: there is no such file or folder. Did you mean 'good.ckpt'?"),
     ("export good.ckpt new.pt", "export got new.pt, expected the name of a file that ends in .onnx, .pt2 or"),
     ("export run new.safetensors", "export got run and new.safetensors, expected a checkpoint"),

@@ -36,7 +36,7 @@ def out_of_memory():
 
 
 KINDS = [
-    (lambda: Path("no/such/file").read_text(), "No such file or directory", "Relative paths start from the folder"),
+    (lambda: Path("no/such/file").read_text(), "No such file or directory", "Relative paths are relative to"),
     (full_disk, "No space left on device", "The disk is full"),
     (lambda: __import__("no_such_module"), "No module named 'no_such_module'", "If no_such_module is a package"),
     (out_of_memory, "CUDA out of memory", "trainer.accumulate_grad_batches"),
@@ -49,14 +49,14 @@ def test_advice_depends_on_the_type_of_the_error(function, said, advice):
     assert first.startswith("trainer: ")
     assert said in first
     assert any(advice in line for line in rest), rest
-    assert rest[-1] == "  --debug shows the full traceback."
+    assert rest[-1] == "  --debug prints the full traceback."
 
 
 def test_a_message_of_another_library_is_printed_without_advice():
     error = raised(torch.nn.Linear(3, 2), torch.zeros(4, 5))
     first, *rest = failure.paragraph(error).splitlines()
     assert "mat1 and mat2 shapes cannot be multiplied (4x5 and 3x2)" in first
-    assert [line for line in rest if "Raised in" not in line] == ["  --debug shows the full traceback."]
+    assert [line for line in rest if "Raised in" not in line] == ["  --debug prints the full traceback."]
 
 
 def test_memory_that_ran_out_is_told_in_words_of_the_command_line():
@@ -90,12 +90,12 @@ def test_the_innermost_line_of_the_users_own_code(own):
     import shapes_of_mine
 
     error = raised(shapes_of_mine.outer, torch.zeros(4, 5))
-    assert failure.where(error) == "shapes_of_mine.py:4, in inner: return torch.nn.Linear(3, 2)(x)"
+    assert failure.user_line(error) == "shapes_of_mine.py:4, in inner: return torch.nn.Linear(3, 2)(x)"
 
 
 def test_a_file_of_the_users_that_is_no_python(own):
     error = raised(__import__, "broken_of_mine")
-    assert failure.where(error) == "broken_of_mine.py:2: def f(:"
+    assert failure.user_line(error) == "broken_of_mine.py:2: def f(:"
 
 
 class Items(torch.utils.data.Dataset):
@@ -145,7 +145,7 @@ def test_a_long_message_ends_early(monkeypatch):
 def test_errors_that_say_it_all():
     assert failure.paragraph(FolderInUseError("Another run writes there.")) == "trainer: Another run writes there."
     told = failure.paragraph(ResumeError("Other data."))
-    assert told.startswith("trainer: Other data.\n  On the command line exact_resume=false goes on all the same.")
+    assert told.startswith("trainer: Other data.\n  On the command line, exact_resume=false resumes anyway.")
     assert "data.batch_size" not in told
     error = ResumeError("An update had 32 samples; set a batch size of 8, 16")
     error.folder = Path("outputs/mine")
@@ -156,16 +156,16 @@ def test_the_setting_that_names_a_missing_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = {"data": {"_target_": "a.B", "root": "pictures", "other": ["x"]}, "command": "fit"}
     error = FileNotFoundError("There is no file pictures/train.")
-    failure.explain_path(error, settings)
+    failure.add_setting_note(error, settings)
     assert not hasattr(error, "__notes__")  # a word of one part could be in any message
     error = FileNotFoundError(f"There is no folder {tmp_path / 'pictures'}/train.")
-    failure.explain_path(error, settings)
+    failure.add_setting_note(error, settings)
     assert error.__notes__ == ["The path is the setting data.root=pictures."]
     error = raised(open, "big/pictures/train.csv")
-    failure.explain_path(error, {"data": {"root": "big/pictures"}})
+    failure.add_setting_note(error, {"data": {"root": "big/pictures"}})
     assert error.__notes__ == ["The path is the setting data.root=big/pictures."]
     error = raised(open, "pictures/train.csv")  # which the system names
-    failure.explain_path(error, settings)
+    failure.add_setting_note(error, settings)
     assert error.__notes__ == ["The path is the setting data.root=pictures."]
 
 
@@ -180,7 +180,7 @@ def test_of_several_processes_one_tells(tmp_path, capsys, no_log):
         failure.forget_last(tmp_path)
         for error in (ValueError("first"), ValueError("second")):
             failure.record(error, tmp_path, "fit", processes=2)
-            failure.tell(error)
+            failure.print_error(error)
         err = capsys.readouterr().err
         assert err.count("trainer: ") == 1
         assert "first" in err
@@ -192,6 +192,6 @@ def test_a_single_process_always_tells(tmp_path, capsys, no_log):
     for _ in range(2):
         error = ValueError("again")
         failure.record(error, tmp_path, "fit")
-        failure.tell(error)
+        failure.print_error(error)
         assert "again" in capsys.readouterr().err
     assert [file.name for file in Path(tmp_path).iterdir()] == ["fit_rank_0.log"]

@@ -84,6 +84,6 @@ def test_a_gpu_that_is_not_there_is_missed_without_torch(malformed_project):
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=240)
     gpu, group, every = done.stderr.splitlines()
-    assert gpu.startswith("trainer: trainer.accelerator is gpu, and this machine has no GPU")
+    assert gpu.startswith("trainer: trainer.accelerator is gpu, but this machine has no GPU")
     assert group == gpu
-    assert every.startswith("trainer: trainer.devices is -1, which means all GPUs, and this machine has no GPU")
+    assert every.startswith("trainer: trainer.devices is -1 (all GPUs), but this machine has no GPU")

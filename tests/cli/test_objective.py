@@ -89,7 +89,7 @@ def test_a_run_tells_the_value_of_its_objective(project, monkeypatch):
 
 def test_a_metric_that_is_not_logged_is_told_of(project, capsys):
     assert main(["fit", *LINE, "objective={metric: val_los, mode: min}"]) == 0
-    assert "objective.metric is val_los, which the run has not logged. Did you mean 'val_loss'?" in (
+    assert "objective.metric is val_los, which the run did not log. Did you mean 'val_loss'?" in (
         capsys.readouterr().err
     )
     assert json.loads(Path("run/run.json").read_text())["objective"]["value"] is None
@@ -100,7 +100,7 @@ def test_a_metric_that_is_not_logged_is_told_of(project, capsys):
     [
         ("objective.mode=mix", "objective.mode is mix, expected min, max or null. Did you mean 'min'?"),
         ("objective.metric=3", "objective.metric is 3, expected the name of a logged metric or null."),
-        ("objective=val_loss", "objective is val_loss, expected a node with settings of its own."),
+        ("objective=val_loss", "objective is val_loss, expected a node with settings"),
         ("objective.metrics=a", "There is no setting 'objective.metrics'. Did you mean 'objective.metric'?"),
     ],
 )

@@ -112,5 +112,5 @@ def test_another_command(project, capsys):
     assert main(["test", *LINE]) == 0
     run = load_run(RUN)
     assert (run.status, run.command, run.precision, run.steps) == ("completed", "test", "16-mixed", 0)
-    assert f"test completed in {run.seconds:.1f} s. Everything is in {RUN}" in capsys.readouterr().out
+    assert f"test completed in {run.seconds:.1f} s. Results are in {RUN}" in capsys.readouterr().out
     assert "test_loss" in page().text

@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 
 from trainer.cli import main
 from trainer.cli.arguments import UsageError, read
-from trainer.cli.processes import agree, clean_environment, imports_only, is_first
+from trainer.cli.processes import broadcast_folder, clean_environment, imports_only, is_first
 from trainer.cli.validate import validate
-from trainer.cli.workdir import claim, go_on_again, quoted
+from trainer.cli.workdir import claim, quoted, resume_requeued_job
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def test_nothing_of_a_process_group_reaches_a_job():
 
 
 def test_without_torchrun_everybody_keeps_the_folder():
-    assert agree("outputs/a") == "outputs/a"
+    assert broadcast_folder("outputs/a") == "outputs/a"
 
 
 def test_a_run_claims_a_folder_of_its_own(project):
@@ -76,7 +76,7 @@ def test_the_tasks_of_a_slurm_job_have_one_folder_and_so_has_a_job_that_is_run_a
     for rank, restarts in (("0", "0"), ("1", "0"), ("0", "1"), ("1", "1")):
         slurm(monkeypatch, SLURM_PROCID=rank, SLURM_RESTART_COUNT=restarts)
         arguments = read(["fit", "+recipe=line"])
-        go_on_again(arguments)
+        resume_requeued_job(arguments)
         assert ("resume=auto" in arguments.overrides) is (restarts == "1")
         folders.append(claim(arguments, validate(arguments)).as_posix())
     assert len(set(folders)) == 1
@@ -88,7 +88,7 @@ def test_a_command_that_is_repeated_in_a_job_has_a_folder_of_its_own(project, mo
     folders = []
     for _ in range(2):
         arguments = read(["fit", "+recipe=line"])
-        go_on_again(arguments)
+        resume_requeued_job(arguments)
         folders.append(claim(arguments, validate(arguments)))
     assert len(set(folders)) == 2
 
@@ -98,7 +98,7 @@ def test_who_says_what_a_job_goes_on_from_is_heard(project, monkeypatch):
     for words in (["resume=null"], ["ckpt_path=last"], ["-m", "seed=1,2"]):
         arguments = read(["fit", "+recipe=line", *words])
         before = list(arguments.overrides)
-        go_on_again(arguments)
+        resume_requeued_job(arguments)
         assert arguments.overrides == before
     arguments = read(["fit", "+recipe=line", "resume=auto"])  # which a job that is submitted anew finds, too
     assert claim(arguments, validate(arguments)).name.startswith("auto-")
@@ -107,7 +107,7 @@ def test_who_says_what_a_job_goes_on_from_is_heard(project, monkeypatch):
 def test_a_sweep_under_srun_is_refused(project, monkeypatch):
     slurm(monkeypatch)
     arguments = read(["fit", "+recipe=line", "-m", "seed=1,2"])
-    with pytest.raises(UsageError, match="without torchrun or srun"):
+    with pytest.raises(UsageError, match="torchrun or srun"):
         claim(arguments, validate(arguments))
 
 
@@ -141,7 +141,7 @@ def test_another_rank_makes_no_folder_and_writes_no_config(project, monkeypatch)
 def test_a_sweep_under_torchrun_is_refused(project, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     arguments = read(["fit", "-m", "+recipe=line", "seed=1,2"])
-    with pytest.raises(UsageError, match="without torchrun"):
+    with pytest.raises(UsageError, match="torchrun"):
         claim(arguments, validate(arguments))
 
 

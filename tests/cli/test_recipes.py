@@ -119,15 +119,15 @@ def test_a_recipe_that_ships_is_copied_into_a_new_folder(tmp_path, monkeypatch, 
     ours = (packaged_conf() / "recipe" / "resnet50.yaml").read_text()
     assert Path("conf/recipe/resnet50.yaml").read_text() == ours
     assert main(["recipes", "copy", "resnet50"]) == 2
-    assert "is there already: nothing was written." in capsys.readouterr().err
+    assert " exists already." in capsys.readouterr().err
 
 
 MISTAKES = [
     (["notted"], "There is no recipe 'notted'. Did you mean 'noted'?"),
     (["copy"], "recipes copy NAME [NEWNAME]"),
     (["copy", "notted"], "There is no recipe 'notted'."),
-    (["copy", "noted", "../x"], "is no name for a recipe"),
-    (["copy", "noted", "line"], "is there already: nothing was written."),
+    (["copy", "noted", "../x"], "as the name of a recipe, expected"),
+    (["copy", "noted", "line"], " exists already."),
     (["line", "noted"], "Got the recipes line and noted, expected one"),
     (["line", "optimizer=sdg"], "Did you mean 'sgd'?"),
 ]

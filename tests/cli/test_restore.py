@@ -154,11 +154,11 @@ MISTAKES = [
     (["test", "ckpt=outputs/line/them"], "there is no such file or folder. Did you mean 'then'?"),
     (["test", "ckpt=outputs"], "a folder without checkpoints."),
     (["test", "ckpt=outputs/line"], "It has 1 runs in it: name one, such as ckpt="),
-    (["test", "ckpt=outputs/line/then", "+recipe=line"], "brings the config of its run along"),
+    (["test", "ckpt=outputs/line/then", "+recipe=line"], "and another config or recipe"),
     (["test", "ckpt=outputs/line/then", "ckpt_path=x.ckpt"], "Got ckpt and ckpt_path, expected one"),
-    (["test", "-m", "ckpt=outputs/line/then,b"], "ckpt has several values, expected one"),
-    (["compare", "ckpt=outputs/line/then"], "compare trains anew"),
-    (["test", "ckpt=lonely.ckpt"], "lies in no folder of a run"),
+    (["test", "-m", "ckpt=outputs/line/then,b"], "ckpt=outputs/line/then,b, expected one"),
+    (["compare", "ckpt=outputs/line/then"], "Got ckpt with compare"),
+    (["test", "ckpt=lonely.ckpt"], "expected a checkpoint in the folder of a run"),
     (["test", "ckpt=lonely.ckpt"], "+recipe=NAME ckpt_path=lonely.ckpt"),
 ]
 

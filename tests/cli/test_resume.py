@@ -42,7 +42,7 @@ def test_the_same_command_has_the_same_folder(capsys):
     folder = folder_of(*FIT, "optimizer.lr=0.1", "seed=3")
     assert Path(folder).parent == Path("outputs/line")
     assert Path(folder).name.startswith("auto-")
-    assert f"resume=auto: the folder of this command is {folder}\n" in capsys.readouterr().out
+    assert f"resume=auto: using the folder {folder}\n" in capsys.readouterr().out
     same = ["fit", "seed=3", "recipe=line", "optimizer.lr=0.1", "exact_resume=false", "trainer.resume=auto"]
     assert folder_of(*same) == folder
     for other in (["seed=4", "optimizer.lr=0.1"], ["seed=3"], ["seed=3", "optimizer.lr=0.1", "trainer.max_epochs=3"]):
@@ -92,7 +92,7 @@ def test_other_ranks_find_it_by_themselves(monkeypatch):
         (["fit", "trainer.resume=atuo"], "trainer.resume is atuo, expected auto or null. Did you mean 'auto'?"),
         (["fit", "resum=auto"], "There is no setting 'resum'. Did you mean 'resume'?"),
         (["fit", "exact_resume=flase"], "exact_resume is flase, expected true or false"),
-        (["test", "resume=auto"], "Got it with test, expected fit or compare."),
+        (["test", "resume=auto"], "Got resume=auto with test, expected fit or compare"),
     ],
 )
 def test_mistakes(words, complaint):
@@ -131,7 +131,7 @@ def test_a_run_goes_on_and_then_has_nothing_left_to_do(capsys, monkeypatch):
     assert "going on from" in (folder / "fit.log").read_text()
     assert main(words) == 0
     assert result(folder) == told
-    assert "Nothing was left to do" in (folder / "fit.log").read_text()
+    assert "Nothing to do" in (folder / "fit.log").read_text()
     assert [path.name for path in Path("outputs/line").iterdir()] == [folder.name]
 
 

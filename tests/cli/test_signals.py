@@ -61,8 +61,8 @@ def test_the_exit_status_tells_the_signal(stopped: Path, number: int, status: in
 
 def test_an_interrupted_run_says_how_to_go_on(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", *LINE, "model.number=15", "seed=3"]) == 143
-    (said,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("To go on: ")]
-    words = shlex.split(said.removeprefix("To go on: python -m trainer "))
+    (said,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("To resume: ")]
+    words = shlex.split(said.removeprefix("To resume: python -m trainer "))
     (folder,) = Path("outputs/line").iterdir()
     assert words == ["fit", *LINE, "model.number=15", "seed=3", "resume=auto", f"hydra.run.dir={folder}"]
     assert main([*words[:-2], *words[-2:], "model.number=0"]) == 0
@@ -76,8 +76,8 @@ def test_the_command_that_resumes_has_the_values_and_the_configs_of_the_run(
     write(stopped, {"far/recipe/far.yaml": "# @package _global_\ndefaults: [line]\n"})
     words = ["+recipe=far", *LINE[1:], "model.number=15", "+name=run-${now:%f}", "data.batch_size=${oc.decode:'8'}"]
     assert main(["fit", "--config-dir", "far", *words]) == 143
-    (said,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("To go on: ")]
-    again = shlex.split(said.removeprefix("To go on: python -m trainer "))
+    (said,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("To resume: ")]
+    again = shlex.split(said.removeprefix("To resume: python -m trainer "))
     (folder,) = Path("outputs").glob("run-*/*")
     assert again[:3] == ["fit", "--config-dir", str(stopped / "far")]
     assert {f"+name={folder.parent.name}", "data.batch_size=8"} <= set(again)

@@ -100,10 +100,13 @@ def test_each_job_of_a_sweep(project: Path, python: WarmPython, monkeypatch: pyt
 
 MISTAKES = [
     (["ckpt=first", "weights=first"], "Got weights=first and ckpt=first/checkpoints/last.ckpt, expected one of them"),
-    (["weights=first"], "brings no config along. Choose a recipe, such as `python -m trainer fit +recipe=line`"),
+    (
+        ["weights=first"],
+        "loads only weights, not the config. Choose a recipe, such as `python -m trainer fit +recipe=line`",
+    ),
     (
         ["+recipe=line", "weights=first", "trainer._target_=lightning.Trainer"],
-        "weights is for trainer.Trainer, and trainer._target_ is lightning.Trainer: leave one of them out.",
+        "Got weights with trainer._target_=lightning.Trainer, expected trainer.Trainer.",
     ),
     (["+recipe=line", "weights=numbers.pt"], "numbers.pt has no weights in it: it is a mapping of loss."),
     (["+recipe=line", "weights=other.pt"], "No name in other.pt is one of the Line's. It has a; expected net."),

@@ -41,5 +41,5 @@ def test_nor_what_a_run_says_of_where_it_was(project, capsys):
     capsys.readouterr()
     assert main(["test", "ckpt=given"]) == 0
     out = capsys.readouterr().out
-    assert "That was run in /x\\x1b]52;c;cHduZWQ=\\x07." in out
+    assert "It was started in /x\\x1b]52;c;cHduZWQ=\\x07." in out
     assert "\x1b]" not in out

@@ -1,9 +1,8 @@
 """The command line: ``python -m trainer`` and the console script ``trainer``.
 
-In the order in which a command passes through them: ``arguments`` takes the line apart, ``validate`` checks
-it against the configs that ``compose`` finds, ``run`` builds the objects (``build``) and trains; ``sweep``
-does that for each of many jobs, and ``compare`` holds what they leave against each other. Only ``run`` imports
-torch.
+A command passes through these modules in order: ``arguments`` parses the command line, ``validate`` checks it against
+the configs that ``compose`` finds, and ``run`` builds the objects (``build``) and trains. ``sweep`` does this for each
+job of a sweep, and ``compare`` compares their results. Only ``run`` imports torch.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: the words after the program's name; those of this process by default.
+        argv: the words after the program's name; by default ``sys.argv[1:]``.
 
     Returns:
-        The exit status: 0, or 1 after an error in a run, 2 for a mistake in the command line or a config, and 128 plus
-        the signal's number when interrupted: 130 by Ctrl-C, 143 by SIGTERM, 138 by SIGUSR1.
+        The exit status: 0 on success, 1 after an error in a run, 2 for an error in the command line or a config, and
+        128 plus the signal's number if interrupted: 130 by Ctrl-C, 143 by SIGTERM, 138 by SIGUSR1.
     """
     search_here()
     words = list(sys.argv[1:] if argv is None else argv)
@@ -51,12 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.enter_context(environment(_environment_of(arguments)))
             only_prints = arguments.shows or "--help" in arguments.flags or not commands.is_run(arguments.command)
             if argv is None and only_prints and hasattr(signal, "SIGPIPE"):
-                signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--cfg job | head` is no error
+                signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--cfg job | head` is not an error
             return _dispatch(arguments)
         except ConfigurationError as error:
             from trainer.cli import failure
 
-            failure.tell(error)
+            failure.print_error(error)
             return USAGE
         except KeyboardInterrupt:
             print("trainer: interrupted.", file=sys.stderr)
@@ -64,10 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _environment_of(arguments: Arguments) -> dict[str, str | None]:
-    """What holds for a whole command, in the environment, where its other processes find it.
-
-    That is ``--debug`` and ``--quiet``.
-    """
+    """Return the environment variables that pass ``--debug`` and ``--quiet`` to all processes of a command."""
     flags = (("--debug", DEBUG), ("--quiet", QUIET))
     return {name: "1" for flag, name in flags if flag in arguments.flags}
 
@@ -98,21 +94,21 @@ def _dispatch(arguments: Arguments) -> int:
 
 
 def _hydra(arguments: Arguments) -> int:
-    """Check the command line, claim a folder, and let Hydra run the config or sweep over it."""
+    """Check the command line, create the folder, and run the config or its sweep with Hydra."""
     from trainer.cli import restore
     from trainer.cli.compose import Composer
     from trainer.cli.validate import validate
-    from trainer.cli.workdir import claim, go_on_again, go_on_command, sweeps
+    from trainer.cli.workdir import claim, resume_command, resume_requeued_job, sweeps
 
-    report: Callable[[], int] = int  # of a sweep; how many jobs failed
-    waiting: AbstractContextManager[None] | None = None  # for the jobs of a sweep
-    started = time.time() - 1.0  # file systems are not that exact
+    report: Callable[[], int] = int  # prints the report of a sweep and returns the number of failed jobs
+    waiting: AbstractContextManager[None] | None = None  # waits for the jobs of a sweep
+    started = time.time() - 1.0  # because time stamps of files are less exact
     if "--experimental-rerun" in arguments.flags:
         raise UsageError(
-            "--experimental-rerun reads a pickle, which may run any code. The settings of a run are in its folder, in"
-            " .hydra/overrides.yaml: give them again."
+            "Got --experimental-rerun, which loads a pickle that can run any code. Repeat the settings of the run"
+            " instead; they are in .hydra/overrides.yaml in its folder."
         )
-    go_on_again(arguments)
+    resume_requeued_job(arguments)
     restore.apply(arguments)
     composer = Composer(arguments)
     config = validate(arguments, composer)
@@ -130,8 +126,8 @@ def _hydra(arguments: Arguments) -> int:
                 report = partial(compare.report, folder, compare.thresholds(config), given, since=started)
                 compare.as_sweep(arguments)
             else:
-                wanted = sweep.planned(composer, arguments.words_of_config(), config)
-                again = go_on_command(arguments.command, given, folder, "hydra.sweep.dir", arguments.flags)
+                wanted = sweep.planned(composer, arguments.config_overrides(), config)
+                again = resume_command(arguments.command, given, folder, "hydra.sweep.dir", arguments.flags)
                 report = partial(sweep.report, folder, since=started, wanted=wanted, again=again)
     try:
         status = _call_hydra(arguments, composer, config, waiting)
@@ -169,18 +165,18 @@ def _call_hydra(
             raise UsageError(failure.one_line(error)) from error
         if isinstance(error, HydraException) and not failure.is_recorded(error):
             raise UsageError(str(error)) from error
-        failure.tell(error)
+        failure.print_error(error)
         return FAILED
     return OK
 
 
 @contextmanager
 def _as_command_line(arguments: Arguments) -> Iterator[None]:
-    """``sys.argv`` in Hydra's form, from which launchers start the other ranks; errors come out whole."""
+    """Set ``sys.argv`` to Hydra's form, which launchers use to start the other ranks; let Hydra raise all errors."""
     argv = sys.argv
     sys.argv = [argv[0], *arguments.for_hydra()]
     try:
-        with environment({"HYDRA_FULL_ERROR": "1"}):  # or Hydra prints the error its own way and exits
+        with environment({"HYDRA_FULL_ERROR": "1"}):  # otherwise Hydra prints the error itself and exits
             yield
     finally:
         sys.argv = argv

@@ -1,9 +1,8 @@
-"""Reading the command line: which word is the subcommand, which are overrides, which are flags.
+"""Parse the command line into a command, overrides and flags.
 
-Hydra wants overrides and nothing else, all of them side by side. People write ``fit -m +recipe=a
-precision=32,16``. `read` takes the second form apart, and `Arguments.for_hydra` puts it together as the
-first: ``+recipe=a precision=32-true,16-mixed command=fit --multirun``. It reads that form too, because the
-other ranks of a run are started with it.
+Hydra accepts only overrides and its own flags. `read` parses the form that users write, such as ``fit -m +recipe=a
+precision=32,16``, and `Arguments.for_hydra` returns Hydra's form: ``+recipe=a precision=32-true,16-mixed command=fit
+--multirun``. `read` parses that form too, because launchers start the other ranks of a run with it.
 """
 
 from __future__ import annotations
@@ -18,28 +17,28 @@ from trainer.cli.folders import conf_folders
 from trainer.errors import ConfigurationError, did_you_mean
 from trainer.precision.names import match
 
-_OF_EXPORT = ("ckpt", "ckpt_path", "recipe", "to")
-"""With one of these settings ``export`` takes settings, and no words."""
+_EXPORT_SETTINGS = ("ckpt", "ckpt_path", "recipe", "to")
+"""If one of these is given, the arguments of ``export`` are settings instead of file names."""
 
 GROUPS_TO_ADD = ("recipe", "debug", "sweep")
-"""Not in the default config: Hydra wants a ``+`` in front. It may be left out here."""
+"""Config groups that are not in the default config. Hydra requires a ``+`` before them; here it is optional."""
 
-COMPARED = ("32-true", "16-mixed", "bf16-mixed")
-"""The precisions that ``compare`` compares where none are given."""
+COMPARED_PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
+"""The precisions of ``compare`` if the command line gives none."""
 
 _PATHS = ("ckpt", "ckpt_path", "weights", "to")
-"""Settings that are paths: an = or a space in them needs no quotes."""
+"""Settings that are paths. Their values need no quotes if they contain = or a space."""
 
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
 class Flag(NamedTuple):
-    """A flag of Hydra's, or of ours.
+    """A flag of Hydra or of this package.
 
     Attributes:
-        spellings: the long one first.
-        value: what follows it, in a word; "" for nothing, in brackets where it may be left out.
-        about: what it does; "" for those that `--hydra-help` tells of.
+        spellings: the long spelling first.
+        value: placeholder of its value; in brackets if the value is optional, "" if the flag takes none.
+        about: description for the help; "" for flags that only `--hydra-help` lists.
     """
 
     spellings: tuple[str, ...]
@@ -48,15 +47,15 @@ class Flag(NamedTuple):
 
 
 FLAGS = (
-    Flag(("--help", "-h"), about="this text; after a command, what that command does"),
-    Flag(("--version",), about="the versions of this package and of those it stands on"),
-    Flag(("--multirun", "-m"), about="a sweep: one run for every combination of the comma-separated values"),
-    Flag(("--cfg", "-c"), "job", "print the config instead of running; with --package trainer a part of it"),
-    Flag(("--info", "-i"), "[WHAT]", f"how the config is composed; WHAT is {', '.join(_INFO)}"),
-    Flag(("--config-dir", "-cd"), "FOLDER", "look for configs there too (./conf is always looked into, and first)"),
-    Flag(("--quiet", "-q"), about="no progress bar and no tables: warnings, and one line at the end"),
-    Flag(("--debug",), about="errors with the whole traceback; it is in the run's log anyway"),
-    Flag(("--hydra-help",), about="the rest of Hydra's flags"),
+    Flag(("--help", "-h"), about="print this text; after a command, the help of that command"),
+    Flag(("--version",), about="print the versions of this package and of its dependencies"),
+    Flag(("--multirun", "-m"), about="run a sweep: one run for each combination of the comma-separated values"),
+    Flag(("--cfg", "-c"), "job", "print the config instead of running; with --package trainer only that part"),
+    Flag(("--info", "-i"), "[TOPIC]", f"print how the config is composed; TOPIC is one of {', '.join(_INFO)}"),
+    Flag(("--config-dir", "-cd"), "FOLDER", "also search FOLDER for configs (./conf is always searched first)"),
+    Flag(("--quiet", "-q"), about="print only warnings and one line at the end: no progress bar, no tables"),
+    Flag(("--debug",), about="print the full traceback of errors; it is always in the run's log"),
+    Flag(("--hydra-help",), about="print the other flags of Hydra"),
     Flag(("--resolve",)),
     Flag(("--package", "-p"), "KEY"),
     Flag(("--run", "-r")),
@@ -67,71 +66,75 @@ FLAGS = (
 )
 _BY_SPELLING = {spelling: flag for flag in FLAGS for spelling in flag.spellings}
 _SHOW = {"--cfg", "--info", "--hydra-help", "--shell-completion"}
-OURS = ("--debug", "--quiet")
-"""Flags that Hydra does not know. They change what is shown, not what is computed."""
+OWN_FLAGS = ("--debug", "--quiet")
+"""Flags of this package, which are not passed to Hydra. They change the output, not the results."""
 
 
 class UsageError(ConfigurationError):
-    """The command line, or a config, is wrong. The message is all the user is shown; exit status 2."""
+    """Error in the command line or a config. Only its message is printed; the exit status is 2."""
 
 
 @dataclass
 class Arguments:
-    """A command line, taken apart.
+    """A parsed command line.
 
     Args:
         command: a name of `trainer.cli.commands`, or None if none was given.
         words: the words without ``=`` after the command, such as the name of a recipe.
-        overrides: Hydra's, in the order given; aliases are already replaced, ``command=`` is taken out.
-        flags: value by long spelling, ``""`` for those that have none.
-        again: whether ``resume=auto`` was added because Slurm runs the job again.
+        overrides: Hydra's overrides in the order given, with aliases replaced and without ``command=``.
+        flags: value of each flag by its long spelling; ``""`` for flags without a value.
+        requeued: whether ``resume=auto`` was added because Slurm requeued the job.
     """
 
     command: str | None = None
     words: list[str] = field(default_factory=list)
     overrides: list[str] = field(default_factory=list)
     flags: dict[str, str] = field(default_factory=dict)
-    again: bool = False
+    requeued: bool = False
 
     @property
     def multirun(self) -> bool:
-        """Whether ``-m`` was given."""
+        """Return whether ``-m`` was given."""
         return "--multirun" in self.flags
 
     @property
     def shows(self) -> bool:
-        """Whether Hydra is to print something instead of running."""
+        """Return whether Hydra prints something instead of running, such as the config."""
         return not _SHOW.isdisjoint(self.flags)
 
     def check_flags(self) -> None:
-        """Refuse flags that are about a run, for a command that composes a config and runs nothing.
+        """Check the flags of a command that does not run the config with Hydra.
 
         Raises:
-            UsageError: ``-m``, or one by which Hydra prints something.
+            UsageError: if ``-m`` was given, or a flag that makes Hydra print something.
         """
         if self.shows or self.multirun:
             flag = "--multirun" if self.multirun else next(iter(self.flags))
             raise UsageError(
-                f"{flag} does not go with {self.command}. `python -m trainer fit ... --cfg job` shows the config."
+                f"Got {flag} with {self.command}, which does not support it. To print the config, use"
+                " `python -m trainer fit ... --cfg job`."
             )
 
-    def words_of_config(self) -> list[str]:
-        """What the config is composed with: the overrides, then ``command=...``."""
+    def config_overrides(self) -> list[str]:
+        """Return the overrides that the config is composed with, including ``command=...``."""
         return [*self.overrides, f"command={self.command}"]
 
     def for_hydra(self) -> list[str]:
-        """What ``sys.argv[1:]`` is to be: `words_of_config`, then Hydra's flags. For Hydra's own help that alone."""
-        if "--hydra-help" in self.flags:  # it is not about this config, and Hydra composes none of it
+        """Return ``sys.argv[1:]`` for Hydra: `config_overrides` and Hydra's flags, or only ``--hydra-help``."""
+        if "--hydra-help" in self.flags:  # Hydra's help does not compose the config
             return ["--hydra-help"]
-        flags = [word for flag, value in self.flags.items() if flag not in OURS for word in (flag, value) if word]
-        return [*self.words_of_config(), *flags]
+        flags = [word for flag, value in self.flags.items() if flag not in OWN_FLAGS for word in (flag, value) if word]
+        return [*self.config_overrides(), *flags]
 
 
 def read(argv: Sequence[str]) -> Arguments:
-    """Take ``argv`` (without the program's name) apart.
+    """Parse a command line.
+
+    Args:
+        argv: the words after the program's name.
 
     Raises:
-        UsageError: an unknown subcommand or flag, a flag without its value, or a word that is neither.
+        UsageError: if a command, flag or word is unknown, or a flag has no value.
     """
     arguments = Arguments()
     words = list(argv)
@@ -148,29 +151,32 @@ def read(argv: Sequence[str]) -> Arguments:
     if arguments.command == "compare":
         _complete_comparison(arguments)
     if arguments.multirun and arguments.shows:
-        raise UsageError(f"--multirun runs and {' '.join(set(arguments.flags) & _SHOW)} shows: leave one of them out.")
+        raise UsageError(
+            f"Got --multirun and {' '.join(set(arguments.flags) & _SHOW)}, expected one of them: the former runs the"
+            " config, the latter prints it."
+        )
     return arguments
 
 
 def _is_of_files(word: str, arguments: Arguments) -> bool:
-    """Return whether a word with an = in it is the name of a file."""
+    """Return whether a word with an ``=`` is the name of a file."""
     if arguments.command != "export":
         command = commands.find(arguments.command)
         return command is not None and command.takes_files
-    return not arguments.overrides and word.lstrip("+").partition("=")[0] not in _OF_EXPORT
+    return not arguments.overrides and word.lstrip("+").partition("=")[0] not in _EXPORT_SETTINGS
 
 
 def _complete_comparison(arguments: Arguments) -> None:
-    """A comparison is a sweep, over the precisions where nothing is said of them."""
+    """Turn ``compare`` into a sweep, over `COMPARED_PRECISIONS` unless the command line chooses precisions."""
     if arguments.shows:
         raise UsageError(
-            f"compare runs several trainings and {' '.join(set(arguments.flags) & _SHOW)} shows one: write fit for"
-            " compare, and one value for each setting."
+            f"Got compare with {' '.join(set(arguments.flags) & _SHOW)}, which prints a single config. Use fit instead"
+            " of compare, with one value for each setting."
         )
     arguments.flags["--multirun"] = ""
     chosen = ("precision", "precision._target_", "sweep", "hydra.sweeper.params.precision")
     if not any(override.partition("=")[0].lstrip("+") in chosen for override in arguments.overrides):
-        arguments.overrides.append(f"precision={','.join(COMPARED)}")
+        arguments.overrides.append(f"precision={','.join(COMPARED_PRECISIONS)}")
 
 
 def _read_flag(word: str, words: list[str], arguments: Arguments) -> None:
@@ -180,15 +186,15 @@ def _read_flag(word: str, words: list[str], arguments: Arguments) -> None:
         known = [flag.spellings[0][2:] for flag in FLAGS]
         near = did_you_mean(spelling.lstrip("-"), known).replace(" '", " '--")
         raise UsageError(
-            f"There is no flag {spelling!r}.{near} `python -m trainer --help` lists the flags. Settings have no dashes:"
-            " key=value."
+            f"There is no flag {spelling!r}.{near} `python -m trainer fit --help` lists the flags. Settings are written"
+            " without dashes: key=value."
         )
     name = flag.spellings[0]
     if flag.value.startswith("[") and not equals:
         value = words.pop(0) if words and words[0] in _INFO else "all"
     elif flag.value and not equals:
         if not words:
-            raise UsageError(f"{spelling} needs a value, such as `{name} {flag.value}`.")
+            raise UsageError(f"Got {spelling} without a value, expected `{name} {flag.value}`.")
         value = words.pop(0)
     arguments.flags[name] = value
 
@@ -197,7 +203,7 @@ def _read_override(word: str, arguments: Arguments) -> None:
     key, _, value = word.partition("=")
     bare = key.lstrip("+")
     if not bare:
-        raise UsageError(f"Got {word!r}, expected a setting written as key=value.")
+        raise UsageError(f"Got {word!r}, expected a setting, key=value.")
     if bare == "command":
         _read_command(value, arguments)
         return
@@ -216,8 +222,8 @@ def _read_command(word: str, arguments: Arguments) -> None:
         hint = did_you_mean(word, names)
         if arguments.command is not None and (not hint or word.startswith("+")):
             raise UsageError(
-                f"Got the word {word!r}, expected settings written as key=value, without spaces around the =; a recipe"
-                " is chosen by +recipe=NAME."
+                f"Got the word {word!r}, expected settings, key=value, without spaces around the =. To choose a recipe,"
+                " use +recipe=NAME."
             )
         raise UsageError(f"There is no command {word!r}.{hint} The commands are {', '.join(names)}.")
     if arguments.command not in (None, word):
@@ -226,9 +232,9 @@ def _read_command(word: str, arguments: Arguments) -> None:
 
 
 def canonical_precisions(value: str) -> str:
-    """Replace every short form in the value of a ``precision=`` override by the name of the option it stands for.
+    """Replace the short forms in the value of a ``precision=`` override by names of options, and remove quotes.
 
-    Hydra reads 32 as a number and refuses it as an option. Quotes are dropped: no precision needs them.
+    Hydra parses 32 as a number and rejects it as an option.
 
     >>> canonical_precisions("32, 'bf16',16-mixed")
     '32-true, bf16-mixed,16-mixed'

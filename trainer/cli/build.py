@@ -1,7 +1,7 @@
-"""From the nodes of a config to objects: all of them are checked (`check`), then made (`make`).
+"""Build objects from the nodes of a config: check all of them (`check`), then build them (`make`).
 
-Hydra's own ``instantiate`` would resolve interpolations once more, in what was checked and resolved already; here a
-node is plain data, and what was checked is what is called.
+``hydra.utils.instantiate`` would resolve interpolations a second time, after the check. Here a node is plain, resolved
+data, so exactly the checked names and arguments are used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainer.arguments import describe
 from trainer.cli.arguments import UsageError
 from trainer.cli.failure import is_about_settings
 from trainer.cli.processes import environment
-from trainer.cli.schema import mistake, of_hint
+from trainer.cli.schema import accepted_by_hint, mistake
 from trainer.cli.targets import PACKAGES, Allowlist
 from trainer.cli.walk import walk
 from trainer.errors import did_you_mean
@@ -26,26 +26,26 @@ from trainer.errors import did_you_mean
 _SPECIAL = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 
 _SAFE_LOADS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
-"""Whatever calls ``torch.load``, such as torchvision for pretrained weights, then loads weights only."""
+"""Environment variables that make every ``torch.load`` use ``weights_only=True``, such as torchvision's."""
 
 
 def build(node: Any, key: str = "", allowlist: Allowlist | None = None) -> Any:
-    """The object that ``node`` describes: `check`, then `make`."""
+    """Check a node with `check`, and return the object that `make` builds from it."""
     allowlist = allowlist or Allowlist()
     check(node, key, allowlist)
     return make(node, key, allowlist)
 
 
 def check(node: Any, key: str, allowlist: Allowlist) -> None:
-    """Judge every target in ``node``, then find it, and hold its arguments against its signature. Makes nothing.
+    """Check each ``_target_`` in ``node``, and its arguments against its signature. Build nothing.
 
     Args:
         node: a plain, resolved dict, list or scalar of a config.
-        key: where in the config it stands, for messages; "" for a config.
-        allowlist: what the config may name.
+        key: of ``node`` in the config, for messages; "" for the config itself.
+        allowlist: the names that the config may call.
 
     Raises:
-        UsageError: a target that does not exist or is not allowed, or arguments that it does not take.
+        UsageError: if a target does not exist or is not allowed, or does not accept its arguments.
     """
     allowlist.locate_all(node, key)
     for entry in walk(node, key):
@@ -62,16 +62,16 @@ def _check_special(node: dict[str, Any], key: str) -> None:
         raise UsageError(f"{key}._args_ is {describe(node['_args_'])}, expected a list.")
     if node.get("_convert_", "all") not in ("all", "partial", "object"):
         raise UsageError(
-            f"{key}._convert_ is {describe(node['_convert_'])}, expected all: objects get plain dicts and lists. Where"
-            " a class wants OmegaConf's containers, have it call OmegaConf.create."
+            f"{key}._convert_ is {describe(node['_convert_'])}, expected all: objects get plain dicts and lists. If a"
+            " class needs OmegaConf containers, call OmegaConf.create in it."
         )
 
 
 def _check_arguments(found: Any, node: dict[str, Any], key: str) -> None:
-    """Hold a node's arguments against the signature of what it names, as far as that has one."""
+    """Check the arguments of a node against the signature of ``found``, if it has one."""
     try:
         signature = inspect.signature(found)
-    except (TypeError, ValueError):  # built in
+    except (TypeError, ValueError):  # a built-in function
         return
     parameters, target = signature.parameters, node["_target_"]
     positional = node.get("_args_", [])
@@ -80,54 +80,54 @@ def _check_arguments(found: Any, node: dict[str, Any], key: str) -> None:
     known = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = [name for name in given if not isinstance(name, str) or (name not in known and not takes_any)]
     if unknown:
-        raise UsageError(f"{key}: {target} {_has_no(unknown, known, key)}")
+        raise UsageError(f"{key}: {target} {_describe_unknown(unknown, known, key)}")
     try:
         signature.bind_partial(*positional, **given)
         if not node.get("_partial_", False):
             signature.bind(*positional, **given)
     except TypeError as error:
-        raise UsageError(f"{key}: {target}: {error}. It takes {', '.join(known) or 'none'}.") from error
+        raise UsageError(f"{key}: {target}: {error}. Its arguments: {', '.join(known) or 'none'}.") from error
     hints = _hints(found)
     for name, value in given.items():
-        is_unjudged = value is None or value != value or isinstance(value, dict)  # a node becomes an object
-        if name not in parameters or is_unjudged or value == parameters[name].default:
-            continue  # null is often accepted although the annotation lacks it, and the class refuses NaN itself
-        if problem := mistake(f"{key}.{name}", value, of_hint(hints.get(name, Any))):
+        is_unchecked = value is None or value != value or isinstance(value, dict)  # a node becomes an object
+        if name not in parameters or is_unchecked or value == parameters[name].default:
+            continue  # null is often accepted although the annotation lacks it; the class itself rejects NaN
+        if problem := mistake(f"{key}.{name}", value, accepted_by_hint(hints.get(name, Any))):
             raise UsageError(problem)
 
 
-def _has_no(unknown: list[Any], known: list[str], key: str) -> str:
-    """That a target has none of the arguments ``unknown``, and how to do without all of them at once.
+def _describe_unknown(unknown: list[Any], known: list[str], key: str) -> str:
+    """Return the end of an error about arguments that a target does not have, with the overrides that remove them.
 
-    An option or a recipe may have set them, for another target.
+    A recipe or an option may have set them for another target.
     """
     some = f"arguments {', '.join(map(repr, unknown))}" if len(unknown) > 1 else f"argument {unknown[0]!r}"
     near = [(name, did_you_mean(str(name), known)) for name in unknown]
     hints = "".join(f"{hint[:-1]} for {name!r}?" if len(unknown) > 1 else hint for name, hint in near if hint)
-    without = f" To do without {'them' if len(unknown) > 1 else 'it'}: {' '.join(f'~{key}.{name}' for name in unknown)}"
+    removal = f" To remove {'them' if len(unknown) > 1 else 'it'}: {' '.join(f'~{key}.{name}' for name in unknown)}"
     misspelt = len(unknown) == 1 and bool(hints)
-    return f"has no {some}.{hints} It takes {', '.join(known) or 'none'}.{'' if misspelt else without}"
+    return f"has no {some}.{hints} Its arguments: {', '.join(known) or 'none'}.{'' if misspelt else removal}"
 
 
 def _hints(found: Any) -> Mapping[str, Any]:
     function = found.__init__ if isinstance(found, type) else found  # type: ignore[misc]
     try:
         return typing.get_type_hints(function)
-    except Exception:  # annotations of others: any name in them may be missing at run time
+    except Exception:  # names in annotations may not exist at run time
         return {}
 
 
 def make(node: Any, key: str, allowlist: Allowlist, finish: Callable[[partial[Any]], Any] | None = None) -> Any:
-    """The object that ``node`` describes, with plain containers inside; ``_partial_: true`` gives a partial.
+    """Return the object that ``node`` describes. Containers in it are plain; ``_partial_: true`` returns a partial.
 
     Args:
-        node: as in `check`, which it has passed.
-        key: where in the config it stands, for messages.
-        allowlist: that `check` was given; it has found the targets already.
-        finish: what becomes of each partial; None: it stays.
+        node: a node that passed `check`.
+        key: of ``node`` in the config, for messages.
+        allowlist: the one that was passed to `check`. It caches the targets.
+        finish: called with each partial; returns the object to use instead. By default, the partial is used.
 
     Raises:
-        UsageError: something of a known package refuses its arguments.
+        UsageError: if a class or function of a known package rejects its arguments.
     """
     if isinstance(node, list):
         return [make(child, f"{key}[{index}]", allowlist, finish) for index, child in enumerate(node)]
@@ -150,23 +150,26 @@ def make(node: Any, key: str, allowlist: Allowlist, finish: Callable[[partial[An
 
 
 def _call(make: Callable[[], Any], key: str, target: str) -> Any:
-    """The object. What is not the user's own may load no pickles meanwhile, and is to blame the config, not itself."""
+    """Return ``make()``. Attribute errors of known packages about their arguments to the config.
+
+    Packages other than ``recipes`` and the user's code load only weights in the call, no other pickles.
+    """
     root = target.partition(".")[0]
     if root not in PACKAGES:
         return make()
     try:
-        with nullcontext() if root == "recipes" else environment(_SAFE_LOADS):  # a folder ./recipes is the user's own
+        with nullcontext() if root == "recipes" else environment(_SAFE_LOADS):  # ./recipes is code of the user
             return make()
     except Exception as error:
         is_about_values = isinstance(error, ValueError) or is_about_settings(error)
         if not is_about_values and (root == "recipes" or not isinstance(error, TypeError)):
             raise
         reason = " ".join(str(error).split()).rstrip(".")
-        raise UsageError(f"{key}: {target} refuses its arguments: {reason}.") from error
+        raise UsageError(f"{key}: {target} rejects its arguments: {reason}.") from error
 
 
 def _try_optimizer(make: partial[Any], key: str, target: str) -> None:
-    """Have one of torch's optimizers judge its arguments now; a module makes it only when the data is there."""
+    """Check the arguments of a torch optimizer by constructing one, because the module constructs its own later."""
     import torch
 
     if not (isinstance(make.func, type) and issubclass(make.func, torch.optim.Optimizer)):
@@ -178,6 +181,6 @@ def _try_optimizer(make: partial[Any], key: str, target: str) -> None:
     except (TypeError, ValueError) as error:
         nulls = [f"{name}=null" for name, value in make.keywords.items() if value is None]
         given = f", {', '.join(nulls)} among them" if nulls else ""
-        raise UsageError(f"{key}: {target} refuses its arguments{given}: {str(error).rstrip('.')}.") from error
-    except RuntimeError:  # fused ones want parameters on their device
+        raise UsageError(f"{key}: {target} rejects its arguments{given}: {str(error).rstrip('.')}.") from error
+    except RuntimeError:  # fused optimizers require parameters on their device
         return

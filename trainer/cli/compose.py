@@ -1,4 +1,4 @@
-"""Composing the config with Hydra: where configs are found, and what its complaints mean in plain words."""
+"""Compose the config with Hydra: the search path, and Hydra's errors reworded for users."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ from trainer.errors import did_you_mean
 
 CONFIG_NAME = "amp_trainer"
 RESTORED = "amp_trainer_restored"
-"""The config of an earlier run, which `trainer.cli.restore` puts in the place of ours."""
+"""The name of the config of an earlier run, which `trainer.cli.restore` uses instead of the default config."""
 VERSION_BASE = "1.3"
 
 
 class UserConfigs(SearchPathPlugin):
-    """Puts the user's ``./conf`` before ours, where there is one."""
+    """Search the user's ``./conf``, if it exists, before the configs of this package."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Called by Hydra whenever it makes a search path."""
+        """Add the folder. Hydra calls this when it creates a search path."""
         folder = user_conf()
         if folder is not None:
             search_path.prepend(provider="user", path=f"file://{folder}", anchor="main")
 
 
 def register() -> None:
-    """Tell Hydra of the user's configs and of the types of the ``trainer`` node. Harmless when repeated."""
+    """Register the user's configs and the schema of the ``trainer`` node with Hydra. May be called repeatedly."""
     redaction.register()
     version.setbase(VERSION_BASE)
     setup_globals()
@@ -66,13 +66,13 @@ def register() -> None:
 
 
 class _Loader(ConfigLoaderImpl):
-    """Passes the config to ``check`` before the command line sets values in it."""
+    """Pass the config to ``check`` before overrides set values in it."""
 
     check: Callable[[dict[str, Any], dict[str, str]], None] | None = None
 
     def _compose_config_from_defaults_list(self, defaults: Any, repo: Any) -> DictConfig:
         config = super()._compose_config_from_defaults_list(defaults, repo)
-        check, self.check = self.check, None  # which may compose other configs
+        check, self.check = self.check, None  # because `check` may compose other configs
         if check is not None:
             paths = [str(default.config_path).rpartition("/") for default in defaults]
             check(unresolved(config), {group: option for group, _, option in paths})
@@ -80,14 +80,13 @@ class _Loader(ConfigLoaderImpl):
 
 
 class Composer:
-    """Composes what `hydra.main` would compose for the same arguments, and raises `UsageError` where it
-    fails.
+    """Compose the same configs as `hydra.main`, and raise `UsageError` if that fails.
 
     Args:
         arguments: the command line.
 
     Raises:
-        UsageError: ``--config-dir`` names no folder.
+        UsageError: if the value of ``--config-dir`` is not a folder.
     """
 
     def __init__(self, arguments: Arguments) -> None:
@@ -105,10 +104,10 @@ class Composer:
         self.parser = OverridesParser.create(config_loader=self.loader)
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
-        """The overrides as Hydra reads them.
+        """Return the parsed overrides.
 
         Raises:
-            UsageError: one that Hydra cannot read.
+            UsageError: if Hydra cannot parse one.
         """
         parsed = []
         for override in overrides:
@@ -117,29 +116,29 @@ class Composer:
             except HydraException as error:
                 reason = str(error).removeprefix("LexerNoViableAltException: ").partition("\nSee http")[0]
                 raise UsageError(
-                    f"Cannot read the setting {override!r}: {_one_paragraph(reason)}. Expected key=value; a"
-                    " value with spaces, commas, brackets, quotes or = wants quotes of its own: \"key='a, b'\"."
+                    f"Cannot parse the setting {override!r}: {_one_paragraph(reason)}. Expected key=value. A value with"
+                    " spaces, commas, brackets, quotes or = needs its own quotes: \"key='a, b'\"."
                 ) from error
         return parsed
 
     def is_group(self, key: str) -> bool:
-        """Whether ``key`` names a config group."""
+        """Return whether ``key`` is the name of a config group."""
         return bool(self.loader.repository.group_exists(key))
 
     def chooses(self, override: Override) -> bool:
-        """Whether ``override`` chooses an option of a config group, and sets no values."""
+        """Return whether ``override`` chooses an option of a config group instead of setting a value."""
         return self.is_group(override.key_or_group) and not isinstance(override.value(), dict)
 
     def options(self, group: str) -> list[str]:
-        """The options of ``group``."""
+        """Return the options of ``group``."""
         return self.loader.get_group_options(group)
 
     def has_option(self, group: str, option: str) -> bool:
-        """Whether ``group`` has ``option``, which may be in a folder of the group."""
+        """Return whether ``group`` has ``option``, which may be in a subfolder of the group."""
         return bool(self.loader.repository.config_exists(f"{group}/{option}"))
 
     def option(self, group: str, option: str) -> dict[str, Any]:
-        """What an option of ``group`` says, by itself; {} where it cannot be composed without the rest."""
+        """Return the settings of an option of ``group``; {} if it cannot be composed without the rest of the config."""
         try:
             config = self.loader.load_configuration(f"{group}/{option}", [], RunMode.RUN)
             node = OmegaConf.to_container(OmegaConf.select(config, group.replace("/", ".")) or {}, resolve=False)
@@ -148,11 +147,11 @@ class Composer:
         return {str(name): value for name, value in node.items()} if isinstance(node, dict) else {}
 
     def groups(self) -> list[str]:
-        """The config groups, Hydra's own and the schema's left out."""
+        """Return the config groups, without those of Hydra and of the schema."""
         return [group for group in self.loader.list_groups("") if group not in ("hydra", "_schema")]
 
     def files(self, words: Sequence[str]) -> Iterator[tuple[Path, str, str]]:
-        """Iterate over the files of a config in the order of merging: file, config group and package."""
+        """Iterate over file, config group and package of each file of a config, in the order in which they merge."""
         for default in self.loader.compute_defaults_list(self.config_name, list(words), RunMode.RUN).defaults:
             path, package = str(default.config_path), default.package or ""
             found = self.loader.repository.load_config(path)
@@ -164,15 +163,15 @@ class Composer:
         overrides: Sequence[str],
         check: Callable[[dict[str, Any], dict[str, str]], None] | None = None,
     ) -> DictConfig:
-        """Return the config, with Hydra's own node.
+        """Return the composed config, including the ``hydra`` node.
 
         Args:
             overrides: the command line.
-            check: called with the config before ``overrides`` set values in it, not resolved, and with the options of
-                config groups in it.
+            check: called with the unresolved config before ``overrides`` set values in it, and with the chosen option
+                of each config group.
 
         Raises:
-            UsageError: a config or an override that does not fit.
+            UsageError: if a config or an override is invalid.
         """
         self.loader.check = check
         try:
@@ -182,21 +181,21 @@ class Composer:
         except YAMLError as error:
             raise UsageError(f"A config file is not valid YAML: {_one_paragraph(str(error))}.") from error
         except RecursionError as error:
-            raise UsageError("A config is nested too deeply, expected a few levels.") from error
+            raise UsageError("A config is nested too deeply: Python's recursion limit was exceeded.") from error
         except HydraException as error:
             raise UsageError(f"{_one_paragraph(str(error))}.") from error
 
     def placed(self, config: DictConfig, arguments: Arguments, folder: Path) -> DictConfig:
-        """``config`` with the run's folder, which is the last override of ``arguments`` and was not there before."""
+        """Return ``config`` with the folder of the run, which was added as the last override of ``arguments``."""
         if not is_first():
-            return self.compose(arguments.words_of_config())  # ranks but the first have more overrides
+            return self.compose(arguments.config_overrides())  # the other ranks have additional overrides
         OmegaConf.set_readonly(config.hydra, None)
         config.hydra.run.dir, config.hydra.mode = str(folder), RunMode.RUN
         config.hydra.overrides.hydra.append(arguments.overrides[-1])
         return config
 
     def run(self, config: DictConfig, task: TaskFunction) -> None:
-        """What `Hydra.run` does, with a config that is composed already. Raises what ``task`` does."""
+        """Do the same as `Hydra.run` with a composed config. Raises the exceptions of ``task``."""
         errors: list[Exception] = []
 
         def run_task(job: DictConfig) -> Any:
@@ -211,41 +210,41 @@ class Composer:
         callbacks.on_run_start(config=config, config_name=self.config_name)
         returned = run_job(run_task, config, "hydra.run.dir", None, HydraContext(self.loader, callbacks))
         callbacks.on_run_end(config=config, config_name=self.config_name, job_return=returned)
-        for error in errors:  # `returned` would print all overrides before it raises it
+        for error in errors:  # `returned` would print all overrides before raising the error
             raise error
 
     def sweep(self, arguments: Arguments, task: TaskFunction) -> None:
-        """Have Hydra make the jobs of a sweep; its launcher calls ``task`` for each."""
+        """Run a sweep with Hydra. The launcher calls ``task`` for each job."""
         hydra = Hydra("trainer", self.loader)
         GlobalHydra.instance().initialize(hydra)
         try:
-            hydra.multirun(self.config_name, task, [*arguments.words_of_config(), "hydra.mode=MULTIRUN"])
+            hydra.multirun(self.config_name, task, [*arguments.config_overrides(), "hydra.mode=MULTIRUN"])
         finally:
             GlobalHydra.instance().clear()
 
 
 def unresolved(config: DictConfig) -> dict[str, Any]:
-    """Return the config as plain containers with its interpolations."""
+    """Return the config as plain containers, with interpolations as text."""
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)
     return {str(name): value for name, value in plain.items()}
 
 
 def resolve(config: DictConfig) -> dict[str, Any]:
-    """The config as plain containers, every interpolation replaced by its value.
+    """Return the config as plain containers, with each interpolation replaced by its value.
 
     Raises:
-        UsageError: a value that is missing, or an interpolation of something that is.
+        UsageError: if a value is missing, or an interpolation refers to a missing value.
     """
     try:
         settings = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
-        raise UsageError(f"{error.full_key} has no value: give it one, as in {error.full_key}=VALUE.") from error
+        raise UsageError(f"{error.full_key} has no value. Set it: {error.full_key}=VALUE.") from error
     except OmegaConfBaseException as error:
         if unset := re.search(r"Environment variable '(.+?)' not found", str(error)):
             raise UsageError(
-                f"{error.full_key} asks for the environment variable {unset[1]}, which is not set. Set it, or write"
-                f" what to take without it: ${{oc.env:{unset[1]},VALUE}}."
+                f"{error.full_key} requires the environment variable {unset[1]}, which is not set. Set it, or give a"
+                f" default: ${{oc.env:{unset[1]},VALUE}}."
             ) from error
         raise UsageError(
             f"{error.full_key}: {_one_paragraph(str(error.msg or error).partition(chr(10))[0])}."
@@ -255,9 +254,9 @@ def resolve(config: DictConfig) -> dict[str, Any]:
 
 
 def explain(error: Exception) -> str:
-    """What is wrong, in one paragraph."""
+    """Return an error of Hydra as one paragraph for users."""
     if isinstance(error, OverrideParseException):
-        return f"Cannot read the setting {error.override!r}."
+        return f"Cannot parse the setting {error.override!r}."
     if isinstance(error, MissingConfigException):
         wanted = (error.missing_cfg_file or "").removesuffix(".yaml")
         group, _, option = wanted.rpartition("/")
@@ -266,13 +265,13 @@ def explain(error: Exception) -> str:
         place = f"Config group {group}" if group else "The config folder"
         return f"{place} has no option {option or wanted!r}.{hint}{one_of}"
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
-    where = re.match(r"In '([^']+)'", str(error))
-    if twice := re.match(r"Multiple values for (\S+)\.", str(error)):
-        return f"{twice[1]} is in the config already: leave out the + in front of it."
+    config = re.match(r"In '([^']+)'", str(error))
+    if duplicate := re.match(r"Multiple values for (\S+)\.", str(error)):
+        return f"{duplicate[1]} is in the config already. Remove the + before it."
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         key = cause.full_key
-        file = f"conf/{where[1]}.yaml: " if where else ""
-        if where and where[1] == RESTORED:
+        file = f"conf/{config[1]}.yaml: " if config else ""
+        if config and config[1] == RESTORED:
             file = "The config of that run: "
         name = key.removeprefix("trainer.")
         if key.startswith("trainer.") and name in SETTINGS:
@@ -281,10 +280,10 @@ def explain(error: Exception) -> str:
             return f"{file}{problem}"
         if key.startswith("trainer."):
             return f"{file}There is no setting {key!r}.{did_you_mean(name, SETTINGS)}"
-        said = _one_paragraph(str(cause.msg or cause).partition("full_key:")[0])
-        if "is not in struct" in said:
-            return f"{file}There is no setting {key!r}. To add a new one, write a + in front of it: +{key}=VALUE."
-        return f"{file}{key}: {said}."
+        message = _one_paragraph(str(cause.msg or cause).partition("full_key:")[0])
+        if "is not in struct" in message:
+            return f"{file}There is no setting {key!r}. To add a new setting, write +{key}=VALUE."
+        return f"{file}{key}: {message}."
     return f"{_one_paragraph(str(error))}."
 
 

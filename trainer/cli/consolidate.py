@@ -1,6 +1,6 @@
-"""``trainer consolidate`` and ``trainer shard``: a checkpoint that is a folder as one file, and one file as a folder.
+"""``trainer consolidate`` and ``trainer shard``: convert a sharded checkpoint to one file, and one file to a folder.
 
-Imports torch when it begins with that.
+torch is imported only for the conversion, after the arguments are checked.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from trainer.record.find_checkpoint import is_checkpoint_folder
 
 
 def command(arguments: Arguments) -> int:
-    """``trainer consolidate FOLDER FILE`` and ``trainer shard FILE FOLDER``."""
+    """Run ``trainer consolidate FOLDER FILE`` or ``trainer shard FILE FOLDER``."""
     to_file = arguments.command == "consolidate"
-    folder, file = "a folder that a run has written as a checkpoint", "a checkpoint that is one file"
-    given, made = two(
-        arguments, f"{folder}, and the file to make of it" if to_file else f"{file}, and the folder to make of it"
+    folder, file = "a sharded checkpoint, which is a folder", "a checkpoint that is one file"
+    given, made = two_paths(
+        arguments, f"{folder}, and the file to write" if to_file else f"{file}, and the folder to write"
     )
-    existing(given, str(arguments.command))
+    check_exists(given, str(arguments.command))
     if to_file and not is_checkpoint_folder(given):
         found = f"there is no {MANIFEST} in it" if given.is_dir() else "it is a file"
         raise UsageError(
@@ -32,72 +32,78 @@ def command(arguments: Arguments) -> int:
         )
     if not to_file and given.is_dir():
         raise UsageError(f"shard got {given}, which is a folder, expected {file}.")
-    absent(made)
+    check_new(made)
 
     def convert() -> str:
         from trainer.checkpoint.conversion import consolidate, split
 
         left_out = (consolidate if to_file else split)(given, made)
-        why = "because they are objects, which are not made when a checkpoint is read"
-        return f" Left out, {why}: {', '.join(left_out)}." if left_out else ""
+        reason = "objects are not constructed when a checkpoint is read"
+        return f" Left out, because {reason}: {', '.join(left_out)}." if left_out else ""
 
-    return carry_out(convert, made)
+    return run_conversion(convert, made)
 
 
-def two(arguments: Arguments, expected: str) -> tuple[Path, Path]:
-    """The two paths that a command was given.
+def two_paths(arguments: Arguments, expected: str) -> tuple[Path, Path]:
+    """Return the two paths among the arguments of a command.
 
     Raises:
-        UsageError: it was given fewer.
+        UsageError: if there are fewer.
     """
     if len(arguments.words) < 2:
         command = find(arguments.command)
         assert command is not None
-        raise UsageError(f"{arguments.command} needs {expected}: python -m trainer {arguments.command} {command.usage}")
+        raise UsageError(
+            f"{arguments.command} got {len(arguments.words)} of two paths, expected {expected}: python -m trainer"
+            f" {arguments.command} {command.usage}"
+        )
     return Path(arguments.words[0]).expanduser(), Path(arguments.words[1]).expanduser()
 
 
-def existing(path: Path, command: str) -> Path:
-    """``path``, which is there.
+def check_exists(path: Path, command: str) -> None:
+    """Check that ``path`` exists.
 
     Raises:
-        UsageError: it is not.
+        UsageError: if it does not.
     """
     if not path.exists():
         near = did_you_mean(path.name, [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else [])
         raise UsageError(f"{command} got {path}: there is no such file or folder.{near}")
-    return path
 
 
-def absent(path: Path) -> None:
-    """Refuse to write over what is there.
+def check_new(path: Path) -> None:
+    """Check that ``path`` does not exist and can be created.
 
     Raises:
-        UsageError: there is something, or a file where its folder would be.
+        UsageError: if it exists, or its folder is a file.
     """
     if path.exists() or path.is_symlink():
-        raise UsageError(f"{path} is there already. Choose another name, or remove it first.")
+        raise UsageError(f"{path} exists already. Choose another name, or remove it first.")
     if path.parent.is_file():
         raise UsageError(f"{path} cannot be written: {path.parent} is a file, expected a folder.")
 
 
-def carry_out(convert: Callable[[], str], made: Path) -> int:
-    """Convert, and tell what was made. Returns the exit status.
+def run_conversion(convert: Callable[[], str], made: Path) -> int:
+    """Convert, and print name, size and time. Return the exit status.
+
+    Args:
+        convert: writes ``made`` and returns a remark to print.
+        made: file or folder.
 
     Raises:
-        UsageError: what was given is damaged, or no checkpoint.
+        UsageError: if the input is damaged or not a checkpoint.
     """
     from trainer.cli import failure
 
     started = time.monotonic()
     try:
-        said = convert()
+        remark = convert()
     except CheckpointWriteError as error:
-        failure.tell(error)
+        failure.print_error(error)
         return 1
     except CheckpointError as error:
         raise UsageError(failure.one_line(error)) from error
     files = [made] if made.is_file() else [one for one in made.iterdir() if one.is_file()]
     size = sum(one.stat().st_size for one in files) / 2**20
-    print(f"{made}: {size:,.1f} MiB, in {time.monotonic() - started:.1f} s.{said}")
+    print(f"Wrote {made}: {size:,.1f} MiB in {time.monotonic() - started:.1f} s.{remark}")
     return 0

@@ -1,7 +1,7 @@
 """``trainer export``: write a trained module as a graph, or its weights, for use without this package.
 
-With ``ckpt=RUN to=FILE``, the ending of FILE chooses the graph of the module's ``forward`` (`trainer.cli.graphs`) or
-the weights. With two words, a checkpoint and a file of safetensors, the weights are written, and no config is needed.
+With ``ckpt=RUN to=FILE``, the suffix of FILE selects the graph of the module's ``forward`` (`trainer.cli.graphs`) or
+the weights. With a checkpoint and a ``.safetensors`` file, the weights are written without a config.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from tempfile import TemporaryDirectory
 
 from trainer import packages
 from trainer.cli.arguments import Arguments, UsageError
-from trainer.cli.consolidate import absent, carry_out, existing, two
+from trainer.cli.consolidate import check_exists, check_new, run_conversion, two_paths
 from trainer.errors import TrainerError
 from trainer.record.find_checkpoint import find, is_checkpoint_folder
 
 WEIGHTS = ".safetensors"
 GRAPHS = (".onnx", ".pt2")
-"""Endings of the names of files with graphs."""
+"""Suffixes of files with graphs."""
 _EXTRAS = {WEIGHTS: "safetensors", ".onnx": "export"}
 
 
 def command(arguments: Arguments) -> int:
-    """``trainer export ckpt=RUN to=FILE [SETTING=VALUE]``, or ``trainer export CHECKPOINT FILE.safetensors [PREFIX]``.
+    """Run ``export ckpt=RUN to=FILE [SETTING=VALUE]`` or ``export CHECKPOINT FILE.safetensors [PREFIX]``.
 
     Returns:
-        0, or 1 if the module cannot be exported, or the file computes something else.
+        0, or 1 if the module cannot be exported, or the outputs of the file differ from those of the module.
     """
     if not arguments.overrides:
-        checkpoint, file = two(arguments, f"a checkpoint, and the {WEIGHTS} file to make of its weights")
-        existing(checkpoint, "export")
+        checkpoint, file = two_paths(arguments, f"a checkpoint, and the {WEIGHTS} file to write")
+        check_exists(checkpoint, "export")
         if file.suffix in GRAPHS or (checkpoint.is_dir() and not is_checkpoint_folder(checkpoint)):
             raise UsageError(
                 f"export got {checkpoint} and {file}, expected a checkpoint and a {WEIGHTS} file. For a graph, or the"
@@ -42,8 +42,8 @@ def command(arguments: Arguments) -> int:
     given = {word.partition("=")[0]: word.partition("=")[2].strip("'\"") for word in arguments.overrides}
     if "to" not in given:
         raise UsageError(
-            f"export needs the file to write, with a name that ends in {', '.join(GRAPHS)} or {WEIGHTS}: python -m"
-            f" trainer export {' '.join(arguments.overrides)} to=model.pt2"
+            f"export got no file to write, expected to=FILE with a name that ends in {', '.join(GRAPHS)} or {WEIGHTS}:"
+            f" python -m trainer export {' '.join(arguments.overrides)} to=model.pt2"
         )
     file = _writable(Path(given.pop("to")).expanduser())
     arguments.overrides = [word for word in arguments.overrides if not word.startswith("to=")]
@@ -51,8 +51,8 @@ def command(arguments: Arguments) -> int:
         return _graph(arguments, file)
     if len(given) != 1 or not given.keys() <= {"ckpt", "ckpt_path"}:
         raise UsageError(
-            f"export to a {WEIGHTS} file takes the weights as the checkpoint has them, and no settings: expected"
-            f" ckpt=RUN to=FILE{WEIGHTS}, got {' '.join(arguments.overrides) or 'no checkpoint'}."
+            f"export to a {WEIGHTS} file got {' '.join(arguments.overrides) or 'no checkpoint'}, expected"
+            f" ckpt=RUN to=FILE{WEIGHTS} without other settings: it copies the weights from the checkpoint."
         )
     return _weights(find(Path(*given.values()).expanduser()), file)
 
@@ -61,13 +61,13 @@ def _writable(file: Path) -> Path:
     """Return ``file`` if it can be written.
 
     Raises:
-        UsageError: if it is of another kind, or exists, or a package is missing.
+        UsageError: if its suffix is unknown, it exists, or a package is missing.
     """
     if file.suffix not in (WEIGHTS, *GRAPHS):
         raise UsageError(
             f"export got {file}, expected the name of a file that ends in {', '.join(GRAPHS)} or {WEIGHTS}."
         )
-    absent(file)
+    check_new(file)
     if file.suffix in _EXTRAS and (problem := packages.missing(_EXTRAS[file.suffix])):
         raise UsageError(f"export needs {problem}")
     return file
@@ -81,7 +81,7 @@ def _weights(checkpoint: Path, file: Path, prefix: str = "") -> int:
         export(weights, file)
         return f" {len(weights)} tensors."
 
-    return carry_out(convert, file)
+    return run_conversion(convert, file)
 
 
 def _graph(arguments: Arguments, file: Path) -> int:
@@ -92,7 +92,7 @@ def _graph(arguments: Arguments, file: Path) -> int:
     restore.apply(arguments)
     config = validate(arguments)
     if config.ckpt_path is None:
-        raise UsageError("export needs a trained module: ckpt=RUN, its folder or a checkpoint in it.")
+        raise UsageError("export got no checkpoint, expected ckpt=RUN: the folder of a run, or a checkpoint in it.")
     from trainer.cli.graphs import export
     from trainer.cli.run import assemble
 
@@ -110,6 +110,6 @@ def _graph(arguments: Arguments, file: Path) -> int:
         except UsageError:
             raise
         except TrainerError as error:
-            failure.tell(error)
+            failure.print_error(error)
             return 1
     return 0

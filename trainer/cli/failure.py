@@ -44,26 +44,26 @@ _IN_WORKER = re.compile(
     r"(?: .*\n)+(?:[\w.<>]+\.)?(?P=kind)(?:: |$)",
     re.MULTILINE,
 )
-"""What a dataset's error looks like by the time it arrives, up to its message. The last traceback is its own: before it
-come those of its causes."""
+"""The text before the message of an error that a DataLoader worker raised. The tracebacks of its causes come before its
+own."""
 
-_TOLD = ".failure"
-"""In the folder of a run of several processes: one of them has told already what ended it."""
+_REPORTED = ".failure"
+"""File in the folder of a run with several processes, which exists once a process has printed its error."""
 
 
 def record(error: Exception, folder: Path, command: str, processes: int = 1) -> None:
-    """Write the traceback of ``error`` to the run's log, and remember where that is.
+    """Write the traceback of ``error`` to the run's log, and store the log's path in the error.
 
     Args:
-        error: what ended a run, with its traceback.
+        error: the error that ended the run, with its traceback.
         folder: of the run.
-        command: such as ``fit``, after which the log is called.
-        processes: of the run.
+        command: such as ``fit``; the name of the log starts with it.
+        processes: number of processes of the run.
     """
     error.__dict__["folder"] = folder
     error.__dict__["processes"] = max(processes, int(os.environ.get("WORLD_SIZE", "1")))
     if isinstance(error, FolderInUseError):
-        return  # the folder, and the log in it, are another run's
+        return  # the folder and its log belong to another run
     trace = redaction.text("".join(traceback.format_exception(_from_run(error))))
     handler = log_handler()
     try:
@@ -71,26 +71,26 @@ def record(error: Exception, folder: Path, command: str, processes: int = 1) -> 
             written = log.makeRecord(log.name, logging.ERROR, __file__, 0, "The run failed.\n%s", (trace,), None)
             handler.handle(written)
             file = Path(handler.baseFilename)
-        else:  # of another rank, which has no log
+        else:  # a rank other than 0, which has no log
             file = folder / f"{command}_rank_{rank()}.log"
             with file.open("a", encoding="utf-8") as lines:
                 lines.write(trace)
-    except OSError:  # a full disk, say; what has happened matters more
+    except OSError:  # such as a full disk; the error of the run is still printed
         return
     error.__dict__["log_file"] = file
 
 
 def log_handler() -> logging.FileHandler | None:
-    """What writes the run's log; None in a process that has none."""
+    """Return the handler that writes the run's log; None if this process has none."""
     files = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
     return next((handler for handler in files if handler.baseFilename != os.path.abspath(os.devnull)), None)
 
 
-def explain_path(error: Exception, settings: dict[str, Any]) -> None:
-    """Where ``error`` is about a file that is not there, note which setting names it, or a folder that it is in."""
+def add_setting_note(error: Exception, settings: dict[str, Any]) -> None:
+    """Add a note to an error about a missing file with the setting that names the file or a folder above it."""
     if not isinstance(error, (FileNotFoundError, NotADirectoryError, PermissionError)):
         return
-    said = " ".join(map(str, (error, error.filename)))
+    text = " ".join(map(str, (error, error.filename)))
     for key, name, value, _ in walk(settings):
         if (
             isinstance(value, str)
@@ -99,50 +99,50 @@ def explain_path(error: Exception, settings: dict[str, Any]) -> None:
         ):
             absolute = str(Path(value).expanduser().absolute())
             inside = str(error.filename).startswith(value.rstrip("/\\") + os.sep)
-            if value in said.split() or absolute in said or inside or (os.sep in value and value in said):
+            if value in text.split() or absolute in text or inside or (os.sep in value and value in text):
                 error.add_note(f"The path is the setting {key}={value}.")
                 return
 
 
-def tell(error: Exception) -> None:
-    """Print what ended a run to stderr; of the processes of a run, the first that gets here does.
+def print_error(error: Exception) -> None:
+    """Print the error that ended a run to stderr, unless another process of the run has printed one before.
 
-    A mistake in the command line or in a config says by itself all that there is to say.
+    Of errors in the command line or a config, only the message is printed.
     """
-    if not _is_first_to_tell(error):
+    if not _is_first_to_report(error):
         return
     if is_debug():
         print(printable("".join(traceback.format_exception(_from_run(error)))), file=sys.stderr)
-    said = f"trainer: {error}" if isinstance(error, ConfigurationError) else paragraph(error)
-    print(printable(said), file=sys.stderr)
+    text = f"trainer: {error}" if isinstance(error, ConfigurationError) else paragraph(error)
+    print(printable(text), file=sys.stderr)
 
 
-def printable(said: str) -> str:
-    """``said`` without secrets and colours; what else would tell a terminal to do something is spelled out."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", redaction.text(said))
+def printable(text: str) -> str:
+    """Return ``text`` without secrets and colors, with other control characters escaped."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", redaction.text(text))
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], plain)
 
 
 def is_about_settings(error: BaseException) -> bool:
-    """Whether ``error`` is ours, or Lightning's, about how something is configured."""
+    """Return whether ``error`` is a configuration error of this package or of Lightning."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return not names.isdisjoint(("ConfigurationError", "MisconfigurationException"))
 
 
 def is_recorded(error: Exception) -> bool:
-    """Whether ``error`` was raised in a run, and not on the way there."""
+    """Return whether `record` was called, so that ``error`` was raised in a run, not before it."""
     return "folder" in error.__dict__
 
 
 def one_line(error: BaseException) -> str:
-    """The message of ``error``, and what to do where that is known."""
-    said = " ".join(str(error).split())
-    end = "" if said.endswith((".", "!", "?")) else "."
-    return f"{said}{end} {_advice(error)}".rstrip()
+    """Return the message of ``error`` and, if there is any, advice."""
+    message = " ".join(str(error).split())
+    end = "" if message.endswith((".", "!", "?")) else "."
+    return f"{message}{end} {_advice(error)}".rstrip()
 
 
 def paragraph(error: BaseException) -> str:
-    """What ``error`` is, where it was raised, what to do about it, and where its traceback is: a line for each."""
+    """Return the message of ``error``, the line that raised it, advice, and the file with the traceback, on lines."""
     kind, message = type(error).__name__, str(error)
     text = message
     if found := _IN_WORKER.match(message):
@@ -150,11 +150,11 @@ def paragraph(error: BaseException) -> str:
     if isinstance(error, TrainerError):
         lines = [f"trainer: {_shortened(message)}"]
     else:
-        said = _shortened(text)
-        lines = [f"trainer: {kind}: {said}" if said else f"trainer: {kind}."]
+        shortened = _shortened(text)
+        lines = [f"trainer: {kind}: {shortened}" if shortened else f"trainer: {kind}."]
     if found:
         lines.append(f"In {found['where']}.")
-    if not isinstance(error, TrainerError) and (place := where(error)):
+    if not isinstance(error, TrainerError) and (place := user_line(error)):
         lines.append(f"Raised in {place}")
     is_memory = is_out_of_memory(error)
     notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
@@ -163,17 +163,17 @@ def paragraph(error: BaseException) -> str:
         lines.append(advice)
     file = error.__dict__.get("log_file")
     if file is not None:
-        rest = "The rest of it, and the full traceback, are" if "[...]" in lines[0] else "The full traceback is"
-        lines.append(f"{rest} in {from_here(file)}{'' if is_debug() else '; --debug shows it here'}.")
+        rest = "The full message and traceback are" if "[...]" in lines[0] else "The full traceback is"
+        lines.append(f"{rest} in {from_here(file)}{'' if is_debug() else '; --debug prints it'}.")
     elif not isinstance(error, FolderInUseError) and not is_debug():
-        lines.append("--debug shows the full traceback.")
+        lines.append("--debug prints the full traceback.")
     return "\n  ".join(lines)
 
 
-def where(error: BaseException) -> str:
-    """The innermost line of the user's own code that ``error`` came through; "" where there is none.
+def user_line(error: BaseException) -> str:
+    """Return the innermost line of the user's code in the traceback of ``error``, or "" without one.
 
-    Own is what lies in no installed package, in Python's library or in ours.
+    All code counts that is not in an installed package, Python's library or this package.
     """
     if isinstance(error, SyntaxError) and error.filename and _is_own(error.filename):
         return _place(error.filename, error.lineno or 1, "")
@@ -195,14 +195,14 @@ def _is_own(file: str) -> bool:
     path = Path(file)
     if file.startswith("<") or not {"site-packages", "dist-packages"}.isdisjoint(path.parts):
         return False
-    theirs = [PACKAGE, PACKAGE.parent / "recipes", *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platlib"))]
+    foreign = [PACKAGE, PACKAGE.parent / "recipes", *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platlib"))]
     for name in ("torch", "lightning", "hydra", "omegaconf"):
-        theirs += [Path(file).parent for file in [getattr(sys.modules.get(name), "__file__", None)] if file]
-    return not any(path.resolve().is_relative_to(folder.resolve()) for folder in theirs)
+        foreign += [Path(file).parent for file in [getattr(sys.modules.get(name), "__file__", None)] if file]
+    return not any(path.resolve().is_relative_to(folder.resolve()) for folder in foreign)
 
 
 def _shortened(message: str) -> str:
-    """The message on lines that belong to one paragraph; of a long one its beginning."""
+    """Return the message without empty lines, indented for a paragraph, and cut at about `_LONGEST` characters."""
     lines = [line.rstrip() for line in message.strip().splitlines() if line.strip()]
     text = "\n  ".join(lines)
     if len(text) <= _LONGEST:
@@ -211,95 +211,93 @@ def _shortened(message: str) -> str:
 
 
 def _advice(error: BaseException) -> str:
-    """Return the next thing to try, or "" if the message of the error has to do."""
-    is_ours = isinstance(error, TrainerError)
-    for kinds, advice in _OF_OURS if is_ours else _OF_OTHERS:
+    """Return advice about ``error``, or "" for other errors."""
+    advice_by_type = _ADVICE_BY_OWN_TYPE if isinstance(error, TrainerError) else _ADVICE_BY_FOREIGN_TYPE
+    for kinds, advice in advice_by_type:
         if isinstance(error, kinds):
             return str(advice(error) if callable(advice) else advice)
-    if is_ours:
+    if isinstance(error, TrainerError):
         return ""
-    return _about_memory(error) if is_out_of_memory(error) else ""
+    return _advice_out_of_memory(error) if is_out_of_memory(error) else ""
 
 
-def _about_memory(error: BaseException) -> str:
-    said = "\n".join(getattr(error, "__notes__", ()))
+def _advice_out_of_memory(error: BaseException) -> str:
+    notes = "\n".join(getattr(error, "__notes__", ()))
     tries = []
-    if "expandable_segments" in said:
-        tries.append("PYTORCH_ALLOC_CONF=expandable_segments:True before the command, which leaves no gaps")
-    if "strategy='fsdp'" in said:
-        tries.append("trainer=fsdp on several devices, for the weights and their like take most of the memory")
-    if "train_dataloader" in said:
+    if "expandable_segments" in notes:
+        tries.append("PYTORCH_ALLOC_CONF=expandable_segments:True before the command, which reduces fragmentation")
+    if "strategy='fsdp'" in notes:
+        tries.append("trainer=fsdp on several devices, because weights, gradients and optimizer states dominate")
+    if "train_dataloader" in notes:
         tries += [
-            "half of data.batch_size with twice trainer.accumulate_grad_batches, which learns from as many samples a"
-            " step",
-            "precision=bf16-mixed, where it is 32 now",
+            "half of data.batch_size with twice trainer.accumulate_grad_batches, for the same number of samples per"
+            " optimizer step",
+            "precision=bf16-mixed instead of 32-true",
             "callbacks=activation_checkpointing",
         ]
-        found = " `python -m trainer tune batch_size` with the same words finds the largest batch that fits."
+        found = " `python -m trainer tune batch_size` with the same settings finds the largest batch that fits."
     else:
         tries.append("a smaller data.batch_size")
         found = ""
     return f"Try {'; '.join(tries)}.{found}"
 
 
-def _about_missing_file(error: OSError) -> str:
-    return f"Relative paths start from the folder that the command is run in, {Path.cwd()}."
+def _advice_missing_file(error: OSError) -> str:
+    return f"Relative paths are relative to the working directory, {Path.cwd()}."
 
 
-def _about_resuming(error: ResumeError) -> str:
-    said = "On the command line exact_resume=false goes on all the same."
+def _advice_resume(error: ResumeError) -> str:
+    advice = "On the command line, exact_resume=false resumes anyway."
     if "set a batch size" in str(error):
         folder = from_here(Path(error.__dict__.get("folder", "FOLDER")))
-        said += f" With another data.batch_size, say which run is meant: hydra.run.dir={folder} resume=auto."
-    return said
+        advice += f" To resume with another data.batch_size, name the run: hydra.run.dir={folder} resume=auto."
+    return advice
 
 
-def _about_missing_module(error: ModuleNotFoundError) -> str:
-    if error.name is None:  # raised by hand, such as by a logger of Lightning's
+def _advice_missing_module(error: ModuleNotFoundError) -> str:
+    if error.name is None:  # not raised by an import, such as in Lightning's loggers
         found = re.search(
             r"[Rr]equirement '?([A-Za-z][\w.-]*)|(?:pip|conda) install (?:-\S+ )*([A-Za-z][\w.-]*)", str(error)
         )
         named = next(filter(None, found.groups()), "") if found else ""
-        return f"Install it: pip install {named}" if named else "Install what it asks for."
+        return f"Install it: pip install {named}" if named else "Install the package that the message names."
     return (
-        f"If {error.name} is a package, install it; if it is a file of yours, run the command from the folder that it"
-        f" is in. The recipes need: {packages.pip_install('recipes')}."
+        f"If {error.name} is a package, install it. If it is your own file, run the command in the folder of that file."
+        f" The recipes need: {packages.pip_install('recipes')}."
     )
 
 
-def _about_system(error: OSError) -> str:
+def _advice_system(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "The disk is full: make room, or send the run elsewhere with hydra.run.dir=FOLDER."
+        return "The disk is full. Free space, or write the run to another disk: hydra.run.dir=FOLDER."
     if any(kind.__name__ in ("URLError", "HTTPError", "gaierror") for kind in type(error).__mro__):
-        return (
-            "Something was to be downloaded. Without a network, put the files where the data or the weights are sought."
-        )
+        return "A download failed. Without a network, copy the files to the folder that the data or weights use."
     return ""
 
 
-_OF_OURS: tuple[tuple[Any, Any], ...] = (
-    (ResumeError, _about_resuming),
+_ADVICE_BY_OWN_TYPE: tuple[tuple[Any, Any], ...] = (
+    (ResumeError, _advice_resume),
     (
         NonFiniteError,
-        "On the command line callbacks=nonfinite_guard names the step and the layer, and"
-        " callbacks.nonfinite_guard.policy=skip leaves such steps out and goes on.",
+        "On the command line, callbacks=nonfinite_guard names the step and the layer, and"
+        " callbacks.nonfinite_guard.policy=skip skips such steps and continues.",
     ),
     (
         UnsafeCheckpointError,
-        "The command line has neither: load the file with a program of your own, by torch.load(..., weights_only="
-        "False), leave out what it asks for, torch.save the rest to another file, and give that.",
+        "The command line has no such option. In your own program, load the file with torch.load(...,"
+        " weights_only=False), remove these objects, save the rest to another file with torch.save, and use that.",
     ),
 )
-_OF_OTHERS: tuple[tuple[Any, Any], ...] = (
-    ((FileNotFoundError, NotADirectoryError), _about_missing_file),
-    (PermissionError, "Expected a file or a folder that this user may read, and a run's folder that it may write."),
-    (ModuleNotFoundError, _about_missing_module),
-    ((ConnectionError, TimeoutError, OSError), _about_system),
+_ADVICE_BY_FOREIGN_TYPE: tuple[tuple[Any, Any], ...] = (
+    ((FileNotFoundError, NotADirectoryError), _advice_missing_file),
+    (PermissionError, "Expected permission to read the file or folder, and to write to the folder of the run."),
+    (ModuleNotFoundError, _advice_missing_module),
+    ((ConnectionError, TimeoutError, OSError), _advice_system),
 )
 
 
 def _from_run(error: BaseException) -> BaseException:
-    """``error`` with its traceback from the run on, without Hydra's frames before it, where it was in the run."""
+    """Return ``error`` without the frames before `trainer.cli.run`, which are Hydra's, if it was raised in a run."""
     entry: TracebackType | None = error.__traceback__
     while entry is not None and entry.tb_frame.f_globals.get("__name__") != "trainer.cli.run":
         entry = entry.tb_next
@@ -307,17 +305,20 @@ def _from_run(error: BaseException) -> BaseException:
 
 
 def forget_last(folder: Path) -> None:
-    """A run begins in ``folder``: what ended an earlier one there has been told."""
-    (folder / _TOLD).unlink(missing_ok=True)
+    """Remove the mark that a process of an earlier run in ``folder`` has printed its error."""
+    (folder / _REPORTED).unlink(missing_ok=True)
 
 
-def _is_first_to_tell(error: Exception) -> bool:
-    """Whether no other process of this run has told what ended it: the first knows the reason, the others miss it."""
+def _is_first_to_report(error: Exception) -> bool:
+    """Return whether no other process of this run has printed its error.
+
+    The first error is the cause; those of the other processes are about the missing process.
+    """
     folder = error.__dict__.get("folder")
     if folder is None or error.__dict__.get("processes", 1) < 2:
         return True
     try:
-        (folder / _TOLD).touch(exist_ok=False)
+        (folder / _REPORTED).touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:

@@ -1,4 +1,4 @@
-"""Where configs and modules are found: ours and the user's, in a checkout as in an installed wheel."""
+"""The folders of configs and modules, of this package and of the user, in a checkout and in an installed wheel."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ PACKAGE = Path(trainer.__file__).resolve().parent
 
 
 def packaged_conf() -> Path:
-    """Our configs: inside the package in a wheel, beside it in a checkout."""
+    """Return the folder with the configs of this package: inside it in a wheel, next to it in a checkout."""
     inside = PACKAGE / "conf"
     return inside if inside.is_dir() else PACKAGE.parent / "conf"
 
 
 def user_conf() -> Path | None:
-    """The user's ``./conf``, or None if there is none or it is ours."""
+    """Return the user's ``./conf``, or None if it does not exist or is `packaged_conf`."""
     folder = Path.cwd() / "conf"
     return folder if folder.is_dir() and folder.resolve() != packaged_conf() else None
 
 
 def conf_folders(extra: str | None = None) -> list[Path]:
-    """The folders to look for a config in, those that win first.
+    """Return the folders to search for configs, in order of precedence.
 
     Args:
-        extra: what ``--config-dir`` was given, if anything.
+        extra: the value of ``--config-dir``, or None.
     """
     folders = (user_conf(), packaged_conf(), Path(extra) if extra else None)
     return [folder for folder in folders if folder is not None and folder.is_dir()]
 
 
 def search_here() -> None:
-    """Make modules in the working directory importable, as ``python -m`` does and a console script does not.
+    """Add the working directory to ``sys.path``, as ``python -m`` does and a console script does not.
 
     If a module there has the name of this package, the directory comes last, so that other processes of the run import
     this package. A line on stderr names the module.
@@ -49,18 +49,18 @@ def search_here() -> None:
         return
     sys.path.append(here)
     print(
-        f"trainer: {found[0].relative_to(here)} has the name of this package: `import trainer` and `python -m trainer`"
-        " here use one or the other, depending on how a program is started. Rename it.",
+        f"trainer: {found[0].relative_to(here)} has the name of this package. In this folder, `import trainer` and"
+        " `python -m trainer` can load either of them. Rename it.",
         file=sys.stderr,
     )
 
 
 def merge_recipes() -> None:
-    """Make one package of a folder ``./recipes`` and of our recipes; where both have a module, the user's wins.
+    """Merge the user's folder ``./recipes`` with the package ``recipes``. If both have a module, the user's is used.
 
-    Otherwise one would hide the other: theirs ours if it has an ``__init__.py``, ours theirs if not.
+    Otherwise one of them would hide the other.
     """
-    theirs, ours = Path.cwd() / "recipes", PACKAGE.parent / "recipes"
-    if theirs.is_dir() and theirs.resolve() != ours:
+    user, packaged = Path.cwd() / "recipes", PACKAGE.parent / "recipes"
+    if user.is_dir() and user.resolve() != packaged:
         package = importlib.import_module("recipes")
-        package.__path__ = list(dict.fromkeys([str(theirs), *package.__path__, str(ours)]))
+        package.__path__ = list(dict.fromkeys([str(user), *package.__path__, str(packaged)]))

@@ -1,4 +1,4 @@
-"""Optimizers that a config describes take torch's fused step on CUDA, where nothing else is asked for."""
+"""Use the fused implementation of torch's optimizers on CUDA, unless the config chooses another."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from trainer.module_tree import parameters_of
 
 _FUSED = (Adam, AdamW, SGD)
-"""Those of torch whose fused step runs on CUDA."""
+"""Optimizers of torch with a fused implementation on CUDA."""
 
 _CHOICES = ("fused", "foreach", "differentiable")
-"""Arguments that choose how a step is computed."""
+"""Arguments of an optimizer that choose its implementation."""
 
 
 def fusing(trainer_class: type, device: str = "cuda") -> Callable[[partial[Any]], partial[Any]] | None:
-    """:func:`fused_on_cuda`, for runs of a Trainer of this class; None for one of Lightning's.
+    """Return :func:`fused_on_cuda`, or None for Lightning's Trainer, which cannot clip gradients of fused optimizers.
 
-    Lightning's clips no gradients of a fused optimizer.
+    Args:
+        trainer_class: class of the Trainer that runs the config.
+        device: as in :func:`fused_on_cuda`.
     """
     from trainer.trainer import Trainer
 
@@ -28,11 +30,11 @@ def fusing(trainer_class: type, device: str = "cuda") -> Callable[[partial[Any]]
 
 
 def fused_on_cuda(make: partial[Any], device: str = "cuda") -> partial[Any]:
-    """``make``, as :class:`FusedOnCuda` if it makes an optimizer that leaves the choice of its implementation open.
+    """Return ``make``, as :class:`FusedOnCuda` if it constructs an optimizer without choosing its implementation.
 
     Args:
-        make: makes an optimizer, or anything else.
-        device: the type of device that counts as CUDA: another one where tensors only stand for those of a GPU.
+        make: partial of an optimizer, or of anything else.
+        device: the type of device that counts as CUDA; another one if a GPU is simulated.
     """
     if make.func not in _FUSED or set(_CHOICES).intersection(make.keywords):
         return make
@@ -42,9 +44,9 @@ def fused_on_cuda(make: partial[Any], device: str = "cuda") -> partial[Any]:
 
 
 class FusedOnCuda(partial[Optimizer]):
-    """Makes an optimizer, with ``fused=True`` where torch has a fused step for its parameters on CUDA.
+    """Construct an optimizer, with ``fused=True`` if torch has a fused implementation for its parameters on CUDA.
 
-    A fused step is the fastest, and in 16-mixed the one that does not make the host wait.
+    The fused implementation is the fastest, and in 16-mixed it needs no host-device synchronization.
 
     Attributes:
         device: the type of device that counts as CUDA.
@@ -53,7 +55,7 @@ class FusedOnCuda(partial[Optimizer]):
     device = "cuda"
 
     def __call__(self, /, *args: Any, **options: Any) -> Optimizer:
-        """The optimizer of these parameters."""
+        """Return the optimizer."""
         optimizer = super().__call__(*args, **options)
         if not set(_CHOICES).isdisjoint(options) or not _has_fused_step(optimizer, self.device):
             return optimizer
@@ -63,7 +65,7 @@ class FusedOnCuda(partial[Optimizer]):
 
 
 def _has_fused_step(optimizer: Optimizer, device: str) -> bool:
-    """Whether all of its parameters are on such a device, and of kinds that torch's fused step takes."""
+    """Return whether the parameters are on ``device``, and the fused implementation supports their types."""
     parameters = parameters_of(optimizer)
     if not all(parameter.device.type == device and parameter.is_floating_point() for parameter in parameters):
         return False

@@ -1,9 +1,9 @@
 """Export the graph of a module's ``forward`` with ``torch.export`` or ``torch.onnx``, and compare the file with it.
 
-The inputs are the module's ``example_input_array`` or, without one, the first batch of its data after the hooks that
-every batch passes: of validation, else of test, prediction or training. A mapping gives ``forward`` the entries that
-have the names of its arguments; of a list or tuple ``forward`` gets as many of the first as it needs; a tensor is
-passed as it is.
+The inputs are the module's ``example_input_array`` or, without one, the first batch of its data after the transfer
+hooks: from validation, else from test, prediction or training. If the batch is a mapping, ``forward`` gets the entries
+with the names of its arguments; if it is a list or tuple, as many of its first items as ``forward`` requires; a tensor
+is passed unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainer.cli.rehearsal import Done, rehearse
 from trainer.errors import CheckpointWriteError, TrainerError
 
 TOLERANCE = 1e-4
-"""Largest difference of the outputs, as a share of their largest value, or of 1 if that is less."""
+"""Largest difference of the outputs relative to their largest absolute value, or to 1 if that is larger."""
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of ``forward``, by position and by name."""
@@ -40,15 +40,15 @@ _SOURCES = (
     ("predict", "predict_dataloader", "predict_step"),
     ("fit", "train_dataloader", "training_step"),
 )
-"""Stages of the Trainer that can give a batch, with the methods that they need."""
+"""Stages of the Trainer to get a batch from, with the dataloader and step methods that they need."""
 
 
 class ExportError(TrainerError):
-    """The module cannot be exported, or the file computes something else."""
+    """The module cannot be exported, or the outputs of the file differ from those of the module."""
 
 
 class _FirstBatch(Callback):
-    """Keep the first batch, and end the run."""
+    """Store the first batch, and end the run."""
 
     batch: Any = None
 
@@ -63,13 +63,13 @@ class _FirstBatch(Callback):
 
 
 def export(trainer: Any, module: LightningModule, data: LightningDataModule | None, checkpoint: str, file: Path) -> str:
-    """Write the graph of ``module.forward``, with the weights of a checkpoint, if the file computes the same.
+    """Write the graph of ``module.forward`` with the weights of a checkpoint, and check that its outputs are the same.
 
     Args:
-        trainer: on one CPU, in float32, without callbacks.
+        trainer: a Trainer on one CPU, in float32, without callbacks.
         module: the module.
         data: its data, or None if the module has the dataloaders.
-        checkpoint: the file or folder.
+        checkpoint: file or folder.
         file: ends in ``.onnx`` or ``.pt2``.
 
     Returns:
@@ -77,13 +77,13 @@ def export(trainer: Any, module: LightningModule, data: LightningDataModule | No
 
     Raises:
         UsageError: if the module has no ``forward``, or its inputs cannot be found.
-        ExportError: if the module cannot be exported, or the file computes something else. The file is removed.
+        ExportError: if the module cannot be exported, or the outputs of the file differ. The file is removed.
         CheckpointWriteError: if the file cannot be written.
     """
     if type(module).forward in (LightningModule.forward, torch.nn.Module.forward):
         raise UsageError(
-            f"export writes the graph of forward, and {type(module).__name__} has no forward. Write one that returns"
-            " the outputs that the module is used for."
+            f"export writes the graph of forward, and {type(module).__name__} has no forward. Add a forward that"
+            " returns the outputs to export."
         )
     batch = _first_batch(trainer, module, data, checkpoint)
     module.eval()
@@ -91,7 +91,7 @@ def export(trainer: Any, module: LightningModule, data: LightningDataModule | No
         warnings.simplefilter("ignore")  # exporters warn about their own internals
         inputs = inputs_of(module, batch)
         if rows_of(inputs) == 1:
-            inputs = _rows(inputs, [0, 0])  # torch.export takes a size of 1 for a constant
+            inputs = _rows(inputs, [0, 0])  # because torch.export treats a size of 1 as a constant
         graph, is_dynamic = _graph(module, inputs)
         make_folder(file.parent)
         with TemporaryDirectory(prefix=".", dir=file.parent) as folder:
@@ -108,18 +108,17 @@ def export(trainer: Any, module: LightningModule, data: LightningDataModule | No
             except AssertionError as error:
                 raise ExportError(
                     f"{file} was not written: its outputs differ from those of forward by more than {TOLERANCE:g} of"
-                    f" the largest value. {' '.join(str(error).split())} A forward in eval mode must return the same"
-                    " values each time."
+                    f" the largest value. {' '.join(str(error).split())} In eval mode, forward must be deterministic."
                 ) from error
             size = part.stat().st_size / 2**20
             os.replace(part, file)
     sizes = f"any size (checked with {rows_of(inputs)} and 1)" if is_dynamic else f"{rows_of(inputs)}, no other size"
-    same = f"differ by at most {gap:.1e}" if gap else "are equal to the bit"
-    return f"{file}: {size:,.3g} MiB, float32, for batches of {sizes}. Its outputs and those of forward {same}."
+    same = f"differ by at most {gap:.1e}" if gap else "are bitwise equal"
+    return f"Wrote {file}: {size:,.3g} MiB, float32, for batches of {sizes}. Its outputs and those of forward {same}."
 
 
 def inputs_of(module: Any, batch: Any) -> Inputs:
-    """Return the arguments of ``module.forward``: ``example_input_array``, or a part of ``batch``.
+    """Return the arguments of ``module.forward``, from ``example_input_array`` or ``batch``.
 
     Raises:
         UsageError: if ``forward`` cannot be called with them.
@@ -152,7 +151,7 @@ def inputs_of(module: Any, batch: Any) -> Inputs:
 
 
 def _first_batch(trainer: Any, module: LightningModule, data: LightningDataModule | None, checkpoint: str) -> Any:
-    """Return the first batch, as the module gets it. Loads the weights into the module."""
+    """Return the first batch after the transfer hooks, and load the weights into the module."""
     for stage, loader, step in _SOURCES:
         owners = [owner for owner in (data, module) if owner is not None]
         if not is_overridden(step, module) or not any(is_overridden(loader, owner) for owner in owners):
@@ -163,14 +162,14 @@ def _first_batch(trainer: Any, module: LightningModule, data: LightningDataModul
             warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`, callbacks")
             rehearse(trainer, module, first, stage, datamodule=data, **weights)
         if first.batch is None:
-            raise UsageError(f"{loader} has no batch to call forward with, expected at least one.")
+            raise UsageError(f"Got 0 batches from {loader}, expected at least one to call forward with.")
         loaded = trainer.loaded_weights
         if loaded is not None and not loaded.complete:
-            raise ExportError(f"The checkpoint is not one of this {type(module).__name__}. {loaded}")
+            raise ExportError(f"The checkpoint does not belong to this {type(module).__name__}. {loaded}")
         return first.batch
     raise UsageError(
-        f"There are no data to call the forward of {type(module).__name__} with, expected a val_dataloader, or one for"
-        " test, predict or training. Choose data: data=NAME."
+        f"Got no data to call the forward of {type(module).__name__} with, expected a val_dataloader, or one for test,"
+        " predict or training. Choose data: data=NAME."
     )
 
 
@@ -183,7 +182,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def rows_of(inputs: Inputs) -> int:
-    """Return the number of samples: the length of the first tensor that has one; 0 without one."""
+    """Return the number of samples: the length of the first tensor with a dimension, or 0."""
     return next((len(tensor) for tensor in _tensors(inputs) if tensor.ndim), 0)
 
 
@@ -194,7 +193,7 @@ def _rows(inputs: Inputs, index: list[int]) -> Inputs:
 
 
 def _graph(module: Any, inputs: Inputs) -> tuple[Any, bool]:
-    """Return the graph by torch.export, and whether it takes batches of any size."""
+    """Return the graph from torch.export, and whether it accepts batches of any size."""
     rows, batch = rows_of(inputs), torch.export.Dim("batch", min=1)
 
     def sizes_of(leaf: Any) -> Any:
@@ -204,33 +203,33 @@ def _graph(module: Any, inputs: Inputs) -> tuple[Any, bool]:
     names = inspect.signature(module.forward).parameters
     errors = []
     for shapes in ({**dict(zip(names, positional, strict=False)), **named}, None):
-        fresh = tree_map_only(Tensor, torch.clone, inputs)  # torch.export marks its inputs
+        fresh = tree_map_only(Tensor, torch.clone, inputs)  # because torch.export changes attributes of its inputs
         try:
             return torch.export.export(module, *fresh, dynamic_shapes=shapes, strict=False), shapes is not None
         except Exception as error:
             errors.append(error)
-    said = str(errors[0]).strip().partition("\n")[0]
+    message = str(errors[0]).strip().partition("\n")[0]
     raise ExportError(
-        f"torch.export cannot make a graph of {type(module).__name__}.forward: {type(errors[0]).__name__}: {said}"
+        f"torch.export failed for {type(module).__name__}.forward: {type(errors[0]).__name__}: {message}"
     ) from errors[0]
 
 
 def _write_graph(graph: Any, part: Path) -> Callable[[Inputs], list[Tensor]]:
-    """Save a graph. Returns the function that runs the file."""
-    graph.example_inputs = None  # keep data out of the file
+    """Save a graph, and return a function that runs the file."""
+    graph.example_inputs = None  # so that the file contains no data
     torch.export.save(graph, part)
     loaded = torch.export.load(part).module()
     return lambda inputs: _called(loaded, inputs)
 
 
 def _write_onnx(graph: Any, part: Path) -> Callable[[Inputs], list[Tensor]]:
-    """Write a graph as ONNX. Returns the function that runs the file with onnxruntime."""
+    """Write a graph as ONNX, and return a function that runs the file with onnxruntime."""
     try:
         torch.onnx.export(graph, f=part, dynamo=True, verbose=False, external_data=False)
         session = import_module("onnxruntime").InferenceSession(str(part), providers=["CPUExecutionProvider"])
     except Exception as error:
-        said = " ".join(str(error).split())
-        raise ExportError(f"torch.onnx cannot write this graph: {said[:300]}. Export to=model.pt2.") from error
+        message = " ".join(str(error).split())
+        raise ExportError(f"torch.onnx cannot export this graph: {message[:300]}. Use to=model.pt2 instead.") from error
 
     def run(inputs: Inputs) -> list[Tensor]:
         names = [one.name for one in session.get_inputs()]
@@ -244,7 +243,7 @@ def compare(found: list[Tensor], expected: list[Tensor]) -> float:
     """Return the largest difference between the outputs.
 
     Raises:
-        AssertionError: if it is above :data:`TOLERANCE`, or shapes or dtypes differ.
+        AssertionError: if the difference is above :data:`TOLERANCE`, or shapes or dtypes differ.
     """
     largest = max((float(one.double().nan_to_num(0, 0, 0).abs().max()) for one in expected if one.numel()), default=0.0)
     torch.testing.assert_close(found, expected, rtol=0.0, atol=TOLERANCE * max(1.0, largest), equal_nan=True)

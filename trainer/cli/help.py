@@ -1,4 +1,4 @@
-"""The texts of ``--help`` and ``--version``. Needs no torch."""
+"""The texts of ``--help`` and ``--version``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ from trainer.cli.arguments import FLAGS, GROUPS_TO_ADD, Arguments
 from trainer.cli.keys import meanings, options
 from trainer.record.provenance import version_of
 
-_GROUPS_OF_COMMANDS = ("Train", "Use what was trained", "Look around")
-"""Titles that come first on the first screen."""
+_GROUPS_OF_COMMANDS = ("Train", "Use a trained model", "Inspect")
+"""Titles of groups in the order of the first screen."""
 
-_BEGIN = """\
-Begin with:
-  trainer recipes resnet50                           what a recipe says, with the meaning of every key
-  trainer fit +recipe=resnet50 precision=16-mixed    train it, in mixed precision
-  trainer fit +recipe=resnet50 optimizer.lr=0.01     override any key; -m and 0.1,0.01 sweep over it
-  trainer test ckpt=outputs/resnet50/DATE_TIME       a run's folder, or a checkpoint, brings its config along"""
+_FIRST_STEPS = """\
+First steps:
+  trainer recipes resnet50                           print a recipe, with the meaning of each key
+  trainer fit +recipe=resnet50 precision=16-mixed    train it in mixed precision
+  trainer fit +recipe=resnet50 optimizer.lr=0.01     override any setting; to sweep, add -m and give 0.1,0.01
+  trainer test ckpt=outputs/resnet50/DATE_TIME       test a run (its folder or a checkpoint) with its own config"""
 
-_READ_ON = """\
-`trainer COMMAND --help` says all about a command; `trainer fit --help` lists the settings and flags.
-`python -m trainer` is the same program. Errors are short: --debug shows tracebacks, -q leaves one line of output."""
+_FURTHER_HELP = """\
+`trainer COMMAND --help` describes a command; `trainer fit --help` lists all settings and flags.
+`python -m trainer` is the same program. --debug prints full tracebacks, -q prints one line at the end of a run."""
 
 _WIDTH = 118
-_NAMES = 36  # the width of the column of names, if they are not longer
+_NAMES = 36  # largest width of the column of names
 
 _GROUPS = {
-    "recipe": "what to train: a model, data and settings that fit together",
-    "precision": "of the arithmetic; 32, 16, bf16 and 64 will do as well; auto goes by the device",
+    "recipe": "a model, data and settings that work together",
+    "precision": "32, 16, bf16 and 64 are accepted too; auto chooses by the device",
     "model": "the LightningModule",
     "data": "the LightningDataModule",
     "optimizer": "",
-    "scheduler": "of the learning rate",
+    "scheduler": "learning rate schedule",
     "trainer": "the devices",
     "callbacks": "",
-    "compile": "torch.compile, for the whole run",
+    "compile": "torch.compile for the whole run",
     "tuning": "fast: TF32, cudnn.benchmark, channels_last, expandable segments",
     "logger": "several: logger=[default,wandb]",
-    "compare": "what compare asks of the runs",
-    "tune": "what tune tries",
-    "checks": "what checks assumes",
-    "debug": "settings to look for mistakes with",
+    "compare": "settings of the command compare",
+    "tune": "settings of the command tune",
+    "checks": "settings of the command checks",
+    "debug": "settings for debugging",
     "sweep": "ready-made sweeps",
 }
 
 _ADDED = (
-    ("+model.dropout=0.1", "a + adds a setting that the config does not have yet"),
-    ("+name=my-run", "everything goes to outputs/my-run/DATE_TIME"),
-    ("hydra.run.dir=FOLDER", "everything goes there"),
+    ("+model.dropout=0.1", "+ adds a setting that is not in the config yet"),
+    ("+name=my-run", "write the run to outputs/my-run/DATE_TIME"),
+    ("hydra.run.dir=FOLDER", "write the run to FOLDER"),
 )
 
 
 def help_text(command: str | None, config_dir: str | None = None) -> str:
-    """Return the text that ``--help`` prints, for a command or, with None, for all.
+    """Return the text of ``--help``.
 
     Args:
-        command: a name of `trainer.cli.commands`, or None.
+        command: a name of `trainer.cli.commands`, or None for the overview of all commands.
         config_dir: the value of ``--config-dir``, or None.
     """
     about = commands.find(command)
@@ -72,7 +72,7 @@ def help_text(command: str | None, config_dir: str | None = None) -> str:
         return "\n\n".join([*sections, *_settings(config_dir, about.settings)])
     *own, general, trainers = _settings(config_dir, [*about.settings, "", "trainer"])
     flags = [(f"{', '.join(reversed(one.spellings))} {one.value}", one.about) for one in FLAGS if one.about]
-    sections += [*own, _groups(config_dir), general, trainers, _listed("Flags, anywhere among the settings:", flags)]
+    sections += [*own, _groups(config_dir), general, trainers, _listed("Flags, at any position:", flags)]
     return "\n\n".join(sections)
 
 
@@ -97,21 +97,21 @@ def _settings(config_dir: str | None, nodes: Sequence[str]) -> list[str]:
             if entry.key.rpartition(".")[0] in (node, node or "checkpoint_files") and entry.key not in left_out
         ]
         if node:
-            sections.append(_listed(f"Settings {node}.NAME, with their defaults:", rows))
+            sections.append(_listed(f"Settings {node}.NAME and their defaults:", rows))
         else:
-            sections.append(_listed("Settings, with their defaults (--cfg job prints all):", [*rows, *_ADDED]))
+            sections.append(_listed("Settings and their defaults (--cfg job prints all):", [*rows, *_ADDED]))
     return sections
 
 
 def _listed(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    """Names, and what they are, in two columns under a title."""
+    """Return names and descriptions in two columns under a title."""
     width = min(max(len(name) for name, _ in rows), _NAMES)
     lines = [_wrapped(f"  {name:<{width}}  ", about) for name, about in rows]
     return "\n".join([title, *lines])
 
 
 def _first_screen(config_dir: str | None) -> str:
-    """Return the commands in groups, the first steps, and further help, on one screen."""
+    """Return the commands by group, the first steps, and pointers to further help, on one screen."""
     found = {name: command for name in commands.names() if (command := commands.find(name))}
     width = max(map(len, found))
     lines = [(trainer.__doc__ or "").partition("\n")[0], "", "usage: trainer COMMAND [SETTING=VALUE ...] [FLAGS]"]
@@ -119,7 +119,7 @@ def _first_screen(config_dir: str | None) -> str:
         rows = [(f"{name:<{width}}", command.summary) for name, command in found.items() if command.group == title]
         lines += ["", _listed(f"{title}:", rows)]
     recipes = ", ".join(options("recipe", config_dir)) or "none yet: put one into conf/recipe/"
-    return "\n".join([*lines, "", _BEGIN, "", _wrapped("Recipes: ", recipes), "", _READ_ON])
+    return "\n".join([*lines, "", _FIRST_STEPS, "", _wrapped("Recipes: ", recipes), "", _FURTHER_HELP])
 
 
 def _wrapped(start: str, text: str) -> str:
@@ -127,7 +127,7 @@ def _wrapped(start: str, text: str) -> str:
 
 
 def versions() -> str:
-    """The versions of this package and of those it stands on, without importing them."""
+    """Return the versions of this package and of its dependencies, without importing them."""
     names = ("torch", "lightning", "torchmetrics", "hydra-core")
     lines = [f"{name} {version_of(name) or 'is not installed'}" for name in names]
     return "\n".join([f"trainer {trainer.__version__}", *lines])
@@ -139,4 +139,4 @@ def _groups(config_dir: str | None) -> str:
         found = ", ".join(options(group, config_dir)) or "none yet"
         name = f"+{group}=" if group in GROUPS_TO_ADD else f"{group}="
         rows.append((name, f"{found}{f'  ({about})' if about else ''}"))
-    return _listed("Settings that choose a file, conf/GROUP/OPTION.yaml, of ours or of your own:", rows)
+    return _listed("Config groups: GROUP=OPTION uses conf/GROUP/OPTION.yaml of your project or of this package:", rows)

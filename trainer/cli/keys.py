@@ -1,7 +1,7 @@
 """Config groups, their options, and the meaning of each key of a composed config.
 
-A config file has the meaning of a key in the comment behind it, and of a node in the comment at the top of the file.
-`trainer.arguments` has the meanings of the ``trainer`` node. Needs neither torch nor Hydra.
+The meaning of a key is the comment after it in a config file, and that of a node the comment at the top of the file.
+The meanings of the ``trainer`` node are in `trainer.arguments`. Imports neither torch nor Hydra.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def options(group: str, config_dir: str | None = None) -> dict[str, Path]:
 
     Args:
         group: such as ``recipe``.
-        config_dir: the value of ``--config-dir``, if any.
+        config_dir: the value of ``--config-dir``, or None.
     """
     files: dict[str, Path] = {}
     for folder in conf_folders(config_dir):
@@ -59,20 +59,20 @@ def description(file: Path) -> str:
 def meanings(composer: Composer, words: Sequence[str]) -> tuple[dict[str, str], set[str]]:
     """Return the meaning of each key by its full name, and the keys that files set.
 
-    The last file that explains a key counts. A comment in a recipe is added in brackets.
+    If several files explain a key, the last one counts. A comment in a recipe is appended in brackets.
 
     Args:
         composer: finds the files.
-        words: of the command line, which choose options of config groups.
+        words: overrides, which choose options of config groups.
     """
     found, written = {f"trainer.{name}": one.meaning for name, one in SETTINGS.items()}, set[str]()
     for file, group, package in composer.files(words):
         entries = list(_entries(file, f"{package}." if package else ""))
         is_remark = group in GROUPS_TO_ADD
-        if group and not is_remark and (told := description(file)):
+        if group and not is_remark and (meaning := description(file)):
             nodes = [name for name, is_node, _ in entries if is_node and name.count(".") == 1]
             for node in (group, *(nodes[:1] if group in ("callbacks", "logger") else ())):
-                found[node] = told
+                found[node] = meaning
         for name, _, comment in entries:
             written.add(name)
             before = found.get(name, "")

@@ -1,7 +1,7 @@
-"""The one number a run is judged by: what a sweep names the best job by, and a sweeper optimises. Imports no torch.
+"""The objective of a run: the metric that ranks the jobs of a sweep and that a sweeper optimizes. Imports no torch.
 
-It is the metric ``objective.metric`` or, where that is null, the one that the run's checkpoints, else its early
-stopping, go by. Its value is `trainer.record.run_record.RunRecord.objective_value`.
+It is the metric ``objective.metric`` or, if that is null, the one that the run's checkpoints monitor, else its early
+stopping. Its value is `trainer.record.run_record.RunRecord.objective_value`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Objective:
 
 
 def choose(node: Mapping[str, Any] | None, monitor: Mapping[str, Any] | None) -> tuple[str, str] | None:
-    """Which metric is optimised, and which way it is better: ``"min"`` or ``"max"``; None where nothing says so.
+    """Return the metric to optimize and its mode, ``"min"`` or ``"max"``; None if there is no metric.
 
     Args:
         node: the config's ``objective``.
-        monitor: metric and mode that checkpoints or early stopping go by.
+        monitor: metric and mode that checkpoints or early stopping monitor.
     """
     node, monitor = node or {}, monitor or {}
     metric = node.get("metric") or monitor.get("metric")
@@ -39,8 +39,8 @@ def choose(node: Mapping[str, Any] | None, monitor: Mapping[str, Any] | None) ->
 
 
 def monitored(callbacks: Any) -> dict[str, Any] | None:
-    """Metric and mode that the checkpoints, else the early stopping, among a config's ``callbacks`` go by, if any."""
+    """Return metric and mode that a config's ``callbacks`` monitor, checkpoints before early stopping; None if none."""
     named = (node for node in (callbacks or {}).values() if isinstance(node, Mapping) and node.get("monitor"))
-    nodes = [node for node in named if node["monitor"] != "auto"]  # which the run will find out
+    nodes = [node for node in named if node["monitor"] != "auto"]  # resolved during the run
     nodes.sort(key=lambda node: "Checkpoint" not in str(node.get("_target_")))
     return {"metric": nodes[0]["monitor"], "mode": nodes[0].get("mode", "min")} if nodes else None

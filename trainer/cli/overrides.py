@@ -15,9 +15,9 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer import redaction
 from trainer.cli.walk import walk
 
-_OF_ONE_RUN = re.compile(r"\$\{(?:hydra:job\.|now:)[^${}]*\}")
-_OF_A_JOB = re.compile(r"\$\{hydra:job\.(?:num|id)\}")
-_OF_ANY_RUN = re.compile(r"\$\{hydra:(?!job\.)")  # such as its folder
+_RUN_SPECIFIC = re.compile(r"\$\{(?:hydra:job\.|now:)[^${}]*\}")
+_JOB_NUMBER = re.compile(r"\$\{hydra:job\.(?:num|id)\}")
+_KEPT = re.compile(r"\$\{hydra:(?!job\.)")  # such as the folder of the run
 _PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)$)[a-z_][a-z0-9_./-]*", re.IGNORECASE)
 
 
@@ -39,7 +39,7 @@ def with_values(words: Sequence[str], config: DictConfig) -> list[str]:
         if isinstance(raw, dict) or not re.fullmatch(r"[\w/.-]+", key):
             continue
         is_set = any(_sets(override, key) for _, override in parsed)
-        if _OF_A_JOB.search(str(raw)) and not is_set and (value := _value_of(raw, config)) != raw:
+        if _JOB_NUMBER.search(str(raw)) and not is_set and (value := _value_of(raw, config)) != raw:
             written.append(_written(parser.parse_override(f"{key}=null"), value))
     return written
 
@@ -56,7 +56,7 @@ def _sets(override: Override, key: str) -> bool:
 
 
 def _value_of(raw: Any, config: DictConfig) -> Any:
-    """Return ``raw``, a value that may contain interpolations, with their values; as it is if they have none."""
+    """Return ``raw`` with interpolations replaced by their values; unchanged if they have none."""
     if isinstance(raw, dict):
         return {key: _value_of(child, config) for key, child in raw.items()}
     if isinstance(raw, list):
@@ -64,10 +64,10 @@ def _value_of(raw: Any, config: DictConfig) -> Any:
     if not isinstance(raw, str) or "${" not in raw:
         return raw
     try:
-        if _OF_ANY_RUN.search(raw):
-            return _OF_ONE_RUN.sub(lambda found: str(_resolved(found[0], config)), raw)
+        if _KEPT.search(raw):
+            return _RUN_SPECIFIC.sub(lambda found: str(_resolved(found[0], config)), raw)
         value = redaction.containers(_resolved(raw, config))
-    except OmegaConfBaseException:  # the run reports it
+    except OmegaConfBaseException:  # the run reports this error
         return raw
     return raw if "${" in str(value).replace("${oc.env:", "") else value
 

@@ -1,4 +1,4 @@
-"""Which process of a run this is, and what the others must know of it, as told by the environment."""
+"""The rank of this process, and the environment variables that processes of a command share."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from contextlib import contextmanager
 from trainer._lazy import garbage_collection_paused
 
 PARENT = "TRAINER_PARENT"
-"""The variable with the process id of the sweep that has started this process, and that it ends with."""
+"""Environment variable with the id of the process of a sweep. A job exits when that process exits."""
 
 DEBUG = "TRAINER_DEBUG"
-"""The variable of the environment that says ``--debug`` to every process of a command."""
+"""Environment variable that passes ``--debug`` to all processes of a command."""
 
-# What a launcher leaves behind for the processes of one run, and no other run may see.
-_LEAKS = (
+_RUN_SPECIFIC = (
     "GROUP_RANK",
     "GROUP_WORLD_SIZE",
     "LOCAL_RANK",
@@ -37,29 +36,30 @@ _LEAKS = (
     "ROLE_WORLD_SIZE",
     "WORLD_SIZE",
 )
+"""Environment variables that a launcher sets for the processes of one run, and that other runs must not inherit."""
 
 
 def rank() -> int:
-    """The global rank, as far as the launcher (torchrun, Lightning's own, SLURM) has said; else that on this node."""
+    """Return the global rank from the variables of the launcher (torchrun, Lightning, Slurm), else the local rank."""
     names = ("RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "LOCAL_RANK")
     return next((int(os.environ[name]) for name in names if name in os.environ), 0)
 
 
 def is_first() -> bool:
-    """Whether this is global rank 0, as far as the launcher has said."""
+    """Return whether this is global rank 0 according to the variables of the launcher."""
     is_global = any(name in os.environ for name in ("RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"))
     return rank() == 0 and (is_global or int(os.environ.get("NODE_RANK", 0)) == 0)
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun started this process together with others."""
+    """Return whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def slurm_step() -> str | None:
-    """The job and the step, such as ``"17.0"``, whose tasks srun has started, this process among them; else None.
+    """Return job and step of Slurm, such as ``"17.0"``, if srun started this process; otherwise None.
 
-    A job that Slurm runs again keeps both.
+    A requeued job has the same job and step.
     """
     if under_torchrun() or not {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"} <= os.environ.keys():
         return None
@@ -67,19 +67,19 @@ def slurm_step() -> str | None:
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` without what belongs to a single run, for a run of its own."""
+    """Return ``environment`` without the variables of a single run, to start another run with."""
     return {
         name: value
         for name, value in environment.items()
-        if name not in _LEAKS and not name.startswith("TORCHELASTIC_")
+        if name not in _RUN_SPECIFIC and not name.startswith("TORCHELASTIC_")
     }
 
 
 def end_with_parent() -> None:
-    """Save and end, by a SIGTERM, when the sweep that has started this process is gone without a word (killed)."""
+    """Send SIGTERM to this process, so that it saves and exits, if the sweep that started it is killed."""
     parent = int(os.environ.pop(PARENT, 0))
     if parent != os.getppid() or os.name != "posix":
-        return  # elsewhere a process does not learn of it
+        return  # only POSIX reports a new parent
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -91,7 +91,7 @@ def end_with_parent() -> None:
 
 @contextmanager
 def environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """A context in which environment variables have these values; None for unset. Processes started in it see them."""
+    """Set environment variables inside the context; None unsets one. Processes that are started inside inherit them."""
     before = {name: os.environ.get(name) for name in values}
     _set_environment(values)
     try:
@@ -110,9 +110,9 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
 
 @contextmanager
 def imports_only() -> Iterator[None]:
-    """Pause garbage collection for the first import of torch and Lightning, and exclude the imported objects from it.
+    """Pause garbage collection during the first import of torch and Lightning, and freeze the imported objects.
 
-    The process is ours, so that they are excluded until it exits.
+    They stay frozen until the process exits, which runs only this command.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -125,12 +125,12 @@ def imports_only() -> Iterator[None]:
             atexit.register(gc.unfreeze)  # extensions complain at exit if their objects are not collected
 
 
-def agree(folder: str) -> str:
-    """Rank 0's ``folder``, on every rank that torchrun started; elsewhere ``folder`` itself.
+def broadcast_folder(folder: str) -> str:
+    """Return the ``folder`` of rank 0 on all ranks that torchrun started; without torchrun, return ``folder``.
 
-    Every rank composes the config, and with it the time in the folder's name, for itself. torchrun serves a
-    key-value store for the ranks to find each other; the name goes through that before there is a process
-    group. Slurm serves none, and folders are named after its jobs.
+    Each rank composes the config itself, and the time in the folder's name differs. There is no process group yet, so
+    the name is sent through the key-value store that torchrun serves. Slurm has no such store; its folders are named
+    after the job.
     """
     if not under_torchrun():
         return folder
@@ -145,5 +145,5 @@ def agree(folder: str) -> str:
 
 
 def is_debug() -> bool:
-    """Whether errors are to be shown with their tracebacks."""
+    """Return whether ``--debug`` was given, so that errors are printed with tracebacks."""
     return os.environ.get(DEBUG, "") not in ("", "0")

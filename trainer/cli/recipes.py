@@ -1,4 +1,4 @@
-"""``trainer recipes``: what can be run, what a recipe says, and a copy of one to edit. Needs no torch."""
+"""``trainer recipes``: list the recipes, print one with the meaning of its keys, or copy one. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from trainer.errors import did_you_mean
 from trainer.files import from_here
 
 _SPECIAL = {
-    "_target_": "what is made of this node",
-    "_partial_": "true: the rest of its arguments are given later",
-    "_args_": "arguments without a name",
-    "_recursive_": "whether the nodes inside are made first",
-    "_convert_": "how containers are passed on",
+    "_target_": "the class or function to call",
+    "_partial_": "true: functools.partial; the other arguments are passed later",
+    "_args_": "positional arguments",
+    "_recursive_": "whether nested nodes are built first",
+    "_convert_": "how containers are passed",
 }
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _COLUMN = 44
-"""Where comments begin, if the line is not longer."""
+"""Column of the comments, if the line is shorter."""
 
 
 def command(arguments: Arguments) -> int:
-    """``trainer recipes``, ``trainer recipes NAME [SETTING=VALUE ...]`` and ``trainer recipes copy NAME [NEWNAME]``."""
+    """Run ``recipes``, ``recipes NAME [SETTING=VALUE ...]`` or ``recipes copy NAME [NEWNAME]``."""
     config_dir = arguments.flags.get("--config-dir")
     names = [word for word in arguments.words if "=" not in word]
     overrides = [word for word in arguments.words if "=" in word] + arguments.overrides
@@ -37,29 +37,34 @@ def command(arguments: Arguments) -> int:
         print(table(config_dir))
     elif names[0] == "copy":
         if len(names) == 1:
-            raise UsageError("recipes copy needs the name of a recipe: recipes copy NAME [NEWNAME].")
+            raise UsageError("recipes copy got no recipe, expected recipes copy NAME [NEWNAME].")
         print(copy(names[1], names[-1], config_dir))
     elif len(names) > 1:
-        raise UsageError(f"Got the recipes {' and '.join(names)}, expected one; or copy NAME [NEWNAME].")
+        raise UsageError(f"Got the recipes {' and '.join(names)}, expected one, or copy NAME [NEWNAME].")
     else:
         print(show(names[0], overrides, config_dir))
     return 0
 
 
 def table(config_dir: str | None = None) -> str:
-    """The recipes, ours and those in ``./conf``, one a line."""
+    """Return the recipes of this package and of ``./conf``, with a description, one per line."""
     found = options("recipe", config_dir)
     width = max(map(len, found))
     return "\n".join(f"{name:<{width}}  {description(file)}".rstrip() for name, file in found.items())
 
 
 def show(name: str, overrides: Sequence[str], config_dir: str | None = None) -> str:
-    """A recipe, composed, with the meaning of every key.
+    """Return a composed recipe as YAML with the meaning of each key.
 
-    Left out are Hydra's own node, and settings of the Trainer that nobody sets.
+    The ``hydra`` node and Trainer settings that no file sets are left out.
+
+    Args:
+        name: of the recipe.
+        overrides: of the command line.
+        config_dir: the value of ``--config-dir``, or None.
 
     Raises:
-        UsageError: there is no such recipe, or an override that does not fit.
+        UsageError: if there is no such recipe, or an override is invalid.
     """
     from omegaconf import OmegaConf
 
@@ -78,15 +83,17 @@ def show(name: str, overrides: Sequence[str], config_dir: str | None = None) -> 
         if name not in SETTINGS or value != SETTINGS[name].default or f"trainer.{name}" in written
     }
     del config["hydra"]
-    return "\n".join([*heading(file), f"# From {_place(file)}, and what it builds upon:", "", annotated(config, known)])
+    return "\n".join(
+        [*heading(file), f"# From {_place(file)} and the files it includes:", "", annotated(config, known)]
+    )
 
 
 def annotated(config: dict[Any, Any], known: Mapping[str, str]) -> str:
-    """``config`` as YAML with the meaning behind every key that has one.
+    """Return ``config`` as YAML, with the meaning of each key as a comment.
 
     Args:
-        config: as plain containers.
-        known: the meanings by key.
+        config: plain containers.
+        known: meanings by key.
     """
     return "\n".join(_lines(config, known, ""))
 
@@ -109,23 +116,21 @@ def _meaning(key: str, value: Any, known: Mapping[str, str]) -> str:
     if known.get(key):
         return known[key]
     reference = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
-    return _SPECIAL.get(key.rpartition(".")[2]) or (f"what {reference[1]} is" if reference else "")
+    return _SPECIAL.get(key.rpartition(".")[2]) or (f"the value of {reference[1]}" if reference else "")
 
 
 def copy(name: str, new: str, config_dir: str | None = None) -> str:
-    """Write a recipe to ``./conf/recipe/NEW.yaml``, to be edited; returns what to say about it.
+    """Copy a recipe to ``./conf/recipe/NEW.yaml``, and return a message about it.
 
     Raises:
-        UsageError: there is no such recipe, the file is there already, or ``new`` is no name.
+        UsageError: if there is no such recipe, the file exists already, or ``new`` is not a valid name.
     """
     file = _find(name, config_dir)
     if not re.fullmatch(r"\w[\w-]*", new):
-        raise UsageError(f"{new!r} is no name for a recipe, expected letters, digits, - and _.")
+        raise UsageError(f"Got {new!r} as the name of a recipe, expected letters, digits, - and _.")
     target = Path("conf", "recipe", f"{new}.yaml")
     if target.exists():
-        raise UsageError(
-            f"{target} is there already: nothing was written. Choose another name: recipes copy {name} NAME"
-        )
+        raise UsageError(f"{target} exists already. Choose another name: recipes copy {name} NAME")
     text = re.sub(
         rf"(?<![\w.])(\+?recipe=){re.escape(name)}(?![\w/-]|\.\w)", rf"\g<1>{new}", file.read_text(encoding="utf-8")
     )
@@ -150,7 +155,7 @@ def _find(name: str, config_dir: str | None) -> Path:
 
 
 def _place(file: Path) -> str:
-    """Where a config is: from the working directory on, or within our package."""
+    """Return the path of a config, relative to the working directory or to this package."""
     ours = packaged_conf()
     if file.is_relative_to(ours) and not file.is_relative_to(Path.cwd()):
         return f"the package's conf/{file.relative_to(ours).as_posix()}"

@@ -1,4 +1,4 @@
-"""Run a few steps of a config on throw-away objects, for ``checks``, ``export`` and ``tune``."""
+"""Run a few steps of a config for ``checks``, ``export`` and ``tune``, with objects that are discarded afterwards."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from trainer.precision.devices import now
 
 
 class Done(Exception):  # noqa: N818 - not an error
-    """Raised by a callback to end a run."""
+    """Raised by a callback to end the run."""
 
 
 def rehearse(trainer: Any, module: Any, observer: Callback, stage: str = "fit", **arguments: Any) -> None:
-    """Run a stage of the Trainer until ``observer`` raises :class:`Done`, or to its end.
+    """Run a stage of the Trainer to its end, or until ``observer`` raises :class:`Done`.
 
     Args:
         trainer: from :func:`trainer.cli.run.assemble`.
         module: from :func:`trainer.cli.run.assemble`.
-        observer: is added to the callbacks of the Trainer.
-        stage: the method of the Trainer.
-        arguments: of that method.
+        observer: added to the callbacks of the Trainer.
+        stage: name of the Trainer's method, such as ``"fit"``.
+        arguments: keyword arguments of that method.
     """
     trainer.callbacks = [*trainer.callbacks, observer]
     with suppress(Done):
@@ -32,7 +32,7 @@ def rehearse(trainer: Any, module: Any, observer: Callback, stage: str = "fit", 
 
 
 def first_weights(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the argument of ``fit`` for the weights that the config's training begins with."""
+    """Return the keyword argument of ``fit`` for the config's initial weights; empty if it has none."""
     return {} if settings["weights"] is None else {"weights": settings["weights"]}
 
 
@@ -40,10 +40,10 @@ class Clock(Callback):
     """Measure the seconds of each training step, without the time to load its batch.
 
     Args:
-        clock: returns seconds.
+        clock: returns the time in seconds.
 
     Attributes:
-        seconds: of each batch so far.
+        seconds: duration of each step so far.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -1,9 +1,9 @@
-"""``ckpt=RUN``: a command for a checkpoint, with the config of the run that wrote it. Imports no torch.
+"""``ckpt=RUN``: run a command on a checkpoint with the config of the run that wrote it. Imports no torch.
 
-The config is taken as it was composed (``.hydra/config.yaml`` in the run's folder), not composed again from the run's
-overrides: recipes change, and may be missing where the command is run. It becomes a primary config of Hydra's, held in
-memory, so that overrides, other options of a group and sweeps work as ever, and it passes the checks that every config
-does. Groups that the command line chooses an option of are left out of it and listed behind it.
+The config is the composed one (``.hydra/config.yaml`` in the run's folder). It is not composed again from the run's
+overrides, because recipes change or may be missing. It becomes an in-memory primary config of Hydra, so that overrides,
+options of config groups, sweeps and all checks work as usual. Groups for which the command line chooses an option are
+removed from it, and their options follow it.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from trainer.record.run_record import load_run
 from trainer.terminal import is_quiet
 
 _CONFIG = Path(".hydra", "config.yaml")
-_DEEPEST = 4
-"""Folders that a checkpoint may lie below its run's."""
+_MAX_DEPTH = 4
+"""Largest number of folders between the folder of a run and its checkpoint."""
 
-_NOT_OF_A_RUN = ("allowed_packages", "defaults", "hydra", "ckpt", "ckpt_path", "weights", "resume")
-"""Keys of a saved config that are not taken over."""
-_OF_COMMANDS = ("checks", "compare", "tune")
-"""Groups with the settings of a command. A run's config has them because every config does; the command's own count."""
+_NOT_RESTORED = ("allowed_packages", "defaults", "hydra", "ckpt", "ckpt_path", "weights", "resume")
+"""Keys of a saved config that are ignored."""
+_COMMAND_GROUPS = ("checks", "compare", "tune")
+"""Groups with the settings of a command. Those of a saved config are ignored, too."""
 
 
 def apply(arguments: Arguments) -> None:
-    """Where ``arguments`` have ``ckpt=``, have the config of that run composed in the place of the default one.
+    """If ``arguments`` contain ``ckpt=``, replace the default config by the config of that run.
 
     Raises:
-        UsageError: there is no such checkpoint, no config of a run beside it, or one that cannot be read; or the
-            command line asks for another config as well.
+        UsageError: if the checkpoint does not exist, no config belongs to it, the config cannot be read, or the command
+            line chooses another config.
     """
     given = [word for word in arguments.overrides if word.lstrip("+").startswith("ckpt=")]
     if not given:
@@ -52,31 +52,31 @@ def apply(arguments: Arguments) -> None:
     run = run_of(checkpoint)
     if run is None:
         raise UsageError(
-            f"ckpt is {asked}, which lies in no folder of a run: there is no {_CONFIG} beside it or above it. Say what"
-            f" it belongs to: python -m trainer {arguments.command} +recipe=NAME ckpt_path={asked}"
+            f"ckpt is {asked}, expected a checkpoint in the folder of a run: there is no {_CONFIG} in the folders above"
+            f" it. Choose its config: python -m trainer {arguments.command} +recipe=NAME ckpt_path={asked}"
         )
     arguments.overrides = [word for word in arguments.overrides if word not in given]
     groups = _chosen(arguments)
     node = _config(run, checkpoint, groups)
     ConfigStore.instance().store(name=RESTORED, node=node, provider="run")
-    arguments.overrides.append(f"ckpt={quoted(str(checkpoint))}")  # other processes are to take this one
+    arguments.overrides.append(f"ckpt={quoted(str(checkpoint))}")  # so that other processes use the same checkpoint
     arguments.flags["--config-name"] = RESTORED
     if is_first() and not is_quiet() and not arguments.shows:
         started = _started_in(run)
-        elsewhere = f" That was run in {started}." if started not in (None, str(Path.cwd())) else ""
+        elsewhere = f" It was started in {started}." if started not in (None, str(Path.cwd())) else ""
         print(printable(f"{arguments.command} with {checkpoint.name} and the config of {run}.{elsewhere}"), flush=True)
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """The folder of the run that wrote ``checkpoint``; None where there is none above it."""
-    for folder in checkpoint.absolute().parents[:_DEEPEST]:
+    """Return the folder of the run that wrote ``checkpoint``; None if it is not in the folder of a run."""
+    for folder in checkpoint.absolute().parents[:_MAX_DEPTH]:
         if (folder / _CONFIG).is_file():
             return from_here(folder)
     return None
 
 
 def recipe_of(checkpoint: str | None) -> str | None:
-    """The recipe of the run that wrote ``checkpoint``, where that is known."""
+    """Return the recipe of the run that wrote ``checkpoint``, or None if it is unknown."""
     run = None if checkpoint is None else run_of(Path(checkpoint))
     recipe = None if run is None else load_run(run).recipe
     return recipe if recipe is not None and re.fullmatch(r"\w[\w./-]*", recipe) else None
@@ -84,21 +84,21 @@ def recipe_of(checkpoint: str | None) -> str | None:
 
 def _refuse_contradictions(arguments: Arguments, asked: str) -> None:
     if arguments.command == "compare":
-        raise UsageError("ckpt is for fit, validate, test and predict; compare trains anew. Leave it out.")
+        raise UsageError("Got ckpt with compare, which trains from the beginning. Remove it.")
     if "," in asked and arguments.multirun:
-        raise UsageError("ckpt has several values, expected one: each run has a config of its own.")
+        raise UsageError(f"Got ckpt={asked}, expected one value: each run has its own config.")
     keys = {word.lstrip("+~").partition("=")[0] for word in arguments.overrides}
     if "recipe" in keys or arguments.flags.get("--config-name", RESTORED) != RESTORED:
         raise UsageError(
-            f"ckpt={asked} brings the config of its run along, and the command line names another. Leave out the"
-            " recipe; or, to give the weights to another config, write ckpt_path=FILE for ckpt."
+            f"Got ckpt={asked}, which uses the config of its run, and another config or recipe. Remove the recipe, or"
+            " use ckpt_path=FILE instead of ckpt to load the checkpoint into another config."
         )
     if "ckpt_path" in keys:
-        raise UsageError("Got ckpt and ckpt_path, expected one: ckpt restores the run's config, ckpt_path does not.")
+        raise UsageError("Got ckpt and ckpt_path, expected one: ckpt uses the config of the run, ckpt_path does not.")
 
 
 def _chosen(arguments: Arguments) -> dict[str, str]:
-    """The config groups that the command line chooses an option of, with it, or the first one of a sweep."""
+    """Return the option of each config group that the command line chooses; the first one of a sweep."""
     composer = Composer(arguments)
     chosen = {}
     for override in composer.parse(arguments.overrides):
@@ -109,12 +109,12 @@ def _chosen(arguments: Arguments) -> dict[str, str]:
 
 
 def _config(run: Path, checkpoint: Path, groups: dict[str, str]) -> dict[str, Any]:
-    """The primary config: ours where the run has none, the run's, and behind it the options of ``groups``."""
+    """Return the primary config: the default config, updated by the config of the run, then options of ``groups``."""
     base = yaml.safe_load((packaged_conf() / f"{CONFIG_NAME}.yaml").read_text(encoding="utf-8"))
     del base["defaults"]
-    left_out = (*_NOT_OF_A_RUN, *_OF_COMMANDS)
+    left_out = (*_NOT_RESTORED, *_COMMAND_GROUPS)
     saved = {name: value for name, value in _read(run / _CONFIG).items() if name not in left_out}
-    if isinstance(callbacks := saved.get("callbacks"), dict):  # none of this command's trials
+    if isinstance(callbacks := saved.get("callbacks"), dict):  # the run is not a trial of this command's study
         saved["callbacks"] = {
             name: node
             for name, node in callbacks.items()
@@ -130,7 +130,7 @@ def _config(run: Path, checkpoint: Path, groups: dict[str, str]) -> dict[str, An
     defaults: list[Any] = [
         "_schema/trainer@trainer",
         "_self_",
-        *({group: option} for group, option in {**dict.fromkeys(_OF_COMMANDS, "default"), **groups}.items()),
+        *({group: option} for group, option in {**dict.fromkeys(_COMMAND_GROUPS, "default"), **groups}.items()),
         {"override hydra/job_logging": "trainer"},
         {"override hydra/hydra_logging": "none"},
     ]
@@ -143,21 +143,21 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise _damaged(file, "it is not valid YAML") from error
     if not isinstance(saved, dict) or not isinstance(saved.get("trainer"), dict) or "model" not in saved:
-        raise _damaged(file, "expected the settings of a run, with trainer and model among them")
+        raise _damaged(file, "expected the settings of a run, including trainer and model")
     return {str(name): value for name, value in saved.items()}
 
 
-def _damaged(file: Path, what: str) -> UsageError:
+def _damaged(file: Path, problem: str) -> UsageError:
     return UsageError(
-        f"{file} is damaged: {what}. To use the checkpoint all the same, say what it belongs to: +recipe=NAME"
-        " ckpt_path=FILE in the place of ckpt."
+        f"{file} is damaged: {problem}. To use the checkpoint anyway, choose its config: +recipe=NAME ckpt_path=FILE"
+        " instead of ckpt."
     )
 
 
 def _started_in(run: Path) -> str | None:
-    """The working directory that the run had; None where that is not known."""
+    """Return the working directory of the run, or None if it is unknown."""
     try:
-        told = yaml.safe_load((run / ".hydra" / "hydra.yaml").read_text(encoding="utf-8"))
-        return str(told["hydra"]["runtime"]["cwd"])
+        saved = yaml.safe_load((run / ".hydra" / "hydra.yaml").read_text(encoding="utf-8"))
+        return str(saved["hydra"]["runtime"]["cwd"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
         return None

@@ -1,4 +1,4 @@
-"""One run: from the config to objects, from objects to a result. The only module here that needs torch."""
+"""Run a config: build the objects, execute the command, and write the record."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from trainer.cli.objective import choose, monitored
 from trainer.cli.overrides import with_values
 from trainer.cli.processes import PARENT, end_with_parent, imports_only, is_first
 from trainer.cli.restore import recipe_of, run_of
+from trainer.cli.run_warnings import log_warnings
 from trainer.cli.targets import Allowlist
-from trainer.cli.warned import noted
-from trainer.cli.workdir import config_flags, go_on_command
+from trainer.cli.workdir import config_flags, resume_command
 from trainer.errors import ConfigurationError, FolderInUseError, TrainerError, did_you_mean, memory_at
 from trainer.files import from_here
 from trainer.loggers import LoggedRun
@@ -38,19 +38,19 @@ from trainer.record.sweep import worth_showing
 from trainer.terminal import is_quiet
 
 ADVICE = "lightning.pytorch.advice"
-"""The logger of advice, which conf/hydra/job_logging/trainer.yaml lets through to the terminal."""
+"""Name of the logger of advice, which conf/hydra/job_logging/trainer.yaml prints to the terminal."""
 
-_MADE = ("precision", "callbacks", "logger", "data", "model")
-"""Nodes of the config that become objects, beside the Trainer's."""
+_NODES = ("precision", "callbacks", "logger", "data", "model")
+"""Nodes of the config that become objects, in addition to the Trainer."""
 
-_MOST_METRICS = 4
-"""In the last line of a quiet run."""
+_MAX_METRICS = 4
+"""Largest number of metrics in the last line of a quiet run."""
 
 log = logging.getLogger(__name__)
 
 
 def task(config: DictConfig) -> float | None:
-    """What Hydra calls: the run itself or, in a sweep, the start of one.
+    """Run a config, or start the process of a job in a sweep. Hydra calls this function.
 
     Returns:
         The value of the objective, for the sweeper.
@@ -59,18 +59,18 @@ def task(config: DictConfig) -> float | None:
         from trainer.cli.sweep.jobs import run_job
 
         return run_job(config)
-    with noted():
+    with log_warnings():
         return run(config)
 
 
 def run(config: DictConfig) -> float | None:
-    """Build the objects, do ``config.command``, and write down how it went.
+    """Build the objects, execute ``config.command``, and write the record of the run.
 
     Returns:
-        The value of the objective at the end; None without one.
+        The value of the objective at the end, or None without an objective.
 
     Raises:
-        UsageError: a config that cannot be resolved, or a ``_target_`` that cannot be built.
+        UsageError: if the config cannot be resolved, or a ``_target_`` cannot be built.
     """
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
@@ -90,35 +90,35 @@ def run(config: DictConfig) -> float | None:
     started = time.monotonic()
     try:
         settings = resolve(config)
-        record.facts["objective"] = _goal(settings, {})
+        record.facts["objective"] = _objective(settings, {})
         if is_first():
             _redact_dumps(folder, hydra.output_subdir)
             record.facts["environment"] = environment()
         module, data, trainer = assemble(settings, folder, record)
-        started = time.monotonic()  # importing and building is not what a run is compared by
-        with _last_has_to_exist(settings):
+        started = time.monotonic()  # so that imports and construction are not in the run's time
+        with _require_last_checkpoint(settings):
             _execute(settings, record, module, data, trainer)
         _complete(record, trainer, started, "completed")
     except (KeyboardInterrupt, SystemExit) as error:
         _complete(record, trainer, started, "interrupted")
-        _say_how_to_go_on(folder, config, trainer)
-        if isinstance(error.__context__, BrokenPipeError):  # rich makes an exit of it
-            log.error("Nobody reads what the run prints any more, as after `| head`, so it has ended; -q prints less.")
-        if isinstance(error.__context__, KeyboardInterrupt):  # what the Trainer makes of a Ctrl-C
+        _print_resume_command(folder, config, trainer)
+        if isinstance(error.__context__, BrokenPipeError):  # rich raises SystemExit
+            log.error("The output pipe was closed (for example by `| head`); stopping. -q prints less.")
+        if isinstance(error.__context__, KeyboardInterrupt):  # the Trainer raises SystemExit
             raise KeyboardInterrupt from None
         raise
     except Exception as error:
-        is_ours = not isinstance(error, FolderInUseError)  # or another run will say how it went
+        is_ours = not isinstance(error, FolderInUseError)  # otherwise another run writes its record there
         _complete(record, trainer, started, "failed", redaction.text(f"{type(error).__name__}: {error}"))
         record.facts |= memory_at(error)
-        failure.explain_path(error, settings)
+        failure.add_setting_note(error, settings)
         failure.record(error, folder, config.command, getattr(trainer, "world_size", 1))
         raise
     finally:
-        record.facts["objective"] = _goal(settings, record.facts)
-        if _has_added_nothing(trainer, record):
-            record.facts = record.former  # it tells more: how long it took, for example
-            log.info("Nothing was left to do: the run in %s is complete.", folder)
+        record.facts["objective"] = _objective(settings, record.facts)
+        if _is_unchanged(trainer, record):
+            record.facts = record.former  # which has more facts, such as the time of the training
+            log.info("Nothing to do: the run in %s was complete already.", folder)
         if is_first() and is_ours:
             record.write()
         tracking.end(ok=record.facts["status"] in ENDED_WELL)
@@ -131,20 +131,20 @@ def run(config: DictConfig) -> float | None:
 
 
 def assemble(settings: dict[str, Any], folder: Path, record: RunRecord | None = None) -> tuple[Any, Any, Any]:
-    """The LightningModule, the LightningDataModule (or None) and the Trainer that the config describes.
+    """Return the LightningModule, the LightningDataModule (or None) and the Trainer that the config describes.
 
     Args:
         settings: the resolved config, as plain containers.
-        folder: of the run; the Trainer's ``default_root_dir``.
-        record: of the run, which the Trainer is to keep; None for none.
+        folder: of the run; the default of the Trainer's ``default_root_dir``.
+        record: the record that the Trainer writes, or None to write no record.
     """
     arguments = dict(settings["trainer"])
     target = arguments.pop("_target_")
     allowlist = Allowlist.of(settings)
-    logged: dict[str, Any] | None = None  # settings, as W&B and MLflow show them
+    logged: dict[str, Any] | None = None  # settings that W&B and MLflow show
     if record is not None and tracking.is_asked_for(settings["logger"]):
         settings, logged = _with_tracking(settings, folder, record)
-    with imports_only():  # everything is found and checked before anything is made
+    with imports_only():  # all names are found and checked before any object is built
         import lightning as L
         from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar
 
@@ -156,31 +156,31 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunRecord | None = 
         if settings["seed"] is not None:
             L.seed_everything(settings["seed"], workers=True, verbose=False)
         shared = {name: settings[name] for name in ("optimizer", "scheduler") if _is_taken(name, settings)}
-        check(shared, "", allowlist)  # first, so that a mistake is named where it can be changed
-        check({name: settings[name] for name in _MADE} | {"trainer": arguments}, "", allowlist)
+        check(shared, "", allowlist)  # first, so that an error names the node that contains the mistake
+        check({name: settings[name] for name in _NODES} | {"trainer": arguments}, "", allowlist)
         trainer_class = allowlist.locate(target, "trainer")
 
     for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
         logger = logging.getLogger(name)
-        logger.handlers.clear()  # the terminal and the file that Hydra has set up are enough
-        logger.propagate = True  # Lightning sets False where it is imported before anybody has set up logging
-    # Whoever limits the batches, or has few, knows that a logger gets less than 50 steps; the recipes set what it gets.
+        logger.handlers.clear()  # Hydra's handlers write to the terminal and the log
+        logger.propagate = True  # Lightning sets False if it is imported before logging is configured
+    # Fewer batches than `log_every_n_steps` are expected in short runs, and recipes set that interval.
     warnings.filterwarnings("ignore", "The number of training batches", UserWarning)
-    # `checks` measures what workers would gain, and the recipes have the number that suits their data.
+    # `checks` measures the effect of more workers, and recipes set a suitable number.
     warnings.filterwarnings("ignore", ".*does not have many workers", UserWarning)
-    # A run that goes on from a checkpoint in a folder of its own keeps its own best checkpoints: meant to be so.
+    # A run that resumes from a checkpoint of another folder keeps its own best checkpoints on purpose.
     warnings.filterwarnings("ignore", "The dirpath has changed from", UserWarning)
     arguments = make(arguments, "trainer", allowlist)
     _add_checkpoint_files(arguments, settings["checkpoint_files"])
     if arguments.get("resume") is None and arguments.get("exact_resume") is True:
-        del arguments["resume"], arguments["exact_resume"]  # a Trainer of somebody else's need not know them
+        del arguments["resume"], arguments["exact_resume"]  # because other Trainer classes may not have them
     arguments["default_root_dir"] = arguments["default_root_dir"] or str(folder)
     arguments["precision"] = make(settings["precision"], "precision", allowlist)
     arguments["callbacks"] = _make_all(settings["callbacks"], "callbacks", allowlist)
     if logged is not None:
         tracking.open_stores(settings["logger"])
     arguments["logger"] = _make_all(_available(settings["logger"]), "logger", allowlist) or False
-    unwanted: tuple[type, ...] = ()  # what the default config, or a recipe, has put there
+    unwanted: tuple[type, ...] = ()  # callbacks of the default config or a recipe to remove
     if arguments["barebones"]:
         unwanted = (Checkpoint, Curves, LayerNorms, LearningRateMonitor, RunSummary, ScaleMonitor)
         arguments["logger"], arguments["log_every_n_steps"] = False, None
@@ -196,29 +196,29 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunRecord | None = 
 
     data = make(settings["data"], "data", allowlist)
     if settings["weights"] is not None and not issubclass(trainer_class, Trainer):
-        raise UsageError(f"weights is for trainer.Trainer, and trainer._target_ is {target}: leave one of them out.")
+        raise UsageError(f"Got weights with trainer._target_={target}, expected trainer.Trainer. Remove one of them.")
     module = make(settings["model"], "model", allowlist, fusing(trainer_class))
     _check_kinds(module, data, settings)
     try:
         trainer = trainer_class(**arguments)
-    except ModuleNotFoundError as error:  # of an accelerator, or of a strategy
-        raise UsageError(f"The trainer's settings ask for what is not installed: {error}.") from error
+    except ModuleNotFoundError as error:  # of an accelerator or a strategy
+        raise UsageError(f"The trainer's settings need a package that is not installed: {error}.") from error
     except ConfigurationError:
         raise
     except (TypeError, ValueError) as error:
         if not trainer_class.__module__.startswith(("trainer.", "lightning.")):
             raise
-        raise UsageError(f"The trainer's settings do not go together: {failure.one_line(error)}") from error
-    if is_first() and not is_quiet() and (said := getattr(arguments["precision"], "said", "")):
-        print(said, file=sys.stderr)  # in the log as well; but who asked for "auto" wants to see it
+        raise UsageError(f"The trainer's settings contradict each other: {failure.one_line(error)}") from error
+    if is_first() and not is_quiet() and (choice := getattr(arguments["precision"], "said", "")):
+        print(choice, file=sys.stderr)  # the log has it too, but precision=auto has to print its choice
     return module, data, trainer
 
 
 def _with_tracking(settings: dict[str, Any], folder: Path, record: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings with those of the loggers filled in, and the settings that the loggers show."""
+    """Return the settings with completed settings of the loggers, and the settings that the loggers show."""
     former: Any = {}
     if settings["ckpt"] and settings["command"] != "fit" and (tested := run_of(Path(settings["ckpt"]))):
-        former = read_json(tested).get("tracking") or {}  # the results belong to the run that is tested
+        former = read_json(tested).get("tracking") or {}  # so that results are added to the run that is tested
     is_job = not OmegaConf.is_missing(HydraConfig.get().job, "num")
     run = LoggedRun(folder, settings.get("name") or record.facts["recipe"], folder.parent.name if is_job else None)
     loggers = tracking.complete(settings["logger"], run, former)
@@ -226,28 +226,26 @@ def _with_tracking(settings: dict[str, Any], folder: Path, record: RunRecord) ->
 
 
 def _is_taken(name: str, settings: dict[str, Any]) -> bool:
-    """Whether the model takes the node ``name`` of the config, by an interpolation."""
+    """Return whether the model contains the node ``name`` of the config, through an interpolation."""
     node, model = settings.get(name), settings["model"]
     return isinstance(node, dict) and isinstance(model, dict) and node in model.values()
 
 
-def _say_how_to_go_on(folder: Path, config: DictConfig, trainer: Any) -> None:
-    """After a fit that was interrupted: the command that goes on, unless it is a job, of which its sweep will speak."""
+def _print_resume_command(folder: Path, config: DictConfig, trainer: Any) -> None:
+    """Print the command that resumes an interrupted fit. For the jobs of a sweep, the sweep prints it."""
     has_saved = any(folder.rglob("*.ckpt")) and not getattr(trainer, "fast_dev_run", False)
     hydra = HydraConfig.get()
     words = [word for word in with_values(hydra.overrides.task, config) if not word.startswith("command=")]
     if config.command != "fit" or not is_first() or PARENT in os.environ or not has_saved:
         return
-    if any(
-        word.lstrip("+").startswith(("ckpt=", "ckpt_path=")) for word in words
-    ):  # that is where it would begin again
+    if any(word.lstrip("+").startswith(("ckpt=", "ckpt_path=")) for word in words):  # which would be loaded again
         return
-    command = go_on_command("fit", words, from_here(folder), "hydra.run.dir", config_flags(hydra))
-    print(f"To go on: {command}", file=sys.stderr, flush=True)
+    command = resume_command("fit", words, from_here(folder), "hydra.run.dir", config_flags(hydra))
+    print(f"To resume: {command}", file=sys.stderr, flush=True)
 
 
 def _add_checkpoint_files(arguments: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Have the Trainer write checkpoints as ``settings`` say, where they say something else than by default."""
+    """Add `trainer.CheckpointFiles` with ``settings`` to the Trainer's plugins, unless they are the defaults."""
     from trainer import CheckpointFiles
 
     default = CheckpointFiles()
@@ -267,13 +265,13 @@ def _check_kinds(module: Any, data: Any, settings: dict[str, Any]) -> None:
         refuse_other_package(name, getattr(made, "_orig_mod", made))
         if made is not None and not isinstance(getattr(made, "_orig_mod", made), kind):
             raise UsageError(
-                f"{name} is {settings[name]['_target_']}, which makes a {type(made).__name__}, expected a"
-                f" {kind.__name__}. Write one that uses it, and name that."
+                f"{name} is {settings[name]['_target_']}, which returns a {type(made).__name__}, expected a"
+                f" {kind.__name__}. Write a {kind.__name__} that uses it, and set {name}._target_ to that."
             )
 
 
 def _redact_dumps(folder: Path, subfolder: str | None) -> None:
-    """Take secrets out of what Hydra has written; ``${oc.env:...}`` it leaves as it is, but passwords as well."""
+    """Redact secrets in the files that Hydra wrote, such as passwords. Interpolations of the environment stay."""
     for file in (folder / subfolder).glob("*.yaml") if subfolder else ():
         written = file.read_text(encoding="utf-8")
         if (redacted := redaction.text(written)) != written:
@@ -281,17 +279,17 @@ def _redact_dumps(folder: Path, subfolder: str | None) -> None:
 
 
 def _available(loggers: dict[str, Any]) -> dict[str, Any]:
-    """Leave TensorBoard out if its package is missing and nobody chose it: it is a default of the config."""
+    """Remove TensorBoard if its package is missing and it is there only by default."""
     name = "tensorboard"
     is_chosen = HydraConfig.initialized() and any(name in word for word in HydraConfig.get().overrides.task)
     if name not in loggers or is_chosen or (problem := packages.missing(name)) is None:
         return loggers
-    logging.getLogger(ADVICE).info("No files for TensorBoard are written, which needs %s", problem)
+    logging.getLogger(ADVICE).info("No TensorBoard files are written: TensorBoard needs %s", problem)
     return {key: node for key, node in loggers.items() if key != name}
 
 
 def _make_all(nodes: dict[str, Any] | None, key: str, allowlist: Allowlist) -> list[Any]:
-    """The objects of a group of named nodes; without a target are those a recipe sets but nobody chose."""
+    """Return the objects of a group of named nodes. Nodes without a target, of options not chosen, are ignored."""
     return [
         make(node, f"{key}.{name}", allowlist) for name, node in (nodes or {}).items() if node and "_target_" in node
     ]
@@ -302,10 +300,11 @@ def _execute(settings: dict[str, Any], record: RunRecord, module: Any, data: Any
     if command != "fit" and is_first():
         if checkpoint is None:
             log.warning(
-                "%s uses fresh weights. For those of a run, and its config: ckpt=RUN, its folder or a checkpoint.",
+                "%s uses newly initialized weights. To use the weights and config of a run: ckpt=RUN, its folder or a"
+                " checkpoint.",
                 command,
             )
-        with suppress(OSError):  # no reason to fail a run
+        with suppress(OSError):  # a missing record does not fail the run
             record.write()
     if command == "predict":
         _predict(Path(record.facts["run_dir"]), module, data, trainer, checkpoint)
@@ -322,32 +321,32 @@ def _execute(settings: dict[str, Any], record: RunRecord, module: Any, data: Any
 
 
 @contextmanager
-def _last_has_to_exist(settings: dict[str, Any]) -> Iterator[None]:
-    """Where a command is for the last checkpoint and there is none, raise, where Lightning warns and starts anew."""
+def _require_last_checkpoint(settings: dict[str, Any]) -> Iterator[None]:
+    """Raise if ``ckpt_path=last`` finds no checkpoint; Lightning warns and starts from the beginning."""
     if settings["ckpt_path"] == "last":
         warnings.filterwarnings("error", r'\.\w+\(ckpt_path="last"\) is set, but there is no last checkpoint')
     try:
         yield
-    except UserWarning as warned:
-        if "no last checkpoint" not in str(warned):
+    except UserWarning as warning:
+        if "no last checkpoint" not in str(warning):
             raise
         nodes = [node for node in (settings["callbacks"] or {}).values() if isinstance(node, dict)]
         folders = ", ".join(str(node["dirpath"]) for node in nodes if node.get("dirpath") and "save_last" in node)
         raise UsageError(
-            f"ckpt_path is last, and there is none in {folders or 'any folder of this run'}. To go on with a run, or to"
-            f" use its weights: python -m trainer {settings['command']} ckpt=RUN, its folder. With resume=auto the same"
-            " fit goes on where it stopped, and starts anew where there is nothing."
-        ) from warned
+            f"ckpt_path is last, and there is no last checkpoint in {folders or 'any folder of this run'}. To resume a"
+            f" run, or to use its weights: python -m trainer {settings['command']} ckpt=RUN, its folder. With"
+            " resume=auto, the same fit resumes from its last checkpoint, or starts if there is none."
+        ) from warning
 
 
 def _last_line(run: RunRecord) -> str:
-    """What a run says at its end where it shows no summary."""
-    names = worth_showing(run.metrics)[:_MOST_METRICS] if is_quiet() else []
+    """Return the line that a run without a summary prints at its end."""
+    names = worth_showing(run.metrics)[:_MAX_METRICS] if is_quiet() else []
     metrics = ", ".join(f"{name}={run.metrics[name]:.4g}" for name in names)
     rate = run.samples_per_second
     speed = "" if rate is None or is_quiet() else f", {rate:,.1f} samples/s"
     line = f"{run.command} {run.status} in {run.seconds:.1f} s{speed}" + (f": {metrics}" if metrics else "")
-    return f"{line}. Everything is in {from_here(run.folder)}"
+    return f"{line}. Results are in {from_here(run.folder)}"
 
 
 def _shows_summary(trainer: Any) -> bool:
@@ -357,7 +356,7 @@ def _shows_summary(trainer: Any) -> bool:
 
 
 def _predict(folder: Path, module: Any, data: Any, trainer: Any, checkpoint: str | None) -> None:
-    """Predict; what no callback writes is kept and goes to ``predictions.pt``."""
+    """Predict, and write the predictions to ``predictions.pt`` unless a callback writes them."""
     import torch
     from lightning.pytorch.callbacks import BasePredictionWriter
 
@@ -371,43 +370,43 @@ def _predict(folder: Path, module: Any, data: Any, trainer: Any, checkpoint: str
 
 
 def _complete(record: RunRecord, trainer: Any, started: float, status: str, error: str | None = None) -> None:
-    """Add to the record what it lacks: all of it, where this was no fit, or nobody has recorded it."""
+    """Add the missing facts to the record: its status, and all facts if no `RunRecorder` has added them."""
     facts = record.facts
     if facts["status"] == "running" and trainer is not None:
         from trainer.record.measures import facts_of
 
         try:
             facts |= facts_of(trainer)
-        except Exception:  # what the user has to see is how the run has ended
-            log.warning("The run's record is not complete.", exc_info=True)
+        except Exception:  # must not hide the error of the run
+            log.warning("The record of the run is incomplete.", exc_info=True)
     facts |= {"status": "pruned" if status == "completed" and facts.get("pruned") else status, "error": error}
     facts.setdefault("seconds", round(time.monotonic() - started, 3))
 
 
-def _has_added_nothing(trainer: Any, record: RunRecord) -> bool:
-    """Whether a run that was complete has been resumed, and is where it was."""
-    goes_on = record.facts["command"] == "fit" and getattr(trainer, "ckpt_path", None) is not None
+def _is_unchanged(trainer: Any, record: RunRecord) -> bool:
+    """Return whether a complete run was resumed and did no further step."""
+    is_resumed = record.facts["command"] == "fit" and getattr(trainer, "ckpt_path", None) is not None
     return (
-        goes_on
+        is_resumed
         and record.facts["status"] == "completed"
         and all(record.former.get(key) == record.facts.get(key) for key in ("status", "epochs", "steps"))
     )
 
 
-def _goal(settings: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The metric that is optimised, which way it is better, and its value; None where nothing says which that is."""
+def _objective(settings: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return metric, mode (``"min"`` or ``"max"``) and value of the objective, or None without one."""
     chosen = choose(settings.get("objective"), facts.get("monitor") or monitored(settings.get("callbacks")))
     if chosen is None:
         return None
-    goal = {"metric": chosen[0], "mode": chosen[1]}
-    return goal | {"value": RunRecord({**facts, "objective": goal}, None).objective_value}
+    objective = {"metric": chosen[0], "mode": chosen[1]}
+    return objective | {"value": RunRecord({**facts, "objective": objective}, None).objective_value}
 
 
 def _warn_of_missing_objective(settings: Mapping[str, Any], run: RunRecord) -> None:
     asked = (settings.get("objective") or {}).get("metric")
     if run.command == "fit" and run.completed and asked is not None and asked not in run.metrics:
         log.warning(
-            "objective.metric is %s, which the run has not logged.%s Logged: %s.",
+            "objective.metric is %s, which the run did not log.%s Logged metrics: %s.",
             asked,
             did_you_mean(asked, run.metrics),
             ", ".join(run.metrics) or "nothing",

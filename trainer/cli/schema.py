@@ -1,8 +1,8 @@
-"""Checks of the values in a config. Imports no torch.
+"""Check the values in a config. Imports no torch.
 
-There is one mechanism: the values that a setting accepts (`trainer.arguments.Argument`). They come from the table of
-the Trainer's arguments, from the dataclass of a node such as ``tune``, from the value that the setting has by default,
-or from the signature of the class that gets it.
+All checks use the values that a setting accepts (`trainer.arguments.Argument`). These come from the table of the
+Trainer's arguments, the dataclass of a node such as ``tune``, the default of the setting, or the signature of the class
+that receives it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _BY_TYPE: dict[Any, Any] = {
     NoneType: None,
     list: _LIST,
     tuple: _LIST,
-    dict: Kind("a node with settings of its own", lambda value: isinstance(value, dict)),
+    dict: Kind("a node with settings", lambda value: isinstance(value, dict)),
 }
 
 
 def _type(argument: Argument) -> Any:
-    """Return the type of a setting for OmegaConf, which converts the text of an ``${oc.env:...}`` by it.
+    """Return the type of a setting for OmegaConf, which converts the text of ``${oc.env:...}`` to it.
 
-    Any if words are among the values.
+    Return Any if some of the accepted values are words.
     """
     kinds: list[Any] = []
     for one in argument.accepts or (object,):
@@ -58,18 +58,18 @@ TrainerSettings = make_dataclass(
 """The schema of the ``trainer`` node: names and defaults as in `trainer.Trainer`."""
 
 
-def of_default(default: Any) -> tuple[Any, ...]:
-    """Return the values that may replace ``default``: a number stays a number. Empty if any value may."""
+def accepted_by_default(default: Any) -> tuple[Any, ...]:
+    """Return the values that may replace ``default``, such as numbers for a number. Empty if any value may."""
     if isinstance(default, bool):
-        return (Kind(f"true or false (it is {describe(default)} by default)", lambda value: isinstance(value, bool)),)
+        return (Kind(f"true or false (default: {describe(default)})", lambda value: isinstance(value, bool)),)
     kind = next((_BY_TYPE[type_] for type_ in (float, list, dict) if _BY_TYPE[type_].includes(default)), None)
     if kind is None or isinstance(default, dict):
         return () if kind is None else (kind,)
-    return (kind._replace(words=f"{kind.words} (it is {describe(default)} by default)"),)
+    return (kind._replace(words=f"{kind.words} (default: {describe(default)})"),)
 
 
-def of_hint(hint: Any) -> tuple[Any, ...]:
-    """Return the values that a type annotation accepts. Empty if it is about more than plain values."""
+def accepted_by_hint(hint: Any) -> tuple[Any, ...]:
+    """Return the values that a type annotation accepts. Empty if it contains types other than plain values."""
     members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
     accepts: list[Any] = []
     for member in members:
@@ -82,12 +82,12 @@ def of_hint(hint: Any) -> tuple[Any, ...]:
 
 
 def mistake(key: str, value: Any, accepts: tuple[Any, ...]) -> str | None:
-    """Return an error message if ``value`` is not among the values in ``accepts``, or None.
+    """Return an error message if ``accepts`` does not contain ``value``, otherwise None.
 
     Args:
         key: full key of the setting.
-        value: resolved.
-        accepts: as in `trainer.arguments.Argument`; () for any value.
+        value: resolved value.
+        accepts: accepted values as in `trainer.arguments.Argument`; () for any value.
     """
     is_switch = any(isinstance(one, Kind) and one.words.startswith("true or false") for one in accepts)
     problem = Argument(key, None, "", accepts).mistake(value, key, ("true", "false") if is_switch else ())
@@ -96,14 +96,14 @@ def mistake(key: str, value: Any, accepts: tuple[Any, ...]) -> str | None:
 
 
 def as_number(value: Any) -> str:
-    """Return advice if ``value`` is text that stands for a number; "" otherwise."""
+    """Return advice if ``value`` is a string that can be parsed as a number, otherwise ""."""
     try:
         float(value if isinstance(value, str) else "")
     except ValueError:
         return ""
     return (
-        " What comes from the environment is text: ${oc.decode:${oc.env:NAME}} makes a number of it; on the command"
-        " line within quotes of its own: 'KEY=\"${oc.decode:${oc.env:NAME}}\"'."
+        " Environment variables are text. To convert one to a number, use ${oc.decode:${oc.env:NAME}}; on the command"
+        " line with quotes: 'KEY=\"${oc.decode:${oc.env:NAME}}\"'."
     )
 
 
@@ -120,13 +120,11 @@ def check_trainer(settings: Mapping[str, Any]) -> None:
     for unit in ("epochs", "steps"):
         low, high = settings.get(f"min_{unit}"), settings.get(f"max_{unit}")
         if isinstance(low, int) and isinstance(high, int) and -1 < high < low:
-            raise UsageError(
-                f"trainer.min_{unit} is {low} and trainer.max_{unit} is {high}: expected no more than that."
-            )
+            raise UsageError(f"trainer.min_{unit} is {low}, expected at most trainer.max_{unit}, which is {high}.")
 
 
 def setting(default: Any, *accepts: Any) -> Any:
-    """Return the field of a dataclass of settings, with its default and the values that it accepts."""
+    """Return a dataclass field for a setting with a default and accepted values."""
     return field(default=default, metadata={"accepts": accepts})
 
 
@@ -134,16 +132,16 @@ def read_settings(kind: type[Made], node: str, values: Any) -> Made:
     """Return the settings of a node. A setting that is still an interpolation is not checked.
 
     Args:
-        kind: the dataclass to make of them.
-        node: its name in the config.
+        kind: dataclass of the settings.
+        node: name of the node in the config.
         values: the node as a plain container.
 
     Raises:
-        UsageError: a setting that does not exist, or a value that is not accepted.
+        UsageError: if a setting does not exist, or a value is not accepted.
     """
     accepts = {one.name: one.metadata["accepts"] for one in fields(kind)}  # type: ignore[arg-type]
     if not isinstance(values, dict):
-        raise UsageError(f"{node} is {describe(values)}, expected its settings: {', '.join(accepts)}.")
+        raise UsageError(f"{node} is {describe(values)}, expected a node with the settings {', '.join(accepts)}.")
     for name, value in values.items():
         if name not in accepts:
             raise UsageError(f"There is no setting '{node}.{name}'.{did_you_mean(name, accepts)}")

@@ -1,4 +1,4 @@
-"""Names that a config may call (``_target_``), and the objects with these names.
+"""The allowlist of ``_target_`` names in a config, and the lookup of the objects with these names.
 
 A config that the user wrote may name anything, as in Hydra. A config that comes with a checkpoint (``ckpt=RUN``) may be
 from another person, so it may only name
@@ -34,7 +34,7 @@ from trainer.cli.walk import Entry, targets, walk
 from trainer.errors import did_you_mean
 
 PACKAGES = ("lightning", "recipes", "torch", "torchmetrics", "torchvision", "trainer")
-"""Packages with the classes that experiments consist of."""
+"""Packages with classes for experiments."""
 
 _HOMES = (
     *("recipes", "torch.nn", "torch.optim", "torchmetrics", "torchvision", "trainer", "lightning.fabric.plugins"),
@@ -70,17 +70,17 @@ _REFUSED = (
 _REFUSED_NAMES = (
     "dump", "dumps", "eval", "exec", "load", "loads", "popen", "read_pickle", "save", "savetxt", "savez", "system",
 )  # fmt: skip
-"""Such names in any package but the user's own modules."""
+"""Names that are refused in any package except modules in the working directory."""
 _COMPILERS = ("torch.compile", "trainer.callbacks.Compile", "trainer.callbacks.compile.Compile")
-"""Their ``options`` can name a compiler to execute."""
+"""Targets with ``options`` that can name a compiler to execute."""
 
 _WRITERS = ("callbacks", "logger", "trainer")
-"""Groups with objects that write files."""
+"""Config groups with objects that write files."""
 _FOLDERS = ("default_root_dir", "dir", "dirpath", "log_dir", "offline_directory", "root_dir", "save_dir")
 
 
 class Allowlist:
-    """Names that the config of one command may call. Each name is looked up once.
+    """Allowlist of ``_target_`` names for the config of one command. Lookups are cached.
 
     Args:
         packages: packages, modules or names from ``allowed_packages``.
@@ -105,10 +105,10 @@ class Allowlist:
         """Return the allowlist for a config, with the names of the project if the config came with a checkpoint.
 
         Args:
-            settings: plain containers. Hydra's own config has to be set.
+            settings: plain containers. `HydraConfig` has to be set.
 
         Raises:
-            UsageError: ``allowed_packages`` is not a list of names.
+            UsageError: if ``allowed_packages`` is not a list of names.
         """
         packages, checkpoint = settings["allowed_packages"], settings.get("ckpt")
         if not isinstance(packages, list) or not all(isinstance(package, str) for package in packages):
@@ -132,8 +132,8 @@ class Allowlist:
             key: of ``node`` in the config, for messages.
 
         Raises:
-            UsageError: a name that is not well-formed, a package that is not installed; or, if the config came with a
-                checkpoint, a name, an option or a folder that it may not contain.
+            UsageError: if a name is not well-formed or its package is not installed; or if the config came with a
+                checkpoint and contains a name, option or folder that is not allowed.
         """
         refused: dict[str, str] = {}
         for entry in walk(node, key):
@@ -155,14 +155,14 @@ class Allowlist:
         return self._located[target]
 
     def locate_all(self, node: Any, key: str = "") -> None:
-        """Check each ``_target_`` in ``node``, then import the modules that they are in.
+        """Check each ``_target_`` in ``node``, then import their modules and look them up.
 
         Args:
             node: plain containers.
             key: of ``node`` in the config, for messages.
 
         Raises:
-            UsageError: as in `check`; or a class or function does not exist, cannot be called, or is not allowed.
+            UsageError: as in `check`, or if a class or function does not exist, is not callable, or is not allowed.
         """
         self.check(node, key)
         refused: dict[str, str] = {}
@@ -174,10 +174,10 @@ class Allowlist:
         self._refuse(refused)
 
     def _may_name(self, target: str, key: str) -> bool:
-        """Return whether the config of a checkpoint may contain ``target``, by its name.
+        """Return whether the config of a checkpoint may contain ``target``, judging by its name.
 
         Raises:
-            UsageError: it executes, unpickles or writes its arguments, so it cannot be allowed either.
+            UsageError: if it executes, unpickles or writes its arguments. ``allowed_packages`` cannot allow it.
         """
         root, *parts = target.split(".")
         is_private = any(part.startswith("_" if root in PACKAGES else "__") for part in parts)
@@ -188,7 +188,7 @@ class Allowlist:
         return root in PACKAGES and target.rpartition(".")[2][0].isupper() and not self._is_in_run_folder(root)
 
     def _may_call(self, found: Any, target: str, key: str) -> bool:
-        """Return whether the config of a checkpoint may contain ``target``, by the object with this name."""
+        """Return whether the config of a checkpoint may contain ``target``, after looking up its object."""
         while isinstance(found, partial):
             found = found.func
         inner = getattr(found, "__qualname__", type(found).__qualname__)
@@ -215,7 +215,7 @@ class Allowlist:
     def _refuse_dangerous(self, target: str, key: str) -> None:
         raise UsageError(
             f"{key or 'The config'} is {target}, which executes, unpickles or writes its arguments. A config that comes"
-            " with a checkpoint may not name it. To use the checkpoint with a config of your own, replace ckpt by"
+            " with a checkpoint may not name it. To use the checkpoint with your own config, replace ckpt by"
             f" +recipe=NAME ckpt_path={self._checkpoint}"
         )
 
@@ -223,8 +223,8 @@ class Allowlist:
         options = entry.value.get("options")
         if target in _COMPILERS and options is not None and not {"torch", target}.intersection(self._packages):
             raise UsageError(
-                f"{entry.key}.options is {describe(options)}, which can name a compiler for {target} to"
-                " execute, in a config that comes with a checkpoint. If you trust it, add"
+                f"{entry.key}.options is {describe(options)} in a config that comes with a checkpoint. It can name a"
+                f" compiler that {target} executes. If you trust it, add"
                 f" 'allowed_packages=[{','.join([*self._packages, target])}]' to the command."
             )
 
@@ -236,18 +236,18 @@ class Allowlist:
             return
         if _leads_out(value):
             raise UsageError(
-                f"{key} is {value}, which is not in the working directory, in a config that comes with a checkpoint. To"
-                f" write there, add it to the command: '{key}={value}'"
+                f"{key} is {value} in a config that comes with a checkpoint, expected a folder in the working"
+                f" directory. To write there, add it to the command: '{key}={value}'"
             )
 
     def _is_in_run_folder(self, root: str) -> bool:
-        """Return whether the module ``root`` may have come with the checkpoint: both are in one folder here."""
+        """Return whether the checkpoint is in the folder ``root`` of the working directory, so its code is foreign."""
         file, here = Path(str(self._checkpoint)), Path.cwd()
         return any(path.is_relative_to(here / root) for path in (here / file, (here / file).resolve()))
 
 
 def _check_name(target: Any, key: str) -> None:
-    """Check that ``target`` is a dotted name in a package that exists."""
+    """Check that ``target`` is a dotted name in an existing package."""
     if not isinstance(target, str):
         raise UsageError(f"{key}._target_ is {describe(target)}, expected the dotted name of a class or a function.")
     root = target.partition(".")[0]
@@ -256,8 +256,8 @@ def _check_name(target: Any, key: str) -> None:
     if _spec(root) is None:
         own = [path.stem for path in Path.cwd().iterdir() if path.suffix == ".py" or path.is_dir()]
         raise UsageError(
-            f"{key or 'The config'} asks for {target}, and there is no module {root!r}: no {root}.py in this folder,"
-            f" {Path.cwd()}, and no installed package of that name.{did_you_mean(root, (*PACKAGES, *own))}"
+            f"{key or 'The config'} is {target}, and there is no module {root!r}: neither {root}.py in this folder,"
+            f" {Path.cwd()}, nor an installed package {root}.{did_you_mean(root, (*PACKAGES, *own))}"
         )
 
 
@@ -283,7 +283,7 @@ def within(name: str, prefixes: Iterable[str]) -> bool:
 
 
 def _runs_code(name: str) -> bool:
-    """Return whether ``name`` executes, unpickles or writes its arguments, by its name."""
+    """Return whether ``name`` is one of `_REFUSED`: it executes, unpickles or writes its arguments."""
     last = name.rpartition(".")[2].lstrip("_")
     return within(name, _REFUSED) or last == "load_from_checkpoint" or (last in _REFUSED_NAMES and not _is_own(name))
 
@@ -292,12 +292,12 @@ def _leads_out(text: str) -> bool:
     """Return whether ``text``, read as a path or an address to write to, is outside the working directory."""
     if re.match(r"https?://(?!.*::)", text):
         return False
-    if re.match(r"sqlite:///(?!.*[%?:])", text):  # not a URI, because SQLite decodes its characters
+    if re.match(r"sqlite:///(?!.*[%?:])", text):  # not URIs, because SQLite decodes their characters
         text = text.removeprefix("sqlite:///")
     path, here = re.sub(r"^(?:file|local):", "", os.path.expandvars(text), flags=re.IGNORECASE), Path.cwd().resolve()
     try:
         return "://" in path or not (here / Path(path).expanduser()).resolve().is_relative_to(here)
-    except (RuntimeError, ValueError):  # an unknown home, a zero byte
+    except (RuntimeError, ValueError):  # an unknown home directory, a null byte
         return True
 
 
@@ -311,7 +311,7 @@ def _import(module: str) -> ModuleType | None:
 
 
 def _has(found: Any, name: str, path: str) -> bool:
-    """Return whether ``found`` has an attribute ``name``. A package may import the attribute only now."""
+    """Return whether ``found`` has an attribute ``name``, which a lazy package may import now."""
     try:
         return hasattr(found, name)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The loggers of a config: their settings are checked and completed by their adapters (`trainer.loggers`). No torch."""
+"""Check and complete the settings of a config's loggers with their adapters (`trainer.loggers`). Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _NOT_LOGGED = (
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Check the loggers of a config: their packages are installed, and their settings fit those of checkpoints.
+    """Check that the packages of a config's loggers are installed, and that their settings fit those of checkpoints.
 
     Raises:
-        UsageError: with the package to install, or the setting to change.
+        UsageError: if they are not or do not. The message names the package or the setting.
     """
     for name, node in _nodes(config["logger"]).items():
         try:
@@ -48,7 +48,7 @@ def complete(loggers: Mapping[str, Any] | None, run: LoggedRun, former: Mapping[
 
 
 def open_stores(loggers: Mapping[str, Any]) -> None:
-    """Create the stores that several runs share, before jobs side by side would create them."""
+    """Create the stores that runs share, before parallel jobs would create them at the same time."""
     for node in loggers.values() if is_first() else ():
         adapter_class(node).prepare(node)
 
@@ -76,7 +76,9 @@ def settings_to_log(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     shared = [settings.get(name) for name in ("optimizer", "scheduler") if settings.get(name) is not None]
     kept = {name: value for name, value in settings.items() if name not in _NOT_LOGGED}
-    if isinstance(model := kept.get("model"), Mapping):  # it repeats the settings of its optimizer
+    if isinstance(
+        model := kept.get("model"), Mapping
+    ):  # without the settings of its optimizer, which are shown already
         kept["model"] = {name: value for name, value in model.items() if value not in shared}
     return {name: redaction.setting(name, redaction.containers(value)) for name, value in _without_nulls(kept).items()}
 

@@ -1,4 +1,4 @@
-"""Checking a command line before anything expensive is imported; mistakes are named with the right word."""
+"""Check a command line before anything expensive is imported. Errors suggest the nearest valid name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,16 @@ from trainer.cli.folders import packaged_conf
 from trainer.cli.keys import options
 from trainer.cli.objective import Objective
 from trainer.cli.restore import recipe_of
-from trainer.cli.schema import FINITE, SETTINGS, as_number, check_trainer, mistake, of_default, read_settings, setting
+from trainer.cli.schema import (
+    FINITE,
+    SETTINGS,
+    accepted_by_default,
+    as_number,
+    check_trainer,
+    mistake,
+    read_settings,
+    setting,
+)
 from trainer.cli.targets import Allowlist
 from trainer.cli.walk import walk
 from trainer.cli.workdir import quoted
@@ -35,14 +44,14 @@ from trainer.errors import did_you_mean
 from trainer.record.find_checkpoint import find_weights, is_checkpoint_folder
 
 _MOST_JOBS = 50
-"""Jobs of a sweep that are composed and checked before the first one starts. Each takes a tenth of a second."""
+"""Largest number of jobs of a sweep that are composed and checked before the first one starts, at 0.1 s per job."""
 _ALWAYS = (
     "allowed_packages", "callbacks", "checkpoint_files", "checks", "compare", "logger", "objective", "seed", "tune",
 )  # fmt: skip
 _NEEDED = ("precision", "trainer")
-"""Groups that are always there."""
+"""Config groups that cannot be removed."""
 _NAMED_CHECKPOINTS = ("last", "best", "hpc")
-_TORCHS_NUMBERS = ("optimizer.lr", "optimizer.weight_decay", "optimizer.eps", "optimizer.momentum")
+_OPTIMIZER_NUMBERS = ("optimizer.lr", "optimizer.weight_decay", "optimizer.eps", "optimizer.momentum")
 
 
 def _whole(least: int, most: int = 2**63 - 1, words: str = "") -> Kind:
@@ -60,7 +69,7 @@ _ROOT = {
     "weights": (Kind("the folder of a run, a checkpoint, a state dict, a .safetensors file", _is_path), None),
     **{name: SETTINGS[name].accepts for name in ("resume", "exact_resume")},
 }
-_OF_DATA: dict[str, tuple[Kind, ...]] = {"batch_size": (_whole(1),), "num_workers": (_whole(0),)}
+_DATA_SETTINGS: dict[str, tuple[Kind, ...]] = {"batch_size": (_whole(1),), "num_workers": (_whole(0),)}
 
 
 @dataclass(frozen=True)
@@ -73,19 +82,19 @@ class _CheckpointFiles:
 
 
 def validate(arguments: Arguments, composer: Composer | None = None) -> DictConfig:
-    """The composed config, Hydra's node included, after all checks. Of a sweep: that of its first job.
+    """Check the config of a command line, and return it with its node ``hydra``; for a sweep, that of its first job.
 
-    Every value of a sweep is checked once, in the company of the first values of the others.
+    Each value of a sweep is checked once, in a job with the first value of all other settings.
 
     Args:
         arguments: the command line.
-        composer: that of ``arguments``; None to make one.
+        composer: the composer of ``arguments``; None to create one.
 
     Raises:
-        UsageError: with what was given, what was expected, and the nearest known word.
+        UsageError: if the config is invalid. The message has the given value, the expected value, and the nearest name.
     """
     composer = composer or Composer(arguments)
-    overrides = composer.parse(arguments.words_of_config())
+    overrides = composer.parse(arguments.config_overrides())
     for override in overrides:
         _check_option(composer, override)
 
@@ -98,7 +107,7 @@ def validate(arguments: Arguments, composer: Composer | None = None) -> DictConf
     jobs = list(islice(_jobs(overrides), _MOST_JOBS))
     configs = [_compose(composer, job) if job != first else config for job in jobs]
     if arguments.command == "compare":
-        from trainer.cli import compare  # which takes a moment
+        from trainer.cli import compare  # imported here because it is slow
 
         compare.check(configs[0], jobs=math.prod(len(values) for values in _values(overrides)))
     HydraConfig.instance().set_config(configs[0])  # for ${hydra:...}
@@ -113,21 +122,21 @@ def validate(arguments: Arguments, composer: Composer | None = None) -> DictConf
 
 
 def _values(overrides: Sequence[Override]) -> list[list[str]]:
-    """For each override the values it stands for, written as overrides without a sweep."""
+    """Return the values of each override, as overrides without a sweep."""
     found = []
     for override in overrides:
         values = [str(override.input_line)]
         if override.is_sweep_override():
             values = [f"{override.get_key_element()}={value}" for value in islice(_sweep(override), _MOST_JOBS)]
         if not values:
-            raise UsageError(f"{override.input_line} stands for no value at all, expected one or more.")
+            raise UsageError(f"{override.input_line} has no values, expected at least one.")
         found.append(values)
     return found
 
 
 def _sweep(override: Override) -> Iterator[str]:
     interval: Any = override.value()
-    if override.is_interval_sweep():  # a sweeper draws from it; if its ends are right, what is between them is
+    if override.is_interval_sweep():  # checking both ends is enough for all values between them
         yield from (str(interval.start), str(interval.end))
         return
     try:
@@ -137,7 +146,7 @@ def _sweep(override: Override) -> Iterator[str]:
 
 
 def _jobs(overrides: Sequence[Override]) -> Iterator[list[str]]:
-    """So many jobs of the sweep that every value takes part in one."""
+    """Iterate over jobs of the sweep, as lists of overrides, such that each value occurs in one."""
     values = _values(overrides)
     yield [choices[0] for choices in values]
     for position, choices in enumerate(values):
@@ -146,7 +155,7 @@ def _jobs(overrides: Sequence[Override]) -> Iterator[list[str]]:
 
 
 def _sweeper_params(arguments: Arguments, composer: Composer, config: DictConfig) -> list[Override]:
-    """The part of a sweep that is written in a config (conf/sweep). Its precisions get the names that Hydra knows."""
+    """Return the overrides of a sweep in a config (conf/sweep), with short names of precisions replaced."""
     params = dict(OmegaConf.select(config, "hydra.sweeper.params") or {})
     if "precision" in params and (known := canonical_precisions(str(params["precision"]))) != params["precision"]:
         params["precision"] = known
@@ -158,18 +167,18 @@ def _sweeper_params(arguments: Arguments, composer: Composer, config: DictConfig
 
 
 def _check_several_values(overrides: Sequence[Override], config: DictConfig, *, is_sweep: bool) -> None:
-    """Refuse values that only a sweep takes, and intervals that only a sweeper with a search takes."""
+    """Refuse several values without ``-m``, and intervals without a sweeper that can sample from them."""
     has_search = "BasicSweeper" not in config.hydra.sweeper["_target_"]
     for override in overrides:
         if override.is_sweep_override() and not is_sweep:
             raise UsageError(
-                f"{override.input_line} has several values: add -m to run them one after the other."
-                " If it is one value, put quotes around it; if it is a list, brackets."
+                f"{override.input_line} has several values, expected one. To run one job for each value, add -m. If it"
+                " is a single value, quote it; if it is a list, put it in brackets."
             )
         if override.is_interval_sweep() and not has_search:
             raise UsageError(
-                f"{override.input_line} is an interval, which only hydra/sweeper=optuna can choose from. Add that,"
-                " or give the values one by one."
+                f"{override.input_line} is an interval, which only hydra/sweeper=optuna can sample from. Add"
+                " hydra/sweeper=optuna, or list the values."
             )
 
 
@@ -182,17 +191,15 @@ def _check_option(composer: Composer, override: Override) -> None:
     written = list(_sweep(override)) if override.is_sweep_override() else override.value()
     if group == "precision" and isinstance(written, list) and len(written) > 1 and not override.is_sweep_override():
         names = ",".join(map(str, written))
-        raise UsageError(f"precision is [{names}], expected one option. For a run in each, write -m precision={names}")
+        raise UsageError(f"precision is [{names}], expected one option. To run each of them, use -m precision={names}")
     for option in written if isinstance(written, list) else [written]:
         if isinstance(option, dict):
             continue
         if option is None:
             known = composer.options(group)
             none = f"{group}=none" if "none" in known else f"~{group}"
-            without = "" if group in _NEEDED else f"; to do without it, write {none}"
-            raise UsageError(
-                f"{group} is null, expected the name of an option{without}. Choose one of: {', '.join(known)}."
-            )
+            removal = "" if group in _NEEDED else f" To use none, write {none}."
+            raise UsageError(f"{group} is null, expected one of: {', '.join(known)}.{removal}")
         name = str(option).strip("'\"")
         if not composer.has_option(group, name):
             known = composer.options(group)
@@ -204,7 +211,7 @@ def _check_option(composer: Composer, override: Override) -> None:
 
 
 def _compose(composer: Composer, job: Sequence[str]) -> DictConfig:
-    """Return the config of ``job``. Check its settings against the config that they change."""
+    """Return the config of ``job``, after checking its settings against the config that they change."""
 
     def check(config: dict[str, Any], chosen: dict[str, str]) -> None:
         known = {entry.key: entry.value for entry in walk(config, into_lists=False)}
@@ -217,21 +224,23 @@ def _check_settings(composer: Composer, known: dict[str, Any], chosen: dict[str,
     """Check the settings in ``job`` against the config that they change.
 
     Args:
-        known: the values in that config by key.
-        chosen: the options of config groups in it.
+        composer: parses the settings.
+        known: values in that config by key.
+        chosen: chosen option of each config group in it.
+        job: overrides of one job.
     """
     settings = [
         override
         for override in composer.parse(job)
         if override.package is None
-        and "[" not in override.key_or_group  # Hydra judges the others
+        and "[" not in override.key_or_group  # Hydra checks overrides of list items and packages
         and override.key_or_group != "hydra.searchpath"
         and not composer.chooses(override)
     ]
     for override in settings:
         key = override.key_or_group
         if override.is_delete() and key.startswith("trainer."):
-            raise UsageError(f"{key} can be changed, but not left out. Write {key}=null, or give it another value.")
+            raise UsageError(f"{key} cannot be removed. Use {key}=null, or set another value.")
         if override.is_add() or override.is_force_add():
             _check_new_key(composer, known, override)
         elif key not in known:
@@ -241,7 +250,7 @@ def _check_settings(composer: Composer, known: dict[str, Any], chosen: dict[str,
 
 
 def _setting(key: str) -> str | None:
-    """``NAME`` of ``trainer.NAME``; None for other keys, ``trainer._target_`` among them."""
+    """Return ``NAME`` if the key is ``trainer.NAME``; None for other keys and ``trainer._target_``."""
     node, _, name = key.partition(".")
     return name if node == "trainer" and name not in ("", "_target_") and "." not in name else None
 
@@ -258,7 +267,7 @@ def _check_new_key(composer: Composer, known: Container[str], override: Override
 
 
 def _check_unknown_key(known: dict[str, Any], chosen: dict[str, str], override: Override, composer: Composer) -> None:
-    """Refuse a key that is not there. What it is in may be null, or a list: then nobody can tell."""
+    """Refuse a key that does not exist. A key inside of a null value or a list is not checked."""
     key = override.key_or_group
     above, rest = key, ""
     while above and above not in known:
@@ -282,10 +291,10 @@ def _check_unknown_key(known: dict[str, Any], chosen: dict[str, str], override: 
 
 
 def _of_other_option(options: dict[str, str], key: str, composer: Composer) -> str:
-    """Of ``precision.fp32_modules`` with ``precision=32-true``: which options of the group have such a setting."""
+    """Return a hint if other options of the group have the setting, as 16-mixed has ``precision.fp32_modules``."""
     group, _, name = key.rpartition(".")
     chosen = options.get(group)
-    others = ("", "callbacks", "data", "logger", "trainer")  # whose options have nothing to do with each other
+    others = ("", "callbacks", "data", "logger", "trainer")  # groups of unrelated options
     if group in others or not composer.is_group(group) or chosen is None:
         return ""
     having = [f"{group}={option}" for option in composer.options(group) if name in composer.option(group, option)]
@@ -301,7 +310,7 @@ _COMMON = {
     "steps": "trainer.max_steps",
     "workers": "data.num_workers",
 }
-"""Settings by their names in other programs."""
+"""Settings by their common names in other programs."""
 
 
 def _common(key: str, known: Container[str]) -> str:
@@ -312,41 +321,41 @@ def _common(key: str, known: Container[str]) -> str:
 def _nearest(key: str, known: Iterable[str]) -> str:
     """Return a did-you-mean over full keys, or over their last parts for a key that was shortened."""
     names = [name for name in known if name.partition(".")[0] != "hydra" or key.startswith("hydra")]
-    names = [name for name in names if not key.startswith(f"{name}.")]  # the node that it was to be in
+    names = [name for name in names if not key.startswith(f"{name}.")]  # without the nodes that contain the key
     same_end = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
     if same_end and len(same_end) <= 3:
         return f" Did you mean {' or '.join(map(repr, same_end))}?"
     node = key.rpartition(".")[0]
     has_target = f"{node}._target_" in names
-    if has_target:  # a class may have arguments that the config does not say
+    if has_target:  # the class may have arguments that are not in the config
         names = [name for name in names if name.startswith(f"{node}.")]
     last = {name.rpartition(".")[2]: name for name in names}
-    whole = [] if has_target else difflib.get_close_matches(key, names, n=1)  # "model." alone makes no two keys alike
+    whole = [] if has_target else difflib.get_close_matches(key, names, n=1)  # a shared "model." is not similarity
     near = whole or [last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], last, n=1)]
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _check_value(key: str, value: Any, default: Any) -> None:
-    """Check that a setting keeps the kind of value that it has by default."""
+    """Check that a setting has a value of the same kind as its default."""
     is_text = isinstance(value, str) and (value.startswith("${") or bool(as_number(value)))
-    if name := _setting(key):  # the schema makes a number of a text
+    if name := _setting(key):  # the schema converts text to numbers
         problem = None if is_text else SETTINGS[name].mistake(value, key)
     elif value is None or value != value or key.startswith("hydra.") or str(value).startswith("${"):
-        return  # NaN is refused where no setting may have it
+        return  # `_check_values` rejects NaN
     else:
-        problem = mistake(key, value, of_default(default))
+        problem = mistake(key, value, accepted_by_default(default))
     if problem:
         raise UsageError(problem)
 
 
 def _check_whole(composer: Composer, config: DictConfig, overrides: Sequence[Override], arguments: Arguments) -> None:
-    """What only the whole config shows: values that are missing, a model, a checkpoint, targets that are allowed."""
+    """Check the whole config: missing values, model, checkpoint, allowed targets, and settings without effect."""
     runs, job = not arguments.shows, copy.deepcopy(config)
     with open_dict(job):
         del job["hydra"]
     _check_complete(job)
-    if composer.config_name != RESTORED:  # that has run
-        _check_nothing_is_lost(composer, config, overrides)
+    if composer.config_name != RESTORED:  # a restored config was checked by its own run
+        _check_ignored_keys(composer, config, overrides)
     for key, accepts in _ROOT.items():
         if (problem := mistake(key, value := job.get(key), accepts)) and not str(value).startswith("${"):
             raise UsageError(problem)
@@ -373,8 +382,8 @@ def _check_hydra(config: DictConfig) -> None:
             raise UsageError(f"{key} is {describe(folder)}, expected a folder for the run, such as outputs/NAME.")
     if OmegaConf.select(config, "hydra.job.chdir"):
         raise UsageError(
-            "hydra.job.chdir is true, expected false: modules and paths are found from the folder that the command is"
-            " run in. The run's own folder is ${hydra:runtime.output_dir}."
+            "hydra.job.chdir is true, expected false: modules and paths are relative to the working directory of the"
+            " command. The folder of the run is ${hydra:runtime.output_dir}."
         )
     if not _is_path(name := str(OmegaConf.select(config, "hydra.job.name"))) or re.search(r"[/\\]", name):
         raise UsageError(
@@ -383,13 +392,11 @@ def _check_hydra(config: DictConfig) -> None:
 
 
 def _check_complete(job: DictConfig) -> None:
-    """What our own config has is counted on: Hydra lets one delete it."""
+    """Check that all required nodes exist, because Hydra can delete them."""
     for name in (*_ALWAYS, *_NEEDED):
         if name not in job:
-            none = f" To do without, write {name}=none." if name in ("callbacks", "logger") else ""
-            raise UsageError(
-                f"There is no {name} in the config, expected one: it can be changed, but not left out.{none}"
-            )
+            none = f" To use none, write {name}=none." if name in ("callbacks", "logger") else ""
+            raise UsageError(f"There is no {name} in the config, expected one: it cannot be removed.{none}")
     for name in ("callbacks", "logger"):
         group = unresolved(job)[name] or {}
         for key, node in group.items() if isinstance(group, dict) else [("", group)]:
@@ -398,14 +405,14 @@ def _check_complete(job: DictConfig) -> None:
                 raise UsageError(f"{place} is {describe(node)}, expected a node with a _target_, or null.")
 
 
-def _check_nothing_is_lost(composer: Composer, config: DictConfig, overrides: Sequence[Override]) -> None:
-    """Refuse what a file says to no effect: all of it, for want of a package, or a key that is misspelt."""
+def _check_ignored_keys(composer: Composer, config: DictConfig, overrides: Sequence[Override]) -> None:
+    """Refuse keys in config files that have no effect: misspelled ones, and files that lack an ``@package`` line."""
     known = unresolved(config)
     for group in GROUPS_TO_ADD:
         if group in known:
             raise UsageError(
-                f"What conf/{group}/{config.hydra.runtime.choices.get(group)}.yaml says has come under {group!r}, where"
-                " nothing reads it. Its first line has to be `# @package _global_`."
+                f"conf/{group}/{config.hydra.runtime.choices.get(group)}.yaml has no effect, because its settings are"
+                f" merged into the node {group!r}. Add `# @package _global_` as its first line."
             )
     groups, text = composer.groups(), str(known)
     ours = {*groups, *OmegaConf.load(packaged_conf() / f"{CONFIG_NAME}.yaml")}
@@ -420,7 +427,7 @@ def _check_nothing_is_lost(composer: Composer, config: DictConfig, overrides: Se
     for group in ("callbacks", "logger"):
         nodes = {name: node for name, node in (known.get(group) or {}).items() if isinstance(node, dict)}
         names = [*composer.options(group), *(name for name, node in nodes.items() if "_target_" in node)]
-        for name in nodes:  # one that is known, but was not chosen, is no mistake
+        for name in nodes:  # a node of an option that was not chosen is allowed
             if name not in names and (near := did_you_mean(name, names)):
                 raise UsageError(f"{group}.{name} has no _target_.{near}")
 
@@ -430,8 +437,8 @@ def _check_model(plain: dict[str, Any], config_dir: str | None, recipe: str | No
         node = plain[name]
         if node is not None and not (isinstance(node, dict) and "_target_" in node):
             raise UsageError(
-                f"{name} is {describe(node)}, expected a node with a _target_: the dotted name of the class to make,"
-                f" such as `_target_: my_module.My{name.capitalize()}`."
+                f"{name} is {describe(node)}, expected a node with a _target_, the dotted name of a class, such as"
+                f" `_target_: my_module.My{name.capitalize()}`."
             )
     if plain["model"] is not None:
         return
@@ -439,11 +446,11 @@ def _check_model(plain: dict[str, Any], config_dir: str | None, recipe: str | No
     names, ours = list(found), packaged_conf()
     own = [name for name, file in found.items() if not file.is_relative_to(ours)]
     example = (own or [name for name in ("resnet50",) if name in found] or [*names, "NAME"])[0]
-    run = "" if command in ("fit", "compare") else f" Or name a run: `python -m trainer {command} ckpt=RUN_FOLDER`."
-    chosen = f" With +recipe={recipe} model is null." if recipe else ""
+    run = "" if command in ("fit", "compare") else f" Or choose a run: `python -m trainer {command} ckpt=RUN_FOLDER`."
+    chosen = f" With +recipe={recipe}, model is null." if recipe else ""
     if isinstance(weights := plain["weights"], str):
         example = recipe_of(str(find_weights(weights))) or example
-        chosen += f" weights={weights} brings no config along."
+        chosen += f" weights={weights} loads only weights, not the config."
     raise UsageError(
         f"There is no model to {'check' if command == 'checks' else command}.{chosen} Choose a recipe, such as"
         f" `python -m trainer {command} +recipe={example}`, or a model: model=NAME.{run}"
@@ -453,45 +460,47 @@ def _check_model(plain: dict[str, Any], config_dir: str | None, recipe: str | No
 
 
 def _check_used(config: Any, overrides: Sequence[Override]) -> None:
-    """An optimizer or a schedule that the command line asks for is one that something in the config takes."""
+    """Refuse an optimizer or scheduler on the command line if no node of the config uses it."""
     for name in ("optimizer", "scheduler"):
         rest = {key: node for key, node in config.items() if key != name}
-        said = [one.input_line for one in overrides if one.key_or_group.partition(".")[0] == name]
-        if said and config.get(name) is not None and f"${{{name}" not in str(rest):
+        given = [one.input_line for one in overrides if one.key_or_group.partition(".")[0] == name]
+        if given and config.get(name) is not None and f"${{{name}" not in str(rest):
             raise UsageError(
-                f"{said[-1]} would change nothing: this recipe takes no {name} from the config. Leave it out, or give"
-                f" the model an argument for it: `{name}: ${{{name}}}` in its node."
+                f"{given[-1]} has no effect: no node of this recipe uses the {name} of the config. Remove it, or pass"
+                f" the {name} to the model: `{name}: ${{{name}}}` in its node."
             )
 
 
 def _check_values(plain: dict[str, Any]) -> None:
-    """Check values of data, optimizers and schedulers that are wrong for any class."""
+    """Check values of data, optimizers and schedulers that are invalid for any class."""
     for key, name, value, target in walk({group: plain.get(group) for group in ("data", "optimizer", "scheduler")}):
-        is_torchs = target.startswith("torch.optim.") and key in _TORCHS_NUMBERS
-        if isinstance(value, int | float) or as_number(value) or (is_torchs and isinstance(value, str)):
+        is_torch = target.startswith("torch.optim.") and key in _OPTIMIZER_NUMBERS
+        if isinstance(value, int | float) or as_number(value) or (is_torch and isinstance(value, str)):
             accepts = (
-                _OF_DATA.get(name, ()) if key.startswith("data.") else (FINITE.at_least(0) if is_torchs else FINITE,)
+                _DATA_SETTINGS.get(name, ())
+                if key.startswith("data.")
+                else (FINITE.at_least(0) if is_torch else FINITE,)
             )
             if not isinstance(value, bool) and (problem := mistake(key, value, accepts)):
                 raise UsageError(problem)
 
 
 def _check_devices(settings: dict[str, Any]) -> None:
-    """Refuse to ask for GPUs where there surely are none, without loading torch. Where torch is, it will say so."""
+    """Refuse GPU settings on a machine without a GPU. Imports no torch; if torch is imported, Lightning checks."""
     accelerator, devices = str(settings["accelerator"]), settings["devices"]
     wants_all = str(devices) == "-1"
     if accelerator == "cpu" and wants_all:
         raise UsageError(
-            "trainer.devices is -1, which means all GPUs, and trainer.accelerator is cpu: expected a number of"
-            " processes, such as trainer.devices=1."
+            "trainer.devices is -1 (all GPUs) and trainer.accelerator is cpu, expected a number of processes, such as"
+            " trainer.devices=1."
         )
     if "torch" in sys.modules or not (accelerator in ("gpu", "cuda") or (accelerator == "auto" and wants_all)):
         return
     if machine.has_no_gpu():
-        given = "trainer.devices is -1, which means all GPUs" if wants_all else f"trainer.accelerator is {accelerator}"
+        given = "trainer.devices is -1 (all GPUs)" if wants_all else f"trainer.accelerator is {accelerator}"
         raise UsageError(
-            f"{given}, and this machine has no GPU (no /dev/nvidia0 or its like). Without a setting the best device"
-            " there is gets used; trainer=cpu asks for the CPU."
+            f"{given}, but this machine has no GPU (no device such as /dev/nvidia0). Remove the setting to use the best"
+            " available device, or use trainer=cpu."
         )
 
 
@@ -500,8 +509,8 @@ def _check_checkpoint(path: str | None) -> None:
         return
     if Path(path).is_dir() and not is_checkpoint_folder(Path(path)):
         raise UsageError(
-            f"ckpt_path is {path}, which is a folder, expected a checkpoint. For a run's folder, with the config in it,"
-            " write ckpt=FOLDER."
+            f"ckpt_path is {path}, which is a folder, expected a checkpoint. To use the folder of a run with its"
+            " config, use ckpt=FOLDER."
         )
     if Path(path).exists():
         return
@@ -511,18 +520,19 @@ def _check_checkpoint(path: str | None) -> None:
 
 
 def _check_weights(plain: dict[str, Any]) -> None:
-    """What a training begins with, if not with fresh weights."""
+    """Check the setting ``weights``, which initializes a training."""
     weights, command, checkpoint = plain["weights"], plain["command"], plain["ckpt_path"]
     if weights is None:
         return
     if command not in ("fit", "compare", "tune", "checks"):
         raise UsageError(
-            f"weights is {weights}, with which a training begins, and {command} is none. For the weights of a run:"
-            f" python -m trainer {command} ckpt={weights}; with a config that you name: +recipe=NAME ckpt_path=FILE."
+            f"Got weights={weights} with {command}, expected a command that trains, because weights initializes a"
+            f" training. To use the weights of a run: python -m trainer {command} ckpt={weights}; with another config:"
+            " +recipe=NAME ckpt_path=FILE."
         )
     if checkpoint is not None:
         raise UsageError(
             f"Got weights={weights} and {'ckpt' if plain['ckpt'] else 'ckpt_path'}={checkpoint}, expected one of them:"
-            " a checkpoint is gone on from, with its optimizers and counters; weights begin a new run."
+            " a checkpoint resumes a run with its optimizers and counters; weights initialize a new run."
         )
     find_weights(weights)

@@ -181,7 +181,10 @@ def test_torch_that_cannot_be_imported(tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["jsn"], "Got 'jsn'. Did you mean 'json'?"), (["json", "-m"], "--multirun does not go with checks")],
+    [
+        (["jsn"], "Got 'jsn'. Did you mean 'json'?"),
+        (["json", "-m"], "Got --multirun with checks, which does not support it"),
+    ],
 )
 def test_what_it_is_not_told(capsys, words, message):
     assert main(["checks", *words]) == 2

@@ -273,7 +273,7 @@ def test_a_training_step_without_an_index():
         (["+recipe=gpt", "checks.devices=0"], "checks.devices is 0"),
         (["+recipe=gpt", "checks.gpu_memroy=1GiB"], "gpu_memory"),
         (["+recipe=gan", NO_STEPS], "cannot be predicted: it optimizes by itself (automatic_optimization=False)"),
-        (["-m", "+recipe=gpt"], "--multirun does not go with checks"),
+        (["-m", "+recipe=gpt"], "Got --multirun with checks, which does not support it"),
         (["yaml", "+recipe=gpt"], "'yaml'"),
     ],
 )

@@ -203,7 +203,7 @@ def test_slurm_is_missed_before_anything_is_started(project, monkeypatch, capsys
     monkeypatch.setenv("PATH", str(project))
     assert main(["fit", "-m", "+recipe=line", "seed=1,2", "hydra/launcher=submitit_slurm"]) == 2
     err = capsys.readouterr().err
-    assert "hydra/launcher=submitit_slurm has Slurm run the jobs, and there is no srun here." in err
+    assert "hydra/launcher=submitit_slurm needs the program srun" in err
     assert "hydra/launcher=joblib" in err
 
 

@@ -234,7 +234,7 @@ def test_a_study_of_another_kind_is_left_alone(trials, capsys):
 
 def test_an_interval_wants_a_sweeper_that_chooses(trials, capsys):
     assert main(["fit", "-m", "+recipe=line", "optimizer.lr=interval(0,1)"]) == 2
-    assert "is an interval, which only hydra/sweeper=optuna can choose from." in capsys.readouterr().err
+    assert "is an interval, which only hydra/sweeper=optuna" in capsys.readouterr().err
 
 
 def test_the_extra_is_named_where_it_is_missing(trials, monkeypatch, capsys):

@@ -42,7 +42,7 @@ def test_a_sweep_loses_only_the_job_that_fails(project, python, monkeypatch):
     assert rows[1].startswith("| 1 | model.fail_at=null | completed | 2 | ")
     assert "Sweep of 2 jobs" in done.stdout
     assert "Job 0 failed: RuntimeError: asked to fail" in done.stdout
-    assert "Everything is in jobs" in done.stdout
+    assert "Results are in jobs" in done.stdout
 
 
 @pytest.mark.whole
@@ -338,7 +338,7 @@ def test_an_interrupt_ends_the_sweep_with_its_table(project, jobs, monkeypatch, 
     assert "Sweep of 1 of 2 jobs" in out
     (folder,) = Path("multirun/line").iterdir()
     assert (
-        f"To go on: python -m trainer fit --multirun +recipe=line seed=1,2 resume=auto hydra.sweep.dir={folder}" in out
+        f"To resume: python -m trainer fit --multirun +recipe=line seed=1,2 resume=auto hydra.sweep.dir={folder}" in out
     )
     assert "Job 0 interrupted" not in out  # the table says so
 

@@ -71,8 +71,8 @@ def command(arguments: Arguments) -> int:
     except ConfigurationError:
         raise
     except Exception as error:  # of the recipe's own code
-        failure.explain_path(error, found.recipe.settings if found.recipe else {})
-        failure.tell(error)
+        failure.add_setting_note(error, found.recipe.settings if found.recipe else {})
+        failure.print_error(error)
         return 1
     if arguments.words:
         print(json.dumps(found.facts, indent=2))

@@ -68,7 +68,7 @@ def check_steps(found: Findings, recipe: Recipe) -> None:
         except ConfigurationError:
             raise
         except Exception as error:
-            place = failure.where(error)
+            place = failure.user_line(error)
             said = failure.printable(failure.one_line(error))
             raised = f" Raised in {place}" if place else ""
             found.problem(f"A training step on this batch fails: {type(error).__name__}: {said}{raised}")

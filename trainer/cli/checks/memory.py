@@ -13,7 +13,7 @@ import torch
 from trainer.arguments import SWITCH, WHOLE
 from trainer.callbacks import fast_settings, sync_detector
 from trainer.callbacks.sync_detector import Wait
-from trainer.cli.arguments import COMPARED, UsageError
+from trainer.cli.arguments import COMPARED_PRECISIONS, UsageError
 from trainer.cli.build import make
 from trainer.cli.checks.fake_step import look, measure
 from trainer.cli.checks.findings import Findings, Recipe
@@ -241,7 +241,7 @@ def _measure(recipe: Recipe, device: torch.device, number: int, told: Prediction
         told.needs.append(Need("ddp", number, peak + told.gradients, after + told.gradients, precision.name))
         if sharding.IS_SUPPORTED:
             told.needs.append(Need("fsdp", number, *measure(build, batch, precision, prepare, number), precision.name))
-        for name in COMPARED:
+        for name in COMPARED_PRECISIONS:
             if name != precision.name:
                 others = measure(build, batch, resolve_precision(name), checkpoint, None)
                 told.others.append(Need("single", 1, *others, name))

@@ -27,11 +27,11 @@ ENTRY_POINTS = "trainer.commands"
 
 
 WITH_WEIGHTS = """\
-  With the config, and the best weights, of a run:
+  Use the config and the best weights of a run:
     python -m trainer {command} ckpt=outputs/resnet50/DATE_TIME
-  With those of one of its checkpoints, and other settings:
+  Use one of its checkpoints, with other settings:
     python -m trainer {command} ckpt=outputs/resnet50/DATE_TIME/checkpoints/last.ckpt precision=bf16 data.batch_size=8
-  The weights alone, with a config that you name:
+  Use only the weights, with another config:
     python -m trainer {command} +recipe=resnet50 ckpt_path=outputs/resnet50/DATE_TIME/checkpoints/last.ckpt"""
 """Examples of the commands that evaluate trained weights."""
 
@@ -41,9 +41,9 @@ class Command:
     """A command, such as ``fit`` of ``trainer fit``.
 
     Args:
-        text: the docstring of its module: the first line for the list of commands, the others for
-            ``trainer NAME --help``. None with ``python -OO``.
-        group: the title of the commands that it is listed with.
+        text: docstring of its module. The list of commands shows the first line, ``trainer NAME --help`` the others.
+            None with ``python -OO``.
+        group: title of its group in the list of commands.
         usage: the arguments, for the help.
         examples: more command lines for the help. ``{command}`` is replaced by the name.
         settings: nodes of the config that the help lists.
@@ -55,7 +55,7 @@ class Command:
     """
 
     text: str | None
-    group: str = "Of other packages"
+    group: str = "Other packages"
     usage: str = "[SETTING=VALUE ...] [FLAGS]"
     examples: str = ""
     settings: tuple[str, ...] = ()
@@ -65,12 +65,12 @@ class Command:
 
     @property
     def summary(self) -> str:
-        """The first line."""
+        """Return the first line."""
         return (self.text or "").strip().partition("\n")[0].rstrip(".")
 
     @property
     def about(self) -> str:
-        """The text without the first line."""
+        """Return the text after the first line."""
         return (self.text or "").strip().partition("\n")[2].strip()
 
     def load(self) -> Callable[[Any], int]:
@@ -80,12 +80,12 @@ class Command:
         return function
 
 
-_OURS = tuple(module.name for module in pkgutil.iter_modules(__path__))
+_PACKAGED = tuple(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def names() -> list[str]:
     """Return the names of all commands, those of other packages last."""
-    return [*_OURS, *sorted({entry.name for entry in _of_other_packages()} - {*_OURS})]
+    return [*_PACKAGED, *sorted({entry.name for entry in _of_other_packages()} - {*_PACKAGED})]
 
 
 def find(name: str | None) -> Command | None:
@@ -94,7 +94,7 @@ def find(name: str | None) -> Command | None:
     Raises:
         ConfigurationError: if the entry point of another package is not a :class:`Command`.
     """
-    if name in _OURS:
+    if name in _PACKAGED:
         command: Command = import_module(f"{__name__}.{name}").COMMAND
         return command
     for entry in _of_other_packages() if name else ():
@@ -110,7 +110,7 @@ def find(name: str | None) -> Command | None:
 
 
 def _of_other_packages() -> EntryPoints:
-    from importlib.metadata import entry_points  # takes 0.03 s to import
+    from importlib.metadata import entry_points  # imported here because it takes 0.03 s
 
     return entry_points(group=ENTRY_POINTS)
 

@@ -1,16 +1,16 @@
 """Train in several precisions, and compare their results, times and memory.
 
-Trains the model of a recipe once in each precision, with the same seed and the same batches. Each run has its own
-process, one after the other. The runs are compared with the first: loss, metric, time, samples per second, peak memory
-and skipped steps, with a verdict on each. compare.md and compare.json are written to multirun/RECIPE/DATE_TIME, and
-each run to a folder in it; `trainer report` draws their curves. The exit status is 0 if all runs completed. The default
+Trains the model of a recipe once in each precision, with the same seed and batches. The runs are started one after the
+other, each in its own process, and compared with the first: loss, metric, time, samples per second, peak memory and
+skipped steps, with a verdict on each. compare.md and compare.json are written to multirun/RECIPE/DATE_TIME, and each
+run to a folder in it; `trainer report` draws their curves. The exit status is 0 if all runs completed. The default
 precisions are 32, 16-mixed and bf16-mixed.
 
 Examples:
     python -m trainer compare +recipe=resnet50 precision=32,16-mixed,bf16-mixed
-  A first impression, in two epochs:
+  Compare quickly, in two epochs:
     python -m trainer compare +recipe=resnet50 trainer.max_epochs=2
-  Require at most 0.5 points less accuracy and, on a GPU, 1.5x the speed; the exit status is 1 if a run fails that:
+  Require at most 0.5 points less accuracy and, on a GPU, 1.5x the speed; otherwise the exit status is 1:
     python -m trainer compare +recipe=resnet50 compare.accuracy_tolerance=0.5 compare.strict=true
   Compare other settings in one precision:
     python -m trainer compare +recipe=resnet50 precision=16-mixed +optimizer.fused=false,true

@@ -1,8 +1,8 @@
-"""Make one file of a sharded checkpoint.
+"""Convert a sharded checkpoint to one file.
 
-Converts a checkpoint that is a folder (checkpoint_files.sharded=true) to one file in Lightning's format, with all its
-contents, so load_from_checkpoint and any run read it, and ckpt continues from it. One process does it in host memory,
-after the folder is verified. No file is overwritten.
+Converts a checkpoint that is a folder (checkpoint_files.sharded=true) to one file in Lightning's format with the same
+contents, which load_from_checkpoint and ckpt_path can read. The folder is verified first. The conversion runs in one
+process and needs host memory for the checkpoint. Existing files are not overwritten.
 
 Example:
     python -m trainer consolidate outputs/gpt/DATE_TIME/checkpoints/last.ckpt last.ckpt
@@ -12,7 +12,7 @@ from trainer.cli.commands import Command
 
 COMMAND = Command(
     __doc__,
-    group="Use what was trained",
+    group="Use a trained model",
     usage="FOLDER FILE",
     function="trainer.cli.consolidate:command",
     words=2,

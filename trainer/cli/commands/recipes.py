@@ -1,7 +1,7 @@
 """List the recipes, print the settings of one, or copy one.
 
-Lists the recipes of the package and those in ./conf/recipe, with a line on each. With a NAME, prints that recipe,
-composed, with the meaning of every key. `recipes copy` writes a copy to ./conf/recipe/NEWNAME.yaml, to be edited.
+Lists the recipes of the package and of ./conf/recipe, with a description. With NAME, prints the composed config of that
+recipe with the meaning of each key. `recipes copy` writes a copy to ./conf/recipe/NEWNAME.yaml for you to edit.
 
 Examples:
     python -m trainer recipes
@@ -13,7 +13,7 @@ from trainer.cli.commands import Command
 
 COMMAND = Command(
     __doc__,
-    group="Look around",
+    group="Inspect",
     usage="[NAME [SETTING=VALUE ...] | copy NAME [NEWNAME]]",
     function="trainer.cli.recipes:command",
     words=3,

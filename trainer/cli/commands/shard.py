@@ -1,7 +1,7 @@
-"""Make a sharded checkpoint of one file.
+"""Convert a checkpoint of one file to a sharded checkpoint.
 
-Converts a checkpoint that is one file to a folder, as checkpoint_files.sharded=true writes it. Each process that
-continues from it reads only its own part. No file is overwritten.
+Writes the folder that checkpoint_files.sharded=true would write. Each process that resumes from it reads only its own
+part. Existing files are not overwritten.
 
 Example:
     python -m trainer shard last.ckpt last_folder.ckpt
@@ -11,7 +11,7 @@ from trainer.cli.commands import Command
 
 COMMAND = Command(
     __doc__,
-    group="Use what was trained",
+    group="Use a trained model",
     usage="FILE FOLDER",
     function="trainer.cli.consolidate:command",
     words=2,

@@ -1,8 +1,8 @@
 """Compute the test metrics of a model.
 
-The test data are those of the recipe. The weights and the config come from ckpt.
+Uses the test data of the recipe, and the weights and config of ckpt.
 """
 
 from trainer.cli.commands import WITH_WEIGHTS, Command
 
-COMMAND = Command(__doc__, group="Use what was trained", examples=WITH_WEIGHTS)
+COMMAND = Command(__doc__, group="Use a trained model", examples=WITH_WEIGHTS)

@@ -1,9 +1,9 @@
 """Find the largest batch that fits into memory, or a learning rate.
 
 tune batch_size finds the largest batch in each precision, and measures the speed of each size. The limit is the memory
-of the GPU, or on a CPU a budget: tune.memory=3GiB, by default most of the free memory. Each size is tried in a few real
+of the GPU or, on a CPU, tune.memory (such as 3GiB; by default most of the free memory). Each size is tried in a few
 training steps, in its own process. The default precisions are 32, 16-mixed and bf16-mixed.
-tune lr runs a learning-rate range test: the rate grows from update to update, and the loss over it suggests a rate.
+tune lr runs a learning rate range test: it increases the rate with each step, and suggests a rate from the losses.
 Both write tune.json to outputs/RECIPE/DATE_TIME, and no checkpoints.
 
   python -m trainer tune batch_size +recipe=resnet50
@@ -11,7 +11,7 @@ Both write tune.json to outputs/RECIPE/DATE_TIME, and no checkpoints.
   python -m trainer tune lr +recipe=resnet50 precision=16-mixed
   python -m trainer tune lr +recipe=resnet50 tune.min_lr=1e-5 tune.max_lr=1 tune.steps=200
 
-Settings are those of fit, and tune.*.
+Accepts the settings of fit, and tune.*.
 """
 
 from trainer.cli.commands import Command

@@ -70,7 +70,7 @@ def report(folder: Path, since: float = 0.0, wanted: int | None = None, again: s
     (folder / "summary.md").write_text(text, encoding="utf-8")
     _print(header, rows, said, sweep.runs, folder, wanted)
     if again and (len(sweep.runs) < (wanted or 0) or any(run.status == "interrupted" for run in sweep.runs)):
-        print(f"To go on: {again}", flush=True)
+        print(f"To resume: {again}", flush=True)
     return sum(run.status not in ENDED_WELL for run in sweep.runs)
 
 
@@ -143,4 +143,4 @@ def _print(
     for run in runs:
         if run.error:
             print_line(f"Job {run.job} {run.status}: {run.error}")
-    print_line(f"Everything is in {folder}")
+    print_line(f"Results are in {folder}")

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer import machine
 from trainer.cli import tune
-from trainer.cli.arguments import COMPARED, Arguments, UsageError
+from trainer.cli.arguments import COMPARED_PRECISIONS, Arguments, UsageError
 from trainer.cli.tune import LOG, Settings
 from trainer.cli.tune.child import Message, run_in_child
 from trainer.files import from_here
@@ -97,7 +97,7 @@ def attempt_size(
 def precisions_in(given: list[str]) -> list[str]:
     """Return the precisions to try, from the overrides ``precision=...``."""
     if not given:
-        return list(COMPARED)
+        return list(COMPARED_PRECISIONS)
     value = given[-1].partition("=")[2]
     return [value] if value.startswith("{") else [name.strip() for name in value.split(",")]
 

@@ -1,4 +1,4 @@
-"""Warnings of a run: a line on the terminal, and one in its log, where the report finds them. Imports no torch."""
+"""Print each warning of a run as one line, and write it to the run's log, which the report reads. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from trainer.files import from_here
 
 
 @contextmanager
-def noted() -> Iterator[None]:
-    """While a run goes on, its warnings are written into the log as well, and look on the terminal as those of it do.
+def log_warnings() -> Iterator[None]:
+    """Inside the context, print each warning once, as one line, and also write it to the run's log.
 
-    They go to the log's file by themselves: the terminal has them from Python, above the progress bar. What has been
-    said is not said again: torch tells of too many workers from two places, and for each loader.
+    Warnings are written to the log's handler only, because Python prints them above the progress bar itself. Repeated
+    texts are dropped: torch issues some warnings from several places and for each dataloader.
     """
     show, form = warnings.showwarning, warnings.formatwarning
-    said: set[str] = set()
+    shown: set[str] = set()
 
-    def note(
+    def show_once(
         message: Warning | str,
         category: type[Warning],
         filename: str,
@@ -32,16 +32,16 @@ def noted() -> Iterator[None]:
         line: str | None = None,
     ) -> None:
         text = _in_one_line(message)
-        if text in said:
+        if text in shown:
             return
-        said.add(text)
-        warnings.formatwarning = _line  # here, for importing Lightning sets a form of its own
+        shown.add(text)
+        warnings.formatwarning = _line  # set here, because importing Lightning replaces it
         show(message, category, filename, lineno, file, line)
         if (handler := log_handler()) is not None:
-            told = f"{text} ({from_here(Path(filename))}:{lineno})"
-            handler.handle(logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, "%s", (told,), None))
+            entry = f"{text} ({from_here(Path(filename))}:{lineno})"
+            handler.handle(logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, "%s", (entry,), None))
 
-    warnings.showwarning = note
+    warnings.showwarning = show_once
     try:
         yield
     finally:
@@ -49,7 +49,7 @@ def noted() -> Iterator[None]:
 
 
 def _line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-    """What the terminal is told; where, if that is in the user's own files."""
+    """Return the line for the terminal, with file and line number if the file is the user's own."""
     is_own = Path(filename).is_relative_to(Path.cwd()) and "site-packages" not in filename
     return f"WARNING: {_in_one_line(message)}{f' ({from_here(Path(filename))}:{lineno})' if is_own else ''}\n"
 

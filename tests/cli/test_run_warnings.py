@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli.warned import noted
+from trainer.cli.run_warnings import log_warnings
 
 PROGRAM = """
 import warnings
-from trainer.cli.warned import noted
-with noted():
+from trainer.cli.run_warnings import log_warnings
+with log_warnings():
     warnings.formatwarning = None  # as Lightning does when it is imported
     warnings.warn("Scale is\\n  low.")
     for line in (3, 4):
@@ -38,7 +38,7 @@ def test_the_log_gets_a_line_with_the_place(tmp_path, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [handler])  # runs of other tests may have left theirs
     before = warnings.showwarning, warnings.formatwarning
     try:
-        with pytest.warns(UserWarning, match="Old"), noted():
+        with pytest.warns(UserWarning, match="Old"), log_warnings():
             warnings.warn_explicit("Old\nand slow.", UserWarning, "/lib/torch/old.py", 3)
     finally:
         handler.close()
