@@ -1,4 +1,4 @@
-"""ActivationCheckpointing: not one bit changes, whatever the precision, and nothing of it is left behind."""
+"""ActivationCheckpointing keeps results bit for bit in every precision, and restores the module after a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def precision_of(name: str) -> Any:
 
 
 class Block(nn.Module):
-    """Everything that a second forward could get wrong: dropout, running statistics, power iterations."""
+    """A block with dropout, running statistics, and power iterations, which a second forward must not change."""
 
     def __init__(self, spectral: bool = True) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def assert_equal_states(mine: nn.Module, theirs: nn.Module) -> None:
         assert torch.equal(a, b), name
 
 
-# --- the same bits --------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("modules", ["net.blocks.*", [Block], ["Block"], ["net.blocks.0", "net.blocks.2", "net.head"]])
@@ -98,7 +98,7 @@ def test_not_a_bit_changes(tmp_path, precision, modules):
 
 
 def test_plain_checkpoint_would_update_the_statistics_twice():
-    """What this callback is good for, and why the test above means something."""
+    """Shows that the test above can fail."""
     block = make().blocks[0]
     x = torch.ones(4, 6, requires_grad=True)
     torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).sum().backward()
@@ -106,7 +106,7 @@ def test_plain_checkpoint_would_update_the_statistics_twice():
 
 
 def test_a_graph_that_is_used_twice_is_computed_the_same_each_time(tmp_path):
-    """Second derivatives, or retain_graph: each backward pass computes anew, from the same buffers."""
+    """For second derivatives or retain_graph, each backward pass recomputes from the same buffers."""
 
     class Penalized(Regression):
         def training_step(self, batch, batch_idx):
@@ -152,7 +152,7 @@ class Drops(nn.Module):
 
 @pytest.mark.parametrize("hand_over", ["by position", "by keyword", "in an object"])
 def test_the_random_states_of_the_devices_are_kept(monkeypatch, hand_over):
-    """Of those that torch finds in what is given by position; without them a GPU drops other units the second time."""
+    """torch only finds devices in positional arguments; otherwise the second forward drops other units on a GPU."""
     devices: set[torch.device] = set()
 
     def states(*args: Any) -> tuple[list[Any], list[Any]]:
@@ -228,7 +228,7 @@ def the_blocks_in_place(module: Any, backend: Any) -> Any:
     ],
 )
 def test_compiled_modules(tmp_path, graphs, way, precision):
-    """As compiled without checkpointing: in 16 bits torch's compiled BatchNorm is not the eager one to the bit."""
+    """Compared with compiled modules without checkpointing, because torch's compiled BatchNorm differs in 16 bits."""
     if way is the_blocks_in_place and Version(torch.__version__) < Version("2.13"):
         pytest.skip("torch 2.10 does not compile a LightningModule's parts in place")
 
@@ -243,13 +243,13 @@ def test_compiled_modules(tmp_path, graphs, way, precision):
     torch._dynamo.reset()
     module, callback = way(Regression(mine), backend), ActivationCheckpointing("net.blocks.*")
     _, trace = fit(tmp_path, module, callback, precision=precision)
-    assert True in graphs or way is the_blocks  # part of the graph; else around what is compiled
+    assert True in graphs or way is the_blocks  # part of the graph; otherwise around the compiled function
     assert graphs != []
     assert_same(trace, expected)
     assert_equal_states(mine, theirs)
 
 
-# --- nothing is left behind -----------------------------------------------------------------------------------------
+# --- restoring --------------------------------------------------------------------------------------------------------
 
 
 def test_keys_copies_and_weights_are_the_modules_own(tmp_path):
@@ -305,7 +305,7 @@ def test_afterwards_the_modules_are_as_before(tmp_path, fails):
         assert net.blocks[1].forward is theirs
 
 
-# --- which modules --------------------------------------------------------------------------------------------------
+# --- selection of modules ---------------------------------------------------------------------------------------------
 
 
 class Seeing(Regression):
@@ -316,7 +316,7 @@ class Seeing(Regression):
 @pytest.mark.parametrize(
     ("modules", "chosen"),
     [
-        ("net.blocks.*", ["net.blocks.0", "net.blocks.1", "net.blocks.2"]),  # not what is inside of them as well
+        ("net.blocks.*", ["net.blocks.0", "net.blocks.1", "net.blocks.2"]),  # without their submodules
         ("net.blocks", ["net.blocks.0", "net.blocks.1", "net.blocks.2"]),
         (nn.ModuleList, ["net.blocks.0", "net.blocks.1", "net.blocks.2"]),
         ("net.blocks*", ["net.blocks.0", "net.blocks.1", "net.blocks.2"]),
@@ -341,7 +341,7 @@ def test_choices(tmp_path, modules, chosen):
         (nn.Conv2d, "Got 'Conv2d' among the modules of ActivationCheckpointing"),
     ],
 )
-def test_what_matches_nothing(tmp_path, modules, message):
+def test_patterns_without_a_match(tmp_path, modules, message):
     trainer = make_trainer(tmp_path, callbacks=[ActivationCheckpointing(modules)])
     with pytest.raises(ConfigurationError, match=message):
         trainer.fit(Regression(make()), loader_of(make_batches(1)))

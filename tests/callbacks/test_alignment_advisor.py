@@ -1,4 +1,4 @@
-"""Sizes that Tensor Cores do not like: which are found, and when something is said."""
+"""Sizes that are not aligned for Tensor Cores: detection and warnings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from trainer.precision import MixedPrecision
     ],
     ids=str,
 )
-def test_which_sizes_count(layer, sizes):
+def test_checked_sizes(layer, sizes):
     found = list(misaligned(nn.ModuleDict({"layer": layer})))
     assert [each.sizes for each in found] == ([] if sizes is None else [sizes])
 
@@ -62,7 +62,7 @@ def test_a_line_names_the_layer_its_size_and_the_next_multiple():
 
 
 def said(folder, caplog, *, times: int = 1, module: Regression | None = None, precision="bf16-mixed", **arguments):
-    """What the advisor said in ``times`` fits."""
+    """Return the messages of the advisor in ``times`` fits."""
     trainer = make_trainer(folder, precision=precision, callbacks=[AlignmentAdvisor(**arguments)])
     module = module or Regression()
     caplog.clear()
@@ -82,7 +82,7 @@ def test_one_message_once(tmp_path, caplog):
     assert said(tmp_path, caplog, everywhere=True, times=2) == [MESSAGE]
 
 
-def test_no_more_lines_than_asked_for(tmp_path, caplog):
+def test_number_of_lines_is_limited(tmp_path, caplog):
     [message] = said(tmp_path, caplog, everywhere=True, max_lines=1)
     assert message.splitlines()[1:] == ["  net.0 (Linear): in_features 6 -> 8", "  and 1 more"]
 
@@ -92,7 +92,7 @@ def test_a_single_layer(tmp_path, caplog):
     assert "1 layer has others; they could be padded" in message
 
 
-def test_silence_where_all_is_well(tmp_path, caplog):
+def test_no_warning_for_aligned_sizes(tmp_path, caplog):
     class Wide(Regression):
         def training_step(self, batch, batch_idx):
             return self.net(torch.ones(8, 8)).sum()
@@ -137,7 +137,7 @@ def advisors(uses_tensor_cores: bool, given=None) -> list[AlignmentAdvisor]:
     return [callback for callback in callbacks if isinstance(callback, AlignmentAdvisor)]
 
 
-def test_a_default_where_it_has_something_to_say():
+def test_advisor_is_a_default_in_16_bits():
     own = AlignmentAdvisor(max_lines=3)
     assert len(advisors(True)) == 1
     assert advisors(False) == []

@@ -11,7 +11,7 @@ OVERFLOWS = {1: 1e30, 3: 1e6}
 
 
 class Late(Regression):
-    """Makes nan in the backward of one batch only."""
+    """Returns NaN in the backward pass of one batch only."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -23,7 +23,7 @@ def fit(folder, module, gains=OVERFLOWS, **arguments):
     return fit_and_watch(folder, module, make_batches(5, gains=gains), **given)
 
 
-def test_overflows_are_no_anomaly(tmp_path):
+def test_overflows_do_not_raise(tmp_path):
     _, trace = fit(tmp_path, Regression())
     assert trace.skipped == [False, True, False, True, False]
 
@@ -53,7 +53,7 @@ def test_a_nan_at_once_although_steps_may_be_skipped(tmp_path):
 
 
 def test_an_infinity_is_not_nan(tmp_path):
-    """Torch's mode looks for nan; what overflows at every scale is OverflowReport's."""
+    """torch's mode looks for NaN; values that overflow at every scale are reported by OverflowReport."""
     net = torch.nn.Sequential(torch.nn.Linear(6, 3), Amplifier(6e4), Amplifier(6e4))
     _, trace = fit(tmp_path, Regression(net), gains=None)
     assert all(trace.skipped)

@@ -1,4 +1,4 @@
-"""Checkpoints that find out which metric to go by."""
+"""Checkpoints that select their metric automatically."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.record.measures import best_score_of, paths_of
 
 
 class Logs(Regression):
-    """Logs in each validation what is given for its epoch; in training ``train_loss``, and ``acc`` where asked to."""
+    """Logs the given values per epoch in validation; ``train_loss``, and ``acc`` if requested, in training."""
 
     def __init__(self, trains_acc: bool = False, **values: list[float]) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def fitted(
     every: int | None = None,
     **options: Any,
 ) -> tuple[Any, BestCheckpoint]:
-    """Fit; the loader has as many ``batches``, and after ``every`` so many there is a validation."""
+    """Fit with this number of ``batches``, and a validation after ``every`` of them."""
     saver = BestCheckpoint(folder / "checkpoints", filename="{epoch}", **{"monitor": "auto", **options})
     settings = {"enable_checkpointing": True, "max_epochs": epochs, "val_check_interval": every}
     trainer = make_trainer(folder, callbacks=[saver, *beside], **settings)
@@ -53,7 +53,7 @@ def fitted(
 
 
 class StepsOfLast(Callback):
-    """After each batch, the step of ``last.ckpt``."""
+    """Records the step of ``last.ckpt`` after each batch."""
 
     def __init__(self, folder: Path) -> None:
         self.file, self.steps = folder / "checkpoints" / "last.ckpt", []
@@ -74,7 +74,7 @@ class StepsOfLast(Callback):
         ({"val_error": [0.9, 0.1, 0.5]}, ("val_error", "min"), 1),
     ],
 )
-def test_the_best_of_what_validation_logs_is_kept(
+def test_best_checkpoint_by_the_validation_metric_is_kept(
     tmp_path: Path, values: dict[str, list[float]], chosen: tuple[str, str], best: int
 ) -> None:
     trainer, saver = fitted(Logs(**values), tmp_path, 3, save_last=True)
@@ -94,7 +94,7 @@ def test_the_best_of_what_validation_logs_is_kept(
     ("module", "options"),
     [
         (Logs(), {}),
-        (Logs(trains_acc=True, val_size=[3.0, 2.0, 1.0]), {}),  # a name that says nothing; a metric of training
+        (Logs(trains_acc=True, val_size=[3.0, 2.0, 1.0]), {}),  # an unknown name; a metric of training
         (Logs(val_loss=[1.0, 2.0, 3.0]), {"monitor": None}),
         (Logs(val_loss=[1.0, 2.0, 3.0]), {"every_n_train_steps": 1}),  # one is written before there is a choice
     ],
@@ -110,7 +110,7 @@ def test_with_nothing_to_go_by_the_newest_is_kept_and_called_the_last(
     assert best_score_of(trainer) is None
 
 
-def test_the_choice_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_selected_metric_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fitted(Logs(val_acc=[0.5, 0.9]), tmp_path, 2)
     (said,) = [message for message in caplog.messages if "best checkpoint" in message]
     assert "the one with the highest val_acc" in said
@@ -136,7 +136,7 @@ def test_a_metric_that_is_named_is_monitored_as_by_lightning(tmp_path: Path) -> 
     assert inspect.signature(BestCheckpoint) == inspect.signature(ModelCheckpoint)
 
 
-def test_the_last_checkpoint_is_written_each_time_it_is_due_whether_or_not_there_is_a_metric(tmp_path: Path) -> None:
+def test_last_checkpoint_is_written_with_and_without_a_metric(tmp_path: Path) -> None:
     seen = StepsOfLast(tmp_path)
     module = Logs(val_loss=[1.0, 2.0])
     options: dict[str, Any] = {"monitor": "val_loss", "save_last": True, "every_n_train_steps": 2}

@@ -1,4 +1,4 @@
-"""Compile: the same weights and the same logged values as uncompiled, also where results are overwritten."""
+"""Compile: the weights and logged values equal those without compilation, also with overwritten results."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def fresh_compiler() -> Iterator[None]:
 
 
 class Replays:
-    """A backend whose graphs write to the same memory at each step, as CUDA graphs do; what a step left is gone then.
+    """A backend with graphs that write to the same memory at each step, as CUDA graphs do.
 
-    The n-th call of a graph in a step has memory of its own. `torch.compiler.cudagraph_mark_step_begin` begins a step:
-    there all memory is overwritten with NaN, and what was computed in it.
+    The n-th call of a graph in a step has its own memory. `torch.compiler.cudagraph_mark_step_begin` starts a step: all
+    memory is overwritten with NaN.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,8 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Replays:
 PRECISIONS: dict[str, Any] = {"32-true": "32-true", "bf16-mixed": "bf16-mixed", "16-mixed": native_fp16()}
 
 
-# --- CUDA graphs' trap, by a stand-in ---------------------------------------------------------------------------------
+# --- overwritten results of CUDA graphs, with a stand-in
+# -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -143,7 +144,7 @@ def test_the_weights_are_those_of_a_loop_by_hand(tmp_path, replays, precision, w
 
 
 @pytest.mark.parametrize("name", tiered(["sgd-fused", "adamw-fused", "momentum"], quick=["adamw-fused"]))
-def test_outcomes_that_are_read_late(tmp_path, replays, name):
+def test_late_outcomes_are_used(tmp_path, replays, name):
     mine, theirs = make_net(), make_net()
     batches = make_batches(8, gains={2: float("inf"), 5: 1e6})
     precision = native_fp16(init_scale=2.0**12, growth_interval=2)
@@ -179,7 +180,7 @@ def test_gradients_that_outlive_the_step_for_a_hook(tmp_path, replays):
 
 
 class Whole(LightningModule):
-    """Computes all of it in ``forward``, and keeps what it can: its loss, its weight, predictions, a metric."""
+    """Computes everything in ``forward``, and keeps its loss, weight, predictions and a metric."""
 
     def __init__(self, weighted: bool = False) -> None:
         super().__init__()
@@ -251,7 +252,7 @@ def assert_alike(one: Any, other: Any) -> None:
 @pytest.mark.parametrize(
     "arguments", [{}, {"accumulate_grad_batches": 2}, {"accumulate_grad_batches": 3, "weighted": True}]
 )
-def test_what_is_kept_of_a_step_stays_what_it_was(tmp_path, replays, arguments):
+def test_kept_results_of_a_step_are_not_overwritten(tmp_path, replays, arguments):
     found = run_whole(tmp_path, [Compile(backend=replays.backend)], **arguments)
     assert replays.steps > 20
     torch.compiler.reset()
@@ -309,7 +310,7 @@ def test_manual_optimization_of_two_networks(tmp_path, replays):
         ({"backend": "of_somebody_else"}, "cpu", True),
     ],
 )
-def test_which_settings_write_over_results(settings, device, expected):
+def test_settings_that_overwrite_results(settings, device, expected):
     assert compilation.reuses_memory(settings, torch.device(device)) is expected
 
 
@@ -327,7 +328,8 @@ def test_no_step_is_marked_and_nothing_copied_without_cuda_graphs(tmp_path, repl
     assert replays.steps == 0
 
 
-# --- what is compiled -------------------------------------------------------------------------------------------------
+# --- compiled parts
+# -------------------------------------------------------------------------------------------------------
 
 
 class Custom(nn.Module):
@@ -340,7 +342,7 @@ class Custom(nn.Module):
 
 
 class Parts(LightningModule):
-    """Whatever a module may consist of; what does not matter is not called."""
+    """A module with attributes of all kinds."""
 
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
@@ -374,7 +376,7 @@ class WithForward(Parts):
         (lambda: WithForward(a=make_net(), b=Custom()), ["b", nn.LayerNorm], ["a.1", "b"]),
     ],
 )
-def test_which_parts_are_compiled(tmp_path, module, modules, expected):
+def test_compiled_parts(tmp_path, module, modules, expected):
     callback = Compile(modules, backend="eager")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # nothing of it is called
@@ -394,7 +396,7 @@ def test_which_parts_are_compiled(tmp_path, module, modules, expected):
         ),
     ],
 )
-def test_what_cannot_be_compiled_is_refused(tmp_path, make, modules, message):
+def test_unsupported_modules_are_refused(tmp_path, make, modules, message):
     with pytest.raises(ConfigurationError, match=message):
         make_trainer(tmp_path, callbacks=[Compile(modules, backend="eager")]).fit(make(), loader_of(make_batches(1)))
 
@@ -448,14 +450,14 @@ def test_blocks_share_a_compilation(tmp_path):
     callback = Compile(["Custom"], backend=counting(graphs))
     _, trace = fit_and_watch(tmp_path, module, make_batches(3), callbacks=[callback])
     assert len(callback.compiled) == 12
-    assert len(graphs) == 2  # the first block's input wants no gradient
+    assert len(graphs) == 2  # the first block's input requires no gradient
     assert_same(trace, fit_and_watch(tmp_path, plain, make_batches(3))[1])
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("same", [True, False])
 def test_containers_of_torchs_are_compiled_each(tmp_path, same):
-    """The compiler makes 8 graphs of one code, and has the rest run as it is."""
+    """The compiler creates at most 8 graphs for one code object, and runs further modules eagerly."""
     graphs: list[int] = []
     widths = [(6, 6)] * 12 if same else [(6 + i, 7 + i) for i in range(12)]
     net = nn.Sequential(*(nn.Sequential(nn.Linear(*width), nn.ReLU()) for width in widths))
@@ -463,11 +465,11 @@ def test_containers_of_torchs_are_compiled_each(tmp_path, same):
     callback = Compile([f"net.0.{i}" for i in range(12)], backend=counting(graphs))
     make_trainer(tmp_path, callbacks=[callback], max_epochs=1).fit(module, loader_of(make_batches(2)))
     assert len(callback.compiled) == 12
-    assert len(graphs) == (2 if same else 12)  # the first one's input wants no gradient
+    assert len(graphs) == (2 if same else 12)  # the first one's input requires no gradient
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="of torch 2.13: older ones compile no nn.Sequential in place")
-def test_what_its_owner_has_compiled_stays_as_it_is(tmp_path):
+def test_modules_compiled_by_the_user_are_kept(tmp_path):
     own: list[int] = []
     module = Regression()
     module.net.compile(backend=counting(own))
@@ -476,7 +478,8 @@ def test_what_its_owner_has_compiled_stays_as_it_is(tmp_path):
     assert compilation.is_compiled(module.net)
 
 
-# --- with everything else ---------------------------------------------------------------------------------------------
+# --- with other features
+# --------------------------------------------------------------------------------------------------
 
 
 class Blocks(nn.Module):
@@ -565,7 +568,7 @@ def _tensors(of: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("compiled_first", [True, False])
-def test_a_run_is_resumed_with_it_or_without_it(tmp_path, compiled_first):
+def test_run_is_resumed_with_and_without_compile(tmp_path, compiled_first):
     def trainer_of(folder: str, compiles: bool, epochs: int) -> Any:
         callbacks = [Compile(backend="aot_eager")] if compiles else []
         return make_trainer(tmp_path / folder, callbacks=callbacks, max_epochs=epochs, precision="bf16-mixed")
@@ -585,7 +588,7 @@ def test_a_run_is_resumed_with_it_or_without_it(tmp_path, compiled_first):
     assert_alike(list(second.parameters()), list(whole.parameters()))
 
 
-def test_keys_and_copies_are_the_modules_own_and_nothing_is_left_behind(tmp_path):
+def test_module_is_restored_and_its_keys_are_unchanged(tmp_path):
     class Looking(Whole):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             assert list(self.state_dict()) == keys
@@ -640,11 +643,12 @@ def test_inductor_compiles_a_small_network(tmp_path):
     assert facts["seconds"] > 0
 
 
-# --- what was compiled, and why anew ----------------------------------------------------------------------------------
+# --- recompilations
+# -------------------------------------------------------------------------------------------------------
 
 
 class Counting(nn.Module):
-    """Has a number that changes at each step, which is a constant of the graph."""
+    """Has a number that changes at each step and is a constant of the graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -656,7 +660,7 @@ class Counting(nn.Module):
         return self.net(x) * len(self.steps)
 
 
-def test_recompilations_are_counted_and_told_once(tmp_path):
+def test_recompilations_are_counted_and_reported_once(tmp_path):
     callback = Compile(backend="eager")
     with pytest.warns(
         match=r"forward \(.*test_compile.py:\d+\) has been compiled anew 5 times, in .* s; the last"
@@ -672,7 +676,7 @@ def test_recompilations_are_counted_and_told_once(tmp_path):
     assert all("steps ==" in reason for reason in facts["reasons"])
 
 
-def test_usual_recompilations_are_not_told(tmp_path):
+def test_usual_recompilations_are_not_reported(tmp_path):
     callback, batches = Compile(backend="eager"), make_batches(4)
     batches[-1] = [one[:3] if one.dim() else one for one in batches[-1]]
 

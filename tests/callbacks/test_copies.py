@@ -1,4 +1,4 @@
-"""Every callback of ours can be copied and pickled: before, during and after a run, and after one that failed."""
+"""Every callback can be copied and pickled: before, during and after a run, and after one that failed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NOT_RUN = {
 
 
 class Copies(Callback):
-    """Copies the others at several points."""
+    """Copies the other callbacks at several hooks."""
 
     def __init__(self) -> None:
         self.copies: list[tuple[Any, Any]] = []
@@ -56,7 +56,7 @@ DUPLICATES = (copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback
 
 
 class Overflows(Classifier):
-    """Skips its first steps, where the loss is scaled; and breaks off where it is told to."""
+    """Skips its first steps if the loss is scaled, and raises if configured."""
 
     def __init__(self, breaks: bool) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Overflows(Classifier):
 @pytest.mark.filterwarnings("ignore")
 @pairwise(name=[None, *CALLBACKS], precision=["32-true", "16-mixed"], breaks=[False, True])
 def test_copies(name: str | None, precision: str, breaks: bool, tmp_path: Path) -> None:
-    """None stands for what a Trainer has by default."""
+    """None stands for the default callbacks of a Trainer."""
     copies = Copies()
     own = [] if name is None else [OURS[name](**ARGUMENTS.get(name, {}))]
     for callback in own:

@@ -1,4 +1,4 @@
-"""The picture of a run: which panels, and what is drawn in them."""
+"""The picture of a run: its panels and their contents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def series(points: dict[int, float]) -> dict[str, Any]:
 
 
 def record(scale: float | None = 32768.0, losses: dict[int, float] | None = None, **more: Any) -> RunRecord:
-    """Losses 1/step, an overflow in the third step."""
+    """Return losses of 1/step with an overflow in the third step."""
     curves = {
         "losses": series({step: 1 / step for step in range(1, 11)} if losses is None else losses),
         "scales": series({1: 65536.0, 4: 32768.0}),

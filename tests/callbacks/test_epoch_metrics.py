@@ -54,7 +54,7 @@ def test_the_record_of_a_run(tmp_path, module):
 
 
 class Trial:
-    """A trial that keeps its reports, and is pruned after so many."""
+    """A trial that keeps its reports, and is pruned after a number of them."""
 
     def __init__(self, most: int) -> None:
         self.reports: list[tuple[int, float]] = []

@@ -1,4 +1,4 @@
-"""FastSettings: what is on, that no bit of `channels_last` is ours, and that all is as before when a run is over."""
+"""FastSettings: enabled settings, unchanged results of `channels_last`, and restoring after a run."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def test_the_layout_is_that_of_the_run_alone(tmp_path, fails):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_checkpoint_is_that_of_any_run(tmp_path, first):
-    """Resumed with the other layout. A fused optimizer wants states that are laid out like their weights."""
+def test_checkpoint_equals_that_of_any_run(tmp_path, first):
+    """Resumed with the other layout. A fused optimizer requires states with the layout of their weights."""
 
     def fit(module: Any, fast: bool, epochs: int, ckpt: Any = None) -> Any:
         trainer = make_trainer(tmp_path, callbacks=[FastSettings()] if fast else [], max_epochs=epochs)
@@ -141,8 +141,8 @@ def test_a_checkpoint_is_that_of_any_run(tmp_path, first):
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("when", ["in a window", "after the run"])
-def test_what_is_saved_at_other_times_is_that_of_any_run_too(tmp_path, when, first):
-    """The gradients of an open window, and states once the weights are laid out as usual again."""
+def test_checkpoint_inside_a_window_equals_that_of_any_run(tmp_path, when, first):
+    """The gradients of an open window, and states after the weights have their original layout."""
 
     class Saving(Classifier):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -168,7 +168,7 @@ def test_what_is_saved_at_other_times_is_that_of_any_run_too(tmp_path, when, fir
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_weights_that_are_computed_are_left_alone(tmp_path):
+def test_parametrized_weights_are_kept(tmp_path):
     module = Classifier()
     module.net[3] = weight_norm(nn.Conv2d(8, 8, 1))
     fast = FastSettings()
@@ -243,7 +243,7 @@ def test_all_is_on_for_the_run_and_put_back(has_cuda, end):
         ({"expandable_segments": False}, "expandable segments"),
     ],
 )
-def test_each_may_be_left_out(has_cuda, arguments, name):
+def test_each_setting_can_be_disabled(has_cuda, arguments, name):
     fast, module = FastSettings(**arguments), Classifier()
     trainer = on_cuda(fast, module)
     assert fast.on == [one for one in ALL if one != name]
@@ -252,7 +252,7 @@ def test_each_may_be_left_out(has_cuda, arguments, name):
     fast.teardown(trainer, module, "fit")
 
 
-def test_what_the_user_has_set_stays(has_cuda, monkeypatch):
+def test_settings_of_the_user_are_kept(has_cuda, monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
     torch.set_float32_matmul_precision("medium")
     try:
@@ -268,7 +268,7 @@ def test_what_the_user_has_set_stays(has_cuda, monkeypatch):
         torch.set_float32_matmul_precision("highest")
 
 
-def test_a_user_who_expands_segments_is_told_that_they_are(has_cuda, monkeypatch):
+def test_expandable_segments_set_by_the_user_are_reported(has_cuda, monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     fast, module = FastSettings(), Classifier()
     trainer = on_cuda(fast, module)
@@ -277,7 +277,7 @@ def test_a_user_who_expands_segments_is_told_that_they_are(has_cuda, monkeypatch
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
-def test_no_tf32_where_modules_are_to_run_in_float32(has_cuda):
+def test_no_tf32_with_fp32_modules(has_cuda):
     fast, module = FastSettings(), Classifier()
     engine = SimpleNamespace(precision=SimpleNamespace(fp32_modules=("head",)), gradients=None)
     trainer = on_cuda(fast, module, engine=engine)
@@ -297,7 +297,7 @@ def test_no_benchmark_of_deterministic_kernels(has_cuda):
     fast.teardown(trainer, module, "fit")
 
 
-def test_cuda_that_is_used_already_has_its_allocator(has_cuda, monkeypatch):
+def test_initialized_cuda_keeps_its_allocator(has_cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     fast, module = FastSettings(), Classifier()
     trainer = on_cuda(fast, module)
@@ -335,7 +335,8 @@ def test_no_precision_sets_anything_by_itself(tmp_path, precision):
     make_trainer(tmp_path, precision=precision).fit(Looking(), loader_of(images(2)))
 
 
-# --- what is left on the table ----------------------------------------------------------------------------------------
+# --- settings that are not used
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -349,7 +350,7 @@ def test_no_precision_sets_anything_by_itself(tmp_path, precision):
         (Classifier, {"tf32": False, "channels_last": False}, "32-true", {"TF32", "channels_last"}),
     ],
 )
-def test_what_is_missed(module, fast, precision, expected):
+def test_unused_settings_are_reported(module, fast, precision, expected):
     assert missed(module(), None if fast is None else FastSettings(**fast), precision=precision).keys() == expected
 
 

@@ -1,4 +1,4 @@
-"""GradientAccumulation as a callback; that its arithmetic is exact is in tests/loops/test_fit.py."""
+"""GradientAccumulation as a callback. Its arithmetic is tested in tests/loops/test_fit.py."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Replay(Regression):
 
 
 def straddle_by_hand(batches, windows):
-    """Windows over a plain list of batches, whatever epoch they belong to."""
+    """Use windows over a plain list of batches, across epochs."""
     net, at = make_net(), 0
     optimizer = sgd(net.parameters())
     for size in windows:
@@ -137,7 +137,7 @@ def test_batches_in(epoch, batches):
 
 
 def test_the_first_window_is_known_from_the_start(tmp_path):
-    """The summary, and schedules that ask for the number of steps, look before the first epoch starts."""
+    """The summary, and schedules that read the number of steps, use it before the first epoch starts."""
     trainer = make_trainer(tmp_path, callbacks=[GradientAccumulation(schedule={0: 4, 2: 1})])
     assert trainer.accumulate_grad_batches == 4
 
@@ -148,7 +148,7 @@ def test_the_first_window_is_known_from_the_start(tmp_path):
     (GradientAccumulation(25, straddles_epochs=True), 2), (GradientAccumulation(40, straddles_epochs=True), 1),
     (GradientAccumulation(schedule={0: 3, 1: 4}, straddles_epochs=True), 9),
 ])  # fmt: skip
-def test_estimated_stepping_batches_is_what_a_fit_attempts(tmp_path, callback, steps):
+def test_estimated_stepping_batches_equals_the_attempted_steps(tmp_path, callback, steps):
     estimated = []
 
     class Asking(Regression):

@@ -1,4 +1,4 @@
-"""GradientCheck: a wrong backward is found and named, a right one is not accused, and nothing is disturbed."""
+"""GradientCheck reports a wrong backward, accepts a correct one, and does not affect training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.errors import ConfigurationError, GradientCheckError
 
 
 def check(folder: Any, module: LightningModule, batches: Any = None, **arguments: Any) -> GradientCheck:
-    """Run the check on ``module``; raises what it raises."""
+    """Run the check on ``module``."""
     callback = GradientCheck(**arguments)
     trainer = make_trainer(folder, precision="64-true", callbacks=[callback], max_epochs=3)
     trainer.fit(module, loader_of(batches or make_batches(5)))
@@ -28,7 +28,7 @@ def check(folder: Any, module: LightningModule, batches: Any = None, **arguments
 
 
 class Net(nn.Module):
-    """Random numbers, running statistics, a buffer that counts, kinks, a tied weight, a recurrence."""
+    """A net with random numbers, running statistics, a buffer, kinks, a tied weight, and a recurrence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Logging(Regression):
 
 
 def test_a_right_backward_passes_and_nothing_is_disturbed(tmp_path, capsys):
-    """The batch's own training step comes out to the bit as without the check: weights, statistics, dropout, logs."""
+    """Weights, statistics, dropout and logs equal those without the check."""
     callback = GradientCheck()
     outcomes = []
     for callbacks in ([callback], []):
@@ -96,11 +96,11 @@ def test_sparse_gradients(tmp_path):
     assert check(tmp_path, Regression(Words())).problems == {}
 
 
-# --- what is wrong --------------------------------------------------------------------------------------------------
+# --- wrong gradients --------------------------------------------------------------------------------------------------
 
 
 def product(weight_gain: float = 1.0, input_gain: float = 1.0, missing: bool = False) -> Callable[..., Tensor]:
-    """x @ weight.T with a backward by hand, right or wrong."""
+    """Compute x @ weight.T with a custom backward, correct or wrong."""
 
     class Product(torch.autograd.Function):
         @staticmethod
@@ -156,7 +156,7 @@ def test_the_parameters_with_a_wrong_gradient_are_named(tmp_path, capsys, mistak
     assert "agree" not in capsys.readouterr().out
 
 
-def test_the_numbers_are_those_of_the_mistake(tmp_path):
+def test_reported_numbers_are_those_of_the_wrong_gradient(tmp_path):
     callback = GradientCheck()
     trainer = make_trainer(tmp_path, precision="64-true", callbacks=[callback])
     with pytest.raises(GradientCheckError):
@@ -167,7 +167,7 @@ def test_the_numbers_are_those_of_the_mistake(tmp_path):
 
 
 def test_small_gradients_are_seen(tmp_path):
-    """Along a random direction a wide layer's derivative is lost in the tolerance; along its gradient it is not."""
+    """The derivative of a wide layer is below the tolerance along a random direction, but not along its gradient."""
 
     class Small(Regression):
         def training_step(self, batch, batch_idx):
@@ -200,8 +200,8 @@ def test_a_detached_parameter_is_wrong_and_an_unused_one_is_not(tmp_path, capsys
     assert "The loss does not depend on net.unused.\n" in capsys.readouterr().out
 
 
-def test_ties_of_the_initialisation_are_no_mistake(tmp_path):
-    """A residual branch that starts at zero puts the ReLU behind it on its kink, wherever the trunk is zero."""
+def test_ties_of_the_initialization_are_accepted(tmp_path):
+    """A residual branch initialized to zero puts the ReLU behind it on its kink where the trunk is zero."""
 
     class Residual(nn.Module):
         def __init__(self) -> None:
@@ -220,7 +220,7 @@ def test_ties_of_the_initialisation_are_no_mistake(tmp_path):
         check(tmp_path, Regression(Residual()), jitter=0.0)
 
 
-def test_a_kink_that_is_met_by_chance_is_no_mistake(tmp_path):
+def test_kink_at_the_evaluated_point_is_accepted(tmp_path):
     class Kinked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -240,7 +240,7 @@ def test_a_kink_that_is_met_by_chance_is_no_mistake(tmp_path):
     assert check(tmp_path, Regression(Kinked()), attempts=2).problems == {}
 
 
-# --- what it uses ---------------------------------------------------------------------------------------------------
+# --- inputs of the check ----------------------------------------------------------------------------------------------
 
 
 def test_the_first_samples_and_the_precision_of_the_run(tmp_path):
@@ -304,7 +304,7 @@ def test_metric_objects_and_children_may_log(tmp_path):
     assert "log" not in vars(module.net)
 
 
-# --- what it cannot do ----------------------------------------------------------------------------------------------
+# --- unsupported modules ----------------------------------------------------------------------------------------------
 
 
 class Counting(Regression):
@@ -351,7 +351,7 @@ class Manual(Regression):
         (Regression, {"parameters": "net.0.wieght"}, "Got 'net.0.wieght' .* Did you mean 'net.0.weight'?"),
     ],
 )
-def test_what_cannot_be_checked(tmp_path, module, arguments, message):
+def test_unsupported_modules_raise(tmp_path, module, arguments, message):
     with pytest.raises(ConfigurationError, match=message):
         check(tmp_path, module(), **arguments)
 

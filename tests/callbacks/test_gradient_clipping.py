@@ -1,4 +1,4 @@
-"""GradientClipping as a callback; that its arithmetic is torch's, to the bit, is in tests/loops/test_fit.py."""
+"""GradientClipping as a callback. Its arithmetic is tested in tests/loops/test_fit.py."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def norm_of_gradients(module):
 
 
 @pairwise(precision=["32-true", "16-mixed"], optimizer=["sgd", "sgd-fused", "adam-fused"], first=[True, False])
-def test_everybody_sees_unscaled_and_unclipped_gradients_before_it_clips(tmp_path, precision, optimizer, first):
-    """Wherever it stands among the callbacks, and whatever the scale."""
+def test_hooks_before_clipping_receive_unscaled_unclipped_gradients(tmp_path, precision, optimizer, first):
+    """At any position among the callbacks, and with any scale."""
 
     class Look(Callback):
         def on_before_optimizer_step(self, trainer, module, optimizer):
@@ -108,7 +108,7 @@ def test_the_norm_of_a_skipped_step_enters_neither_the_logs_nor_the_mean(tmp_pat
 
 
 @pytest.mark.parametrize("clipping", [{"max_norm": 0.3}, {"clip_value": 0.1}])
-def test_nothing_is_logged_where_nobody_wants_it(tmp_path, clipping):
+def test_norm_is_not_logged_if_disabled(tmp_path, clipping):
     trainer, trace = fit_and_watch(
         tmp_path, Regression(), make_batches(2), callbacks=[GradientClipping(**clipping, log_norm=False)]
     )

@@ -1,4 +1,4 @@
-"""The gradient norms of layers: the numbers, what they are of, when they are looked at, and who is refused."""
+"""The gradient norms of layers: values, names, frequency, and refused settings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def logged(folder: Path) -> dict[str, Curve]:
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
 def test_they_are_those_of_a_loop_by_hand(tmp_path, precision):
-    """To the bit, of accumulated gradients before they are clipped, also where a step overflows and is skipped."""
+    """Bitwise equal, for accumulated gradients before clipping, also in skipped steps."""
     scaled = precision == "16-mixed"
     batches = make_batches(16, gains={8: 1e30} if scaled else None)
     ours, theirs = make_net(), make_net()
@@ -77,7 +77,7 @@ def test_they_are_those_of_a_loop_by_hand(tmp_path, precision):
     assert trainer.skipped_steps == scaled
 
 
-def test_every_optimizer_of_an_update_by_hand_and_the_modules_own_parameters(tmp_path):
+def test_manual_optimization_with_several_optimizers_and_direct_parameters(tmp_path):
     class Two(Regression):
         def __init__(self) -> None:
             super().__init__()
@@ -128,7 +128,7 @@ def test_a_run_learns_the_same_with_it(tmp_path):
 
 
 @pytest.mark.parametrize("steps", [0, -1, 2.5, True, "10"])
-def test_steps_that_are_none(steps):
+def test_steps_below_one_are_refused(steps):
     with pytest.raises(ConfigurationError, match="expected a number of steps, at least 1"):
         LayerNorms(steps)
 

@@ -1,4 +1,4 @@
-"""A run reports to its trial of Optuna, and ends when the study says so."""
+"""A run reports to its Optuna trial, and ends if the study prunes it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_validations_are_counted_across_a_resume(study):
 
 
 @pytest.mark.whole
-def test_a_trial_that_is_run_again_reports_what_is_new(study, recwarn):
+def test_repeated_trial_reports_new_values_only(study, recwarn):
     optuna.trial.Trial(study, study.get_trials()[1]._trial_id).report(7.0, 0)
     assert main([*LINE, pruning(pruner="{name:none}")]) == 0
     told = study.get_trials()[1].intermediate_values
@@ -73,7 +73,7 @@ def test_a_trial_that_is_run_again_reports_what_is_new(study, recwarn):
     assert "already reported" not in "".join(str(warning.message) for warning in recwarn)
 
 
-def test_a_trial_that_is_over_is_left_alone(study):
+def test_finished_trial_is_not_changed(study):
     study.tell(1, 5.0)
     with pytest.warns(UserWarning, match="Trial 1 of the study s is over"):
         assert main([*LINE, pruning()]) == 0
@@ -81,6 +81,6 @@ def test_a_trial_that_is_over_is_left_alone(study):
     assert result()["status"] == "completed"
 
 
-def test_a_metric_that_is_not_there_is_not_reported(study):
+def test_missing_metric_is_not_reported(study):
     assert main([*LINE, pruning(metric="val_acc")]) == 0
     assert study.get_trials()[1].intermediate_values == {}

@@ -405,7 +405,7 @@ def test_a_run_can_go_on_from_it(tmp_path, arrives, steps, request):
     assert trainer.scaler.current_scale == 256.0
 
 
-def test_no_checkpoint_where_none_is_wanted(tmp_path):
+def test_no_checkpoint_if_checkpointing_is_disabled(tmp_path):
     message, _ = collapse(tmp_path)
     assert "before_collapse" not in message
     assert not list(tmp_path.glob("**/*.ckpt"))
@@ -464,7 +464,7 @@ def test_the_path_of_the_file_is_in_one_line_however_narrow_the_terminal(tmp_pat
     assert f" {tmp_path / 'overflow_report_step_2.md'}\n" in printed.getvalue()
 
 
-def test_it_prints_where_rich_prints(tmp_path, capsys):
+def test_output_uses_richs_console(tmp_path, capsys):
     trainer = make_trainer(tmp_path, precision=native_fp16())
     trainer.fit(Regression(sequential(Amplifier(), 4)), loader_of(make_batches(3)))
     assert "Overflow report: optimizer step 2 (skipped, 3 in a row)" in capsys.readouterr().out

@@ -24,7 +24,7 @@ COLOR = r"\x1b\[[349]\d"
 
 
 class Clock:
-    """Time that passes only when told to."""
+    """A clock that advances on request."""
 
     def __init__(self):
         self.now = 100.0
@@ -34,7 +34,7 @@ class Clock:
 
 
 class Terminal(io.StringIO):
-    """A terminal that takes its time."""
+    """A slow terminal."""
 
     def __init__(self, clock, seconds_per_write=0.0):
         super().__init__()
@@ -58,7 +58,7 @@ class FakeScaler:
 
 
 class FakeTrainer:
-    """What a progress bar reads of a trainer, and the hooks of a run in their order."""
+    """The attributes of a trainer that a progress bar reads, and the hooks of a run in their order."""
 
     def __init__(self, bar, clock, seconds_per_batch=0.02, batches=4, max_epochs=3, scaler=True, rank=0):
         self.bar = bar
@@ -149,7 +149,7 @@ def written(bar):
 
 
 def frames(bar):
-    """Each state of the live display, as plain text."""
+    """Return each state of the live display as plain text."""
     drawn = re.split(r"(?:\r?\x1b\[\dK|\x1b\[1A|\r)+", written(bar))
     text = [re.sub(r"\x1b\[\?*[\d;]*[a-zA-Z]", "", frame) for frame in drawn]
     return [frame for frame in text if frame.strip()]
@@ -234,7 +234,7 @@ def test_a_loss_that_the_next_step_writes_over_is_shown_as_it_was(clock):
     trainer.progress_bar_metrics = {}
     of_a_cuda_graph = torch.tensor(0.5)
     trainer.train_epoch(outputs={"loss": of_a_cuda_graph})
-    of_a_cuda_graph.fill_(7.0)  # by a validation, say
+    of_a_cuda_graph.fill_(7.0)  # for example by a validation
     trainer.end_epoch()
     assert "loss 0.5000" in written(bar)
 
@@ -272,10 +272,10 @@ def test_live_bar_shows_everything(clock):
     first, second = frames(bar)[-1].splitlines()
     assert re.fullmatch(r"epoch 1/3   ━+[╸╺]? *  2/4 {4}1\.9 it/s  eta 0:00:01", first.rstrip()), first
     assert second.split("  ")[-5:-1] == ["train_loss 0.2500", "lr 1.000e-05", "scale 32768", "skipped 2"]
-    assert len(first) == 120  # the bar is padded, so that what follows it stands still
+    assert len(first) == 120  # the bar is padded, so that text after it does not move
 
 
-def test_validation_has_a_bar_of_its_own(clock):
+def test_validation_has_its_own_bar(clock):
     bar = on_terminal(clock)
     trainer = FakeTrainer(bar, clock, seconds_per_batch=0.2)
     trainer.num_val_batches = [4, 7]
@@ -413,7 +413,7 @@ def test_leave_keeps_a_line_for_each_epoch(clock):
         assert f"epoch {epoch}/2  batch 4/4  train_loss 0.2500  val_acc 0.9500" in written(bar)
 
 
-# The terminal belongs to the user
+# Output of the user
 
 
 def assert_given_back(bar, stdout):
@@ -473,7 +473,7 @@ def test_prints_and_log_records_come_above_the_bar(clock, monkeypatch):
     assert stderr.getvalue() == "afterwards\n"
 
 
-def test_stderr_that_goes_elsewhere_stays_there(clock, monkeypatch):
+def test_redirected_stderr_stays_redirected(clock, monkeypatch):
     stderr = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)
     bar = on_terminal(clock)
@@ -489,7 +489,7 @@ def test_stderr_that_goes_elsewhere_stays_there(clock, monkeypatch):
 
 
 class Notebook:
-    """The output of a notebook's cell, in the place of IPython."""
+    """The output of a notebook's cell instead of IPython."""
 
     def __init__(self):
         self.outputs = []
@@ -514,7 +514,7 @@ def test_a_notebook_has_a_bar(clock, monkeypatch):
     bar.on_validation_start(trainer, None)
     trainer.evaluate(batches=3)
     bar.on_validation_end(trainer, None)
-    fit, validation = notebook.outputs  # each replaces what it showed
+    fit, validation = notebook.outputs  # each replaces the display
     assert len(fit) > 6
     first, second = fit[-1]["text/plain"].splitlines()
     plain = re.sub(r"\x1b\[[\d;]*m", "", first)
@@ -581,7 +581,7 @@ def test_wrong_arguments():
         ProgressBar(seconds_between_lines=0)
 
 
-# A trainer that is real
+# With a real trainer
 
 BOTH_TRAINERS = pytest.mark.parametrize(
     "trainer_class", [Trainer, pytest.param(lightning.Trainer, marks=pytest.mark.filterwarnings("ignore"))]

@@ -1,4 +1,4 @@
-"""After a spike of the loss the run is the one that never saw the batches since the checkpoint."""
+"""After a loss spike the run equals one without the batches since the checkpoint."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def assert_equal(one: nn.Module, other: nn.Module) -> None:
 def test_the_run_is_to_the_bit_the_one_without_these_batches(
     tmp_path: Path, precision: str, window: int, optimizer: Callable[..., Any]
 ) -> None:
-    """Checkpoints every 3 steps: the spike is in the 18th, or with windows of 3 batches in the 6th."""
+    """With checkpoints every 3 steps: the spike is in step 18, or with windows of 3 batches in step 6."""
     half = precision == "16-mixed"
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3, enabled=half)
     given: Any = native_fp16(init_scale=256.0, growth_interval=3) if half else precision
@@ -89,7 +89,7 @@ def test_the_run_is_to_the_bit_the_one_without_these_batches(
 
 
 class Noisy(Regression):
-    """Draws random numbers, has a buffer that follows the data, and logs."""
+    """Draws random numbers, has a buffer that depends on the data, and logs."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -127,7 +127,7 @@ def test_random_numbers_buffers_averages_and_metrics_are_those_of_the_checkpoint
 
 @pytest.mark.parametrize("step", [12, 18])
 def test_a_run_that_is_resumed_ends_in_the_same_way(tmp_path: Path, step: int) -> None:
-    """From before the spike, which comes again; and from after it."""
+    """From a checkpoint before the spike, which occurs again, and from one after it."""
     batches = make_batches(NUMBER, gains=SPIKES)
     with pytest.warns(UserWarning, match=TELLS):
         _, whole, _ = noisy(tmp_path, batches)
@@ -141,7 +141,7 @@ def test_a_run_that_is_resumed_ends_in_the_same_way(tmp_path: Path, step: int) -
 
 
 class PerEpoch(Regression):
-    """The loss of one batch of the second epoch is a spike; logged by name, and by a metric object."""
+    """Has a loss spike in one batch of the second epoch; logs it by name, and with a metric object."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -178,7 +178,7 @@ def test_epochs_that_have_ended_since_are_counted(tmp_path: Path) -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.05 * 0.5**2
 
 
-def test_it_goes_back_as_often_as_it_may_and_as_far_as_it_is_told(tmp_path: Path) -> None:
+def test_number_and_distance_of_roll_backs_are_configurable(tmp_path: Path) -> None:
     batches = make_batches(NUMBER, gains={10: 50.0, 16: 50.0})
     callbacks = callbacks_of(tmp_path, 3, margin=3, max_rollbacks=1)
     with (
@@ -203,7 +203,7 @@ def test_a_loss_that_is_not_finite_is_a_spike(tmp_path: Path) -> None:
     assert record["rollbacks"][0]["to_step"] == 15
 
 
-def test_without_a_checkpoint_from_before_it_goes_on(tmp_path: Path) -> None:
+def test_run_without_an_earlier_checkpoint_continues(tmp_path: Path) -> None:
     module, batches = Regression(), make_batches(8, gains={6: 50.0})
     with pytest.warns(UserWarning, match=TELLS + ". There is no checkpoint from before, so"):
         fit(tmp_path, module, batches, callbacks_of(tmp_path, 100))

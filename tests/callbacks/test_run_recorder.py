@@ -1,4 +1,4 @@
-"""What the recorder of a fit collects, and when it writes it."""
+"""Contents of the record of a fit, and the times of its writes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainer.record.series import Series
 
 
 class Net(torch.nn.Module):
-    """Stands for the module of a fit."""
+    """A stand-in for the module of a fit."""
 
 
 class Fit(FakeTrainer):
@@ -81,7 +81,7 @@ def recorder(clock):
     return RunRecorder()
 
 
-def test_what_is_written(tmp_path, recorder, clock):
+def test_written_record(tmp_path, recorder, clock):
     Fit(recorder, folder=tmp_path, clock=clock, world_size=2).fit()
     facts = written(tmp_path)
     assert os.listdir(tmp_path) == ["run.json"]  # nothing temporary
@@ -125,13 +125,13 @@ def test_points(tmp_path, recorder, clock):
         "val_loss": {4: 0.5, 8: 0.375},
         "val_acc": {4: 0.5, 8: 0.75},
     }
-    # Not train_loss: its last value was logged before the validation, and is not new.
+    # Not train_loss: it was logged before the validation.
     assert {name: points(series) for name, series in recorder.metrics["train"].items()} == {
         "train_acc": {4: 0.25, 8: 0.5}
     }
 
 
-def test_it_is_written_while_the_fit_goes_on(tmp_path, recorder, clock):
+def test_record_is_written_during_the_fit(tmp_path, recorder, clock):
     trainer = Fit(recorder, folder=tmp_path, clock=clock)
     trainer.begin()
     facts = written(tmp_path)
@@ -218,7 +218,7 @@ def test_no_folder_on_this_machine(recorder):
     assert recorder.record.facts["paths"] == {}
 
 
-def test_validation_alone_is_no_fit(tmp_path, recorder):
+def test_validation_alone_is_not_recorded_as_a_fit(tmp_path, recorder):
     trainer = Fit(recorder, folder=tmp_path)
     trainer.hook("setup", "validate")
     trainer.evaluate(val_loss=1.0)
@@ -236,7 +236,7 @@ def test_a_new_fit_starts_afresh(tmp_path, recorder, clock):
     assert points(recorder.metrics["val"]["val_acc"]) == {4: 0.5}
 
 
-def test_a_second_fit_of_a_trainer_goes_on(tmp_path, recorder, clock):
+def test_second_fit_of_a_trainer_is_appended(tmp_path, recorder, clock):
     trainer = Fit(recorder, folder=tmp_path, clock=clock)
     trainer.fit()
     trainer.fit(epochs=1)
@@ -317,7 +317,7 @@ def test_a_gpu(tmp_path, recorder, monkeypatch):
     ("of_products", "of_convolutions", "tf32"),
     [("ieee", "tf32", ["convolutions"]), ("tf32", "tf32", ["matrix products", "convolutions"]), ("none", "none", [])],
 )
-def test_what_is_known_of_a_gpu(monkeypatch, of_products, of_convolutions, tf32):
+def test_facts_about_a_gpu(monkeypatch, of_products, of_convolutions, tf32):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, device.index))
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=of_products))
     monkeypatch.setattr(torch.backends.cudnn, "conv", SimpleNamespace(fp32_precision=of_convolutions))
@@ -334,7 +334,7 @@ def test_a_checkpoint_has_the_points_but_no_times(tmp_path, recorder, clock):
     assert resumed.state_dict() == state
 
 
-def test_a_resumed_fit_goes_on_from_an_earlier_point(tmp_path, recorder, clock):
+def test_resumed_fit_continues_from_an_earlier_point(tmp_path, recorder, clock):
     Fit(recorder, folder=tmp_path, clock=clock).fit()
     seconds = points(recorder.seconds)
     resumed = RunRecorder()
@@ -366,7 +366,7 @@ def test_batches_of_unknown_size(tmp_path, recorder):
     assert (run.samples_per_step, run.samples_per_second, run.steps) == (None, None, 1)
 
 
-def test_what_other_callbacks_add(tmp_path, recorder, clock):
+def test_values_added_by_other_callbacks(tmp_path, recorder, clock):
     throughput = Throughput(warmup_batches=0)
     Fit(recorder, throughput, folder=tmp_path, clock=clock).fit()
     run = load_run(tmp_path)
@@ -401,7 +401,7 @@ def test_paths(tmp_path, recorder, monkeypatch):
     assert run.objective_value == 0.75
 
 
-def test_the_file_of_somebody_who_has_begun_one(tmp_path, clock):
+def test_file_of_an_earlier_writer_is_kept(tmp_path, clock):
     record = RunRecord.begin(tmp_path / "mine", command="fit", seed=7)
     Fit(RunRecorder(record, writes=False), folder=tmp_path / "run", clock=clock).fit()
     assert (written(tmp_path / "mine")["seed"], written(tmp_path / "mine")["steps"]) == (7, 8)
@@ -427,7 +427,7 @@ def test_run_json_is_written_only_by_a_run_recorder_that_the_user_passed(tmp_pat
         ({"accumulate_grad_batches": 4}, 4),  # Lightning's own
     ],
 )
-def test_training_loss_is_what_training_step_returned(trainer, factor):
+def test_training_loss_is_the_returned_loss(trainer, factor):
     loss = torch.tensor(0.5)
     for outputs in (loss, {"loss": loss}):
         assert training_loss(SimpleNamespace(**trainer), outputs).item() == 0.5 * factor
@@ -538,4 +538,4 @@ def test_a_resumed_fit(tmp_path):
     real_fit(Trainer, resumed, tmp_path / "two", model, max_epochs=3, ckpt_path=tmp_path / "end.ckpt")
     assert points(resumed.losses) == points(recorder.losses) | dict(enumerate(model.losses, start=7))
     assert points(resumed.metrics["val"]["val_acc"]) == {3: 0.5, 6: 0.75, 9: 1.0}
-    assert resumed.seconds.steps == [7, 8, 9]  # of the run before in another folder nothing is known
+    assert resumed.seconds.steps == [7, 8, 9]  # the run before in another folder is unknown

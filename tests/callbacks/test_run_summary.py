@@ -1,4 +1,4 @@
-"""The table at the end of a fit, in whatever way it ends."""
+"""The table at the end of a completed, failed or interrupted fit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rows(summary: RunSummary) -> dict[str, str]:
 
 
 def record(folder: Path, **more: Any) -> RunRecord:
-    """Of a fit in float16."""
+    """Return the record of a fit in float16."""
     usual = {
         "status": "completed",
         "precision": "16-mixed",
@@ -89,7 +89,7 @@ def test_table(tmp_path, summary):
         ),
     ],
 )
-def test_what_was_compiled(tmp_path, facts, expected):
+def test_compiled_modules_are_recorded(tmp_path, facts, expected):
     summary = RunSummary(console=Console(file=io.StringIO(), width=200))
     summary.show(record(tmp_path, compile=facts | {"modules": ["net", "forward"], "seconds": 12.34}))
     assert rows(summary)["compiled"] == expected
@@ -101,21 +101,21 @@ def test_fast_settings_that_were_on(tmp_path, summary, on, expected):
     assert rows(summary)["fast settings"] == expected
 
 
-def test_what_is_told_is_kept(tmp_path, summary):
+def test_summary_keeps_the_printed_facts(tmp_path, summary):
     shown = record(tmp_path)
     summary.show(shown)
     assert summary.summary.keys() == shown.facts.keys() - {"curves", "environment"}
     assert summary.summary["metrics"] == shown.facts["metrics"]
 
 
-def test_scale_and_skipped_steps_are_told_once(tmp_path, summary):
+def test_scale_and_skipped_steps_are_printed_once(tmp_path, summary):
     summary.show(record(tmp_path, metrics={"amp/scale": 32768.0, "amp/skipped_steps": 2.0, "amp/skip_rate": 0.5}))
     assert "amp/skip_rate" in rows(summary)
     assert "amp/scale" not in printed(summary)
     assert "amp/skipped_steps" not in printed(summary)
 
 
-def test_what_is_not_known_is_left_out(tmp_path, summary):
+def test_unknown_values_are_omitted(tmp_path, summary):
     summary.show(record(tmp_path, scale=None, skipped_steps=None, samples_per_second=None, seconds=None))
     assert not {"scale", "skipped steps", "samples/s", "time"} & rows(summary).keys()
 
@@ -129,7 +129,7 @@ def test_paths_as_seen_from_the_working_directory(tmp_path, summary, monkeypatch
     assert "report" not in table  # there is no record on the disk
 
 
-def test_a_logger_in_the_run_folder_is_not_told_apart(tmp_path, summary):
+def test_logger_in_the_run_folder_has_no_line(tmp_path, summary):
     summary.show(record(tmp_path, paths={"run": str(tmp_path), "loggers": [str(tmp_path), str(tmp_path / "csv")]}))
     assert [line.split()[0] for line in printed(summary).splitlines() if line.strip()].count("logger") == 1
 
@@ -149,7 +149,7 @@ def test_a_path_is_not_broken_on_a_narrow_terminal(tmp_path, monkeypatch, length
 
 
 @pytest.mark.parametrize("length", [40, 50, 60])
-def test_of_a_path_that_is_too_long_there_is_what_the_run_folder_has(tmp_path, monkeypatch, length):
+def test_long_paths_are_relative_to_the_run_folder(tmp_path, monkeypatch, length):
     monkeypatch.chdir(tmp_path)
     summary = RunSummary(console=Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None))
     run, own = tmp_path / ("r" * length), "checkpoints/epoch=000-step=2.ckpt"
@@ -223,8 +223,8 @@ def test_a_real_fit_that_fails(tmp_path, summary, trainer_class):
 
 
 @pytest.mark.parametrize("spec", [None, Logger, TensorBoardLogger])
-def test_a_folder_that_a_mock_names_is_none(tmp_path, summary, spec, monkeypatch):
-    """As programs test their use of a logger: what its ``save_dir`` turns into is no folder."""
+def test_folder_of_a_mocked_logger_is_not_used(tmp_path, summary, spec, monkeypatch):
+    """Programs mock a logger in tests; the value of its ``save_dir`` is not a folder."""
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
     trainer = make_trainer(
@@ -239,7 +239,7 @@ def test_a_folder_that_a_mock_names_is_none(tmp_path, summary, spec, monkeypatch
     assert "loggers" not in summary.summary["paths"]
 
 
-def test_where_there_is_no_folder_of_this_machine_nothing_is_written(tmp_path, summary, monkeypatch):
+def test_nothing_is_written_without_a_local_folder(tmp_path, summary, monkeypatch):
     monkeypatch.chdir(tmp_path)
     callbacks = [summary, Curves(), RunRecorder(), OverflowReport(at_step=0)]
     trainer = make_trainer("memory://runs", logger=CSVLogger("memory://logs"), callbacks=callbacks, log_every_n_steps=1)

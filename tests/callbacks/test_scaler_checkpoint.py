@@ -20,7 +20,7 @@ def callbacks_of(trainer):
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "32-true"])
 def test_on_by_default(tmp_path, precision):
-    """Also where the loss is not scaled: a checkpoint's state that is not used is worth a word."""
+    """Also without loss scaling, because it warns about an unused state in the checkpoint."""
     assert len(callbacks_of(make_trainer(tmp_path, precision=precision))) == 1
 
 
@@ -42,7 +42,7 @@ def fit_and_save(tmp_path, precision, name="saved.ckpt", epochs=1):
 
 
 def resume(tmp_path, precision, path, epochs=1):
-    """What a run that starts from ``path`` says, and its Trainer."""
+    """Return the messages of a run that starts from ``path``, and its Trainer."""
     trainer = make_trainer(tmp_path, precision=precision, max_epochs=epochs)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -77,7 +77,7 @@ def test_lightnings_checkpoints_of_any_age(tmp_path, key):
 
 @pytest.mark.parametrize("others", [["bf16-mixed"], ["32-true"], ["bf16-mixed", "32-true"], ["64-true", "bf16-mixed"]])
 def test_16_mixed_to_others_and_back(tmp_path, others):
-    """Each says once that it does not need the scaler's state; none of them loses it."""
+    """Each reports once that it does not need the scaler's state, and passes it on."""
     trainer, path = fit_and_save(tmp_path, native_fp16(init_scale=256.0, growth_interval=100))
     state = trainer.scaler.state_dict()
     assert (state["scale"], state["_growth_tracker"]) == (128.0, 3)
@@ -122,7 +122,7 @@ def test_evaluating_a_checkpoint_says_nothing(tmp_path):
     trainer.validate(Validated(), loader_of(make_batches(1)), ckpt_path=tmp_path / "fp32.ckpt", verbose=False)
 
 
-def test_evaluating_a_checkpoint_leaves_the_scaler_alone(tmp_path):
+def test_evaluation_of_a_checkpoint_keeps_the_scaler(tmp_path):
     trainer, path = fit_and_save(tmp_path, native_fp16(init_scale=256.0))
 
     class Validated(Regression):

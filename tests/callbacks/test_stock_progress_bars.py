@@ -1,4 +1,4 @@
-"""Lightning's progress bars and summaries, unmodified: they show the same under both Trainers."""
+"""Lightning's progress bars and summaries show the same under both Trainers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Logs(Classifier):
 
 
 class LogsOnce(Logs):
-    """Takes one dataloader, as Lightning wants it."""
+    """Takes one dataloader, as Lightning requires."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("val", float(self.global_step), prog_bar=True)
@@ -59,7 +59,7 @@ class LogsOnce(Logs):
 
 
 def state_of(bar: Any) -> list[Any]:
-    """What is on the screen."""
+    """Return the displayed state."""
     if isinstance(bar, RichProgressBar):
         tasks = bar.progress.tasks if bar.progress is not None else []
         return [(task.completed, task.total, task.visible) for task in tasks]
@@ -70,7 +70,7 @@ def state_of(bar: Any) -> list[Any]:
 
 
 def watched(kind: type) -> type:
-    """A bar of ``kind`` that writes down its state after each hook, and the metrics that it asks for."""
+    """Return a bar of ``kind`` that records its state and metrics after each hook."""
 
     def make(name: str) -> Callable[..., None]:
         def method(self: Any, trainer: Any, *args: Any) -> None:
@@ -156,7 +156,7 @@ def test_print_goes_through_the_bar(shown: bool, capsys: pytest.CaptureFixture[s
     assert ("a word;" in capsys.readouterr().out) is not shown
 
 
-def test_a_users_bar_takes_the_place_of_ours() -> None:
+def test_custom_bar_replaces_the_default() -> None:
     assert type(ours(enable_progress_bar=True).progress_bar_callback) is ProgressBar
     for bar in (TQDMProgressBar(), RichProgressBar(), TQDMProgressBar(refresh_rate=0), ProgressBar()):
         trainer = ours(enable_progress_bar=True, callbacks=bar)

@@ -96,7 +96,7 @@ def test_planted_lines_are_found_and_counted(tmp_path, caplog, capsys, precision
     assert [fact["line"] for fact in detector.run_facts()["host_waits"]] == [wait.line for wait in detector.waits]
 
 
-# What a line does on a GPU, by `HostWaits` on a CPU; and by the simulated device, which has torch's own kernels ask.
+# Synchronizations of lines on a GPU, by `HostWaits` on a CPU, and by the simulated device with torch's kernels.
 WAITING = {
     # a size or a number that the host reads
     "torch.allclose(x, x)": "allclose",
@@ -112,7 +112,7 @@ WAITING = {
     "x[: labels[1]]": "a number as an index",
     "x[x > 0]": "__getitem__",
     "x.clone().__setitem__(x > 0, x[0, :1])": "__setitem__",
-    # what is on the host, and goes to the device
+    # copies of host data to the device
     "x[torch.randperm(4)]": "an index on the host",
     "x[[0, 1]]": "an index on the host",
     "x[:, [0, 1]]": "an index on the host",
@@ -171,7 +171,7 @@ def names_of(device: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("line", "what"), [*WAITING.items(), *((line, None) for line in QUIET)])
-def test_which_lines_wait(monkeypatch, line, what):
+def test_synchronizing_lines(monkeypatch, line, what):
     monkeypatch.setattr("trainer.callbacks.sync_detector._LOOPS", ("_pytest",))
     found: dict[Any, Any] = {}
     names = names_of("cpu")
@@ -192,7 +192,7 @@ def test_they_are_those_that_wait_on_the_simulated_device(cuda):
 
 
 def test_a_backward_pass_in_a_thread_of_autograds(monkeypatch):
-    """On a GPU it is; a CPU's is not. A thread of somebody else's is none of the step's."""
+    """It runs in a thread on a GPU, but not on a CPU. Other threads do not belong to the step."""
     for name in ("get_sync_debug_mode", "set_sync_debug_mode"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
     found: dict[Any, Any] = {}
@@ -218,7 +218,7 @@ def test_a_backward_pass_in_a_thread_of_autograds(monkeypatch):
 
 
 class Clean(Regression):
-    """Logs, makes things on the host, and reads those: nobody waits for a GPU."""
+    """Logs, and creates and reads tensors on the host, without synchronization."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -231,7 +231,7 @@ class Clean(Regression):
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
 @pytest.mark.parametrize("optimizer", [adamw, torch.optim.SGD])
-def test_a_clean_step_is_left_alone(tmp_path, precision, optimizer):
+def test_step_without_synchronization_reports_nothing(tmp_path, precision, optimizer):
     module = Clean(None, lambda parameters: optimizer(parameters, lr=0.01))
     assert found_in(tmp_path, module, precision=precision, gradient_clip_val=0.5).waits == []
 
@@ -279,7 +279,7 @@ def test_an_error_ends_the_watch(tmp_path):
 
 
 def test_on_cuda_torchs_warnings_become_lines(monkeypatch):
-    """A stand-in for a GPU: the warning that torch gives in its sync debug mode, at the line that waited."""
+    """With torch's warnings in its sync debug mode at the synchronizing line, as a stand-in for a GPU."""
     modes = []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
@@ -307,7 +307,7 @@ def line_of_warning() -> int:
     return start + next(i for i, line in enumerate(lines) if "called a synchronizing" in line)
 
 
-@pytest.mark.gpu(simulated=False)  # torch's sync debug mode is the driver's
+@pytest.mark.gpu(simulated=False)  # the driver owns torch's sync debug mode
 def test_on_a_gpu_the_same_lines(tmp_path, capsys):
     detector = found_in(tmp_path, Planted(), callbacks=[AtTheEnd()], accelerator="gpu", devices=1)
     lines = {line_of(Planted.training_step, mark) for mark in PLANTED} | {line_of(AtTheEnd, "callback")}

@@ -15,7 +15,7 @@ from trainer.record.flops import FlopCounter
 
 
 def fit(clock, callback, epochs, fetch=0.0, validate_after=(3,), **options):
-    """Run the hooks of a fit. Epochs are lists of the seconds that batches take; to fetch one takes ``fetch``."""
+    """Run the hooks of a fit. Epochs are lists of the seconds of batches; fetching one takes ``fetch``."""
     trainer = FakeTrainer(callback, clock=clock, batches=len(epochs[0]), **options)
     validation = {"batches": 1, "seconds": 500.0}
     trainer.sanity_checking = True
@@ -33,7 +33,7 @@ def fit(clock, callback, epochs, fetch=0.0, validate_after=(3,), **options):
         trainer.end_epoch()
 
 
-def test_the_rate_is_that_of_training_alone(clock):
+def test_rate_counts_training_time_only(clock):
     callback = Throughput(warmup_batches=0)
     fit(clock, callback, [[1.0] * 4, [0.5] * 4, [2.0] * 4], world_size=2)
     assert callback.rates == [16.0, 32.0, 8.0]
@@ -141,7 +141,7 @@ def test_checksums():
     inputs, labels = torch.randn(4, 3), torch.arange(4)
     same = checksums([inputs, labels])
     assert checksums((inputs.clone(), labels.clone())) == checksums({"x": inputs, "more": [labels]}) == same
-    assert checksums([inputs.double(), labels]) == same  # what 64-true makes of the batch
+    assert checksums([inputs.double(), labels]) == same  # the batch in 64-true
     assert checksums([inputs.T.contiguous().T, labels]) == same
     assert checksums([inputs.flip(0), labels])[0] != same[0]
     assert checksums([inputs, labels.flip(0)]) == (same[0], checksums(labels.flip(0))[1])
@@ -168,7 +168,7 @@ def test_a_real_fit_sees_the_same_batches_in_every_precision(tmp_path):
     assert len(set(found[0])) > 1  # the order changes from epoch to epoch
 
 
-def test_training_is_what_it_is_without(tmp_path):
+def test_throughput_does_not_change_training(tmp_path):
     batches = make_batches(5)
     _, without = fit_and_watch(tmp_path, Regression(), batches, max_epochs=2)
     _, measured = fit_and_watch(tmp_path, Regression(), batches, max_epochs=2, callbacks=[Throughput()])
@@ -177,12 +177,12 @@ def test_training_is_what_it_is_without(tmp_path):
 
 @pytest.fixture
 def h100(cuda, monkeypatch):
-    """The simulated GPU is one whose peak is known."""
+    """A simulated GPU with a known peak."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100 80GB HBM3")
 
 
 FLOPS = 2 * 6 * 16 * 2 + 2 * 16 * 3 * 3
-"""Of a sample: two products of the first layer, whose input wants no gradient, and three of the second."""
+"""FLOPs per sample: two products of the first layer, with an input without gradient, and three of the second."""
 
 
 @pytest.mark.parametrize(("precision", "peak"), [("bf16-mixed", 989.4e12), ("32-true", 66.9e12)])
@@ -196,7 +196,7 @@ def test_the_share_of_the_peak(h100, tmp_path, precision, peak):
     assert (told["mfu"], told["flops_per_sample"]) == (callback.mfu, FLOPS)
 
 
-def test_the_share_of_the_peak_with_a_number_of_ones_own(h100, tmp_path):
+def test_mfu_with_a_custom_number_of_flops(h100, tmp_path):
     callback = Throughput(flops_per_sample=1e6)
     make_trainer(tmp_path, accelerator="gpu", callbacks=[callback]).fit(Regression(), loader_of(make_batches(4)))
     assert callback.mfu == pytest.approx(1e6 * callback.samples_per_second / 66.9e12)
@@ -238,13 +238,13 @@ def test_counting_ends_with_a_run_that_fails(h100, tmp_path):
     assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == before
 
 
-def test_where_the_peak_is_not_known_nothing_is_counted(cuda, tmp_path):
+def test_flops_are_not_counted_if_the_peak_is_unknown(cuda, tmp_path):
     callback = Throughput()
     make_trainer(tmp_path, accelerator="gpu", callbacks=[callback]).fit(Regression(), loader_of(make_batches(4)))
     assert (callback.flops_per_sample, callback.mfu) == (None, None)
 
 
 @pytest.mark.parametrize("flops", [0, -1.0])
-def test_operations_that_are_none(flops):
+def test_operations_without_flops(flops):
     with pytest.raises(ValueError, match="expected a number above 0"):
         Throughput(flops_per_sample=flops)

@@ -1,1 +1,1 @@
-"""A CUDA device that is not there: ``device.py`` says what it is, ``child.py`` where tests run on it."""
+"""A simulated CUDA device (``device.py``), and the process that runs tests on it (``child.py``)."""

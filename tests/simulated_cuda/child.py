@@ -1,7 +1,7 @@
-"""Where tests run on the simulated device: a process of pytest's own, for the simulation may take its process along.
+"""Run tests on the simulated device in a separate pytest process, because the simulation may crash its process.
 
-A test that uses the fixture ``cuda`` runs there, and on a machine without a GPU one that is marked ``gpu``, too.
-:class:`Child` hands such a test over by its name and waits for what came of it. As a script: the process.
+A test that uses the fixture ``cuda`` runs there, and on a machine without a GPU also tests marked ``gpu``.
+:class:`Child` sends the name of a test and waits for its outcome. As a script, this is the process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.warm_python import ROOT, WarmPython
 
 
 class Outcome(NamedTuple):
-    """What came of a test: ``"passed"``, ``"failed"`` or ``"skipped"``, and what there is to say about it."""
+    """The outcome of a test: ``"passed"``, ``"failed"`` or ``"skipped"``, and its message."""
 
     result: str
     text: str
@@ -33,8 +33,8 @@ class Child:
     """A process that runs tests on the simulated device, one after the other.
 
     Args:
-        python: starts it.
-        files: that have the tests.
+        python: starts the process.
+        files: files with the tests.
     """
 
     def __init__(self, python: WarmPython, files: Iterable[Path]) -> None:
@@ -45,7 +45,7 @@ class Child:
         self.refuses: str | None = None
 
     def run(self, nodeid: str) -> Outcome:
-        """Run a test. Where the process dies of it, it has failed, and the next one gets another process."""
+        """Run a test. If the process crashes, the test has failed, and the next test gets a new process."""
         if self._process is None and self.refuses is None:
             self._start()
         if self.refuses is not None:
@@ -66,7 +66,7 @@ class Child:
             self._end()
 
     def _end(self) -> str:
-        """Let go of a process that is dead. Returns what it said in the end."""
+        """Release a crashed process. Returns its last output."""
         assert self._process is not None
         assert self._errors is not None
         self._process.communicate()
@@ -96,7 +96,7 @@ class Child:
             self.refuses = f"CUDA cannot be simulated with this build of torch: {ready.text}"
 
     def _answer(self) -> Outcome:
-        """What the process says."""
+        """Return the answer of the process."""
         assert self._process is not None
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -106,7 +106,7 @@ class Child:
 
 
 class _Loop:
-    """A plugin of the process's pytest: runs the tests that it is told to, and says what came of them."""
+    """Plugin of the process's pytest: runs the requested tests, and sends their outcomes."""
 
     def __init__(self, requests: IO[str], answers: IO[str]) -> None:
         self._requests, self._answers = requests, answers
@@ -133,7 +133,7 @@ class _Loop:
 
 
 def main(files: list[str]) -> None:
-    """Prove the simulation, then run tests of these files until nobody asks any more."""
+    """Prove the simulation, then run tests of these files until the input ends."""
     faulthandler.enable()
     loop = _Loop(os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w"))
     os.dup2(2, 1)

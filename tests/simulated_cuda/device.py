@@ -1,26 +1,26 @@
-"""A CUDA device that is not there: tensors that say ``cuda:0`` and keep their values on the CPU.
+"""A simulated CUDA device: tensors that report ``cuda:0`` and keep their values on the CPU.
 
-To torch they are CUDA's: what autocast does, which implementation an optimizer chooses, how a result gets to the host,
-is what it would be on a GPU. Arithmetic is the CPU's. Every operation that would make the host wait for the device is
-recorded with the line that asked for it, and so is every kernel.
+torch treats them as CUDA tensors: autocast, the implementation of an optimizer, and copies to the host are those of a
+GPU. Arithmetic runs on the CPU. Every operation that would synchronize host and device is recorded with its line, and
+so is every kernel.
 
-What counts as a kernel: an operator that computes, fills or copies on the device, once, however many launches CUDA
-makes of it (a ``_foreach`` operator is one). What only makes a view, or allocates, is none. Copies between host and
-device are on a list of their own.
+Kernels are operators that compute, fill or copy on the device. Each counts once, regardless of the number of launches
+on CUDA (a ``_foreach`` operator counts as one). Views and allocations do not count. Copies between host and device are
+recorded separately.
 
-What is taken for a wait: reading a value (``item``, ``nonzero``, indexing by a mask, ...), a blocking copy between host
-and device, a non-blocking one into memory that is not pinned, and to synchronize with a device, stream or event.
+Synchronizations are: reading a value (``item``, ``nonzero``, indexing by a mask, ...), a blocking copy between host and
+device, a non-blocking one into memory that is not pinned, and synchronizing with a device, stream or event.
 
-Streams have the order that CUDA would give them: an operation comes after those of its own stream, and after those of
-others that its stream has waited for. It raises to read what another stream may not have written yet, to write what
-another may still read, and to allocate memory that another may still use for what was there before: what is free is
-taken to be given to whoever allocates next on its stream, whatever the size.
+Streams have CUDA's order: an operation comes after those of its own stream, and after those of other streams that its
+stream has waited for. It is an error to read data that another stream may not have written yet, to write data that
+another stream may still read, and to allocate memory that another stream may still use for its earlier content: free
+memory is assumed to be reused by the next allocation on its stream, regardless of the size.
 
-What it cannot tell: time, memory, random numbers of CUDA, and whatever asks for a tensor's address (custom kernels,
-compilation, CUDA graphs).
+Not simulated: time, memory, CUDA's random numbers, and all uses of a tensor's address (custom kernels, compilation,
+CUDA graphs).
 
-A process that has called :func:`prepare` is a simulation to its end: see ``child.py``. Facts about torch that this is
-built on were found by running torch 2.15; :func:`probe` says whether they hold.
+A process that has called :func:`prepare` is a simulation until its end: see ``child.py``. The implementation relies on
+internals of torch 2.15; :func:`probe` checks them.
 """
 
 from __future__ import annotations
@@ -52,19 +52,21 @@ GIBIBYTE = 2**30
 ROOT = Path(__file__).parents[2]
 
 _CONTEXT_SLOT = 4
-"""Of CUDA's hooks: behind two destructors, ``isBuilt`` and ``isAvailable`` there is ``hasPrimaryContext``."""
+"""Index in CUDA's hooks: ``hasPrimaryContext`` follows two destructors, ``isBuilt`` and ``isAvailable``.
+
+"""
 
 _NO_KERNEL = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_"),
     *("detach", "lift_fresh", "_unsafe_view", "_reshape_alias", "is_same_size", "is_set_to", "record_stream"),
 }
-"""Operators that compute nothing, beside those that make views."""
+"""Operators that compute nothing, in addition to views."""
 
 _READS = {
     *("_local_scalar_dense", "is_nonzero", "equal", "allclose", "nonzero", "masked_select", "bincount"),
     *("repeat_interleave", "_unique2", "unique_dim", "unique_consecutive", "_linalg_check_errors"),
 }
-"""Operators whose result, or its shape, the host needs to know."""
+"""Operators with a result, or a shape, that the host must read."""
 
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 
@@ -72,11 +74,11 @@ _keep_alive: list[object] = []
 
 
 class Wait(NamedTuple):
-    """The host waits for the device.
+    """A host-device synchronization.
 
     Attributes:
-        what: it asked for.
-        where: the line of this project, or of who else is not torch.
+        what: the operation.
+        where: the line of this project, or of other code outside torch.
     """
 
     what: str
@@ -84,13 +86,13 @@ class Wait(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Something is copied from the host.
+    """A copy from the host.
 
     Attributes:
-        nbytes: of it.
-        stream: the number of the stream that copies; 0 is the default stream.
-        after: kernels of the default stream since somebody watches that come before it.
-        alive: bytes that cannot be given to others, once it has been allocated, of all that this stream has allocated.
+        nbytes: size.
+        stream: number of the copying stream; 0 is the default stream.
+        after: recorded kernels of the default stream that precede it.
+        alive: bytes of this stream's allocations that cannot be reused after this copy was allocated.
     """
 
     nbytes: int
@@ -100,14 +102,14 @@ class Copy(NamedTuple):
 
 
 class Seen:
-    """What was seen while somebody watched.
+    """Recorded operations.
 
     Attributes:
-        waits: of the host.
-        kernels: the names of the operators.
-        to_host: the sizes in bytes of what was copied from the device.
-        to_device: the sizes in bytes of what was copied from the host.
-        copies: these, with when they can begin.
+        waits: synchronizations of the host.
+        kernels: names of the operators.
+        to_host: bytes of each copy from the device.
+        to_device: bytes of each copy from the host.
+        copies: the copies from the host, with their earliest start.
     """
 
     def __init__(self) -> None:
@@ -120,7 +122,7 @@ class Seen:
 
 
 Order = dict[int, int]
-"""By the number of a stream: how many of its operations come before."""
+"""By the number of a stream: how many of its operations precede."""
 
 
 def _join(order: Order, other: Order) -> None:
@@ -136,10 +138,10 @@ class Block:
     """The memory of a tensor on the device.
 
     Attributes:
-        stream: that has allocated it.
-        written: the last operation that has written to it.
-        used: the last operation of each stream that has used it.
-        recorded: the streams that it waits for before it is given to others.
+        stream: stream that allocated it.
+        written: last operation that wrote to it.
+        used: last operation of each stream that used it.
+        recorded: streams that must complete before it is reused.
     """
 
     __slots__ = ("_storage", "nbytes", "recorded", "stream", "used", "written")
@@ -153,7 +155,7 @@ class Block:
         self._storage: StorageWeakRef | None = None
 
     def watch(self, storage: torch.UntypedStorage) -> None:
-        """Find out from now on whether it is free."""
+        """Record from now on whether the memory is free."""
         self.nbytes, self._storage = storage.nbytes(), StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     @property
@@ -161,10 +163,10 @@ class Block:
         return self._storage is not None
 
     def is_taken(self, done: Order) -> bool:
-        """Whether it cannot be given to others, as far as the host knows.
+        """Return whether the memory cannot be reused, as far as the host knows.
 
         Args:
-            done: what the host knows to be done.
+            done: operations that the host knows to be completed.
         """
         recorded = {stream: number for stream, number in self.used.items() if stream in self.recorded}
         return not self._storage.expired() or not _comes_after(done, recorded)  # type: ignore[union-attr]
@@ -174,15 +176,15 @@ class Device:
     """The device's state.
 
     Attributes:
-        seen: where what happens is noted; None where nobody watches.
-        sync_debug_mode: as ``torch.cuda.set_sync_debug_mode`` has set it.
-        stream: the current one.
-        streams: how many there are.
-        orders: of each stream, what comes before its next operation.
-        long: of each stream, the numbers of its operations that take long (``torch.cuda._sleep``); others take no time.
-        done: what the host knows to be done, because it has waited.
-        blocks: memory by the address of its storage; at some there may be another one by now.
-        watched: those that several streams use, or another than the default stream.
+        seen: record of operations; None if nothing is recorded.
+        sync_debug_mode: value set by ``torch.cuda.set_sync_debug_mode``.
+        stream: current stream.
+        streams: number of streams.
+        orders: operations that precede the next one of each stream.
+        long: numbers of the long operations of each stream (``torch.cuda._sleep``); others take no time.
+        done: operations that the host knows to be completed, because it synchronized.
+        blocks: memory by the address of its storage, which may have been reused.
+        watched: memory used by several streams, or by another stream than the default.
     """
 
     def __init__(self) -> None:
@@ -201,12 +203,12 @@ class Device:
     def issue(
         self, name: str, reads: Iterable[Simulated] = (), writes: Iterable[Simulated] = (), *, long: bool = False
     ) -> int:
-        """Give the current stream an operation. Returns its number.
+        """Add an operation to the current stream. Returns its number.
 
         Args:
-            name: of it.
-            reads: what it reads.
-            writes: what it writes to, that was there before.
+            name: name of the operation.
+            reads: tensors that it reads.
+            writes: existing tensors that it writes.
             long: whether it takes long.
         """
         stream = self.stream.number
@@ -237,7 +239,7 @@ class Device:
         return block
 
     def allocate(self, tensor: Simulated, number: int) -> None:
-        """Note that operation ``number`` of the current stream has made a tensor, in memory that it allocated."""
+        """Record that operation ``number`` of the current stream returned a tensor in newly allocated memory."""
         stream = self.stream.number
         order = self.orders[stream]
         for block in [block for block in self.watched if block.stream == stream and not block.is_taken(self.done)]:
@@ -252,7 +254,7 @@ class Device:
             self.watched.append(block)
 
     def is_done(self, order: Order) -> bool:
-        """Whether the host knows that what takes long before ``order`` is done."""
+        """Return whether the host knows that all long operations before ``order`` are completed."""
         return all(
             number <= self.done.get(stream, 0)
             for stream, numbers in self.long.items()
@@ -262,7 +264,7 @@ class Device:
 
     @contextmanager
     def watch(self) -> Iterator[Seen]:
-        """A context in which what happens is noted."""
+        """Return a context that records operations."""
         outer, self.seen = self.seen, Seen()
         try:
             yield self.seen
@@ -270,12 +272,12 @@ class Device:
             self.seen = outer
 
     def wait(self, what: str, *, order: Order | None = None, debugged: bool = True) -> None:
-        """Note that the host waits.
+        """Record a synchronization of the host.
 
         Args:
-            what: for.
-            order: for what comes before this; None for all that the current stream was given.
-            debugged: whether torch's synchronization debug mode knows of it.
+            what: the operation.
+            order: the operations to wait for; None for all operations of the current stream.
+            debugged: whether torch's synchronization debug mode reports it.
         """
         _join(self.done, self.orders[self.stream.number] if order is None else order)
         if self.seen is not None:
@@ -329,7 +331,7 @@ class Simulated(Tensor):
 
 
 class _Everywhere(TorchDispatchMode):
-    """Sees also what has no tensor of the device among its arguments: what makes one."""
+    """Intercepts operators without a tensor of the device among their arguments, such as factories."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -340,8 +342,8 @@ class _Everywhere(TorchDispatchMode):
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One operator: on the CPU, noted as on the device."""
-    if torch.is_inference_mode_enabled():  # there is no autograd that would have taken it apart
+    """Run one operator on the CPU, recorded as on the device."""
+    if torch.is_inference_mode_enabled():  # without autograd, which would have decomposed it
         with _Everywhere():
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
@@ -376,7 +378,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _issue(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], simulated: list[Simulated]) -> int:
-    """Give the current stream an operator. What it writes to is what its schema says."""
+    """Add an operator to the current stream. Its schema lists the tensors that it writes."""
     writes: dict[int, Simulated] = {}
     if func._schema.is_mutable:
         for index, argument in enumerate(func._schema.arguments):
@@ -396,12 +398,12 @@ def _note_kernel(name: str, number: int) -> None:
 def _computed(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], simulated: list[Simulated], number: int = 0
 ) -> Any:
-    """The result, on the device; what was written to is what was given.
+    """Return the result on the device; tensors that were written are those passed in.
 
     Args:
         func, args, kwargs: the operator.
         simulated: the tensors among its arguments.
-        number: of the operation; 0 for none.
+        number: number of the operation; 0 if it is not a kernel.
     """
     given = {id(tensor.held): tensor for tensor in simulated}
     before = {tensor.held.untyped_storage()._cdata for tensor in simulated}
@@ -420,7 +422,7 @@ def _computed(
 
 
 def _copy(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], is_for: str | None) -> Any:
-    """A copy, perhaps between host and device."""
+    """Copy a tensor, possibly between host and device."""
     if name == "copy_":
         target, source = args[:2]
         non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
@@ -428,7 +430,7 @@ def _copy(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], i
     else:
         source, non_blocking = args[0], kwargs.get("non_blocking", False)
         to_device = is_for == "cuda" or (is_for is None and isinstance(source, Simulated))
-        lands_pinned = True  # torch allocates it so, where it shall not wait
+        lands_pinned = True  # torch allocates pinned memory for non-blocking copies
     from_device = isinstance(source, Simulated)
     if not from_device and not to_device:
         return func(*args, **kwargs)
@@ -464,7 +466,7 @@ def _note_copy(nbytes: int) -> None:
 
 
 def _check_devices(name: str, tensors: list[Tensor]) -> None:
-    """Refuse what CUDA refuses: tensors of the CPU among its own, unless they are a number."""
+    """Raise CUDA's error for tensors of the CPU among its own, unless they are scalars."""
     for tensor in tensors:
         if not isinstance(tensor, Simulated) and tensor.dim() > 0:
             raise RuntimeError(
@@ -473,7 +475,7 @@ def _check_devices(name: str, tensors: list[Tensor]) -> None:
 
 
 def _fills(args: tuple[Any, ...]) -> bool:
-    """Whether this sets a number of the host's where a mask is true: that is not done by indices."""
+    """Return whether this sets a scalar of the host at a mask, which needs no indices."""
     masks = [index for index in args[1] or () if index is not None]
     if len(masks) != 1 or masks[0].dtype not in (torch.bool, torch.uint8) or len(args) < 3:
         return False
@@ -489,7 +491,7 @@ def _note_indexing(indices: Any) -> None:
 
 
 def _who_asks(frame: FrameType | None) -> str:
-    """The innermost line that is neither torch's nor of this file, with its text."""
+    """Return the innermost line outside torch and this file, with its text."""
     torchs, here = str(Path(torch.__file__).parent), __file__
     while frame is not None and (frame.f_code.co_filename.startswith(torchs) or frame.f_code.co_filename == here):
         frame = frame.f_back
@@ -524,7 +526,7 @@ class Event:
 
 
 class Stream:
-    """As ``torch.cuda.Stream``. Each one is another."""
+    """As ``torch.cuda.Stream``. Each one is a new stream."""
 
     device = CUDA
 
@@ -587,14 +589,14 @@ def _set_sync_debug_mode(mode: int | str) -> None:
 
 
 class _KnowsAll(type(torch.Generator)):  # type: ignore[misc]
-    """Takes torch's own generators for its instances."""
+    """Accepts torch's own generators as instances."""
 
     def __instancecheck__(cls, instance: Any, generator: type = torch.Generator) -> bool:
         return isinstance(instance, generator)
 
 
 class _Generator(torch.Generator, metaclass=_KnowsAll):
-    """Of the CPU, whatever device is named."""
+    """A generator of the CPU for any device."""
 
     def __new__(cls, device: Any = "cpu") -> _Generator:
         return super().__new__(cls, "cpu")
@@ -643,7 +645,7 @@ _CUDA: dict[str, Any] = {
 
 @contextmanager
 def simulated_cuda() -> Iterator[Device]:
-    """A context in which torch has one CUDA device. The process must be prepared."""
+    """Return a context with one CUDA device in torch. The process must be prepared."""
     foreach_types = [*optimizers._foreach_supported_types, Simulated]
     replaced: list[tuple[Any, str, Any]] = [
         *((torch.cuda, name, value) for name, value in _CUDA.items()),
@@ -674,17 +676,17 @@ def simulated_cuda() -> Iterator[Device]:
 
 
 def prepare() -> None:
-    """Make this process one that may simulate: CUDA gets a device guard that does nothing, and a context.
+    """Prepare this process for the simulation: CUDA gets a no-op device guard, and a context.
 
-    It puts a copy of a C++ table of functions in the place of the table of CUDA's hooks, with one entry changed, for
-    torch has no other way. Where torch is another, this may end the process.
+    Replaces the C++ table of CUDA's hooks with a copy with one changed entry, because torch has no API for it. With
+    another version of torch, this may crash the process.
     """
     torch._C._ensureCUDADeviceGuardSet()
     library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
     get_hooks = library._ZN2at6detail12getCUDAHooksEv
     get_hooks.restype = ctypes.c_void_p
     hooks = get_hooks()
-    before, size = 2, 64  # the entries in front of the first function, and more functions than there are
+    before, size = 2, 64  # number of entries before the first function, and an upper bound of the number of functions
     word = ctypes.sizeof(ctypes.c_void_p)
     table = (ctypes.c_void_p * (before + size))()
     ctypes.memmove(table, ctypes.c_void_p.from_address(hooks).value - before * word, (before + size) * word)
@@ -695,12 +697,12 @@ def prepare() -> None:
 
 
 def is_prepared() -> bool:
-    """Whether this process may simulate."""
+    """Return whether this process is prepared for the simulation."""
     return bool(_keep_alive)
 
 
 def probe() -> None:
-    """Prove the simulation, in a prepared process: raises AssertionError, or whatever torch raises."""
+    """Check the simulation in a prepared process. Raises AssertionError, or an error of torch."""
     with simulated_cuda() as device:
         weight = torch.ones(3, device="cuda").requires_grad_()
         optimizer = torch.optim.AdamW([weight], lr=0.5, weight_decay=0.0, fused=True)
@@ -762,7 +764,7 @@ def _counts_kernels(device: Device) -> None:
 
 
 def _keeps_streams_apart() -> None:
-    """Two streams that wait for each other, and then one of the waits left out."""
+    """Check two streams that wait for each other, and then without one of the waits."""
     for forgotten in (None, "before the copy", "after the copy"):
         usual, side = torch.cuda.current_stream(), torch.cuda.Stream()
 

@@ -31,11 +31,11 @@ def test_tests_run_in_a_process_that_may_die(python):
         result, text = run("test_dies")
         assert result == "failed"
         assert "The process of the simulated device died." in text
-        assert "deadly.py" in text  # where
+        assert "deadly.py" in text  # reports the device
         assert run("test_passes") == ("passed", "")  # in another process
 
 
-def test_where_cuda_cannot_be_simulated_tests_are_skipped_with_the_reason(python, monkeypatch):
+def test_tests_are_skipped_with_the_reason_if_cuda_cannot_be_simulated(python, monkeypatch):
     monkeypatch.setenv("SIMULATED_CUDA_PROBE", "fails")
     with contextlib.closing(Child(python, [FILE])) as child:
         result, text = child.run(f"{FILE.relative_to(ROOT)}::test_passes")

@@ -18,13 +18,13 @@ def test_the_probe_passes(cuda):
         ("_comes_after", lambda order, other: True, "'may still be used' without before the copy, not ''"),
     ],
 )
-def test_the_probe_sees_what_is_amiss(cuda, monkeypatch, name, value, message):
+def test_probe_detects_a_broken_simulation(cuda, monkeypatch, name, value, message):
     monkeypatch.setattr(device, name, value)
     with pytest.raises(AssertionError, match=message):
         device.probe()
 
 
-def test_a_wait_is_known_by_the_line_that_asked(cuda):
+def test_wait_has_the_line_that_caused_it(cuda):
     with cuda.watch() as seen:
         torch.ones(3, device="cuda").sum().item()  # this one
     assert [wait.what for wait in seen.waits] == ["local_scalar_dense"]
@@ -40,7 +40,7 @@ def test_values_are_those_of_the_cpu(cuda):
     torch.testing.assert_close(weight.grad.cpu(), x.exp() * torch.tensor([[1.0], [2.0]]))
 
 
-def test_what_cuda_refuses_is_refused(cuda):
+def test_errors_of_cuda_are_raised(cuda):
     with pytest.raises(RuntimeError, match="on the same device"):
         torch.ones(3, device="cuda") + torch.ones(3)
     assert (torch.ones(3, device="cuda") + torch.tensor(1.0)).tolist() == [2.0] * 3
@@ -72,13 +72,13 @@ def test_the_sync_debug_mode_raises(cuda):
 
 
 def sent_beside(tensor=None):
-    """A tensor that another stream has copied, which nobody has waited for; and that stream."""
+    """Return a tensor copied by another stream without a wait, and that stream."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         return (torch.ones(3) if tensor is None else tensor).to("cuda", non_blocking=True), side
 
 
-def test_what_another_stream_writes_is_waited_for_by_the_stream_and_not_by_the_host(cuda):
+def test_stream_waits_for_another_stream_without_the_host(cuda):
     for wait in (
         lambda side: torch.cuda.current_stream().wait_stream(side),
         lambda side: torch.cuda.current_stream().wait_event(side.record_event()),
@@ -93,7 +93,7 @@ def test_what_another_stream_writes_is_waited_for_by_the_stream_and_not_by_the_h
         assert (copy + 1).tolist() == [2.0] * 3
 
 
-def test_an_event_is_of_the_moment_at_which_it_was_recorded(cuda):
+def test_event_has_the_order_of_its_record(cuda):
     side = torch.cuda.Stream()
     event = side.record_event()
     with torch.cuda.stream(side):
@@ -103,7 +103,7 @@ def test_an_event_is_of_the_moment_at_which_it_was_recorded(cuda):
         late + 1
 
 
-def test_what_another_stream_reads_is_not_written_to(cuda):
+def test_writing_data_read_by_another_stream_raises(cuda):
     tensor, side = torch.ones(3, device="cuda"), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -126,7 +126,7 @@ def test_memory_is_not_given_to_another_copy_while_it_is_used(cuda, frees):
     del copy, held, product
     torch.cuda._sleep(1)
     with torch.cuda.stream(side):
-        torch.ones(3).to("cuda", non_blocking=True)  # somebody holds the memory
+        torch.ones(3).to("cuda", non_blocking=True)  # the memory is referenced
     del kept
     with torch.cuda.stream(side):
         with pytest.raises(RuntimeError, match="allocates memory that is free and may still be used"):
@@ -135,7 +135,7 @@ def test_memory_is_not_given_to_another_copy_while_it_is_used(cuda, frees):
         torch.ones(3).to("cuda", non_blocking=True)
 
 
-def test_recorded_memory_is_given_away_when_the_host_knows_that_it_may_be(cuda):
+def test_recorded_memory_is_reused_after_a_synchronization(cuda):
     side = torch.cuda.Stream()
 
     def send():
@@ -151,7 +151,7 @@ def test_recorded_memory_is_given_away_when_the_host_knows_that_it_may_be(cuda):
     assert send() == 12
 
 
-def test_a_copy_tells_which_kernels_come_before_it(cuda):
+def test_copy_has_the_number_of_earlier_kernels(cuda):
     usual, side = torch.cuda.current_stream(), torch.cuda.Stream()
     with cuda.watch() as seen:
         torch.ones(3, device="cuda")
@@ -178,7 +178,7 @@ def test_the_host_waits_for_one_stream_and_not_for_the_other(cuda):
 
 
 @pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
-def test_copies_are_seen_whoever_records_gradients(cuda, context):
+def test_copies_are_recorded_with_and_without_autograd(cuda, context):
     with cuda.watch() as seen, context():
         copy = torch.ones(3).to("cuda")
         copy.half().cpu()
