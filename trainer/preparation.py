@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -18,7 +18,6 @@ from torchmetrics import Metric
 from trainer.callbacks import traits
 from trainer.callbacks.gradient_clipping import GradientClipping
 from trainer.compat import modules
-from trainer.compat.base import TrainerBase
 from trainer.compat.data import move_training_batch
 from trainer.compat.loaders import DrawnLoaderSet
 from trainer.compat.logging import ModuleScope
@@ -40,6 +39,9 @@ from trainer.loops.manual_optimization import ManualOptimization
 from trainer.loops.own_batches import draw_in_evaluation, draw_in_fit
 from trainer.loops.schedules import Schedules
 
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
 
 class Preparation:
     """Prepares the loops for one run: hooks, batches, schedules, clipping, the path of a batch, a profiler.
@@ -51,7 +53,7 @@ class Preparation:
         hooks: the hooks of callbacks and of the module.
     """
 
-    def __init__(self, trainer: TrainerBase) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         module = trainer.lightning_module
         self._trainer = trainer
         self._module = module
@@ -410,7 +412,7 @@ def _exchanging_part(module: nn.Module) -> str | None:
     return None
 
 
-def _clip_by_module(clip: Hook, trainer: TrainerBase, optimizer: Optimizer) -> None:
+def _clip_by_module(clip: Hook, trainer: Trainer, optimizer: Optimizer) -> None:
     limit, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
     clip.of_module(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=algorithm)
 

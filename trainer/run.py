@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -24,7 +24,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from trainer import arguments, diagnosis, redaction
 from trainer.compat import callback_order, defaults, hparams, model_checkpoints, modules, tuning
 from trainer.compat.averaging import attach_averaging, defer_copies, detach_averaging, shard_averages
-from trainer.compat.base import TrainerBase
 from trainer.compat.checkpoint_connector import CheckpointConnector
 from trainer.compat.errors import TunerExit
 from trainer.compat.logging import attach_log, detach_log
@@ -35,6 +34,9 @@ from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.preparation import Preparation
 from trainer.record.measures import folder_of_reports, reason_without_updates
 from trainer.state.metrics import to_scalars
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 STAGES = {
     TrainerFn.FITTING: RunningStage.TRAINING,
@@ -63,7 +65,7 @@ class Run:
         stalls: detects processes that wait for another one. None if there is only one process.
     """
 
-    def __init__(self, trainer: TrainerBase, signals: Signals, connector: CheckpointConnector) -> None:
+    def __init__(self, trainer: Trainer, signals: Signals, connector: CheckpointConnector) -> None:
         self._trainer = trainer
         self._signals = signals
         self._connector = connector

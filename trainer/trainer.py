@@ -37,8 +37,10 @@ from trainer.compat.checkpoint_connector import CheckpointConnector, RolledBack
 from trainer.compat.data import DataSource
 from trainer.compat.logging import LoggerConnector, no_log
 from trainer.compat.signals import Signals
+from trainer.compat.strategies import build_engine
 from trainer.compat.trainer_arguments import defaults_from_environment, log_devices, registered_names
 from trainer.compat.views import EvalLoopView, FitLoopView, PredictLoopView
+from trainer.engine.protocol import Engine
 from trainer.errors import ConfigurationError
 from trainer.loops.accumulation import AccumulationWindow, count_windows
 from trainer.loops.evaluation import EvalLoop
@@ -508,6 +510,10 @@ class Trainer(TrainerBase):
         return results
 
     # --- construction -----------------------------------------------------------------------------------------
+
+    def _build_engine(self, precision: Precision, plugins: Any, **options: Any) -> Engine:
+        """Build the engine of this Trainer. A subclass may return another one."""
+        return build_engine(self, precision, plugins, **options)
 
     def _set_clipping(self, limit: float | None, algorithm: str | None) -> None:
         self._gradient_clip_val, self._gradient_clip_algorithm = limit, algorithm

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -46,19 +47,19 @@ class ActivationCheckpointing(RunCallback):
         self._chosen: list[nn.Module] = []
         self._checkpointed: list[_CheckpointedForward] = []
 
-    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Choose the modules early, so that a wrong name is refused before the run starts."""
         self._chosen = list(select_modules(pl_module, self.modules, "ActivationCheckpointing").values())
 
-    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Replace the forward of the chosen modules."""
         self._checkpointed = [_CheckpointedForward(module) for module in self._chosen]
 
-    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Restore the modules, before the precision restores a forward that it may have replaced earlier."""
         self._clean_up(trainer)
 
-    def _clean_up(self, trainer: Any) -> None:
+    def _clean_up(self, trainer: pl.Trainer) -> None:
         for checkpointed in self._checkpointed:
             checkpointed.undo()
         self._checkpointed = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
@@ -13,6 +13,9 @@ from trainer.errors import expect
 from trainer.module_tree import plain_class, plain_name
 from trainer.precision.devices import tensor_cores
 from trainer.precision.fp32_modules import running_in_float32
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 log = logging.getLogger("lightning.pytorch.advice")
 """Lightning prints records of its loggers; on the command line, ``hydra/job_logging: trainer`` prints these."""
@@ -73,7 +76,7 @@ class AlignmentAdvisor(Callback):
         self.max_lines = max_lines
         self._has_logged = ""
 
-    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the layers."""
         is_half = trainer.engine.precision.is_half
         if not self.everywhere and not (is_half and tensor_cores(trainer.strategy.root_device)):

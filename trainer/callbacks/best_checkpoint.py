@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -12,6 +12,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
 from trainer.record.run_record import direction_of, without_step_epoch_variants
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 AUTO = "auto"
 
@@ -46,7 +49,7 @@ class BestCheckpoint(ModelCheckpoint):
         return self._generate_state_key(monitor=AUTO, **every, train_time_interval=self._train_time_interval)
 
     def on_train_batch_end(
-        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save if it is due."""
         waited, self._defer_save_until_validation = self._defer_save_until_validation, False
@@ -55,11 +58,11 @@ class BestCheckpoint(ModelCheckpoint):
             self._save_last(trainer)
         self._defer_save_until_validation |= waited
 
-    def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store the metrics, to recognize those that the validation logs."""
         self._known = dict(trainer.callback_metrics)
 
-    def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose the metric if none is chosen yet, then save if it is due."""
         if self._chooses and self.monitor is None and not self.best_model_path and not trainer.sanity_checking:
             metrics = trainer.callback_metrics
@@ -68,7 +71,7 @@ class BestCheckpoint(ModelCheckpoint):
         if not self._should_save_on_train_epoch_end(trainer):
             self._save_last(trainer)
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save if it is due."""
         super().on_train_epoch_end(trainer, pl_module)
         if self._should_save_on_train_epoch_end(trainer) or self._defer_save_until_validation:
@@ -84,7 +87,7 @@ class BestCheckpoint(ModelCheckpoint):
             self._monitor(state_dict["monitor"], state_dict["mode"])
         super().load_state_dict(state_dict)
 
-    def _save_last(self, trainer: Any) -> None:
+    def _save_last(self, trainer: Trainer) -> None:
         """Write the last checkpoint, unless Lightning has just written it."""
         every, waits = self._every_n_epochs, self._defer_save_until_validation
         is_due = waits or (every >= 1 and (trainer.current_epoch + 1) % every == 0)

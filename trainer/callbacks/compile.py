@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import lightning.pytorch as pl
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -93,11 +94,11 @@ class Compile(RunCallback):
 
     # --- the run begins ---------------------------------------------------------------------------------------
 
-    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Prepare the compilation, which happens at the first call."""
         self._compile(trainer, pl_module)
 
-    def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Prepare the compilation of a run without a fit."""
         if not self._is_on:
             self._compile(trainer, pl_module)
@@ -105,7 +106,7 @@ class Compile(RunCallback):
     on_test_start = on_validation_start
     on_predict_start = on_validation_start
 
-    def _compile(self, trainer: Any, module: LightningModule) -> None:
+    def _compile(self, trainer: pl.Trainer, module: LightningModule) -> None:
         if getattr(module, "_compiler_ctx", None) is not None:
             raise ConfigurationError(
                 f"{type(module).__name__} has been compiled with torch.compile, and the callback Compile is to compile"
@@ -133,7 +134,7 @@ class Compile(RunCallback):
     # --- each step --------------------------------------------------------------------------------------------
 
     def on_train_batch_start(
-        self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: pl.Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Mark the beginning of a step for CUDA graphs."""
         if self._marks:
@@ -143,7 +144,7 @@ class Compile(RunCallback):
     on_test_batch_start = on_train_batch_start
     on_predict_batch_start = on_train_batch_start
 
-    def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Copy gradients that outlive the step, because the next backward pass of a CUDA graph would overwrite them."""
         if not self._marks:
             return
@@ -154,7 +155,7 @@ class Compile(RunCallback):
                 gradients.keep(optimizer)
 
     def on_train_batch_end(
-        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Read the compilations since the last batch."""
         if self._watch.read():
@@ -162,7 +163,7 @@ class Compile(RunCallback):
 
     # --- the run ends -----------------------------------------------------------------------------------------
 
-    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Warn if nothing was compiled at all."""
         self._watch.read()
         if not self.compilations and trainer.global_step and not compilation.ever_compiled():
@@ -172,7 +173,7 @@ class Compile(RunCallback):
                 PossibleUserWarning,
             )
 
-    def _clean_up(self, trainer: Any) -> None:
+    def _clean_up(self, trainer: pl.Trainer) -> None:
         """Restore the module."""
         while self._undo:
             self._undo.pop()()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -65,7 +66,7 @@ class FastSettings(RunCallback):
         self._weights: list[nn.Parameter] = []
         self._allocates = expandable_segments and _expand_segments()
 
-    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: LightningModule, stage: str) -> None:
         """Turn the settings on."""
         self._clean_up(trainer)
         device, precision = trainer.strategy.root_device, getattr(getattr(trainer, "engine", None), "precision", None)
@@ -82,16 +83,16 @@ class FastSettings(RunCallback):
                 self.on.append(_SEGMENTS)
         self._lay_out(trainer, pl_module)
 
-    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Convert layers that `configure_model` has created, unless DDP has stored the layout of their gradients."""
         if trainer.world_size == 1:
             self._lay_out(trainer, pl_module)
 
-    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Convert the optimizer states to the layout of their weights, because a checkpoint has the usual one."""
         self._lay_out_states(trainer, _laid_out)
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Convert the checkpoint to the usual layout, which a run without this callback requires."""
         if not self._weights:
             return
@@ -101,7 +102,7 @@ class FastSettings(RunCallback):
             of_parameters = state.get("state", {})
             state["state"] = {key: {n: _usual(v) for n, v in one.items()} for key, one in of_parameters.items()}
 
-    def _clean_up(self, trainer: Any) -> None:
+    def _clean_up(self, trainer: pl.Trainer) -> None:
         """Restore the previous settings and layouts."""
         while self._undo:
             self._undo.pop()()
@@ -110,7 +111,7 @@ class FastSettings(RunCallback):
             weight.data = _usual(weight.data)
         self._weights = []
 
-    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer: pl.Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore the previous settings."""
         super().teardown(trainer, pl_module, stage)
         if self._allocates:  # torch has read it by now, if it reads it at all
@@ -131,7 +132,7 @@ class FastSettings(RunCallback):
             self._undo.append(lambda: torch.set_float32_matmul_precision(before))
         return True
 
-    def _lay_out_states(self, trainer: Any, lay_out: Callable[[Tensor], Tensor]) -> None:
+    def _lay_out_states(self, trainer: pl.Trainer, lay_out: Callable[[Tensor], Tensor]) -> None:
         mine = {id(weight) for weight in self._weights}
         for optimizer in trainer.optimizers if mine else ():
             for parameter, state in optimizer.state.items():
@@ -139,7 +140,7 @@ class FastSettings(RunCallback):
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
                         state[name] = lay_out(value)
 
-    def _lay_out(self, trainer: Any, module: LightningModule) -> None:
+    def _lay_out(self, trainer: pl.Trainer, module: LightningModule) -> None:
         gradients = getattr(getattr(trainer, "engine", None), "gradients", None)
         if _LAYOUT not in self.wanted or getattr(gradients, "are_parts", False):
             return

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch import Callback, LightningModule
 
 from trainer.errors import ConfigurationError, expect
@@ -49,7 +49,7 @@ class GradientAccumulation(Callback):
         """Return the number of batches in a window of ``epoch``."""
         return batches_in(self.schedule, epoch)
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Set the number for the windows that open in this epoch."""
         trainer.accumulate_grad_batches = self.batches_in(trainer.current_epoch)
 

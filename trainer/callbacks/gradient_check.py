@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import rank_zero_info
@@ -84,7 +85,7 @@ class GradientCheck(Callback):
         self.jitter = jitter
         self.problems: dict[str, str] = {}
 
-    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Check the gradients on the first batch."""
         if trainer.should_stop:
             return
@@ -101,7 +102,7 @@ class GradientCheck(Callback):
             but = f" The loss does not depend on {some(unused, 5)}." if unused else ""
             print_line(f"The gradients of {len(names)} parameters agree with finite differences of the loss.{but}")
 
-    def _choose(self, trainer: Any, module: LightningModule) -> list[str]:
+    def _choose(self, trainer: pl.Trainer, module: LightningModule) -> list[str]:
         if not module.automatic_optimization:
             raise ConfigurationError(
                 f"Got {type(module).__name__} with manual optimization, expected a training_step that returns its loss,"
@@ -184,7 +185,7 @@ class GradientCheck(Callback):
         )
 
 
-def _loss_of(trainer: Any, module: LightningModule, batch: Any, batch_idx: int) -> Loss:
+def _loss_of(trainer: pl.Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Loss:
     """Build the function that computes the loss of one batch, with the current buffers and random numbers."""
     step = _TrainingStep(module)
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch.optim import Optimizer
 from trainer.engine.gradients import Gradients
 from trainer.errors import ConfigurationError, expect
 from trainer.state.outcome import StepOutcome
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 
 class GradientClipping(Callback):
@@ -81,7 +84,7 @@ class GradientClipping(Callback):
         return gradients.clip_(optimizer, self.limit, self.algorithm, self.norm_type, measure=self.log_norm)
 
     def on_after_optimizer_step(
-        self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
         """Log the norm of a step that was not skipped."""
         if self.log_norm and outcome.grad_norm is not None and not outcome.skipped:

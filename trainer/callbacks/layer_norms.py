@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -15,6 +15,9 @@ from trainer.engine.gradients import Gradients
 from trainer.errors import UnsupportedError, expect, is_count
 from trainer.precision.readback import Readback
 from trainer.state.outcome import StepOutcome
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 LOGGED = "grad_norm/"
 """The prefix of the logged names."""
@@ -57,7 +60,7 @@ class LayerNorms(RunCallback):
         self._seen_at = 0
         self._readback: Readback | None = None
 
-    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Map parameters to layers."""
         if not isinstance(getattr(getattr(trainer, "engine", None), "gradients", None), Gradients):
             raise UnsupportedError(
@@ -68,7 +71,7 @@ class LayerNorms(RunCallback):
         self._seen, self._numbers = [], []
         self._readback = Readback(pl_module.device.type)
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measure the gradients of one optimizer."""
         if (trainer.progress.updates + 1) % self.every_n_steps:
             return
@@ -82,7 +85,7 @@ class LayerNorms(RunCallback):
         self._readback.start(self._numbers)  # those of all optimizers so far
 
     def on_after_optimizer_step(
-        self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
         """Log the measurement. The outcome of the step is on the host now, and so are the norms."""
         if not self._numbers or self._readback is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from statistics import median
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -15,6 +15,9 @@ from torch import Tensor
 from trainer.callbacks.run_callback import RunCallback
 from trainer.errors import ConfigurationError, LossSpikeError, expect, rank_zero_warn
 from trainer.precision.readback import Readback
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 
 class RollBackOnLossSpike(RunCallback):
@@ -79,7 +82,7 @@ class RollBackOnLossSpike(RunCallback):
         # the update that is not checked yet: its step, and the loss if it was read
         self._last: tuple[int, float | None] | None = None
 
-    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse fits that cannot be rolled back."""
         if not pl_module.automatic_optimization:
             raise ConfigurationError(
@@ -94,7 +97,7 @@ class RollBackOnLossSpike(RunCallback):
         self._readback, self._step = Readback(trainer.engine.device.type), trainer.global_step
 
     def on_train_batch_end(
-        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Add the batch's share of the loss; at the end of an update, check the loss and roll back after a spike."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
@@ -127,7 +130,7 @@ class RollBackOnLossSpike(RunCallback):
             loss = total / count[0] if count else total
         return step, loss
 
-    def _judge(self, trainer: Any, batch_idx: int, step: int, loss: float) -> None:
+    def _judge(self, trainer: Trainer, batch_idx: int, step: int, loss: float) -> None:
         """Record the loss of the update that began at ``step``, or roll back if it is a spike."""
         is_known, is_finite = len(self._losses) == self.window, math.isfinite(loss)
         middle = median(self._losses) if is_known else math.inf

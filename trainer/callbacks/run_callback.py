@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 from lightning.pytorch import Callback, LightningModule
 
 
@@ -20,14 +21,14 @@ class RunCallback(Callback):
 
     reset_in_copies: ClassVar[Mapping[str, Any]] = {}
 
-    def _clean_up(self, trainer: Any) -> None:
+    def _clean_up(self, trainer: pl.Trainer) -> None:
         """Restore the changes, if there are any. Called when a run is over, possibly twice."""
 
-    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore the changes, because the run has failed."""
         self._clean_up(trainer)
 
-    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer: pl.Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore the changes, because the run is over."""
         self._clean_up(trainer)
 

@@ -1,12 +1,14 @@
 """Collect the record of a fit, and write it to ``run.json``."""
 
+from __future__ import annotations
+
 import logging
 import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -31,6 +33,9 @@ from trainer.record.provenance import environment
 from trainer.record.run_record import RUN, RunRecord
 from trainer.record.series import Series
 
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
 log = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_WRITES = 10.0
@@ -53,9 +58,9 @@ class RecordView(Callback):
         self.dirpath = dirpath
         self.max_points = max_points
 
-    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Add a recorder if the Trainer has none."""
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning assigns it from outside
+        callbacks: list[Any] = trainer.callbacks
         if not any(isinstance(callback, RunRecorder) for callback in callbacks):
             callbacks.append(RunRecorder(writes=False))
 
@@ -148,14 +153,14 @@ class RunRecorder(Callback):
 
     # --- a fit begins -----------------------------------------------------------------------------------------
 
-    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Start the record of a fit, and log the settings of any run."""
         if self._given is not None and self._settings is not None and trainer.is_global_zero:
             ids = {one.key(): one.log_settings(self._settings) for one in map(adapter, trainer.loggers)}
             self._given.facts["tracking"] = {name: run for name, run in ids.items() if run is not None}
         if stage != "fit":
             return
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning assigns it from outside
+        callbacks: list[Any] = trainer.callbacks
         self._views = [callback for callback in callbacks if isinstance(callback, RecordView)]
         self._max_points = next((view.max_points for view in self._views if view.max_points), self._max_points)
         for series in self._all():
@@ -174,14 +179,14 @@ class RunRecorder(Callback):
                     self.record.facts["weights"] = self.record.former["weights"]
             self._write_if_possible()
 
-    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         """Start to measure the peak of a GPU's memory."""
         device = trainer.strategy.root_device
         self._on_device = device.type != "cpu"
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
-    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         """Drop points after the step that this run starts from, and start the clock."""
         assert self.record is not None
         if trainer.global_step and not self.seconds:
@@ -202,7 +207,7 @@ class RunRecorder(Callback):
     # --- at each step -----------------------------------------------------------------------------------------
 
     def on_train_batch_end(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch; record loss, time and memory."""
         batches = self._batches
@@ -221,21 +226,21 @@ class RunRecorder(Callback):
             self.losses.append(trainer.global_step, loss.item() if loss.is_cpu else loss)
 
     def on_after_optimizer_step(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Any, outcome: Any
+        self, trainer: Trainer, pl_module: pl.LightningModule, optimizer: Any, outcome: Any
     ) -> None:
         """Record a change of the scale, and a skipped step."""
         if outcome is self._outcome:  # called once for each of several optimizers
             return
         self._outcome = outcome
         if outcome.skipped:
-            self.skipped.append(trainer.global_step, trainer.skipped_steps)  # type: ignore[attr-defined]  # ours has it
+            self.skipped.append(trainer.global_step, trainer.skipped_steps)
         if outcome.scale != self._scale:
             self.scales.append(trainer.global_step, outcome.scale)
         if outcome.next_scale != outcome.scale:
             self.scales.append(trainer.global_step + 1, outcome.next_scale)
         self._scale = outcome.next_scale
 
-    def _note_pace(self, trainer: "pl.Trainer") -> None:
+    def _note_pace(self, trainer: Trainer) -> None:
         seconds = self._clock() - self._zero
         self.seconds.append(trainer.global_step, seconds)
         if seconds >= self._next_reading and (memory := memory_in_use(trainer.strategy.root_device)):
@@ -244,17 +249,17 @@ class RunRecorder(Callback):
 
     # --- at the ends of epochs and validations ----------------------------------------------------------------
 
-    def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         """Start to count an epoch."""
         self._begin_epoch(trainer)
 
-    def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock, and store the metrics that training has logged so far."""
         if self._began is not None:
             self._paused = now(trainer.strategy.root_device, self._clock)
         self._known = dict(trainer.callback_metrics)
 
-    def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         """Record the metrics that the validation has logged, and restart the clock."""
         if self._began is None or not self._is_fitting:
             return
@@ -264,7 +269,7 @@ class RunRecorder(Callback):
             self._zero += now(trainer.strategy.root_device, self._clock) - self._paused
             self._paused = None
 
-    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         """Record the metrics that training has logged for the epoch, and read the losses."""
         self._end_epoch()
         self._record_metrics(trainer, "train")
@@ -273,11 +278,11 @@ class RunRecorder(Callback):
 
     # --- the fit ends -----------------------------------------------------------------------------------------
 
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock before other callbacks draw and write."""
         self._stop(now(trainer.strategy.root_device, self._clock))
 
-    def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         """Complete the record of a successful fit. Its status is failed if no weight was ever updated."""
         self._is_fitting = False
         if trainer.is_global_zero:
@@ -285,7 +290,7 @@ class RunRecorder(Callback):
             self._update(trainer, "failed" if problem else "completed", problem, facts_of(trainer))
             self._complete()
 
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Complete the record of a fit that has failed or was interrupted."""
         if not self._is_fitting:
             return
@@ -322,7 +327,7 @@ class RunRecorder(Callback):
 
     # --- helpers ------------------------------------------------------------------------------------------------
 
-    def _update(self, trainer: "pl.Trainer", status: str, error: str | None, facts: dict[str, Any]) -> None:
+    def _update(self, trainer: Trainer, status: str, error: str | None, facts: dict[str, Any]) -> None:
         """Update the record; ``facts`` are those of the Trainer."""
         assert self.record is not None
         known = self.record.facts
@@ -366,7 +371,7 @@ class RunRecorder(Callback):
         for view in self._views:
             view.show(self.record)
 
-    def _write_now_and_then(self, trainer: "pl.Trainer") -> None:
+    def _write_now_and_then(self, trainer: Trainer) -> None:
         if trainer.is_global_zero and time.monotonic() - self._written >= _SECONDS_BETWEEN_WRITES:
             self._update(trainer, "running", None, facts_of(trainer))
             self._write_if_possible()
@@ -378,13 +383,13 @@ class RunRecorder(Callback):
                 self.record.write()
         self._written = time.monotonic()
 
-    def folder_of_record(self, trainer: "pl.Trainer") -> Path | None:
+    def folder_of_record(self, trainer: Trainer) -> Path | None:
         """Return the folder of ``run.json``, or None if this process writes none. No communication."""
         if self._given is not None:
             return self._given.home
         return self._folder(trainer) if self._writes and trainer.is_global_zero else None
 
-    def _folder(self, trainer: "pl.Trainer") -> Path | None:
+    def _folder(self, trainer: Trainer) -> Path | None:
         named = next((view.dirpath for view in self._views if view.dirpath), None)
         return folder_of_files(trainer, self._dirpath or named)
 
@@ -397,7 +402,7 @@ class RunRecorder(Callback):
         self._ended = at
         self._end_epoch()
 
-    def _begin_epoch(self, trainer: "pl.Trainer") -> None:
+    def _begin_epoch(self, trainer: Trainer) -> None:
         self._batches_before = self._batches
         self._num_batches = trainer.num_training_batches
         self._first_size = None
@@ -414,7 +419,7 @@ class RunRecorder(Callback):
             (batches - 1) * self._first_size + self._last_size if batches and self._first_size else 0
         )
 
-    def _record_metrics(self, trainer: "pl.Trainer", stage: str) -> None:
+    def _record_metrics(self, trainer: Trainer, stage: str) -> None:
         for name, value in trainer.callback_metrics.items():
             if stage == "train" and name in self.metrics["val"] and name not in self.metrics["train"]:
                 continue  # from a validation before the checkpoint

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule
 
 from trainer.errors import rank_zero_warn
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 KEY = "MixedPrecision"
 """The key of Lightning (the class name of its precision plugin), so that both restore each other's state."""
@@ -26,18 +29,18 @@ class ScalerCheckpoint(Callback):
     def __init__(self) -> None:
         self._unused: dict[str, Any] = {}
 
-    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop the state that an earlier fit has loaded."""
         if stage == "fit":
             self._unused = {}
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the scaler's state. Checkpoints are saved between updates, so it is complete."""
         state = trainer.scaler.state_dict() or self._unused
         if state:
             checkpoint[KEY] = state
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Restore the state, or warn if it is not restored. Evaluating a checkpoint does not change the scaler."""
         if not trainer.training:
             return

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -150,12 +151,12 @@ class SyncDetector(RunCallback):
         self._watch: HostWaits | None = None
         self._found: dict[tuple[str, int, str], Wait] = {}
 
-    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Drop the results of an earlier fit."""
         self.waits, self._found = [], {}
         self.watched = self._seen = 0
 
-    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start or end watching."""
         self._seen += 1
         if self._seen <= self.after or self.watched > self.batches:
@@ -168,11 +169,11 @@ class SyncDetector(RunCallback):
             self._watch = HostWaits(trainer.strategy.root_device.type, self._found)
             self._watch.__enter__()
 
-    def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Stop watching, because a validation is not part of a step."""
         self._clean_up(trainer)
 
-    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Log the results if the fit ended before all batches were watched."""
         if 0 < self.watched <= self.batches:
             self._report(trainer)
@@ -181,13 +182,13 @@ class SyncDetector(RunCallback):
         """Return the entries for the record of the run."""
         return {"host_waits": [vars(wait) for wait in self.waits]} if self.waits else {}
 
-    def _clean_up(self, trainer: Any) -> None:
+    def _clean_up(self, trainer: pl.Trainer) -> None:
         """Stop watching."""
         if self._watch is not None:
             self._watch.__exit__()
             self._watch = None
 
-    def _report(self, trainer: Any) -> None:
+    def _report(self, trainer: pl.Trainer) -> None:
         self._clean_up(trainer)
         self.waits = sorted(self._found.values(), key=lambda wait: -wait.count)
         if self.waits and trainer.is_global_zero:

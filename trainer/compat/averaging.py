@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -35,6 +35,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from trainer.engine.sharding.state_dicts import load_module_state, spread
 from trainer.state.outcome import StepOutcome
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 _HOOK, _QUESTION, _SWAP = "on_after_optimizer_step", "should_update", "_swap_models"
 _COPY, _TRANSFER = "_copy_average_to_current", "transfer_weights"
@@ -49,7 +52,7 @@ def follows_outcomes(callback: Any) -> bool:
     return isinstance(callback, WeightAveraging) and _HOOK in vars(callback)
 
 
-def defer_copies(trainer: Any) -> None:
+def defer_copies(trainer: Trainer) -> None:
     """Prevent averaging callbacks from copying weights in ``setup`` if the weights will be sharded."""
     if not trainer.engine.gradients.are_parts:
         return
@@ -59,7 +62,7 @@ def defer_copies(trainer: Any) -> None:
                 vars(callback)["setup"] = _copy_nothing
 
 
-def attach_averaging(trainer: Any) -> None:
+def attach_averaging(trainer: Trainer) -> None:
     """Make averaging callbacks ignore skipped steps, and make their averages follow the weights until the first update.
 
     If the weights will be sharded, create the averages.
@@ -79,7 +82,7 @@ def attach_averaging(trainer: Any) -> None:
             vars(callback)[_QUESTION] = partial(_unless_skipped, trainer, callback.should_update)
 
 
-def shard_averages(trainer: Any) -> None:
+def shard_averages(trainer: Trainer) -> None:
     """Copy the weights of the module, which has been sharded, into the averages."""
     if not (trainer.engine.gradients.are_parts and trainer.training):
         return
@@ -98,7 +101,7 @@ def shard_averages(trainer: Any) -> None:
             vars(callback)["_load_average_model_state"] = partial(_load_swa, callback)
 
 
-def follow(trainer: Any) -> None:
+def follow(trainer: Trainer) -> None:
     """Copy the current weights and buffers into each average that has not been updated yet."""
     for callback in trainer.callbacks:
         if isinstance(callback, WeightAveraging):
@@ -168,7 +171,7 @@ def _transfer(callback: StochasticWeightAveraging, average: nn.Module, module: n
 
 
 def _average(
-    callback: WeightAveraging, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
+    callback: WeightAveraging, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
 ) -> None:
     is_last = optimizer is trainer.optimizers[outcome.optimizers[-1]]  # called for each optimizer; averaged once
     if is_last and len(outcome.skipped_optimizers) < len(outcome.optimizers):
@@ -176,7 +179,7 @@ def _average(
 
 
 def _unless_skipped(
-    trainer: Any, ask: Callable[..., bool], step_idx: int | None = None, epoch_idx: int | None = None
+    trainer: Trainer, ask: Callable[..., bool], step_idx: int | None = None, epoch_idx: int | None = None
 ) -> bool:
     if step_idx is not None:
         outcome = trainer.step_outcome  # host-device synchronization with a fused optimizer on a GPU
@@ -188,7 +191,7 @@ def _unless_skipped(
 # --- sharded weights ----------------------------------------------------------------------------------------
 
 
-def _copy_nothing(trainer: Any, pl_module: LightningModule, stage: str) -> None:
+def _copy_nothing(trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
     """Replace ``setup`` by a no-op: see :func:`_make_average`."""
 
 
@@ -251,7 +254,7 @@ def _update_swa(
     update(_Parts(average, part), _Parts(model, part), *more)
 
 
-def _load(callback: WeightAveraging, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+def _load(callback: WeightAveraging, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
     """Run ``WeightAveraging.on_load_checkpoint`` on a checkpoint that may hold full tensors."""
     like = pl_module.state_dict()
     for key in {"state_dict", "current_model_state"} & checkpoint.keys():

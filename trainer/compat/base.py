@@ -28,12 +28,10 @@ from trainer.compat.errors import adopt
 from trainer.compat.logging import LoggerConnector
 from trainer.compat.overrides import overrides
 from trainer.compat.signals import Signals
-from trainer.compat.strategies import build_engine
 from trainer.compat.views import EvalLoopView, FitLoopView, LoopAttribute, PredictLoopView, alias
 from trainer.engine.protocol import Engine
 from trainer.loops.evaluation import EvalLoop
 from trainer.loops.fit import FitLoop
-from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
 from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
 from trainer.state.progress import FitProgress
@@ -74,6 +72,8 @@ class TrainerBase(LightningTrainer):
     exact_resume: bool
     pad_evaluation: bool
     prefetch_batches: int
+    reload_dataloaders_every_n_epochs: int
+    dataloader_timeout: float
     inference_mode: bool
     detect_anomaly: bool
     log_metric: Callable[..., None]
@@ -114,10 +114,6 @@ class TrainerBase(LightningTrainer):
         loop.window.batches = batches
 
     accumulate_grad_batches: int = alias("loop.window.batches").setter(_set_window)
-
-    def _build_engine(self, precision: Precision, plugins: Any, **options: Any) -> Engine:
-        """Build the engine of this Trainer. A subclass may return another one."""
-        return build_engine(self, precision, plugins, **options)
 
     @property
     def _callback_connector(self) -> _CallbackConnector:  # type: ignore[override]

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities import registry
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -15,6 +15,9 @@ from lightning.pytorch.trainer.connectors.callback_connector import _CallbackCon
 from trainer.arguments import refuse_other_package
 from trainer.callbacks.gradient_accumulation import GradientAccumulation
 from trainer.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 
 def sort_callbacks(callbacks: Sequence[Any]) -> list[Any]:
@@ -32,7 +35,7 @@ def sort_callbacks(callbacks: Sequence[Any]) -> list[Any]:
     return _CallbackConnector._reorder_callbacks(list(callbacks))
 
 
-def attach_model_callbacks(trainer: Any) -> None:
+def attach_model_callbacks(trainer: Trainer) -> None:
     """Add the callbacks of ``LightningModule.configure_callbacks``, which replace those of their types and bases."""
     before = trainer.callbacks
     trainer._callback_connector._attach_model_callbacks()
@@ -48,7 +51,7 @@ def find_callback(callbacks: Sequence[Any], kind: type) -> Any:
     return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
 
-def accumulation_schedule(trainer: Any) -> dict[int, int]:
+def accumulation_schedule(trainer: Trainer) -> dict[int, int]:
     """Return the batches of an accumulation window, by the first epoch that uses them.
 
     It is that of a callback, or the current ``accumulate_grad_batches`` if no callback sets it.

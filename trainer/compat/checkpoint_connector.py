@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch.callbacks import Checkpoint, Timer
 from lightning.pytorch.trainer.call import _call_callbacks_load_state_dict
@@ -29,6 +29,9 @@ from trainer.compat.logging import ModuleScope
 from trainer.errors import CheckpointError, ConfigurationError, ResumeError, rank_zero_warn
 from trainer.record.find_checkpoint import find_weights
 from trainer.weights import load_into
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +65,9 @@ class CheckpointConnector(_CheckpointConnector):
     It is used by the Trainer, by the tuner's finders, and by programs that dump a checkpoint.
     """
 
-    trainer: Any
+    trainer: Trainer
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self._has_order = True  # False after the order was given up
         self._is_chosen = False  # by the user
@@ -97,6 +100,7 @@ class CheckpointConnector(_CheckpointConnector):
         if given and _is_registry(given) and module_available("litmodels"):
             download_model_from_registry(given, trainer)
         try:
+            assert trainer.state.fn is not None
             path = self._select_ckpt_path(trainer.state.fn, given, model_provided=model_given, model_connected=True)
         except ValueError as error:
             advice = "Add ModelCheckpoint(monitor=...) to the callbacks, or pass the path of a file."
@@ -264,7 +268,7 @@ class CheckpointConnector(_CheckpointConnector):
 
         The folders of the run are those of its ModelCheckpoints, and the one that the checkpoint was read from.
         """
-        callbacks = self.trainer.checkpoint_callbacks
+        callbacks: list[Any] = list(self.trainer.checkpoint_callbacks)
         folders = [callback.dirpath for callback in callbacks if getattr(callback, "dirpath", None)]
         folders.append(os.path.dirname(str(self._ckpt_path)))
         for callback in callbacks:
@@ -274,6 +278,7 @@ class CheckpointConnector(_CheckpointConnector):
 
     def _refuse_foreign(self, path: str) -> None:
         if path in self._foreign:
+            assert self.trainer.state.fn is not None
             raise ConfigurationError(
                 f"The best checkpoint is {redaction.text(path)}, says {redaction.text(self._foreign[path])}, from which"
                 " this run was resumed; but that is in none of this run's folders, and a checkpoint may say anything."

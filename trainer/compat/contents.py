@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import lightning
 
@@ -38,6 +38,9 @@ from trainer.checkpoint.compact import packed
 from trainer.checkpoint.manifest import OUR_KEY
 from trainer.compat import elastic_resume as elastic
 from trainer.compat import horizons, hparams, loop_state, model_checkpoints, resuming
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 Checkpoint = dict[str, Any]
 Moment = Literal["set-up", "training"]
@@ -63,7 +66,7 @@ class Entry(NamedTuple):
     is_for_resuming: bool = True
 
 
-def dump(trainer: Any, *, weights_only: bool) -> Checkpoint:
+def dump(trainer: Trainer, *, weights_only: bool) -> Checkpoint:
     """Return a checkpoint of the current state.
 
     Args:
@@ -84,7 +87,7 @@ def dump(trainer: Any, *, weights_only: bool) -> Checkpoint:
     return checkpoint
 
 
-def load(trainer: Any, checkpoint: Checkpoint, moment: Moment) -> None:
+def load(trainer: Trainer, checkpoint: Checkpoint, moment: Moment) -> None:
     """Restore the entries of one moment, in their order."""
     for entry in ENTRIES:
         if entry.load is not None and entry.moment == moment:
@@ -99,15 +102,15 @@ def _weights_alone(key: str, save: Callable[[Any, Checkpoint], Any], **more: Any
     return Entry(key, save, is_for_resuming=False, **more)
 
 
-def _load_module_hook(trainer: Any, checkpoint: Checkpoint) -> None:
+def _load_module_hook(trainer: Trainer, checkpoint: Checkpoint) -> None:
     trainer.lightning_module.on_load_checkpoint(checkpoint)
 
 
-def _load_weights(trainer: Any, checkpoint: Checkpoint) -> None:
+def _load_weights(trainer: Trainer, checkpoint: Checkpoint) -> None:
     trainer.engine.load_module_state(checkpoint, strict=trainer.lightning_module.strict_loading)
 
 
-def _dump_datamodule(trainer: Any, _: Checkpoint) -> Checkpoint | None:
+def _dump_datamodule(trainer: Trainer, _: Checkpoint) -> Checkpoint | None:
     if (datamodule := trainer.datamodule) is None:
         return None
     with trainer.profiler.profile(f"[LightningDataModule]{type(datamodule).__name__}.state_dict"):
@@ -115,52 +118,52 @@ def _dump_datamodule(trainer: Any, _: Checkpoint) -> Checkpoint | None:
     return {type(datamodule).__qualname__: saved} if saved else None
 
 
-def _load_datamodule(trainer: Any, checkpoint: Checkpoint) -> None:
+def _load_datamodule(trainer: Trainer, checkpoint: Checkpoint) -> None:
     if (datamodule := trainer.datamodule) is not None and type(datamodule).__qualname__ in checkpoint:
         with trainer.profiler.profile(f"[LightningDataModule]{type(datamodule).__name__}.load_state_dict"):
             datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
 
 
-def _dump_loops(trainer: Any, _: Checkpoint) -> Checkpoint:
+def _dump_loops(trainer: Trainer, _: Checkpoint) -> Checkpoint:
     loops = loop_state.loops_of(trainer)
     loops["fit_loop"]["state_dict"].update(trainer.data.state_dict())
     return loops
 
 
-def _dump_parameters(trainer: Any, checkpoint: Checkpoint) -> list[list[str]]:
+def _dump_parameters(trainer: Trainer, checkpoint: Checkpoint) -> list[list[str]]:
     names = {name: name for name in checkpoint["state_dict"]}  # equal strings are written once
     found = state.parameter_names(trainer.lightning_module, trainer.engine.optimizers)
     return [[names.setdefault(name, name) for name in known] for known in found]
 
 
-def _dump_processes(trainer: Any, checkpoint: Checkpoint) -> list[Any]:
+def _dump_processes(trainer: Trainer, checkpoint: Checkpoint) -> list[Any]:
     engine, own = trainer.engine, trainer.process.dump()
     names = {name: name for name in checkpoint["state_dict"]}
     return [packed(one, names) for one in ([own] if engine.saves_shards else engine.gather(own))]
 
 
-def _dump_callbacks(trainer: Any, _: Checkpoint, *, ours: bool) -> Checkpoint:
+def _dump_callbacks(trainer: Trainer, _: Checkpoint, *, ours: bool) -> Checkpoint:
     callbacks = [callback for callback in trainer.callbacks if state.is_ours(callback) is ours]
     return {callback.state_key: saved for callback in callbacks if (saved := callback.state_dict())}
 
 
-def _dump_progress(trainer: Any, _: Checkpoint) -> Checkpoint:
+def _dump_progress(trainer: Trainer, _: Checkpoint) -> Checkpoint:
     saved: Checkpoint = trainer.progress.state_dict()
     return saved
 
 
-def _load_progress(trainer: Any, checkpoint: Checkpoint) -> None:
+def _load_progress(trainer: Trainer, checkpoint: Checkpoint) -> None:
     state.restore_progress(trainer, checkpoint, loop_state.progress_from)
 
 
-def _call_save_hooks(trainer: Any, checkpoint: Checkpoint) -> None:
+def _call_save_hooks(trainer: Trainer, checkpoint: Checkpoint) -> None:
     if "optimizer_states" in checkpoint:
         for callback in trainer.callbacks:
             callback.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
     trainer.lightning_module.on_save_checkpoint(checkpoint)
 
 
-def _make_loadable(trainer: Any, checkpoint: Checkpoint) -> None:
+def _make_loadable(trainer: Trainer, checkpoint: Checkpoint) -> None:
     hparams.make_loadable(checkpoint, trainer.lightning_module, trainer.datamodule)
 
 

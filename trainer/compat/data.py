@@ -7,7 +7,7 @@ import warnings
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -44,6 +44,9 @@ from trainer.errors import ConfigurationError, ResumeError, rank_zero_warn
 from trainer.loops.accumulation import AccumulationWindow
 from trainer.state.metrics import MetricStore
 
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
 _STAGES = RunningStage.TRAINING, RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.PREDICTING
 
 
@@ -55,7 +58,9 @@ class _Connector(_DataConnector):
         source: our source of dataloaders.
     """
 
-    def __init__(self, trainer: Any, source: DataSource) -> None:
+    trainer: Trainer
+
+    def __init__(self, trainer: Trainer, source: DataSource) -> None:
         super().__init__(trainer)
         self._source = source
 
@@ -96,7 +101,7 @@ class _Connector(_DataConnector):
             shuffle = mode is RunningStage.TRAINING and _is_dataloader_shuffled(dataloader)
         if not is_list and (hasattr(batches, "__dict__") or not predicts):
             return super()._prepare_dataloader(dataloader, shuffle, mode)
-        padded = mode is not RunningStage.TRAINING and not predicts and trainer.pad_evaluation  # type: ignore[attr-defined]
+        padded = mode is not RunningStage.TRAINING and not predicts and trainer.pad_evaluation
         share = BatchShare(batches, **(trainer.distributed_sampler_kwargs or {}) if divides else {}, padded=padded)
         view = copy(dataloader)  # as if created with it, because the attributes of a dataloader cannot be set
         vars(view).update(batch_sampler=_IndexBatchSamplerWrapper(share) if predicts else share, _iterator=None)
@@ -104,12 +109,12 @@ class _Connector(_DataConnector):
 
     def _resolve_sampler(self, dataloader: Any, shuffle: bool, mode: RunningStage | None = None) -> Any:
         """Distribute the data of an evaluation over the processes, each sample once."""
-        trainer: Any = self.trainer
+        trainer = self.trainer
         padded = trainer.pad_evaluation and mode is not RunningStage.PREDICTING
         if mode is RunningStage.TRAINING or padded or not self._requires_distributed_sampler(dataloader):
             return super()._resolve_sampler(dataloader, shuffle, mode)
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
-        return UnpaddedSampler(dataloader.sampler, **trainer.distributed_sampler_kwargs, seed=seed)
+        return UnpaddedSampler(dataloader.sampler, **(trainer.distributed_sampler_kwargs or {}), seed=seed)
 
     def attach_dataloaders(self, model: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Attach dataloaders, without a datamodule."""
@@ -164,7 +169,7 @@ class DataSource:
         prefetching: copies batches to a GPU while the previous step runs. None if batches are not prefetched.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.connector = _Connector(trainer, self)
         self.datamodule: LightningDataModule | None = None
@@ -308,6 +313,7 @@ class DataSource:
             )
         if fitting and trainer.overfit_batches > 0:
             _resolve_overfit_batches(combined, stage)
+        assert trainer.state.fn is not None
         for loader in combined.flattened:
             _check_dataloader_iterable(loader, source, trainer.state.fn)
         unprepared, combined.flattened = combined.flattened, [self._prepare(one, stage) for one in combined.flattened]

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -42,6 +42,9 @@ from trainer.precision.base import Precision
 from trainer.precision.dtypes import cast
 from trainer.precision.mixed import MixedPrecision
 from trainer.precision.scaler import LossScaler
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 _SCALING = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1, "loss_scale": 0}
 """DeepSpeed's settings for loss scaling, with Lightning's defaults."""
@@ -260,7 +263,7 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         self._set_node_environment_variables()
         deepspeed.init_distributed(self._get_process_group_backend(), auto_mpi_discovery=False, verbose=False)
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: Trainer) -> None:
         """Pass the module and, in a fit, its optimizer to DeepSpeed."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
@@ -335,7 +338,7 @@ def _without_auto(value: Any) -> Any:
     return [_without_auto(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def _window_of(trainer: Any) -> list[int]:
+def _window_of(trainer: Trainer) -> list[int]:
     """Return the different sizes of accumulation windows over the epochs, in ascending order."""
     return sorted(set(accumulation_schedule(trainer).values()))
 
@@ -433,7 +436,7 @@ class DeepSpeedEngine(LightningEngine):
     uncalled = {**UNCALLED, "backward": "training_step", "optimizer_step": "on_before_zero_grad"}
     accumulates = True
 
-    def __init__(self, trainer: Any, precision: Precision, plugins: Any = None, **options: Any) -> None:
+    def __init__(self, trainer: Trainer, precision: Precision, plugins: Any = None, **options: Any) -> None:
         super().__init__(trainer, ZeroPrecision(precision, options["strategy"]), plugins, **options)
         self.supports_uneven_evaluation = self.strategy.stage != 3
         self._folder: Path | None = None  # a checkpoint that DeepSpeed will read

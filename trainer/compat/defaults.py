@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, ModelSummary, RichModelSummary, Timer
@@ -38,6 +38,9 @@ from trainer.callbacks.scaler_checkpoint import ScalerCheckpoint
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.loggers import adapter
 
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
 _PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,
     "advanced": AdvancedProfiler,
@@ -53,7 +56,7 @@ class _ModelSummary(RichModelSummary):
     prints 0 for others.
     """
 
-    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Print the summary."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")

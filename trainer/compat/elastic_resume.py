@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import RunningStage
@@ -24,10 +24,13 @@ from trainer.data.elastic import ElasticSampler, SampleOrder
 from trainer.errors import ResumeError
 from trainer.state.progress import FitProgress
 
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
 _KEY = "order"
 
 
-def order_to_save(trainer: Any, _: dict[str, Any]) -> dict[str, Any] | None:
+def order_to_save(trainer: Trainer, _: dict[str, Any]) -> dict[str, Any] | None:
     """Return the settings that a run on another number of processes requires; None without training dataloaders."""
     loaders = trainer.data.ready(RunningStage.TRAINING)
     if loaders is None:
@@ -39,18 +42,19 @@ def order_to_save(trainer: Any, _: dict[str, Any]) -> dict[str, Any] | None:
     if isinstance(order, str):
         return {**saved, "problem": order}
     batch_size, every = loaders.loaders[0].loader.batch_size, limits.val_check_batch
-    counts = every is not None and every != float("inf")
+    if every == float("inf"):
+        every = None
     return saved | {
         "samples": order.state_dict(),
         "processes": processes,
         "batch_size": batch_size,
-        "validation": int(every) if counts else None,
-        "validates_at_end": limits.validates_at_end or (counts and loaders.num_batches() % every == 0),
+        "validation": None if every is None else int(every),
+        "validates_at_end": limits.validates_at_end or (every is not None and loaders.num_batches() % every == 0),
         "frequencies": [config.frequency for config in trainer.engine.schedules],
     }
 
 
-def is_elastic(trainer: Any, ours: dict[str, Any]) -> bool:
+def is_elastic(trainer: Trainer, ours: dict[str, Any]) -> bool:
     """Return whether a checkpoint is from another number of processes, or from a run that resumed such a checkpoint.
 
     Args:
@@ -66,7 +70,7 @@ def written_by(ours: dict[str, Any]) -> int:
     return len(ours.get("processes", ())) or int(ours.get(_KEY, {}).get("world_size", 0))
 
 
-def prepare(trainer: Any, ours: dict[str, Any]) -> bool:
+def prepare(trainer: Trainer, ours: dict[str, Any]) -> bool:
     """Create dataloaders that give each update the samples that it would have got, and set the accumulation for them.
 
     Called before ``configure_optimizers``, because a module may read the number of updates there.
@@ -101,7 +105,7 @@ def prepare(trainer: Any, ours: dict[str, Any]) -> bool:
     return True
 
 
-def resume(trainer: Any, ours: dict[str, Any], states: list[Any]) -> dict[str, Any]:
+def resume(trainer: Trainer, ours: dict[str, Any], states: list[Any]) -> dict[str, Any]:
     """Translate the counters and schedules of a run on other processes to this run, after :func:`prepare`.
 
     Args:
@@ -116,9 +120,11 @@ def resume(trainer: Any, ours: dict[str, Any], states: list[Any]) -> dict[str, A
     Raises:
         ResumeError: if the checkpoint is from the middle of an update, or a schedule cannot be translated.
     """
-    saved, order, schedules = ours[_KEY], trainer.data.elastic_state.order, trainer.engine.schedules
-    loaders = trainer.data.loaders(RunningStage.TRAINING)
-    change = _BatchConversion(saved, order, loaders)
+    elastic, loaders = trainer.data.elastic_state, trainer.data.loaders(RunningStage.TRAINING)
+    assert elastic is not None
+    assert loaders is not None
+    saved, schedules = ours[_KEY], trainer.engine.schedules
+    change = _BatchConversion(saved, elastic.order, loaders)
     frequencies = [
         _frequency(config, number, change) for config, number in zip(schedules, saved["frequencies"], strict=False)
     ]
@@ -199,11 +205,10 @@ class _BatchConversion:
         return epochs * self.batches + rest * self.saved_samples // self.samples
 
 
-def _given_settings(trainer: Any) -> dict[str, Any]:
+def _given_settings(trainer: Trainer) -> dict[str, Any]:
     """Return the settings that are counted in batches, as the user gave them, as plain data."""
     if trainer.data.elastic_state is not None:
-        given: dict[str, Any] = trainer.data.elastic_state.given
-        return given
+        return trainer.data.elastic_state.given
     every = trainer.val_check_interval
     if isinstance(every, int):
         every = int(every)  # a checkpoint holds plain numbers
@@ -214,15 +219,14 @@ def _given_settings(trainer: Any) -> dict[str, Any]:
     }
 
 
-def _replicas(trainer: Any) -> int:
+def _replicas(trainer: Trainer) -> int:
     return int((trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"])
 
 
-def _order_of(trainer: Any, loaders: LoaderSet, given: dict[str, Any]) -> SampleOrder | str:
+def _order_of(trainer: Trainer, loaders: LoaderSet, given: dict[str, Any]) -> SampleOrder | str:
     """Return the order of a run's samples, or the reason that its updates cannot be divided in another way."""
     if trainer.data.elastic_state is not None:
-        order: SampleOrder = trainer.data.elastic_state.order
-        return order
+        return trainer.data.elastic_state.order
     if isinstance(loaders, DrawnLoaderSet):
         return "the training_step drew its own batches"
     if len(loaders.combined.flattened) != 1:
@@ -233,7 +237,7 @@ def _order_of(trainer: Any, loaders: LoaderSet, given: dict[str, Any]) -> Sample
     return SampleOrder.of(loader, trainer.limit_train_batches, accumulate, _replicas(trainer))
 
 
-def _accumulation(trainer: Any, change: _BatchConversion, before: dict[str, Any]) -> dict[int, int]:
+def _accumulation(trainer: Trainer, change: _BatchConversion, before: dict[str, Any]) -> dict[int, int]:
     """Return ``accumulate_grad_batches`` by first epoch, so that updates have as many samples as in the saved run.
 
     Raises:
@@ -250,7 +254,7 @@ def _accumulation(trainer: Any, change: _BatchConversion, before: dict[str, Any]
                 f" {sampler.batch_size} = {change.samples}; {_fitting(size, sampler.num_replicas)}"
             )
         needed[epoch] = size // change.samples
-    given = trainer.data.elastic_state.given["accumulate_grad_batches"]
+    given = _given_settings(trainer)["accumulate_grad_batches"]
     known = needed.items(), before["accumulate_grad_batches"], order.accumulate
     if _schedule(given) not in map(_schedule, known):
         raise ResumeError(
@@ -285,7 +289,7 @@ def _schedule(pairs: Iterable[Any]) -> dict[int, int]:
     return {0: 1, **{int(epoch): int(batches) for epoch, batches in pairs}}
 
 
-def _accumulate(trainer: Any, needed: dict[int, int]) -> None:
+def _accumulate(trainer: Trainer, needed: dict[int, int]) -> None:
     """Set the accumulation of this run to ``needed``, until the end of the run."""
     accumulation, window, session = (
         find_callback(trainer.callbacks, GradientAccumulation),
@@ -309,7 +313,7 @@ def _frequency(config: Any, saved: int, change: _BatchConversion) -> int:
     return change.convert(saved, f"between two steps of the schedule {name}", "use interval 'step' with frequency 1")
 
 
-def _validation(trainer: Any, change: _BatchConversion) -> tuple[int, bool] | None:
+def _validation(trainer: Trainer, change: _BatchConversion) -> tuple[int, bool] | None:
     """Return ``ElasticState.validation`` for this run."""
     every, at_end = change.saved["validation"], change.saved["validates_at_end"]
     if every is None:
@@ -349,7 +353,7 @@ def _position(state: dict[str, Any], progress: FitProgress, change: _BatchConver
     return done * change.saved_samples // change.samples
 
 
-def _summary(trainer: Any, change: _BatchConversion, lost: set[str]) -> str:
+def _summary(trainer: Trainer, change: _BatchConversion, lost: set[str]) -> str:
     """Return a message about the parts of the resume that are exact and those that are not."""
     order, sampler, saved, epoch = change.order, change.sampler, change.saved, trainer.progress.epochs_trained
     size = order.update_size(epoch)

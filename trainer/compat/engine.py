@@ -15,7 +15,7 @@ from datetime import timedelta
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lightning.pytorch.overrides.distributed import prepare_for_backward
@@ -54,6 +54,9 @@ from trainer.engine.stalls import record_collectives
 from trainer.errors import CheckpointError, CheckpointWriteError, PrecisionError, UnsupportedError
 from trainer.precision.base import Precision
 from trainer.precision.scaler import LossScaler
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 T = TypeVar("T")
 _CALLED_WITH = {"backward": ("pre_backward", "post_backward"), "training_step": ("post_training_step",)}
@@ -95,7 +98,7 @@ class LightningEngine:
     uncalled: Mapping[str, str] = {}
     accumulates = False
 
-    def __init__(self, trainer: Any, precision: Precision, plugins: Any = None, **options: Any) -> None:
+    def __init__(self, trainer: Trainer, precision: Precision, plugins: Any = None, **options: Any) -> None:
         if plugins is not None and not isinstance(plugins, (list, tuple)):
             plugins = [plugins]
         refuse_other_package("plugins", *plugins or ())

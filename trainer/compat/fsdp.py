@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.strategies.model_parallel import _setup_device_mesh
@@ -34,6 +34,9 @@ from trainer.errors import ConfigurationError, UnsupportedError
 from trainer.precision.fp32_modules import find_modules
 from trainer.precision.scaler import LossScaler
 from trainer.state.metric_objects import reduce_over_group
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 
 class FSDP2Strategy(DDPStrategy):
@@ -163,7 +166,7 @@ class FSDP2Strategy(DDPStrategy):
         shape = (self.replicas, world_size // self.replicas)
         return init_device_mesh(device, shape, mesh_dim_names=("replicas", "shards"))
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: Trainer) -> None:
         """Shard the module, for training and for evaluation; in a fit, create the optimizers."""
         assert self.accelerator is not None
         assert self.model is not None
@@ -295,7 +298,7 @@ class ParallelStrategy(FSDP2Strategy):
         """The share of the data for this process: the same as for the others of its group."""
         return {"num_replicas": self.data_mesh.size(), "rank": self.data_mesh.get_local_rank()}
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: Trainer) -> None:
         """Set up the strategy, and make metric objects count the batches of a group of processes once."""
         super().setup(trainer)
         assert self.lightning_module is not None
@@ -423,7 +426,9 @@ class ShardedEngine(LightningEngine):
 
     def idle_forward(self) -> None:
         """Run the collectives of one forward of an evaluation."""
-        sharded, loop = self._sharded(), self._trainer.eval_loops[self._trainer.state.stage]
+        sharded, stage = self._sharded(), self._trainer.state.stage
+        assert stage is not None
+        loop = self._trainer.eval_loops[stage]
         with torch.no_grad():
             sharded.idle.forward(f"{loop.stage}_step")
         sharded.end_forward()

@@ -11,13 +11,16 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from trainer.compat.tuning import nested_schedules
 from trainer.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 log = logging.getLogger("lightning.pytorch.advice")  # the command line shows it
 
@@ -28,7 +31,7 @@ _HORIZON = frozenset(
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 
 
-def continue_schedules(trainer: Any, checkpoint: dict[str, Any]) -> None:
+def continue_schedules(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Advance the schedules with a new horizon to their saved position, and write them into the checkpoint.
 
     Args:
@@ -61,7 +64,7 @@ def continue_schedules(trainer: Any, checkpoint: dict[str, Any]) -> None:
             )
 
 
-def refuse_exceeded(trainer: Any, checkpoint: dict[str, Any]) -> None:
+def refuse_exceeded(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Refuse a run that takes more steps than ``OneCycleLR`` has, which would raise in the middle of the run.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from lightning.pytorch.loggers.utilities import _log_hyperparams
@@ -16,6 +16,9 @@ from trainer.checkpoint.plain import name_of, plain_numbers
 from trainer.checkpoint.plain_form import is_config, plain, plain_dict, resolved
 from trainer.errors import rank_zero_warn, some
 from trainer.loggers import adapter
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 _reported: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by module or datamodule
 
@@ -114,7 +117,7 @@ def _report(owner: Any, kept: dict[str, str], reasons: dict[Any, str], left_out:
     said.update(kept, map(str, reasons), new)
 
 
-def log_hyper_parameters(trainer: Any) -> None:
+def log_hyper_parameters(trainer: Trainer) -> None:
     """Send the hyperparameters to the loggers, without secrets."""
     _log_hyperparams(
         SimpleNamespace(  # type: ignore[arg-type]

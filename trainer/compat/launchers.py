@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
@@ -17,6 +17,9 @@ from torch.multiprocessing.spawn import ProcessExitedException
 from trainer.compat.cluster import check_addresses
 from trainer.engine.child_processes import children, name_parent, parent_watched
 
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
 ENDING_SIGNALS = [signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []), signal.SIGTERM]
 """The signals that end a run; if several arrive, the last one in this list counts."""
 
@@ -24,7 +27,7 @@ ENDING_SIGNALS = [signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1"
 class WatchedLauncher(_SubprocessScriptLauncher):
     """Lightning's launcher of scripts, with processes that end together."""
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Start the other processes, and call ``function`` in this one."""
         environment = self.cluster_environment
         check_addresses(environment, self.num_nodes, self.num_nodes * self.num_processes)

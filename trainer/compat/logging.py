@@ -11,7 +11,7 @@ import numbers
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from types import FunctionType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -26,6 +26,9 @@ from torchmetrics import Metric
 
 from trainer.errors import rank_zero_warn
 from trainer.state.metrics import LoggedValue, LogOptions, MetricStore, PublishedMetrics, accumulation_dtype, to_scalars
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 _REDUCTIONS = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max",
                "avg": "mean", sum: "sum", min: "min", max: "max"}  # fmt: skip
@@ -80,7 +83,7 @@ class ModuleLog:
         copies: whether a tensor is copied, because the caller may change it in place later. Default: True.
     """
 
-    def __init__(self, module: Any, trainer: Any, *, copies: bool = True) -> None:
+    def __init__(self, module: Any, trainer: Trainer, *, copies: bool = True) -> None:
         self._module = module
         self._copies = copies
         self._state = vars(module)
@@ -306,7 +309,7 @@ class ResultsView(Mapping[str, ResultView]):
         store: the metrics of its running stage.
     """
 
-    def __init__(self, trainer: Any, store: MetricStore) -> None:
+    def __init__(self, trainer: Trainer, store: MetricStore) -> None:
         self._trainer = trainer
         self._store = store
 
@@ -351,7 +354,7 @@ class ResultsView(Mapping[str, ResultView]):
 class LoggerConnector(_LoggerConnector):
     """``trainer._logger_connector``: Lightning's, for the metrics that our loops publish."""
 
-    trainer: Any
+    trainer: Trainer
 
     @property
     def callback_metrics(self) -> dict[str, Any]:
@@ -382,7 +385,7 @@ class LoggerConnector(_LoggerConnector):
         self.trainer.recorder.send(metrics, at, exact_step=step is not None)
 
 
-def attach_log(module: LightningModule, trainer: Any) -> None:
+def attach_log(module: LightningModule, trainer: Trainer) -> None:
     """Replace ``module.log`` by a :class:`ModuleLog`, unless it is overridden in a class or on an instance.
 
     Callbacks get the module's ``log`` and ``log_dict``; ours use ``trainer.log_metric``, which bypasses overrides and

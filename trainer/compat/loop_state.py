@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loops.progress import (
     _BaseProgress,
@@ -28,6 +28,9 @@ from lightning.pytorch.trainer.states import RunningStage
 
 from trainer.loops.accumulation import AccumulationWindow
 from trainer.state.progress import EpochStart, EvalProgress, FitProgress
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 
 def epochs_of(fit: FitProgress) -> _Progress:
@@ -114,7 +117,7 @@ def fit_loop_of(fit: FitProgress, val: EvalProgress, window: AccumulationWindow,
     }
 
 
-def loops_of(trainer: Any) -> dict[str, Any]:
+def loops_of(trainer: Trainer) -> dict[str, Any]:
     """Return the ``loops`` entry of a checkpoint of ``trainer``, without our own entries."""
     automatic = trainer.lightning_module is None or trainer.lightning_module.automatic_optimization
     done = {stage: loop.progress for stage, loop in trainer.eval_loops.items()}

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
@@ -30,17 +30,22 @@ from trainer.compat import cluster
 from trainer.compat.checkpoint_io import files_of, local_path
 from trainer.loops.fit import FitLoop
 
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from trainer.trainer import Trainer
+
 T = TypeVar("T")
 _STATES = "savers"
 _COUNTERS = (None, "epoch", "step")  # values of `monitor` that need no metric
 
 
-def model_checkpoints_of(trainer: Any) -> list[ModelCheckpoint]:
+def model_checkpoints_of(trainer: Trainer) -> list[ModelCheckpoint]:
     """Return the ModelCheckpoints of ``trainer``."""
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
 
 
-def are_written(trainer: Any) -> bool:
+def are_written(trainer: Trainer) -> bool:
     """Return whether callbacks write checkpoints during a fit of ``trainer``."""
     callbacks = [] if trainer.fast_dev_run else trainer.checkpoint_callbacks
     return any(
@@ -57,7 +62,7 @@ _on_validation_end = ModelCheckpoint.on_validation_end
 
 @wraps(_on_train_batch_end)
 def _save_after_batch(
-    self: ModelCheckpoint, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    self: ModelCheckpoint, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
 ) -> None:
     """Save if ``every_n_train_steps`` or ``train_time_interval`` is due, in automatic and in manual optimization.
 
@@ -77,7 +82,7 @@ def _save_after_batch(
 
 
 @wraps(_on_validation_end)
-def _save_after_validation(self: ModelCheckpoint, trainer: Any, pl_module: Any) -> None:
+def _save_after_validation(self: ModelCheckpoint, trainer: pl.Trainer, pl_module: Any) -> None:
     """Save if a save waits for this validation; otherwise, call Lightning's method.
 
     Lightning's method never catches up on such a save if validations run at the ends of epochs.
@@ -94,22 +99,22 @@ ModelCheckpoint.on_train_batch_end = _save_after_batch  # type: ignore[method-as
 ModelCheckpoint.on_validation_end = _save_after_validation  # type: ignore[method-assign]
 
 
-def _is_ours(trainer: Any) -> bool:
+def _is_ours(trainer: pl.Trainer) -> TypeGuard[Trainer]:
     return isinstance(getattr(trainer, "loop", None), FitLoop)
 
 
-def _save(saver: ModelCheckpoint, trainer: Any) -> None:
+def _save(saver: ModelCheckpoint, trainer: Trainer) -> None:
     candidates = saver._monitor_candidates(trainer)
     saver._save_topk_checkpoint(trainer, candidates)
     saver._save_last_checkpoint(trainer, candidates)
 
 
-def _steps_are_due(saver: ModelCheckpoint, trainer: Any) -> bool:
+def _steps_are_due(saver: ModelCheckpoint, trainer: Trainer) -> bool:
     every = saver._every_n_train_steps
     return every >= 1 and trainer.global_step % every == 0
 
 
-def _time_is_up(saver: ModelCheckpoint, trainer: Any) -> bool:
+def _time_is_up(saver: ModelCheckpoint, trainer: Trainer) -> bool:
     """Return whether ``train_time_interval`` has passed, by the clock of rank 0, and restart it if it has."""
     if saver._train_time_interval is None:
         return False
@@ -120,11 +125,11 @@ def _time_is_up(saver: ModelCheckpoint, trainer: Any) -> bool:
     return bool(is_up)
 
 
-def _has_metric(saver: ModelCheckpoint, trainer: Any) -> bool:
+def _has_metric(saver: ModelCheckpoint, trainer: pl.Trainer) -> bool:
     return saver.monitor in _COUNTERS or saver.monitor in trainer.callback_metrics
 
 
-def _must_wait(saver: ModelCheckpoint, trainer: Any) -> bool:
+def _must_wait(saver: ModelCheckpoint, trainer: Trainer) -> bool:
     """Return whether a save that is due now must wait for the metrics of the next validation.
 
     It waits if its metric does not exist yet, or if a validation follows this batch. A save by ``train_time_interval``
@@ -141,7 +146,7 @@ def _must_wait(saver: ModelCheckpoint, trainer: Any) -> bool:
 # --- folders ----------------------------------------------------------------------------------------------------------
 
 
-def folders_of(trainer: Any) -> list[str]:
+def folders_of(trainer: Trainer) -> list[str]:
     """Return the folders that the ModelCheckpoints of ``trainer`` write to, paths and URLs. Call it on rank 0 only.
 
     Loggers that number their folders choose the number here, if they have not yet.
@@ -150,7 +155,7 @@ def folders_of(trainer: Any) -> list[str]:
     return list(dict.fromkeys(str(getattr(one, resolve)(trainer)) for one in model_checkpoints_of(trainer)))
 
 
-def first_folder(trainer: Any) -> str | None:
+def first_folder(trainer: Trainer) -> str | None:
     """Return the folder of the first ModelCheckpoint of a run. None if no checkpoints are written."""
     if trainer.fast_dev_run:
         return None
@@ -158,7 +163,7 @@ def first_folder(trainer: Any) -> str | None:
     return next((os.fspath(folder).rstrip("/") for folder in folders), None)
 
 
-def claim_folders(trainer: Any, session: ExitStack) -> None:
+def claim_folders(trainer: Trainer, session: ExitStack) -> None:
     """Lock the folders that a fit writes to, for this run, until ``session`` closes.
 
     Rank 0 locks them, and all ranks raise if it fails.
@@ -183,7 +188,7 @@ def claim_folders(trainer: Any, session: ExitStack) -> None:
         _check_shared(trainer)
 
 
-def _check_shared(trainer: Any) -> None:
+def _check_shared(trainer: Trainer) -> None:
     """Check that all nodes see the folders of rank 0, if the run requires it.
 
     Raises:
@@ -202,7 +207,7 @@ def _check_shared(trainer: Any) -> None:
         cluster.check_shared(trainer.engine, partial(owner, folder), f"Checkpoints are written to {folder}, and {why}")
 
 
-def on_first_rank(trainer: Any, work: Callable[[], T]) -> T:
+def on_first_rank(trainer: Trainer, work: Callable[[], T]) -> T:
     """Call ``work`` on rank 0. All ranks return its result, or raise its exception."""
     result: Any = None
     error: Exception | None = None
@@ -219,7 +224,7 @@ def on_first_rank(trainer: Any, work: Callable[[], T]) -> T:
 
 
 @contextmanager
-def without_needless_warnings(trainer: Any) -> Iterator[None]:
+def without_needless_warnings(trainer: Trainer) -> Iterator[None]:
     """Return a context for the ``setup`` hooks that filters ModelCheckpoint's warning about folders that are not empty.
 
     The warning is suppressed for folders that hold only our lock, and for a run with ``resume="auto"``.
@@ -241,7 +246,7 @@ def _is_empty(folder: str) -> bool:
 # --- state ------------------------------------------------------------------------------------------------------------
 
 
-def states_to_save(trainer: Any, _: dict[str, Any]) -> dict[str, Any] | None:
+def states_to_save(trainer: Trainer, _: dict[str, Any]) -> dict[str, Any] | None:
     """Return the state of each ModelCheckpoint for the checkpoint that is about to be written, or None without any.
 
     The state is the step at which it last saved, so that it does not save twice, and whether it waits for the metrics
@@ -260,7 +265,7 @@ def states_to_save(trainer: Any, _: dict[str, Any]) -> dict[str, Any] | None:
     return states or None
 
 
-def restore_states(trainer: Any, checkpoint: dict[str, Any]) -> None:
+def restore_states(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Restore the result of :func:`states_to_save`; the step only if the folder is the same."""
     if trainer.state.fn is not TrainerFn.FITTING:
         return
@@ -274,7 +279,7 @@ def restore_states(trainer: Any, checkpoint: dict[str, Any]) -> None:
             saver.last_model_path = saver.last_model_path or _link_to(str(trainer.ckpt_path), str(saver.dirpath))
 
 
-def allow_removal(trainer: Any, session: ExitStack) -> None:
+def allow_removal(trainer: Trainer, session: ExitStack) -> None:
     """Let ModelCheckpoint remove the checkpoint that the run was resumed from, until ``session`` closes.
 
     ModelCheckpoint keeps the file of ``trainer.ckpt_path``, because usually the user has given it.
@@ -284,7 +289,7 @@ def allow_removal(trainer: Any, session: ExitStack) -> None:
         session.callback(vars(saver).pop, "_should_remove_checkpoint", None)
 
 
-def _should_remove(saver: ModelCheckpoint, trainer: Any, previous: str, current: str) -> bool:
+def _should_remove(saver: ModelCheckpoint, trainer: Trainer, previous: str, current: str) -> bool:
     without_path: Any = SimpleNamespace(ckpt_path=None)
     return type(saver)._should_remove_checkpoint(saver, without_path, previous, current)
 

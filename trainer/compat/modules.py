@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule
@@ -17,12 +17,15 @@ from trainer.compat.loaders import DrawnLoaderSet
 from trainer.data.batches import Loaders
 from trainer.errors import rank_zero_warn
 
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
 call_setup_hooks = _call_setup_hook
 configure_model = _call_configure_model
 call_teardown_hooks = _call_teardown_hook
 
 
-def attach(trainer: Any, model: Any) -> LightningModule:
+def attach(trainer: Trainer, model: Any) -> LightningModule:
     """Make ``model`` the Trainer's module, or keep that of an earlier run if it is None. Return the module.
 
     Args:
@@ -45,7 +48,7 @@ def attach(trainer: Any, model: Any) -> LightningModule:
     return module
 
 
-def verify(trainer: Any, module: LightningModule) -> None:
+def verify(trainer: Trainer, module: LightningModule) -> None:
     """Check that the module and the Trainer's settings are compatible, before the setup."""
     _verify_strategy_supports_compile(module, trainer.strategy)
     _verify_loop_configurations(trainer)
@@ -81,8 +84,9 @@ def warn_of_eval_mode(module: LightningModule) -> None:
         )
 
 
-def set_up_profiler(trainer: Any, module: LightningModule) -> None:
+def set_up_profiler(trainer: Trainer, module: LightningModule) -> None:
     """Set the module and the folder of the profiler."""
-    trainer.profiler._lightning_module = module
+    profiler: Any = trainer.profiler
+    profiler._lightning_module = module
     rank = trainer.local_rank if trainer.world_size > 1 else None
-    trainer.profiler.setup(stage=trainer.state.fn, local_rank=rank, log_dir=trainer.log_dir)
+    profiler.setup(stage=trainer.state.fn, local_rank=rank, log_dir=trainer.log_dir)

@@ -8,7 +8,7 @@ interval of a schedule may be ``"batch"``, which counts batches, while ``"step"`
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core import optimizer as parsing
@@ -24,6 +24,9 @@ from trainer.engine.optimizer_calls import needs_closure
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.module_tree import parameters_of
 
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
 
 class MultipleOptimizersError(ConfigurationError, RuntimeError):
     """Several optimizers that cannot share one loss.
@@ -32,7 +35,7 @@ class MultipleOptimizersError(ConfigurationError, RuntimeError):
     """
 
 
-def set_up_optimizers(strategy: Strategy, trainer: Any) -> None:
+def set_up_optimizers(strategy: Strategy, trainer: Trainer) -> None:
     """Create the optimizers and schedules of the strategy's module, and set them on the strategy.
 
     Raises:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
@@ -19,6 +19,9 @@ from lightning.pytorch.strategies import Strategy
 
 from trainer.compat.overrides import overrides
 from trainer.loops.batch_path import BatchPath, TrainingPath
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 Call = Callable[..., Any]
 
@@ -37,13 +40,13 @@ class Profiling:
         trainer: the Trainer with the profiler, the module and the strategy.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self._profiler = trainer.profiler
         self._module: LightningModule = trainer.lightning_module
         self._strategy = f"[Strategy]{type(trainer.strategy).__name__}"
 
     @classmethod
-    def of(cls, trainer: Any) -> Profiling | None:
+    def of(cls, trainer: Trainer) -> Profiling | None:
         """Create the profiling for a run of ``trainer`` that begins, or return None without a profiler."""
         return cls(trainer) if records(trainer.profiler) else None
 

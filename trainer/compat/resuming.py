@@ -6,7 +6,7 @@ import os
 from contextlib import ExitStack, suppress
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -21,11 +21,14 @@ from trainer.compat.model_checkpoints import allow_removal, folders_of, on_first
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.loggers import adapter
 
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
 _ROWS = "rows"
 _CHECKPOINTS = "checkpoints/*.ckpt"  # below the folder of a logger: the default of ModelCheckpoint
 
 
-def newest_checkpoint(trainer: Any, session: ExitStack, beside: Any = None) -> str | None:
+def newest_checkpoint(trainer: Trainer, session: ExitStack, beside: Any = None) -> str | None:
     """Return the newest good checkpoint in the folders of this run, or ``beside`` them, or None. The same on all ranks.
 
     The folders are locked first, until ``session`` closes. Loggers that number their folders get the number of the run
@@ -48,7 +51,7 @@ def newest_checkpoint(trainer: Any, session: ExitStack, beside: Any = None) -> s
     return path
 
 
-def _choose(trainer: Any, session: ExitStack, beside: Any) -> tuple[str | None, dict[int, Any]]:
+def _choose(trainer: Trainer, session: ExitStack, beside: Any) -> tuple[str | None, dict[int, Any]]:
     """Return the checkpoint, and the version of each numbered logger."""
     numbered = {index: one for index, one in enumerate(map(adapter, trainer.loggers)) if one.is_numbered}
     former = None
@@ -78,7 +81,7 @@ def _choose(trainer: Any, session: ExitStack, beside: Any) -> tuple[str | None, 
     return str(path), versions if former is None else {**versions, 0: former}
 
 
-def places_to_save(trainer: Any, _: dict[str, Any]) -> list[Any] | None:
+def places_to_save(trainer: Trainer, _: dict[str, Any]) -> list[Any] | None:
     """Return the position of each logger in its files, for a resumed run to continue at; None on other ranks than 0."""
     if trainer._checkpoint_connector.destination is None:
         return None

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -27,6 +27,9 @@ from trainer.engine.async_max import AsyncMax
 from trainer.engine.child_processes import children, deadline_after
 from trainer.errors import NonFiniteError, RequeueError, rank_zero_warn
 from trainer.loops.evaluation import EvalLoop
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 INTERRUPTED = "interrupted.ckpt"
 """The file that an interrupted fit writes to the folder of its first ModelCheckpoint."""
@@ -43,7 +46,7 @@ class Signals:
         interruption: the exception that has ended this run because of a signal. None without a signal.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.received_sigterm = False
         self.interruption: BaseException | None = None
         self._trainer = trainer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeedStrategy
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
@@ -15,8 +15,11 @@ from trainer.compat.overrides import overridden
 from trainer.errors import UnsupportedError
 from trainer.precision.base import Precision
 
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
-def build_engine(trainer: Any, precision: Precision, plugins: Any, **options: Any) -> LightningEngine:
+
+def build_engine(trainer: Trainer, precision: Precision, plugins: Any, **options: Any) -> LightningEngine:
     """Build the engine for ``options["strategy"]``; see :class:`LightningEngine`.
 
     Raises:

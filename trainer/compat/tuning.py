@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import LearningRateFinder
@@ -26,8 +26,13 @@ from trainer.data.batches import TrainingBatches
 from trainer.errors import rank_zero_warn
 from trainer.state.metrics import MetricStore
 
+if TYPE_CHECKING:
+    from trainer.loops.evaluation import EvalLoop
+    from trainer.loops.fit import FitLoop
+    from trainer.trainer import Trainer
 
-def attach_finders(trainer: Any, session: ExitStack) -> None:
+
+def attach_finders(trainer: Trainer, session: ExitStack) -> None:
     """Make the fit use the rate that a ``LearningRateFinder`` finds as the configured rate.
 
     Before the first batch, ``configure_optimizers`` is called again, with the module's attribute set. Later, or if the
@@ -45,25 +50,26 @@ def attach_finders(trainer: Any, session: ExitStack) -> None:
             session.callback(vars(callback).pop, "lr_find", None)
 
 
-def rerun(trainer: Any, stage: RunningStage) -> None:
+def rerun(trainer: Trainer, stage: RunningStage) -> None:
     """Run the loop of ``stage`` from its beginning, with the current callbacks, limits and dataloaders."""
     with trainer._signal_connector.inner_run(), _set_aside(trainer):
         trainer._runner.repeat(stage)
 
 
-def set_up_training_data(trainer: Any) -> None:
+def set_up_training_data(trainer: Trainer) -> None:
     """Make the fit loop iterate the current training dataloaders; new ones, if a finder has dropped them."""
     loop, loaders = trainer.loop, _loaders(trainer, RunningStage.TRAINING)
     if loaders is None or loop.batches.loaders is None:
         return
     preparation = trainer._runner.preparation
+    assert preparation is not None
     preparation.schedule_validation(loaders)  # called in the middle of a run
     loop.batches = TrainingBatches(loaders, preparation.renewed_loaders)
     loop.batches.start_epoch(loop.progress.epochs_trained, skip=loop.progress.batches_this_epoch)
     set_up_evaluation_data(trainer, RunningStage.VALIDATING)
 
 
-def set_up_evaluation_data(trainer: Any, stage: RunningStage) -> None:
+def set_up_evaluation_data(trainer: Trainer, stage: RunningStage) -> None:
     """Make the loop of ``stage`` iterate its current dataloaders; new ones, if a finder has dropped them."""
     if stage is RunningStage.VALIDATING and trainer.state.fn is TrainerFn.FITTING and not trainer.enable_validation:
         return
@@ -72,14 +78,14 @@ def set_up_evaluation_data(trainer: Any, stage: RunningStage) -> None:
         loop.loaders = loaders
 
 
-def _loaders(trainer: Any, stage: RunningStage) -> Any:
+def _loaders(trainer: Trainer, stage: RunningStage) -> Any:
     """Return the dataloaders of ``stage``; request them again if a limit of 0 prevented that before."""
     loaders = trainer.data.loaders(stage)
     return trainer.data.loaders(stage, anew=True) if loaders is None else loaders
 
 
 def _find_rate(
-    callback: LearningRateFinder, find: Callable[..., None], begun: int, trainer: Any, pl_module: LightningModule
+    callback: LearningRateFinder, find: Callable[..., None], begun: int, trainer: Trainer, pl_module: LightningModule
 ) -> None:
     """Run ``LearningRateFinder.lr_find``; ``begun`` is the number of batches that were started before this fit."""
     begins, before = trainer.progress.batches_started == begun, _rates_of(trainer)
@@ -96,13 +102,13 @@ def _find_rate(
     _configure(trainer, rate, before if begins else None)
 
 
-def _rates_of(trainer: Any) -> list[tuple[Any, ...]]:
+def _rates_of(trainer: Trainer) -> list[tuple[Any, ...]]:
     """Return the current rate of each parameter group, and those that it and its schedules were configured with."""
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     return [(group["lr"], group.get("initial_lr"), group.get("max_lr")) for group in groups]
 
 
-def _configure(trainer: Any, rate: float, before: list[tuple[Any, ...]] | None) -> None:
+def _configure(trainer: Trainer, rate: float, before: list[tuple[Any, ...]] | None) -> None:
     """Replace the rate that the optimizer was configured with.
 
     Args:
@@ -141,10 +147,10 @@ def nested_schedules(schedule: Any) -> Iterator[LRScheduler]:
 
 
 @contextmanager
-def _set_aside(trainer: Any) -> Iterator[None]:
+def _set_aside(trainer: Trainer) -> Iterator[None]:
     """Return a context for the inner run that keeps and restores the state of the outer one."""
     engine, state, module = trainer.engine, trainer.state, trainer.lightning_module
-    loops = [trainer.loop, *trainer.eval_loops.values()]
+    loops: list[FitLoop | EvalLoop] = [trainer.loop, *trainer.eval_loops.values()]
     owners = [*loops, trainer.loop.limits, state]
     kept = [(owner, dict(vars(owner))) for owner in owners]
     preparation, calls, scope = trainer._runner.preparation, engine.module_calls, module._current_fx_name

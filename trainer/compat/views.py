@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
@@ -34,6 +34,9 @@ from trainer.compat.logging import ResultsView
 from trainer.errors import ConfigurationError, rank_zero_warn
 from trainer.loops.evaluation import EvalLoop
 from trainer.loops.fit import FitLoop
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 _warnings = WarningCache()
 View = TypeVar("View")
@@ -58,7 +61,7 @@ def alias(path: str, *, writable: bool = False) -> Any:
     return property(attrgetter(path), *(write, delete) if writable else ())
 
 
-def is_automatic(trainer: Any) -> bool:
+def is_automatic(trainer: Trainer) -> bool:
     """Return whether optimization is automatic."""
     return trainer.lightning_module is None or bool(trainer.lightning_module.automatic_optimization)
 
@@ -106,7 +109,7 @@ def _overrides_of(loop: Any) -> set[str]:
 class _DataView(_Loop):
     """The dataloaders of the loop of a stage."""
 
-    trainer: Any
+    trainer: Trainer
     _stage = RunningStage.TRAINING
 
     @property
@@ -130,7 +133,7 @@ class _EvaluationView(_DataView):
     inference_mode: bool = alias("_loop.inference_mode", writable=True)
     _has_run: bool = alias("_loop.progress.has_run")
 
-    def __init__(self, trainer: Any, stage: RunningStage, fn: TrainerFn) -> None:
+    def __init__(self, trainer: Trainer, stage: RunningStage, fn: TrainerFn) -> None:
         _Loop.__init__(self, trainer)
         self._loop: EvalLoop = trainer.eval_loops[stage]
         self._stage = stage
@@ -264,7 +267,7 @@ class PredictLoopView(_EvaluationView, _PredictionLoop):
 class AutomaticOptimizationView(_AutomaticOptimization):
     """``epoch_loop.automatic_optimization``: Lightning's, with our counts. Programs may call it to train a batch."""
 
-    trainer: Any
+    trainer: Trainer
 
     @property
     def optim_progress(self) -> Any:
@@ -280,7 +283,7 @@ class AutomaticOptimizationView(_AutomaticOptimization):
 class ManualOptimizationView(_ManualOptimization):
     """``epoch_loop.manual_optimization``: Lightning's, with our counts."""
 
-    trainer: Any
+    trainer: Trainer
 
     @property
     def optim_step_progress(self) -> Any:
@@ -295,7 +298,7 @@ class ManualOptimizationView(_ManualOptimization):
 class EpochLoopView(_TrainingEpochLoop):
     """``fit_loop.epoch_loop``."""
 
-    trainer: Any
+    trainer: Trainer
     val_loop = LoopAttribute[EvalLoopView]()
     min_steps: int | None = alias("_loop.limits.min_steps", writable=True)
     max_steps: int = alias("_loop.limits.max_steps", writable=True)
@@ -303,7 +306,7 @@ class EpochLoopView(_TrainingEpochLoop):
     _batches_that_stepped: int = alias("_loop.progress.updates")
     _warning_cache = _warnings
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         _Loop.__init__(self, trainer)
         self._loop: FitLoop = trainer.loop
         self.val_loop = EvalLoopView(trainer, RunningStage.VALIDATING, TrainerFn.FITTING)
@@ -338,7 +341,7 @@ class MonitoredMetrics(Mapping[str, Any]):
     ``trainer.callback_metrics``, read through the method that Lightning calls.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     def __getitem__(self, name: str) -> Any:
@@ -363,7 +366,7 @@ class FitLoopView(_DataView, _FitLoop):
     min_epochs: int | None = alias("_loop.limits.min_epochs", writable=True)
     max_epochs: int | None = alias("_loop.limits.max_epochs", writable=True)
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         _Loop.__init__(self, trainer)
         self._loop: FitLoop = trainer.loop
         self.epoch_loop = EpochLoopView(trainer)

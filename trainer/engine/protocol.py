@@ -64,6 +64,7 @@ class Engine(Protocol):
 
     Attributes:
         module_calls: functions that handle the calls of a module. The Trainer sets it for each fit.
+        keeps_optimizers: whether the optimizers cannot be replaced during a run.
         exposes_gradients: whether gradients can be read between a backward pass and the step.
         supports_uneven_inputs: whether training supports uneven inputs: processes with different numbers of batches.
         supports_uneven_evaluation: whether evaluation supports uneven inputs. If not, all processes get the same number
@@ -72,6 +73,7 @@ class Engine(Protocol):
     """
 
     module_calls: ModuleCalls
+    keeps_optimizers: bool
     exposes_gradients: bool
     supports_uneven_inputs: bool
     supports_uneven_evaluation: bool
@@ -252,6 +254,9 @@ class Engine(Protocol):
             checkpoint: has them under ``"optimizer_states"``, whole or sharded as the parameters are.
             saved: the dtype of each parameter when the checkpoint was saved.
         """
+
+    def template(self, place: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Return a tensor that is sharded as the one at ``place`` of a checkpoint, or None if it is not sharded."""
 
     @property
     def communication(self) -> Communication | None:

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from trainer.record.measures import folder_of_run
 if TYPE_CHECKING:
     import PIL.Image
 
+    from trainer.trainer import Trainer
+
 FOLDER = "figures"
 """The name of the folder."""
 
@@ -30,7 +32,7 @@ _SIDES = (72, 256)  # pixels: smaller images are enlarged by a whole factor, lar
 _MARGIN, _LINE = 6, 16  # pixels, around an image, and the height of a line below it
 
 
-def figures_of(trainer: Any) -> Path | None:
+def figures_of(trainer: Trainer) -> Path | None:
     """The folder for figures of the run that goes on, which is made; None where this process, or the run, leaves none.
 
     Args:
@@ -45,7 +47,7 @@ def figures_of(trainer: Any) -> Path | None:
     return folder / FOLDER
 
 
-def write_confusion_matrix(trainer: Any, name: str, counts: Tensor, classes: Sequence[str] | None = None) -> None:
+def write_confusion_matrix(trainer: Trainer, name: str, counts: Tensor, classes: Sequence[str] | None = None) -> None:
     """Write how often each class was taken for each, as ``figures/NAME.json``.
 
     Args:
@@ -69,7 +71,7 @@ def write_confusion_matrix(trainer: Any, name: str, counts: Tensor, classes: Seq
         write_text(folder / f"{name}.json", json.dumps(told) + "\n")
 
 
-def write_pictures(trainer: Any, name: str, images: Tensor, captions: Sequence[str] = ()) -> None:
+def write_pictures(trainer: Trainer, name: str, images: Tensor, captions: Sequence[str] = ()) -> None:
     """Write images side by side, as ``figures/NAME.png``; the row below begins after eight.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,11 +13,16 @@ from trainer import machine
 from trainer.loggers import adapter
 from trainer.precision.devices import peak_memory
 
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from trainer.trainer import Trainer
+
 _TOO_MANY = 3
 """Skipped steps, and no other, that are no longer how a loss scale finds its level; as for the overflow report."""
 
 
-def facts_of(trainer: Any) -> dict[str, Any]:
+def facts_of(trainer: Trainer) -> dict[str, Any]:
     """What ``run.json`` says of a Trainer as it is now, with what its callbacks add by a method ``run_facts``."""
     device = trainer.strategy.root_device
     facts = {
@@ -48,7 +53,7 @@ def facts_of(trainer: Any) -> dict[str, Any]:
     return facts
 
 
-def reason_without_updates(trainer: Any) -> str | None:
+def reason_without_updates(trainer: Trainer) -> str | None:
     """What to say of a fit in which every step was skipped, so that it ends with the weights it began with; else None.
 
     None of a ``fast_dev_run`` as well, and of fewer than three steps: so many are how a loss scale finds its level.
@@ -72,40 +77,41 @@ def reason_without_updates(trainer: Any) -> str | None:
     )
 
 
-def data_parallel_size_of(trainer: Any) -> int:
+def data_parallel_size_of(trainer: pl.Trainer) -> int:
     """How many processes have batches of their own."""
     engine = getattr(trainer, "engine", None)  # `lightning.Trainer` has none
     return int(trainer.world_size if engine is None else engine.data_parallel_size)
 
 
-def devices_of(trainer: Any) -> str:
+def devices_of(trainer: pl.Trainer) -> str:
     """Number and kind of a trainer's devices, such as "2 x NVIDIA A100"."""
     device = trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     return f"{trainer.world_size} x {name}"
 
 
-def loss_scale(trainer: Any) -> float | None:
+def loss_scale(trainer: pl.Trainer) -> float | None:
     """The scale that the next loss is multiplied by; None without loss scaling."""
     scaler = trainer.scaler  # None under `lightning.Trainer` without loss scaling
     return scaler.get_scale() if scaler is not None and scaler.is_enabled() else None
 
 
-def monitor_of(trainer: Any) -> dict[str, str] | None:
+def monitor_of(trainer: pl.Trainer) -> dict[str, str] | None:
     """The metric that the checkpoints, else the early stopping, go by."""
-    for callback in (trainer.checkpoint_callback, trainer.early_stopping_callback):
+    callbacks: tuple[Any, ...] = trainer.checkpoint_callback, trainer.early_stopping_callback
+    for callback in callbacks:
         if getattr(callback, "monitor", None):
             return {"metric": callback.monitor, "mode": callback.mode}
     return None
 
 
-def best_score_of(trainer: Any) -> float | None:
+def best_score_of(trainer: pl.Trainer) -> float | None:
     """What the monitored metric was at the best checkpoint; None where the checkpoints go by none."""
     score = getattr(trainer.checkpoint_callback, "best_model_score", None)
     return None if score is None else float(score)
 
 
-def paths_of(trainer: Any) -> dict[str, str | list[str]]:
+def paths_of(trainer: pl.Trainer) -> dict[str, str | list[str]]:
     """Where checkpoints and loggers have written, as absolute paths; what does not exist is left out.
 
     A ModelCheckpoint that monitors nothing calls its newest file the best. Here it is the last.
@@ -122,7 +128,7 @@ def paths_of(trainer: Any) -> dict[str, str | list[str]]:
     return paths
 
 
-def folder_of_files(trainer: Any, given: str | os.PathLike[str] | None) -> Path | None:
+def folder_of_files(trainer: pl.Trainer, given: str | os.PathLike[str] | None) -> Path | None:
     """Where a callback writes the files of a run. Asks no other process.
 
     That is the folder that the callback was given, else that of the first logger, else ``trainer.default_root_dir``. A
@@ -133,7 +139,7 @@ def folder_of_files(trainer: Any, given: str | os.PathLike[str] | None) -> Path 
     return None if "://" in folder else Path(folder).absolute()
 
 
-def folder_of_run(trainer: Any) -> Path | None:
+def folder_of_run(trainer: Trainer) -> Path | None:
     """Return the folder of ``run.json``, else that of the first logger, or None if there is none on this machine.
 
     On ranks above zero, loggers do not count, because only rank zero opens them. No communication.
@@ -145,7 +151,7 @@ def folder_of_run(trainer: Any) -> Path | None:
     return Path(folders[0]).absolute() if folders else None
 
 
-def folder_of_reports(trainer: Any) -> Path | None:
+def folder_of_reports(trainer: Trainer) -> Path | None:
     """Return the folder for reports about an overflow, an out-of-memory error or a hang.
 
     The folder of the run, else the ``default_root_dir`` that the user passed to the Trainer. None if there is neither:
@@ -157,12 +163,12 @@ def folder_of_reports(trainer: Any) -> Path | None:
     return None if trainer.fast_dev_run or not is_given else folder_of_files(trainer, trainer.default_root_dir)
 
 
-def folders_of_loggers(trainer: Any) -> list[str]:
+def folders_of_loggers(trainer: pl.Trainer) -> list[str]:
     """Return the folders of this machine that the loggers write to."""
     return [folder for logger in trainer.loggers if (folder := adapter(logger).folder)]
 
 
-def training_loss(trainer: Any, outputs: Any, *, keep: bool = False) -> Tensor | None:
+def training_loss(trainer: pl.Trainer, outputs: Any, *, keep: bool = False) -> Tensor | None:
     """The loss of a batch, as ``training_step`` returned it, from what ``on_train_batch_end`` is given.
 
     The latter is the batch's share of its accumulation window's mean, and that is undone here.
