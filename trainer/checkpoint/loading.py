@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from trainer.errors import (
 )
 from trainer.module_tree import parameters_of, plain_name
 from trainer.state.metric_objects import MetricObjects
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 FORMAT = 3
 """Version of the entries under ``amp_trainer``."""
@@ -86,95 +89,98 @@ def read(load: Callable[[Any, bool], Any], path: str | Path, weights_only: bool 
     return checkpoint
 
 
-def restore_callbacks(run: Any, checkpoint: dict[str, Any], callbacks: Iterable[Any] | None = None) -> None:
+def restore_callbacks(trainer: Trainer, checkpoint: dict[str, Any], callbacks: Iterable[Any] | None = None) -> None:
     """Restore the states of ``callbacks``, which must be among the run's callbacks. Default: all of them."""
-    callbacks = list(run.callbacks if callbacks is None else callbacks)
+    callbacks = list(trainer.callbacks if callbacks is None else callbacks)
     states = checkpoint.get("callbacks")
     if states is None:
         return
-    missing = states.keys() - {callback.state_key for callback in run.callbacks}
+    missing = states.keys() - {callback.state_key for callback in trainer.callbacks}
     if missing:
         warn(
             "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided during"
             f" `Trainer` instantiation. Please add the following callbacks: {sorted(missing)}.",
         )
     for callback in callbacks:
-        callback.on_load_checkpoint(run, run.lightning_module, checkpoint)
-    states = {**states, **_ours(checkpoint).get("callbacks", {})}
+        callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
+    states = {**states, **_trainer_state(checkpoint).get("callbacks", {})}
     for callback in callbacks:
         if state := states.get(callback.state_key):
             callback.load_state_dict(deepcopy(state))
 
 
-def restore_progress(run: Any, checkpoint: dict[str, Any], progress_from: Callable[..., None]) -> None:
+def restore_progress(trainer: Trainer, checkpoint: dict[str, Any], progress_from: Callable[..., None]) -> None:
     """Restore the counters.
 
     As in Lightning, a run that is limited by steps, and has steps left, continues after the last step.
 
     Args:
-        run: the Trainer.
+        trainer: the Trainer.
         checkpoint: the result of :func:`read`.
         progress_from: sets the counters from those of Lightning's fit loop.
     """
-    ours, loops = _ours(checkpoint), checkpoint.get("loops", {})
+    ours, loops = _trainer_state(checkpoint), checkpoint.get("loops", {})
     if ours:
-        state = {"completed_steps": _shared_equally(ours["progress"], len(run.engine.optimizers)), **ours["progress"]}
-        run.progress.load_state_dict(state, finish_epoch=run.max_steps > state["optimizer_steps"])
+        state = {
+            "completed_steps": _shared_equally(ours["progress"], len(trainer.engine.optimizers)),
+            **ours["progress"],
+        }
+        trainer.progress.load_state_dict(state, finish_epoch=trainer.max_steps > state["optimizer_steps"])
     elif loops:
-        progress_from(loops["fit_loop"], run.progress, finish_epoch=run.max_steps != -1)
-        run.progress.discard_batch()
-    run.progress.resumed_epoch = run.progress.epoch if run.progress.batches_this_epoch else -1
+        progress_from(loops["fit_loop"], trainer.progress, finish_epoch=trainer.max_steps != -1)
+        trainer.progress.discard_batch()
+    trainer.progress.resumed_epoch = trainer.progress.epoch if trainer.progress.batches_this_epoch else -1
 
 
-def optimizer_states(run: Any, _: dict[str, Any]) -> list[dict[str, Any]]:
+def optimizer_states(trainer: Trainer, _: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the state of each optimizer."""
-    return [run.engine.optimizer_state(optimizer) for optimizer in run.engine.optimizers]
+    return [trainer.engine.optimizer_state(optimizer) for optimizer in trainer.engine.optimizers]
 
 
-def restore_optimizers(run: Any, checkpoint: dict[str, Any]) -> None:
+def restore_optimizers(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Restore the states of the optimizers.
 
     Raises:
         IncompleteCheckpointError: the checkpoint contains only weights.
         CheckpointError: it has a different number of optimizers, or other types.
     """
-    engine, ours = run.engine, _ours(checkpoint)
-    _check_number(run, checkpoint, "optimizer_states", engine.optimizers)
+    engine, ours = trainer.engine, _trainer_state(checkpoint)
+    _check_number(trainer, checkpoint, "optimizer_states", engine.optimizers)
     for optimizer, state in zip(engine.optimizers, checkpoint["optimizer_states"], strict=False):
         _refuse_other_kind(optimizer, state)
         _keep_implementation(optimizer, state)
-    names = parameter_names(run.lightning_module, engine.optimizers)
+    names = parameter_names(trainer.lightning_module, engine.optimizers)
     _put_in_order(checkpoint, ours.get("parameters", []), names)
     engine.load_optimizer_states(checkpoint, _saved_dtypes(checkpoint, ours, names, engine.optimizers))
 
 
-def schedule_states(run: Any, _: dict[str, Any]) -> list[dict[str, Any]]:
+def schedule_states(trainer: Trainer, _: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the state of each schedule."""
-    return [config.scheduler.state_dict() for config in run.engine.schedules]
+    return [config.scheduler.state_dict() for config in trainer.engine.schedules]
 
 
-def restore_schedules(run: Any, checkpoint: dict[str, Any]) -> None:
+def restore_schedules(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Restore the states of the schedules, and the metrics that they will read.
 
     Raises:
         IncompleteCheckpointError: the checkpoint contains only weights.
         CheckpointError: it has a different number of schedules.
     """
-    _check_number(run, checkpoint, "lr_schedulers", run.engine.schedules)
-    for config, state in zip(run.engine.schedules, checkpoint["lr_schedulers"]):  # noqa: B905  # one of them may be empty
+    _check_number(trainer, checkpoint, "lr_schedulers", trainer.engine.schedules)
+    for config, state in zip(trainer.engine.schedules, checkpoint["lr_schedulers"]):  # noqa: B905  # one of them may be empty
         config.scheduler.load_state_dict(state)
-    awaited = {name: torch.tensor(value) for name, value in _ours(checkpoint).get("awaited", {}).items()}
-    if run.progress.batches_this_epoch:
-        run.callback_metrics.update(awaited)  # the resumed epoch will end and read them
+    awaited = {name: torch.tensor(value) for name, value in _trainer_state(checkpoint).get("awaited", {}).items()}
+    if trainer.progress.batches_this_epoch:
+        trainer.callback_metrics.update(awaited)  # the resumed epoch will end and read them
         return
-    for config in run.engine.schedules:  # saved at the end of the epoch, before the schedules stepped
+    for config in trainer.engine.schedules:  # saved at the end of the epoch, before the schedules stepped
         waits = config.reduce_on_plateau and config.interval == "epoch" and config.monitor in awaited
-        if waits and run.progress.epoch % config.frequency == 0:
-            run.lightning_module.lr_scheduler_step(config.scheduler, awaited[str(config.monitor)])
-            run.progress.schedule_steps += 1
+        if waits and trainer.progress.epoch % config.frequency == 0:
+            trainer.lightning_module.lr_scheduler_step(config.scheduler, awaited[str(config.monitor)])
+            trainer.progress.schedule_steps += 1
 
 
-def _check_number(run: Any, checkpoint: dict[str, Any], key: str, now: Sequence[Any]) -> None:
+def _check_number(trainer: Trainer, checkpoint: dict[str, Any], key: str, now: Sequence[Any]) -> None:
     """Check that the number of saved optimizers or schedules equals the current number."""
     if key not in checkpoint:
         raise IncompleteCheckpointError(
@@ -183,7 +189,7 @@ def _check_number(run: Any, checkpoint: dict[str, Any], key: str, now: Sequence[
         )
     cleared = key == "lr_schedulers" and not now  # by SWA, which continues with its own schedule
     if now and not checkpoint[key]:
-        if run.progress.batches or not checkpoint.get("loops"):  # if saved before the first fit, nothing is lost
+        if trainer.progress.batches or not checkpoint.get("loops"):  # if saved before the first fit, nothing is lost
             warn(f"The checkpoint has no {key}: those of this run start anew.")
     elif len(checkpoint[key]) != len(now) and not cleared:
         raise CheckpointError(
@@ -193,7 +199,7 @@ def _check_number(run: Any, checkpoint: dict[str, Any], key: str, now: Sequence[
 
 
 def roll_back(
-    run: Any,
+    trainer: Trainer,
     checkpoint: dict[str, Any],
     process: dict[str, Any],
     callbacks: Iterable[Any],
@@ -205,19 +211,19 @@ def roll_back(
     it at the end of a batch that closes an accumulation window, after the loggers' row.
 
     Args:
-        run: the Trainer, with its ``loop``.
+        trainer: the Trainer, with its ``loop``.
         checkpoint: the result of :func:`read`, of this run.
         process: the checkpoint's state of this process.
         callbacks: callbacks with states that depend on the weights.
         restore_training: restores the counters, the optimizers and the schedules.
     """
-    loop, progress, module = run.loop, run.progress, run.lightning_module
+    loop, progress, module = trainer.loop, trainer.progress, trainer.lightning_module
     loop.resolve_outcome()
     before = replace(progress)
     module.on_load_checkpoint(checkpoint)
-    run.engine.load_module_state(checkpoint, strict=module.strict_loading)
-    restore_callbacks(run, checkpoint, callbacks)
-    restore_training(run, checkpoint)
+    trainer.engine.load_module_state(checkpoint, strict=module.strict_loading)
+    restore_callbacks(trainer, checkpoint, callbacks)
+    restore_training(trainer, checkpoint)
     is_same_epoch, closing = progress.epoch == before.epoch, progress.closing
     epochs = progress.epoch + (progress.is_last_batch and progress.batches_this_epoch > 0)
     for epoch in range(epochs, before.epoch + before.is_last_batch):  # epochs that have ended in between
@@ -232,7 +238,7 @@ def roll_back(
         logged = {one["metric"] for one in process["metrics"]["entries"]}
         objects = {name: state for name, state in process["metric_objects"].items() if name not in logged}
         process |= {"metrics": {**process["metrics"], "entries": []}, "metric_objects": objects}
-    run.process.load(process, stops=False)
+    trainer.process.load(process, stops=False)
     progress.closing = loop.window.is_last
     progress.updates += not loop.window.is_last  # the checkpoint's window is open
 
@@ -248,7 +254,7 @@ def process_states_in(checkpoint: dict[str, Any], *, exact: bool) -> list[dict[s
     Raises:
         ResumeError: another version wrote them, and ``exact`` is set.
     """
-    ours = _ours(checkpoint)
+    ours = _trainer_state(checkpoint)
     processes: list[dict[str, Any]] = ours.get("processes", [])
     if not processes or ours["format"] in _SUPPORTED:
         return [unpacked(one) for one in processes]
@@ -277,12 +283,12 @@ def _shared_equally(progress: dict[str, Any], optimizers: int) -> dict[int, int]
     return dict.fromkeys(range(optimizers), max(steps, 0))
 
 
-def parameter_dtypes(run: Any, _: dict[str, Any]) -> list[list[torch.dtype]]:
+def parameter_dtypes(trainer: Trainer, _: dict[str, Any]) -> list[list[torch.dtype]]:
     """Return the dtypes of each optimizer's parameters."""
-    return [[one.dtype for one in parameters_of(optimizer)] for optimizer in run.engine.optimizers]
+    return [[one.dtype for one in parameters_of(optimizer)] for optimizer in trainer.engine.optimizers]
 
 
-def _ours(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def _trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the entries that are not Lightning's, or {}. Older versions stored them next to `loops`."""
     ours: dict[str, Any] = checkpoint.get("loops", {}).get(OUR_KEY) or checkpoint.get(OUR_KEY) or {}
     return ours
@@ -354,16 +360,16 @@ def _keep_implementation(optimizer: Any, state: dict[str, Any]) -> None:
                 saved[key] = value.to(now.device)  # a learning rate
 
 
-def is_ours(callback: Any) -> bool:
+def is_own_callback(callback: Any) -> bool:
     """Return whether a callback is defined in this package."""
     return type(callback).__module__.startswith(f"{__name__.partition('.')[0]}.")
 
 
-def awaited_metrics(run: Any, _: dict[str, Any]) -> dict[str, float]:
+def awaited_metrics(trainer: Trainer, _: dict[str, Any]) -> dict[str, float]:
     """Return the metrics that schedules will read at the end of the current epoch; {} between epochs."""
-    progress = run.progress
+    progress = trainer.progress
     if progress.epochs_trained == progress.epoch and not progress.batches_trained_this_epoch:
         return {}
-    metrics = run.callback_metrics
-    names = {str(config.monitor) for config in run.engine.schedules if config.reduce_on_plateau}
+    metrics = trainer.callback_metrics
+    names = {str(config.monitor) for config in trainer.engine.schedules if config.reduce_on_plateau}
     return {name: float(metrics[name]) for name in sorted(names & metrics.keys())}

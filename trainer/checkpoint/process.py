@@ -9,7 +9,7 @@ form of :mod:`trainer.checkpoint.compact`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,19 +28,22 @@ from trainer.state.metrics import MetricStore, shared_among
 from trainer.state.outcome import StepOutcome
 from trainer.state.random_states import State
 
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
 
 class ProcessState:
     """Save and restore the state of a process.
 
     Args:
-        run: the Trainer: ``loop``, ``eval_loops``, ``engine``, ``published``, ``lightning_module``.
+        trainer: the Trainer.
 
     Attributes:
         kept_batches: keeps the batches of an open window if an optimizer evaluates them again; otherwise None.
     """
 
-    def __init__(self, run: Any) -> None:
-        self._run = run
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         self.kept_batches: ClosureOptimization | None = None
         self._before_validation: tuple[dict[str, Any], dict[str, int], dict[str, dict[int, int]], State] | None = None
         self._first_modes: modes.Modes = {}
@@ -50,25 +53,25 @@ class ProcessState:
 
     def begin_fit(self) -> None:
         """Record the modes and dtypes at the beginning of the run, because a checkpoint contains only changes."""
-        self._first_modes = modes.modes_of(self._run.lightning_module)
-        self._first_dtypes = buffers.dtypes_of(self._run.lightning_module)
-        communicates = self._run.engine.communication
+        self._first_modes = modes.modes_of(self._trainer.lightning_module)
+        self._first_dtypes = buffers.dtypes_of(self._trainer.lightning_module)
+        communicates = self._trainer.engine.communication
         self._first_numbers = [] if communicates is None else communication.numbers_of(communicates.holders)
 
     def begin_validation(self) -> None:
         """Record the state before a validation inside a fit. A run resumed in the validation repeats it from here."""
-        run = self._run
-        self._training_modes = modes.modes_of(run.lightning_module)
-        counts = MetricObjects(run.lightning_module).counts()
-        random_state, evaluation = random_states.capture(run.engine.device), self._evaluation()
+        trainer = self._trainer
+        self._training_modes = modes.modes_of(trainer.lightning_module)
+        counts = MetricObjects(trainer.lightning_module).counts()
+        random_state, evaluation = random_states.capture(trainer.engine.device), self._evaluation()
         self._before_validation = random_state, counts, self._seen_batches(), evaluation
 
     def dump(self) -> dict[str, Any]:
         """Return the state of this process, as it is between two batches."""
-        run, loop = self._run, self._run.loop
-        engine: Engine = run.engine
+        trainer, loop = self._trainer, self._trainer.loop
+        engine: Engine = trainer.engine
         progress, window = loop.progress, loop.window
-        metrics = MetricObjects(run.lightning_module)
+        metrics = MetricObjects(trainer.lightning_module)
         is_over = progress.epochs_trained > progress.epoch  # the values logged in the epoch are about to be reset
         loops = [one for _, one in self._eval_loops()] + [loop] * is_over
         unfinished = {name for one in loops for name in _names_in(one.metrics, metrics)}
@@ -84,14 +87,14 @@ class ProcessState:
             "metrics": (MetricStore(training=True) if is_over else loop.metrics).state_dict(metrics.name_of),
             "metric_objects": metrics.state_dict(without=unfinished),
             "published": {
-                name: {k: v for k, v in getattr(run.published, name).items() if isinstance(v, (Tensor, int, float))}
+                name: {k: v for k, v in getattr(trainer.published, name).items() if isinstance(v, (Tensor, int, float))}
                 for name in ("callback", "logged", "progress_bar")
             },
             "seen_batches": seen_batches,
             "evaluation": evaluation,
             "has_updated": loop.has_updated,
             "outcome": None if outcome is None else list(outcome),
-            "should_stop": loop.limits.should_stop and not run.is_out_of_time,  # a resumed run may have more time
+            "should_stop": loop.limits.should_stop and not trainer.is_out_of_time,  # a resumed run may have more time
             "window": window.state_dict(before_batch=window.in_batch and not loop.has_updated),
             "modes": self._modes(),
             "precision": engine.precision.state_dict(),
@@ -121,11 +124,11 @@ class ProcessState:
         Returns:
             The state for :meth:`load`, and the names of metric objects that lose a part of their state.
         """
-        engine, first = self._run.engine, states[0]
+        engine, first = self._trainer.engine, states[0]
         if any("weights" in state.get("communication", {}) for state in states):
             raise ResumeError("each process had weights of its own: save after they have been averaged")
         rank, number = engine.global_rank, engine.world_size
-        objects, lost = MetricObjects(self._run.lightning_module).shared(
+        objects, lost = MetricObjects(self._trainer.lightning_module).shared(
             [state["metric_objects"] for state in states], rank, number
         )
         window = {key: value for key, value in first["window"].items() if key != "shared_unit"}
@@ -152,13 +155,13 @@ class ProcessState:
             state: the state of this process.
             stops: whether a run that had decided to stop stays stopped.
         """
-        run, loop = self._run, self._run.loop
-        engine: Engine = run.engine
-        device, metrics = engine.device, MetricObjects(run.lightning_module)
+        trainer, loop = self._trainer, self._trainer.loop
+        engine: Engine = trainer.engine
+        device, metrics = engine.device, MetricObjects(trainer.lightning_module)
         metrics.load_state_dict(state["metric_objects"], device)
         loop.metrics.load_state_dict(state["metrics"], metrics.by_name.get, engine.reduce, device)
         for name, values in state["published"].items():
-            published = getattr(run.published, name)
+            published = getattr(trainer.published, name)
             published.update({k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()})
         for name, one in self._eval_loops():
             one.progress.seen_batches.update(state["seen_batches"].get(name, {}))
@@ -172,20 +175,20 @@ class ProcessState:
         loop.window.load_state_dict(window, device)
         engine.check_accumulation(loop.window.batches)
         engine.precision.load_state_dict(state.get("precision", {}))
-        modes.restore(run.lightning_module, state.get("modes", {}))
+        modes.restore(trainer.lightning_module, state.get("modes", {}))
         engine.follow_trained_parameters()
         self._restore_buffers(state)
         self._restore_communication(state.get("communication", {}))
         if not state.get("next_forward_exchanges", True):
             engine.skip_next_buffer_sync()
-        loop.gradients.load_state_dict(run.lightning_module.named_parameters(), state["gradients"])
+        loop.gradients.load_state_dict(trainer.lightning_module.named_parameters(), state["gradients"])
         if self.kept_batches is not None and (kept := state.get("kept_batches")) is not None:
-            self.kept_batches.load_state_dict(kept, device, exact=run.exact_resume)
+            self.kept_batches.load_state_dict(kept, device, exact=trainer.exact_resume)
         random_states.restore(state["rng"], device)
 
     def _modes(self) -> modes.Modes:
         """Return the changes of the module's modes, as they are between two batches."""
-        module, progress = self._run.lightning_module, self._run.loop.progress
+        module, progress = self._trainer.lightning_module, self._trainer.loop.progress
         if not self._first_modes:
             return {}
         validates = not progress.is_followed_up and (progress.owes_validation or progress.has_validated)
@@ -200,8 +203,8 @@ class ProcessState:
         The state dict in the checkpoint is that of rank 0, without non-persistent buffers. The state dicts of weight
         averages do not have them either.
         """
-        run = self._run
-        own = buffers.buffers_of(run.lightning_module, persistent=run.engine.global_rank > 0)
+        trainer = self._trainer
+        own = buffers.buffers_of(trainer.lightning_module, persistent=trainer.engine.global_rank > 0)
         averages = {place: buffers.buffers_of(average, persistent=False) for place, average in self._averages()}
         return {
             "buffers": own,
@@ -215,8 +218,8 @@ class ProcessState:
         Raises:
             ResumeError: the module that owns a buffer does not exist, and the resume must be exact.
         """
-        run = self._run
-        module, device = run.lightning_module, run.engine.device
+        trainer = self._trainer
+        module, device = trainer.lightning_module, trainer.engine.device
         if "buffers" not in state:
             return
         missing = buffers.restore(module, state["buffers"], state.get("buffer_dtypes", {}), self._first_dtypes, device)
@@ -230,7 +233,7 @@ class ProcessState:
             f"The checkpoint has the non-persistent buffers {some(missing, 5)}, but {type(module).__name__} does not"
             " have the modules that own them: the run would not continue exactly."
         )
-        if run.exact_resume:
+        if trainer.exact_resume:
             raise ResumeError(
                 f"{problem} Create these modules before training begins, such as in configure_model, or resume with"
                 " Trainer(exact_resume=False)."
@@ -242,7 +245,7 @@ class ProcessState:
 
         With post-local SGD, the weights of processes differ between two averaging steps.
         """
-        run, engine = self._run, self._run.engine
+        trainer, engine = self._trainer, self._trainer.engine
         communicates = engine.communication
         if communicates is None:
             return {}
@@ -252,7 +255,7 @@ class ProcessState:
         }
         if communicates.may_diverge and engine.world_size > 1:
             own = {
-                "weights": dict(run.lightning_module.named_parameters()),
+                "weights": dict(trainer.lightning_module.named_parameters()),
                 "optimizers": [optimizer.state_dict() for optimizer in engine.optimizers],
                 "averages": {place: average.state_dict() for place, average in self._averages()},
             }
@@ -266,14 +269,16 @@ class ProcessState:
         Raises:
             ResumeError: the run would not continue exactly, although the resume must be exact.
         """
-        run, engine = self._run, self._run.engine
-        module, communicates = run.lightning_module, engine.communication
+        trainer, engine = self._trainer, self._trainer.engine
+        module, communicates = trainer.lightning_module, engine.communication
         if "weights" in state:
             parameters, weights = dict(module.named_parameters()), state["weights"]
             with torch.no_grad():
                 for name in parameters.keys() & weights.keys():
                     parameters[name].copy_(weights[name])
-            saved = {parameters[name]: value.dtype for name, value in weights.items() if name in parameters}
+            saved: dict[Tensor, torch.dtype] = {
+                parameters[name]: value.dtype for name, value in weights.items() if name in parameters
+            }
             engine.load_optimizer_states({"optimizer_states": state["optimizers"]}, saved)
             for place, average in self._averages():
                 if place in state["averages"]:
@@ -288,7 +293,7 @@ class ProcessState:
         if not problems:
             return
         problem = f"The run would not continue exactly: {some(problems, 3, separator='; ')}."
-        if run.exact_resume:
+        if trainer.exact_resume:
             raise ResumeError(
                 f"{problem} DDP rebuilds its buckets after the first backward pass: train with"
                 " DDPStrategy(find_unused_parameters=True) from the beginning, which keeps them, give the state a"
@@ -299,7 +304,7 @@ class ProcessState:
 
     def _averages(self) -> Iterator[tuple[str, AveragedModel]]:
         """Yield the weight averages of callbacks, each with a name."""
-        for callback in self._run.callbacks:
+        for callback in self._trainer.callbacks:
             for name, value in vars(callback).items():
                 if isinstance(value, AveragedModel):
                     yield f"{callback.state_key}.{name}", value
@@ -313,9 +318,9 @@ class ProcessState:
         Args:
             is_open: whether the accumulation window is saved as an open one.
         """
-        run, loop = self._run, self._run.loop
+        trainer, loop = self._trainer, self._trainer.loop
         window, waiting = loop.window, []
-        if not run.lightning_module.automatic_optimization:
+        if not trainer.lightning_module.automatic_optimization:
             if not window.in_batch:
                 waiting = [optimizer for optimizer in loop.optimizers if not loop.gradients.are_used(optimizer)]
         elif is_open and window.in_batch and window.has_added_gradients:
@@ -329,7 +334,7 @@ class ProcessState:
         elif is_open and (window.backwards or loop.gradients.are_parts):  # from batches of the other processes
             waiting = loop.optimizers
         gradients: Gradients = loop.gradients
-        return gradients.state_dict(run.lightning_module.named_parameters(), waiting)
+        return gradients.state_dict(trainer.lightning_module.named_parameters(), waiting)
 
     def _seen_batches(self) -> dict[str, dict[int, int]]:
         return {name: dict(one.progress.seen_batches) for name, one in self._eval_loops()}
@@ -339,7 +344,7 @@ class ProcessState:
         return {name: loop.loaders.evaluation_state() for name, loop in self._eval_loops() if loop.loaders is not None}
 
     def _eval_loops(self) -> Iterator[tuple[str, Any]]:
-        return ((loop.stage, loop) for loop in set(self._run.eval_loops.values()))
+        return ((loop.stage, loop) for loop in set(self._trainer.eval_loops.values()))
 
 
 def _names_in(store: MetricStore, metrics: MetricObjects) -> Iterator[str]:

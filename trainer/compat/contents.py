@@ -143,7 +143,7 @@ def _dump_processes(trainer: Trainer, checkpoint: Checkpoint) -> list[Any]:
 
 
 def _dump_callbacks(trainer: Trainer, _: Checkpoint, *, ours: bool) -> Checkpoint:
-    callbacks = [callback for callback in trainer.callbacks if state.is_ours(callback) is ours]
+    callbacks = [callback for callback in trainer.callbacks if state.is_own_callback(callback) is ours]
     return {callback.state_key: saved for callback in callbacks if (saved := callback.state_dict())}
 
 
