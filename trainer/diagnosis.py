@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -22,6 +22,9 @@ from trainer.engine import memory_usage as memory
 from trainer.engine.memory_usage import Usage
 from trainer.errors import DataLoaderError, is_out_of_memory
 from trainer.machine import readable
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 Folder = Callable[[], Path | None]
 
@@ -37,7 +40,7 @@ _SHAPES = re.compile(
 
 
 def explain(
-    error: BaseException, trainer: Any, folder: Folder | None = None, stall: Callable[[], str | None] | None = None
+    error: BaseException, trainer: Trainer, folder: Folder | None = None, stall: Callable[[], str | None] | None = None
 ) -> DataLoaderError | None:
     """Say more about ``error``, which has ended a run.
 
@@ -74,7 +77,7 @@ def explain(
     return None
 
 
-def _explain_waiting(error: RuntimeError, trainer: Any) -> None:
+def _explain_waiting(error: RuntimeError, trainer: Trainer) -> None:
     """An exchange in vain, while processes may have different numbers of batches."""
     loop = trainer.eval_loops.get(trainer.state.stage)
     if loop is not None and loop.distributed_pass is not None and loop.distributed_pass.is_uneven:
@@ -89,7 +92,7 @@ def _explain_waiting(error: RuntimeError, trainer: Any) -> None:
 # --- workers of dataloaders -----------------------------------------------------------------------------------
 
 
-def _about_worker(trainer: Any, pids: list[int], how: str) -> DataLoaderError:
+def _about_worker(trainer: Trainer, pids: list[int], how: str) -> DataLoaderError:
     who = f"A worker process of a DataLoader (pid {', '.join(map(str, pids))}) "
     lines = [f"{who if pids else 'The worker processes of a DataLoader '}{how}: at {_where(trainer)}."]
     if not pids:
@@ -160,7 +163,7 @@ def describe_batch(batch: Any) -> str:
     return type(batch).__name__
 
 
-def _explain_memory(error: BaseException, trainer: Any, folder: Folder | None) -> None:
+def _explain_memory(error: BaseException, trainer: Trainer, folder: Folder | None) -> None:
     """Note when memory ran out, what was alive, and what to do. As far as can be told: nothing is raised."""
     device, batch, usage = trainer.engine.device, _batch_of(trainer), None
     size = (None if batch is None else batch_size(batch)) or None
@@ -183,12 +186,12 @@ def _explain_memory(error: BaseException, trainer: Any, folder: Folder | None) -
     add_note(error, "\n".join(lines))
 
 
-def _batch_of(trainer: Any) -> Any:
+def _batch_of(trainer: Trainer) -> Any:
     """The batch that runs; None for none."""
     return None if trainer.active_metrics is None else trainer.active_metrics.batch
 
 
-def _usage(trainer: Any, batch: Any) -> Usage:
+def _usage(trainer: Trainer, batch: Any) -> Usage:
     tensors = [] if batch is None else tensors_in(batch)
     return memory.measure(trainer.engine.device, trainer.lightning_module, trainer.engine.optimizers, tensors)
 
@@ -253,7 +256,7 @@ def _peak(usage: Usage | None) -> str:
     return f" (at its peak {what} took {readable(usage.peak)}, of {readable(usage.total)})"
 
 
-def _leave_snapshot(trainer: Any, folder: Folder) -> list[str]:
+def _leave_snapshot(trainer: Trainer, folder: Folder) -> list[str]:
     """Write torch's snapshot of the memory if there is one, and return the line that names the file."""
     rank = f"_rank_{trainer.global_rank}" if trainer.world_size > 1 else ""
     try:
@@ -266,7 +269,7 @@ def _leave_snapshot(trainer: Any, folder: Folder) -> list[str]:
     return []
 
 
-def _advice(trainer: Any, usage: Usage | None, size: int | None) -> str:
+def _advice(trainer: Trainer, usage: Usage | None, size: int | None) -> str:
     """What to do, the most promising first."""
     training, tries = trainer.training, list[str]()
     if usage is not None and usage.is_fragmented and usage.elsewhere is not None and not memory.expands_segments():
@@ -297,7 +300,7 @@ def _advice(trainer: Any, usage: Usage | None, size: int | None) -> str:
 # --- where a run is -------------------------------------------------------------------------------------------
 
 
-def whereabouts(frames: list[FrameType], trainer: Any) -> str:
+def whereabouts(frames: list[FrameType], trainer: Trainer) -> str:
     """What a process does, such as ``in the forward pass, in net.blocks.7 (Block), at step 20, batch_idx 17 of ...``.
 
     Args:
@@ -314,7 +317,7 @@ def whereabouts(frames: list[FrameType], trainer: Any) -> str:
     return ", ".join([*told, f"at step {trainer.global_step}, {_where(trainer, tells_rank=False)}"])
 
 
-def _where(trainer: Any, *, tells_rank: bool = True) -> str:
+def _where(trainer: Trainer, *, tells_rank: bool = True) -> str:
     """``batch_idx 17 of epoch 2 (train_dataloader)``."""
     epoch = f" of epoch {trainer.current_epoch}" if trainer.state.fn == "fit" else ""
     check = ", in the sanity check" if trainer.sanity_checking else ""
@@ -322,12 +325,12 @@ def _where(trainer: Any, *, tells_rank: bool = True) -> str:
     return f"batch_idx {_batch_idx(trainer)}{epoch} ({_prefix(trainer)}_dataloader{check}{rank})"
 
 
-def _prefix(trainer: Any) -> str:
+def _prefix(trainer: Trainer) -> str:
     stage = trainer.state.stage
     return "train" if stage is None else str(stage.dataloader_prefix)
 
 
-def _batch_idx(trainer: Any) -> int:
+def _batch_idx(trainer: Trainer) -> int:
     """Of the batch that runs, or else of the next one."""
     loop, progress = trainer.eval_loops.get(trainer.state.stage), trainer.progress
     return int(progress.batch_idx + (not progress.in_batch) if loop is None else loop.progress.batches_done)

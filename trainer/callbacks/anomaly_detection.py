@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -15,6 +15,9 @@ from trainer.callbacks.run_callback import RunCallback
 from trainer.postmortem.recording import RecordedBatch, Recorder
 from trainer.postmortem.replay import backward, in_step, is_idle, optimized, rewind, run, undisturbed
 from trainer.state.outcome import StepOutcome
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 _SCALE = 2.0**-100
 """Well inside of float32, and small enough for any gradient of a float32 loss to fit float16, be it as zero."""
@@ -42,12 +45,12 @@ class AnomalyDetection(RunCallback):
     def __init__(self) -> None:
         self._recorder: Recorder | None = None
 
-    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep each batch until its outcome is known."""
         self._recorder = Recorder(trainer)
 
     def on_after_optimizer_step(
-        self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
         """Replay a step that was skipped."""
         if self._recorder is None or optimizer is not trainer.optimizers[outcome.optimizers[0]]:
@@ -56,14 +59,14 @@ class AnomalyDetection(RunCallback):
         if outcome.skipped:
             _replay(trainer, batches)
 
-    def _clean_up(self, trainer: Any) -> None:
+    def _clean_up(self, trainer: Trainer) -> None:
         """Drop the recorded batches."""
         if self._recorder is not None:
             self._recorder.stop()
             self._recorder = None
 
 
-def _replay(trainer: Any, batches: Sequence[RecordedBatch]) -> None:
+def _replay(trainer: Trainer, batches: Sequence[RecordedBatch]) -> None:
     with undisturbed(trainer) as now, torch.autograd.set_detect_anomaly(True):
         parameters = optimized(trainer)
         for recorded in in_step(trainer, batches):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import rank_zero_info
@@ -20,6 +19,9 @@ from trainer.data.samples import part_of
 from trainer.errors import ConfigurationError, GradientCheckError, did_you_mean, expect, some
 from trainer.postmortem.replay import silence, undisturbed
 from trainer.terminal import print_line
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 Loss = Callable[[Mapping[str, Tensor]], Tensor]
 """Returns the loss (0-dim, float64) for values of the parameters, by name."""
@@ -85,7 +87,7 @@ class GradientCheck(Callback):
         self.jitter = jitter
         self.problems: dict[str, str] = {}
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Check the gradients on the first batch."""
         if trainer.should_stop:
             return
@@ -102,7 +104,7 @@ class GradientCheck(Callback):
             but = f" The loss does not depend on {some(unused, 5)}." if unused else ""
             print_line(f"The gradients of {len(names)} parameters agree with finite differences of the loss.{but}")
 
-    def _choose(self, trainer: pl.Trainer, module: LightningModule) -> list[str]:
+    def _choose(self, trainer: Trainer, module: LightningModule) -> list[str]:
         if not module.automatic_optimization:
             raise ConfigurationError(
                 f"Got {type(module).__name__} with manual optimization, expected a training_step that returns its loss,"
@@ -185,7 +187,7 @@ class GradientCheck(Callback):
         )
 
 
-def _loss_of(trainer: pl.Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Loss:
+def _loss_of(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Loss:
     """Build the function that computes the loss of one batch, with the current buffers and random numbers."""
     step = _TrainingStep(module)
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}

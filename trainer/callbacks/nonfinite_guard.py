@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -23,6 +23,9 @@ from trainer.postmortem.state import ObjectState
 from trainer.precision.guard import StepGuard
 from trainer.state import random_states
 from trainer.state.outcome import StepOutcome
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 
 class NonFiniteGuard(RunCallback):
@@ -92,13 +95,13 @@ class NonFiniteGuard(RunCallback):
             return {}
         return {"deepspeed": "runs batches again to find where a number came from. Use NonFiniteGuard('skip')."}
 
-    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace a scaler that neither scales nor skips by one that skips steps."""
         if stage == "fit" and self.every_step and not trainer.scaler.skips_steps:
             engine: Engine = trainer.engine
             self._scaler = engine.gradients.use_scaler(StepGuard(engine.device.type))
 
-    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the counts."""
         self._in_a_row, self._has_told = 0, False
         if not self.every_step:
@@ -112,7 +115,7 @@ class NonFiniteGuard(RunCallback):
         self._watch = _Watch(trainer, keeps_batches=self.policy == "stop")
 
     def on_after_optimizer_step(
-        self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
         """Do what the policy says about a step that was skipped."""
         if self._watch is None or optimizer is not trainer.optimizers[outcome.optimizers[0]]:
@@ -134,7 +137,7 @@ class NonFiniteGuard(RunCallback):
         elif not scales:
             self._tell(trainer, step)
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Refuse to replace a good checkpoint by weights that are not finite. A host-device synchronisation."""
         if self.policy == "go_on" or trainer.state.fn != "fit" or trainer.state.status != "running":
             return
@@ -148,7 +151,7 @@ class NonFiniteGuard(RunCallback):
                 step=trainer.global_step,
             )
 
-    def _tell(self, trainer: Any, step: int) -> None:
+    def _tell(self, trainer: Trainer, step: int) -> None:
         """Warn once; end the run where too many steps in a row were skipped."""
         if self._in_a_row == self.max_in_a_row:
             raise NonFiniteError(
@@ -165,7 +168,7 @@ class NonFiniteGuard(RunCallback):
                 " says where they come from."
             )
 
-    def _clean_up(self, trainer: Any) -> None:
+    def _clean_up(self, trainer: Trainer) -> None:
         """Restore the Trainer's scaler and training step."""
         if self._watch is not None:
             self._watch.stop()
@@ -201,7 +204,7 @@ class _Window:
         """Whether a loss is not finite. A host-device synchronisation."""
         return any(one.loss is not None and not one.loss.isfinite().all() for one in self.batches)
 
-    def recorded(self, trainer: Any) -> list[RecordedBatch]:
+    def recorded(self, trainer: Trainer) -> list[RecordedBatch]:
         """The batches for a replay, with the module, and python's random numbers, as they are now."""
         state, others = ObjectState([trainer.lightning_module]), random_states.capture(trainer.engine.device)
         return [one._replace(random_state=others | one.random_state, state=state) for one in self.batches]
@@ -215,7 +218,7 @@ class _Watch(Recorder):
         keeps_batches: whether to keep them, by reference.
     """
 
-    def __init__(self, trainer: Any, *, keeps_batches: bool) -> None:
+    def __init__(self, trainer: Trainer, *, keeps_batches: bool) -> None:
         super().__init__(trainer)
         self._device = trainer.engine.device
         self._keeps_batches = keeps_batches
@@ -246,7 +249,7 @@ class _Watch(Recorder):
         return output
 
 
-def _error(trainer: Any, step: int, outcome: StepOutcome, batches: list[RecordedBatch]) -> NonFiniteError:
+def _error(trainer: Trainer, step: int, outcome: StepOutcome, batches: list[RecordedBatch]) -> NonFiniteError:
     """Replay the step, and say what was found. To be called on all ranks."""
     lines = [f"Gradients were not finite at optimizer step {step} of epoch {trainer.current_epoch}."]
     report = None

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from lightning.pytorch import LightningModule
 from rich.console import Console
@@ -23,6 +23,9 @@ from trainer.postmortem.recording import RecordedBatch, Recorder
 from trainer.postmortem.report import Report, names_of
 from trainer.record.measures import folder_of_reports
 from trainer.state.outcome import StepOutcome
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 _HISTORY = 40
 """Changes of the scale that are remembered: more than it takes from 2**24 down to 1."""
@@ -101,7 +104,7 @@ class OverflowReport(RunCallback):
         limits = [limit for limit in (after, collapse_after, at_floor) if limit is not None]
         self._record_from = max(1, min(limits) - 2) if limits else None
 
-    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget an earlier run."""
         self._clean_up(trainer)
         self.reports = []
@@ -111,7 +114,7 @@ class OverflowReport(RunCallback):
             self._demand = Recorder(trainer, self.at_step, parameters=True)
 
     def on_after_optimizer_step(
-        self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
         """Count skipped steps. A few comparisons where none is, and none has just been."""
         if not (outcome.skipped or self._skips or self._demand or outcome.scale != outcome.next_scale):
@@ -132,7 +135,7 @@ class OverflowReport(RunCallback):
             self._demand.stop()
             self._demand = None
 
-    def _take_skip(self, trainer: Any, step: int, outcome: StepOutcome) -> None:
+    def _take_skip(self, trainer: Trainer, step: int, outcome: StepOutcome) -> None:
         """Count one skipped step; report, and end the run, where it is time to."""
         at_floor = outcome.scale <= trainer.scaler.min_scale
         self._skips += 1
@@ -157,14 +160,14 @@ class OverflowReport(RunCallback):
             self._recorder.stop()
             self._recorder = None
 
-    def _clean_up(self, trainer: Any) -> None:
+    def _clean_up(self, trainer: Trainer) -> None:
         """Drop the recorded batches."""
         self._end_skips()
         if self._demand is not None:
             self._demand.stop()
             self._demand = None
 
-    def _report(self, trainer: Any, step: int, outcome: StepOutcome, batches: Sequence[RecordedBatch]) -> bool:
+    def _report(self, trainer: Trainer, step: int, outcome: StepOutcome, batches: Sequence[RecordedBatch]) -> bool:
         """Replay the step, and say what was found: on rank 0 of them all. False where no rank has recorded it."""
         finding = examine(trainer, batches, outcome.scale)
         if finding is None:
@@ -185,7 +188,7 @@ class OverflowReport(RunCallback):
                 console.print(Text(f" report        {from_here(path)}\n"), soft_wrap=True)
         return True
 
-    def _collapse(self, trainer: Any, step: int) -> None:
+    def _collapse(self, trainer: Trainer, step: int) -> None:
         before, module = self._before, trainer.lightning_module
         assert before is not None
         before.restore(trainer)
@@ -220,7 +223,7 @@ class OverflowReport(RunCallback):
         lines.append("OverflowReport(collapse_after=None, at_floor=None) lets such a run go on.")
         raise LossScaleCollapse("\n".join(lines))
 
-    def _folder(self, trainer: Any) -> Path | None:
+    def _folder(self, trainer: Trainer) -> Path | None:
         return Path(self.dirpath).absolute() if self.dirpath else folder_of_reports(trainer)
 
 
@@ -235,13 +238,13 @@ class _BeforeSkips:
         scale: that it was computed with.
     """
 
-    def __init__(self, trainer: Any, step: int, scale: float) -> None:
+    def __init__(self, trainer: Trainer, step: int, scale: float) -> None:
         self.step = step
         self.time = time.time()
         self._scale = scale
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in trainer.lightning_module.buffers()]
 
-    def restore(self, trainer: Any) -> None:
+    def restore(self, trainer: Trainer) -> None:
         """Restore them. The scale grows again when a whole ``growth_interval`` has passed."""
         for buffer, content in self._buffers:
             buffer.data.copy_(content)
@@ -266,7 +269,7 @@ def _told(history: Sequence[tuple[int, float]], stride: int) -> str:
     return ", ".join(told)
 
 
-def _newest_checkpoint(trainer: Any, before: float) -> Path | None:
+def _newest_checkpoint(trainer: Trainer, before: float) -> Path | None:
     """The newest file in the folders of the checkpoint callbacks that was written before this moment."""
     folders = {getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks}
     files = [path for folder in folders if folder for path in Path(folder).glob("*.ckpt")]

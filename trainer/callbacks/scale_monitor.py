@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -15,6 +15,9 @@ from trainer.engine.gradients import Gradients, total_norm
 from trainer.errors import expect, rank_zero_warn
 from trainer.precision.underflow import Underflow, UnderflowProbe
 from trainer.state.outcome import StepOutcome
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 
 class ScaleMonitor(RunCallback):
@@ -107,7 +110,7 @@ class ScaleMonitor(RunCallback):
         """The share of skipped steps among the last ``window``; 0 before the first."""
         return self._recent_skips / len(self._recent) if self._recent else 0.0
 
-    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ask to see the gradients before they are unscaled."""
         self._logs_norm = not any(getattr(callback, "log_norm", False) for callback in trainer.callbacks)
         self._norms = {}
@@ -138,14 +141,14 @@ class ScaleMonitor(RunCallback):
         self._warned = set(state_dict["warned"])
         self._goes_on = True
 
-    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look at no more gradients."""
         self._clean_up(trainer)
 
-    def _clean_up(self, trainer: Any) -> None:
+    def _clean_up(self, trainer: Trainer) -> None:
         trainer.scaler.before_unscale = None
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measure the norm of the true gradients, where nobody else does."""
         if self._logs_norm and self._is_due(trainer):
             gradients: Gradients = trainer.engine.gradients
@@ -154,7 +157,7 @@ class ScaleMonitor(RunCallback):
                 self._norms[optimizer] = norm
 
     def on_after_optimizer_step(
-        self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
         """Look at one step."""
         if optimizer is not trainer.optimizers[outcome.optimizers[0]]:
@@ -177,11 +180,11 @@ class ScaleMonitor(RunCallback):
         if self._probe is not None and (found := self._probe.finish()):
             self._report(trainer, found, outcome)
 
-    def _is_due(self, trainer: Any) -> bool:
+    def _is_due(self, trainer: Trainer) -> bool:
         """Whether this is an update whose gradients are looked at: with the default, one that the loggers get."""
         return bool(self.every_n_steps) and (trainer.progress.updates + 1) % self.every_n_steps == 0
 
-    def _look(self, trainer: Any, optimizer: Optimizer) -> None:
+    def _look(self, trainer: Trainer, optimizer: Optimizer) -> None:
         if self._probe is not None and self._is_due(trainer):
             self._probed_at = trainer.progress.updates
             gradients: Gradients = trainer.engine.gradients
@@ -190,7 +193,7 @@ class ScaleMonitor(RunCallback):
             named = ((self._names.get(id(p), "?"), p.numel() * (1 + p.is_complex()), gradient) for p, gradient in local)
             self._probe.start(named, total)
 
-    def _report(self, trainer: Any, found: list[Underflow], outcome: StepOutcome) -> None:
+    def _report(self, trainer: Trainer, found: list[Underflow], outcome: StepOutcome) -> None:
         if outcome.skipped:  # infinities and what they became say nothing about small gradients
             return
         self.underflow = found

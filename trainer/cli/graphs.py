@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -27,6 +27,9 @@ from trainer.checkpoint.files import make_folder
 from trainer.cli.arguments import UsageError
 from trainer.cli.rehearsal import Done, rehearse
 from trainer.errors import CheckpointWriteError, TrainerError
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 TOLERANCE = 1e-4
 """Largest difference of the outputs relative to their largest absolute value, or to 1 if that is larger."""
@@ -52,7 +55,7 @@ class _FirstBatch(Callback):
 
     batch: Any = None
 
-    def _keep(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
+    def _keep(self, trainer: Trainer, pl_module: Any, batch: Any, *_: Any) -> None:
         self.batch = batch
         raise Done
 
@@ -62,7 +65,9 @@ class _FirstBatch(Callback):
     on_predict_batch_start: Any = _keep
 
 
-def export(trainer: Any, module: LightningModule, data: LightningDataModule | None, checkpoint: str, file: Path) -> str:
+def export(
+    trainer: Trainer, module: LightningModule, data: LightningDataModule | None, checkpoint: str, file: Path
+) -> str:
     """Write the graph of ``module.forward`` with the weights of a checkpoint, and check that its outputs are the same.
 
     Args:
@@ -150,7 +155,7 @@ def inputs_of(module: Any, batch: Any) -> Inputs:
     return found
 
 
-def _first_batch(trainer: Any, module: LightningModule, data: LightningDataModule | None, checkpoint: str) -> Any:
+def _first_batch(trainer: Trainer, module: LightningModule, data: LightningDataModule | None, checkpoint: str) -> Any:
     """Return the first batch after the transfer hooks, and load the weights into the module."""
     for stage, loader, step in _SOURCES:
         owners = [owner for owner in (data, module) if owner is not None]

@@ -5,18 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
 
 from trainer.precision.devices import now
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from trainer.trainer import Trainer
 
 
 class Done(Exception):  # noqa: N818 - not an error
     """Raised by a callback to end the run."""
 
 
-def rehearse(trainer: Any, module: Any, observer: Callback, stage: str = "fit", **arguments: Any) -> None:
+def rehearse(trainer: Trainer, module: Any, observer: Callback, stage: str = "fit", **arguments: Any) -> None:
     """Run a stage of the Trainer to its end, or until ``observer`` raises :class:`Done`.
 
     Args:
@@ -51,10 +56,10 @@ class Clock(Callback):
         self._started = 0.0
         self.seconds: list[float] = []
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Start the clock."""
         self._started = now(trainer.strategy.root_device, self.clock)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Stop the clock."""
         self.seconds.append(now(trainer.strategy.root_device, self.clock) - self._started)

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -36,6 +36,9 @@ from trainer.record.provenance import environment
 from trainer.record.run_record import ENDED_WELL, RunRecord, read_json
 from trainer.record.sweep import worth_showing
 from trainer.terminal import is_quiet
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 ADVICE = "lightning.pytorch.advice"
 """Name of the logger of advice, which conf/hydra/job_logging/trainer.yaml prints to the terminal."""
@@ -231,7 +234,7 @@ def _is_taken(name: str, settings: dict[str, Any]) -> bool:
     return isinstance(node, dict) and isinstance(model, dict) and node in model.values()
 
 
-def _print_resume_command(folder: Path, config: DictConfig, trainer: Any) -> None:
+def _print_resume_command(folder: Path, config: DictConfig, trainer: Trainer | None) -> None:
     """Print the command that resumes an interrupted fit. For the jobs of a sweep, the sweep prints it."""
     has_saved = any(folder.rglob("*.ckpt")) and not getattr(trainer, "fast_dev_run", False)
     hydra = HydraConfig.get()
@@ -295,7 +298,7 @@ def _make_all(nodes: dict[str, Any] | None, key: str, allowlist: Allowlist) -> l
     ]
 
 
-def _execute(settings: dict[str, Any], record: RunRecord, module: Any, data: Any, trainer: Any) -> None:
+def _execute(settings: dict[str, Any], record: RunRecord, module: Any, data: Any, trainer: Trainer) -> None:
     command, checkpoint = settings["command"], settings["ckpt_path"]
     if command != "fit" and is_first():
         if checkpoint is None:
@@ -349,13 +352,13 @@ def _last_line(run: RunRecord) -> str:
     return f"{line}. Results are in {from_here(run.folder)}"
 
 
-def _shows_summary(trainer: Any) -> bool:
+def _shows_summary(trainer: Trainer) -> bool:
     from trainer.callbacks import RunSummary
 
     return any(isinstance(callback, RunSummary) for callback in trainer.callbacks)
 
 
-def _predict(folder: Path, module: Any, data: Any, trainer: Any, checkpoint: str | None) -> None:
+def _predict(folder: Path, module: Any, data: Any, trainer: Trainer, checkpoint: str | None) -> None:
     """Predict, and write the predictions to ``predictions.pt`` unless a callback writes them."""
     import torch
     from lightning.pytorch.callbacks import BasePredictionWriter
@@ -369,7 +372,9 @@ def _predict(folder: Path, module: Any, data: Any, trainer: Any, checkpoint: str
         torch.save(predictions, folder / name)
 
 
-def _complete(record: RunRecord, trainer: Any, started: float, status: str, error: str | None = None) -> None:
+def _complete(
+    record: RunRecord, trainer: Trainer | None, started: float, status: str, error: str | None = None
+) -> None:
     """Add the missing facts to the record: its status, and all facts if no `RunRecorder` has added them."""
     facts = record.facts
     if facts["status"] == "running" and trainer is not None:
@@ -383,7 +388,7 @@ def _complete(record: RunRecord, trainer: Any, started: float, status: str, erro
     facts.setdefault("seconds", round(time.monotonic() - started, 3))
 
 
-def _is_unchanged(trainer: Any, record: RunRecord) -> bool:
+def _is_unchanged(trainer: Trainer | None, record: RunRecord) -> bool:
     """Return whether a complete run was resumed and did no further step."""
     is_resumed = record.facts["command"] == "fit" and getattr(trainer, "ckpt_path", None) is not None
     return (

@@ -63,7 +63,7 @@ class TrainerBase(LightningTrainer):
     published: PublishedMetrics
     recorder: Recorder
     loop: FitLoop
-    eval_loops: dict[RunningStage, EvalLoop]
+    eval_loops: dict[RunningStage | None, EvalLoop]
     state: TrainerState
     callbacks: list[Any]
     process: ProcessState

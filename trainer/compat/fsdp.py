@@ -426,9 +426,7 @@ class ShardedEngine(LightningEngine):
 
     def idle_forward(self) -> None:
         """Run the collectives of one forward of an evaluation."""
-        sharded, stage = self._sharded(), self._trainer.state.stage
-        assert stage is not None
-        loop = self._trainer.eval_loops[stage]
+        sharded, loop = self._sharded(), self._trainer.eval_loops[self._trainer.state.stage]
         with torch.no_grad():
             sharded.idle.forward(f"{loop.stage}_step")
         sharded.end_forward()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.replay import backward, in_step, is_idle, optimized, rewind, run, undisturbed
 from trainer.postmortem.state import ObjectState
 from trainer.precision.autocast_ops import ops_that_differ
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 _POWERS = (-128, 127)
 """Exponents that a search for a scale looks at: those of float32, and -128 for "none". 256, so 8 tries always."""
@@ -67,7 +70,7 @@ class Finding:
     error: str = ""
 
 
-def examine(trainer: Any, recorded: Sequence[RecordedBatch], scale: float) -> Finding | None:
+def examine(trainer: Trainer, recorded: Sequence[RecordedBatch], scale: float) -> Finding | None:
     """Replay the batches of one weight update, find the first that fails, and find out why.
 
     To be called on all ranks; returns the same on all of them: what the rank has found on which it began, for a module
@@ -120,7 +123,7 @@ def largest_power(fits: Callable[[float], bool]) -> float:
     return 2.0**low if low > _POWERS[0] else 0.0
 
 
-def _first_failing(trainer: Any, batches: Sequence[RecordedBatch | None], scale: float) -> int:
+def _first_failing(trainer: Trainer, batches: Sequence[RecordedBatch | None], scale: float) -> int:
     """The first batch that has a gradient that is not finite, or whose replay breaks off. Looks at all of them."""
     failing: list[bool] = []
     try:
@@ -134,7 +137,7 @@ def _first_failing(trainer: Any, batches: Sequence[RecordedBatch | None], scale:
 
 
 def _fails(
-    trainer: Any, now: ObjectState, recorded: RecordedBatch | None, scale: float, parameters: Mapping[str, Tensor]
+    trainer: Trainer, now: ObjectState, recorded: RecordedBatch | None, scale: float, parameters: Mapping[str, Tensor]
 ) -> bool:
     fits: list[bool] = []
     part = trainer.engine.gradients.part
@@ -144,7 +147,7 @@ def _fails(
     return not all(fits)
 
 
-def _look_into(trainer: Any, now: ObjectState, recorded: RecordedBatch | None, finding: Finding) -> None:
+def _look_into(trainer: Trainer, now: ObjectState, recorded: RecordedBatch | None, finding: Finding) -> None:
     module, engine, parameters = trainer.lightning_module, trainer.engine, optimized(trainer)
     part = engine.gradients.part
     if is_idle(recorded):

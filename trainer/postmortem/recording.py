@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,6 +15,9 @@ from trainer.loops.accumulation import AccumulationWindow
 from trainer.loops.batch_path import TrainingPath
 from trainer.postmortem.state import ObjectState
 from trainer.state import random_states
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 
 class RecordedBatch(NamedTuple):
@@ -57,7 +60,7 @@ class Recorder:
             have when the outcome is known.
     """
 
-    def __init__(self, trainer: Any, from_step: float = 0, *, parameters: bool = False) -> None:
+    def __init__(self, trainer: Trainer, from_step: float = 0, *, parameters: bool = False) -> None:
         self._from_step = from_step
         self._parameters = parameters
         self._trainer = trainer

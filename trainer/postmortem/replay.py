@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy, deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -22,11 +22,14 @@ from trainer.postmortem.state import ObjectState
 from trainer.precision.cast_cache import forget_casts
 from trainer.state import random_states
 
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
 OnLoss = Callable[[Tensor], None]
 
 
 @contextmanager
-def undisturbed(trainer: Any) -> Iterator[ObjectState]:
+def undisturbed(trainer: Trainer) -> Iterator[ObjectState]:
     """A context for replays. When it ends, the run is as it was when it began, to the bit.
 
     Gives the state from when it began, for :func:`rewind`.
@@ -65,7 +68,7 @@ def undisturbed(trainer: Any) -> Iterator[ObjectState]:
             random_states.restore(random_state, device)
 
 
-def in_step(trainer: Any, batches: Sequence[RecordedBatch]) -> list[RecordedBatch | None]:
+def in_step(trainer: Trainer, batches: Sequence[RecordedBatch]) -> list[RecordedBatch | None]:
     """As many batches on every process as any of them has: None in the place of those that this one lacks.
 
     All processes call this together.
@@ -78,7 +81,7 @@ def in_step(trainer: Any, batches: Sequence[RecordedBatch]) -> list[RecordedBatc
     return [*batches, *[None] * lacking]
 
 
-def rewind(trainer: Any, now: ObjectState, recorded: RecordedBatch | None) -> None:
+def rewind(trainer: Trainer, now: ObjectState, recorded: RecordedBatch | None) -> None:
     """Make things as they were just before the batch's ``training_step``; what was not recorded, as it is now."""
     now.restore()  # an earlier replay may have left its traces
     if recorded is not None:
@@ -87,7 +90,7 @@ def rewind(trainer: Any, now: ObjectState, recorded: RecordedBatch | None) -> No
         random_states.restore(recorded.random_state, trainer.engine.device)
 
 
-def optimized(trainer: Any) -> dict[str, Tensor]:
+def optimized(trainer: Trainer) -> dict[str, Tensor]:
     """Of the parameters that optimizers have, what a backward pass computes gradients of, by name.
 
     Their gradients decide whether a step is skipped. All processes call this together.
@@ -102,7 +105,7 @@ def is_idle(recorded: RecordedBatch | None) -> bool:
     return recorded is None or not recorded.has_loss
 
 
-def run(trainer: Any, recorded: RecordedBatch | None, on_loss: OnLoss) -> None:
+def run(trainer: Trainer, recorded: RecordedBatch | None, on_loss: OnLoss) -> None:
     """Run ``training_step`` on the bare module, with ``on_loss`` in the place of each backward pass.
 
     Where forward and backward passes wait for other processes (parameters are sharded), a process without a batch, or

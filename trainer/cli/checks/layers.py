@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback
@@ -22,6 +22,9 @@ from trainer.cli.rehearsal import Done
 from trainer.data.samples import tensors_in
 from trainer.module_tree import plain_class
 from trainer.postmortem.probe import measure
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 LARGEST = torch.finfo(torch.float16).max
 """65,504."""
@@ -95,7 +98,7 @@ class Layers(Callback):
         self.without_gradient: list[str] = []
         self.labels = ""
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Puts hooks on the layers."""
         self.labels = labels_out_of_range(self._batch, classes_of(pl_module))
         if self.labels:
@@ -121,7 +124,7 @@ class Layers(Callback):
                 self._handles.append(parameter.register_hook(partial(self._take_gradient, layer, name)))
         self.layers.insert(0, itself)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Takes the loss."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         self.loss = float(loss) if isinstance(loss, Tensor) and loss.numel() == 1 else None
@@ -129,7 +132,7 @@ class Layers(Callback):
         self.layers = [layer for layer in self.layers if layer.outputs or layer.gradient is not None]
         raise Done
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         """Takes the hooks away."""
         for handle in self._handles:
             handle.remove()

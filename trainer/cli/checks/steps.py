@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback
@@ -30,6 +30,9 @@ from trainer.data.samples import batch_size, part_of
 from trainer.errors import some
 from trainer.precision.float8 import Float8Precision
 from trainer.state import random_states
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 _FLOAT32 = {"_target_": "trainer.precision.FullPrecision"}
 _SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
@@ -132,7 +135,7 @@ def _float8(chosen: Mapping[str, Any], others: Mapping[str, str]) -> str:
 class _Clock(Clock):
     """Measure some steps, then end the fit."""
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Stop the clock."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if len(self.seconds) >= _STEPS or sum(self.seconds) > _SECONDS:
