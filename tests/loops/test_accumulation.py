@@ -1,4 +1,4 @@
-"""Windows alone: their borders, and their arithmetic against the mean over one big batch."""
+"""Accumulation windows in isolation: their borders, and their mean compared to one large batch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FIRST, MIDDLE, LAST = (True, False), (False, False), (False, True)
 
 
 class Processes:
-    """An engine of this process, and of others whose windows have the weights ``others`` (None for no loss).
+    """An engine of this rank, and of others with the window weights ``others`` (None for no loss).
 
-    Where they lack a unit, they are asked for their first weights first.
+    If they have no unit yet, they exchange their first weights before.
     """
 
     def __init__(self, *others, lack_unit=False):
@@ -32,7 +32,8 @@ class Processes:
         self.others = others
         self.unit = 1.0
         self.sums = 0
-        self.correcting: float | None = None  # how many of the others correct their losses; None: all, if this one does
+        # number of other ranks that correct their losses; None for all, if this one does
+        self.correcting: float | None = None
 
     def begin_sum(self, total, count, corrects):
         others, self.lack_unit = [weights[:1] if self.lack_unit else weights for weights in self.others], False
@@ -45,7 +46,7 @@ class Processes:
 
 
 def windows(batches, *, size, known=True, window=None):
-    """(position is first, is last, size) of each batch of an epoch."""
+    """Return (position is first, is last, size) of each batch of an epoch."""
     window = window or AccumulationWindow(size)
     window.reset()
     seen = []
@@ -59,7 +60,7 @@ def test_windows_of_one():
     assert windows(3, size=1) == [(True, True, 1)] * 3
 
 
-def test_the_last_window_holds_what_is_left():
+def test_last_window_has_the_remaining_batches():
     full = [(True, False, 3), (False, False, 3), (False, True, 3)]
     assert windows(6, size=3) == full * 2
     assert windows(5, size=3) == [*full, (True, False, 2), (False, True, 2)]
@@ -67,13 +68,13 @@ def test_the_last_window_holds_what_is_left():
     assert windows(2, size=3) == [(True, False, 2), (False, True, 2)]
 
 
-def test_nobody_knows_how_long_the_last_window_is():
+def test_last_window_without_a_length():
     full = [(True, False, 3), (False, False, 3), (False, True, 3)]
     assert windows(6, size=3, known=False) == full * 2
     assert windows(5, size=3, known=False) == [*full, (True, False, 3), (False, True, 3)]
 
 
-def test_a_reset_window_starts_anew():
+def test_reset_window_starts_again():
     window = AccumulationWindow(3)
     window.advance(10, False)
     assert window.is_open
@@ -99,21 +100,21 @@ def test_impossible_windows(batches):
         AccumulationWindow(batches)
 
 
-def test_a_window_goes_on_in_the_next_epoch_if_asked_to():
+def test_window_continues_in_the_next_epoch_if_configured():
     window, seen = AccumulationWindow(4, straddles_epochs=True), []
     for epoch in range(3):
         for i in range(3):
             window.advance(3 - i, i == 2, is_final_epoch=epoch == 2)
             seen.append((window.is_first, window.is_last))
     assert seen == [FIRST, MIDDLE, MIDDLE, LAST, FIRST, MIDDLE, MIDDLE, LAST, (True, True)]
-    assert window.size == 1  # what the last epoch has left
+    assert window.size == 1  # the window left open by the last epoch
 
 
 # --- the mean -------------------------------------------------------------------------------------------------------
 
 
 def accumulate(batches, *, size, known=True, weigh=float, engine=None, stop=None):
-    """The gradient and the shares of one window over the losses ``(p * x).mean()``; None is a batch without a loss."""
+    """Return the gradient and the shares of a window with losses ``(p * x).mean()``; None is a batch without a loss."""
     p = nn.Parameter(torch.ones(3))
     engine = engine or Processes()
     optimizer = torch.optim.SGD([p], lr=1.0)
@@ -137,7 +138,7 @@ def unweighted(n):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_a_full_window_is_what_one_writes_by_hand(size):
+def test_full_window_equals_a_hand_written_loop(size):
     batches = [torch.randn(4, 3) for _ in range(size)]
     gradient, shares, window = accumulate(batches, size=size, weigh=unweighted)
     p = nn.Parameter(torch.ones(3))
@@ -150,7 +151,7 @@ def test_a_full_window_is_what_one_writes_by_hand(size):
     assert window.backwards == size
 
 
-def test_a_window_of_one_leaves_the_loss_alone():
+def test_window_of_one_batch_keeps_the_loss():
     window, loss = AccumulationWindow(1), torch.tensor(0.7)
     window.advance(2, False)
     assert window.share(loss) is loss
@@ -162,7 +163,7 @@ def test_a_window_of_one_leaves_the_loss_alone():
 @pytest.mark.parametrize("missing", [(), (0,), (1,), (3,), (0, 1), (2, 3), (0, 3), (0, 1, 2), (1, 2, 3), (0, 1, 2, 3)])
 @pytest.mark.parametrize("weigh", [lambda n: n, lambda n: torch.tensor(n), unweighted])
 def test_batches_without_a_loss_are_not_counted(missing, known, weigh):
-    """In any position, also in a window that turns out shorter than planned."""
+    """At any position, also in a window that is shorter than planned."""
     dice = random.Random(0)
     sizes = [5] * 4 if weigh is unweighted else [dice.randint(1, 9) for _ in range(4)]
     batches = [None if i in missing else torch.randn(n, 3) for i, n in enumerate(sizes)]
@@ -184,7 +185,7 @@ def test_the_loss_keeps_its_size_whatever_the_unit_of_the_weights(unit):
     assert torch.allclose(gradient, torch.ones(3))
 
 
-def test_weights_that_are_all_the_same_are_none():
+def test_equal_weights_have_no_effect():
     batches = [torch.randn(4, 3) for _ in range(3)]
     one, *_ = accumulate(batches, size=3, weigh=lambda n: 12.0)
     other, *_ = accumulate(batches, size=3, weigh=unweighted)
@@ -192,7 +193,7 @@ def test_weights_that_are_all_the_same_are_none():
 
 
 def on_device(n):
-    """A weight as it comes from a GPU: one that is not read."""
+    """A weight on a GPU: it raises when it is read."""
     return torch.tensor(float(n))
 
 
@@ -211,8 +212,8 @@ def test_weights_on_a_device_are_not_read(monkeypatch):
     assert torch.allclose(p.grad, expected, rtol=1e-6)
 
 
-def test_a_device_may_say_that_a_batch_counts_nothing():
-    """In the first place too, where the others would be measured by it."""
+def test_weight_zero_on_a_device_leaves_the_batch_out():
+    """Also in the first batch, which would define the unit."""
     batches = [torch.randn(n, 3) for n in (3, 4, 5)]
     weights = iter((0.0, 4.0, 5.0))
     gradient, *_ = accumulate(batches, size=3, weigh=lambda n: on_device(next(weights)))
@@ -221,13 +222,13 @@ def test_a_device_may_say_that_a_batch_counts_nothing():
     assert torch.equal(gradient, torch.zeros(3))
 
 
-def test_a_window_that_is_left_early_is_the_mean_of_what_came():
+def test_window_closed_early_is_the_mean_of_its_batches():
     batches = [torch.randn(4, 3) for _ in range(3)]
     gradient, *_ = accumulate(batches, size=8, known=False, weigh=unweighted, stop=3)
     assert torch.allclose(gradient, torch.cat(batches).mean(0), rtol=1e-6, atol=1e-7)
 
 
-def test_a_loss_that_is_evaluated_again_counts_once():
+def test_loss_evaluated_again_is_counted_once():
     window, loss = AccumulationWindow(2), torch.tensor(1.0)
     window.advance(2, False)
     window.share(loss, 4.0)
@@ -251,11 +252,11 @@ def test_weights_for_all_batches_or_for_none(weights):
     window.share(loss, weights[1])
 
 
-# --- several processes ----------------------------------------------------------------------------------------------
+# --- several ranks ----------------------------------------------------------------------------------------------------
 
 
 def test_the_mean_goes_over_the_processes_too():
-    """Two of them, whose gradients DDP averages: so this one's part is twice its share of the whole."""
+    """DDP averages the gradients of two ranks, so that this rank's factor is twice its share."""
     mine, theirs = [torch.randn(n, 3) for n in (3, 5)], [torch.randn(n, 3) for n in (1, 8)]
     gradients, corrections = [], []
     for own, other in ((mine, theirs), (theirs, mine)):
@@ -289,7 +290,7 @@ def test_weights_are_measured_by_the_mean_of_the_last_window():
 
 
 def test_a_first_window_is_measured_by_the_first_batches_of_all():
-    """One of them need not have a loss; where none has, the next ones are asked."""
+    """One of the ranks may have no loss. If none has one, the next batches are used."""
     window, loss = AccumulationWindow(3), torch.tensor(1.0)
     window.start_run(3)
     window.advance(9, False)
@@ -314,7 +315,7 @@ def test_complete_windows_are_not_corrected_on_several_processes_either():
 
 @pytest.mark.parametrize("on_a_device", [False, True])
 def test_a_window_of_one_batch_is_corrected_by_its_loss(monkeypatch, on_a_device):
-    """One number in the place of all gradients."""
+    """One number is multiplied instead of all gradients."""
     multiplied = []
     engine = Processes([9.0])
     monkeypatch.setattr(engine.gradients, "multiply_", lambda optimizers, factor: multiplied.append(factor))
@@ -334,7 +335,7 @@ def test_a_window_of_one_batch_is_corrected_by_its_loss(monkeypatch, on_a_device
 
 
 def test_a_half_precision_loss_is_multiplied_once():
-    """Not by the weight first, which may be 100,000 tokens."""
+    """The weight, which may be 100,000 tokens, is not multiplied first."""
     engine = Processes([1e5])
     window = AccumulationWindow(1)
     window.start_run(2)
@@ -344,8 +345,8 @@ def test_a_half_precision_loss_is_multiplied_once():
 
 
 @pytest.mark.parametrize(("weight", "correction"), [(1.0, 2.0), (4.0, 1.0)])
-def test_a_process_without_a_loss_does_to_the_gradients_what_the_others_do(weight, correction):
-    """Those of the others that have weights have multiplied their losses, and multiply no gradients."""
+def test_rank_without_a_loss_scales_gradients_like_the_others(weight, correction):
+    """Ranks with weights have multiplied their losses, and multiply no gradients."""
     engine = Processes([weight])
     engine.correcting = float(weight != 1.0)
     window = AccumulationWindow(1)
@@ -358,8 +359,8 @@ def test_a_process_without_a_loss_does_to_the_gradients_what_the_others_do(weigh
 
 
 @pytest.mark.parametrize("weight", [None, 3.0])
-def test_a_weight_on_some_processes_alone_is_refused_on_all(weight):
-    """One would multiply its loss, the other its gradients."""
+def test_weights_on_some_ranks_only_are_refused_on_all(weight):
+    """One rank would multiply its loss, the other its gradients."""
     engine = Processes([3.0 if weight is None else 1.0])
     engine.correcting = float(weight is None)
     window = AccumulationWindow(1)
@@ -387,7 +388,7 @@ def test_sums_over_the_processes_are_waited_for_after_the_backward_pass(monkeypa
 
 
 @pytest.mark.parametrize("last", [None, torch.ones(4, 3)])
-def test_what_a_process_has_counts_against_what_the_others_have(last):
+def test_share_of_a_rank_is_relative_to_all_ranks(last):
     gradient, *_ = accumulate([torch.ones(4, 3), last], size=2, weigh=unweighted, engine=Processes([1.0, 1.0]))
     if last is None:
         assert torch.allclose(gradient, torch.full((3,), 2 / 3))  # one of three batches, times two processes
@@ -395,7 +396,7 @@ def test_what_a_process_has_counts_against_what_the_others_have(last):
         assert torch.equal(gradient, torch.ones(3))
 
 
-def test_a_window_that_is_empty_everywhere_has_no_update():
+def test_window_empty_on_all_ranks_has_no_step():
     nothing = [None, None]
     assert accumulate(nothing, size=2, engine=Processes([None, None]))[0] is None
     window = accumulate(nothing, size=2, engine=Processes([None, 1.0]))[2]  # asserts that there is one

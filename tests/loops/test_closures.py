@@ -1,4 +1,4 @@
-"""Optimizers of other libraries are given a closure that trains: to the bit what Lightning's Trainer makes of them."""
+"""Optimizers of other libraries get a closure that trains, with the results of Lightning's Trainer bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 
 
 class SharpnessAware(SGD):
-    """Steps on the gradients of a place nearby (SAM): it evaluates the loss there once more."""
+    """Sharpness-aware minimization: steps with the gradients of a nearby point, where it evaluates the loss again."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -36,7 +36,7 @@ class SharpnessAware(SGD):
 
 
 class Perturbing(SharpnessAware):
-    """Moves first, by the gradients that are there, and evaluates once."""
+    """Moves along the existing gradients first, and evaluates once."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -53,14 +53,14 @@ class Perturbing(SharpnessAware):
 
 
 class Insisting(Adam):
-    """Has no default for its closure."""
+    """Requires a closure."""
 
     def step(self, closure: Any) -> Any:
         return super().step(closure)
 
 
 class Usual(Optimizer):
-    """What most libraries' do: they call it once, and first."""
+    """Calls the closure once, and first, as most libraries do."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -78,7 +78,7 @@ class Usual(Optimizer):
 
 
 class Wrapper(Optimizer):
-    """Leaves the step to another one, and does something of its own afterwards (Lookahead)."""
+    """Calls another optimizer, and averages afterwards (Lookahead)."""
 
     def __init__(self, params: Any, lr: float) -> None:
         self.inner = SharpnessAware(params, lr=lr)
@@ -130,19 +130,19 @@ def test_who_is_given_a_closure() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(1))]
 
     class Same(Adam):
-        """Only its constructor is new."""
+        """Replaces the constructor only."""
 
     assert [takes_closure(kind(parameters, lr=0.1)) for kind in KINDS] == [True] * len(KINDS)
     assert [needs_closure(kind(parameters, lr=0.1)) for kind in KINDS] == [False, False, True, False, False]
     scheduled = SGD(parameters, lr=0.1)
-    StepLR(scheduled, 1)  # puts itself around the step
+    StepLR(scheduled, 1)  # wraps the step
     plain = [Same(parameters), torch.optim.AdamW(parameters), torch.optim.NAdam(parameters), scheduled]
     assert [takes_closure(one) for one in plain] == [False] * len(plain)
     assert takes_closure(torch.optim.LBFGS(parameters))
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_beside_others_and_with_a_scaler_it_gets_none(precision: Any) -> None:
+def test_custom_optimizer_gets_no_closure_with_others_or_a_scaler(precision: Any) -> None:
     class Several(Other):
         def configure_optimizers(self) -> Any:
             if precision == "16-mixed":

@@ -1,4 +1,4 @@
-"""Evaluation on several processes, one of which is here; whole runs are in tests/distributed."""
+"""Evaluation on several ranks, one of them in this process. Whole runs are in tests/distributed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INF = float("inf")
 
 
 class Engine:
-    """One of two processes, whose exchanges are counted."""
+    """One of two ranks with counted collectives."""
 
     supports_uneven_evaluation = True
 
@@ -80,7 +80,7 @@ def run(engine: Engine, pace: DistributedPass, *batches: int, step: Callable[[in
         pace.finish(dataloader_idx)
 
 
-def test_ddp_exchanges_as_a_pass_begins_and_then_no_more() -> None:
+def test_ddp_exchanges_lengths_at_the_start_of_a_pass_only() -> None:
     engine = Engine()
     run(engine, pace_of(engine, Span(2, 2)), 2)
     assert engine.done == ["idle", "batch", "batch"]
@@ -92,16 +92,16 @@ def test_a_process_without_a_batch_takes_part_in_forwards_that_exchange() -> Non
     assert engine.done == ["idle", "batch", "idle", "idle", "idle"]
 
 
-def test_processes_ask_each_other_where_nobody_knows_the_number_of_batches() -> None:
+def test_ranks_agree_before_each_batch_of_unknown_lengths() -> None:
     engine = Engine(forward_runs_collectives=True, others=[True, True, False])
     run(engine, pace_of(engine, Span(0, INF), watches=False), 1)
     assert engine.done == ["idle", True, "batch", False, "idle", False, "idle", False]
-    engine = Engine()  # whose forwards exchange nothing
+    engine = Engine()  # without collectives in their forwards
     run(engine, pace_of(engine, Span(0, INF)), 1)
     assert engine.done == ["idle", "batch"]
 
 
-def test_values_of_a_batch_are_reduced_where_all_have_it() -> None:
+def test_values_of_a_batch_are_reduced_if_all_ranks_have_it() -> None:
     engine = Engine()
     pace = pace_of(engine, Span(1, 2), Span(1, 1))
     shared: list[bool] = []
@@ -128,7 +128,7 @@ def test_a_sanity_check_of_equal_length_warns() -> None:
 
 
 @pytest.mark.parametrize("spans", [(Span(2, 2),), (Span(0, INF),)])
-def test_an_exchange_is_nobody_s_business_where_all_have_partners_or_nobody_knows(spans: tuple[Span, ...]) -> None:
+def test_collectives_are_accepted_with_even_or_unknown_inputs(spans: tuple[Span, ...]) -> None:
     engine = Engine()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

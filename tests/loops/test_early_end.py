@@ -98,7 +98,7 @@ class Module(Trained):
 
 
 class Steps(Module):
-    """Steps its optimizer itself, in the hook for that."""
+    """Steps its optimizer itself in a hook."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
         optimizer.step(closure=optimizer_closure)
@@ -239,7 +239,7 @@ def test_every_path_of_a_batch_uses_an_open_window(tmp_path, make_module, argume
     assert len(seen["validations"]) == 3
 
 
-def test_a_weighted_window_is_the_mean_over_what_it_holds(tmp_path):
+def test_weighted_window_is_the_mean_of_its_batches(tmp_path):
     class Weighted(Trained):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return {"loss": super().training_step(batch, batch_idx), "weight": float(batch_idx + 1)}
@@ -359,7 +359,7 @@ def test_a_resume_around_an_early_end_is_exact(tmp_path, loader, make_module, ar
 
 
 class Draws(Module):
-    """Draws its batches itself."""
+    """Uses ``dataloader_iter``."""
 
     def training_step(self, dataloader_iter: Any) -> Any:
         batch, batch_idx, _ = next(dataloader_iter)

@@ -1,4 +1,4 @@
-"""The evaluation loop by itself, over stand-ins; whole runs against Lightning's are in the parity suite."""
+"""The evaluation loop in isolation with stand-ins. Whole runs are compared with Lightning in the parity suite."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Scope:
 
 
 class Module(nn.Module):
-    """Writes down which hooks and steps are called."""
+    """Records the called hooks and steps."""
 
     def __init__(self, calls: list[Any], own: tuple[str, ...] = ()) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def loop_of(calls: list[Any], loaders: Any, *, stage: str = "validation", step: 
 
 
 def log(loop: EvalLoop, name: str, value: float, **options: Any) -> None:
-    """What ``self.log`` in a step does."""
+    """Do the same as ``self.log`` in a step."""
     store = loop.metrics
     key = ("step", name, store.dataloader_idx)
     if key not in store.entries:
@@ -121,7 +121,7 @@ def test_one_pass_in_order() -> None:
     assert loop.loaders.epochs == [2]  # type: ignore[union-attr]
 
 
-def test_the_index_of_the_dataloader_is_passed_where_there_are_several() -> None:
+def test_dataloader_idx_is_passed_with_several_dataloaders() -> None:
     calls: list[Any] = []
     loop_of(calls, Loaders(1, 2)).run()
     assert [call[1:] for call in calls if call[0] == "validation_step"] == [(0, 0), (0, 1), (1, 1)]
@@ -166,7 +166,7 @@ def test_single_batches_are_logged_at_their_number_in_the_run() -> None:
     assert logger.rows == [(0, {"x": 0.0}), (1, {"x": 1.0}), (2, {"x": 0.0}), (3, {"x": 1.0})]
 
 
-def test_a_sanity_check_logs_and_counts_nothing() -> None:
+def test_sanity_check_changes_no_logs_and_counters() -> None:
     loop: EvalLoop
 
     def step(batch: Any, batch_idx: int) -> None:
@@ -184,7 +184,7 @@ def test_a_sanity_check_logs_and_counts_nothing() -> None:
     assert logger.rows[0][0] == 0
 
 
-def test_metrics_of_an_earlier_pass_are_forgotten() -> None:
+def test_metrics_of_an_earlier_pass_are_reset() -> None:
     loop: EvalLoop
     values = iter([1.0, 3.0, 10.0, 20.0])
 
@@ -241,7 +241,7 @@ def test_a_module_may_put_its_modes_back_itself() -> None:
     assert not loop.module.training
 
 
-def test_predictions_are_kept_where_asked_for() -> None:
+def test_predictions_are_returned_if_requested() -> None:
     loop = loop_of([], Loaders(2, 1), step=lambda batch, *where: where, stage="predict")
     vars(loop.module)["on_predict_model_eval"] = loop.module.eval
     loop.run()

@@ -1,4 +1,4 @@
-"""The training loop against the loop that one writes by hand: every loss and every weight, to the bit."""
+"""The training loop compared to a hand-written loop: every loss and every weight, bit for bit."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from trainer.precision import MixedPrecision
 from trainer.precision.cpu_fp16 import fast_fp16_kernels
 
 NAN = float("nan")
-POISON = {0: 1e30, 9: 1e30, 13: NAN}  # gains of batches whose gradients overflow, or are not numbers
+POISON = {0: 1e30, 9: 1e30, 13: NAN}  # gains of batches with gradients that overflow or are NaN
 SMALL = {"init_scale": 2.0**9, "growth_interval": 5}  # a scale that does not overflow by itself and grows soon
 
 
 def precision_and_scaler(precision: str, **options: Any) -> tuple[Any, torch.amp.GradScaler]:
-    """Our plugin, and the scaler of a hand-written loop with the same settings."""
+    """Return our plugin, and the scaler of a hand-written loop with the same settings."""
     enabled = precision == "16-mixed"
     return native_fp16(**options) if enabled else precision, torch.amp.GradScaler("cpu", enabled=enabled, **options)
 
@@ -78,7 +78,7 @@ def test_16_mixed_by_name_with_torchs_defaults_and_a_natural_overflow(tmp_path):
     trainer, trace = fit_and_watch(tmp_path, Regression(ours), batches, precision="16-mixed")
     assert_same(trace, train_by_hand(theirs, batches, precision="16-mixed"))
     assert trace.scales[0] == 65536.0
-    assert trainer.skipped_steps > 0  # 65536 is too much for this net: the test sees a skip that nobody forced
+    assert trainer.skipped_steps > 0  # this net overflows at 65536, so that a step is skipped without a gain
 
 
 def test_64_true(tmp_path):
@@ -160,7 +160,7 @@ def test_gradient_clip_val_is_short_for_the_callback(tmp_path, short):
 
 
 @pytest.mark.parametrize(("batches", "window", "steps"), [(9, 3, 3), (7, 3, 3), (2, 5, 1), (8, 4, 2)])
-def test_a_short_last_window_is_averaged_over_what_it_has(tmp_path, batches, window, steps):
+def test_short_last_window_is_the_mean_of_its_batches(tmp_path, batches, window, steps):
     ours, theirs, data = make_net(), make_net(), make_batches(batches)
     trainer, trace = fit_and_watch(tmp_path, Regression(ours), data, accumulate_grad_batches=window, max_epochs=2)
     assert_same(trace, train_by_hand(theirs, data, window=window, epochs=2))
@@ -218,7 +218,7 @@ def test_fused_momentum_that_overflows_on_the_first_step_starts_as_if_the_batch_
     batches = make_batches(6, gains={0: 1e30, 1: NAN})
     ours, theirs = make_net(), make_net()
     module = Regression(ours, make)
-    # what torch takes for the momentum must not happen to be zero
+    # torch's initial momentum is not zero by chance
     litter = [torch.full_like(p, 1e30) for p in ours.parameters() for _ in range(500)]
     del litter
     _, trace = fit_and_watch(tmp_path, module, batches, precision=native_fp16(**SMALL))
@@ -282,7 +282,7 @@ def test_step_outcome(tmp_path, fused):
     assert trainer.step_outcome is outcomes[-1]
 
 
-def test_there_is_no_outcome_before_the_first_step_and_no_norm_where_nobody_measures_one(tmp_path):
+def test_outcome_is_none_before_the_first_step_and_norm_is_none_without_clipping(tmp_path):
     trainer = make_trainer(tmp_path)
     assert trainer.step_outcome is None
     trainer.fit(Regression(), loader_of(make_batches(2)))
@@ -346,10 +346,10 @@ def test_a_fit_after_an_interrupted_one_unscales_its_gradients(tmp_path):
     assert norms[1] == norms[0]
 
 
-# --- the path -------------------------------------------------------------------------------------------------------
+# --- the batch path ---------------------------------------------------------------------------------------------------
 
 
-def test_at_most_four_functions_of_ours_between_fit_and_training_step(tmp_path):
+def test_at_most_four_own_functions_between_fit_and_training_step(tmp_path):
     home = Path(package.__file__).parent
     calls = []
 
@@ -362,7 +362,8 @@ def test_at_most_four_functions_of_ours_between_fit_and_training_step(tmp_path):
     assert calls[::-1] == ["fit", "__call__", "run", "train_batch"]
 
 
-# --- what training_step returns -------------------------------------------------------------------------------------
+# --- return values of training_step
+# -------------------------------------------------------------------------------------
 
 
 class WithNone(Regression):
@@ -558,11 +559,11 @@ def test_an_optimizers_own_zero_grad_is_called(tmp_path):
     assert cleared == [True] * 3
 
 
-# --- how long it runs -----------------------------------------------------------------------------------------------
+# --- end of training --------------------------------------------------------------------------------------------------
 
 
 class FastGradientSign(Regression):
-    """Runs a backward pass of its own, which leaves gradients with the weights."""
+    """Runs its own backward pass, which leaves gradients in the weights."""
 
     def training_step(self, batch, batch_idx):
         x, y, gain = batch
@@ -573,8 +574,8 @@ class FastGradientSign(Regression):
 
 
 @pytest.mark.parametrize("window", [1, 2])
-def test_what_a_step_leaves_in_the_gradients_is_not_trained_on(window):
-    """The first of a window, that is; as under Lightning."""
+def test_gradients_left_by_training_step_are_cleared(window):
+    """This applies to the first batch of a window, as under Lightning."""
     weights = []
     for make in (ours, lightning):
         module = FastGradientSign(make_net())
@@ -585,7 +586,7 @@ def test_what_a_step_leaves_in_the_gradients_is_not_trained_on(window):
 
 
 class SeesGradients(Regression):
-    """Notes in each step whether there are gradients."""
+    """Records in each step whether there are gradients."""
 
     def __init__(self):
         super().__init__()
@@ -601,7 +602,7 @@ class OwnZeroGrad(SeesGradients):
         self.seen.append("cleared")
 
 
-def test_a_forward_pass_that_begins_a_window_has_the_memory_of_the_gradients(tmp_path):
+def test_gradients_are_freed_before_the_first_forward_of_a_window(tmp_path):
     module = SeesGradients()
     make_trainer(tmp_path, accumulate_grad_batches=2).fit(module, loader_of(make_batches(4)))
     assert module.seen == [False, True, False, True]
@@ -630,7 +631,7 @@ def test_a_validation_has_the_memory_of_the_last_batch(tmp_path):
 
 
 class Unsized(IterableDataset):
-    """Batches that nobody has counted."""
+    """Batches without a length."""
 
     def __init__(self, batches):
         self.batches = batches
@@ -642,7 +643,7 @@ class Unsized(IterableDataset):
 @pytest.mark.parametrize("limit", [None, 20, 6, 7])
 @pytest.mark.parametrize("window", [1, 3, 4])
 def test_a_loader_of_unknown_length(tmp_path, window, limit):
-    """The last window is short, whether the data or the limit ends it; nobody knows before it is over."""
+    """The last window is short, whether the data or the limit ends it."""
     ours, theirs, batches = make_net(), make_net(), make_batches(8)
     used = batches[: limit or 8]
     last = []
@@ -749,7 +750,7 @@ class StopAt(Callback):
         ({"min_steps": 7, "min_epochs": 0}, 7),
     ],
 )
-def test_should_stop_is_heeded_once_the_minimum_is_met(tmp_path, arguments, batches):
+def test_should_stop_ends_the_fit_after_the_minimum(tmp_path, arguments, batches):
     _, trace = fit_and_watch(tmp_path, Regression(), make_batches(5), callbacks=[StopAt(2)], max_epochs=4, **arguments)
     assert len(trace.losses) == batches
 
@@ -769,7 +770,7 @@ def test_should_stop_inside_a_window_uses_the_batches_it_has(tmp_path):
 
 @pytest.mark.parametrize(("stop_at", "trained", "steps"), [(0, 0, 0), (3, 3, 1), (4, 4, 2), (5, 5, 2)])
 def test_minus_one_from_on_train_batch_start_ends_the_epoch(tmp_path, stop_at, trained, steps):
-    """Windows of 3: also where the window is open; what it holds is averaged over what it holds."""
+    """With windows of 3, also inside a window, which is averaged over its batches."""
 
     class Ending(Regression):
         def on_train_batch_start(self, batch, batch_idx):
@@ -809,7 +810,7 @@ def test_current_epoch_batch_idx_and_epoch_hooks(tmp_path):
 
 
 class Tokens(Regression):
-    """The mean over the unmasked rows of a batch; the weight is their number, as a user would count them."""
+    """The mean over the unmasked rows of a batch, with their number as weight."""
 
     def __init__(self, *args: Any, weigh: Any = lambda count: count, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -843,7 +844,7 @@ WEIGHTS = {
 @pytest.mark.parametrize("sized", [True, False])
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
 def test_a_weighted_window_is_one_big_batch(tmp_path, precision, sized, weight):
-    """Up to rounding: micro-batches with unequal counts, some without any, loaders with and without a length."""
+    """Equal up to rounding for unequal and empty micro-batches, and loaders with and without a length."""
     batches = masked_batches(7)
     assert min(int(mask.sum()) for *_, mask in batches) < max(int(mask.sum()) for *_, mask in batches)
     batches[4][2][:] = False
@@ -888,7 +889,7 @@ def test_an_infinity_in_one_micro_batch_skips_the_window_once(tmp_path, batch):
 @pytest.mark.parametrize("missing", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2)])
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_none_in_any_position_of_a_window(tmp_path, precision, missing):
-    """The others' gradients are kept, and averaged over as many as there are."""
+    """The others' gradients are kept, and averaged over their number."""
 
     class Sometimes(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -913,8 +914,8 @@ def test_none_in_any_position_of_a_window(tmp_path, precision, missing):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6 if precision == "32-true" else 2e-3)
 
 
-def test_a_window_that_is_left_early_is_a_step_for_everybody(tmp_path):
-    """The schedule's, and the loggers' axis."""
+def test_window_closed_early_counts_as_a_step(tmp_path):
+    """For the schedule and for the step of the loggers."""
 
     class Ending(Regression):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
@@ -927,7 +928,7 @@ def test_a_window_that_is_left_early_is_a_step_for_everybody(tmp_path):
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 4
 
 
-def test_the_share_of_a_batch_gives_its_loss_back(tmp_path):
+def test_share_of_a_batch_restores_its_loss(tmp_path):
     seen = []
 
     class Losses(Callback):

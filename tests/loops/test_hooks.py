@@ -1,4 +1,4 @@
-"""The order of all hooks: that of Lightning's own Trainer, run beside ours."""
+"""The order of all hooks equals that of Lightning's own Trainer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TwoStageData(LightningDataModule):
 
 
 class Scheduled(Classifier):
-    """With one schedule for each of the ways in which schedules step."""
+    """With one schedule for each way to step schedules."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
@@ -77,11 +77,11 @@ def record(make: Any, function: str, hooks_of_module: list[str], *, base: type =
 
 
 def without_known_differences(call: tuple[str, dict[str, Any], dict[str, Any]]) -> tuple[str, Any, Any]:
-    """``call`` in the form in which Lightning's and ours are equal.
+    """Return ``call`` without the known differences from Lightning.
 
-    - Lightning asks for evaluation data under ``no_grad``, and for validation data with the stage VALIDATING even
-      where there is no sanity check; we ask for all data where we are.
-    - ``gradient_clip_algorithm`` is "norm" with us where nobody said; Lightning passes on its None, which means that.
+    - Lightning requests evaluation data under ``no_grad``, and validation data with the stage VALIDATING even without
+      a sanity check; we request all data in the current stage.
+    - ``gradient_clip_algorithm`` is "norm" by default; Lightning passes its default None, which means "norm".
     """
     name, arguments, situation = call
     if name.endswith("_dataloader"):
@@ -123,7 +123,7 @@ def test_fit_calls_the_same_hooks_as_lightnings(arguments: dict[str, Any]) -> No
 @pytest.mark.parametrize("arguments", [{"max_epochs": 1, "val_check_interval": 2, "accumulate_grad_batches": 2}])
 @pytest.mark.parametrize("overridden", [[], ["training_step", "validation_step"], ["optimizer_step", *MODULE_HOOKS]],
                          ids=["callbacks only", "steps", "everything and optimizer_step"])  # fmt: skip
-def test_the_order_does_not_depend_on_what_is_overridden(overridden: list[str], arguments: dict[str, Any]) -> None:
+def test_order_is_independent_of_the_overridden_hooks(overridden: list[str], arguments: dict[str, Any]) -> None:
     theirs, mine = run_both(lambda make: record(make, "fit", overridden, **arguments))
     assert_same(theirs, mine)
 
@@ -190,10 +190,10 @@ def test_a_resumed_fit_calls_the_same_hooks_as_lightnings(tmp_path: Any) -> None
     assert_same(theirs, mine)
 
 
-# --- what only we have --------------------------------------------------------------------------------------------
+# --- additional hooks -------------------------------------------------------------------------------------------------
 
 
-def test_on_after_optimizer_step_follows_the_step_and_has_its_outcome() -> None:
+def test_on_after_optimizer_step_receives_the_outcome() -> None:
     seen: list[Any] = []
 
     class Watch(Callback):
@@ -278,7 +278,7 @@ class Scope:
         return outer
 
 
-def test_a_hook_runs_its_parts_in_order_and_returns_what_the_module_returned() -> None:
+def test_hook_runs_its_parts_in_order_and_returns_the_modules_value() -> None:
     seen: list[Any] = []
     scope = Scope()
 
@@ -300,7 +300,7 @@ def test_an_empty_hook_does_nothing() -> None:
     assert scope.entered == [None]
 
 
-def test_only_what_is_overridden_is_called() -> None:
+def test_only_overridden_hooks_are_called() -> None:
     class Quiet(Callback):
         pass
 
@@ -316,7 +316,7 @@ def test_only_what_is_overridden_is_called() -> None:
     assert made.override_of("validation_step") is not None
 
 
-def test_a_hook_set_on_the_instance_counts() -> None:
+def test_hook_set_on_the_instance_is_called() -> None:
     seen: list[str] = []
     module = Learner()
     module.on_train_start = lambda: seen.append("module")  # type: ignore[method-assign]
@@ -343,7 +343,7 @@ class Director(Classifier):
 @pytest.mark.parametrize("profiler", [None, "simple"])
 @pytest.mark.parametrize("change", ["appended", "removed", "other list", "set on a callback", "set on the module"])
 @pytest.mark.parametrize("when", ["on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_epoch_end"])
-def test_what_changes_between_epochs_is_followed_as_by_lightning(when: str, change: str, profiler: Any) -> None:
+def test_changes_between_epochs_are_used_as_in_lightning(when: str, change: str, profiler: Any) -> None:
     def scenario(make: Any) -> Calls:
         calls: Calls = []
         first, later = (recording(Callback, CALLBACK_HOOKS, name)() for name in ("first", "later"))
@@ -381,7 +381,7 @@ def test_what_changes_between_epochs_is_followed_as_by_lightning(when: str, chan
         assert ("set" if change.startswith("set") else "later.on_train_batch_end") in names
 
 
-def test_clipping_that_comes_and_goes_between_epochs_is_followed() -> None:
+def test_clipping_may_change_between_epochs() -> None:
     clipping = GradientClipping(1e-9)
     moved: list[float] = []
 
@@ -418,11 +418,11 @@ def test_the_modules_on_train_batch_start_may_end_the_epoch() -> None:
     assert plain([name for name, *_ in mine]).count("callback.on_train_batch_end") == 4
 
 
-# --- methods that are watched from outside ------------------------------------------------------------------------
+# --- methods watched by mocks -----------------------------------------------------------------------------------------
 
 
 def watch(owner: Any, base: type, prefix: str, calls: list[Any]) -> None:
-    """Put a spy around every public method of ``base`` on the instance, as mock's ``wraps`` does."""
+    """Wrap every public method of ``base`` on the instance, as mock's ``wraps`` does."""
 
     def spy(name: str, original: Any) -> Any:
         @functools.wraps(original)
@@ -441,7 +441,7 @@ def watch(owner: Any, base: type, prefix: str, calls: list[Any]) -> None:
 
 
 def shape_of(arguments: Any) -> Any:
-    """Of a checkpoint its keys and counters, of a trainer or module that it is one."""
+    """Return the keys and counters of a checkpoint, and the kind of a trainer or module."""
     if isinstance(arguments, dict) and "state_dict" in arguments:
         return sorted(arguments), arguments["epoch"], arguments["global_step"]
     if isinstance(arguments, dict):
@@ -452,7 +452,7 @@ def shape_of(arguments: Any) -> Any:
 
 
 class Watched(Manual):
-    """By hand or automatically, as it is told."""
+    """A module with manual or automatic optimization."""
 
     def __init__(self, automatic: bool) -> None:
         super().__init__()
@@ -467,9 +467,7 @@ class Watched(Manual):
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.parametrize("automatic", [True, False])
 @pytest.mark.parametrize("function", ["fit", "resumed fit", "validate", "test", "predict"])
-def test_who_watches_every_method_sees_what_happens_under_lightning(
-    function: str, automatic: bool, tmp_path: Any
-) -> None:
+def test_calls_of_mocked_methods_equal_lightnings(function: str, automatic: bool, tmp_path: Any) -> None:
     def scenario(make: Any) -> list[Any]:
         path = tmp_path / make.__name__
         arguments: dict[str, Any] = {"max_epochs": 2, "default_root_dir": path, "enable_checkpointing": True}

@@ -1,4 +1,4 @@
-"""Modules that take the optimizer into their own hands, against loops written by hand."""
+"""Manual optimization, compared to hand-written loops."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def poisoned(batches, gain=1e30):
 
 
 class Outcomes(Callback):
-    """Every outcome, once a batch that has one, and every call of the hook."""
+    """Records one outcome per batch, and every call of the hook."""
 
     def __init__(self):
         self.calls = []
@@ -80,7 +80,7 @@ class Outcomes(Callback):
 
 
 class Pair(LightningModule):
-    """Two nets, each with an optimizer of its own. ``plan(batch_idx)`` says which step, in which order.
+    """Two nets, each with its own optimizer. ``plan(batch_idx)`` returns the optimizers to step, in order.
 
     ``gains[batch_idx, turn]`` multiplies the loss of one turn.
     """
@@ -104,7 +104,7 @@ class Pair(LightningModule):
 
 
 def train_pair(batches, precision, plan, optimizer, gains, scaler=None):
-    """The same, by hand: one autocast for each forward, one ``update`` a batch."""
+    """Train the same with a hand-written loop: one autocast per forward, one ``update`` per batch."""
     nets, scaler = [make_net(0), make_net(1)], scaler or scaler_of(precision)
     optimizers = [optimizer(net.parameters()) for net in nets]
     for i, batch in enumerate(batches):
@@ -145,7 +145,7 @@ def test_two_optimizers_one_update_a_batch(tmp_path, precision, optimizer):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_overflow_in_one_loss_leaves_the_others_update_exact(tmp_path, fused):
-    """torch's ``update`` after each optimizer, as Lightning has it, would unscale the second by another scale."""
+    """torch's ``update`` after each optimizer, as in Lightning, would unscale the second with another scale."""
     make, (batch,) = partial(sgd, fused=fused), make_batches(1)
     module = Pair(lambda i: (0, 1), make, {(0, 0): 1e30})
     trainer = make_trainer(tmp_path, precision=native_fp16(init_scale=2.0**9))
@@ -185,7 +185,7 @@ class InOrder(Pair):
 @pytest.mark.parametrize("order", [("b0", "b1", "s0", "s1"), ("b0", "b1", "s1", "s0"), ("b1", "b0", "s0", "s1")])
 @pytest.mark.parametrize("optimizer", ["momentum", "adam-fused"])
 def test_the_order_of_backward_passes_and_steps_is_the_modules(tmp_path, optimizer, order):
-    """An overflow in one loss leaves the other's updates as they are, whichever comes first."""
+    """An overflow in one loss does not change the other's steps in any order."""
     gains, make, batches = {(2, 0): 1e30, (5, 1): 1e30}, OPTIMIZERS[optimizer], make_batches(8)
     module, watch = InOrder(order, make, gains), Outcomes()
     trainer = make_trainer(tmp_path, precision=plugin_of("16-mixed"), callbacks=[watch])
@@ -200,7 +200,7 @@ def test_the_order_of_backward_passes_and_steps_is_the_modules(tmp_path, optimiz
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused", "adam", "adam-fused"])
 @pytest.mark.parametrize("overflow", [None, 0, 1, 2])
 def test_an_optimizer_that_steps_several_times_a_batch(tmp_path, optimizer, overflow):
-    """n-critic. torch refuses a second ``step`` before ``update``: the loop by hand keeps the account itself."""
+    """n-critic. torch refuses a second ``step`` before ``update``: the hand-written loop resets the state itself."""
     make, batches = OPTIMIZERS[optimizer], make_batches(6)
     gains = {} if overflow is None else {(2, overflow): 1e30}
     module, watch = Pair(lambda i: (0, 0, 1), make, gains), Outcomes()
@@ -236,7 +236,7 @@ def test_an_optimizer_that_steps_several_times_a_batch(tmp_path, optimizer, over
 
 
 class Manual(Regression):
-    """A Regression by manual optimization; ``around_step`` runs between backward and step."""
+    """A Regression with manual optimization; ``around_step`` runs between backward and step."""
 
     def __init__(self, *args, **how):
         super().__init__(*args, **how)
@@ -269,7 +269,7 @@ def test_manual_equals_a_hand_written_loop(tmp_path, precision, optimizer):
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_a_forward_after_a_step_sees_the_new_weights(tmp_path, precision):
-    """``training_step`` runs in one autocast, whose weight cache must not outlive a step."""
+    """``training_step`` runs in one autocast; its cache of weights must be cleared by a step."""
     losses = []
 
     class Twice(Manual):
@@ -339,7 +339,7 @@ def test_a_norm_belongs_to_the_step_it_was_measured_in(tmp_path):
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_clipping_by_hand_sees_true_gradients(tmp_path, precision, optimizer, algorithm, wrapped):
+def test_manual_clipping_has_unscaled_gradients(tmp_path, precision, optimizer, algorithm, wrapped):
     limit, after = {"norm": 0.3, "value": 0.02}[algorithm], []
 
     class Clipping(Manual):
@@ -372,7 +372,7 @@ def test_clipping_by_hand_sees_true_gradients(tmp_path, precision, optimizer, al
             assert max(g.abs().max() for g in gradients) <= limit
 
 
-def test_accumulation_by_hand(tmp_path):
+def test_manual_accumulation(tmp_path):
     class Accumulating(Manual):
         def training_step(self, batch, batch_idx):
             optimizer = self.optimizers()
@@ -466,7 +466,7 @@ def test_schedules_are_the_modules_business(tmp_path):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_forgetting_manual_backward_is_an_error_where_the_loss_is_scaled(tmp_path, fused):
+def test_backward_without_manual_backward_is_an_error_with_loss_scaling(tmp_path, fused):
     class Forgetful(Manual):
         def manual_backward(self, loss, *args, **kwargs):
             loss.backward()
@@ -492,7 +492,7 @@ def test_stepping_without_gradients_first_and_with_them_later_in_a_batch(tmp_pat
     assert_equal_nets(ours, theirs)
 
 
-def test_what_training_step_may_return(tmp_path):
+def test_return_values_of_training_step(tmp_path):
     seen = []
 
     class Returning(Manual):
@@ -519,12 +519,12 @@ def test_what_training_step_may_return(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}])
-def test_what_the_module_does_itself_is_refused_as_an_argument(tmp_path, arguments):
+def test_arguments_unsupported_in_manual_optimization_are_refused(tmp_path, arguments):
     with pytest.raises(MisconfigurationException, match="manual optimization"):
         make_trainer(tmp_path, **arguments).fit(Manual(), loader_of(make_batches(1)))
 
 
-# --- an optimizer_step of the module's own --------------------------------------------------------------------------
+# --- an overridden optimizer_step -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -583,7 +583,7 @@ def test_an_own_optimizer_step_may_evaluate_the_closure_itself(tmp_path, precisi
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_an_own_optimizer_step_may_leave_a_step_out(tmp_path, precision):
-    """Then the schedule waits; `global_step` counts, as in Lightning, how often `optimizer_step` was called."""
+    """Schedules wait, and `global_step` counts the calls of `optimizer_step`, as in Lightning."""
 
     class Every(Regression):
         def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
@@ -689,7 +689,7 @@ def test_lbfgs_in_manual_optimization_is_exact(tmp_path, precision):
 
 
 @pytest.mark.parametrize("kind", [Regression, Manual])
-def test_lbfgs_is_refused_at_set_up_where_the_loss_is_scaled(tmp_path, kind):
+def test_lbfgs_with_loss_scaling_is_refused_at_set_up(tmp_path, kind):
     started = []
 
     class Looking(kind):
@@ -704,7 +704,7 @@ def test_lbfgs_is_refused_at_set_up_where_the_loss_is_scaled(tmp_path, kind):
 
 
 class Weighted(Regression):
-    """Batches weigh as much as their number says, or are left out."""
+    """Batches have their number as weight, or are left out."""
 
     def __init__(self, *args, weights=None, missing=(), **how):
         super().__init__(*args, **how)
@@ -729,7 +729,7 @@ class Weighted(Regression):
     ],
 )
 def test_lbfgs_evaluates_whole_windows(tmp_path, weights, missing, sized, search):
-    """Each evaluation is one of the window's mean loss, at the same weights; whether its size is known or not."""
+    """Each evaluation is the window's mean loss at the same weights, with and without a known size."""
     make = partial(lbfgs, line_search_fn=search, max_iter=6)
     ours, theirs, batches = make_net(), make_net(), make_batches(5)
     module, data = Weighted(ours, make, weights=weights, missing=missing), loader_of(batches)
@@ -759,7 +759,7 @@ def test_lbfgs_evaluates_whole_windows(tmp_path, weights, missing, sized, search
 
 
 def iter_of(loader):
-    """The same batches, of which nobody knows the number."""
+    """An iterable of the same batches without a length."""
 
     class Unsized:
         def __iter__(self):

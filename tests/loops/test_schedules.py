@@ -54,7 +54,7 @@ def schedule_of(name, interval="step", frequency=1, plateau=False, monitor=None,
     )
 
 
-def test_whose_turn_it_is():
+def test_times_of_schedules():
     stepped = []
     configs = [
         schedule_of("each step"),
@@ -87,7 +87,7 @@ def test_whose_turn_it_is():
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_metric_that_nobody_logged(strict):
+def test_missing_metric_of_a_plateau_schedule(strict):
     stepped = []
     config = schedule_of("plateau", interval="epoch", plateau=True, monitor="val_loss", strict=strict)
     schedules = Schedules([config], lambda *args: stepped.append(args), lambda: {"train_loss": 1})
@@ -116,7 +116,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_rates_are_those_of_a_hand_written_loop(tmp_path, precision, schedule, interval, optimizer, window):
-    """A skipped step advances no schedule; an overflow in the very first does not make torch warn."""
+    """A skipped step does not advance schedules; torch does not warn about an overflow in the first step."""
     make, scaled = OPTIMIZERS[optimizer], precision == "16-mixed"
     batches = make_batches(10, gains=POISON if scaled else {})
     ours, theirs = make_net(), make_net()
@@ -306,7 +306,7 @@ def test_a_plateau_schedule_with_a_frequency_reads_every_validation(tmp_path):
 
 
 def test_a_plateau_schedule_counts_the_update_of_a_window_that_is_closed_early(tmp_path):
-    """Otherwise its turn is missed, if it falls on that update."""
+    """Otherwise the schedule would miss this step."""
     read = []
 
     class Skips(Regression):
@@ -332,7 +332,7 @@ def test_a_plateau_schedule_counts_the_update_of_a_window_that_is_closed_early(t
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize(("frequency", "expected"), [(1, [4, 3, 2, 1, 0.5]), (2, [8, 4, 4, 2, 2])])
 def test_a_schedule_may_count_batches(tmp_path, frequency, expected):
-    """``"step"`` counts updates: inside a window it waits; ``"batch"`` does not."""
+    """``"step"`` counts optimizer steps, and ``"batch"`` batches."""
     schedule = partial(lr_scheduler.LambdaLR, lr_lambda=lambda n: [80, 40, 30, 20, 10, 5][n])
     if frequency == 2:
         schedule = partial(lr_scheduler.LambdaLR, lr_lambda=lambda n: [80, 40, 20][n])
@@ -342,7 +342,7 @@ def test_a_schedule_may_count_batches(tmp_path, frequency, expected):
 
 
 class Plateau(Regression):
-    """Logs a value that stops falling, which a plateau schedule watches."""
+    """Logs a value that stops falling, monitored by a plateau schedule."""
 
     def __init__(self, values, monitor="value", **how):
         super().__init__(make_net(), schedule=self.plateau, monitor=monitor, **how)
@@ -385,7 +385,7 @@ def test_a_plateau_schedule_watches_validation(tmp_path):
     assert rates == [0.1, 0.1, 0.05, 0.05]
 
 
-def test_a_plateau_schedule_by_steps_does_not_judge_a_skipped_one(tmp_path):
+def test_plateau_schedule_by_steps_ignores_a_skipped_step(tmp_path):
     module = Plateau([3.0, 4.0, 9.0, 2.0, 2.5], interval="step")
     _, trace = fit_and_watch(tmp_path, module, make_batches(5, gains={2: 1e30}), precision=native_fp16(**SMALL))
     rates = trace.rates  # recorded in on_train_batch_end: before the batch's own plateau step

@@ -1,6 +1,6 @@
-"""When it is found out what became of an update: on a GPU with a fused optimizer, late, so that nobody waits.
+"""Times at which the outcome of a step is read: late with a fused optimizer on a GPU, without a synchronization.
 
-Here a CPU plays the GPU: the scaler is made to believe that what a fused optimizer found is not on the host yet.
+The GPU is simulated: the scaler treats the result of a fused optimizer on the CPU as not available yet.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trainer.callbacks import GradientClipping, ScaleMonitor
 
 POISON = {0: 1e30, 4: 1e30, 5: float("nan"), 9: 1e30, 19: 1e30}
 SMALL = {"init_scale": 2.0**9, "growth_interval": 5}
-UNIMPORTANT = {"log_every_n_steps": 0}  # a row for the loggers settles; here nobody wants one
+UNIMPORTANT = {"log_every_n_steps": 0}  # a row for the loggers reads the outcome; disabled here
 
 
 def clip(parameters: Any) -> torch.Tensor:
@@ -40,7 +40,7 @@ def clip(parameters: Any) -> torch.Tensor:
 
 
 class RatesOfUpdates(Watch):
-    """The learning rate and, where there is one, the momentum of each update."""
+    """Records the learning rate, and the momentum if there is one, of each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,12 +146,12 @@ def test_the_host_waits_for_an_update_when_the_next_backward_pass_is_queued(tmp_
 
 @pytest.mark.parametrize("optimizer", ["momentum-fused", "adam-fused", "adamw-fused"])
 def test_a_steady_step_reads_nothing_from_the_device(tmp_path, late, monkeypatch, optimizer):
-    """With clipping, accumulation and the monitor on, the only read is that of ``Readback``."""
+    """With clipping, accumulation and the monitor, the only read is that of ``Readback``."""
     reads: list[str] = []
 
     class Steady(Watch):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx in (4, 19):  # from where momentum exists, to the last batch
+            if batch_idx in (4, 19):  # from the first step with momentum to the last batch
                 toggle(batch_idx == 4)
 
         def on_train_batch_end(self, *_: Any) -> None: ...
@@ -198,7 +198,7 @@ def save(trainer: Any) -> None:
 
 
 @pytest.mark.parametrize("ask", [ask_outcome, ask_skips, save])
-def test_whoever_asks_gets_the_outcome_at_once(tmp_path, late, ask):
+def test_readers_get_the_outcome_immediately(tmp_path, late, ask):
     seen: list[Any] = []
 
     class Ask(Watch):
@@ -323,7 +323,7 @@ def test_only_the_schedule_of_the_optimizer_that_skipped_stays(tmp_path, late, f
 
 
 class Averaging(Watch):
-    """What a user would write with torch's class."""
+    """Update an average with torch's class, as a user would."""
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self.average = AveragedModel(module.net, avg_fn=get_ema_avg_fn(0.8))
@@ -334,7 +334,7 @@ class Averaging(Watch):
 
 
 class Told(WeightAveraging):
-    """A subclass that wants to hear of every batch."""
+    """A subclass that handles every batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,7 +368,7 @@ def average_by_hand(optimizer: Any, batches: Any, window: int, make: Any) -> Ave
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused", "adam-fused"])
 @pytest.mark.parametrize("kind", ["swa", "ema", "told", "own"])
 def test_averages_leave_skipped_steps_out(tmp_path, late, kind, optimizer, window):
-    """Lightning's callbacks, unmodified, and torch's class in one of a user."""
+    """Lightning's callbacks, unmodified, and torch's class in a custom one."""
     kinds = {"swa": WeightAveraging, "ema": partial(EMAWeightAveraging, decay=0.8), "told": Told, "own": Averaging}
     callback: Any = kinds[kind]()
     average = {} if kind in ("swa", "told") else {"avg_fn": get_ema_avg_fn(0.8)}
@@ -396,11 +396,11 @@ def test_averages_leave_skipped_steps_out(tmp_path, late, kind, optimizer, windo
         assert callback.batches == 16
 
 
-# --- what others do meanwhile ---------------------------------------------------------------------------------------
+# --- readers inside a step --------------------------------------------------------------------------------------------
 
 
 class Reads(Watch):
-    """Asks for the scale, where a gradient penalty would."""
+    """Reads the scale, as a gradient penalty would."""
 
     def __init__(self, hook: str) -> None:
         super().__init__()
@@ -411,7 +411,7 @@ class Reads(Watch):
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
-def test_who_asks_for_the_scale_takes_the_outcome_from_nobody(tmp_path, late, hook):
+def test_reading_the_scale_keeps_the_outcome_for_others(tmp_path, late, hook):
     module = Regression(optimizer=OPTIMIZERS["sgd-fused"], schedule=SCHEDULES["linear"], interval="step")
     watch = Reads(hook)
     trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), callbacks=[watch], **UNIMPORTANT)
@@ -421,7 +421,7 @@ def test_who_asks_for_the_scale_takes_the_outcome_from_nobody(tmp_path, late, ho
 
 
 def test_an_interrupted_run_is_settled(tmp_path, late):
-    """So that "interrupt, then save" works, and what was skipped is counted."""
+    """A save after an interruption has the outcome, and skipped steps are counted."""
 
     class Interrupt(Watch):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
@@ -441,7 +441,7 @@ def test_an_interrupted_run_is_settled(tmp_path, late):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_what_a_user_sets_in_the_groups_is_not_taken_back(tmp_path, late, fused):
+def test_values_set_by_the_user_in_groups_are_not_rolled_back(tmp_path, late, fused):
     used = []
 
     class WarmUp(Watch):
@@ -459,7 +459,7 @@ def test_what_a_user_sets_in_the_groups_is_not_taken_back(tmp_path, late, fused)
 
 
 class Counting(lr_scheduler.LRScheduler):
-    """Keeps a list of its own, in place."""
+    """Keeps its own list, updated in place."""
 
     def __init__(self, optimizer: Any) -> None:
         self.steps: list[int] = []
@@ -471,7 +471,7 @@ class Counting(lr_scheduler.LRScheduler):
 
 
 class OwnStep(Regression):
-    """Counts for itself when its schedule steps."""
+    """Counts steps of its schedule itself."""
 
     calls = 0
 

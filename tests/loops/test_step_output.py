@@ -1,4 +1,4 @@
-"""What ``training_step`` may return."""
+"""Return values of ``training_step``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.errors import ConfigurationError
 from trainer.loops.step_output import loss_in, outputs_of, weight_in
 
 
-def test_the_loss_and_the_weight_beside_it():
+def test_loss_and_weight_in_a_dict():
     loss = torch.tensor(2.0)
     assert loss_in({"loss": loss}) == (loss, None)
     assert loss_in({"loss": loss, "weight": torch.tensor(3)}) == (loss, 3.0)
@@ -37,7 +37,7 @@ def test_something_else(output, message):
         loss_in(output)
 
 
-def test_what_the_end_of_the_batch_is_told():
+def test_outputs_of_on_train_batch_end():
     share = torch.tensor(1.0, requires_grad=True) * 2
     assert outputs_of(None, None) == outputs_of(None, {"extra": 1}) == outputs_of(share, None) == {}
     assert outputs_of(share, share) == {"loss": 2.0}
@@ -50,7 +50,7 @@ def test_what_the_end_of_the_batch_is_told():
 
 
 class ReturnsMore(Classifier):
-    """Returns its loss in one of several ways, with values that have a graph."""
+    """Returns its loss in one of several forms, with values that have a graph."""
 
     def __init__(self, automatic: bool, kind: str) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class ReturnsMore(Classifier):
 
     def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
         norm = None
-        if "scores" in outputs and not self.automatic_optimization:  # an optimizer step changes what it needs
+        if "scores" in outputs and not self.automatic_optimization:  # an optimizer step changes saved tensors
             outputs["scores"].sum().backward()
             norm = self.net[0].weight.grad.norm()
         self.note(outputs, norm)
@@ -93,7 +93,7 @@ class ReturnsMore(Classifier):
     [(automatic, kind) for automatic in (True, False) for kind in ("tensor", "loss last", "loss first")]
     + [(False, "no loss")],
 )
-def test_the_end_of_a_batch_receives_what_it_receives_from_lightning(automatic: bool, kind: str) -> None:
+def test_outputs_of_on_train_batch_end_equal_lightnings(automatic: bool, kind: str) -> None:
     """Only the loss is detached: a backward pass from another value works, and evaluation changes nothing."""
 
     def scenario(make: Any) -> Any:
@@ -108,7 +108,7 @@ def test_the_end_of_a_batch_receives_what_it_receives_from_lightning(automatic: 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
 def test_manual_optimization_may_run_backward_from_an_output(tmp_path: Any, precision: str) -> None:
-    """The loss is made of ``outputs["pred"]`` in ``on_train_batch_end``, which steps as well."""
+    """The loss is computed from ``outputs["pred"]`` in ``on_train_batch_end``, which also steps."""
 
     class LateLoss(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -150,7 +150,7 @@ def test_a_weight_is_a_number_on_the_host(weight):
     assert type(read) is float
 
 
-def test_a_weight_on_a_device_may_be_left_there():
+def test_weight_on_a_device_is_not_read():
     weight = weight_in({"weight": torch.ones(1, dtype=torch.int64, device="meta")}, reads=False)
     assert (weight.shape, weight.dtype, weight.device.type) == ((), torch.float32, "meta")
 

@@ -1,7 +1,7 @@
 """Manual optimization with steps in hooks after ``training_step``, compared to hand-written loops.
 
-The rule: a step is finished (scale, outcome, averages) before the next backward pass, before anything is read or saved,
-and when the run ends, whichever hook has taken it.
+A step in any hook is completed (scale, outcome, averages) before the next backward pass, before a read or save, and at
+the end of the run.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ HOOKS = [
 
 
 def due(hook: str, index: int) -> bool:
-    """Whether the hook steps, after ``index`` batches: of those around a batch every second one."""
+    """Return whether the hook steps after ``index`` batches: hooks of batches do so every second time."""
     return index % 2 == 0 if "batch" in hook else True
 
 
 class StepsIn(Regression):
-    """Does backward passes in ``training_step``, and steps and zeroes in a hook of the module or of a callback."""
+    """Runs backward passes in ``training_step``, and steps in a hook of the module or of a callback."""
 
     def __init__(self, hook: str, *args: Any, gains: dict[int, float] | None = None, **how: Any) -> None:
         super().__init__(*args, **how)
@@ -87,7 +87,7 @@ class StepsIn(Regression):
 
 
 def moments(hook: str) -> list[int]:
-    """After how many batches the hook steps."""
+    """Return the numbers of batches after which the hook steps."""
     name = hook.split(".")[1]
     every, total = range(1, BATCHES * EPOCHS + 1), BATCHES * EPOCHS
     return {
@@ -101,7 +101,10 @@ def moments(hook: str) -> list[int]:
 
 
 def train_by_hand(hook: str, precision: str, optimizer: Any, gains: dict[int, float]) -> Any:
-    """The loop by hand, with one ``update`` after each step. Returns net, scaler, steps skipped, and an average."""
+    """Train with a hand-written loop and one ``update`` per step.
+
+    Returns net, scaler, skipped steps, and an average.
+    """
     net, scaler, batches = make_net(), scaler_of(precision), make_batches(BATCHES)
     stepper, average, skips = optimizer(net.parameters()), None, 0
     for index in range(BATCHES * EPOCHS):
@@ -129,7 +132,7 @@ def train_by_hand(hook: str, precision: str, optimizer: Any, gains: dict[int, fl
     *(("16-mixed", hook) for hook in HOOKS),
     *((precision, hook) for precision in PRECISIONS[:2] for hook in HOOKS[::4]),
 ])  # fmt: skip
-def test_a_step_in_any_hook_is_that_of_a_loop_by_hand(tmp_path, precision, hook, optimizer):
+def test_step_in_any_hook_equals_a_hand_written_loop(tmp_path, precision, hook, optimizer):
     gains = POISON if precision == "16-mixed" else {}
     make, outcomes = OPTIMIZERS[optimizer], Outcomes()
     module = StepsIn(hook, make_net(), make, gains=gains)
@@ -149,7 +152,7 @@ def test_a_step_in_any_hook_is_that_of_a_loop_by_hand(tmp_path, precision, hook,
 
 
 def fit(folder: Any, hook: str, *callbacks: Any, optimizer: Any = sgd, **arguments: Any) -> tuple[Any, StepsIn]:
-    """A fit in 16-mixed with three overflows, and with validations every second batch if a hook needs them."""
+    """Fit in 16-mixed with three overflows, and with validations every second batch if a hook needs them."""
     module = StepsIn(hook, make_net(), optimizer, gains=POISON)
     options: dict[str, Any] = {"max_epochs": EPOCHS, "val_check_interval": 2, "num_sanity_val_steps": 0}
     options["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
@@ -160,7 +163,7 @@ def fit(folder: Any, hook: str, *callbacks: Any, optimizer: Any = sgd, **argumen
 
 
 class SaveAll(ModelCheckpoint):
-    """A checkpoint after each batch, validation and epoch."""
+    """Writes a checkpoint after each batch, validation and epoch."""
 
     def __init__(self, folder: Any, *, saves: bool) -> None:
         super().__init__(folder, save_top_k=-1, every_n_train_steps=1)
@@ -205,7 +208,7 @@ def test_an_average_holds_every_step_and_no_skipped_one(tmp_path, hook, optimize
     "module.on_validation_epoch_end", "callback.on_validation_end",
 ])  # fmt: skip
 def test_each_checkpoint_resumes_exactly(tmp_path, hook):
-    """Also those after an overflow, and inside an accumulation window. The average is compared, too."""
+    """Also after an overflow, and inside an accumulation window. The average is compared, too."""
 
     def run(*, saves: bool = False, **arguments: Any) -> Any:
         callbacks = EMAWeightAveraging(decay=0.5), SaveAll(tmp_path / "saved", saves=saves)
@@ -242,7 +245,7 @@ def test_a_step_is_finished_when_its_outcome_is_read_in_the_same_hook(tmp_path, 
     assert read == [(i == 0, 1, True) for i in range(len(moments(hook)))]
 
 
-def test_a_step_of_an_interrupted_run_counts(tmp_path):
+def test_step_of_an_interrupted_run_is_completed(tmp_path):
     class Breaks(StepsIn):
         def step_if_due(self, *_: Any) -> None:
             super().step_if_due()
@@ -261,7 +264,7 @@ def test_a_step_of_an_interrupted_run_counts(tmp_path):
 
 
 def true_gradients(net: nn.Module, batch: Any, scale: float, gain: float) -> list[torch.Tensor]:
-    """Those of one loss, unscaled."""
+    """Return the unscaled gradients of one loss."""
     with forward_context("16-mixed"):
         loss = loss_of(net, batch) * gain
     gradients = torch.autograd.grad(loss * scale, list(net.parameters()))
@@ -302,7 +305,7 @@ class Accumulates(Pair):
 @pytest.mark.parametrize("where", ["training_step", "on_train_batch_end"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam-fused"])
 def test_gradients_that_accumulate_follow_the_scale(tmp_path, request, optimizer, where, clips):
-    """The scale grows and falls while they do: by the other optimizer's steps."""
+    """The other optimizer's steps change the scale meanwhile."""
     if optimizer.endswith("fused"):
         request.getfixturevalue("late")
     gains, make, batches = {(1, 1): 1e30, (4, 0): 1e30, (9, 1): 1e30}, OPTIMIZERS[optimizer], make_batches(12)
@@ -339,7 +342,7 @@ def test_gradients_that_accumulate_follow_the_scale(tmp_path, request, optimizer
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_clipped_gradient_without_a_step_is_forgotten_with_it(tmp_path, precision):
+def test_clipped_gradient_without_a_step_is_unscaled_again(tmp_path, precision):
     """The module skips steps with a large norm. The next gradients must be unscaled again."""
 
     class LeavesOut(Manual):
@@ -368,7 +371,7 @@ def test_a_clipped_gradient_without_a_step_is_forgotten_with_it(tmp_path, precis
 
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused"])
 def test_a_backward_pass_in_a_hook_has_the_scale_of_after_the_step(tmp_path, optimizer):
-    """``on_train_batch_end`` of a GAN that trains its second net there, on what the first one's step has left."""
+    """The hook ``on_train_batch_end`` of a GAN trains its second net after the first one's step."""
 
     class TrainsInHook(Pair):
         def training_step(self, batch: Any, batch_idx: int) -> None:

@@ -93,7 +93,7 @@ class Unsized:
     ("32-true", "sgd"), ("32-true", "adam-fused"), ("bf16-mixed", "momentum-fused"), ("bf16-mixed", "adamw"),
     ("16-mixed", "sgd"), ("16-mixed", "adam-fused"), ("16-mixed", "momentum-fused"),
 ])  # fmt: skip
-def test_a_weight_on_a_device_does_what_one_on_the_host_does(cuda, tmp_path, precision, optimizer, window):
+def test_weight_on_a_device_equals_one_on_the_host(cuda, tmp_path, precision, optimizer, window):
     on_host = fit(tmp_path, "float", precision, optimizer, window)
     on_device = fit(tmp_path, "tensor", precision, optimizer, window)
     assert on_device == on_host
@@ -133,7 +133,7 @@ class Weighted(Regression):
     ("32-true", 1, ["an event"]), ("16-mixed", 1, ["an event", "an event"]), ("32-true", 2, ["local_scalar_dense"]),
 ])  # fmt: skip
 def test_how_a_weight_on_a_device_is_read(cuda, tmp_path, precision, window, waits):
-    """By an event that is recorded before the backward pass, or, if batches accumulate, before it begins."""
+    """With an event that is recorded before the backward pass, or at the next backward pass if batches accumulate."""
     plugin: Any = MixedPrecision("float16", init_scale=2.0**9) if precision == "16-mixed" else precision
     watch, module = Watch(), Weighted(make_net(), OPTIMIZERS["adam-fused"])
     trainer = make_trainer(
@@ -154,7 +154,7 @@ def test_an_impossible_weight_on_a_device_is_refused(cuda, tmp_path, weight, win
 
 
 def test_a_batch_that_an_elastic_order_leaves_out_contributes_nothing(tmp_path, monkeypatch):
-    """Its weight is 0 whatever ``training_step`` returns, and its gradients may be NaN."""
+    """Its weight is 0 for any result of ``training_step``, and its gradients may be NaN."""
     nets = []
     for left_out in (False, True):
         module = Regression(make_net(), OPTIMIZERS["adam"])

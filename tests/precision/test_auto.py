@@ -1,4 +1,4 @@
-"""The precision that the device has hardware for, and what is said about it."""
+"""The precision selected for the device's hardware, and its message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOGGER = "lightning.pytorch.utilities.rank_zero"
 
 @pytest.fixture
 def hardware(monkeypatch):
-    """Gives every device bfloat16, Tensor Cores, both or neither."""
+    """Simulate a device with bfloat16, Tensor Cores, both or neither."""
 
     def give(bfloat16: bool, cores: bool) -> None:
         monkeypatch.setattr(auto, "native_bfloat16", lambda device: bfloat16)
@@ -39,14 +39,14 @@ def hardware(monkeypatch):
         ("mps", False, False, "32-true", "torch cannot tell whether this MPS device computes in bfloat16 natively"),
     ],
 )
-def test_which_and_why(hardware, device, bfloat16, cores, name, reason):
+def test_selection_and_its_reason(hardware, device, bfloat16, cores, name, reason):
     hardware(bfloat16, cores)
     plugin, why = AutoPrecision().choose(torch.device(device))
     assert (plugin.name, why) == (name, reason)
 
 
 @pytest.mark.parametrize(("bfloat16", "name"), [(True, "bf16-mixed"), (False, "32-true")])
-def test_a_trainer_takes_its_name_and_says_so_once(tmp_path, hardware, caplog, bfloat16, name):
+def test_trainer_logs_the_selected_name_once(tmp_path, hardware, caplog, bfloat16, name):
     hardware(bfloat16, False)
     with caplog.at_level(logging.INFO, LOGGER):
         trainer = make_trainer(tmp_path, precision="auto")
@@ -76,7 +76,7 @@ def test_only_the_first_process_speaks(hardware, caplog, monkeypatch):
 
 
 @pytest.mark.parametrize(("cores", "dtype"), [(True, torch.float16), (False, torch.float32)])
-def test_settings_reach_what_is_chosen(hardware, cores, dtype):
+def test_settings_reach_the_selected_precision(hardware, cores, dtype):
     hardware(False, cores)
     settings = {"init_scale": 8.0, "growth_interval": 5, "fp32_modules": ["4"], "cpu_kernels": "native"}
     plugin = AutoPrecision(**settings).for_device(CPU)
@@ -98,7 +98,7 @@ def test_settings_that_nothing_could_take():
         AutoPrecision(init_scal=1.0)
 
 
-def test_every_other_plugin_stays_what_it_is():
+def test_other_plugins_are_kept():
     for name in ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"):
         plugin = resolve_precision(name)
         assert plugin.for_device(CPU) is plugin

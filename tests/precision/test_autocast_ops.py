@@ -1,4 +1,4 @@
-"""CUDA's autocast lists on a CPU: against torch's own, operation by operation, and what happens around them."""
+"""CUDA's autocast lists on a CPU: compared to torch's own, operation by operation, and in a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rand(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
 
 
 def arguments(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
-    """Arguments for each operation of CUDA's lists, floating-point ones in this dtype."""
+    """Return floating-point arguments of this dtype for each operation of CUDA's lists."""
 
     def r(*shape: int) -> Tensor:
         return rand(*shape, dtype=dtype)
@@ -169,7 +169,7 @@ def arguments(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
 
 
 def left_alone(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
-    """Of operations in a CPU's list alone, which CUDA's autocast leaves as they are."""
+    """Operations in the CPU's list only, which CUDA's autocast does not cast."""
 
     def r(*shape: int) -> Tensor:
         return rand(*shape, dtype=dtype)
@@ -210,7 +210,7 @@ def overload(name: str) -> Any:
 
 
 def dtype_of(name: str, args: tuple[Any, ...]) -> torch.dtype | str:
-    """What comes out, or of what is refused the message."""
+    """Return the dtype of the result, or the error."""
     try:
         result = overload(name)(*args)
     except (RuntimeError, NotImplementedError) as error:
@@ -225,7 +225,7 @@ def each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def on_cuda(name: str, args: tuple[Any, ...], dtype: torch.dtype) -> torch.dtype | str:
-    """The same of CUDA's autocast, from torch's own kernels for it; tensors without values, no GPU."""
+    """Return the same for torch's CUDA autocast kernels, with tensors without values and without a GPU."""
     with FakeTensorMode(), cuda_autocast(dtype):
         found = dtype_of(name, each(args, lambda one: torch.empty(one.shape, dtype=one.dtype, device="cuda")))
     if str(found).startswith("Found no NVIDIA driver"):
@@ -245,7 +245,7 @@ def test_each_operation_of_cudas_lists(name):
 
 
 @pytest.mark.parametrize("name", left_alone(HALF))
-def test_what_cudas_lists_leave_alone(name):
+def test_operations_outside_cudas_lists_are_not_cast(name):
     args = left_alone(HALF)[name]
     with cuda_autocast_ops(), torch.autocast("cpu", HALF):
         result = dtype_of(name, args)
@@ -267,7 +267,7 @@ def lists_of_torch() -> dict[str, set[str]]:
 
 @pytest.mark.skipif(not HEADER.exists(), reason="torch was installed without its headers")
 def is_of_named_dimensions(name: str) -> bool:
-    """Named tensors never left their beginnings; torch 2.10 still has them."""
+    """torch 2.10 still has operators for named tensors, a removed prototype."""
     return "names" in name or "dimname" in name.lower()
 
 
@@ -281,7 +281,7 @@ def test_the_lists_are_those_of_torchs_header():
 
 
 def test_no_operation_of_the_lists_is_untested():
-    """torch says which have a kernel of autocast's for CUDA; those for cuDNN, and a CPU's own, are not ours."""
+    """torch lists the operations with a CUDA autocast kernel; our lists omit those of cuDNN, and of CPUs only."""
     tested = set(ARGUMENTS) | {"linalg_matrix_sqrth"}  # the last: in 16 bits on both
     cudnn = {"cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn"}
     ours = {name for name in autocast_ops._registered("AutocastCUDA") if not is_of_named_dimensions(name)}
@@ -399,7 +399,7 @@ def test_double_backward_vmap_and_a_compiled_graph():
     assert fast.dtype is FLOAT
 
 
-def test_names_what_differs():
+def test_differences_are_named():
     with ops_that_differ() as found, torch.autocast("cpu", HALF):
         (x16 @ x16.T).relu().pow(2).mean()
         x16.log_softmax(1)
@@ -439,7 +439,7 @@ def test_every_thread_sees_them():
 
 
 class Squares(nn.Module):
-    """A net whose output is what a loss of one's own makes of it: in 16 bits on a CPU, in float32 on CUDA."""
+    """A net with a custom loss: in 16 bits on a CPU, in float32 on CUDA."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -483,7 +483,7 @@ def test_devices_that_cannot(device):
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
-def test_on_cuda_it_is_nothing_else():
+def test_lists_change_nothing_on_cuda():
     cuda = plugin()
     with cuda.session(nn.Linear(2, 2), torch.device("cuda")):
         assert not autocast_ops._replacement.users

@@ -1,4 +1,4 @@
-"""The protocol: what the Trainer asks of a plugin, and in which order."""
+"""The protocol of plugins: the calls of the Trainer, and their order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.precision import LossScaler, Precision, base
 
 
 class Noting(Precision):
-    """A plugin of a user's own that notes what is asked of it."""
+    """A custom plugin that records its calls."""
 
     name = "noting"
 
@@ -58,7 +58,7 @@ class Noting(Precision):
 
 
 class Stepping(Regression):
-    """Notes the steps and the backward among the plugin's calls."""
+    """Records the steps and the backward pass among the plugin's calls."""
 
     def __init__(self, calls):
         super().__init__()
@@ -105,7 +105,7 @@ def test_the_order_of_an_evaluation(tmp_path, stage):
     assert plugin.calls == ["convert_module", "session in", "0 optimizers", *EVAL * 2, "session out"]
 
 
-def test_the_session_ends_where_a_run_fails(tmp_path):
+def test_session_ends_if_a_run_fails(tmp_path):
     class Failing(Regression):
         def training_step(self, batch, batch_idx):
             raise KeyError("in the forward")
@@ -127,7 +127,7 @@ def test_the_session_ends_where_a_run_fails(tmp_path):
 
 
 def test_the_worked_example(tmp_path):
-    """The code in the docstring of the module, as it stands there."""
+    """The example in the module's docstring."""
     example = inspect.getdoc(base).partition("if the GPU has them::")[2]
     names = {"Precision": Precision, "contextmanager": contextmanager, "torch": torch, "Trainer": lambda **kwargs: None}
     exec(textwrap.dedent(example), names)

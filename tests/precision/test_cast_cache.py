@@ -1,4 +1,7 @@
-"""Casts that torch 2.10 keeps without a graph, and weights that change. See also test_autocast, test_weight_changes."""
+"""Casts that torch 2.10 caches without a graph, and weights that change.
+
+See also test_autocast, test_weight_changes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def autocast() -> torch.autocast:
 
 @pytest.fixture
 def clearings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """As on a torch that needs the remedy; grows with each clearing of the cache."""
+    """Count the clearings of the cache as on a torch with the bug."""
     monkeypatch.setattr(cast_cache, "loses_gradients", lambda: True)
     counted: list[int] = []
     clear = torch.clear_autocast_cache
@@ -37,7 +40,7 @@ def test_torch_2_10_needs_it_and_torch_2_11_does_not():
 
 
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.11"), reason="needs the remedy")
-def test_where_torch_is_right_nothing_is_added():
+def test_no_workaround_if_torch_is_fixed():
     context = autocast()
     assert with_trusted_cache(context) is context
     for enabled in (True, False):
@@ -49,7 +52,7 @@ def test_where_torch_is_right_nothing_is_added():
                 assert torch.is_autocast_cache_enabled() is enabled
 
 
-def test_the_cache_is_emptied_where_gradients_come_back(clearings):
+def test_cache_is_cleared_when_gradients_are_enabled(clearings):
     x, weight = torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)
     context = with_trusted_cache(autocast())
     for _ in range(2):  # one object, used again and again
@@ -76,7 +79,7 @@ def test_it_ends_with_an_error(clearings):
     with pytest.raises(KeyError), with_trusted_cache(autocast()):
         raise KeyError
     assert not torch.is_autocast_enabled("cpu")
-    assert clearings == [1]  # autocast's own, where it ends
+    assert clearings == [1]  # autocast's own clearing at its end
     with torch.no_grad():
         torch.ones(1) + 1
     torch.ones(1) + 1
@@ -84,7 +87,7 @@ def test_it_ends_with_an_error(clearings):
 
 
 class Steps:
-    """A plugin in a session, the steps that it has seen, and its observations of the last one."""
+    """A plugin in a session, its steps, and its observations of the last one."""
 
     def __init__(self, net: nn.Module, **arguments: Any) -> None:
         self.plugin, self.net = MixedPrecision("bfloat16", **arguments), net
@@ -144,8 +147,8 @@ READS: dict[str, Callable[[nn.Linear], Any]] = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_access_to_weights_that_casts_nothing_is_no_use(read):
-    """A step that does it after the only use of the weights needs no cache, and nothing in it is stale."""
+def test_weight_access_without_a_cast_does_not_count_as_use(read):
+    """Accesses without a cast after the only use of the weights need no cache and cause no stale values."""
     steps = Steps(nn.Linear(2, 2))
     with steps.plugin.session(steps.net, torch.device("cpu")):
         for _ in range(WATCHED_STEPS):
@@ -153,7 +156,7 @@ def test_access_to_weights_that_casts_nothing_is_no_use(read):
         assert steps() == "uncached"
 
 
-def test_what_the_watch_adds_to_modules_and_torch_is_undone():
+def test_changes_of_modules_and_torch_are_undone():
     net, steps = nn.Sequential(nn.Linear(2, 2)), Steps(nn.Linear(2, 2))
     hooks = len(optimizers._global_optimizer_post_hooks)
     for uses in (1, 2):
@@ -176,7 +179,7 @@ def test_a_step_that_fails_is_not_counted():
         assert steps() == "watched"
 
 
-def test_what_has_no_storage_or_version_is_accepted():
+def test_tensors_without_storage_or_version_are_accepted():
     """Tensors of torch.func, sparse tensors and inference tensors."""
     net = nn.Linear(2, 2)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""What is compiled trains to the weights that it trains to uncompiled, also where a part of it runs in float32."""
+"""Compiled modules train to the weights of eager ones, also if a part runs in float32."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 class InFloat32(nn.Sequential):
-    """A part that switches autocast off by itself."""
+    """A part that disables autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
@@ -58,7 +58,7 @@ def test_weights_are_those_of_the_uncompiled_run(tmp_path: Path, way: str, dtype
 
 
 def test_gradients_of_a_part_in_float32_do_not_overflow(tmp_path: Path) -> None:
-    """In float16 the products of this backward pass would: 1e3 from the loss, times 100 of the weights."""
+    """In float16 the products of this backward pass would overflow: 1e3 from the loss, times 100 from the weights."""
 
     class Steep(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -77,7 +77,7 @@ def test_gradients_of_a_part_in_float32_do_not_overflow(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("users", [None, [{"device_type": "cpu"}]])
-def test_the_setting_is_the_runs_alone_and_a_users_stays(tmp_path: Path, users: Any) -> None:
+def test_cache_setting_is_restored_after_a_run(tmp_path: Path, users: Any) -> None:
     seen = []
 
     class Looking(Regression):

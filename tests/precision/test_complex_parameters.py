@@ -58,7 +58,7 @@ def as_pairs(net: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_training_is_that_of_pairs_of_real_parameters(tmp_path, precision, optimizer, clip, algorithm):
-    """With overflows, accumulation and clipping. By value, real and imaginary parts are clipped each."""
+    """With overflows, accumulation and clipping. By value, real and imaginary parts are clipped separately."""
 
     def clip_by_hand(parameters: Any) -> Tensor:
         parameters = list(parameters)
@@ -97,7 +97,7 @@ def test_float16_is_float32_up_to_rounding(tmp_path):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_what_looks_at_gradients_takes_complex_ones(tmp_path, precision):
+def test_callbacks_that_read_gradients_support_complex_ones(tmp_path, precision):
     """Monitors, reports, guards, averages and checkpoints; the weights are those of a run without them."""
     nets = []
     for callbacks in (

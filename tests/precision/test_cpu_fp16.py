@@ -1,4 +1,4 @@
-"""fp16 products on the CPU: values and gradients to the bit, what must not change, and what happens around them."""
+"""fp16 products on the CPU: bitwise values and gradients, unchanged behavior of torch, and use in a run."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class TestValues:
             torch.testing.assert_close(mine, native, rtol=1e-2, atol=4e-2)
 
     def test_broadcast_gradients_are_summed_in_fp16(self, fast: None) -> None:
-        # As torch does on every device: the gradient of each copy is an fp16 product, their sum another operation.
+        # As in torch on every device: the gradient of each copy is an fp16 product, their sum is another operation.
         a, b = rand(2, 1, 7, 33), rand(3, 33, 17)
         with autocast():
             y = a @ b
@@ -245,7 +245,7 @@ class TestAttention:
         assert got[0].dtype is torch.float16
         assert torch.equal(got[0], expected[0])
         for mine, reference in zip(got[1:], expected[1:], strict=True):
-            # The backward reads the output as it was rounded.
+            # The backward reads the rounded output.
             torch.testing.assert_close(mine, reference, rtol=2e-3, atol=1e-3)
 
     def test_dropout(self, fast: None) -> None:
@@ -307,7 +307,7 @@ def small_net() -> nn.Sequential:
 
 
 class ByHand(nn.Module):
-    """`small_net` with every cast written out; no autocast, and no fp16 product either."""
+    """`small_net` with explicit casts, without autocast and fp16 products."""
 
     def __init__(self, net: nn.Sequential) -> None:
         super().__init__()
@@ -471,7 +471,7 @@ class TestWhatMustNotChange:
         assert all(map(torch.equal, nested_values, expected))
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
-    def test_dtypes_autocast_leaves_alone(self, fast: None, dtype: torch.dtype) -> None:
+    def test_dtypes_that_autocast_does_not_cast(self, fast: None, dtype: torch.dtype) -> None:
         a, b = torch.arange(12).view(3, 4).to(dtype), torch.arange(20).view(4, 5).to(dtype)
         with autocast():
             product = a @ b
@@ -518,7 +518,7 @@ class TestWhatMustNotChange:
 
 
 def kernels_are_fast() -> bool:
-    """Whether fp16 products are those of our kernels; torch's own add in another order, which long sums show."""
+    """Return whether fp16 products use our kernels: torch's own add in another order, visible in long sums."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(64, 1999, generator=generator).half() for _ in range(2))
     return torch.equal(a @ b.t(), (a.float() @ b.t().float()).half())
@@ -635,7 +635,7 @@ class TestNativeFp16:
             monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda answer=answer: answer)
             assert native_fp16() is answer
 
-    def test_false_where_torch_has_no_such_query(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_query_of_torch_means_false(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class Nothing:
             pass
 

@@ -1,4 +1,4 @@
-"""What a device computes natively, for devices that are not here."""
+"""Native computation of simulated devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Makes ``cuda:1`` a GPU of some name and compute capability."""
+    """Make ``cuda:1`` a GPU with a name and compute capability."""
 
     def make(name: str, capability: tuple[int, int], hip: str | None = None) -> torch.device:
         def only(value):
@@ -108,7 +108,7 @@ def test_xpu(monkeypatch, native):
     assert native_bfloat16(torch.device("xpu")) is native
 
 
-def test_of_mps_nobody_knows():
+def test_mps_is_unknown():
     assert native_bfloat16(torch.device("mps")) is False
     assert tensor_cores(torch.device("mps")) is False
 

@@ -44,7 +44,7 @@ def test_widen(dtype):
     ],
     ids=lambda data: type(data).__name__,
 )  # fmt: skip
-def test_what_needs_no_widening_is_the_very_same_object(data):
+def test_data_without_widening_is_returned_unchanged(data):
     assert widen(data) is data
 
 
@@ -61,7 +61,7 @@ def test_default_dtypes_nest_and_come_back():
         assert torch.zeros(1).dtype is torch.float32
 
 
-def test_the_default_dtype_comes_back_after_an_error():
+def test_default_dtype_is_restored_after_an_error():
     with pytest.raises(KeyError), DefaultDtype(torch.float64):
         raise KeyError
     assert torch.get_default_dtype() is torch.float32

@@ -1,4 +1,4 @@
-"""fp8-mixed: equal to torchao's own float8 layers in a loop written by hand."""
+"""fp8-mixed equals torchao's float8 layers in a hand-written loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
 
 class Projection(nn.Linear):
-    """A layer of a class of its own."""
+    """A layer with a custom class."""
 
 
 class Net(nn.Module):
@@ -55,11 +55,11 @@ class Classifier(LightningModule):
 
 
 FLOAT8 = {"blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2"}
-"""The layers of Net whose sizes fit."""
+"""The layers of Net with suitable sizes."""
 
 
 def batches(count: int = 6, size: int = 10) -> list[Any]:
-    """Of a size that is no multiple of 16."""
+    """Return batches with a size that is not a multiple of 16."""
     generator = torch.Generator().manual_seed(1)
     return [
         (torch.randn(size, 32, generator=generator), torch.randint(10, (size,), generator=generator))
@@ -68,7 +68,7 @@ def batches(count: int = 6, size: int = 10) -> list[Any]:
 
 
 def by_hand(recipe: str, *, window: int = 1, clip: float | None = None, keep: frozenset[str] = frozenset()) -> Net:
-    """torchao's own conversion, which on a CPU has to be given bfloat16."""
+    """Convert with torchao, which requires bfloat16 on a CPU."""
     net = Net()
     config = torchao.Float8LinearConfig.from_recipe_name(recipe)
     config = config.__class__(**{**vars(config), "emulate": True, "pad_inner_dim": True})
@@ -123,7 +123,7 @@ def test_the_weights_are_those_of_a_loop_with_torchaos_own_layers(recipe: str) -
     assert_same(module.net, by_hand(recipe))
 
 
-def test_windows_clipping_and_layers_in_float32_are_as_by_hand() -> None:
+def test_windows_clipping_and_fp32_layers_equal_a_hand_written_loop() -> None:
     precision = Float8Precision(fp32_modules="net.blocks.0.2")
     _, module = fitted(precision, None, accumulate_grad_batches=2, gradient_clip_val=0.1)
     assert module.kinds == FLOAT8 - {"blocks.0.2"}
@@ -171,7 +171,7 @@ def test_a_layer_is_the_same_object_before_during_and_after_a_run() -> None:
     [lambda: Compile(backend="eager"), lambda: ActivationCheckpointing(["Sequential"])],
     ids=["compiled", "recomputed"],
 )
-def test_compiled_and_recomputed_it_is_the_same(callback: Any) -> None:
+def test_compiled_and_checkpointed_results_are_equal(callback: Any) -> None:
     _, module = fitted("fp8-mixed", None, callback())
     assert_same(module.net, by_hand("tensorwise"))
 
@@ -188,7 +188,7 @@ def test_checkpoints_are_those_of_bfloat16(tmp_path: Any) -> None:
     assert resumed.kinds == set()
 
 
-def test_a_forward_of_ones_own_stays() -> None:
+def test_custom_forward_is_kept() -> None:
     module = Classifier()
     layer = module.net.blocks[0][0]
     layer.forward = own = lambda x: nn.functional.linear(x, layer.weight)
@@ -198,7 +198,7 @@ def test_a_forward_of_ones_own_stays() -> None:
     assert Float8Precision().layers(module.net)[1]["blocks.0.0"] == "has a forward of its own"
 
 
-def test_layers_says_which_and_why_not() -> None:
+def test_report_lists_converted_layers_and_reasons() -> None:
     chosen, others = Float8Precision(fp32_modules="blocks.1", modules=["blocks.*", "own", "head"]).layers(Net())
     assert set(chosen) == {"blocks.0.0", "blocks.0.2"}
     assert others == {
@@ -217,12 +217,12 @@ def test_layers_says_which_and_why_not() -> None:
         ({"fp32_modules": "net.bloks"}, "fp32_modules: 'net.bloks' matches no module"),
     ],
 )
-def test_where_nothing_can_compute_in_float8_it_is_refused(options: dict[str, Any], said: str) -> None:
+def test_model_without_float8_layers_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(PrecisionError, match=said):
         fitted(Float8Precision(**options))
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(PrecisionError, match="recipe='columnwise', expected 'tensorwise'"):
         Float8Precision("columnwise")  # type: ignore[arg-type]
     with pytest.raises(PrecisionError, match="Got modules with 3 in it"):

@@ -1,4 +1,4 @@
-"""Modules in float32 inside a 16-bit model: to the bit what one writes by hand, and nothing of it left afterwards."""
+"""Modules in float32 inside a 16-bit model: bitwise equal to hand-written casts, and restored afterwards."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BOTH = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 class ByHand(nn.Sequential):
-    """``make_net`` with some of its layers in float32, as one writes it."""
+    """``make_net`` with some layers in float32, written by hand."""
 
     def __init__(self, *layers: nn.Module, chosen: tuple[int, ...]) -> None:
         super().__init__(*layers)
@@ -62,14 +62,14 @@ class ByHand(nn.Sequential):
 
 @contextmanager
 def session(net: nn.Module, *patterns: str, dtype: torch.dtype = torch.bfloat16):
-    """A run's session and one forward's autocast."""
+    """Enter a run's session and one forward's autocast."""
     plugin = MixedPrecision(dtype, fp32_modules=patterns, cpu_kernels="native")
     with plugin.session(net, CPU), plugin.autocast():
         yield plugin
 
 
 class Look(nn.Linear):
-    """A linear layer that notes what it sees, and gives its output as it was computed."""
+    """A linear layer that records its input, and returns its output unchanged."""
 
     def __init__(self, features: int = 4) -> None:
         super().__init__(features, features)
@@ -81,7 +81,7 @@ class Look(nn.Linear):
 
 
 class Net(nn.Module):
-    """Three layers; returns the output, and what came out of ``head``."""
+    """Three layers; returns the output, and the output of ``head``."""
 
     def __init__(self, head: nn.Module | None = None) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def head_dtype(net: nn.Module) -> torch.dtype:
     return net(torch.ones(2, 4))[1].dtype
 
 
-# --- what it computes ----------------------------------------------------------------------------------------------
+# --- computation -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw-fused"])
@@ -134,7 +134,7 @@ def test_inside_everything_is_float32(precision):
 
 @pytest.mark.parametrize("kernels", ["native", "fast"])
 def test_nothing_is_rounded_inside_of_a_float16_run_on_a_cpu(kernels):
-    """Values that float16 cannot hold, through a product that the fast kernels would otherwise take."""
+    """Values that overflow in float16, in a product that the fast kernels would otherwise compute."""
     net, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(8, 64) * 1e6
     plugin = MixedPrecision("float16", fp32_modules=["1"], cpu_kernels=kernels)
     with plugin.session(net, CPU), plugin.autocast():
@@ -245,7 +245,7 @@ def test_a_run_leaves_nothing_behind(tmp_path, fails):
     assert torch.backends.mha.get_fastpath_enabled() is fastpath is True
 
 
-def test_a_forward_of_the_modules_own_comes_back():
+def test_custom_forward_is_restored():
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     own = net[0].forward = lambda x: F.linear(x, net[0].weight) * 0
     with session(net, "0"):
@@ -254,7 +254,7 @@ def test_a_forward_of_the_modules_own_comes_back():
     assert net[0].forward is own
 
 
-def test_a_forward_that_somebody_put_there_meanwhile_stays():
+def test_forward_replaced_during_the_run_is_kept():
     net = nn.Sequential(nn.Linear(4, 4))
     with session(net, "0"):
         ours = net[0].forward
@@ -294,7 +294,7 @@ def test_modules_that_the_strategy_replaces_are_chosen_after_that(tmp_path):
 # --- copies --------------------------------------------------------------------------------------------------------
 
 
-def test_a_copy_made_during_a_run_has_weights_of_its_own():
+def test_copy_made_during_a_run_has_its_own_weights():
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with session(net, "1"):
         twin = copy.deepcopy(net)
@@ -336,13 +336,13 @@ def test_weight_averaging(tmp_path):
         assert torch.equal(mine, before)
 
 
-# --- around and inside of what torch does with modules --------------------------------------------------------------
+# --- torch's wrappers of modules -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("precision", BOTH)
 def test_activation_checkpointing(tmp_path, precision, reentrant):
-    """The recomputation in the backward pass happens outside of the run's autocast, and is the same."""
+    """The recomputation in the backward pass is outside of the run's autocast, and has the same result."""
 
     class Recomputed(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
@@ -355,13 +355,13 @@ def test_activation_checkpointing(tmp_path, precision, reentrant):
 
 
 COMPILER_LOOKS = "ignore:The .grad attribute of a Tensor that is not a leaf"
-"""What torch.compile's own look at its inputs makes torch say."""
+"""Warnings that torch.compile causes when it inspects its inputs."""
 
 
 @pytest.mark.parametrize("precision", BOTH)
 @pytest.mark.parametrize("recomputed", [["net.4"], ["net"], ["net.0", "net.4"]], ids=str)
 def test_the_callback_that_recomputes(tmp_path, precision, recomputed):
-    """It puts a forward of its own around ours."""
+    """It wraps our forward in its own."""
     batches, module = make_batches(4), Regression()
     plugin = MixedPrecision(BOTH[precision], fp32_modules=["net.4", "net.1"], cpu_kernels="native")
     callback = ActivationCheckpointing(recomputed)
@@ -372,7 +372,7 @@ def test_the_callback_that_recomputes(tmp_path, precision, recomputed):
         assert module.net(batches[0][0]).dtype is torch.bfloat16
 
 
-def test_a_forward_that_comes_back_after_the_run_does_what_the_class_does():
+def test_forward_restored_after_the_run_equals_the_class():
     net, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(1, 4)
     with session(net, "0"):
         ours = net[0].forward
@@ -433,12 +433,12 @@ def part_in_place(net: Net) -> nn.Module:
         whole,
         whole_in_place,
         part,
-        # before torch 2.13, dynamo does not look through kernels in Python, where an earlier test has installed some
+        # before torch 2.13, Dynamo does not trace Python kernels, which an earlier test has installed
         pytest.param(part_in_place, marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="of torch 2.13")),
     ],
 )
 def test_compiled_modules(compiled, has_hook, warm):
-    """Float32 also in graphs that were traced before the run; and no longer after it."""
+    """Modules are in float32 in graphs traced before the run, and no longer after it."""
     net = Net()
     if has_hook:
         net.head.register_forward_hook(lambda module, args, output: None)
@@ -485,7 +485,7 @@ def test_a_compiled_lightning_module(tmp_path):
 @pytest.mark.filterwarnings(COMPILER_LOOKS)
 @pytest.mark.parametrize("patterns", [[], ["*.norm"], ["*.norm", "*.linear"]], ids=str)
 def test_compiled_blocks_share_a_graph(patterns):
-    """torch gives up on a function that it had to compile more than eight times."""
+    """torch stops compiling a function after eight graphs."""
     graphs = []
 
     def backend(graph, inputs):
@@ -509,7 +509,7 @@ def test_compiled_blocks_share_a_graph(patterns):
 
 
 class Encoder(LightningModule):
-    """torch's transformer layer: in evaluation it computes from its parts' weights without calling them."""
+    """torch's transformer layer, which bypasses its submodules in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -530,7 +530,8 @@ def test_short_cuts_of_transformer_layers_are_off(tmp_path):
 
     module, data = Encoder(), loader_of([torch.randn(2, 3, 8)])
     module.layer.norm1 = Norm(8)
-    if not loses_gradients():  # a look at every operation, which torch 2.10 needs, switches the short cut off as well
+    # a mode that observes every operation, which torch 2.10 needs, disables this shortcut as well
+    if not loses_gradients():
         make_trainer(tmp_path, precision="bf16-mixed").predict(module, data)
         assert called == []
     chosen = MixedPrecision("bfloat16", fp32_modules=["*.norm1"])
@@ -575,7 +576,7 @@ def found(model: nn.Module, *patterns: str) -> list[str]:
         ((), []),
     ],
 )  # fmt: skip
-def test_which_modules_match(patterns, expected):
+def test_matching_modules(patterns, expected):
     assert found(Model(), *patterns) == expected
 
 
@@ -589,7 +590,7 @@ def test_a_module_with_two_names_is_found_by_either():
     assert find_modules(net, ["b"]) == find_modules(net, ["a"]) == [net["a"]]
 
 
-def test_what_wrappers_add_is_not_part_of_a_name():
+def test_prefixes_of_wrappers_are_ignored_in_names():
     net = Net(head=nn.Sequential(nn.Linear(4, 4)))
     head = net.head
     net.head = torch.compile(head, backend="eager")
@@ -618,7 +619,7 @@ def test_patterns_that_cannot_be(pattern, message):
 
 @pytest.mark.parametrize("kind", [MixedPrecision, HalfPrecision])
 @pytest.mark.parametrize("given", [[""], [3], [None], ["head", nn.Linear(1, 1)]])
-def test_things_that_are_no_patterns(kind, given):
+def test_invalid_patterns(kind, given):
     with pytest.raises(PrecisionError, match=r"fp32_modules with .* expected names of modules or patterns"):
         kind("bfloat16", fp32_modules=given)
 
@@ -662,7 +663,7 @@ def test_who_runs_in_float32_now():
 
 
 def test_adam_states_of_chosen_modules_resume(tmp_path):
-    """A checkpoint in the middle, and on from it: as without the interruption."""
+    """Resumed from a checkpoint in the middle, equal to the uninterrupted run."""
     batches = make_batches(6)
     chosen = partial(MixedPrecision, "bfloat16", fp32_modules=["net.4"])
     _, straight = fit_and_watch(tmp_path, Regression(optimizer=adam), batches, precision=chosen(), max_epochs=2)

@@ -22,7 +22,7 @@ def parameters(*gradients: Tensor | None) -> list[nn.Parameter]:
 
 
 def steps(*gradients: Tensor | None, kind: Any = torch.optim.SGD) -> bool:
-    """Whether an optimizer steps on these gradients, as the guard says and as the weights do."""
+    """Return whether an optimizer steps on these gradients, by the guard and by the weights."""
     guard = StepGuard("cpu")
     held = parameters(*gradients)
     optimizer = kind(held, lr=1.0)
@@ -50,14 +50,14 @@ def test_on_mps_nothing_is_computed_in_double_precision(bad: float) -> None:
     assert float(_any_not_finite(gradients)) == (bad != 1.0)
 
 
-def test_dtypes_beside_each_other() -> None:
+def test_mixed_dtypes() -> None:
     good = [torch.ones(3, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
     assert steps(*good, None)
     for index, one in enumerate(good):
         assert not steps(*good[:index], one * NAN, *good[index + 1 :], None)
 
 
-@warned_by((2, 11), message="Sparse invariant checks are implicitly disabled")  # where it is told to check them, too
+@warned_by((2, 11), message="Sparse invariant checks are implicitly disabled")  # if configured to check them, too
 def test_sparse_gradients() -> None:
     def embedding(value: float) -> Tensor:
         return torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([[value, 1.0]]), (4, 2), check_invariants=True)
@@ -75,7 +75,7 @@ def test_fused_optimizers(kind: Any) -> None:
     assert not steps(torch.ones(3), torch.tensor([1.0, INF]), kind=fused)
 
 
-def test_an_optimizer_without_gradients_is_left_alone() -> None:
+def test_optimizer_without_gradients_is_not_skipped() -> None:
     guard = StepGuard("cpu")
     idle, busy = (torch.optim.SGD(parameters(g), lr=1.0) for g in (None, torch.tensor([NAN])))
     for optimizer in (idle, busy):
@@ -85,7 +85,7 @@ def test_an_optimizer_without_gradients_is_left_alone() -> None:
     assert guard.resolve_outcome().skipped == (busy,)
 
 
-def test_gradients_stay_what_they_are_to_the_bit() -> None:
+def test_gradients_are_not_changed() -> None:
     gradient = torch.tensor([1e-45, -0.0, 3.4e38, 1 / 3])
     (held,) = parameters(gradient.clone())
     guard = StepGuard("cpu")
@@ -94,7 +94,7 @@ def test_gradients_stay_what_they_are_to_the_bit() -> None:
     assert torch.equal(held.grad.view(torch.int32), gradient.view(torch.int32))
 
 
-def test_to_everybody_else_it_is_a_disabled_scaler() -> None:
+def test_guard_appears_as_a_disabled_scaler() -> None:
     guard, loss = StepGuard("cpu"), torch.tensor(2.0)
     assert guard.scale(loss) is loss
     assert not guard.is_enabled()

@@ -1,4 +1,4 @@
-"""Everything in 16 bits: to the bit a loop written by hand, what keeps its dtype, and what one is warned of."""
+"""Training in 16 bits: bitwise equal to a hand-written loop, kept dtypes, and warnings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ vanishing = pytest.mark.filterwarnings("ignore:precision='16-true' keeps weights
 
 
 def by_hand(net: nn.Module, batches: Any, dtype: torch.dtype, optimizer: Any = sgd) -> Trace:
-    """The loop with the model, and the batches, in ``dtype``."""
+    """Train with a hand-written loop, with model and batches in ``dtype``."""
     trace, stepper = Trace(), optimizer(net.parameters())
     for batch in batches:
         stepper.zero_grad()
@@ -56,7 +56,7 @@ def by_hand(net: nn.Module, batches: Any, dtype: torch.dtype, optimizer: Any = s
     return trace
 
 
-# --- what it computes ----------------------------------------------------------------------------------------------
+# --- computation ------------------------------------------------------------------------------------------------------
 
 
 @vanishing
@@ -126,11 +126,11 @@ def test_the_default_dtype_survives_an_exception(tmp_path):
     assert torch.get_default_dtype() is torch.float32
 
 
-# --- what is converted, and what is not -----------------------------------------------------------------------------
+# --- converted and kept dtypes ----------------------------------------------------------------------------------------
 
 
 class Mixture(LightningModule):
-    """Parameters and buffers of many dtypes, and metrics."""
+    """A module with parameters and buffers of many dtypes, and metrics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def test_floating_point_parameters_and_buffers_are_converted(precision):
     assert module.mean.mean_value.dtype is torch.float32
 
 
-def test_metrics_count_beyond_what_bfloat16_can_hold(tmp_path):
+def test_metrics_count_beyond_the_range_of_bfloat16(tmp_path):
     class Counting(Regression):
         def __init__(self) -> None:
             super().__init__()
@@ -179,7 +179,7 @@ def test_metrics_count_beyond_what_bfloat16_can_hold(tmp_path):
     module = Counting()
     trainer = make_trainer(tmp_path, precision="bf16-true", num_sanity_val_steps=0)
     trainer.validate(module, loader_of([0.0] * 600), verbose=False)
-    assert module.weight == 600.0  # 256 where a bfloat16 counts
+    assert module.weight == 600.0  # 256 if it counts in bfloat16
     assert trainer.callback_metrics["mean"] == 0.5
 
 
@@ -195,7 +195,7 @@ def test_batches():
 
 
 class ByHand(nn.Sequential):
-    """``make_net`` in 16 bits but for two layers, as one writes it."""
+    """``make_net`` in 16 bits except for two layers, written by hand."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         layers = make_net()
@@ -313,15 +313,15 @@ def test_an_eps_that_float16_cannot_hold(tmp_path, optimizer, warns):
 
 
 @pytest.mark.parametrize(("eps", "finite"), [(1e-8, False), (1e-4, True)])
-def test_what_that_warning_is_about(eps, finite):
-    """torch's Adam, one gradient of which is exactly zero, as behind any ReLU."""
+def test_adam_with_small_eps_divides_by_zero_in_16_bits(eps, finite):
+    """torch's Adam, on a gradient with exact zeros, as behind any ReLU."""
     weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
     weight.grad = torch.tensor([0.0, 1e-4], dtype=torch.float16)
     torch.optim.Adam([weight], lr=1e-3, eps=eps).step()
     assert bool(weight.isfinite().all()) is finite
 
 
-def test_fp32_modules_have_an_eps_of_their_own():
+def test_small_eps_is_accepted_for_float32_weights():
     weight = nn.Parameter(torch.ones(2))
     HalfPrecision("float16").check_optimizers([torch.optim.Adam([weight])])
 
@@ -359,7 +359,7 @@ def test_the_kernels_of_a_cpu(monkeypatch, kernels, users):
 
 
 def saved_by(folder: Any, precision: str) -> dict[str, Any]:
-    """The checkpoint of a short run, which is also in ``folder``."""
+    """Return the checkpoint of a short run, which is also in ``folder``."""
     trainer = make_trainer(folder, precision=precision)
     trainer.fit(Regression(optimizer=momentum), loader_of(make_batches(4)))
     trainer.save_checkpoint(folder / f"{precision}.ckpt")
@@ -390,7 +390,7 @@ def test_a_checkpoint_continues_to_the_bit(tmp_path):
     ],
 )  # fmt: skip
 def test_resuming_in_another_precision(tmp_path, saved, resumed):
-    """Weights and momentum arrive in the dtype of the run that resumes, rounded once, and training goes on."""
+    """Weights and momentum are rounded once to the dtype of the resumed run, and training continues."""
     kind = {**DTYPES, "64-true": torch.float64}.get(resumed, torch.float32)
     stored = saved_by(tmp_path, saved)
     arrived = {}

@@ -71,7 +71,7 @@ def test_devices_that_cannot():
         MixedPrecision("bfloat16").check(torch.device("meta"))
 
 
-def test_float16_on_mps_where_torchs_scaler_has_kernels_there(monkeypatch):
+def test_float16_on_mps_requires_torchs_scaler_kernels(monkeypatch):
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
     def on_a_mac(name, key):
@@ -149,7 +149,7 @@ def test_which_kernels(monkeypatch, kernels, native, pays, dtype, expected):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_run_gives_the_kernels_back(tmp_path, fails):
+def test_run_restores_the_kernels(tmp_path, fails):
     seen = []
 
     class Looking(Regression):
@@ -170,7 +170,7 @@ def test_a_run_gives_the_kernels_back(tmp_path, fails):
 
 
 def test_fp16_on_a_cpu_is_fp16_and_never_bf16(tmp_path):
-    """Lightning turns 16-mixed into bf16-mixed there."""
+    """Lightning replaces 16-mixed with bf16-mixed there."""
     seen = set()
 
     class Looking(Regression):

@@ -32,13 +32,13 @@ def test_each_name_stands_for_itself():
     ("given", "near"),
     [("16-mixd", "16-mixed"), ("bf16-mix", "bf16-mixed"), ("b16", "bf16"), ("32true", "32-true"), ("atuo", "auto")],
 )
-def test_a_typo_is_told_the_near_name(given, near):
+def test_typo_raises_with_the_nearest_name(given, near):
     with pytest.raises(PrecisionError, match=f"Got precision='{given}'.*Did you mean '{near}'"):
         canonical(given, PLUGINS)
 
 
 @pytest.mark.parametrize("given", [8, "8-true", "transformer-engine", "", True])
-def test_what_there_is_not(given):
+def test_unknown_names(given):
     with pytest.raises(ConfigurationError, match=r"expected one of .*16-mixed, bf16-mixed"):
         canonical(given, PLUGINS)
 

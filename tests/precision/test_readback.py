@@ -14,7 +14,7 @@ def test_the_numbers_are_those_of_the_start():
     assert readback.wait() == readback.wait() == [2.5]
 
 
-def test_before_the_first_there_are_none():
+def test_readback_is_empty_before_the_first_step():
     assert Readback("cpu").wait() == []
 
 

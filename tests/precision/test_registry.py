@@ -63,7 +63,7 @@ def test_a_name_that_is_taken_is_refused():
     assert type(resolve_precision("16-mixed")) is MixedPrecision
 
 
-def test_an_object_is_taken_as_it_is():
+def test_object_is_returned_unchanged():
     plugin = MixedPrecision("bfloat16")
     assert resolve_precision(plugin) is plugin
 

@@ -1,4 +1,4 @@
-"""The loss scaler alone, against torch's own."""
+"""The loss scaler in isolation, compared to torch's own."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def sgd(*parameters, **options):
 
 
 def backward(scaler, p, slope=1.0):
-    """The gradient of ``slope * p``, scaled."""
+    """Compute the scaled gradient of ``slope * p``."""
     scaler.scale((p * slope).sum()).backward()
 
 
 def train(scaler, p, optimizer, slope=1.0):
-    """One whole step; returns whether it was skipped."""
+    """Train one step. Returns whether it was skipped."""
     p.grad = None
     backward(scaler, p, slope)
     scaler.unscale_(optimizer)
@@ -54,7 +54,7 @@ def train(scaler, p, optimizer, slope=1.0):
     ],
 )
 def test_any_sequence_of_overflows_and_growths(fused, settings):
-    """Scale and tracker are torch's; the host's account of the scale is the device's."""
+    """Scale and growth tracker equal torch's, and the host's copy of the scale equals the device's."""
     dice = random.Random(0)
     ours, theirs = LossScaler("cpu", min_scale=1e-30, **settings), torch.amp.GradScaler("cpu", **settings)
     p, q = parameter(), parameter()
@@ -135,7 +135,7 @@ def test_the_scale_has_a_floor():
     assert scales == [(2.0, 2.0), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0)]
 
 
-def test_the_scale_has_a_ceiling_and_goes_on_from_it():
+def test_scale_has_a_ceiling():
     scaler, p = LossScaler("cpu", init_scale=4.0, growth_interval=1, max_scale=10.0), parameter()
     optimizer = sgd(p)
     scales = []
@@ -145,7 +145,7 @@ def test_the_scale_has_a_ceiling_and_goes_on_from_it():
     assert scales == [(s, s) for s in (8.0, 10.0, 10.0, 5.0, 10.0)]
 
 
-def test_a_new_scale_by_hand():
+def test_setting_a_new_scale():
     scaler, p = LossScaler("cpu", init_scale=4.0, max_scale=100.0), parameter()
     scaler.update(16.0)  # before the first loss
     assert scaler.current_scale == scaler.get_scale() == 16.0
@@ -165,7 +165,7 @@ def test_a_new_scale_by_hand():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_two_optimizers_are_judged_one_by_one_and_the_scale_adjusted_once(fused):
+def test_two_optimizers_are_checked_separately_and_the_scale_updated_once(fused):
     scaler, p, q = LossScaler("cpu", init_scale=8.0), parameter(), parameter()
     one, other = sgd(p, fused=fused), sgd(q, fused=fused)
     backward(scaler, p, INF)
@@ -182,7 +182,7 @@ def test_two_optimizers_are_judged_one_by_one_and_the_scale_adjusted_once(fused)
 
 @pytest.mark.parametrize("overflow", [0, 1, 2])
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_overflow_in_any_of_several_steps_counts_once(fused, overflow):
+def test_overflow_in_any_of_several_steps_halves_the_scale_once(fused, overflow):
     scaler, p = LossScaler("cpu", init_scale=8.0), parameter(0.0)
     optimizer = sgd(p, fused=fused)
     for step in range(3):
@@ -212,7 +212,7 @@ def test_without_an_overflow_several_steps_advance_the_growth_by_one():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_idle_optimizers_are_left_alone(fused):
+def test_idle_optimizers_are_not_changed(fused):
     scaler, p, q = LossScaler("cpu", init_scale=8.0, growth_interval=3), parameter(), parameter()
     busy, idle = sgd(p, fused=fused), sgd(q, weight_decay=1.0, fused=fused)
     backward(scaler, p)
@@ -225,7 +225,7 @@ def test_idle_optimizers_are_left_alone(fused):
     assert scaler._get_growth_tracker() == 1
 
 
-def test_a_batch_in_which_nothing_steps_changes_nothing():
+def test_batch_without_a_step_changes_nothing():
     scaler, p = LossScaler("cpu", init_scale=8.0, growth_interval=1), parameter()
     optimizer = sgd(p)
     backward(scaler, p)
@@ -243,8 +243,8 @@ def test_a_batch_in_which_nothing_steps_changes_nothing():
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
 @pytest.mark.parametrize("steps_at_once", [1, 2])
 @pytest.mark.parametrize("late", [False, True])
-def test_a_fused_momentum_is_not_left_uninitialised(monkeypatch, dampening, steps_at_once, late):
-    """After an overflow on the first step all is as if that batch had never been; fresh memory is full of NaN."""
+def test_fused_momentum_is_initialized(monkeypatch, dampening, steps_at_once, late):
+    """After an overflow in the first step the result is as without that batch; uninitialized memory contains NaN."""
     fresh = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *args, **options: fresh(*args, **options).fill_(NAN))
     assert torch.empty_like(torch.zeros(1)).isnan()
@@ -289,20 +289,20 @@ def test_gradients_that_were_looked_at_but_not_stepped_count_as_in_torch():
 
 
 def late_scaler(**settings):
-    """As on a GPU: the host does not know what the device has found."""
+    """Emulate a GPU: the host does not have the found_inf flag of the device."""
     scaler = LossScaler("cpu", **settings)
     scaler.readback.arrives_at_once = False
     return scaler
 
 
-def test_an_update_does_not_ask_what_a_fused_optimizer_did(monkeypatch):
+def test_update_does_not_read_the_outcome_of_a_fused_optimizer(monkeypatch):
     scaler, p = late_scaler(init_scale=8.0), parameter()
     optimizer = sgd(p, fused=True)
     train(scaler, p, optimizer)
     backward(scaler, p, INF)
     with monkeypatch.context() as patched:
         for name in ("item", "tolist", "__bool__", "__float__"):
-            patched.setattr(torch.Tensor, name, None)  # what reads would raise
+            patched.setattr(torch.Tensor, name, None)  # reads raise
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
@@ -335,7 +335,7 @@ def test_asking_for_the_scale_takes_nothing_from_who_settles():
 
 
 @pytest.mark.parametrize("ask", [lambda s: s.current_scale, lambda s: s.update(), lambda s: s.forget_steps()])
-def test_whoever_needs_the_outcome_gets_it(ask):
+def test_outcome_is_read_on_request(ask):
     scaler, p = late_scaler(init_scale=8.0), parameter()
     optimizer = sgd(p, fused=True)
     backward(scaler, p, INF)
@@ -359,8 +359,8 @@ def test_floor_and_ceiling_hold_on_the_device():
 
 
 @pytest.mark.parametrize("found", [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, 1.0)])
-def test_a_fused_kernel_is_told_one_however_many_devices_found_something(found):
-    """It skips at exactly 1."""
+def test_fused_kernel_receives_a_flag_of_one_for_several_devices(found):
+    """The kernel skips at exactly 1."""
     assert _any_of([torch.tensor(number) for number in found], torch.device("cpu")).item() == max(found)
 
 
@@ -393,7 +393,7 @@ def test_another_default_dtype():
     assert torch.equal(p, torch.zeros(2))
 
 
-def test_steps_of_an_interrupted_run_are_forgotten():
+def test_steps_of_an_interrupted_run_are_discarded():
     scaler, p = LossScaler("cpu", init_scale=8.0), parameter()
     optimizer = sgd(p)
     backward(scaler, p, INF)
@@ -474,11 +474,11 @@ def test_impossible_settings(arguments, message):
         LossScaler("cpu", **arguments)
 
 
-def test_cuda_on_a_machine_without_it():
+def test_cuda_scaler_without_cuda():
     with pytest.raises(PrecisionError, match=r"'cuda', but CUDA is not available.*accelerator='cpu'"):
         LossScaler("cuda")
     with pytest.warns(UserWarning, match="CUDA is not available"):
-        disabled = torch.amp.GradScaler("cuda")  # what torch does
+        disabled = torch.amp.GradScaler("cuda")  # torch's behavior
     assert not disabled.is_enabled()
 
 

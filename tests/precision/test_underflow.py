@@ -1,4 +1,4 @@
-"""Counting what float16 loses. See also ``tests/callbacks/test_scale_monitor.py``."""
+"""Counts of float16 underflow. See also ``tests/callbacks/test_scale_monitor.py``."""
 
 from __future__ import annotations
 
