@@ -31,6 +31,7 @@ from trainer.compat.signals import Signals
 from trainer.data.prefetching import Prefetching
 from trainer.engine.stalls import StallWatch
 from trainer.errors import ConfigurationError, rank_zero_warn
+from trainer.loops.closures import refuse_bare_steps
 from trainer.preparation import Preparation
 from trainer.record.measures import folder_of_reports, reason_without_updates
 from trainer.state.metrics import to_scalars
@@ -310,6 +311,9 @@ class Run:
         if begins and trainer.resume == "auto" and trainer.engine.may_change_world_size:
             resume = self._save_start
         preparation.fit(validate=self._validate if trainer.enable_validation else None, resume=resume)
+        overridden = preparation.hooks.override_of("optimizer_step") is not None
+        if trainer.scaler.is_enabled() and (overridden or not trainer.lightning_module.automatic_optimization):
+            self.session.callback(refuse_bare_steps(trainer.loop).remove)
 
     def _validate(self) -> None:
         """Run the validation inside a fit."""

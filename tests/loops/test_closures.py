@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
@@ -160,3 +161,42 @@ def test_custom_optimizer_gets_no_closure_with_others_or_a_scaler(precision: Any
 def test_with_a_scaler_one_that_insists_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="Got the optimizer Insisting with precision='16-mixed'"):
         ours(max_epochs=1, precision="16-mixed").fit(Other(Insisting), data(6))
+
+
+class StepsItself(Learner):
+    """Steps the torch optimizer, in place of its wrapper."""
+
+    scales = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        (self.manual_backward if self.scales else Tensor.backward)(loss)
+        return optimizer.step()
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.optimizer.step()
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_step_of_the_bare_optimizer_with_scaled_gradients_is_refused(automatic: bool) -> None:
+    module = StepsItself()
+    module.automatic_optimization = automatic
+    before = weights(module)
+    trainer = ours(precision="16-mixed", max_epochs=1)
+    with pytest.raises(ConfigurationError, match=r"torch optimizer \w+ with scaled gradients .*16-mixed"):
+        trainer.fit(module, data(4))
+    assert all(map(torch.equal, weights(module), before))
+    trainer.optimizers[0].step()  # after the run, nothing is refused
+
+
+def test_a_step_of_the_bare_optimizer_with_unscaled_gradients_is_allowed() -> None:
+    module = StepsItself()
+    module.automatic_optimization = module.scales = False
+    before = weights(module)
+    ours(precision="16-mixed", max_epochs=1).fit(module, data(4))
+    assert not all(map(torch.equal, weights(module), before))

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from trainer.engine.optimizer_calls import needs_closure
 from trainer.errors import ConfigurationError, ResumeError, warn
@@ -182,6 +184,27 @@ def refuse_scaled_closures(loop: FitLoop) -> None:
             " single gradient: it evaluates the loss itself, several times a step, which loss scaling cannot"
             " follow. Use precision='bf16-mixed' or '32-true'."
         )
+
+
+def refuse_bare_steps(loop: FitLoop) -> RemovableHandle:
+    """Raise an error if the module steps a torch optimizer itself, instead of its wrapper, while losses are scaled.
+
+    Such a step uses scaled gradients, and is not skipped after an overflow.
+
+    Returns:
+        A handle that ends this.
+    """
+
+    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(optimizer is one for one in loop.optimizers) and not loop.gradients.scaler.may_step(optimizer):
+            raise ConfigurationError(
+                f"Got a step of the torch optimizer {type(optimizer).__name__} with scaled gradients"
+                f" (precision={loop.precision.name!r}), expected a step of its wrapper, which unscales them and skips"
+                " the step after an overflow. In manual optimization, call self.optimizers().step(), without"
+                " use_pl_optimizer=False; in an overridden `optimizer_step`, call optimizer.step(closure)."
+            )
+
+    return register_optimizer_step_pre_hook(check)
 
 
 def step_with_closure(loop: FitLoop, optimizer: Optimizer, closure: Closure, **kwargs: Any) -> Any:

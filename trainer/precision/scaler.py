@@ -170,6 +170,12 @@ class LossScaler(torch.amp.GradScaler):
             return None
         return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
 
+    def may_step(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer that steps now does not step with scaled gradients, bypassing :meth:`step`."""
+        state = self._per_optimizer_states.get(id(optimizer))
+        steps = state is not None and state["stage"] is OptState.STEPPED
+        return steps or self._scale is None or not self.gradients_of(optimizer)
+
     def skipped_last_step(self) -> bool:
         """Return whether the last ``step`` since ``update`` was skipped.
 
