@@ -1,4 +1,4 @@
-"""Buffers with ``persistent=False``: a resumed run has those of the run that was never interrupted."""
+"""Buffers with ``persistent=False``: a resumed run has those of the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEAF = "ignore:The .grad attribute of a Tensor that is not a leaf"  # of torch.c
 
 
 class Cache(nn.Module):
-    """Buffers that change in every way. Most of them are a part of the loss."""
+    """Buffers that change in many ways, most of them with an effect on the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class Averaged(LightningModule):
 
 
 def test_averages_have_buffers_too(tmp_path: Path) -> None:
-    """They are averaged, as weights are, so the average is another one than the module's."""
+    """They are averaged like weights, so that the average has its own buffers."""
 
     class Last(EMAWeightAveraging):
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -206,7 +206,7 @@ def test_averages_have_buffers_too(tmp_path: Path) -> None:
 
 
 class MakesMore(Averaged):
-    """Makes a module in its third step."""
+    """Creates a module in its third step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 2:
@@ -215,7 +215,7 @@ class MakesMore(Averaged):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_buffer_of_a_module_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_buffer_of_a_missing_module_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     fit(tmp_path, 1, Saves(path, 3), kind=MakesMore)
     with pytest.raises(ResumeError, match=r"buffers more\.seen, but MakesMore .*configure_model.*exact_resume=False"):
@@ -245,7 +245,7 @@ def test_a_checkpoint_of_an_older_version_has_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_which_buffers_are_saved(rank: int) -> None:
+def test_saved_buffers(rank: int) -> None:
     module = nn.Module()
     module.register_buffer("kept", torch.ones(1))
     module.register_buffer("own", torch.ones(1), persistent=False)

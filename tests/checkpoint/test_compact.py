@@ -1,4 +1,4 @@
-"""The compact form of process states, and how many bytes of a checkpoint are not Lightning's."""
+"""The compact form of rank states, and the bytes of a checkpoint in addition to Lightning's."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from trainer.checkpoint.compact import packed, unpacked
 from trainer.state import random_states
 
 MOST = 16_000
-"""Bytes that a checkpoint of one process may have more than Lightning's."""
+"""Bytes by which a checkpoint of one process may exceed Lightning's."""
 
 
 def written(value: Any) -> tuple[Any, int]:
-    """What torch reads of a value, and how many bytes it writes."""
+    """Return a value read back by torch, and its number of bytes."""
     stream = BytesIO()
     torch.save(value, stream)
     size = stream.tell()
@@ -114,7 +114,7 @@ def size_of(kind: Any, path: Path, make: Any, module: Any, stop: int) -> int:
 
 
 class Draws(Classifier):
-    """Draws so many random numbers of torch that nothing of its state is left."""
+    """Draws enough random numbers of torch to replace its whole state."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         torch.rand(1000)
@@ -129,7 +129,7 @@ class Draws(Classifier):
 def test_a_checkpoint_is_little_larger_than_lightnings(tmp_path: Path, name: str, stop: int, module: Any) -> None:
     theirs = size_of(LightningTrainer, tmp_path / "theirs.ckpt", LOADERS[name], module(), stop)
     ours = size_of(Trainer, tmp_path / "ours.ckpt", LOADERS[name], module(), stop)
-    own = 2 * 2600 if name == "a generator" else 0  # its state, when the epoch began and now
+    own = 2 * 2600 if name == "a generator" else 0  # its state at the start of the epoch and now
     assert ours - theirs < MOST + own
 
 
@@ -148,7 +148,7 @@ class Deep(LightningModule):
 
 
 def test_names_of_parameters_are_not_repeated(tmp_path: Path) -> None:
-    """Inside an accumulation window, with a name for each gradient as well."""
+    """Inside an accumulation window, which also has a name for each gradient."""
     trainer = Trainer(**QUIET, max_epochs=1, accumulate_grad_batches=4, limit_train_batches=4)
 
     def save(*_: Any) -> None:

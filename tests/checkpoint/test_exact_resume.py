@@ -1,6 +1,6 @@
-"""Random set-ups, interrupted at random points, often more than once: to the bit the run that was never interrupted.
+"""Random set-ups, interrupted at random points, often more than once: bitwise equal to the uninterrupted run.
 
-The same set-ups each time. ``EXACT_RESUME_EXAMPLES=1000`` tries other ones, and more of them.
+The set-ups are the same each time. ``EXACT_RESUME_EXAMPLES=1000`` draws others, and more of them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ EXAMPLES = int(os.environ.get("EXACT_RESUME_EXAMPLES", "0"))
 
 @st.composite
 def setups(draw: Any) -> Setup:
-    """Any set-up that is one."""
+    """Draw any valid set-up."""
     batches, epochs = draw(st.integers(1, 6)), draw(st.integers(1, 3))
     precision = draw(st.sampled_from(["32-true", "16-mixed", "bf16-mixed"]))
     overflows: Any = st.lists(st.integers(0, batches * epochs - 1), max_size=4, unique=True).map(sorted).map(tuple)
     manual, metrics = draw(st.booleans()), draw(st.booleans())
     validate_every = draw(st.sampled_from([0, *range(1, batches + 3)]))
     loader = draw(st.sampled_from(["map", "map", "stateful", "iterable"]))
-    # a plateau goes by the validation where there is one: by the end of the first epoch, then
+    # a plateau schedule uses the validation loss if there was a validation in the first epoch
     watches = not manual and validate_every <= batches and (metrics or (validate_every > 0 and loader != "iterable"))
     return Setup(
         batches=batches,
@@ -61,7 +61,7 @@ def setups(draw: Any) -> Setup:
 
 
 class Rows(Logger):
-    """What the loggers get."""
+    """Records the rows of the loggers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Rows(Logger):
 class Saver(Checkpoint):
     """Writes a checkpoint after each batch, validation and epoch.
 
-    ``places`` says after which, in their order, with how many rows the loggers had got by then.
+    ``places`` are these points in order, with the number of rows that the loggers had received.
     """
 
     def __init__(self, folder: Path, rows: list[Any]) -> None:
@@ -103,7 +103,7 @@ class Saver(Checkpoint):
 
 @dataclass
 class Finished:
-    """What a run left."""
+    """The results of a run."""
 
     state: dict[str, Any]
     rows: list[Any]
@@ -130,13 +130,13 @@ def train(setup: Setup, folder: Path, seed: int, start: Path | None) -> Finished
         callbacks=[*training.Averaging.callbacks(setup), OverflowReport(after=None), saver],  # it would step again
         **training.arguments_of(setup),
     )
-    trainer.loggers = [rows]  # so late that nobody draws curves
+    trainer.loggers = [rows]  # so rarely that no curves are drawn
     trainer.fit(module, training.training_data(setup), training.validation_data(setup), ckpt_path=start)
     return Finished(training.state_of(trainer, module), rows.rows, saver.places, batches)
 
 
 def check(setup: Setup, interruptions: list[int]) -> None:
-    """Train; then again from a checkpoint of the first run, then from one of the second, and so on."""
+    """Train, then resume from a checkpoint of the first run, then from one of the second, and so on."""
     with TemporaryDirectory() as name, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         whole = last = train(setup, Path(name) / "whole", 0, None)
@@ -146,7 +146,7 @@ def check(setup: Setup, interruptions: list[int]) -> None:
                 break
             places = list(last.places)
             place = places[interruption % len(places)]
-            rows = last.rows[last.places[place] :]  # what a killed run had not sent yet
+            rows = last.rows[last.places[place] :]  # rows that a killed run had not sent yet
             note(f"interrupted after {place}")
             start, folder = folder / f"{place}.ckpt", Path(name) / f"resumed {i}"
             last = train(setup, folder, i, start)  # another seed: all of it is in the checkpoint

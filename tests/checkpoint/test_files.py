@@ -41,7 +41,7 @@ def complaint(path: Path) -> str:
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-def test_whoever_reads_archives_reads_it(tmp_path: Path) -> None:
+def test_file_is_a_valid_zip_archive(tmp_path: Path) -> None:
     path = saved(tmp_path / "deep" / "er" / "x.ckpt")
     files.verify(path)
     with path.open("rb") as opened:
@@ -54,7 +54,7 @@ def test_whoever_reads_archives_reads_it(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == ["x.ckpt"]
 
 
-def test_the_manifest_says_what_was_written(tmp_path: Path) -> None:
+def test_manifest_describes_the_file(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     torch.save(content(), buffer)
     before = time.time()
@@ -69,7 +69,7 @@ def test_the_manifest_says_what_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 1000])
-def test_it_does_not_matter_in_what_pieces_it_is_written(tmp_path: Path, piece: int) -> None:
+def test_size_of_writes_does_not_matter(tmp_path: Path, piece: int) -> None:
     buffer = io.BytesIO()
     torch.save(content(), buffer)
     data = buffer.getvalue()
@@ -99,12 +99,12 @@ OTHERS = {
     "an archive and a signature": archive() + b"signature",
     "an archive with a comment": archive()[:-2] + b"\4\0mine",
 }
-"""What somebody may write in the place of an archive."""
+"""Files of other formats, which a replaced ``torch.save`` may write."""
 
 
 @pytest.mark.parametrize("piece", [1, 3, 22, 1000])
 @pytest.mark.parametrize("what", OTHERS)
-def test_what_is_no_archive_is_written_as_it_is(tmp_path: Path, what: str, piece: int) -> None:
+def test_files_of_other_formats_are_written_unchanged(tmp_path: Path, what: str, piece: int) -> None:
     data = OTHERS[what]
 
     def save(stream: Any) -> None:
@@ -120,7 +120,7 @@ def test_what_is_no_archive_is_written_as_it_is(tmp_path: Path, what: str, piece
 # --- verify -----------------------------------------------------------------------------------------------------------
 
 
-def test_one_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
+def test_one_flipped_bit_is_detected_at_each_place(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.ckpt")
     data = path.read_bytes()
     with path.open("r+b", buffering=0) as file:
@@ -131,7 +131,7 @@ def test_one_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
     files.verify(path)
 
 
-def test_a_file_cut_short_is_found_wherever_it_is_cut(tmp_path: Path) -> None:
+def test_truncated_file_is_detected_at_each_length(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.ckpt")
     size = path.stat().st_size
     for length in reversed(range(size)):
@@ -140,7 +140,7 @@ def test_a_file_cut_short_is_found_wherever_it_is_cut(tmp_path: Path) -> None:
         assert "cut short" in said if length else "it is empty" in said, (length, said)
 
 
-def test_what_follows_the_end_is_found(tmp_path: Path) -> None:
+def test_trailing_bytes_are_detected(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.ckpt")
     with path.open("ab") as file:
         file.write(b"\0" * 3)
@@ -172,13 +172,13 @@ def test_without_a_manifest_the_archives_own_checksums_are_checked(tmp_path: Pat
     assert files.verify(path)
 
 
-def test_in_the_oldest_files_there_is_nothing_to_check(tmp_path: Path) -> None:
+def test_files_of_the_oldest_format_have_no_checksum(tmp_path: Path) -> None:
     torch.save(content(), tmp_path / "x.ckpt", _use_new_zipfile_serialization=False)
     assert not files.verify(tmp_path / "x.ckpt")
 
 
 @pytest.mark.parametrize("what", ["pickle", "encrypted", "zeros", "an archive behind a header"])
-def test_in_files_of_another_form_there_is_nothing_to_check(tmp_path: Path, what: str) -> None:
+def test_files_of_other_formats_have_no_checksum(tmp_path: Path, what: str) -> None:
     path = tmp_path / "x.ckpt"
     path.write_bytes(OTHERS[what])
     assert files.read_manifest(path) is None
@@ -187,7 +187,7 @@ def test_in_files_of_another_form_there_is_nothing_to_check(tmp_path: Path, what
     assert files.verify(path)
 
 
-def test_a_file_with_nothing_to_check_is_read_before_it_is_the_newest_good_one(tmp_path: Path) -> None:
+def test_file_without_a_checksum_is_read_before_it_is_selected(tmp_path: Path) -> None:
     def read(path: Path) -> None:
         if path.read_bytes() != b"whole":
             raise CheckpointError(f"{path} cannot be read.")
@@ -201,15 +201,15 @@ def test_a_file_with_nothing_to_check_is_read_before_it_is_the_newest_good_one(t
     assert files.newest_valid([tmp_path]) == (tmp_path / "b.ckpt").resolve()
 
 
-def test_what_cannot_be_read_is_an_error_of_checkpoints(tmp_path: Path) -> None:
+def test_unreadable_file_raises_a_checkpoint_error(tmp_path: Path) -> None:
     assert "cannot be read: No such file" in complaint(tmp_path / "x.ckpt")
     assert "is no checkpoint, or was not written to its end: a folder without manifest.json" in complaint(tmp_path)
 
 
-# --- a save that does not come to its end -----------------------------------------------------------------------------
+# --- interrupted saves ------------------------------------------------------------------------------------------------
 
 
-def test_it_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = []
     sync, rename = os.fsync, Path.replace
 
@@ -235,7 +235,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("where", ["in the save", "os.fsync", "pathlib.Path.replace"])
 @pytest.mark.parametrize("error", [Killed(), RuntimeError("in between"), OSError(errno.EIO, "Input/output error")])
-def test_whatever_happens_the_old_file_is_there(
+def test_old_file_is_kept_on_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException
 ) -> None:
     path = saved(tmp_path / "x.ckpt", 0)
@@ -262,7 +262,7 @@ def test_whatever_happens_the_old_file_is_there(
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
-def test_a_full_disk_is_told_with_the_bytes(tmp_path: Path) -> None:
+def test_full_disk_error_has_the_bytes(tmp_path: Path) -> None:
     code = """
 import os, resource, sys
 sys.path.insert(0, sys.argv[2])
@@ -309,7 +309,7 @@ def test_the_newest_that_is_good(tmp_path: Path, recwarn: pytest.WarningsRecorde
     a, b = tmp_path / "a", tmp_path / "b"
     first = saved(a / "first.ckpt")
     newest = saved(b / "newest.ckpt")
-    aged(newest, 1000)  # a copy, for example: what counts is when it was saved
+    aged(newest, 1000)  # a copy, for example: the time of the save decides
     torch.save(content(), a / "lightnings.ckpt")
     aged(a / "lightnings.ckpt", 500)
     saved(b / "weights.ckpt", weights_only=True)
@@ -322,7 +322,7 @@ def test_the_newest_that_is_good(tmp_path: Path, recwarn: pytest.WarningsRecorde
     assert files.newest_valid([a, a]) == first.resolve()
     assert files.newest_valid([tmp_path / "not there"]) is None
     assert not recwarn
-    (b / "folder.ckpt").mkdir()  # perhaps of a sharded save that did not come to its end: that is told
+    (b / "folder.ckpt").mkdir()  # possibly of an interrupted sharded save, which is reported
     with pytest.warns(UserWarning, match="folder.ckpt is no checkpoint.*It is passed over"):
         assert files.newest_valid([a, b]) == newest.resolve()
 
@@ -342,7 +342,7 @@ def test_damaged_ones_are_named_and_passed_over(tmp_path: Path, damage: Callable
     assert {Path(str(w.message).split(" is damaged")[0]).name for w in caught} == {"newer.ckpt", "newest.ckpt"}
 
 
-def test_what_killed_saves_have_left_is_no_checkpoint(tmp_path: Path) -> None:
+def test_leftovers_of_killed_saves_are_not_checkpoints(tmp_path: Path) -> None:
     def save(stream: Any) -> None:
         torch.save(content(), stream)
         left.append(next(path for path in tmp_path.iterdir() if path.name.endswith(".ckpt-part")).name)

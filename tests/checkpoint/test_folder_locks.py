@@ -27,7 +27,7 @@ with held(sys.argv[1]):
 
 
 def holder(folder: Path, how: str = "") -> tuple[subprocess.Popen[str], int, int]:
-    """Another process that holds ``folder``; its id, and that of what it has forked."""
+    """Start another process that holds ``folder``. Yields its id, and that of its fork."""
     root = Path(folders.__file__).parents[2]
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, folder, root, how or "alone"], stdout=subprocess.PIPE, text=True
@@ -41,7 +41,7 @@ def lock_of(folder: Path) -> Path:
     return folder.parent / f".{folder.name}{folders.LOCK}"
 
 
-def test_nothing_is_in_it_and_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_lock_is_next_to_the_folder_and_removed(tmp_path: Path) -> None:
     with folders.held(tmp_path / "a" / "b"):
         assert os.listdir(tmp_path / "a" / "b") == []
         assert sorted(os.listdir(tmp_path / "a")) == [".b.in-use.lock", "b"]
@@ -61,14 +61,14 @@ def test_the_same_process_may_hold_it_twice(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_what_killed_saves_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".123-abc.ckpt-part").touch()
     with folders.held(tmp_path):
         assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("how", ["alone", "forks"])
-def test_another_process_has_it_until_it_is_killed(tmp_path: Path, how: str) -> None:
+def test_lock_of_another_process_ends_with_its_kill(tmp_path: Path, how: str) -> None:
     folder = tmp_path / "a"
     (tmp_path / "link").symlink_to("a")
     process, pid, child = holder(folder, how)
@@ -91,7 +91,7 @@ def test_another_process_has_it_until_it_is_killed(tmp_path: Path, how: str) -> 
 
 
 def nowhere_beside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where one may not write beside the folder; this process may do anything."""
+    """Emulate a parent folder without write permission; this process may write anywhere."""
     opened = os.open
 
     def refused(path: Any, *arguments: Any) -> int:
@@ -103,7 +103,7 @@ def nowhere_beside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("why", ["rights", "mounted"])
-def test_where_nothing_can_be_beside_it_the_lock_is_in_it(
+def test_lock_is_in_the_folder_if_its_parent_is_not_writable(
     tmp_path: Path, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "a"
@@ -119,19 +119,19 @@ def test_where_nothing_can_be_beside_it_the_lock_is_in_it(
         script = HOLDER.replace("time.sleep(60)", "")
         root = Path(folders.__file__).parents[2]
         other = subprocess.run([sys.executable, "-c", script, folder, root, ""], capture_output=True, text=True)
-        assert "FolderInUseError" in other.stderr  # though it may write beside it
+        assert "FolderInUseError" in other.stderr  # although the parent folder is writable
     assert os.listdir(folder) == []
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_a_lock_in_the_folder_that_was_left_by_a_kill_goes(tmp_path: Path) -> None:
+def test_lock_in_the_folder_left_by_a_kill_is_removed(tmp_path: Path) -> None:
     (tmp_path / folders.LOCK).touch()
     with folders.held(tmp_path):
         assert os.listdir(tmp_path) == []
 
 
-def test_a_lock_that_was_removed_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the other run had ended between our opening its file and our locking it."""
+def test_lock_removed_meanwhile_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other run ended after this process opened its lock file, and before it locked it."""
     locks = []
 
     def lock(handle: int) -> bool:

@@ -1,4 +1,4 @@
-"""A checkpoint whose hyper-parameters are objects is read without one of them being made."""
+"""Checkpoints with objects as hyperparameters are read without creating the objects."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def read(file: BytesIO) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_stands_among_the_hyper_parameters_is_passed_over(kind):
+def test_objects_in_hyperparameters_are_skipped(kind):
     given = {"it": KINDS[kind], "again": [KINDS[kind]], "lr": 0.5}
     assert refusal(given) == ""
     checkpoint = read(file_of(given))
@@ -157,7 +157,7 @@ def test_what_stands_among_the_hyper_parameters_is_passed_over(kind):
     assert StandIn in bases or type(it) in (list, dict, collections.OrderedDict, collections.Counter, tuple)
 
 
-def test_all_at_once_and_beside_what_lightning_saves_of_a_config():
+def test_several_objects_and_a_config_are_skipped():
     assert refusal(KINDS) == ""
     config = OmegaConf.create({"a": 1})
     checkpoint = read(
@@ -182,16 +182,16 @@ def a_noted_list() -> Noted:
         (Named(3), "it could not be read again without running code"),
     ],
 )
-def test_what_cannot_be_written_or_passed_over_is_known_beforehand(value, reason):
+def test_unsupported_objects_are_detected_before_the_save(value, reason):
     assert refusal({"it": value}).startswith(reason)
 
 
 @pickles_members_by_value
 @pytest.mark.parametrize("place", ["callbacks", "own"])
-def test_elsewhere_objects_are_refused_as_ever(place):
+def test_objects_outside_hyperparameters_are_refused(place):
     with pytest.raises(pickle.UnpicklingError, match="Colour was not an allowed global"):
         read(file_of({"lr": 0.5}, **{place: {"it": Colour.RED}}))
-    with pytest.raises(pickle.UnpicklingError, match="Colour was not an allowed global"):  # nor what is in both places
+    with pytest.raises(pickle.UnpicklingError, match="Colour was not an allowed global"):  # nor hyperparameters of both
         read(file_of({"it": Colour.RED}, **{place: {"it": Colour.RED}}))
 
 
@@ -203,7 +203,7 @@ def torch_forgets() -> Iterator[None]:
 
 
 @pickles_members_by_value
-def test_what_the_user_has_declared_safe_is_made():
+def test_safe_globals_are_created():
     with torch.serialization.safe_globals([Colour]):
         made = read(file_of({"it": Colour.RED, "other": Sizes(3)}))["hyper_parameters"]
         assert torch.serialization.get_safe_globals().count(Colour) == 1
@@ -211,7 +211,7 @@ def test_what_the_user_has_declared_safe_is_made():
     assert isinstance(made["other"], StandIn)
 
 
-def test_a_stand_in_says_what_it_is():
+def test_stand_in_has_the_name_of_its_class():
     it = read(file_of({"it": KINDS["loss"]}))["hyper_parameters"]["it"]
     with pytest.raises(
         AttributeError, match=r"no 'delta': a torch.nn.modules.loss.HuberLoss was saved among the hyper"

@@ -1,4 +1,4 @@
-"""Checkpoints: what they hold, resuming from them, and going back and forth between Lightning and us."""
+"""Contents of checkpoints, resuming, and conversion between Lightning and us in both directions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.precision import MixedPrecision
 
 
 class Fitted(Classifier):
-    """Everything with state: momentum, two schedules, a buffer, random numbers, and overflows where asked for."""
+    """A module with momentum, two schedules, a buffer, random numbers, and optional overflows."""
 
     def __init__(self, overflow_at: tuple[int, ...] = ()) -> None:
         super().__init__(momentum=0.9)
@@ -66,7 +66,7 @@ class Counting(Callback):
 
 
 class Shuffles(LightningDataModule):
-    """Data with state: the order of each epoch follows from a seed that counts up."""
+    """A dataset with a seed that is incremented in each epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Shuffles(LightningDataModule):
 
 
 def saved(folder: Path, *, make: Any = ours, module: Any = None, **arguments: Any) -> tuple[Path, Any]:
-    """The path of a checkpoint written by a fit of ``arguments``, and the Trainer that wrote it."""
+    """Return the path of a checkpoint written by a fit of ``arguments``, and its Trainer."""
     trainer = make(**{"max_epochs": 1, "callbacks": [Counting()], **arguments})
     trainer.fit(module if module is not None else Fitted(), datamodule=Shuffles())
     path = folder / f"{make.__name__}.ckpt"
@@ -99,17 +99,17 @@ def read(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-# --- what is in it ------------------------------------------------------------------------------------------------
+# --- contents ---------------------------------------------------------------------------------------------------------
 
 
 def keys(value: Any, depth: int = 6) -> Any:
-    """The keys of nested dicts."""
+    """Return the keys of nested dicts."""
     if not isinstance(value, dict) or depth == 0:
         return None
     return {str(key): keys(item, depth - 1) for key, item in value.items()}
 
 
-def test_the_keys_are_lightnings_and_one_of_ours(tmp_path: Path) -> None:
+def test_keys_are_lightnings_and_one_own(tmp_path: Path) -> None:
     with lightnings_noise_ignored():
         theirs = read(saved(tmp_path, make=lightning)[0])
     mine = read(saved(tmp_path)[0])
@@ -117,7 +117,7 @@ def test_the_keys_are_lightnings_and_one_of_ours(tmp_path: Path) -> None:
         "format", "progress", "awaited", "callbacks", "processes", "order", "parameters", "dtypes", "rows",
     }  # fmt: skip
     loops = theirs["loops"]
-    # Lightning's dataloader states; we write none, and reading ours Lightning does without
+    # Lightning's dataloader states; we write none, and Lightning does not need them
     loops["fit_loop"]["state_dict"].clear()
     for where in (loops["fit_loop"], loops["validate_loop"], loops["test_loop"], loops["predict_loop"]):
         for name in [name for name in where if name.endswith("state_dict")]:
@@ -140,7 +140,7 @@ def test_the_counters_are_those_lightning_writes(tmp_path: Path) -> None:
     assert mine["epoch_loop.state_dict"][stepped] == theirs["epoch_loop.state_dict"][stepped] == 12
 
 
-def test_weights_only_leaves_out_what_resuming_needs(tmp_path: Path) -> None:
+def test_save_weights_only_omits_the_training_state(tmp_path: Path) -> None:
     _, trainer = saved(tmp_path)
     trainer.save_checkpoint(tmp_path / "w.ckpt", weights_only=True)
     checkpoint = read(tmp_path / "w.ckpt")
@@ -155,7 +155,7 @@ def test_the_scaler_is_under_lightnings_key(tmp_path: Path) -> None:
     assert trainer.scaler.get_scale() == 512.0
 
 
-def test_without_a_scaler_there_is_no_state_of_one(tmp_path: Path) -> None:
+def test_checkpoint_without_loss_scaling_has_no_scaler_state(tmp_path: Path) -> None:
     assert "MixedPrecision" not in read(saved(tmp_path, precision="bf16-mixed")[0])
 
 
@@ -180,7 +180,7 @@ def test_hooks_may_add_to_a_checkpoint_and_read_it_back(tmp_path: Path) -> None:
     assert (module.loaded, callback.loaded) == (5, 6)
 
 
-def test_saving_before_a_run_says_what_is_missing(tmp_path: Path) -> None:
+def test_saving_before_a_run_raises(tmp_path: Path) -> None:
     with pytest.raises(AttributeError, match="only possible if a model is attached"):
         ours().save_checkpoint(tmp_path / "x.ckpt")
 
@@ -189,14 +189,14 @@ def test_saving_before_a_run_says_what_is_missing(tmp_path: Path) -> None:
 
 
 def state_of(trainer: Any) -> dict[str, Any]:
-    """All state of a run, except the time."""
+    """Return all state of a run, except times."""
     checkpoint = copy.deepcopy(trainer._checkpoint_connector.dump_checkpoint())
     checkpoint.pop("loops")
     return checkpoint
 
 
 class SeededEpochs(Callback):
-    """Dropout that depends on the epoch alone: exactness of random numbers over a resume is a later promise."""
+    """Dropout with a seed per epoch."""
 
     def on_train_epoch_start(self, trainer: Any, *args: Any) -> None:
         torch.manual_seed(trainer.current_epoch)
@@ -249,7 +249,7 @@ def test_a_resumed_run_ends_bit_identical_to_an_uninterrupted_one(
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("interval", [2, 6])
 def test_a_checkpoint_that_modelcheckpoint_wrote_resumes_as_well(tmp_path: Path, interval: int) -> None:
-    """ModelCheckpoint writes inside ``on_train_epoch_end`` or ``on_validation_end``, where counters are half way."""
+    """ModelCheckpoint writes in ``on_train_epoch_end`` or ``on_validation_end``, when counters are partly updated."""
 
     def make(epochs: int, *callbacks: Any) -> Trainer:
         kinds = [Counting(), SeededEpochs()]
@@ -283,7 +283,7 @@ def test_the_scaler_object_stays_the_same_over_a_resume(tmp_path: Path) -> None:
     assert seen == [(True, 128.0)]
 
 
-def test_the_counters_of_a_resumed_run_go_on(tmp_path: Path) -> None:
+def test_counters_of_a_resumed_run_continue(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, max_epochs=2)
     seen: list[Any] = []
 
@@ -314,7 +314,7 @@ def test_a_callback_that_is_missing_is_named(tmp_path: Path) -> None:
         ours(max_epochs=2).fit(Fitted(), datamodule=Shuffles(), ckpt_path=path)
 
 
-# --- back and forth -----------------------------------------------------------------------------------------------
+# --- both directions --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -365,7 +365,7 @@ def test_manual_optimization_keeps_its_count_on_the_other_side(tmp_path: Path, m
 
 
 def test_lightning_reads_our_scaler_and_we_read_its(tmp_path: Path) -> None:
-    """Its plugin needs a GPU to run; its state dict does not."""
+    """Lightning's plugin needs a GPU to run, but its state dict does not."""
     path, trainer = saved(tmp_path, precision=MixedPrecision("float16", init_scale=256.0))
     theirs = torch.amp.GradScaler("cpu")
     theirs.load_state_dict(read(path)["MixedPrecision"])
@@ -487,7 +487,7 @@ def test_stock_callbacks_write_the_same_files_and_stop_in_the_same_epoch(tmp_pat
     assert seen[1]["files"]
 
 
-def test_learning_rate_monitor_logs_what_it_logs_under_lightning(tmp_path: Path) -> None:
+def test_learning_rate_monitor_logs_the_values_of_lightning(tmp_path: Path) -> None:
     from tests.parity import RecordingLogger
 
     rows = []
@@ -543,7 +543,7 @@ def test_loggers_get_each_row_and_the_hyperparameters(tmp_path: Path) -> None:
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["epoch=1-step=12.ckpt"]
 
 
-# --- what can go wrong --------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def resume(path: Any, module: Any = None, **arguments: Any) -> None:
@@ -565,7 +565,7 @@ def test_a_truncated_file(tmp_path: Path, kept: float) -> None:
         resume(path)
 
 
-def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+def test_file_that_is_not_a_checkpoint(tmp_path: Path) -> None:
     torch.save({"a": 1}, tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match="is not a checkpoint: it has no 'state_dict'"):
         resume(tmp_path / "a.ckpt")
@@ -639,7 +639,7 @@ class Payload:
         return Path.touch, (self.target,)
 
 
-def test_a_file_with_code_in_it_is_refused_and_does_not_run(tmp_path: Path) -> None:
+def test_file_with_code_is_refused_without_running_it(tmp_path: Path) -> None:
     path, _ = saved(tmp_path)
     checkpoint = read(path)
     checkpoint["payload"] = Payload(tmp_path / "ran")
@@ -681,7 +681,7 @@ def test_how_a_step_is_computed_is_the_choice_of_the_run_that_resumes(tmp_path, 
     assert all(parameter.isfinite().all() for parameter in module.parameters())
 
 
-def test_where_a_learning_rate_lies_and_whether_a_step_is_captured_are_choices_of_the_run() -> None:
+def test_device_of_the_learning_rate_and_capturable_are_set_by_the_run() -> None:
     optimizer = torch.optim.Adam([torch.zeros(1)], capturable=True)
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
     saved = {"param_groups": [{**optimizer.param_groups[0], "lr": torch.tensor(0.2), "capturable": False}]}

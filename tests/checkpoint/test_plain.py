@@ -1,4 +1,4 @@
-"""What cannot be loaded again is said when it is saved, not when it is needed."""
+"""Objects that cannot be loaded again are reported at the save instead of at the load."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_back(checkpoint: dict[str, Any]) -> Any:
     return torch.load(buffer, weights_only=True)
 
 
-def test_what_is_plain_is_left_as_it_is():
+def test_plain_values_are_kept():
     checkpoint = {
         "state_dict": OrderedDict(w=torch.zeros(2)), "n": [1, (2.0, None), {"a": "b", 3: True}], "set": {1, "a"},
         "dtype": torch.float16, "device": torch.device("cpu"), "size": torch.Size([1]), "counter": Counter("aab"),
@@ -63,7 +63,7 @@ def test_numpys_scalars_become_numbers_and_nothing_else_is_copied():
         (torch.nn.ReLU(), "ReLU"),
     ],
 )
-def test_what_cannot_be_read_back_is_named(value, said):
+def test_unreadable_values_are_named(value, said):
     checkpoint = {"x": [{"y": value}]}
     with pytest.warns(UserWarning, match=rf"(?s)weights_only=False alone.*{said}.*add_safe_globals"):
         assert require_loadable(checkpoint, strict=False, warn=True) is checkpoint
@@ -76,7 +76,7 @@ class Own:
     pass
 
 
-def test_what_the_user_has_declared_safe_is_fine():
+def test_safe_globals_are_accepted():
     with torch.serialization.safe_globals([Own]):
         require_loadable({"own": Own()}, strict=True, warn=True)
 
@@ -97,10 +97,10 @@ class Watches(Regression):
 
     def on_train_epoch_end(self) -> None:
         schedule = self.lr_schedulers()
-        schedule.best = np.float64(schedule.best)  # what a metric of numpy's leaves there
+        schedule.best = np.float64(schedule.best)  # left by a metric of numpy
 
 
-def test_a_fit_saves_what_it_can_load(tmp_path):
+def test_fit_saves_loadable_values(tmp_path):
     module = Watches(schedule=ReduceLROnPlateau, monitor="score")
     trainer, _ = fit_and_watch(tmp_path, module, make_batches(3), callbacks=[Adds(np.float64(0.25))])
     trainer.save_checkpoint(tmp_path / "a.ckpt")

@@ -1,4 +1,4 @@
-"""Checkpoints written at every chance there is; a run resumed from each ends, to the bit, as the whole one."""
+"""Checkpoints written in every hook; a run resumed from each of them equals the uninterrupted run bit for bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BATCHES = [torch.randn(2, 4, generator=torch.Generator().manual_seed(i)) for i i
 
 
 class Drawn:
-    """Batches that are noisy by every generator there is."""
+    """Batches with noise from every kind of random generator."""
 
     def __iter__(self) -> Iterator[Tensor]:
         for batch in BATCHES:
@@ -48,7 +48,7 @@ class Drawn:
 
 
 class Remembering(LightningModule):
-    """Random, and full of things that a state dict does not hold."""
+    """A random module with state outside its state dict."""
 
     def __init__(self, overflows: tuple[int, ...] = (), plateau: str = "", manual: bool = False) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Remembering(LightningModule):
 
 
 class SavesAlways(Checkpoint):
-    """After each batch, each validation and each epoch; and at each batch of a validation."""
+    """Writes a checkpoint after each batch, validation and epoch, and at each batch of a validation."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -199,7 +199,7 @@ def test_resumed_at_every_chance(name: str, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_written_when_all_about_a_batch_is_over(tmp_path: Path) -> None:
-    """Callbacks that save come after the module's hook and the row for the loggers."""
+    """Callbacks that save run after the module's hook and the loggers' row."""
     saving = SavesAlways(tmp_path)
     run(tmp_path, {"trainer": lambda: {"limit_val_batches": 0, "max_epochs": 1}}, saving=[saving])
     ended = [torch.load(path, weights_only=True)["ended"] for path in saving.rows]
@@ -207,7 +207,7 @@ def test_a_checkpoint_is_written_when_all_about_a_batch_is_over(tmp_path: Path) 
     assert list(saving.rows.values()) == [1, 2, 3, 4, 5, 6]
 
 
-def test_gradients_are_kept_of_open_windows_alone(tmp_path: Path) -> None:
+def test_gradients_are_saved_in_open_windows_only(tmp_path: Path) -> None:
     saving = SavesAlways(tmp_path)
     how = {"trainer": lambda: {"accumulate_grad_batches": 2, "limit_val_batches": 0, "max_epochs": 1}}
     run(tmp_path, how, saving=[saving])
@@ -231,7 +231,7 @@ def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
         run(tmp_path, {"trainer": lambda: {"exact_resume": False}}, tmp_path / "two.ckpt")
 
 
-def test_what_another_version_has_written_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
     saving = SavesAlways(tmp_path)
     run(tmp_path, {}, saving=[saving])
     checkpoint = torch.load(next(iter(saving.rows)), weights_only=True)
@@ -244,7 +244,7 @@ def test_what_another_version_has_written_is_refused(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_the_version_before_are_resumed_exactly(tmp_path: Path) -> None:
-    """Random states were bytes in their places."""
+    """They contain random states as bytes."""
     saving = SavesAlways(tmp_path)
     whole = run(tmp_path, {}, saving=[saving])
     path = list(saving.rows)[2]
@@ -259,7 +259,7 @@ def test_checkpoints_of_the_version_before_are_resumed_exactly(tmp_path: Path) -
 
 @pytest.mark.parametrize(("resume", "epochs"), [("auto", 1), (None, 3)])
 def test_a_run_that_had_decided_to_stop(tmp_path: Path, resume: Any, epochs: int) -> None:
-    """The same command goes on stopping. Who names a checkpoint means to go on training."""
+    """The same command stops again. With an explicit checkpoint, training continues."""
 
     def trainer_with(more: list[Any]) -> Trainer:
         stop = EarlyStopping("largest", patience=0, stopping_threshold=1e9)
@@ -278,8 +278,8 @@ def test_a_run_that_had_decided_to_stop(tmp_path: Path, resume: Any, epochs: int
     assert trainer.current_epoch == epochs
 
 
-def test_a_metric_that_is_logged_in_another_way_says_so(tmp_path: Path) -> None:
-    """What a checkpoint brings does not keep a name from being logged as the module asks for now."""
+def test_metric_logged_in_another_way_raises(tmp_path: Path) -> None:
+    """Metrics of a checkpoint do not prevent the module from logging the name in another way."""
     saving = SavesAlways(tmp_path)
     run(tmp_path, {}, saving=[saving])
 

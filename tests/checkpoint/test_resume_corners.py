@@ -1,4 +1,4 @@
-"""Set-ups with state in unusual places, resumed from each batch: to the bit the run that was never interrupted."""
+"""Set-ups with state in unusual places, resumed from each batch: bitwise equal to the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.errors import ResumeError
 
 
 class Batch(tuple[torch.Tensor]):
-    """No plain container."""
+    """A batch that is not a plain container."""
 
 
 class Module(LightningModule):
@@ -51,7 +51,7 @@ class Closures(Module):
 
 
 class NothingAtTheEnd(Module):
-    """Every second window has its loss in its first batch alone, and the scaler scales no other."""
+    """Every second window has a loss in its first batch only, so that the scaler scales no other."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -85,7 +85,7 @@ class Tracks(Module):
 
 
 class ScaleCurve(Curves):
-    """Few points, of losses and scales."""
+    """Limits curves to a few points of losses and scales."""
 
     def __init__(self) -> None:
         super().__init__(max_points=4)
@@ -196,7 +196,7 @@ class Step(Module):
     """Saves a checkpoint in the second batch of a window, or fails there."""
 
     place = ""
-    """Where, or "" for nowhere."""
+    """Place, or "" for none."""
     folder: Path
 
     def configure_optimizers(self) -> Any:
@@ -267,7 +267,7 @@ def test_a_checkpoint_that_loses_the_gradients_of_a_window_warns(
         train(Step, tmp_path / "whole", callbacks=[], accumulate_grad_batches=3, max_epochs=1)
 
 
-def test_batches_that_cannot_be_kept_are_told(tmp_path: Path) -> None:
+def test_batches_that_cannot_be_saved_are_reported(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"callbacks": [], "accumulate_grad_batches": 3, "max_epochs": 1}
     arguments["collate"] = lambda samples: Batch([torch.stack([sample[0] for sample in samples])])
     _, _, saved = train(Closures, tmp_path / "whole", **arguments)
@@ -278,7 +278,7 @@ def test_batches_that_cannot_be_kept_are_told(tmp_path: Path) -> None:
     train(Closures, tmp_path / "between", start=saved[2][0], **arguments)
 
 
-def test_a_checkpoint_from_inside_the_first_batch_is_told(tmp_path: Path) -> None:
+def test_checkpoint_inside_the_first_batch_is_reported(tmp_path: Path) -> None:
     class Inside(Callback):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             if trainer.progress.batch_idx == 0:

@@ -1,4 +1,4 @@
-"""A run that one Trainer has started and the other goes on with: the same hooks, weights and counters."""
+"""A run started by one Trainer and resumed by the other: the same hooks, weights and counters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _without_noise() -> Any:
 
 
 class Diary(Classifier):
-    """Writes down where it is, and has schedules of each kind. All batches are the same: Lightning replays them."""
+    """Records hooks, and has schedules of each kind. All batches are equal, because Lightning repeats them."""
 
     def __init__(self, by_hand: bool = False, watches: bool = False) -> None:
         super().__init__(momentum=0.9)
@@ -121,7 +121,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_either_resumes_what_the_other_wrote(tmp_path: Path, name: str) -> None:
+def test_both_trainers_resume_checkpoints_of_the_other(tmp_path: Path, name: str) -> None:
     module, options, arguments, files = RUNS[name]
     for make in MAKERS:
         write(make, tmp_path / make.__name__, module, options, **{"max_epochs": 2, **arguments})
@@ -148,10 +148,10 @@ def test_the_loops_in_a_checkpoint_count_as_lightnings_do(tmp_path: Path) -> Non
             assert {k: mine[k] for k in counted} == {k: theirs[k] for k in counted}, (name, file)
 
 
-# --- an epoch that max_steps has cut short ----------------------------------------------------------------------------
+# --- an epoch ended by max_steps --------------------------------------------------------------------------------------
 
 
-def test_a_run_by_steps_goes_on_inside_the_epoch_that_it_left(tmp_path: Path) -> None:
+def test_run_by_steps_is_resumed_inside_its_epoch(tmp_path: Path) -> None:
     whole, module = ours(max_steps=7, max_epochs=-1), Diary()
     whole.fit(module, data(8), same_batches(2))
     saver = ModelCheckpoint(tmp_path, filename="left", save_on_train_epoch_end=True)
@@ -167,11 +167,11 @@ def test_a_run_by_steps_goes_on_inside_the_epoch_that_it_left(tmp_path: Path) ->
     assert by_epochs.entries[:2] == [("train", 2, 6), ("epoch start", 2, 6)]
 
 
-# --- a validation that did not come to its end -----------------------------------------------------------------------
+# --- an interrupted validation ----------------------------------------------------------------------------------------
 
 
 class Failing(Diary):
-    """Fails, once, in a batch of the first validation after ``steps`` optimizer steps."""
+    """Fails once in a batch of the first validation after ``steps`` optimizer steps."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ def test_a_validation_that_failed_is_run_again(tmp_path: Path, writer: Any, inte
 
 
 class Counter:
-    """Ten numbers from ``start``."""
+    """Yields ten numbers from ``start``."""
 
     def __init__(self, start: int = 0) -> None:
         self.next = start
@@ -248,7 +248,7 @@ class Reader(Diary):
     ],
     ids=["one", "in a combined loader", "two", "no data"],
 )
-def test_dataloaders_with_a_state_go_on_where_they_were(tmp_path: Path, loaders: Any) -> None:
+def test_stateful_dataloaders_resume_at_their_position(tmp_path: Path, loaders: Any) -> None:
     seen = []
     for make in MAKERS:
         path = tmp_path / f"{make.__name__}.ckpt"
@@ -279,7 +279,7 @@ def test_a_dataloader_without_a_state_continues_by_its_attributes(tmp_path: Path
     assert batches[0] == batches[1] + batches[2]  # Lightning's starts again
 
 
-def test_who_resumes_inside_an_epoch_is_told_what_is_not_the_same(tmp_path: Path) -> None:
+def test_resume_inside_an_epoch_reports_the_differences(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
     first = ours(max_epochs=1, callbacks=[saver], enable_checkpointing=True)
     first.fit(Diary(), data(8), same_batches(2))

@@ -1,4 +1,4 @@
-"""Checkpoints that are folders: what is in them, that they are whole, and that strangers' run no code."""
+"""Sharded checkpoints: contents, integrity, and safe loading of malicious files."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ def names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
 
-# --- what is written and read -----------------------------------------------------------------------------------------
+# --- contents ---------------------------------------------------------------------------------------------------------
 
 
-def test_all_comes_back_and_in_its_order(tmp_path: Path) -> None:
+def test_values_are_restored_in_order(tmp_path: Path) -> None:
     made = write(tmp_path / "a.ckpt")
     assert names(tmp_path / "a.ckpt") == [".metadata", "__0_0.distcp", "manifest.json", "state.ckpt"]
     assert_same(shards.read_whole(tmp_path / "a.ckpt"), made)
@@ -108,7 +108,7 @@ def test_other_tensors_need_not_be_read(tmp_path: Path) -> None:
     assert torch.equal(tree["state_dict"]["half"], torch.ones(3, dtype=torch.bfloat16))
 
 
-def test_names_that_meet_are_told_apart(tmp_path: Path) -> None:
+def test_colliding_names_are_distinguished(tmp_path: Path) -> None:
     made = {"state_dict": {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}, "loops": {}}
     tree, tensors, own = shards.taken_apart(made)
     assert len(tensors) == 2
@@ -117,7 +117,7 @@ def test_names_that_meet_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_tensor_without_values_is_refused_by_its_name(tmp_path: Path) -> None:
-    """It would be taken for one of another file, and the checkpoint could not be read."""
+    """It could be taken for one of another file, and the checkpoint could not be read."""
     made = checkpoint()
     for place in (made["state_dict"], made["hyper_parameters"], made["loops"][OUR_KEY]["progress"]):
         place["later"] = torch.empty(2, device="meta")
@@ -164,7 +164,7 @@ def test_weights_as_safetensors(tmp_path: Path) -> None:
         conversion.weights_of(tmp_path / "b.ckpt", "net.")
 
 
-# --- whole or not at all ----------------------------------------------------------------------------------------------
+# --- atomic writes ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "manifest.json", "state.ckpt"])
@@ -190,7 +190,7 @@ def test_damage_is_found(tmp_path: Path, file: str, damage: str) -> None:
         (tmp_path / "elsewhere").write_bytes(data)
         path.symlink_to(tmp_path / "elsewhere")
     if (file, damage) == ("manifest.json", "a link"):
-        files.verify(tmp_path / "a.ckpt")  # it is what it says that counts
+        files.verify(tmp_path / "a.ckpt")  # the content decides
         return
     with pytest.raises(CheckpointError, match=r"a\.ckpt is (damaged|no checkpoint)"):
         files.verify(tmp_path / "a.ckpt")
@@ -208,7 +208,7 @@ def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path) -> None:
     assert "c.ckpt is no checkpoint, or was not written to its end: a folder without manifest.json" in said
 
 
-def test_nothing_is_left_of_one_that_could_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = write(tmp_path / "a.ckpt")
     monkeypatch.setattr(shards, "_Stream", Full)
     with pytest.raises(OSError, match="No space left"):
@@ -218,7 +218,7 @@ def test_nothing_is_left_of_one_that_could_not_be_written(tmp_path: Path, monkey
 
 
 class Full(shards._Stream):
-    """A file on a disk that is full."""
+    """A file on a full disk."""
 
     def write(self, data: Any) -> int:
         self.error = OSError(errno.ENOSPC, "No space left on device")
@@ -226,14 +226,14 @@ class Full(shards._Stream):
 
 
 class Killed(BaseException):
-    """In the place of a SIGKILL: nobody cleans up after it."""
+    """Raised as a simulated SIGKILL, without cleanup."""
 
 
 @pytest.mark.parametrize("renames", range(3))
 def test_killed_at_any_rename_the_old_one_or_the_new_one_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
 ) -> None:
-    """The renames: of DCP's metadata, of the old checkpoint away, of the new one to its place."""
+    """Renames of DCP's metadata, of the old checkpoint, and of the new one."""
     write(tmp_path / "c" / "a.ckpt")
     rename, done = Path.rename, []
 
@@ -282,11 +282,11 @@ def test_a_file_takes_a_folders_place_and_the_other_way_round(tmp_path: Path) ->
     assert files.verify(tmp_path / "a.ckpt")
 
 
-# --- strangers --------------------------------------------------------------------------------------------------------
+# --- malicious files --------------------------------------------------------------------------------------------------
 
 
 class Evil:
-    """Makes a file when it is unpickled."""
+    """Writes a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -296,7 +296,7 @@ class Evil:
 
 
 def sealed_again(folder: Path) -> None:
-    """Give a folder that was changed a manifest that fits, as somebody with bad intentions does."""
+    """Write a matching manifest for a modified folder, as an attacker would."""
     import hashlib
 
     facts = dict(sharded_files.read_manifest(folder).facts)
@@ -312,7 +312,7 @@ def sealed_again(folder: Path) -> None:
 def test_a_strangers_pickle_is_not_run(tmp_path: Path, file: str) -> None:
     folder, mark = tmp_path / "a.ckpt", tmp_path / "ran"
     write(folder, process=Evil(mark) if file == "process 0" else None)
-    if file == "__0.metadata":  # which torch reads where there is no other
+    if file == "__0.metadata":  # torch reads it if there is no other
         (folder / ".metadata").unlink()
     if file.endswith(".ckpt"):
         torch.save({"state_dict": {}, "loops": {}, "evil": Evil(mark)}, folder / file)
@@ -327,7 +327,7 @@ def test_a_strangers_pickle_is_not_run(tmp_path: Path, file: str) -> None:
     assert not mark.exists()
 
 
-def test_entries_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
+def test_entries_that_are_not_tensors_are_refused(tmp_path: Path) -> None:
     """DCP reads these with `torch.load(weights_only=False)`."""
     import torch.distributed.checkpoint as dcp
 
@@ -362,7 +362,7 @@ def change(folder: Path, what: str) -> None:
 @pytest.mark.parametrize(
     "what", ["a file elsewhere", "an extension", "a part missing", "a tensor missing", "another size"]
 )
-def test_metadata_that_nobody_writes_are_refused(tmp_path: Path, what: str) -> None:
+def test_unusual_metadata_are_refused(tmp_path: Path, what: str) -> None:
     write(tmp_path / "a.ckpt")
     change(tmp_path / "a.ckpt", what)
     with pytest.raises(CheckpointError, match=r"a\.ckpt (is damaged|cannot be read)"):
@@ -370,7 +370,7 @@ def test_metadata_that_nobody_writes_are_refused(tmp_path: Path, what: str) -> N
 
 
 def test_metadata_change_no_class(tmp_path: Path) -> None:
-    """A pickle may set attributes on a class that it names: here ``PosixPath.stem``, for the whole program."""
+    """A pickle may set attributes of a class that it names, here ``PosixPath.stem``."""
     write(tmp_path / "a.ckpt")
     path = tmp_path / "a.ckpt" / ".metadata"
     poison = b"cpathlib\nPosixPath\nN}(X\x04\x00\x00\x00stemX\x05\x00\x00\x00ownedu\x86b0"
@@ -382,8 +382,8 @@ def test_metadata_change_no_class(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_folder_that_is_no_checkpoint_is_kept(tmp_path: Path, sharded: bool) -> None:
-    """Saving over it, by a mistaken path, would remove what is in it."""
+def test_folder_that_is_not_a_checkpoint_is_kept(tmp_path: Path, sharded: bool) -> None:
+    """A save to a wrong path would remove its files."""
     (tmp_path / "runs" / "of mine").mkdir(parents=True)
     trainer = make_trainer(tmp_path, plugins=CheckpointFiles(sharded=sharded))
     trainer.fit(Regression(), loader_of(make_batches(2)))
@@ -392,7 +392,7 @@ def test_a_folder_that_is_no_checkpoint_is_kept(tmp_path: Path, sharded: bool) -
     assert [one.name for one in (tmp_path / "runs").iterdir()] == ["of mine"]
 
 
-def test_a_name_that_leads_elsewhere_is_no_name_of_a_file(tmp_path: Path) -> None:
+def test_file_names_outside_the_folder_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.ckpt")
     manifest = tmp_path / "a.ckpt" / "manifest.json"
     sealed = sharded_files.read_manifest(tmp_path / "a.ckpt")
@@ -404,11 +404,11 @@ def test_a_name_that_leads_elsewhere_is_no_name_of_a_file(tmp_path: Path) -> Non
         files.verify(tmp_path / "a.ckpt")
 
 
-# --- of a run ---------------------------------------------------------------------------------------------------------
+# --- in a run ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_run_saves_removes_links_and_goes_on(tmp_path: Path, asynchronous: bool) -> None:
+def test_run_saves_removes_links_and_is_resumed(tmp_path: Path, asynchronous: bool) -> None:
     def io() -> CheckpointFiles:
         return CheckpointFiles(sharded=True, asynchronous=asynchronous)
 
@@ -450,7 +450,7 @@ def test_a_run_is_stopped_by_a_full_disk_also_later(tmp_path: Path, monkeypatch:
         assert fit(tmp_path, ModelCheckpoint(tmp_path / "c"), plugins=io).global_step == 8
 
 
-def test_what_is_saved_later_is_the_state_of_that_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshot_has_the_state_of_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
     may_write, written = threading.Event(), shards.write
@@ -501,7 +501,7 @@ def test_parameters_in_another_order_get_their_own_states(tmp_path: Path) -> Non
         assert torch.equal(seen[name], optimizer.state[parameter]["exp_avg"])
 
 
-def test_dcp_is_imported_for_shards_alone(python_without_lightning: WarmPython) -> None:
+def test_dcp_is_imported_for_shards_only(python_without_lightning: WarmPython) -> None:
     program = (
         "import sys, warnings; warnings.simplefilter('ignore'); from trainer import Trainer;"
         "Trainer(accelerator='cpu', logger=False);"

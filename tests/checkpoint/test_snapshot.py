@@ -55,7 +55,7 @@ def test_nothing_is_shared_with_the_original() -> None:
     assert written(copy) == before
 
 
-def test_what_shares_memory_still_does() -> None:
+def test_shared_memory_stays_shared() -> None:
     copy = on_host(state())
     copy["views"][0][0] = 100.0
     assert copy["views"][1][0, 1] == 100.0
@@ -64,7 +64,7 @@ def test_what_shares_memory_still_does() -> None:
     assert type(copy["parameter"]) is nn.Parameter
 
 
-def test_what_is_seen_conjugated_or_negated_is_copied_as_it_is_seen() -> None:
+def test_conjugated_and_negated_tensors_are_resolved() -> None:
     given = torch.tensor([1 + 2j])
     copy = on_host([given.conj(), given.conj().imag])
     assert (copy[0].item(), copy[1].item()) == (1 - 2j, -2)

@@ -1,4 +1,4 @@
-"""A dataset for workers that import it anew: so little else is imported with it."""
+"""A dataset in a small module, so that workers import it fast."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 
 class Drawn(Dataset[torch.Tensor]):
-    """Samples that know their index, and are drawn."""
+    """Random samples with their index."""
 
     def __len__(self) -> int:
         return 7

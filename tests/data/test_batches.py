@@ -13,7 +13,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class Counted:
-    """Loaders whose source counts how many batches were drawn; those without a length look one ahead."""
+    """Loaders with a source that counts its batches; those without a length fetch one batch ahead."""
 
     is_sequential = False
 
@@ -65,7 +65,7 @@ def numbered(*indices, last):
     return [(f"batch {i}", i, i == last) for i in indices]
 
 
-def test_each_pass_is_opened_when_it_is_iterated_but_one_that_was_before():
+def test_passes_are_opened_when_iterated():
     loaders = Counted(3)
     batches = TrainingBatches(loaders, opened_for=0)
     opened = []
@@ -113,8 +113,8 @@ def test_batches_that_were_trained_are_skipped(known):
     assert list(batches) == numbered(2, 3, last=3)
 
 
-def test_batches_are_drawn_one_by_one_where_their_number_is_known():
-    """Drawing one ahead would change the order of random numbers against a plain loop."""
+def test_batches_are_drawn_one_by_one_if_the_length_is_known():
+    """Fetching one ahead would change the order of random numbers relative to a plain loop."""
     loaders = Counted(3)
     batches = TrainingBatches(loaders)
     batches.start_epoch(0, skip=0)
@@ -139,7 +139,7 @@ def test_the_last_of_an_unknown_number_is_known_by_looking_one_ahead(length):
 
 
 @pytest.mark.parametrize("now", [True, False])
-def test_looking_ahead_tells_when_it_fetches(now):
+def test_fetching_ahead_reports_the_time(now):
     fetched = []
     ahead = LookAhead(iter("ab"), lambda: fetched.append(len(fetched)), now=now)
     assert len(fetched) == now
@@ -171,14 +171,14 @@ def test_nothing_to_train_on():
 
 
 def after(count, epoch=3, length=5):
-    """The batches of an epoch of which ``count`` have been handed out."""
+    """Return the batches of an epoch after the first ``count``."""
     batches = TrainingBatches(Counted(length))
     batches.start_epoch(epoch, 0)
     deque(islice(batches, count), maxlen=0)
     return batches
 
 
-def test_the_state_says_how_many_batches_of_which_epoch_were_handed_out():
+def test_state_has_the_epoch_and_number_of_batches():
     batches = TrainingBatches(Counted(5))
     assert batches.state_dict() == {}
     batches.start_epoch(0, 0)
@@ -188,11 +188,11 @@ def test_the_state_says_how_many_batches_of_which_epoch_were_handed_out():
     assert TrainingBatches(None).state_dict() == {}
 
 
-def test_a_pass_is_resumed_where_it_was_and_draws_nothing():
+def test_pass_is_resumed_without_drawing():
     state, loaders = after(2).state_dict(), Counted(5)
     batches = TrainingBatches(loaders)
     batches.load_state_dict(state)
-    assert batches.state_dict() == state  # until the epoch begins, it is where it was
+    assert batches.state_dict() == state  # the previous position until the epoch starts
     random_state = torch.get_rng_state()
     batches.start_epoch(3, skip=2)
     assert {**batches.state_dict(), "loaders": [2]} == state
@@ -201,7 +201,7 @@ def test_a_pass_is_resumed_where_it_was_and_draws_nothing():
     assert loaders.loaded == [{**state, "inside": False}]
     assert batches.state_dict()["batches"] == 5
     batches.start_epoch(4, 0)
-    assert len(loaders.loaded) == 1  # a state is for once
+    assert len(loaders.loaded) == 1  # a state is used once
     assert len(list(batches)) == 5
 
 
@@ -214,7 +214,7 @@ def test_the_epoch_after_one_that_was_over():
     assert list(batches) == numbered(0, 1, last=1)
 
 
-def test_what_dataloaders_were_is_nothing_to_those_that_come_after_them():
+def test_states_of_replaced_dataloaders_are_not_used():
     batches = TrainingBatches(loaders := Counted(2, made_in=4))
     batches.load_state_dict(after(5).state_dict())
     batches.start_epoch(4, skip=0)
@@ -239,7 +239,7 @@ def test_a_pass_that_has_had_its_last_batch_is_over():
     assert len(list(batches)) == 5
 
 
-def test_what_is_left_of_a_pass_can_be_given_up():
+def test_rest_of_a_pass_can_be_skipped():
     batches = TrainingBatches(loaders := Counted(5))
     batches.load_state_dict(after(2).state_dict())
     batches.start_epoch(3, skip=2)
@@ -261,13 +261,13 @@ def resumed_for_reasons(skip, **exact):
 
 
 @pytest.mark.parametrize(("skip", "exact"), [(2, False), (1, True), (1, False)])
-def test_attention_is_drawn_to_what_is_not_exact(skip, exact):
-    """Also where a checkpoint was written inside a batch: whoever did that had no choice."""
+def test_inexact_resume_warns(skip, exact):
+    """Also for a checkpoint written inside a batch."""
     with pytest.warns(UserWarning, match="not those that would have followed: the one; the other"):
         assert resumed_for_reasons(skip, exact=exact) == list(range(skip, 5))
 
 
-def test_what_cannot_be_shown_to_be_exact_is_refused():
+def test_resume_without_proof_of_exactness_is_refused():
     with pytest.raises(ResumeError, match=r"after batch 2 of epoch 3 .*: the one; the other\..*exact_resume=False"):
         resumed_for_reasons(2)
 
@@ -276,7 +276,7 @@ def unmoved(batch, device):
     raise AssertionError(f"{batch} was on the device already")
 
 
-def test_what_is_on_the_device_already_is_not_moved():
+def test_tensors_on_the_device_are_not_moved():
     transfer, tensor = Transfer(CPU, lambda batch: batch, unmoved), torch.ones(1)
     for batch in (tensor, [tensor, tensor], (tensor,)):
         assert transfer(batch) is batch

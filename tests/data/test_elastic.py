@@ -1,6 +1,6 @@
-"""Whoever trains them, an update gets the samples that it would have got: without processes, against torch's samplers.
+"""An optimizer step has the same samples with any number of ranks: compared to torch's samplers without processes.
 
-What is true of the resumed runs of real processes is in ``tests/distributed/test_elastic.py``.
+Resumed runs of real ranks are in ``tests/distributed/test_elastic.py``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from trainer.data.resumable import MapStyleLoader
 from trainer.state import random_states
 
 Update = list[tuple[int, float]]
-"""The samples of a weight update, each with how much it counts in the update's mean."""
+"""The samples of an optimizer step, each with its share of the mean."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run divides its samples."""
+    """The division of samples in a run."""
 
     processes: int
     batch_size: int
@@ -41,7 +41,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Data:
-    """What is divided."""
+    """The dataset."""
 
     samples: int
     shuffle: bool
@@ -50,7 +50,7 @@ class Data:
 
 
 def loaders_of(data: Data, layout: Layout) -> list[DataLoader[Any]]:
-    """Of each process, as a user and Lightning make them."""
+    """Return the dataloader of each rank, as built by a user and Lightning."""
     dataset, made = range(data.samples), []
     for rank in range(layout.processes):
         generator = torch.Generator().manual_seed(3) if data.own_generator else None
@@ -64,7 +64,7 @@ def loaders_of(data: Data, layout: Layout) -> list[DataLoader[Any]]:
 
 
 def ordered(data: Data, layout: Layout, order: SampleOrder) -> list[DataLoader[Any]]:
-    """Of each process of a run that has gone on from another one."""
+    """Return the dataloader of each rank of a resumed run."""
     made = []
     for rank in range(layout.processes):
         (own,) = loaders_of(data, Layout(1, layout.batch_size, 1))
@@ -76,18 +76,18 @@ def ordered(data: Data, layout: Layout, order: SampleOrder) -> list[DataLoader[A
 
 
 class Run:
-    """The processes of a run, one after the other; each draws the random numbers that the first one draws."""
+    """The ranks of a run in one process; each draws the random numbers of the first one."""
 
     def __init__(self, loaders: list[DataLoader[Any]], layout: Layout) -> None:
         self.loaders, self.layout = [MapStyleLoader(loader) for loader in loaders], layout
 
     def updates(self, epoch: int, batches: int = 0, start: int = 0) -> Iterator[Update]:
-        """Those of an epoch, or of what is left of it; as many batches on each process.
+        """Return the remaining optimizer steps of an epoch, with the same number of batches on each rank.
 
         Args:
-            epoch: which one.
-            batches: to stop after; 0 for all.
-            start: batches that are not in it any more.
+            epoch: the epoch.
+            batches: number of batches to stop after; 0 for all.
+            start: number of batches already trained.
         """
         passes, before, after = [], random_states.capture(), dict[str, Any]()
         for loader in self.loaders:
@@ -121,7 +121,7 @@ def shares(update: Update) -> dict[int, float]:
 
 
 def layouts(size: int) -> st.SearchStrategy[Layout]:
-    """Of updates of ``size`` samples."""
+    """Draw layouts with ``size`` samples per optimizer step."""
     divisors = [one for one in range(1, size + 1) if size % one == 0]
     pairs = [(p, b) for p in divisors for b in divisors if p <= 5 and size % (p * b) == 0]
     return st.sampled_from([Layout(p, b, size // (p * b)) for p, b in pairs])
@@ -129,7 +129,7 @@ def layouts(size: int) -> st.SearchStrategy[Layout]:
 
 @st.composite
 def changes(draw: Any) -> tuple[Data, list[Layout], list[int], int]:
-    """Data, the layouts of a chain of runs, after how many updates each was interrupted, and the update's size."""
+    """Draw data, the layouts of successive runs, the steps after which each was interrupted, and the step's size."""
     size = draw(st.sampled_from([1, 2, 4, 6, 8, 12]))
     data = Data(draw(st.integers(1, 60)), draw(st.booleans()), draw(st.booleans()), draw(st.booleans()))
     chain = draw(st.lists(layouts(size), min_size=2, max_size=4))
@@ -217,11 +217,12 @@ def test_a_thousand_samples_on_two_times_six_and_then_three_times_four() -> None
     assert run.loaders[0].loader.sampler.keeps_shares(0)
 
 
-def test_what_cannot_be_kept_of_a_short_update_is_known() -> None:
+def test_unconvertible_short_step_is_detected() -> None:
     data, first, second = Data(6, False, False), Layout(2, 2, 2), Layout(1, 8, 1)
     order = SampleOrder.of(loaders_of(data, first)[0], 1.0, {0: 2}, 2)
     assert isinstance(order, SampleOrder)
-    (whole,) = whole_run(data, first, 1)[0]  # batches of 2 and 1 on each: the samples of the latter count twice
+    # batches of 2 and 1 on each rank: samples of the latter have twice the share
+    (whole,) = whole_run(data, first, 1)[0]
     assert shares(whole) == pytest.approx({0: 0.125, 1: 0.125, 2: 0.125, 3: 0.125, 4: 0.25, 5: 0.25})
     assert not ordered(data, second, order)[0].sampler.keeps_shares(0)  # type: ignore[attr-defined]
     assert ordered(data, Layout(4, 1, 2), order)[0].sampler.keeps_shares(0)  # type: ignore[attr-defined]
@@ -271,7 +272,7 @@ def test_other_samples_are_noticed() -> None:
         ),
     ],
 )
-def test_what_is_not_divided_in_another_way(loader: Any, reason: str) -> None:
+def test_unsupported_divisions(loader: Any, reason: str) -> None:
     assert reason in str(not_ordered(loader))
     assert reason in str(SampleOrder.of(loader, 1.0, {0: 1}, 1))
 

@@ -102,7 +102,7 @@ def copies_of_batches(seen: Any) -> list[Any]:
 
 
 class Samples:
-    """What a custom batch is: an object with a method ``to``, which knows nothing of non-blocking copies."""
+    """A custom batch: an object with a method ``to`` without ``non_blocking``."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y = x, y
@@ -143,7 +143,7 @@ def prefetched_by_hand(precision: str, optimizer: str, batches: list[Any]) -> li
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused", "momentum-fused"])
-def test_trains_to_the_weights_of_a_loop_by_hand(tmp_path, precision, optimizer):
+def test_weights_equal_those_of_a_hand_written_loop(tmp_path, precision, optimizer):
     batches = make_batches()
     by_hand = prefetched_by_hand(precision, optimizer, batches)
     assert not torch.equal(by_hand[0], make_net().weight)
@@ -163,7 +163,7 @@ def test_a_copy_waits_for_the_step_before_the_last_and_the_host_for_nothing(cuda
         copies = copies_of_batches(seen)
         assert len(copies) == BATCHES
         assert [copy.stream > 0 for copy in copies] == [on] * BATCHES
-        assert marks.issued[:-1] == marks.copied[1:]  # copies are no kernels
+        assert marks.issued[:-1] == marks.copied[1:]  # copies are not kernels
         before = [0, *marks.copied[:-1]] if on else marks.copied
         assert [copy.after for copy in copies] == before
         assert len(set(before)) == BATCHES  # there are kernels in each step
@@ -174,7 +174,7 @@ def test_a_copy_waits_for_the_step_before_the_last_and_the_host_for_nothing(cuda
 @pytest.mark.gpu
 def test_a_batch_is_there_while_the_device_works_at_the_step_before(tmp_path):
     class Busy(Probe):
-        """Has the device work for a second in the step of batch 3, and sees whether batch 4 is there meanwhile."""
+        """Occupies the device for a second in the step of batch 3, and records whether batch 4 arrives meanwhile."""
 
         work: Any = None
         arrived_meanwhile: bool | None = None
@@ -255,7 +255,7 @@ def test_batches_that_are_on_the_device_stay_there(cuda, tmp_path):
     assert trainer.data.prefetching.from_pinned is None
 
 
-def test_there_is_none_on_a_cpu(tmp_path):
+def test_no_prefetching_on_a_cpu(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.fit(Probe(), loader_of([[torch.ones(2, WIDTH), torch.ones(2, 2)]]))
     assert (trainer.prefetch_batches, trainer.data.prefetching) == (1, None)
@@ -268,7 +268,7 @@ def test_there_is_none_on_a_cpu(tmp_path):
         (False, "1 batch, from memory that is not pinned: DataLoader(pin_memory=True)"),
     ],
 )
-def test_the_summary_says_that_it_is_on_and_whether_batches_are_pinned(cuda, tmp_path, pinned, told):
+def test_summary_reports_prefetching_and_pinning(cuda, tmp_path, pinned, told):
     batches = make_batches() if pinned else [[part.clone() for part in batch] for batch in make_batches()]
     for on in (True, False):
         written = io.StringIO()
@@ -290,7 +290,7 @@ def test_two_batches_are_alive_however_far_the_host_is_ahead(cuda, tmp_path):
 
 
 class Dropping(Probe):
-    """Lets go of its batch before the step is issued."""
+    """Frees its batch before the step is issued."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -299,7 +299,7 @@ class Dropping(Probe):
 
 
 class Keeping(Probe):
-    """Trains on the batch before the last as well, and then lets go of it."""
+    """Also trains on the batch before the last, and then frees it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,13 +307,13 @@ class Keeping(Probe):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.kept.append(batch[0][1:] if batch_idx % 2 else batch[0])  # a view has the memory, too
+        self.kept.append(batch[0][1:] if batch_idx % 2 else batch[0])  # a view shares the memory
         return loss + self.net(self.kept.pop(0)).mean() if len(self.kept) > 2 else loss
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [Dropping, Keeping])
-def test_who_lets_go_earlier_or_later_trains_to_the_same_weights(tmp_path, kind):
+def test_freeing_batches_earlier_or_later_keeps_the_weights(tmp_path, kind):
     trained = []
     for on in (True, False):
         module = kind()
@@ -322,7 +322,7 @@ def test_who_lets_go_earlier_or_later_trains_to_the_same_weights(tmp_path, kind)
     assert_equal(*trained)
 
 
-def test_what_is_freed_in_its_step_would_be_overwritten_if_nobody_held_it(cuda, tmp_path, monkeypatch):
+def test_batch_freed_without_a_holder_is_overwritten(cuda, tmp_path, monkeypatch):
     send = prefetching.Prefetching.__torch_function__
 
     def send_and_forget(self: Any, *call: Any) -> Any:
@@ -335,13 +335,13 @@ def test_what_is_freed_in_its_step_would_be_overwritten_if_nobody_held_it(cuda, 
         make(tmp_path).fit(Dropping(), loader_of(make_batches()))
 
 
-def test_what_others_hold_would_be_overwritten_if_nobody_knew(cuda, tmp_path, monkeypatch):
+def test_batch_without_a_check_for_references_is_overwritten(cuda, tmp_path, monkeypatch):
     monkeypatch.setattr(prefetching, "_has_other_holders", lambda tensor: False)
     with pytest.raises(RuntimeError, match="allocates memory that is free and may still be used"):
         make(tmp_path).fit(Keeping(), loader_of(make_batches()))
 
 
-def test_where_torch_does_not_say_who_holds_what_all_memory_waits_for_the_device(cuda, tmp_path, monkeypatch):
+def test_memory_waits_for_the_device_without_reference_counts(cuda, tmp_path, monkeypatch):
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
     module = Keeping()
     with cuda.watch() as seen:
@@ -349,7 +349,7 @@ def test_where_torch_does_not_say_who_holds_what_all_memory_waits_for_the_device
     assert copies_of_batches(seen)[-1].alive == BATCHES * NBYTES
 
 
-def test_a_copy_that_nobody_waits_for_would_be_read_too_early(cuda, tmp_path, monkeypatch):
+def test_copy_without_a_wait_is_read_too_early(cuda, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda stream, event: None)
     with pytest.raises(RuntimeError, match="reads what is not written yet"):
         make(tmp_path).fit(Probe(), loader_of(make_batches()))
@@ -388,14 +388,14 @@ def test_nothing_is_held_after_a_run_that_has_failed(cuda, tmp_path):
     assert bytes_held() == 0
 
 
-# --- nothing else changes -----------------------------------------------------------------------------------------
+# --- unchanged results ------------------------------------------------------------------------------------------------
 
 
 class Hooked(Probe):
-    """Draws random numbers in each hook, on the host and on the device, and keeps what it drew.
+    """Draws random numbers in each hook, on the host and on the device, and keeps them.
 
     Args:
-        way: how a batch gets to the device: by the method of its own, by the usual way, or by tensors that are sent.
+        way: transfer of a batch: with its own method, the default, or non-blocking copies.
     """
 
     def __init__(self, way: str) -> None:
@@ -443,7 +443,7 @@ def test_hooks_run_in_their_order_and_draw_the_same_numbers(tmp_path, way):
 
 
 @pytest.mark.parametrize("way", ["usual", "own", "sent"])
-def test_what_hooks_copy_goes_by_the_side_and_what_they_compute_does_not(cuda, tmp_path, way):
+def test_hooks_copy_on_the_side_stream_and_compute_on_the_default_stream(cuda, tmp_path, way):
     with cuda.watch() as seen:
         marks = Marks(seen)
         make(tmp_path, callbacks=[marks]).fit(Hooked(way), loader_of(make_batches()))
@@ -471,7 +471,7 @@ class Closures(Probe):
 
 
 class Skipping(Probe):
-    """Has no step for every other batch."""
+    """Has no step for every second batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) if batch_idx % 2 else None
@@ -504,7 +504,7 @@ def test_every_path_of_a_batch_trains_to_the_same_weights(tmp_path, path, recwar
 
 
 class Fetched:
-    """Batches of no known length that are counted as they are fetched, the last of which cannot be."""
+    """Batches without a length that are counted when they are fetched. Fetching the last one fails."""
 
     def __init__(self, batches: list[Any]) -> None:
         self.batches, self.count = batches, 0
@@ -519,7 +519,7 @@ class Fetched:
         raise OSError("the disk is gone")
 
 
-def test_a_batch_is_fetched_after_the_step_before_it_and_its_error_comes_then(cuda, tmp_path):
+def test_batch_is_fetched_after_the_previous_step_with_its_error(cuda, tmp_path):
     source, account = Fetched(make_batches(3)), []
 
     class Look(Callback):
@@ -539,7 +539,7 @@ def test_nothing_is_fetched_beyond_a_limit(cuda, tmp_path):
 
 
 class Noisy(Dataset[Any]):
-    """Rows to which fetching them adds noise."""
+    """Rows with noise added when they are fetched."""
 
     def __len__(self) -> int:
         return 4 * ROWS
@@ -553,7 +553,7 @@ def noisy() -> Any:
 
 
 class Killed(Callback):
-    """Saves a checkpoint at the end of a batch, and ends the run after the next one's step."""
+    """Saves a checkpoint at the end of a batch, and ends the run after the next step."""
 
     def __init__(self, path: Any, after: int) -> None:
         self.path, self.after = path, after

@@ -1,4 +1,4 @@
-"""A pass over the data that is taken up by another process, against one that was never left, to the bit."""
+"""A pass over the data resumed in another process equals the uninterrupted pass bit for bit."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ pytestmark = [
 
 
 def noise() -> list[float]:
-    """A number of each generator."""
+    """Return a random number of each generator."""
     return [random.random(), float(np.random.rand()), float(torch.rand((), dtype=torch.float64))]
 
 
 LOADED: list[int] = []
-"""The indices of samples that this process has loaded: not in an attribute of a dataset, which a resume restores."""
+"""Indices loaded by this process, outside of dataset attributes, which a resume restores."""
 COUNT = torch.zeros(1, dtype=torch.int64).share_memory_()
-"""How many samples of :class:`Counts` all processes have loaded."""
+"""Number of samples of :class:`Counts` loaded by all processes."""
 
 
 class Noisy(Dataset[torch.Tensor]):
-    """Samples that know their index, and their worker's seed, and are augmented at random."""
+    """Randomly augmented samples with their index and their worker's seed."""
 
     def __init__(self, length: int = 7) -> None:
         self.length = length
@@ -77,7 +77,7 @@ class Noisy(Dataset[torch.Tensor]):
 
 
 class Carries(Noisy):
-    """Generators of its own, which augment, too."""
+    """Has its own generators for augmentation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Bookmarked(Stream):
 
 
 class CountsPasses(IterableDataset[torch.Tensor]):
-    """Shuffles by the number of passes that have begun, which it counts itself."""
+    """Shuffles by its own count of passes."""
 
     def __init__(self) -> None:
         self.passes = 0
@@ -149,7 +149,7 @@ class NeverCloses(CountsPasses):
 
 
 class CountsSamples(Noisy):
-    """Samples that depend on the number of samples before them."""
+    """Yields samples that depend on the number of earlier samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class CountsSamples(Noisy):
 
 
 class CountsEpochs(Sampler[int]):
-    """Has no ``set_epoch``: counts its own epochs."""
+    """Has no ``set_epoch``, and counts epochs itself."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -175,7 +175,7 @@ class CountsEpochs(Sampler[int]):
 
 
 class Epochal(Noisy):
-    """Samples that depend on the epoch."""
+    """Yields samples that depend on the epoch."""
 
     epoch = -1
 
@@ -187,7 +187,7 @@ class Epochal(Noisy):
 
 
 class EpochalStream(IterableDataset[torch.Tensor]):
-    """Shuffles by the epoch, in an order that is made when the epoch is set."""
+    """Shuffles by the epoch, in an order that is drawn in ``set_epoch``."""
 
     def set_epoch(self, epoch: int) -> None:
         self.order = torch.randperm(100, generator=seeded(epoch))[:6].tolist()
@@ -210,7 +210,7 @@ class EpochalBatches(BatchSampler):
 
 
 class EagerlyShuffled(Sampler[int]):
-    """Draws as soon as it is asked for an iterator, and not from torch's generator."""
+    """Draws when its iterator is created, from its own generator."""
 
     def __iter__(self) -> Iterator[int]:
         indices = list(range(7))
@@ -252,7 +252,7 @@ def batches_of(loaders: Any, limit: float = inf) -> TrainingBatches:
 
 
 Step = tuple[int, int, list[Any], list[float]]
-"""Epoch, batch_idx, the batch, what a model draws."""
+"""Epoch, batch_idx, batch, and random numbers of the model."""
 
 
 def step(epoch: int, batch_idx: int, batch: Any) -> Step:
@@ -267,7 +267,7 @@ def seed_everything() -> None:
 
 
 def by_hand(make: Callable[[], Any], epochs: int, limit: float = inf) -> list[Step]:
-    """A plain loop."""
+    """Run a plain loop."""
     seed_everything()
     loader, steps = make(), []
     for epoch in range(epochs):
@@ -288,7 +288,7 @@ def saved(batches: TrainingBatches, epoch: int, trained: int) -> bytes:
 
 
 def trained(make: Callable[[], Any], epochs: int, limit: float = inf) -> tuple[list[Step], list[tuple[int, bytes]]]:
-    """A run that is never left; and after how many steps it wrote which checkpoint: after each, and between epochs."""
+    """Train without interruption. Returns the steps, and the checkpoints after each step and between epochs."""
     seed_everything()
     batches, steps, checkpoints = batches_of(make(), limit), [], []
     for epoch in range(epochs):
@@ -302,7 +302,7 @@ def trained(make: Callable[[], Any], epochs: int, limit: float = inf) -> tuple[l
 
 
 def resumed(loaders: Any, checkpoint: bytes, epochs: int, limit: float = inf, **exact: bool) -> list[Step]:
-    """What a new process does with a checkpoint."""
+    """Resume from a checkpoint in a new process."""
     first, trained, state, random_state = torch.load(io.BytesIO(checkpoint), weights_only=True)
     batches, steps = batches_of(loaders, limit), []
     batches.load_state_dict(state, **exact)
@@ -315,7 +315,7 @@ def resumed(loaders: Any, checkpoint: bytes, epochs: int, limit: float = inf, **
 
 
 def check(make: Callable[[], Any], *, epochs: int = 2, limit: float = inf, only: Any = slice(None)) -> list[Step]:
-    """Each checkpoint of a run leads to the steps that followed it."""
+    """Compare the steps after each checkpoint with those of the uninterrupted run."""
     steps, checkpoints = trained(make, epochs, limit)
     assert len(steps) > epochs
     for number, checkpoint in checkpoints[only]:
@@ -378,7 +378,7 @@ def test_workers_that_are_spawned() -> None:
 
 @pytest.mark.parametrize("limit", [inf, 3])
 def test_workers_that_stay_have_their_random_states_from_one_epoch_to_the_next(limit: float) -> None:
-    """Also the numbers that they drew for batches which, because of a limit, nobody asked for."""
+    """Includes numbers drawn for batches beyond a limit."""
     make = lambda: SAMPLED["shuffled"](num_workers=2, persistent_workers=True, prefetch_factor=1)  # noqa: E731
     assert check(make, epochs=3, limit=limit, only=slice(2, 8)) == by_hand(make, 3, limit)
 
@@ -410,8 +410,8 @@ def test_a_run_that_was_resumed_is_resumed_again(make: Any) -> None:
 
 
 @pytest.mark.parametrize("how", [{"generator": None}, {"num_workers": 1, "persistent_workers": True}], ids=str)
-def test_who_looks_into_the_data_between_two_epochs_changes_what_follows(how: dict[str, Any]) -> None:
-    """As it would have in the run that was never left: also where a checkpoint was written just before."""
+def test_reading_data_between_two_epochs_changes_the_next(how: dict[str, Any]) -> None:
+    """It has the same effect in the uninterrupted run, also directly after a checkpoint."""
 
     def run(state: Any = None) -> tuple[list[Step], list[Any]]:
         how_here = {**how, "generator": seeded()} if "generator" in how else how
@@ -478,7 +478,7 @@ UNSIZED: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("limit", [inf, 2])
 @pytest.mark.parametrize("kind", UNSIZED)
 @pytest.mark.filterwarnings("ignore:Resuming inside an epoch")
-def test_loaders_of_unknown_length_which_are_read_one_ahead(kind: str, limit: float) -> None:
+def test_loaders_without_a_length_are_read_one_ahead(kind: str, limit: float) -> None:
     check(UNSIZED[kind], epochs=3, limit=limit)
 
 
@@ -549,7 +549,7 @@ STAY = {"num_workers": 2, "persistent_workers": True}
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Resuming inside an epoch")
 def test_persistent_workers_continue_in_every_epoch(make: Any, limit: float) -> None:
-    """With their random states, and with the attributes of their datasets."""
+    """With their random states and the attributes of their datasets."""
     _, checkpoints = trained(make, 3, limit)
     end = next(i for i, (_, checkpoint) in enumerate(checkpoints) if _begins(checkpoint, 1))
     for number in [end, end + 2][: 1 + (limit == inf)]:
@@ -594,7 +594,7 @@ def test_attributes_of_samplers_and_datasets_that_change(make: Any) -> None:
 
 
 class Begins(Stream):
-    """Keeps its place, and begins where ``load_state_dict`` has put it, once."""
+    """Starts at the position set by ``load_state_dict`` once."""
 
     at = start = 0
 
@@ -613,7 +613,7 @@ class Begins(Stream):
 
 
 class BeginsSampler(Sampler[int]):
-    """Likewise for the indices of samples."""
+    """The same for the indices of samples."""
 
     def __init__(self) -> None:
         self.at = self.start = 0
@@ -635,7 +635,7 @@ class BeginsSampler(Sampler[int]):
 
 
 class MovesItsSampler(DataLoader[torch.Tensor]):
-    """Has a state of its own."""
+    """Has its own state."""
 
     def state_dict(self) -> dict[str, int]:
         return self.sampler.state_dict()
@@ -690,7 +690,7 @@ def test_epochs_reach_datasets_in_workers_and_after_a_resume(make: Any) -> None:
 
 
 def epoch_of(step: Step) -> int:
-    """The epoch that the samples of a step are of."""
+    """Return the epoch of a step's samples."""
     _, batch_idx, (rows,), _ = step
     if len(rows[0]) == 6:
         return int(rows[0][-1])
@@ -698,8 +698,8 @@ def epoch_of(step: Step) -> int:
     return [order[2 * batch_idx] for order in orders].index(rows[0][0])
 
 
-def test_nobody_starts_its_workers_by_asking_for_its_state_before_a_pass() -> None:
-    """As Lightning's part of a checkpoint does: such workers would not say what they have drawn."""
+def test_reading_the_state_before_a_pass_starts_no_workers() -> None:
+    """Lightning reads states for its part of a checkpoint; workers started then would not send their random states."""
     make = lambda: StatefulDataLoader(Noisy(), 2, shuffle=True, num_workers=2)  # noqa: E731
     steps, checkpoints = trained(make, 2)
     number, checkpoint = checkpoints[len(steps) // 2 - 1]  # of the last batch of the first epoch
@@ -716,7 +716,8 @@ def test_nobody_starts_its_workers_by_asking_for_its_state_before_a_pass() -> No
     assert [step(1, batch_idx, batch)[:2] for batch, batch_idx, _ in batches] == [one[:2] for one in steps[number:]]
 
 
-# --- what is not loaded, not touched, not sent --------------------------------------------------------------------
+# --- skipped samples, unchanged and unpicklable objects
+# ----------------------------------------------------------------
 
 
 def test_samples_that_are_skipped_are_not_loaded() -> None:
@@ -728,7 +729,7 @@ def test_samples_that_are_skipped_are_not_loaded() -> None:
 
 
 class Counts(Noisy):
-    """Counts what all processes load."""
+    """Counts the samples loaded by all processes."""
 
     def __init__(self) -> None:
         super().__init__(8)
@@ -747,7 +748,7 @@ def test_samples_that_are_skipped_are_not_loaded_in_workers() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_is_left_as_it_was(workers: int) -> None:
+def test_loader_is_restored(workers: int) -> None:
     loader = DataLoader(Noisy(), 2, shuffle=True, num_workers=workers, worker_init_fn=int)
     before = dict(vars(loader))
     place = resumable(loader)
@@ -756,7 +757,7 @@ def test_a_loader_is_left_as_it_was(workers: int) -> None:
     assert len(place) == 4
 
 
-def test_who_iterates_a_loader_whose_workers_stay_gets_plain_batches() -> None:
+def test_iteration_of_a_loader_with_persistent_workers_yields_plain_batches() -> None:
     loader = DataLoader(TensorDataset(torch.arange(4)), 2, num_workers=1, persistent_workers=True)
     place = resumable(loader)
     list(place)
@@ -765,7 +766,7 @@ def test_who_iterates_a_loader_whose_workers_stay_gets_plain_batches() -> None:
     assert [batch[0].tolist() for batch in loader] == [[0, 1], [2, 3]]
 
 
-def test_workers_that_somebody_else_has_started_are_used_and_not_known() -> None:
+def test_workers_started_by_the_user_are_used_without_states() -> None:
     def make() -> Any:
         loader = SAMPLED["shuffled"](num_workers=1, persistent_workers=True)
         list(loader)
@@ -785,7 +786,7 @@ class Draws(Noisy):
 
 
 @pytest.mark.parametrize(("dataset", "sent"), [(TensorDataset(torch.zeros(4)), set()), (Draws(4), {"torch"})])
-def test_workers_send_what_has_changed(dataset: Any, sent: set[str]) -> None:
+def test_workers_send_changed_states(dataset: Any, sent: set[str]) -> None:
     place = resumable(DataLoader(dataset, 2, num_workers=2))
     deque(place, maxlen=0)
     workers = place.state_dict()["workers"]
@@ -794,7 +795,7 @@ def test_workers_send_what_has_changed(dataset: Any, sent: set[str]) -> None:
 
 
 class Counted(Draws):
-    """Notes what has been drawn, in memory that the workers share."""
+    """Counts the drawn samples in memory shared with the workers."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -835,7 +836,7 @@ class Fails(Noisy):
         raise ZeroDivisionError("of the user")
 
 
-def test_errors_in_workers_are_what_they_were() -> None:
+def test_errors_in_workers_are_unchanged() -> None:
     with pytest.raises(ZeroDivisionError, match="of the user"):
         next(iter(resumable(DataLoader(Fails(), 2, num_workers=1))))
 
@@ -852,7 +853,7 @@ def test_without_a_position_samples_are_skipped_all_the_same(workers: int) -> No
     assert ([] if workers else [4, 5, 6]) == LOADED
 
 
-def test_without_a_position_several_loaders_skip_what_they_can() -> None:
+def test_several_loaders_without_a_position_skip_batches() -> None:
     def rest(skip: int) -> list[Any]:
         loaders = {"a": DataLoader(range(8), 2), "b": DataLoader(range(4), 2)}
         batches = batches_of(loaders)
@@ -874,7 +875,7 @@ def test_kinds_of_resumable_loaders() -> None:
     assert [resumable(loader).replays for loader in loaders] == [False, True, True, False, False]
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def shuffled(dataset: Any = None, **how: Any) -> DataLoader[Any]:
@@ -897,7 +898,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("change", REFUSED)
-def test_what_would_not_be_exact_is_refused_inside_an_epoch_and_taken_between_two(change: str) -> None:
+def test_inexact_loaders_are_refused_inside_an_epoch_only(change: str) -> None:
     make, reason = REFUSED[change]
     _, checkpoints = trained(shuffled, 1)
     with pytest.raises(ResumeError, match=rf"after batch 2 of epoch 0 would not be exact: .*{reason}.*exact_resume"):
@@ -910,7 +911,7 @@ def test_what_would_not_be_exact_is_refused_inside_an_epoch_and_taken_between_tw
 
 @pytest.mark.filterwarnings("ignore:Resuming inside an epoch")
 @pytest.mark.parametrize("loader", [DataLoader, StatefulDataLoader])
-def test_what_has_no_sampler_is_refused_in_another_batch_size(loader: Any) -> None:
+def test_loader_without_a_sampler_is_refused_with_another_batch_size(loader: Any) -> None:
     _, checkpoints = trained(lambda: loader(Bookmarked(8), 2), 1)
     with pytest.raises(ResumeError, match="batch_size was 2 and is 3"):
         resumed(loader(Bookmarked(8), 3), checkpoints[1][1], 1)
@@ -945,7 +946,7 @@ def test_an_order_that_is_another_one_later_is_seen() -> None:
         resumed(loader(0, 1, 3, 2), checkpoints[2][1], 1)
 
 
-def test_a_sampler_that_draws_as_it_goes_cannot_be_asked_again() -> None:
+def test_sampler_that_draws_lazily_is_refused_with_another_batch_size() -> None:
     make = lambda: DataLoader(range(8), 2, sampler=Restless())  # noqa: E731
     _, checkpoints = trained(make, 1)
     with pytest.raises(ResumeError, match="draws from the global random state"):
@@ -959,7 +960,7 @@ FIXED = TensorDataset(torch.arange(8))
     "dataset", [FIXED, Subset(FIXED, range(7)), ConcatDataset([FIXED, FIXED])], ids=["plain", "subset", "two"]
 )
 @pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 2), (1, 0)])
-def test_another_number_of_workers_is_exact_where_nothing_is_drawn(dataset: Any, before: int, after: int) -> None:
+def test_another_number_of_workers_is_exact_without_random_numbers(dataset: Any, before: int, after: int) -> None:
     steps, checkpoints = trained(lambda: shuffled(dataset, num_workers=before), 2)
     number, checkpoint = checkpoints[1]
     assert resumed(shuffled(dataset, num_workers=after), checkpoint, 2) == steps[number:]
@@ -974,7 +975,7 @@ def test_a_checkpoint_from_inside_a_batch() -> None:
         return [batch for _, _, batch, _ in resumed(shuffled(dataset), file.getvalue(), 1)]
 
     assert resumed_inside(FIXED) == [batch for _, _, batch, _ in by_hand(lambda: shuffled(FIXED), 1)[2:]]
-    with pytest.warns(UserWarning, match="written inside a batch"):  # an exception may have done it, where it could
+    with pytest.warns(UserWarning, match="written inside a batch"):  # an exception may have restored it
         assert len(resumed_inside(Noisy())) == 2
 
 

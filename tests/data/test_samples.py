@@ -1,4 +1,4 @@
-"""What is in a batch: tensors, samples, and parts of it."""
+"""Contents of a batch: tensors, samples, and their slices."""
 
 from __future__ import annotations
 

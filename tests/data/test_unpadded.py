@@ -32,7 +32,7 @@ def test_each_sample_is_one_process_s(count: int, processes: int) -> None:
 
 
 @pytest.mark.parametrize("make", [RandomSampler, SubsetRandomSampler])
-def test_all_processes_divide_the_same_order_whatever_they_have_drawn_before(make: type[Sampler[int]]) -> None:
+def test_all_ranks_divide_the_same_order(make: type[Sampler[int]]) -> None:
     sampler = make(range(7))
     first = list(UnpaddedSampler(sampler, 2, 0))
     torch.rand(3)
@@ -57,7 +57,7 @@ class Everywhere(Sampler[int]):
         self.epoch = epoch
 
 
-def test_a_process_s_generators_are_left_as_they_were() -> None:
+def test_generators_of_the_process_are_restored() -> None:
     sampler = Everywhere()
     expected = shares(sampler, 3, epoch=2)
     assert sampler.epoch == 2

@@ -1,4 +1,4 @@
-"""What a worker says of its random states, and how another one takes them."""
+"""Random states sent by a worker, and restored in another one."""
 
 from __future__ import annotations
 
@@ -43,15 +43,13 @@ workers_that_write = pytest.mark.parametrize("writers", [0, 3], ids=["sent", "in
 
 
 def arrived(marked: Any) -> Any:
-    """What a worker has sent, in the main process."""
+    """Receive the states of a worker in the main process."""
     return pickle.loads(pickle.dumps(marked))
 
 
 @workers_that_write
 @pytest.mark.parametrize("names", [[], ["python"], ["numpy"], ["torch"], ["own"], list(DRAWS)], ids=str)
-def test_the_states_that_have_changed_arrive_and_another_worker_goes_on_from_them(
-    names: list[str], writers: int
-) -> None:
+def test_changed_states_arrive_and_are_restored_in_another_worker(names: list[str], writers: int) -> None:
     states = WorkerStates({}, writers, ahead=1)
     worker = started(memory=states.memory)
     assert states.take(arrived(worker.collate("first"))) == "first"
@@ -96,7 +94,7 @@ def test_states_are_those_that_the_workers_went_on_from_until_they_draw(writers:
     assert starts[2] == {"python": python}
 
 
-def test_what_the_users_functions_draw_counts() -> None:
+def test_random_numbers_of_user_functions_are_included() -> None:
     def init(worker: int) -> None:
         random.seed(worker)
 
@@ -113,7 +111,7 @@ def test_an_unrandom_batch_costs_next_to_nothing_on_its_way() -> None:
     assert len(pickle.dumps(started().collate(0))) < 100
 
 
-def test_a_random_batch_whose_states_are_in_shared_memory_costs_as_little() -> None:
+def test_random_batch_with_shared_states_sends_no_more_bytes() -> None:
     worker = started(memory=WorkerStates({}, 3, ahead=1).memory)
     for draw in DRAWS.values():
         draw()

@@ -45,7 +45,7 @@ def test_an_iterator_that_is_bounded_ends_its_workers_with_itself(no_gc: None) -
 
 
 class Slow:
-    """An iterator for which time passes."""
+    """An iterator with a simulated duration."""
 
     def __init__(self, clock: list[float], answers: list[bool]) -> None:
         self.clock, self.answers = clock, answers
@@ -61,11 +61,11 @@ def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers.time, "monotonic", lambda: clock[0])
     slow = Slow(clock, [False, True, *[False] * 8])
     look = workers._Patience(slow, 36)
-    assert [look()[0], look()[0]] == [False, True]  # the time that it took for this one is forgotten
+    assert [look()[0], look()[0]] == [False, True]  # the time of this batch is discarded
     look()
     with pytest.warns(UserWarning, match=r"nothing for 10 seconds.*36"):
         look()
-    assert [look()[0] for _ in range(5)] == [False] * 5  # it is said once
+    assert [look()[0] for _ in range(5)] == [False] * 5  # warned once
     with pytest.raises(RuntimeError, match="DataLoader timed out after 36 seconds"):
         look()
     assert clock == [145.5]
@@ -84,7 +84,7 @@ def test_one_that_dies_while_its_batch_is_on_the_way() -> None:
     broken = Broken()
     with pytest.raises(RuntimeError, match=r"worker \(pid\(s\) 2\) is killed by signal: Killed"):
         workers._Patience(broken, 36)()
-    assert killed == [1]  # it may wait for a lock that the other one held
+    assert killed == [1]  # it may wait for a lock of the other one
     Broken._workers = Broken._workers[:1]
     with pytest.raises(ConnectionResetError):
         workers._Patience(broken, 36)()

@@ -1,4 +1,4 @@
-"""What is sent, how often, and what is read; two real processes are in ``tests/distributed/test_interruption.py``."""
+"""Sent and received values; two real ranks are in ``tests/distributed/test_interruption.py``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.engine.async_max import MOST_BATCHES, SECONDS, AsyncMax
 
 
 class Others:
-    """Stands for the group: another process, and how far it has got."""
+    """A stand-in for the group with one other rank and its position."""
 
     def __init__(self) -> None:
         self.numbers = [0, 0, -MOST_BATCHES]
@@ -30,7 +30,7 @@ class Others:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The time, in seconds."""
+    """Return the time in seconds."""
 
     class Clock:
         now = 0.0
@@ -74,7 +74,7 @@ def test_slow_batches_ask_each_time_and_fast_ones_now_and_then(clock: Any) -> No
     assert len(others.questions) >= 9
 
 
-def test_what_is_asked_now_is_answered_now_with_what_was_under_way(clock: Any) -> None:
+def test_request_is_answered_with_the_pending_value(clock: Any) -> None:
     others = Others()
     asked = AsyncMax(others, 2)  # type: ignore[arg-type]
     assert asked.reduce_now([0, 0]) == [0, 0]

@@ -1,4 +1,4 @@
-"""What a process does about those that it has started; whole runs are in ``tests/distributed/test_failures.py``."""
+"""Supervision of child processes; whole runs are in ``tests/distributed/test_failures.py``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.engine.child_processes import ChildProcesses, _how, deadline_after
 
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChildProcesses]:
-    """Rank 1 sleeps; rank 2 is done, well."""
+    """Rank 1 sleeps; rank 2 has ended successfully."""
     monkeypatch.setattr(processes, "GRACE", 0.2)
     monkeypatch.setattr(processes, "children", found := ChildProcesses())
     found._processes = {1: subprocess.Popen(["sleep", "100"]), 2: subprocess.Popen([sys.executable, "-c", ""])}
@@ -48,7 +48,7 @@ def test_who_fails_is_named_once(children: ChildProcesses, capfd: Any) -> None:
     assert children._any_has_failed()
 
 
-def test_at_the_end_of_a_program_that_did_not_fail_the_others_go_on(children: ChildProcesses) -> None:
+def test_other_ranks_continue_after_a_successful_end(children: ChildProcesses) -> None:
     children.exit()
     assert children._processes[1].poll() is None
 
@@ -63,7 +63,7 @@ def test_at_the_end_of_one_that_failed_they_end(
     children.exit()
     assert children._processes[1].wait() == -signal.SIGKILL
     assert "has not ended by itself, and is killed" in capfd.readouterr().err
-    time.sleep(0.4)  # what follows hangs
+    time.sleep(0.4)  # the next call hangs
     assert left == [7]
 
 

@@ -25,7 +25,7 @@ class Holder:
 
 
 def resumed(saved: Any, first: Any, new: Any, same_buckets: bool = True) -> list[str]:
-    """Save one holder, and load its state into a new one. The states pass a file that torch reads."""
+    """Save one holder, and load its state into a new one through a file that torch reads."""
     states = communication.state_of([saved], first)
     return communication.load([new], communication.numbers_of([new]), states, same_buckets=same_buckets, device=CPU)
 
@@ -110,7 +110,7 @@ def test_going_back_restores_numbers_that_have_changed_since() -> None:
     assert state.steps == 0
 
 
-def test_references_are_no_state_and_a_digest_is_of_values() -> None:
+def test_references_are_not_state_and_a_digest_depends_on_values() -> None:
     assert communication.state_of([Holder(module=nn.Linear(1, 1))], []) == [{"kind": "Holder"}]
     assert communication.digest([{"a": torch.ones(2, dtype=torch.bfloat16)}, 1]) == communication.digest(
         [{"a": torch.ones(2, dtype=torch.bfloat16)}, 1]

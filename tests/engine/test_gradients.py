@@ -1,4 +1,4 @@
-"""What is done to gradients that are whole; of sharded ones, see tests/distributed/test_sharded.py."""
+"""Operations on unsharded gradients. Sharded ones are in tests/distributed/test_sharded.py."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def sgd(*groups):
     return torch.optim.SGD([{"params": group} for group in groups], lr=0.1)
 
 
-def test_nobody_else_touches_a_gradient():
-    """The loss scaler does, which is the other half of this: torch's ``GradScaler`` is given an optimizer."""
+def test_only_the_engine_accesses_gradients():
+    """Except the loss scaler, because torch's ``GradScaler`` takes an optimizer."""
     homes = {
         "trainer/engine/gradients.py",
-        "trainer/engine/sharding/state_dicts.py",  # of a window that is open, FSDP's own
+        "trainer/engine/sharding/state_dicts.py",  # FSDP's own, of an open window
         "trainer/precision/scaler.py",
         "trainer/cli/checks/fake_step.py",  # a step with tensors that have no memory
     }
@@ -125,10 +125,10 @@ def test_the_state_of_an_open_window():
     names = {"one": one, "other": other, "frozen": frozen}
     gradients = Gradients(LossScaler("cpu", init_scale=4.0))
     state = gradients.state_dict(names.items(), [sgd([one, frozen])])
-    assert state == {"one": torch.tensor([1.0])}  # nobody waits for the other
+    assert state == {"one": torch.tensor([1.0])}  # no stream waits for the other
     gradients.load_state_dict([("one", again)], state)
     assert torch.equal(again.grad, torch.tensor([1.0]))
-    gradients.unscale_(sgd([again]))  # it is taken for a scaled one
+    gradients.unscale_(sgd([again]))  # it is treated as a scaled one
     assert torch.equal(again.grad, torch.tensor([0.25]))
 
 
@@ -158,5 +158,5 @@ def test_norms_of_each_in_other_dtypes_and_of_sparse_gradients():
     table = nn.Embedding(5, 1, sparse=True)
     (table(torch.tensor([1, 1])) * torch.tensor([[1.0], [2.0]])).sum().backward()  # twice the same row: 1 + 2
     found = each_norm([wide, half, table.weight.grad, torch.tensor([2.0]), torch.empty(0)])
-    assert [norm.item() for norm in found] == [5.0, 600.0, 3.0, 2.0, 0.0]  # 600 squared is no float16
+    assert [norm.item() for norm in found] == [5.0, 600.0, 3.0, 2.0, 0.0]  # 600 squared overflows in float16
     assert [norm.dtype for norm in found] == [torch.float64, *[torch.float32] * 4]

@@ -1,4 +1,4 @@
-"""Modules from the meta device get the values that they would have had without it, or an error says which have none."""
+"""Modules created on the meta device get the values of a normal construction, or an error names the missing ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_each_module_fills_itself_as_when_it_was_made() -> None:
         assert torch.equal(model.state_dict()[name], value), name
 
 
-def test_what_has_values_keeps_them() -> None:
+def test_initialized_parameters_keep_their_values() -> None:
     model = build()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     initialise(model, CPU)
@@ -49,7 +49,7 @@ class Tied(nn.Module):
         self.one.weight.requires_grad_(False)
 
 
-def test_what_is_shared_stays_shared() -> None:
+def test_shared_parameters_stay_shared() -> None:
     model = on_meta(Tied)
     initialise(model, CPU)
     assert model.one.weight is model.other.weight
@@ -64,7 +64,7 @@ class Own(nn.Module):
         self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
 
 
-def test_what_nobody_fills_is_named() -> None:
+def test_uninitialized_parameters_are_named() -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     model.add_module("own", on_meta(Own))
     with pytest.raises(ConfigurationError, match=r"own\.scale \(Own\), own\.mask \(Own\).*reset_parameters\(\)"):
@@ -72,7 +72,7 @@ def test_what_nobody_fills_is_named() -> None:
 
 
 class Pretrained(nn.Module):
-    """As in Hugging Face's models, a method of the whole fills its parts."""
+    """As in Hugging Face's models, a method of the parent initializes its parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_a_module_around_may_fill_its_parts() -> None:
 
 
 class Whole(Own):
-    """It fills everything itself."""
+    """Initializes all parameters itself."""
 
     def __init__(self, leaves_out: bool = False) -> None:
         super().__init__()
@@ -109,14 +109,14 @@ class Whole(Own):
                 self.scale.fill_(2.0)
 
 
-def test_init_weights_comes_before_all_others() -> None:
+def test_init_weights_has_precedence() -> None:
     model = on_meta(Whole)
     initialise(model, CPU)
     assert (model.layer.weight == 0.25).all()
     assert (model.scale == 2).all()
 
 
-def test_what_init_weights_leaves_out_is_named() -> None:
+def test_parameters_left_out_by_init_weights_are_named() -> None:
     with torch.device("meta"):
         model = Whole(leaves_out=True)
     with pytest.raises(ConfigurationError, match=r"given values: scale\."):
@@ -124,14 +124,14 @@ def test_what_init_weights_leaves_out_is_named() -> None:
 
 
 class Configured(Learner):
-    """A module that is made without memory, whichever engine it will run on."""
+    """A module created on the meta device for any engine."""
 
     def configure_model(self) -> None:
         with torch.device("meta"):
             self.net = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
 
 
-def test_a_run_fills_what_configure_model_has_made() -> None:
+def test_run_initializes_the_modules_of_configure_model() -> None:
     weights = []
     for module in (Configured(), Learner()):
         torch.manual_seed(3)

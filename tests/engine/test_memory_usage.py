@@ -22,7 +22,7 @@ FULL = Usage(
 )
 
 
-def test_what_is_alive_by_kind() -> None:
+def test_live_bytes_by_kind() -> None:
     net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
     net[2].bias.requires_grad_(False)
     optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad])
@@ -43,7 +43,7 @@ def test_what_is_alive_by_kind() -> None:
     assert usage.total == machine.memory().most
 
 
-def test_what_is_shared_counts_once_and_what_the_module_lacks_counts_too() -> None:
+def test_shared_tensors_count_once_and_detached_ones_are_included() -> None:
     net = nn.Linear(4, 4, bias=False)
     tied = nn.ModuleList([net, nn.Linear(4, 4, bias=False)])
     tied[1].weight = net.weight
@@ -54,7 +54,7 @@ def test_what_is_shared_counts_once_and_what_the_module_lacks_counts_too() -> No
     assert measure(CPU, None, [], []).kinds["weights"] == 0
 
 
-def test_what_is_made_of_the_numbers() -> None:
+def test_derived_numbers() -> None:
     assert FULL.rest == 53 * GIBIBYTE
     assert not FULL.is_fragmented
     assert replace(FULL, unused=10 * GIBIBYTE).is_fragmented

@@ -1,4 +1,4 @@
-"""Dtypes of optimizer states: a resumed run has those of the run that was never interrupted."""
+"""Dtypes of optimizer states: a resumed run has those of the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PRECISIONS = ("bf16-true", "32-true", "16-mixed", "bf16-mixed")
 
 
 class Half(Regression):
-    """Its batches have the dtype of its weights."""
+    """Batches with the dtype of the weights."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step([one.to(self.net[0].weight.dtype) for one in batch], batch_idx)
@@ -109,7 +109,7 @@ SWITCHES = [
 
 
 class States(Callback):
-    """The dtypes of the states when training begins."""
+    """Records the dtypes of the states at the start of training."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.dtypes = [
@@ -132,7 +132,7 @@ def test_another_precision_casts_states_that_had_the_dtype_of_the_parameter(
 ) -> None:
     kinds = {precision: torch.bfloat16 if precision == "bf16-true" else torch.float32 for precision in PRECISIONS}
     optimizer = WithoutClosure if name == "mixed" and not from_lightning else OPTIMIZERS[name]
-    if from_lightning and before != "16-mixed":  # of which Lightning has none on a CPU
+    if from_lightning and before != "16-mixed":  # Lightning has no such checkpoint on a CPU
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             first = LightningTrainer(**QUIET, max_epochs=1, precision=before)
@@ -160,12 +160,12 @@ def test_lightnings_checkpoints_keep_their_dtypes(tmp_path: Path) -> None:
         first.fit(Half(make_net(), MixedStates), loader_of(BATCHES))
         first.save_checkpoint(tmp_path / "a.ckpt")
     saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["optimizer_states"]
-    trainer, _ = fit(tmp_path, MixedStates, "bf16-true", ckpt=tmp_path / "a.ckpt")  # over: it trains nothing
+    trainer, _ = fit(tmp_path, MixedStates, "bf16-true", ckpt=tmp_path / "a.ckpt")  # completed: trains nothing
     assert_identical([one.state_dict() for one in trainer.optimizers], saved)
 
 
 class Exports(Half):
-    """Its checkpoints have weights in another dtype than the run's."""
+    """Exports weights in another dtype than the run's in its checkpoints."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = {name: value.float() for name, value in checkpoint["state_dict"].items()}
@@ -199,7 +199,7 @@ def test_a_run_that_is_rolled_back_keeps_the_dtypes(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_an_optimizer_with_quantized_states(tmp_path: Path) -> None:
-    """Its states are tensors of another class, which torch loads on a named device only."""
+    """Its states are tensors of a subclass, which torch loads on a named device only."""
     optimizers = pytest.importorskip("torchao.optim")
 
     def run(*callbacks: Any, ckpt: Path | None = None) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def test_a_step_is_loaded_as_torch_loads_it_and_whole_numbers_stay_that(
     "value",
     ["text", ["a", "b"], ("x", 1), {"text", "more"}, frozenset("ab"), b"bytes", {"deep": {"er": "text"}}, 3, None, 2.5],
 )
-def test_states_that_are_no_tensors_are_loaded_as_they_are(value: Any) -> None:
+def test_states_that_are_not_tensors_are_loaded_unchanged(value: Any) -> None:
     parameter = torch.zeros(2, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], 0.1)
     state = {"state": {0: {"mine": value}}, "param_groups": optimizer.state_dict()["param_groups"]}

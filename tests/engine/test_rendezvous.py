@@ -1,4 +1,4 @@
-"""Processes find those of their own start, whatever an earlier start has left in the store."""
+"""Processes find those of the same start, regardless of entries of an earlier start in the store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.3)
 
 
 def together(*functions: Callable[[], Any]) -> list[Any]:
-    """What they return, called at the same time."""
+    """Return the results of concurrent calls."""
     with ThreadPoolExecutor(len(functions)) as threads:
         return [future.result() for future in [threads.submit(function) for function in functions]]
 
@@ -26,7 +26,7 @@ def start(served: Store, processes: int = 3) -> list[Store]:
     return together(*(lambda rank=rank: meet(served, rank, processes, LONG) for rank in range(processes)))
 
 
-def test_each_start_has_a_store_of_its_own() -> None:
+def test_each_start_has_its_own_store() -> None:
     served = HashStore()
     first = start(served)
     first[1].set("where", "here")

@@ -1,4 +1,4 @@
-"""A thread that looks whether a run goes on; with several processes in ``tests/distributed/test_trouble.py``."""
+"""The thread that monitors the progress of a run; several ranks are in ``tests/distributed/test_trouble.py``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from trainer.engine import stalls
 from trainer.engine.stalls import StallWatch
 
 
-def test_a_stall_is_told_in_each_run_of_the_same_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store is that of the processes; a run that ends in the midst of a stall leaves its entries there."""
+def test_stall_is_reported_in_each_run_of_the_same_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store belongs to the processes; a run that ends during a stall leaves its entries there."""
     store, said = distributed.HashStore(), list[str]()
     monkeypatch.setattr(distributed.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(stalls, "say", said.append)
@@ -27,7 +27,7 @@ def test_a_stall_is_told_in_each_run_of_the_same_processes(monkeypatch: pytest.M
             assert watch.found() == said[-1]
 
 
-def test_a_stall_that_ends_while_the_others_are_asked_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stall_that_ends_during_the_exchange_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     store, said = distributed.HashStore(), list[str]()
     monkeypatch.setattr(distributed.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(stalls, "say", said.append)
@@ -35,7 +35,7 @@ def test_a_stall_that_ends_while_the_others_are_asked_is_not_told(monkeypatch: p
 
     def counters() -> bool:
         counted.append(asks := store.num_keys() > 0)
-        return bool(asks)  # it goes on as soon as this process has told where it is
+        return bool(asks)  # it continues after this rank has reported its position
 
     with StallWatch((0, 2), timedelta(seconds=0.3), counters, lambda frames: "", lambda: None):
         end = time.monotonic() + 20.0

@@ -32,7 +32,7 @@ def test_thinning_keeps_one_that_is_not_finite():
     assert any(not math.isfinite(value) for value in thin(Curve([*range(1000)], values), 50).values)
 
 
-def test_a_step_that_was_made_again_counts_once(tmp_path):
+def test_repeated_step_counts_once(tmp_path):
     file = tmp_path / "metrics.csv"
     file.write_text("epoch,step,a\n0,1,1.0\n0,2,2.0\n0,3,3.0\n0,2,20.0\n0,3,30.0\n")
     assert read_rows(file) == {"a": Curve([1.0, 2.0, 3.0], [1.0, 20.0, 30.0])}

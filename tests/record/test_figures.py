@@ -1,4 +1,4 @@
-"""Files of results: where they are, what is in them, who writes them, and what is refused."""
+"""Files of figures: paths, contents, writers, and errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_module_writes_a_matrix_into_the_folder_of_its_run(tmp_path):
     assert told == {"kind": "confusion matrix", "classes": ["cat", "dog"], "counts": [[3, 1], [0, 2]]}
 
 
-def test_with_lightnings_trainer_the_loggers_folder_has_it(tmp_path):
+def test_figures_are_in_the_loggers_folder_under_lightning(tmp_path):
     trainer = L.Trainer(
         accelerator="cpu", logger=CSVLogger(tmp_path, name="a", version=""), enable_progress_bar=False,
         enable_model_summary=False, enable_checkpointing=False,
@@ -47,7 +47,7 @@ def test_with_lightnings_trainer_the_loggers_folder_has_it(tmp_path):
 
 
 def stand_in(folder, *, is_first=True):
-    """What of a Trainer is asked for."""
+    """A stand-in with the used attributes of a Trainer."""
     logger = SimpleNamespace(log_dir=str(folder))
     return SimpleNamespace(is_global_zero=is_first, callbacks=[], loggers=[logger], default_root_dir=str(folder))
 
@@ -83,7 +83,7 @@ def test_classes_without_names_are_numbers(tmp_path):
     assert json.loads((tmp_path / "figures" / "val.json").read_text())["classes"] == ["0", "1"]
 
 
-def test_matrices_that_are_none(tmp_path):
+def test_invalid_matrices(tmp_path):
     with pytest.raises(ValueError, match=r"Got counts of shape \(2, 3\), expected \(classes, classes\)"):
         write_confusion_matrix(stand_in(tmp_path), "test", torch.zeros(2, 3))
     with pytest.raises(ValueError, match="Got 3 names for 2 classes"):
@@ -116,6 +116,6 @@ def test_large_pictures_are_made_smaller(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 4), (1, 2, 4, 4)])
-def test_pictures_that_are_none(tmp_path, shape):
+def test_invalid_pictures(tmp_path, shape):
     with pytest.raises(ValueError, match="expected \\(count, channels, height, width\\) of 1 or 3 channels"):
         write_pictures(stand_in(tmp_path), "x", torch.zeros(shape))

@@ -54,11 +54,11 @@ def test_peaks_are_those_of_dense_products(name: str, precision: str, tf32: bool
         ("NVIDIA H100 80GB HBM3", "transformer-engine"),
     ],
 )
-def test_what_is_not_known_has_no_peak(name: str, precision: str) -> None:
+def test_unknown_devices_have_no_peak(name: str, precision: str) -> None:
     assert peak_flops(name, precision, True) is None
 
 
-def test_no_device_is_slower_where_it_should_be_faster() -> None:
+def test_peaks_are_ordered_by_dtype() -> None:
     for name, peak in PEAKS.items():
         assert peak.float32 <= (peak.tf32 or peak.float32) <= peak.float16, name
         assert peak.bfloat16 in (None, peak.float16), name
@@ -73,7 +73,7 @@ def test_forward_and_backward_pass_are_counted() -> None:
     assert counter.convolutions == 0
 
 
-def test_convolutions_are_told_apart() -> None:
+def test_convolutions_are_distinguished() -> None:
     net, x = nn.Conv2d(3, 8, 3, bias=False), torch.ones(2, 3, 6, 6)
     with FlopCounter() as counter:
         y = net(x)
@@ -83,7 +83,7 @@ def test_convolutions_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_what_a_checkpoint_computes_again_does_not_count(reentrant: bool) -> None:
+def test_recomputation_does_not_count(reentrant: bool) -> None:
     net, x = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16)), torch.ones(4, 6, requires_grad=True)
     with FlopCounter() as plain:
         net(x).sum().backward()
@@ -92,7 +92,7 @@ def test_what_a_checkpoint_computes_again_does_not_count(reentrant: bool) -> Non
     assert again.total == plain.total > 0
 
 
-def test_the_gradient_of_a_gradient_counts() -> None:
+def test_second_derivatives_count() -> None:
     weight, x = torch.ones(6, 3, requires_grad=True), torch.ones(4, 6, requires_grad=True)
     with FlopCounter() as counter:
         (gradient,) = torch.autograd.grad(F.softplus(x @ weight).sum(), x, create_graph=True)
@@ -106,7 +106,7 @@ def test_flex_attention_has_no_formula_and_runs() -> None:
         query @ query.transpose(-1, -2)
         assert counter.is_whole
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is slow where it is not compiled
+            warnings.simplefilter("ignore")  # the warning about slow uncompiled calls
             flex_attention(query, query, query)
     assert not counter.is_whole
     assert counter.total == 2 * 128 * 128 * 16
@@ -119,7 +119,7 @@ def test_a_function_within_may_be_compiled() -> None:
         assert torch.equal(double(x), x * 2)
 
 
-def test_what_is_compiled() -> None:
+def test_compiled_modules_are_counted() -> None:
     net = nn.Sequential(nn.Linear(2, 2))
     assert not is_compiled(net)
     net[0].compile()

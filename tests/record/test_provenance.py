@@ -1,4 +1,4 @@
-"""Where a run takes place: what its record says of it, and what it must not say."""
+"""The environment of a run: recorded and redacted values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.record import provenance as module
 from trainer.record.provenance import environment
 
 
-def test_what_it_says(tmp_path, monkeypatch):
+def test_recorded_environment(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("MY_SETTING", "mine")

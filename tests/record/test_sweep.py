@@ -48,7 +48,7 @@ def test_a_sweep_has_a_table_and_a_best_run(tmp_path: Path) -> None:
     assert load_run(str(sweep.best.folder)).metrics["val_loss"] == 0.25
 
 
-def test_the_value_at_the_best_checkpoint_counts(tmp_path: Path) -> None:
+def test_best_run_is_selected_by_the_best_checkpoint(tmp_path: Path) -> None:
     monitor = {"metric": "val_loss", "mode": "min"}
     write(tmp_path, 0, 0.0707, monitor=monitor, best_score=0.06)
     write(tmp_path, 1, 0.09, monitor=monitor, best_score=0.0503)

@@ -1,4 +1,4 @@
-"""A project of a user's, and proof that code ran: a file that the payload makes."""
+"""A project of a user, and a file written by the payload as proof of execution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hyper-parameters may be objects; whatever a file puts there, nothing of it runs."""
+"""Hyperparameters may be objects; no code of a malicious file runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def boom(*arguments: Any, **named: Any) -> Any:
 
 
 class Evil:
-    """Takes note of whatever is done with it."""
+    """Records every operation on it."""
 
     def __new__(cls, *arguments: Any) -> Evil:
         ran.append("__new__")
@@ -170,7 +170,7 @@ def archive(data: bytes, *others: tuple[str, bytes]) -> BytesIO:
 
 
 def attempt(file: BytesIO) -> Any:
-    """What our reader makes of it; None where it refuses."""
+    """Return the result of our reader, or None if it raises."""
     try:
         with inert(file):
             file.seek(0)
@@ -240,7 +240,7 @@ BENIGN, CALL = pickled(b"}"), pickled(reduced(BOOM))
         lambda: legacy(),
     ],
 )
-def test_whatever_the_archive_is(file):
+def test_every_kind_of_archive(file):
     checkpoint = attempt(file())
     assert checkpoint is None or set(checkpoint) == {"state_dict", "hyper_parameters"}
 
@@ -257,7 +257,7 @@ def legacy() -> BytesIO:
 
 
 def test_an_outline_that_is_wrong_does_no_harm(monkeypatch):
-    """Somebody has found a file of which it gives another picture than torch has: all names stand in for something."""
+    """A malicious file shows the scan another content than torch; all names are replaced by stand-ins."""
     outline = module_of_inert._Outline.__init__
 
     def wrong(self: Any, file: Any) -> None:

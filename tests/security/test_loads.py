@@ -1,4 +1,4 @@
-"""A pickle that would run code lies in each place that something is loaded from; it does not run."""
+"""A malicious pickle in each place that is loaded: its code does not run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainer.errors import CheckpointError, UnsafeCheckpointError
 
 
 class Payload:
-    """Makes a file when it is unpickled."""
+    """Writes a file when it is unpickled."""
 
     def __init__(self, proof: Path) -> None:
         self.proof = proof
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`"
 
 @pytest.fixture(autouse=True)
 def careless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable by which torch gives up being careful where nobody says otherwise: everybody has to say it."""
+    """Set the variable that changes torch's default to weights_only=False, so that each call must pass True."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
 
 
@@ -53,7 +53,7 @@ def proof(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A good one."""
+    """Write a good checkpoint."""
     trainer = make_trainer(tmp_path_factory.mktemp("good"))
     trainer.fit(Classifier(), data(2), data(2))
     return trainer._checkpoint_connector.dump_checkpoint()
@@ -76,7 +76,7 @@ PLACES = ["everything", "state_dict", "optimizer_states", "loops", "our own", "a
 
 
 @pytest.mark.parametrize("place", [*PLACES, "hyper_parameters", "hparams_type", "rng"])
-def test_wherever_it_is_in_a_checkpoint(tmp_path, checkpoint, proof, place):
+def test_every_place_in_a_checkpoint(tmp_path, checkpoint, proof, place):
     file = tmp_path / "evil.ckpt"
     torch.save(with_payload(checkpoint, place, Payload(proof)), file)
     with pytest.raises(UnsafeCheckpointError, match=r"more than tensors and plain containers.*weights_only=False"):
@@ -104,7 +104,7 @@ def oldest_format(file: Path, content: Any) -> None:
 
 
 @pytest.mark.parametrize("write", [old_format, bare_pickle, oldest_format])
-def test_whatever_the_file_is(tmp_path, checkpoint, proof, write):
+def test_every_kind_of_file(tmp_path, checkpoint, proof, write):
     file = tmp_path / "evil.ckpt"
     write(file, {**checkpoint, "state_dict": Payload(proof)})
     with pytest.raises(CheckpointError):
@@ -120,7 +120,7 @@ def evil(tmp_path: Path, checkpoint: dict[str, Any], proof: Path) -> Path:
 
 
 @pytest.mark.parametrize("function", ["fit", "validate", "test", "predict"])
-def test_whoever_loads_it(tmp_path, evil, proof, function):
+def test_every_loader(tmp_path, evil, proof, function):
     with pytest.raises(UnsafeCheckpointError):
         getattr(make_trainer(tmp_path), function)(Classifier(), data(2), ckpt_path=str(evil))
     assert not proof.exists()
@@ -128,7 +128,7 @@ def test_whoever_loads_it(tmp_path, evil, proof, function):
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[str]:
-    """The address of ``tmp_path`` on a server of this machine."""
+    """Serve ``tmp_path`` on this machine, and return its address."""
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *message: Any) -> None:
@@ -140,8 +140,8 @@ def served(tmp_path: Path) -> Iterator[str]:
         server.shutdown()
 
 
-def test_however_it_is_named(tmp_path, served, evil, proof, monkeypatch):
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))  # where torch keeps what it downloads
+def test_every_name(tmp_path, served, evil, proof, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))  # torch's cache of downloads
     for module in (checkpoints, checkpoint_connector):
         monkeypatch.setattr(module, "_is_registry", lambda path: str(path).startswith("registry"))
         monkeypatch.setattr(module, "module_available", lambda name: True)
@@ -182,8 +182,8 @@ class Batches(LightningDataModule):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("find", ["lr_find", "scale_batch_size"])
-def test_what_the_tuner_saves_and_reads_back(tmp_path, evil, proof, monkeypatch, find):
-    """Somebody swaps the file meanwhile."""
+def test_files_of_the_tuner(tmp_path, evil, proof, monkeypatch, find):
+    """The file is replaced meanwhile."""
     save = Trainer.save_checkpoint
 
     def swapped(self: Trainer, filepath: Any, *more: Any, **options: Any) -> None:
@@ -198,8 +198,8 @@ def test_what_the_tuner_saves_and_reads_back(tmp_path, evil, proof, monkeypatch,
     assert not proof.exists()
 
 
-def test_what_a_launcher_hands_over(tmp_path, evil, proof):
-    """Processes that were spawned leave the weights in a file, which the launcher reads without saying how."""
+def test_files_of_a_launcher(tmp_path, evil, proof):
+    """Spawned processes save the weights to a file, which the launcher reads with the default of torch."""
     checkpoint_io = make_trainer(tmp_path).strategy.checkpoint_io
     with pytest.raises(pickle.UnpicklingError):
         checkpoint_io.load_checkpoint(evil)
@@ -228,7 +228,7 @@ def test_the_command_line(project, evil, proof, capsys):
 
 
 class Own:
-    """A class of the user's, who trusts it."""
+    """A trusted class of the user."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Own)
@@ -241,7 +241,7 @@ class Reads(Classifier):
         self.read = checkpoint["own"]
 
 
-def test_what_the_user_has_declared_safe_is(tmp_path, checkpoint):
+def test_safe_globals_of_the_user_are_loaded(tmp_path, checkpoint):
     file = tmp_path / "own.ckpt"
     torch.save({**checkpoint, "own": Own()}, file)
     with pytest.raises(UnsafeCheckpointError, match="Own"):

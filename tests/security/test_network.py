@@ -1,4 +1,4 @@
-"""Importing the package, building a Trainer and a fit on the CPU ask nobody on the network for anything."""
+"""Importing the package, building a Trainer and a fit on the CPU use no network."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ print("none")
 """
 
 
-def test_nothing_is_asked_of_the_network(tmp_path):
+def test_no_network_access(tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path)],
         capture_output=True,

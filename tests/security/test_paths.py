@@ -1,4 +1,4 @@
-"""Checkpoints, and the configs that come with them, do not lead out of the working directory."""
+"""Checkpoints, and their configs, use no paths outside the working directory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIT = ["fit", "+recipe=line"]
 
 @pytest.fixture
 def run(project: Path) -> Path:
-    """The folder of a run."""
+    """Create the folder of a run."""
     assert main(["fit", "+recipe=line", "hydra.run.dir=given"]) == 0
     return project / "given"
 
@@ -83,7 +83,7 @@ def test_config_of_the_user_writes_anywhere(project, tmp_path):
 
 
 def checkpoint_of(folder: Path, change: Any) -> Path:
-    """A checkpoint of a fit, after ``change`` was made to the state of its ModelCheckpoint."""
+    """Return a checkpoint of a fit with the state of its ModelCheckpoint changed by ``change``."""
     saver = ModelCheckpoint(folder, save_top_k=1)
     trainer = make_trainer(folder, callbacks=[saver], enable_checkpointing=True)
     trainer.fit(Regression(), loader_of(make_batches(2)))
@@ -96,7 +96,7 @@ def checkpoint_of(folder: Path, change: Any) -> Path:
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:Checkpoint directory", "ignore:.*without a model")
 @pytest.mark.parametrize("same_folder", [True, False])
-def test_what_a_checkpoint_calls_the_best_one_is_not_read(tmp_path, same_folder):
+def test_best_model_path_of_a_checkpoint_is_not_read(tmp_path, same_folder):
     victim = tmp_path / "elsewhere/victim.ckpt"
     file = checkpoint_of(tmp_path / "run", lambda state: state.update(best_model_path=str(victim)))
     victim.parent.mkdir()
@@ -113,7 +113,7 @@ def test_what_a_checkpoint_calls_the_best_one_is_not_read(tmp_path, same_folder)
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:.*was to be removed")
-def test_nor_is_what_it_calls_old_removed(tmp_path):
+def test_old_paths_of_a_checkpoint_are_not_removed(tmp_path):
     victims = [tmp_path / "elsewhere" / name for name in ("a.ckpt", "b.ckpt", "c.ckpt")]
 
     def change(state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A report on a folder that somebody else has made: nothing of it runs, or reads and writes what is not in there."""
+"""A report on a malicious folder executes nothing, and reads and writes only inside the folder."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def test_nor_is_a_log_by_its_way_there(given, tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no named pipes")
-def test_nobody_waits_for_a_pipe(given):
+def test_pipes_are_not_opened(given):
     for name in ("fit.log", "run.json"):
         (given / name).unlink(missing_ok=True)
         os.mkfifo(given / name)
     page_of(given)
 
 
-def test_a_link_in_the_place_of_the_page_is_replaced(given, tmp_path):
+def test_link_at_the_pages_path_is_replaced(given, tmp_path):
     (tmp_path / "mine").write_text("mine")
     (given / "report.html").symlink_to(tmp_path / "mine")
     assert "val_loss" in page_of(given)
@@ -107,7 +107,7 @@ def test_a_link_in_the_place_of_the_page_is_replaced(given, tmp_path):
         {"metrics": {"val_loss": 10**400}}, {"peak_memory": {"cpu": "x"}}, {"samples_per_second": "x"},
     ],
 )  # fmt: skip
-def test_what_no_run_writes_is_said_in_a_sentence(given, capsys, said: dict[str, Any]):
+def test_malformed_records_raise_a_short_error(given, capsys, said: dict[str, Any]):
     write(given, {"run.json": json.dumps({"command": "fit", "status": "completed", **said})})
     assert main(["report", str(given)]) == 2
     err = capsys.readouterr().err
@@ -115,7 +115,7 @@ def test_what_no_run_writes_is_said_in_a_sentence(given, capsys, said: dict[str,
     assert err.count("\n") == 1
 
 
-def test_what_is_nested_without_end_counts_as_missing(given):
+def test_deeply_nested_values_count_as_missing(given):
     write(
         given,
         {"run.json": "[" * 100_000, ".hydra/config.yaml": "a: " + "[" * 3000},

@@ -1,4 +1,4 @@
-"""A run whose config takes a secret from the environment leaves no file, and prints nothing, that has it."""
+"""A config takes a secret from the environment: no file and no output of the run contains it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def secretive(project, monkeypatch):
 
 @pytest.mark.parametrize("fail", ["false", "true"])
 @pytest.mark.filterwarnings("ignore:Attribute")
-def test_nothing_that_is_written_has_it(project, capfd, fail):
+def test_no_file_contains_the_secret(project, capfd, fail):
     status = main(["fit", "+recipe=secret", f"model.fail={fail}", "hydra.run.dir=run"])
     out, err = capfd.readouterr()
     assert status == (fail == "true"), err
@@ -91,7 +91,7 @@ def test_nothing_that_is_written_has_it(project, capfd, fail):
     assert "connecting to https://me:***@localhost/x" in (project / "run/fit.log").read_text()
 
 
-def test_nor_has_a_mistakes_message(project, capsys):
+def test_error_messages_do_not_contain_the_secret(project, capsys):
     assert main(["fit", "+recipe=line", "trainer.strategy=${oc.env:A_TOKEN}"]) == 2
     err = capsys.readouterr().err
     assert SECRET not in err

@@ -22,12 +22,12 @@ from trainer.cli.targets import Allowlist
 
 @pytest.fixture
 def proof(tmp_path: Path) -> Path:
-    """Is there when a payload has run."""
+    """File that exists if a payload has run."""
     return tmp_path / "pwned"
 
 
 def payloads(proof: Path) -> dict[str, Any]:
-    """Nodes that make the file ``proof`` when they are built."""
+    """Return nodes that create the file ``proof`` when they are built."""
     shell, code = f"touch {proof}", f"open({str(proof)!r}, 'w')"
     make = {"_target_": "os.system", "command": shell}
     timer = {"_target_": "torch.utils.benchmark.Timer", "stmt": code}
@@ -89,7 +89,7 @@ def payloads(proof: Path) -> dict[str, Any]:
 
 
 def given(packages: tuple[str, ...] = (), named: tuple[str, ...] = ()) -> Allowlist:
-    """The allowlist for a config that comes with a checkpoint."""
+    """Return the allowlist for a config that comes with a checkpoint."""
     return Allowlist(packages, "given/last.ckpt", named)
 
 
@@ -108,7 +108,7 @@ HARMLESS_IF_NAMED = (
 
 @pytest.mark.parametrize("name", [name for name in payloads(Path()) if name not in HARMLESS_IF_NAMED])
 def test_payload_is_refused_if_the_project_names_it(project, proof, name):
-    """The project may call such a function with arguments of its own, but not with those of a stranger."""
+    """The project may call such a function with its own arguments, but not with those of a checkpoint's config."""
     node = payloads(proof)[name]
     with pytest.raises(UsageError, match="executes, unpickles or writes"):
         build({"deep": [node]}, "model", given((), (node["_target_"],)))
@@ -204,15 +204,15 @@ def test_allowed_package_does_not_lead_to_another(project):
         given(("line_fit",)).locate("line_fit.DataLoader")
 
 
-def test_a_second_reading_of_what_was_resolved_does_not_happen(proof):
-    """Hydra's instantiate resolves interpolations in the strings that it gets: escaped ones come to life there."""
+def test_resolved_values_are_not_resolved_again(proof):
+    """Hydra's instantiate resolves interpolations in its strings again, including escaped ones."""
     text = "${oc.create:{_target_:os.system,command:'touch " + str(proof) + "'}}"
     assert build({"_target_": "torch.utils.data.Subset", "dataset": text, "indices": []}).dataset == text
     assert not proof.exists()
 
 
 def test_pretrained_weights_are_loaded_as_weights_only(tmp_path, monkeypatch, proof):
-    """torchvision loads a file of torch's hub, whose folder others may write to, with weights_only=False."""
+    """torchvision loads a file of torch's hub, in a folder that others may write to, with weights_only=False."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
 
@@ -244,7 +244,7 @@ from line_fit import Line
 
 @pytest.fixture
 def run_of_a_stranger(project: Path, proof: Path) -> Iterator[Path]:
-    """A run's folder that was given to the user, with a module in it, which its config names as its model."""
+    """Return the folder of another person's run, with a module that its config uses as model."""
     folder = project / "given/run"
     assert main(["fit", "+recipe=line", f"hydra.run.dir={folder}"]) == 0
     config = (folder / ".hydra/config.yaml").read_text()

@@ -1,4 +1,4 @@
-"""What a config or a run's folder says cannot tell the terminal to do something."""
+"""Text in a config or a run's folder cannot send control sequences to the terminal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_nor_from_the_comment_that_describes_a_recipe(project, capsys):
     assert "\x1b]" not in out
 
 
-def test_nor_what_a_run_says_of_where_it_was(project, capsys):
+def test_paths_in_a_record_are_escaped(project, capsys):
     assert main(["fit", "+recipe=line", "hydra.run.dir=given"]) == 0
     write(project, {"given/.hydra/hydra.yaml": 'hydra: {runtime: {cwd: "/x\\e]52;c;cHduZWQ=\\a"}}\n'})
     capsys.readouterr()

@@ -74,7 +74,7 @@ def test_plain_values_are_restored(name: str, value: Any) -> None:
     assert restored.read() == state
 
 
-def test_containers_change_in_place_and_what_had_not_changed_is_put_back() -> None:
+def test_containers_are_restored_in_place() -> None:
     thing = Thing()
     watched = Attributes([thing])
     before = watched.read()
@@ -92,7 +92,7 @@ def test_containers_change_in_place_and_what_had_not_changed_is_put_back() -> No
 
 
 @pytest.mark.parametrize("value", [object(), iter([1]), [object()], list(range(1000)), torch.ones(10_000)], ids=type)
-def test_an_object_with_other_changes_is_left_alone(value: Any) -> None:
+def test_object_with_other_changes_is_not_restored(value: Any) -> None:
     thing, other = Thing(), Thing()
     watched = Attributes([thing])
     thing.handle, thing.number = value, 2

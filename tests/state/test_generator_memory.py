@@ -1,4 +1,4 @@
-"""What is read from memory is what the generators say themselves."""
+"""States read from memory equal those of the public API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.state import generator_memory, random_states
 
 
 def said_by(generator: Any) -> Any:
-    """The state, by the public way."""
+    """Return the state by the public API."""
     if isinstance(generator, random.Random):
         version, numbers, gauss = generator.getstate()
         return [version, array("I", numbers).tobytes(), gauss]
@@ -24,7 +24,7 @@ def said_by(generator: Any) -> Any:
 
 
 def read(generator: Any) -> Any:
-    """The state, from memory."""
+    """Return the state from memory."""
     reader = generator_memory.reader_of(generator)
     assert reader is not None
     return generator_memory.decoded(reader())
@@ -32,7 +32,7 @@ def read(generator: Any) -> Any:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("kind", [random.Random, np.random.RandomState])
-def test_a_state_is_the_one_that_the_generator_gives(kind: Any, seed: int) -> None:
+def test_state_equals_that_of_the_public_api(kind: Any, seed: int) -> None:
     generator, choices = kind(seed), random.Random(seed)
     reader = generator_memory.reader_of(generator)
     assert reader is not None
@@ -69,13 +69,13 @@ class Own(random.Random):
 @pytest.mark.parametrize(
     "generator", [Own(1), np.random.RandomState(np.random.PCG64(1)), type("Sub", (np.random.RandomState,), {})(1)]
 )
-def test_another_kind_is_asked(generator: Any) -> None:
+def test_other_generators_use_the_public_api(generator: Any) -> None:
     assert generator_memory.reader_of(generator) is None
     assert random_states.state_of(generator) == said_by(generator)
 
 
 @pytest.mark.parametrize("generator", [random.Random(1), np.random.RandomState(1)])
-def test_where_nothing_is_found_the_generator_is_asked(generator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_public_api_is_used_if_the_address_is_unknown(generator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     state = random_states.state_of(generator)
     monkeypatch.setattr(generator_memory, "_PYTHON", None)
     monkeypatch.setattr(generator_memory, "_NUMPY", None)
@@ -83,13 +83,13 @@ def test_where_nothing_is_found_the_generator_is_asked(generator: Any, monkeypat
     assert random_states.state_of(generator) == state == said_by(generator)
 
 
-def test_what_lies_elsewhere_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_at_another_address_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert generator_memory._find(random.Random(1), b"not in there") is None
     monkeypatch.setattr(generator_memory, "sys", SimpleNamespace(implementation=SimpleNamespace(name="pypy")))
     assert generator_memory._find_in_python() is generator_memory._find_in_numpy() is None
 
 
-def test_a_generator_that_gets_another_source_of_bits_is_asked() -> None:
+def test_generator_with_a_replaced_bit_generator_uses_the_public_api() -> None:
     generator = np.random.RandomState(1)
     reader = generator_memory.reader_of(generator)
     assert reader is not None

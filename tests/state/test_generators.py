@@ -32,7 +32,7 @@ def draw(generator, count):
 
 @pytest.mark.parametrize("drawn", [0, 1, 700])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_generator_goes_on_from_a_state_that_a_checkpoint_held(kind, drawn):
+def test_generator_continues_from_a_saved_state(kind, drawn):
     generator, other = KINDS[kind](), KINDS[kind]()
     draw(generator, drawn)
     file = io.BytesIO()
@@ -72,11 +72,11 @@ def test_they_are_found_behind_functions_that_are_bound():
     assert generators.find(Mixes.collate, lambda: generator) == []
 
 
-def test_those_of_everybody_are_not_among_them():
+def test_global_generators_are_not_listed():
     assert generators.find([torch.default_generator, np.random.mtrand._rand, random, np.random]) == []
 
 
-def test_nothing_is_set_where_there_are_more_or_fewer():
+def test_states_for_another_number_of_generators_are_not_set():
     generator = random.Random(1)
     state = generator.getstate()
     generators.set_states([generator], generators.states_of([random.Random(2), random.Random(3)]))

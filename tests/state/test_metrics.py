@@ -1,4 +1,4 @@
-"""What ``self.log`` does: reductions, names, and who sees what. Lightning's own results are in the parity suite."""
+"""``self.log``: reductions, names, and visibility. Lightning's own results are in the parity suite."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_more_values_than_wait_together_reduce_as_one_would(reduce_fx: str) -> N
 
 
 def lightnings(values: list[Tensor], weights: list[Any], reduce_fx: str) -> Tensor:
-    """What Lightning's Trainer makes of them."""
+    """Return the values logged by Lightning's Trainer."""
     metadata = _Metadata("training_step", "x", on_epoch=True, reduce_fx=getattr(torch, reduce_fx))
     metadata.sync = _Sync()
     result = _ResultMetric(metadata, is_tensor=True)
@@ -83,7 +83,7 @@ BATCH_SIZES: dict[str, Callable[[random.Random], Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, None], ids=str)
 @pytest.mark.parametrize("reduce_fx", ["mean", "sum", "max"])
 def test_epoch_reductions_are_lightnings_to_the_bit(reduce_fx: str, dtype: torch.dtype | None, sizes: str) -> None:
-    """A tie in EarlyStopping turns on it. None stands for dtypes that change within the epoch."""
+    """EarlyStopping depends on ties. None stands for dtypes that change within the epoch."""
     draws = random.Random(f"{reduce_fx} {dtype} {sizes}")
     for number in (1, 256, 257, 520):
         values = [torch.tensor(draws.gauss(0.3, 1)) for _ in range(number)]
@@ -92,7 +92,7 @@ def test_epoch_reductions_are_lightnings_to_the_bit(reduce_fx: str, dtype: torch
         entry = LoggedValue("training_step", "x", LogOptions(reduce_fx=reduce_fx), None, not_reduced)
         for at, (value, weight) in enumerate(zip(values, weights, strict=True)):
             entry.update(value if dtype is not torch.bfloat16 else value.float(), weight)
-            if at == 50:  # a look in between changes nothing
+            if at == 50:  # an earlier read changes nothing
                 assert same(entry.epoch_value(), lightnings(values[: at + 1], weights[: at + 1], reduce_fx))
         assert same(entry.epoch_value(), lightnings(values, weights, reduce_fx)), number
 
@@ -102,7 +102,7 @@ def same(one: Tensor | None, other: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("sizes", BATCH_SIZES)
-def test_a_double_default_dtype_is_what_an_epoch_is_accumulated_in(sizes: str) -> None:
+def test_epoch_is_accumulated_in_a_double_default_dtype(sizes: str) -> None:
     draws = random.Random(sizes)
     values = [torch.tensor(draws.gauss(0.3, 1)) for _ in range(300)]  # of float32
     weights = [BATCH_SIZES[sizes](draws) for _ in values]
@@ -131,7 +131,7 @@ def test_half_precision_values_are_accumulated_in_float32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_epoch_means_of_half_precision_losses_in_a_run(dtype: torch.dtype) -> None:
-    """Lightning #18620. Summed up in bfloat16, 5,000 losses near 1 would stall at 256, in float16 at 2,048."""
+    """Lightning #18620. Sums of 5,000 losses near 1 would stall at 256 in bfloat16, and at 2,048 in float16."""
     number = 5_000
     values = (1 + torch.rand(number, generator=torch.Generator().manual_seed(0))).to(dtype)
 
@@ -139,7 +139,7 @@ def test_epoch_means_of_half_precision_losses_in_a_run(dtype: torch.dtype) -> No
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("train", values[batch_idx], on_step=True, on_epoch=True)
             self.log("sum", values[batch_idx], on_step=False, on_epoch=True, reduce_fx="sum")
-            return None  # nothing to learn
+            return None  # no trainable parameters
 
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("val", values[batch_idx])
@@ -191,7 +191,7 @@ def test_sync_dist_reduces_once_over_the_processes(reduce_fx: str, expected: flo
     for number in (3.0, 0.0, 0.0):
         value.update(torch.tensor(number), 1)
     assert value.epoch_value() == expected
-    # a mean is a sum over a sum: processes with batches of different sizes count as they should
+    # a mean is a sum over a sum, so that batches of different sizes on several ranks have their weight
     assert calls == (["sum", "sum"] if reduce_fx == "mean" else [reduce_fx])
 
 
@@ -205,7 +205,7 @@ def test_rank_zero_only_is_not_reduced() -> None:
     assert value.epoch_value() == 2.0
 
 
-def test_what_a_metric_object_has_computed_lets_go_of_the_graph() -> None:
+def test_value_of_a_metric_object_is_detached() -> None:
     metric, value = MeanSquaredError(), LoggedValue("training_step", "mse", LogOptions(on_step=True), None, not_reduced)
     metric(torch.ones(2, requires_grad=True), torch.zeros(2))
     value.update_metric(metric)
@@ -229,8 +229,8 @@ def test_a_metric_object_that_computes_no_tensor_is_refused(on_step: bool) -> No
         store.current(on_step)
 
 
-def test_an_epoch_is_reduced_over_the_processes_once_however_often_it_is_looked_at() -> None:
-    """Reading it again is no collective: rank 0 may look alone."""
+def test_epoch_value_is_reduced_over_ranks_once() -> None:
+    """Further reads call no collective, so that rank 0 may read it alone."""
     calls: list[str] = []
 
     def reduce(tensor: Tensor, op: str = "mean", group: Any = None) -> Tensor:
@@ -259,7 +259,7 @@ def store_with(training: bool, dataloader_idx: int | None = None, **options: Any
     return store
 
 
-def test_names_get_suffixes_only_where_both_are_asked_for() -> None:
+def test_names_have_suffixes_if_both_values_are_requested() -> None:
     both = store_with(True, on_step=True, on_epoch=True, prog_bar=True)
     assert both.current() == StageMetrics({"x": 4.0, "x_step": 4.0}, {"x_step": 4.0}, {"x_step": 4.0})
     both.end_epoch()
@@ -306,19 +306,19 @@ def test_to_scalars() -> None:
         to_scalars({"v": torch.zeros(2)})
 
 
-def test_to_scalars_on_mps_which_has_no_double_precision() -> None:
+def test_to_scalars_on_mps() -> None:
     values = {"a": torch.tensor(2.5), "b": torch.tensor([2**40 + 1]), "c": torch.tensor(0.5, dtype=torch.float16)}
     assert to_scalars({name: value.as_subclass(OnMPS) for name, value in values.items()} | {"d": 1}) == {
         "a": 2.5, "b": 2**40 + 1, "c": 0.5, "d": 1,
     }  # fmt: skip
 
 
-def test_a_recorder_adds_the_epoch_and_heeds_a_logged_step() -> None:
+def test_recorder_adds_the_epoch_and_uses_a_logged_step() -> None:
     logger, published = RecordingLogger(), PublishedMetrics()
     progress = FitProgress()
     progress.epoch = 7
     recorder = Recorder(published, progress)
-    recorder.send({"a": 1.0}, 3)  # nobody listens
+    recorder.send({"a": 1.0}, 3)  # no listener
     assert published.logged == {}
     recorder.loggers = [logger]
     recorder.send({}, 3)
@@ -329,11 +329,11 @@ def test_a_recorder_adds_the_epoch_and_heeds_a_logged_step() -> None:
     assert published.logged["a"] == 3.0
 
 
-# --- self.log, used wrongly ---------------------------------------------------------------------------------------
+# --- invalid calls of self.log ----------------------------------------------------------------------------------------
 
 
 class Wrong(Classifier):
-    """Does ``what`` in its training step."""
+    """Calls the function ``what`` in its training step."""
 
     def __init__(self, what: Any) -> None:
         super().__init__()
@@ -365,7 +365,7 @@ MISUSE: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", MISUSE)
-def test_misuse_raises_what_lightning_raises(name: str) -> None:
+def test_misuse_raises_lightnings_errors(name: str) -> None:
     what, message = MISUSE[name]
     kinds = []
     for make in (lightning, ours):
@@ -376,7 +376,7 @@ def test_misuse_raises_what_lightning_raises(name: str) -> None:
 
 
 def hooks_that_may_log(make: Any) -> dict[str, bool]:
-    """For each hook, whether ``self.log`` works in it."""
+    """Return whether ``self.log`` works in each hook."""
     allowed: dict[str, bool] = {}
 
     def hook(name: str) -> Any:
@@ -438,7 +438,7 @@ def test_an_integer_tensor_is_converted_with_a_warning() -> None:
     assert trainer.callback_metrics["x"] == 3.0
 
 
-# --- self.log, used rightly ---------------------------------------------------------------------------------------
+# --- valid calls of self.log ------------------------------------------------------------------------------------------
 
 
 def test_logged_values_do_not_follow_their_tensor() -> None:
@@ -596,7 +596,7 @@ def test_batch_size_is_found_in_nested_batches_and_may_be_given() -> None:
     assert trainer.callback_metrics["given"].item() == pytest.approx(0.5)
 
 
-def test_what_was_logged_in_this_batch_is_not_copied_again():
+def test_values_logged_in_this_batch_are_copied_once():
     store = MetricStore(training=True)
     losses = torch.tensor([1.0, 2.0])
     logged, copy = losses[1], torch.tensor(2.0)
@@ -606,6 +606,6 @@ def test_what_was_logged_in_this_batch_is_not_copied_again():
         assert torch.equal(store.copy_of(other), other)
         assert not store.copy_of(other).is_set_to(other)
     losses.mul_(3)
-    assert store.copy_of(logged).item() == 6.0  # not what it was when it was logged
+    assert store.copy_of(logged).item() == 6.0  # changed after it was logged
     store.end_batch()
     assert store.copies == []

@@ -17,7 +17,7 @@ def test_everything_starts_at_zero():
 
 
 def test_every_counter_of_a_fit(tmp_path):
-    """Two epochs of 5 batches in windows of 2 (three a epoch, the last one short); one window overflows."""
+    """Two epochs of 5 batches in windows of 2 (three per epoch, the last one short); one window overflows."""
     seen = []
 
     class Look(Callback):
@@ -97,7 +97,7 @@ def test_the_state_inside_an_epoch():
 
 
 def test_the_state_at_an_epochs_end_is_that_of_the_next_epochs_start():
-    """``on_train_epoch_end`` is where checkpoints are written."""
+    """Checkpoints are written in ``on_train_epoch_end``."""
     progress = FitProgress(epoch=3, epochs_trained=4, batch_idx=9, batches=40, optimizer_steps=20, updates=20)
     restored = FitProgress()
     restored.load_state_dict(progress.state_dict())
@@ -108,7 +108,7 @@ def test_the_state_at_an_epochs_end_is_that_of_the_next_epochs_start():
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 def test_a_batch_that_failed_is_trained_again_after_a_resume(tmp_path):
-    """Its checkpoint is written while it is under way."""
+    """Its checkpoint is written during the batch."""
     trained = []
 
     class Fails(Regression):
@@ -131,7 +131,7 @@ def test_a_batch_that_failed_is_trained_again_after_a_resume(tmp_path):
 
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_batch_end"])
-def test_an_interrupted_fit_goes_on_counting_in_the_next(tmp_path, hook):
+def test_counters_of_an_interrupted_fit_continue_in_the_next(tmp_path, hook):
     epochs = []
 
     class Interrupts(Callback):

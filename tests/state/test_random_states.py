@@ -34,7 +34,7 @@ def test_a_state_is_plain_data(tmp_path) -> None:
     assert draw() == first
 
 
-def test_what_is_drawn_inside_does_not_show_outside() -> None:
+def test_random_numbers_inside_the_context_do_not_change_the_state() -> None:
     state = random_states.capture()
     expected = draw()
     random_states.restore(state)
@@ -58,7 +58,7 @@ def test_states_for_one_more_process_are_others_and_the_same_each_time() -> None
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-def test_a_watch_tells_what_has_been_drawn_from(is_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_reports_used_generators(is_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_read:
         monkeypatch.setattr(generator_memory, "_PYTHON", None)
         monkeypatch.setattr(generator_memory, "_NUMPY", None)

@@ -1,4 +1,4 @@
-"""What some processes have logged and gathered, shared among another number of them: an epoch's values stay right."""
+"""Logged values of some ranks, distributed to another number of ranks: an epoch's values stay correct."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import LoggedValue, LogOptions, MetricStore, shared_among
 
 VALUES = [[(1.0, 2), (4.0, 3)], [(2.0, 1), (8.0, 1), (0.5, 5)], [(3.0, 4)]]
-"""Of each of three processes: what it logged, and how many samples that was."""
+"""Logged values of each of three ranks, with their numbers of samples."""
 CPU = torch.device("cpu")
 
 
 def logged(reduce_fx: str, values: list[tuple[float, int]], **options: Any) -> dict[str, Any]:
-    """The state of a process that has logged ``values``."""
+    """Return the state of a rank that has logged ``values``."""
     store = MetricStore(training=True)
     entry = LoggedValue("training_step", "x", LogOptions(reduce_fx=reduce_fx, **options), None, torch.as_tensor)
     for value, weight in values:
@@ -49,7 +49,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("processes", [1, 2, 5])
 @pytest.mark.parametrize("reduce_fx", EXPECTED)
-def test_what_was_logged_is_shared(reduce_fx: str, processes: int) -> None:
+def test_logged_values_are_shared(reduce_fx: str, processes: int) -> None:
     state = shared_among(processes, [logged(reduce_fx, values) for values in VALUES])
     total, weight = loaded(state).accumulated()
     assert total is not None
@@ -61,7 +61,7 @@ def test_what_was_logged_is_shared(reduce_fx: str, processes: int) -> None:
         assert whole.item() == pytest.approx(EXPECTED[reduce_fx])
 
 
-def test_more_is_added_to_what_was_shared() -> None:
+def test_values_are_added_to_shared_ones() -> None:
     entry = loaded(shared_among(1, [logged("mean", values) for values in VALUES]))
     entry.update(torch.tensor(10.0), 4)
     value = entry.epoch_value()
@@ -69,7 +69,7 @@ def test_more_is_added_to_what_was_shared() -> None:
     assert value.item() == pytest.approx((EXPECTED["mean"] * 16 + 40) / 20)
 
 
-def test_what_the_first_process_alone_has_logged_is_not_added_up() -> None:
+def test_values_logged_with_rank_zero_only_are_not_added() -> None:
     states = [logged("mean", VALUES[0], rank_zero_only=True), {"in_batch": True, "entries": []}]
     value = loaded(shared_among(3, states)).epoch_value()
     assert value is not None
@@ -77,7 +77,7 @@ def test_what_the_first_process_alone_has_logged_is_not_added_up() -> None:
 
 
 class OwnReduction(Metric):
-    """Whose state is reduced in a way of its own."""
+    """A metric with a custom reduction of its state."""
 
     seen: Tensor
 
@@ -93,7 +93,7 @@ class OwnReduction(Metric):
 
 
 class Averages(Metric):
-    """Whose state is averaged over processes."""
+    """A metric with a state that is averaged over ranks."""
 
     seen: Tensor
 
@@ -153,4 +153,4 @@ def test_metric_objects_are_shared(processes: int) -> None:
     assert [module.averages.seen.item() for module in found] == [5.5] * processes  # of 4 and 7
     own = [5.0, 17.0, 0.0, 0.0]
     assert [module.own.seen.item() for module in found] == own[:processes]
-    assert all(module.sum._update_count == 3 for module in found)  # none of them warns that it has seen nothing
+    assert all(module.sum._update_count == 3 for module in found)  # without a warning about an empty metric

@@ -1,4 +1,4 @@
-"""When a fit stops, and when it validates by the clock."""
+"""The end of a fit, and validation by time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_time_decides_when_to_validate() -> None:
 
 
 def test_the_decision_after_a_batch_is_kept() -> None:
-    """Callbacks that save ask before the loop does; the ranks exchange their decisions once."""
+    """Callbacks that save read it before the loop does; ranks agree on it once."""
     limits = StoppingConditions(FitProgress(), max_epochs=1, val_check_seconds=5.0)
     asked = []
     limits.any_rank = lambda decision: asked.append(decision) or decision
@@ -38,7 +38,7 @@ def test_the_decision_after_a_batch_is_kept() -> None:
     assert asked == [False, True]
 
 
-def test_who_stops_early_validates_whatever_the_time() -> None:
+def test_early_stop_validates_at_any_time() -> None:
     limits = StoppingConditions(FitProgress(), max_epochs=1, val_check_seconds=1e9)
     limits.restart_validation_clock()
     limits.should_stop = True
@@ -58,7 +58,7 @@ def test_who_stops_early_validates_whatever_the_time() -> None:
     ids=str,
 )
 def test_lightning_validates_after_the_same_batches(arguments: dict[str, Any]) -> None:
-    """On a clock that goes on by two seconds whenever somebody looks at it."""
+    """With a clock that advances by two seconds at each read."""
 
     class When(Callback):
         def __init__(self) -> None:
@@ -78,12 +78,12 @@ def test_lightning_validates_after_the_same_batches(arguments: dict[str, Any]) -
     assert mine == theirs
 
 
-def test_model_checkpoint_is_told_of_the_time() -> None:
+def test_model_checkpoint_receives_the_time() -> None:
     assert ours(val_check_interval="00:00:01:00")._val_check_time_interval == 60.0
     assert ours()._val_check_time_interval is None
 
 
-def test_what_nobody_said_limits_nothing_before_it_is_filled_in():
+def test_unset_limits_do_not_end_a_fit():
     limits = StoppingConditions(FitProgress(), max_epochs=None)
     assert not limits.fit_is_done()
     assert not limits.is_final_epoch()
@@ -99,7 +99,7 @@ def test_least_epochs(given, least):
     assert (limits.max_epochs, limits.min_epochs) == (5, least)
 
 
-def test_signals_are_attended_to_between_batches_and_epochs_and_not_whenever_somebody_asks():
+def test_signals_are_handled_between_batches_and_epochs_only():
     limits, calls = StoppingConditions(FitProgress(), max_epochs=1), []
     limits.check_signals = calls.append
     assert not limits.epoch_is_done()
@@ -115,7 +115,7 @@ class Stops(Callback):
 
 
 @pytest.mark.parametrize("arguments", [{"min_epochs": 2}, {"min_steps": 3}, {}], ids=str)
-def test_it_is_said_once_that_training_goes_on_nevertheless(arguments, caplog):
+def test_continued_training_is_logged_once(arguments, caplog):
     def scenario(make):
         caplog.clear()
         trainer = make(max_epochs=3, callbacks=[Stops()], **arguments)

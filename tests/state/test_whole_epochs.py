@@ -1,4 +1,4 @@
-"""Several processes reduce what any of them has logged: the stores and metric objects of each, without processes."""
+"""Reduction of the logged values of several ranks: the stores and metric objects of each, without processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEP = "validation_step"
 
 
 class Process:
-    """One process's store; ``asked`` is what it exchanged, in its order."""
+    """One rank's store; ``asked`` are the exchanged values, in order."""
 
     def __init__(self) -> None:
         self.store = MetricStore(training=False)
@@ -73,7 +73,7 @@ def test_all_reduce_the_same_names_in_the_same_order_and_dtype() -> None:
     assert second.asked == [("sum", 5.0, float32), ("sum", 4.0, float64), ("sum", 3.0, float32)]
 
 
-def test_what_is_meant_to_stay_apart_does() -> None:
+def test_values_of_different_kinds_are_reduced_separately() -> None:
     first, second = Process(), Process()
     first.log("one", 1.0, rank_zero_only=True)
     first.log("group", 1.0, sync_dist_group="some of them")
@@ -174,8 +174,8 @@ def test_lists_that_are_exchanged_one_by_one_must_be_of_one_length(counts: tuple
     objects_of(*modules)
 
 
-def test_metrics_that_were_updated_before_and_not_since_are_left_alone() -> None:
-    """Those of the training, in whose middle a validation runs."""
+def test_metrics_without_updates_in_the_pass_are_not_synchronized() -> None:
+    """Those of the training, if a validation runs in its middle."""
     modules = Metrics(), Metrics()
     for module, count in zip(modules, (2, 1), strict=True):
         module.lists._reductions["value"] = None

@@ -1,4 +1,4 @@
-"""What ``FSDP2Strategy`` takes, and the sentences for what it does not."""
+"""Arguments of ``FSDP2Strategy``, and errors for unsupported ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_blocks_are_classes(blocks: Any) -> None:
     assert FSDP2Strategy(blocks="Linear").settings.blocks == ("Linear",)
 
 
-def test_a_policy_as_a_config_has_it() -> None:
+def test_policy_from_a_config() -> None:
     given = {"param_dtype": "bfloat16", "reduce_dtype": torch.float32, "cast_forward_inputs": False}
     expected = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     assert FSDP2Strategy(mixed_precision=given).settings.policy == expected

@@ -15,8 +15,8 @@ from trainer.engine.sharding.state_dicts import gathered
 from trainer.state.containers import mapped
 
 
-def test_what_is_gathered_of_a_module_has_its_versions(tmp_path: Path) -> None:
-    """``_metadata`` of a state dict, by which modules such as BatchNorm tell old ones."""
+def test_gathered_state_dict_has_module_versions(tmp_path: Path) -> None:
+    """Modules such as BatchNorm detect old versions by the ``_metadata`` of a state dict."""
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
@@ -32,7 +32,7 @@ def test_what_is_gathered_of_a_module_has_its_versions(tmp_path: Path) -> None:
     assert versions["1"] == {"version": 2}
 
 
-def test_only_what_changes_is_made_anew_and_places_are_told() -> None:
+def test_only_sharded_parts_are_copied_with_their_places() -> None:
     kept, ones = {"a": (1, [torch.zeros(1)])}, torch.ones(1)
     value = OrderedDict(kept=kept, more=[ones, {"b": ones}], counts=defaultdict(int, {2: ones}))
     places = []

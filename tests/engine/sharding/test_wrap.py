@@ -1,4 +1,4 @@
-"""Which modules are sharded one by one, and that a module is what it was when it is put back."""
+"""Selection of the modules to shard, and restoring a module."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def test_classes() -> None:
         find_blocks(model, ["Prt"])
 
 
-def test_what_shares_a_parameter_with_others_is_no_block() -> None:
+def test_modules_with_shared_parameters_are_not_blocks() -> None:
     model = Model()
     assert "head" not in names(model, find_blocks(model, [nn.Linear]))
     assert "embedding" not in names(model, find_blocks(model, [nn.Linear]))
 
 
 @pytest.mark.usefixtures("one_process")
-def test_put_back_makes_the_module_what_it_was() -> None:
+def test_restore_returns_the_original_module() -> None:
     model = Model()
     model.parts[0].requires_grad_(False)
     parameters = dict(model.named_parameters())
