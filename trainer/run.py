@@ -52,17 +52,17 @@ START = "start.ckpt"
 
 
 class Run:
-    """Runs the parts of a Trainer, one run at a time.
+    """Execute the runs of a Trainer, one at a time.
 
     Args:
-        trainer: the parts and the settings.
+        trainer: the Trainer.
         signals: ends a run when a signal arrives.
-        connector: chooses and restores checkpoints.
+        connector: selects and restores checkpoints.
 
     Attributes:
-        session: the cleanup at the end of the run: locks, replaced methods, contexts.
-        preparation: has prepared the loops for the run. None until the strategy is set up.
-        process_state: the checkpoint's state of this process. None without a checkpoint, and after it was restored.
+        session: the cleanup at the end of a run: locks, replaced methods, contexts.
+        preparation: the prepared loops of the run. None until the strategy is set up.
+        process_state: the state of this process from the checkpoint, until it is restored. None without a checkpoint.
         stalls: detects processes that wait for another one. None if there is only one process.
     """
 
@@ -79,10 +79,10 @@ class Run:
 
     @contextmanager
     def started(self, fn: TrainerFn) -> Iterator[None]:
-        """Return a context for a run, which sets the Trainer's state, and calls ``on_exception`` if the run raises.
+        """Set the Trainer's state during a run, and call ``on_exception`` if the run raises. A context manager.
 
         Ctrl-C ends the program. In a notebook or at a Python prompt, ``fit`` returns instead, and the other calls
-        raise.
+        raise ``KeyboardInterrupt``.
         """
         state = self._trainer.state
         state.fn, state.stage, state.status = fn, STAGES[fn], TrainerStatus.RUNNING
@@ -111,7 +111,7 @@ class Run:
             if named is not None:
                 raise named from error
             raise
-        state = self._trainer.state  # the launcher has replaced it by the state of the run
+        state = self._trainer.state  # a launcher that spawns processes replaces it
         state.status, state.stage = TrainerStatus.FINISHED, None
         self._signals.end_late()
 
@@ -123,17 +123,17 @@ class Run:
         ckpt_path: str | Path | None,
         weights: str | Path | None = None,
     ) -> LightningModule:
-        """Store the module and the data of a run, and choose its checkpoint. Return the module.
+        """Store the module and the data of a run, select its checkpoint, and return the module.
 
         Args:
             model: the module. None for the module of an earlier run.
-            given: dataloaders by stage. The first may be a datamodule.
+            given: dataloaders by stage. The first value may be a datamodule.
             datamodule: the datamodule, instead of dataloaders. None if there is none.
             ckpt_path: the argument of ``fit``, ``validate``, ``test`` or ``predict``.
             weights: the argument of ``fit``. Default: None.
 
         Raises:
-            ConfigurationError: if both dataloaders and a datamodule are given, or the checkpoint cannot be chosen.
+            ConfigurationError: if both dataloaders and a datamodule are given, or the checkpoint cannot be selected.
         """
         trainer, first = self._trainer, next(iter(given.values()))
         module = modules.attach(trainer, model)
@@ -158,11 +158,11 @@ class Run:
     def __call__(self, module: LightningModule, weights_only: bool | None) -> Any:
         """Execute the run in this process. Return the logged metrics of an evaluation, one dict for each dataloader.
 
-        The module is an argument because launchers search the arguments for modules, so that processes do not share
-        memory.
+        The module is an argument because launchers that spawn processes disable memory sharing for the modules in the
+        arguments.
         """
         trainer = self._trainer
-        # again, because a module and a datamodule are sent to another process without their trainer
+        # set them again, because a module and a datamodule are pickled without their trainer
         module.trainer = trainer
         if trainer.datamodule is not None:
             trainer.datamodule.trainer = trainer
@@ -173,13 +173,13 @@ class Run:
             self._prepare_fit(preparation)
             with self._signals.saving():
                 trainer.loop.run()
-            _ = trainer.fit_loop.done  # reading it logs why the fit ends
+            _ = trainer.fit_loop.done  # logs the reason for the end of the fit
             if problem := reason_without_updates(trainer):
                 rank_zero_info(problem)  # not a warning, because a test of one step is legitimate
         else:
             assert trainer.state.stage is not None
             loop = trainer.eval_loops[trainer.state.stage]
-            preparation.evaluation(trainer.state.stage, inference_mode=self._may_infer)
+            preparation.evaluation(trainer.state.stage, inference_mode=self._may_use_inference_mode)
             result = [to_scalars(metrics) for metrics in loop.run()]
         self._release()
         if fitting:
@@ -219,7 +219,7 @@ class Run:
         if fitting:
             self._connector.prepare_order()
         for metrics in (trainer.loop.metrics, *(loop.metrics for loop in trainer.eval_loops.values())):
-            metrics.clear()  # may hold values of an interrupted run or of another module
+            metrics.clear()  # remove the values of an interrupted run or of another module
         tuning.attach_finders(trainer, self.session)
         attach_averaging(trainer)
         self.session.callback(detach_averaging, trainer.callbacks)
@@ -228,7 +228,9 @@ class Run:
         # after the setup, which may replace modules (sync_batchnorm)
         self.session.enter_context(engine.precision.session(module, engine.device))
         engine.precision.check_optimizers(engine.optimizers)
-        if trainer.prefetch_batches and engine.device.type == "cuda":  # other devices copy on the stream that computes
+        if (
+            trainer.prefetch_batches and engine.device.type == "cuda"
+        ):  # other devices have no separate stream for copies
             trainer.data.prefetching = Prefetching(engine.device)
         preparation = self.preparation = Preparation(trainer)
         if fitting:
@@ -282,14 +284,14 @@ class Run:
             modules.call_setup_hooks(self._trainer)
 
     def _check_sanity(self, preparation: Preparation) -> None:
-        """Run a few validation batches before training, so that an error there shows up now and not after an epoch."""
+        """Run a few validation batches before training, to find an error in the validation early."""
         trainer = self._trainer
         state, loop = trainer.state, trainer.eval_loops[RunningStage.SANITY_CHECKING]
-        # as in Lightning, a run with max_steps resumes inside an epoch
+        # as in Lightning, a run with max_steps skips it if it resumes, also at the end of an epoch
         resumes = trainer.ckpt_path is not None and (trainer.progress.batches_this_epoch or trainer.max_steps != -1)
         if not trainer.enable_validation or not trainer.num_sanity_val_steps or resumes:
             return
-        with isolate_rng():  # includes the random numbers that creating the dataloaders draws
+        with isolate_rng():  # also for the random numbers drawn when the dataloaders are created
             state.stage, loop.sanity_checking = RunningStage.SANITY_CHECKING, True
             preparation.hooks.on_sanity_check_start()
             preparation.evaluation(RunningStage.VALIDATING, inference_mode=False)
@@ -304,7 +306,7 @@ class Run:
         if not trainer.loop.limits.ends_fit():
             modules.warn_of_eval_mode(trainer.lightning_module)
         trainer.process.begin_fit()
-        if trainer.detect_anomaly and not trainer.scaler.is_enabled():  # otherwise AnomalyDetection does this
+        if trainer.detect_anomaly and not trainer.scaler.is_enabled():  # with loss scaling, AnomalyDetection does this
             self.session.enter_context(torch.autograd.set_detect_anomaly(True))
         resume = None if self.process_state is None else self._restore_process
         begins = trainer.ckpt_path is None and not trainer.loop.limits.ends_fit()
@@ -323,7 +325,7 @@ class Run:
         trainer.state.stage = RunningStage.VALIDATING
         if trainer.data.prefetching is not None:
             trainer.data.prefetching.let_go()  # free the memory of the last training batch
-        if not trainer.loop.window.is_open and not self._accumulates_by_hand(preparation):
+        if not trainer.loop.window.is_open and not self._keeps_manual_gradients(preparation):
             preparation.hooks.of_module("on_validation_model_zero_grad")()  # free the memory of the gradients
         loop = trainer.eval_loops[RunningStage.VALIDATING]
         if trainer.data.is_due(RunningStage.VALIDATING) or loop.loaders is None:
@@ -333,10 +335,10 @@ class Run:
         trainer.loop.limits.restart_validation_clock()
         trainer.state.stage = RunningStage.TRAINING
 
-    def _accumulates_by_hand(self, preparation: Preparation) -> bool:
-        """Return whether gradients must survive a validation because manual optimization has not stepped on them yet.
+    def _keeps_manual_gradients(self, preparation: Preparation) -> bool:
+        """Return whether a validation must keep the gradients for a later step of manual optimization.
 
-        A module that overrides ``on_validation_model_zero_grad`` decides itself.
+        Returns False if the module overrides ``on_validation_model_zero_grad``.
         """
         module, loop = self._trainer.lightning_module, self._trainer.loop
         if module.automatic_optimization or preparation.hooks.override_of("on_validation_model_zero_grad") is not None:
@@ -349,9 +351,9 @@ class Run:
             self._trainer.save_checkpoint(f"{folder}/{START}")
 
     def _restore_process(self) -> None:
-        """Restore the checkpoint's state of this process.
+        """Restore the state of this process from the checkpoint.
 
-        No code may draw random numbers after that before the next batch.
+        No code may draw random numbers between this call and the next batch.
         """
         trainer, state = self._trainer, self.process_state
         self.process_state = None
@@ -359,8 +361,9 @@ class Run:
         trainer.process.load(state, stops=trainer.resume == "auto")
         if trainer.resume == "auto" and state["should_stop"]:
             rank_zero_info(
-                "resume='auto': the run had decided to stop, and so it does. To train on, name its checkpoint to a"
-                f" Trainer without resume='auto': fit(ckpt_path={redaction.text(str(trainer.ckpt_path))!r})."
+                "resume='auto': the run had stopped early (should_stop), so it does not continue. To continue, pass its"
+                " checkpoint to a Trainer without resume='auto':"
+                f" fit(ckpt_path={redaction.text(str(trainer.ckpt_path))!r})."
             )
 
     def repeat(self, stage: RunningStage) -> None:
@@ -375,8 +378,8 @@ class Run:
             loop.run()
 
     @property
-    def _may_infer(self) -> bool:
-        """Whether evaluation may run in ``torch.inference_mode``. False with gloo, which cannot send its tensors."""
+    def _may_use_inference_mode(self) -> bool:
+        """Whether evaluation may use ``torch.inference_mode``. False with gloo, which cannot send inference tensors."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         return self._trainer.inference_mode and not (distributed and torch.distributed.get_backend() == "gloo")
 
@@ -388,7 +391,7 @@ class Run:
         if trainer.state.fn is TrainerFn.PREDICTING:
             loop = trainer.eval_loops[RunningStage.PREDICTING]
             loop.predictions = move_data_to_device(loop.predictions, torch.device("cpu"))
-        if (metrics := trainer.active_metrics) is not None:  # a batch has raised, perhaps in this process only
+        if (metrics := trainer.active_metrics) is not None:  # a batch has raised, possibly only in this process
             with suppress(ConfigurationError):  # the metrics may have raised
                 trainer.published.take(metrics.current(on_step=True))
             metrics.end_batch()  # frees the batch
@@ -396,7 +399,7 @@ class Run:
             trainer.data.prefetching.close()
         trainer.published.take_to_cpu()
         try:
-            trainer.engine.teardown()  # raises if a save in the background has failed
+            trainer.engine.teardown()  # raises if an asynchronous save has failed
         finally:
             self.session.close()
             trainer.data.release()
@@ -410,7 +413,7 @@ class Run:
         trainer = self._trainer
         trainer.state.status = TrainerStatus.INTERRUPTED
         try:
-            with suppress(Exception):  # `error` is the one to raise; the last outcome is optional
+            with suppress(Exception):  # report `error`, even if the outcome cannot be read
                 trainer.loop.resolve_outcome()
             for callback in trainer.callbacks if trainer.lightning_module is not None else ():
                 callback.on_exception(trainer, trainer.lightning_module, error)

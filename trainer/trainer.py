@@ -1,4 +1,4 @@
-"""The Trainer: its arguments, its parts, and the calls for users. It computes nothing.
+"""The Trainer: arguments, components and public methods.
 
 The order of a run is in ``trainer/run.py``. From ``fit`` to a module's ``training_step`` there are four functions:
 ``Trainer.fit``, ``Run.__call__``, ``FitLoop.run``, ``FitLoop.train_batch``.
@@ -67,7 +67,7 @@ _ATTRIBUTES = (
 
 
 class Trainer(TrainerBase):
-    """Trains, validates, tests and predicts with a ``LightningModule``.
+    """Train, validate, test and predict with a ``LightningModule``.
 
     The arguments have Lightning's names, meanings and defaults, except for these:
 
@@ -77,15 +77,15 @@ class Trainer(TrainerBase):
             silently: an error is raised if the device does not support it, and the choice of ``"auto"`` is logged.
             Default: None, for ``"32-true"``.
         accumulate_grad_batches: short for ``GradientAccumulation(batches)``; the last, short window of an epoch is
-            averaged over the batches it has. Default: 1.
+            averaged over its actual number of batches. Default: 1.
         gradient_clip_val, gradient_clip_algorithm: short for ``GradientClipping``. Default: None, no clipping.
         strategy: how several processes work together: ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, or an object such as
             ``FSDP2Strategy()``. Default: ``"auto"``.
         detect_anomaly: whether to raise at the operation with the first NaN in its backward pass. If the loss is
             scaled, overflows are not errors: ``AnomalyDetection`` inspects skipped steps instead. Default: False.
-        profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a profiler. Default: None, which costs nothing.
-        resume: not in Lightning. ``"auto"``: a ``fit`` without ``ckpt_path`` resumes from the newest good checkpoint in
-            the folders that this run writes checkpoints to, or starts from the beginning if there is none. Default:
+        profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a profiler. Default: None, no profiling.
+        resume: not in Lightning. ``"auto"``: a ``fit`` without ``ckpt_path`` resumes from the newest valid checkpoint
+            in the folders that this run writes checkpoints to, or starts from the beginning if there is none. Default:
             None.
         exact_resume: not in Lightning. Whether to refuse a resume that would not be exact, for example because the data
             have changed or because the updates could not get the same samples on another number of processes. If False,
@@ -109,7 +109,7 @@ class Trainer(TrainerBase):
 
     Raises:
         ConfigurationError: if an argument is out of range or given twice, or if arguments exclude each other.
-        UnsupportedError: if an argument of Lightning's is not supported yet.
+        UnsupportedError: if an argument of Lightning is not supported yet.
         PrecisionError: if the precision is unknown, not supported by the device, or one of Lightning's plugins.
     """
 
@@ -262,7 +262,7 @@ class Trainer(TrainerBase):
         self._runner = Run(self, self._signal_connector, self._checkpoint_connector)
         self._announce()
 
-    # --- calls for users --------------------------------------------------------------------------------------
+    # --- public methods ---------------------------------------------------------------------------------------
 
     @with_lightning_signature
     def fit(
@@ -385,7 +385,7 @@ class Trainer(TrainerBase):
             self.engine.save(checkpoint, filepath, storage_options)
 
     def roll_back(self, max_step: int) -> RolledBack | None:
-        """Restore the newest good checkpoint of this run that has at most ``max_step`` optimizer steps.
+        """Restore the newest valid checkpoint of this run that has at most ``max_step`` optimizer steps.
 
         The run continues from the restored weights, optimizers, schedules, loss scale, random states and states of
         callbacks. The data is not rewound, so the batches since the checkpoint have no effect. ModelCheckpoints and
@@ -399,17 +399,17 @@ class Trainer(TrainerBase):
             max_step: the largest ``global_step`` of the checkpoint.
 
         Returns:
-            The restored checkpoint; None if the ModelCheckpoints' folders have no such checkpoint, and nothing has
-            changed.
+            The restored checkpoint, or None if the folders of the ModelCheckpoints contain no such checkpoint; then
+            nothing changes.
         """
         return self._checkpoint_connector.roll_back(max_step)
 
     def reload_dataloaders(self, train: bool = True, val: bool = False) -> None:
-        """Create dataloaders again with the same methods, for a curriculum or after a change of the datamodule.
+        """Create the dataloaders again, for example for a curriculum or after the datamodule has changed.
 
         Args:
-            train: whether to create those for training, when the next epoch begins. Default: True.
-            val: whether to create those for validation, before the next validation. Default: False.
+            train: whether to create the training dataloaders when the next epoch begins. Default: True.
+            val: whether to create the validation dataloaders before the next validation. Default: False.
 
         Raises:
             RuntimeError: if no ``fit`` is running.
@@ -435,12 +435,12 @@ class Trainer(TrainerBase):
 
     @property
     def settled_outcome(self) -> StepOutcome | None:
-        """The last outcome that has arrived on the host, of the last update or the one before. Never synchronizes."""
+        """The newest outcome on the host, of the last update or the one before it. Never synchronizes."""
         return self.loop.outcome
 
     @property
     def loss_share(self) -> float | Tensor:
-        """The factor that turned the current batch's loss into its share of the accumulation window's mean."""
+        """The factor of the current batch's loss in the mean over the accumulation window."""
         return self.loop.window.factor
 
     @property
@@ -451,7 +451,7 @@ class Trainer(TrainerBase):
 
     @property
     def gradient_clip_val(self) -> float | None:
-        """The limit of the (first) GradientClipping callback; can be set between two runs."""
+        """The limit of the first GradientClipping callback. Can be set between two runs."""
         clipping = callback_order.find_callback(self.callbacks, GradientClipping)
         return self._gradient_clip_val if clipping is None else clipping.limit
 
@@ -461,7 +461,7 @@ class Trainer(TrainerBase):
 
     @property
     def gradient_clip_algorithm(self) -> GradClipAlgorithmType | None:
-        """``"norm"`` or ``"value"``; None if it was not given, for ``"norm"``. Can be set between two runs."""
+        """``"norm"`` or ``"value"``; None, the default, means ``"norm"``. Can be set between two runs."""
         clipping = callback_order.find_callback(self.callbacks, GradientClipping)
         is_ours = clipping is None or self._gradient_clip_val is not None
         algorithm = self._gradient_clip_algorithm if is_ours else clipping.algorithm
@@ -473,7 +473,7 @@ class Trainer(TrainerBase):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """The number of weight updates that the whole fit will attempt, for schedules that need it; inf if unknown."""
+        """The number of optimizer steps that the whole fit will attempt, for schedules; inf if it is unknown."""
         loop = self.loop
         if loop.limits.max_epochs in (None, -1):
             return float("inf") if loop.limits.max_steps == -1 else loop.limits.max_steps
@@ -521,7 +521,7 @@ class Trainer(TrainerBase):
         self.callbacks = callback_order.sort_callbacks([*others, *defaults.build_clipping(limit, algorithm)])
 
     def _announce(self) -> None:
-        """Print what ``barebones``, ``detect_anomaly`` and ``fast_dev_run`` change, and which devices there are."""
+        """Print the effects of ``barebones``, ``detect_anomaly`` and ``fast_dev_run``, and the available devices."""
         if self.barebones:
             rank_zero_info(
                 "You are running in `Trainer(barebones=True)` mode. All features that may impact raw speed have been"

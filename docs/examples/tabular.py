@@ -35,7 +35,7 @@ class Classifier(L.LightningModule):
 L.seed_everything(0)
 features, labels = load_breast_cancer(return_X_y=True)
 train_x, test_x, train_y, test_y = train_test_split(features, labels, test_size=0.2, stratify=labels, random_state=0)
-scaler = StandardScaler().fit(train_x)  # the training rows alone say what is usual
+scaler = StandardScaler().fit(train_x)  # fitted on the training rows only
 train, test = (
     TensorDataset(torch.tensor(scaler.transform(x)).float(), torch.tensor(y))
     for x, y in ((train_x, train_y), (test_x, test_y))

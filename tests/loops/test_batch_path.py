@@ -30,7 +30,7 @@ def assigned_to_loops(file: Path) -> set[str]:
 
 
 def test_only_loops_assign_to_the_path_of_a_batch() -> None:
-    names = {"path", "usual_path", "wrappers", "build_path", *BatchPath.__slots__, *TrainingPath.__slots__}
+    names = {"path", "base_path", "wrappers", "build_path", *BatchPath.__slots__, *TrainingPath.__slots__}
     for file in PACKAGE.rglob("*.py"):
         assert not assigned_to_loops(file) & names, file
 

@@ -25,7 +25,7 @@ class Fit:
         self.module.automatic_optimization = automatic
         self.loop = FitLoop.__new__(FitLoop)
         usual = replace(NO_PATH, step=self.step)
-        vars(self.loop).update(progress=self.progress, window=self.window, wrappers=(), usual_path=usual, path=usual)
+        vars(self.loop).update(progress=self.progress, window=self.window, wrappers=(), base_path=usual, path=usual)
         engine = SimpleNamespace(device=torch.device("cpu"))
         self.trainer = SimpleNamespace(lightning_module=self.module, loop=self.loop, engine=engine)
 

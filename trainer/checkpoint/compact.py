@@ -1,9 +1,9 @@
-"""A compact form of plain containers: random states as raw bytes, and each string once.
+"""Convert plain containers to a compact form, which stores random states as raw bytes and each string once.
 
-``pickle`` writes bytes as strings that are half as long again, and repeats each string for every object that contains
-it. In the compact form, all long bytes of a value are in one tensor, and equal bytes are stored once. The state of a
-Mersenne Twister is split into its words, which stay the same for 624 numbers, and the rest. torch's state uses 8 bytes
-for each word of 4.
+``pickle`` needs 1.5 bytes for each byte of a ``bytes`` object, and writes a string again for every object that contains
+it. In the compact form, all long ``bytes`` are in one tensor, and equal ones are stored once. The state of a Mersenne
+Twister is split into its words, which change only every 624 numbers, and the rest. torch's state uses 8 bytes for each
+4-byte word; the upper half is left out.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import numpy as np
 import torch
 
 _MARK = "bytes of amp_trainer"
-_SHORTEST = 64  # shortest bytes that are moved to the tensor
+_MIN_SIZE = 64  # smallest size, in bytes, of an object that is moved to the tensor
 _WORDS = 4 * 624
-_TORCH, _HEADER = 5056, 24  # bytes of torch's state, and of the header before the words
+_TORCH, _HEADER = 5056, 24  # size of torch's state, and of the header before its words, in bytes
 
 Names = dict[str, str]
-"""Strings that are already written, mapped to themselves."""
+"""Strings that the checkpoint already contains, mapped to themselves."""
 
 
 def packed(value: Any, names: Names) -> dict[str, Any]:
     """Return the compact form of a value.
 
     Args:
-        value: dicts, lists and tuples, and their contents.
-        names: strings that the checkpoint already contains. Those of ``value`` are added.
+        value: nested dicts, lists and tuples of plain values.
+        names: strings that the checkpoint already contains. The strings of ``value`` are added.
     """
     packer = _Packer(names)
     tree = packer.pack(value)
@@ -42,13 +42,13 @@ def unpacked(value: Any) -> Any:
 
 
 class _Packer:
-    """Collects bytes.
+    """Build the compact form of a value.
 
     Args:
         names: as for :func:`packed`.
 
     Attributes:
-        bytes: all bytes.
+        bytes: the contents of all long ``bytes`` objects.
     """
 
     def __init__(self, names: Names) -> None:
@@ -62,7 +62,7 @@ class _Packer:
         if kind is str:
             return self._names.setdefault(value, value)
         if kind is bytes:
-            return value if 0 < len(value) < _SHORTEST else self._moved(value)  # weights_only=True rejects empty bytes
+            return value if 0 < len(value) < _MIN_SIZE else self._moved(value)  # weights_only=True rejects empty bytes
         if kind not in (dict, list, tuple):
             return value
         if id(value) not in self._made:
@@ -86,7 +86,7 @@ class _Packer:
 
 
 def _split(value: bytes) -> tuple[bool, bytes, bytes]:
-    """Return whether bytes are a state of torch's generator, the words of a state, and the rest."""
+    """Return (whether ``value`` is a state of torch's generator, the words of the state, all other bytes)."""
     if len(value) == _TORCH:
         end = _HEADER + 2 * _WORDS
         words = np.frombuffer(value[_HEADER:end], np.uint32)

@@ -1,6 +1,6 @@
 """The training loop: epochs, one batch, one weight update.
 
-Read ``FitLoop.run``, ``train_batch`` and ``update_weights``: they are the whole path from a batch to the weights.
+Read ``FitLoop.run``, ``train_batch`` and ``update_weights``: they contain all operations from a batch to new weights.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from trainer.state.stopping import StoppingConditions
 
 
 class FitLoop:
-    """Trains a module, epoch by epoch.
+    """Train a module.
 
-    The arguments live as long as the Trainer; the parts of one run are set by :meth:`prepare`.
+    The arguments live as long as the Trainer. :meth:`prepare` sets the objects of one run.
 
     Args:
         engine: devices, processes, and all operations on gradients.
-        precision: the context of a forward.
+        precision: the autocast context of a forward.
         window: determines the batches between two optimizer steps.
         progress: the counters.
         published: the metrics that callbacks and progress bars read.
         recorder: sends metrics to the loggers.
-        limits: when to stop, to validate and to log.
+        limits: the conditions for stopping, validation and logging.
     """
 
     def __init__(
@@ -67,11 +67,13 @@ class FitLoop:
         self.grad_norms: dict[Optimizer, Tensor] = {}
         # optimizers that the module or a closure stepped since the last update of the loss scale
         self.stepped: list[Optimizer] = []
-        self.freezes_scale = False  # True while a training step takes its own steps: one update follows all of them
+        self.freezes_scale = (
+            False  # True while a closure or a manual training step runs: its end updates the scale, once
+        )
         self.unresolved: tuple[int, ...] = ()  # optimizers (indices) whose last step has no known outcome yet
         self.skipped: tuple[Optimizer, ...] = ()
         self.has_updated = self.skips_epoch = self.validates_this_epoch = False
-        # the parts that belong to one run
+        # the objects of one run
         self.hooks: Hooks = NO_HOOKS
         self.batches = TrainingBatches(None)
         self.optimizers: list[Optimizer] = []  # bare torch optimizers; a live list
@@ -80,7 +82,7 @@ class FitLoop:
         self.resume: Callable[[], None] | None = None
         self.follow_changes: Callable[[], Any] = identity
         self.build_path: Callable[[], TrainingPath] = identity
-        self.path = self.usual_path = NO_PATH  # of a batch, with and without the wrappers
+        self.path = self.base_path = NO_PATH  # the path of a batch, with and without wrappers
         self.wrappers: tuple[TrainingWrapper, ...] = ()
 
     def prepare(
@@ -94,17 +96,17 @@ class FitLoop:
         validate: Callable[[], None] | None = None,
         resume: Callable[[], None] | None = None,
     ) -> None:
-        """Set the parts that belong to one run.
+        """Set the objects of one run.
 
         Args:
             hooks: the hooks of callbacks and of the module.
             batches: the training data.
             schedules: the learning-rate schedules.
-            build_path: builds the path of a batch, now and after the optimizers were exchanged.
-            follow_changes: called between epochs to follow changes of callbacks and hooks. Default: a no-op.
-            validate: runs one validation. Default: None, there is nothing to validate.
+            build_path: builds the path of a batch, now and after the optimizers are replaced.
+            follow_changes: called between epochs to register changed callbacks and hooks. Default: a no-op.
+            validate: runs one validation. Default: None, no validation.
             resume: called after ``on_train_start`` to restore the state of a checkpoint or to write the first one.
-                Default: None, for neither.
+                Default: None, no checkpoint.
         """
         self.hooks, self.batches, self.schedules = hooks, batches, schedules
         self.build_path, self.follow_changes, self.wrappers = build_path, follow_changes, ()
@@ -132,24 +134,24 @@ class FitLoop:
     def wrap(self, wrapper: TrainingWrapper) -> None:
         """Add a wrapper around the path of a batch, until it is removed or the run ends."""
         self.wrappers = (*self.wrappers, wrapper)
-        self.path = wrapped(self.usual_path, self.wrappers)
+        self.path = wrapped(self.base_path, self.wrappers)
 
     def unwrap(self, wrapper: TrainingWrapper) -> None:
         """Remove a wrapper. A no-op if it was not added in this run."""
         self.wrappers = tuple(one for one in self.wrappers if one != wrapper)
-        self.path = wrapped(self.usual_path, self.wrappers)
+        self.path = wrapped(self.base_path, self.wrappers)
 
     def forward_only(self, path: TrainingPath) -> TrainingPath:
         """Return a path that runs forward passes and their hooks, without training, to update buffers (SWA)."""
         return replace(path, train_batch=self.forward_batch)
 
     def take_optimizers(self) -> None:
-        """Use the engine's current optimizers and schedules, which callbacks may exchange during a run."""
+        """Use the engine's current optimizers and schedules, which callbacks may replace during a run."""
         self.resolve_outcome()
         self.optimizers = self.engine.optimizers
         self.schedules.follow(self.engine.schedules, self.optimizers)
-        self.usual_path = self.build_path()
-        self.path = wrapped(self.usual_path, self.wrappers)
+        self.base_path = self.build_path()
+        self.path = wrapped(self.base_path, self.wrappers)
 
     # --- epochs ---------------------------------------------------------------------------------------------
 
@@ -204,9 +206,9 @@ class FitLoop:
             self.batches.end()
 
     def end_data_early(self) -> None:
-        """Do the work of an epoch's last batch if the data ended before the length of the dataloaders.
+        """Finish the last batch of an epoch if the dataloaders yielded fewer batches than their length.
 
-        ``on_train_batch_end`` of that batch has run already, because it was not known that no batch would follow.
+        When ``on_train_batch_end`` of this batch ran, the loop expected another batch.
         """
         progress = self.progress
         progress.is_last_batch, progress.is_followed_up, self.skips_epoch = True, False, False
@@ -215,14 +217,14 @@ class FitLoop:
             self.close_window_early()
         self.schedules.advance("epoch")
         if progress.closing:
-            progress.has_validated = False  # not yet with these weights
+            progress.has_validated = False  # the weights have changed since the validation
             if self.limits.logging_is_due():
                 self.recorder.send(self.metrics.current(on_step=True).logger, progress.updates)
             self.hooks.save_after_batch(None, None, progress.batch_idx)
         self.follow_up()
 
     def end_epoch(self) -> None:
-        """Close an epoch: run its hooks, publish its metrics, and step the schedules that need them."""
+        """End an epoch: run its hooks, publish its metrics, and step the schedules that monitor them."""
         progress = self.progress
         self.resolve_outcome()
         if not self.window.straddles_epochs:
@@ -230,7 +232,7 @@ class FitLoop:
         self.count_update()
         if self.skips_epoch:
             self.schedules.advance("epoch")  # otherwise the last batch did this
-        if not progress.has_validated:  # a validation may have logged the same names later
+        if not progress.has_validated:  # otherwise keep the values that the validation logged under the same names
             self.published.take(self.metrics.current())
         self.metrics.end_epoch()
         progress.epochs_trained += 1
@@ -280,8 +282,8 @@ class FitLoop:
         if window.is_last and window.close(self.optimizers, self.engine):
             path.update_weights()
         elif window.is_last and (batch is not None or self.engine.data_parallel_size > 1):
-            self.progress.optimizer_steps += len(self.optimizers)  # counted as an attempt, though no process had a loss
-            outputs = outputs and {}  # a weight that was read late may be 0
+            self.progress.optimizer_steps += len(self.optimizers)  # an attempt, although no process had a loss
+            outputs = outputs and {}  # a loss with a weight of 0, which was read late, does not count
         self.end_batch(outputs, batch, batch_idx)
 
     def forward_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
@@ -297,7 +299,7 @@ class FitLoop:
 
         Return ``nothing`` if the batch is None.
         """
-        outer = self.hooks.scope.enter("training_step")  # `optimizer_step`, for example
+        outer = self.hooks.scope.enter("training_step")  # the outer hook, for example `optimizer_step`
         with self.path.forward_context():
             output = nothing if batch is None else self.path.step(batch, batch_idx)
         self.hooks.scope.enter(outer)
@@ -343,21 +345,21 @@ class FitLoop:
                 self.gradients.clear(optimizer)
 
     def share_of(self, output: Any, *, may_read_late: bool = False) -> Tensor | None:
-        """Return the batch's share of the window's mean loss, to run backward on, or None if it contributes nothing.
+        """Return the batch's share of the window's mean loss for the backward pass, or None if it has no loss.
 
         Args:
             output: the return value of ``training_step``.
-            may_read_late: whether ``window.close`` may read a weight on a device. Default: False; it is read here.
+            may_read_late: whether a weight on the device may be read later, in ``window.close``. Default: False.
         """
         window = self.window
         loss, weight = loss_in(output, reads_weight=False)
-        if loss is not None and isinstance(weight, Tensor):  # on a device
+        if loss is not None and isinstance(weight, Tensor):  # the weight is on a device
             if may_read_late and window.may_read_late(self.engine):
                 return window.share_late(loss, weight)
             loss, weight = loss_in(output)  # a host-device synchronization
         if window.batch_weight == 0 and self.engine.supports_uneven_inputs:
             loss = None
-        elif window.batch_weight == 0:  # all ranks of DeepSpeed take part in each backward pass, so this one adds zeros
+        elif window.batch_weight == 0:  # DeepSpeed needs a backward pass on all ranks, so this one adds zeros
             weight = 0.0
         if loss is None:
             self.gradients.forward_without_loss(has_run=output is not NOTHING)
@@ -368,10 +370,10 @@ class FitLoop:
 
         Args:
             loss: the unscaled loss.
-            run: runs the backward pass of the scaled loss. Default: that of the path.
+            run: runs the backward pass of the scaled loss. Default: None, ``self.path.backward``.
         """
         if not self.window.is_first:
-            self.gradients.scale_again()  # if a hook has unscaled them
+            self.gradients.scale_again()  # a no-op unless a hook has unscaled them
         scaled = self.gradients.scale(loss)
         self.hooks.on_before_backward(scaled)
         (run or self.path.backward)(scaled)
@@ -407,7 +409,7 @@ class FitLoop:
         progress.is_followed_up = True
 
     def count_update(self) -> None:
-        """Count the window that was closed, after its validation, and step the plateau schedules."""
+        """Count the update of a closed window, after the validation if one was due, and step the plateau schedules."""
         if self.progress.closing:
             if self.has_updated and self.schedules.stepped:
                 self.advance_by_step(on_plateau=True)
@@ -415,7 +417,7 @@ class FitLoop:
             self.progress.closing = False
 
     def validation_is_due(self) -> bool:
-        """Return whether a validation follows the current batch. Callbacks that save by its metrics wait for it."""
+        """Return whether a validation follows the current batch. Callbacks that need its metrics save after it."""
         progress = self.progress
         validates = self.validates_this_epoch and not progress.has_validated
         return validates and (progress.owes_validation or self.limits.validation_is_due())
@@ -424,7 +426,7 @@ class FitLoop:
 
     def update_weights(self) -> None:
         """Step every optimizer on the mean gradient of the window."""
-        self.resolve_outcome()  # resolve the previous update while the weights are still its result
+        self.resolve_outcome()  # of the previous update, before the weights change again
         for optimizer in self.optimizers:
             self.gradients.unscale_(optimizer)  # gradients are unscaled from here on
             self.expose_gradients(optimizer)
@@ -447,7 +449,7 @@ class FitLoop:
             self.grad_norms[optimizer] = norm
 
     def finish_update(self, stepped: tuple[int, ...], accumulating: Sequence[Optimizer] = ()) -> None:
-        """Update the scale once, for any number of optimizers, and take the outcome if it is known already.
+        """Update the loss scale once for all optimizers, and take the outcome if it is already on the host.
 
         Args:
             stepped: the indices of the optimizers that were stepped.
@@ -461,15 +463,14 @@ class FitLoop:
             self.take_outcome(outcome)
 
     def begin_step(self) -> None:
-        """Resolve the outcome of the previous update, unless another step of this update was taken already."""
+        """Resolve the outcome of the previous update before the first step of a new one in manual optimization."""
         if not self.stepped:
             self.resolve_outcome()
 
     def finish_steps(self) -> None:
-        """Update the scale once for all steps that the module has taken by itself since the last update of the scale.
+        """Update the loss scale once for all optimizer steps of the module since the last update of the scale.
 
-        A no-op if no step was taken, or inside a training step that takes its own steps, because its end updates the
-        scale.
+        A no-op if there were none, or while ``freezes_scale`` is True.
         """
         if not self.stepped or self.freezes_scale:
             return
@@ -483,13 +484,13 @@ class FitLoop:
             self.resolve_outcome()
 
     def resolve_outcome(self) -> None:
-        """Determine the outcome of the last weight update, unless it is known, and call the hooks that wait for it.
+        """Read the outcome of the last weight update if it was not read yet, and call the hooks that need it.
 
         All code that reads or saves the state of a run calls this first. It also finishes steps that the module took in
         a hook.
 
-        A fused optimizer decides on the device whether it skips. Therefore the outcome is read just before the next
-        update, or when it is needed: by then the device has computed it and has a backward pass queued.
+        A fused optimizer decides on the device whether to skip the step. Therefore the outcome is read as late as
+        possible: before the next update, or when it is needed. By then, the device has usually computed it.
         """
         if self.stepped:
             self.finish_steps()
@@ -497,7 +498,7 @@ class FitLoop:
             self.take_outcome(self.gradients.resolve_outcome())
 
     def take_outcome(self, update: UpdateOutcome) -> None:
-        """Count the outcome of the last weight update, confirm its schedules, and call the hooks that wait for it."""
+        """Count the outcome of the last weight update, confirm its schedule steps, and call the hooks that need it."""
         stepped, self.unresolved = self.unresolved, ()
         self.skipped, scale, next_scale = update
         skipping: tuple[int, ...] = ()
@@ -529,8 +530,8 @@ class FitLoop:
     def advance_by_step(self, on_plateau: bool = False) -> None:
         """Step the schedules that follow weight updates. Skipped steps do not advance schedules.
 
-        If the outcome is not known yet, they step tentatively, so that hooks read the usual learning rates;
-        :meth:`resolve_outcome` reverts the steps of those that skipped.
+        If the outcome was not read yet, they step tentatively, so that hooks read the new learning rates, and
+        :meth:`resolve_outcome` reverts the schedules of skipped optimizers.
         """
         unknown = bool(self.unresolved)
         self.schedules.advance("step", on_plateau=on_plateau, except_of=self.skipped, tentatively=unknown)
@@ -538,7 +539,7 @@ class FitLoop:
     def close_window_early(self) -> None:
         """Update the weights with the batches of an open window, because no other batch follows.
 
-        The window is dropped if the engine needs a loss on all ranks (DeepSpeed) and there are several.
+        The window is discarded if the engine needs a loss on all ranks (DeepSpeed), unless there is only one.
         """
         window, engine = self.window, self.engine
         if window.is_open and (engine.data_parallel_size == 1 or engine.supports_uneven_inputs):
@@ -552,7 +553,7 @@ class FitLoop:
         window.reset()
 
     def close_window(self) -> None:
-        """Do the work that follows the last backward pass of a window. All processes call this together."""
+        """Synchronize the gradients of an open window, and update the weights. All processes must call it together."""
         with self.engine.gradient_sync(True):
             self.share_of(NOTHING)
             self.gradients.backward_without_loss(exchanges=True)

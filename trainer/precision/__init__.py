@@ -1,4 +1,4 @@
-"""Precision plugins: how a forward is computed, and whether its loss is scaled. The protocol is in ``base``."""
+"""Precision plugins, which set the dtypes of a forward pass and the loss scaling. The base class is in ``base``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from trainer.precision.registry import MODULES  # imports torch, which modules that only read `names` do not need
+    from trainer.precision.registry import MODULES  # here, because it imports torch, which `names` must not
 
     value = next(getattr(module, name) for module in MODULES if hasattr(module, name))
     globals()[name] = value  # the next access does not call this function

@@ -14,7 +14,7 @@ from trainer.engine.sharding.wrap import Sharding
 from trainer.errors import ConfigurationError, did_you_mean, expect, is_count
 
 IS_SUPPORTED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-"""Whether this torch (2.13 and above) lets a process without a batch take part in the collectives of the others."""
+"""Whether this torch supports uneven inputs with FSDP2: 2.13 and above."""
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _POLICY = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 
@@ -29,10 +29,10 @@ def check_sharding(
     sync_each_batch: Any,
     timeout: Any,
 ) -> Sharding:
-    """Check the arguments of ``FSDP2Strategy`` and return them as settings.
+    """Check the arguments of ``FSDP2Strategy``, and return them as settings.
 
     Raises:
-        ConfigurationError: an argument is not supported.
+        ConfigurationError: if an argument is not supported.
     """
     if isinstance(blocks, (type, str)):
         blocks = (blocks,)
