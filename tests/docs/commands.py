@@ -1,7 +1,7 @@
-"""What stands for ``python``, ``trainer``, ``torchrun``, ``pip``, ``git`` and ``scripts/*`` while a page is run.
+"""Replacements of ``python``, ``trainer``, ``torchrun``, ``pip``, ``git`` and ``scripts/*`` while a page is run.
 
-``python -I commands.py NAME WORDS...`` is what the shell finds under each of these names. Programs go to the warm
-Python; what trains gets limits; what would install or fetch something is looked at and not run.
+``python -I commands.py NAME WORDS...`` runs under each of these names. Programs run in the warm Python; training gets
+limits; installations and downloads are checked without running them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 NAMES = ("python", "trainer", "torchrun", "pip", "git")
 AGAIN = "python-again"
-"""What programs start further processes with: as ``python``, without limits of its own."""
+"""Programs that start other processes, in the same way as ``python``, without limits."""
 
 _FIT = ["trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "trainer.max_epochs=1"]
 LIMITS = {
@@ -30,11 +30,11 @@ LIMITS = {
 
 
 def limits(words: list[str], given: str | None = None) -> list[str]:
-    """Settings that make a command short.
+    """Return settings that make a command short.
 
     Args:
-        words: those after ``python -m trainer``.
-        given: by the author: settings, or "none".
+        words: the arguments after ``python -m trainer``.
+        given: settings of the author, or "none".
     """
     if given is not None:
         return [] if given == "none" else given.split()
@@ -53,7 +53,7 @@ def limits(words: list[str], given: str | None = None) -> list[str]:
 
 
 def main(name: str, words: list[str]) -> int:
-    """Do what the command does, or look at it."""
+    """Run the command, or check it."""
     if words and words[0] == "-u":
         words = words[1:]
     if name == "pip" or words[:2] == ["-m", "pip"]:
@@ -63,7 +63,7 @@ def main(name: str, words: list[str]) -> int:
     if name == "scripts/run":
         name, words = "python", ["-m", "trainer", *words]
     if name.startswith("scripts/"):
-        return 0  # that it is found says that it is there
+        return 0  # its presence on the path is reported
     if name == "trainer":
         name, words = "python", ["-m", "trainer", *words]
     if name == "torchrun":
@@ -82,7 +82,7 @@ def main(name: str, words: list[str]) -> int:
 
 
 def _check_pip(words: list[str]) -> int:
-    """Whether the extras that are asked for are there."""
+    """Check that the requested extras exist."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     asked = {
         extra.strip() for word in words for found in re.findall(r"\[([^\]]*)\]", word) for extra in found.split(",")

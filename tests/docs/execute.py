@@ -1,4 +1,4 @@
-"""Running a page: all its blocks, in order, in one shell and one folder."""
+"""Run a page: all its blocks, in order, in one shell and one folder."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def run(blocks: Sequence[Block], folder: Path, tools: Path, python: WarmPython, 
     """Run a page's blocks.
 
     Args:
-        blocks: of the page.
-        folder: an empty one.
-        tools: a folder for what is needed to run them.
-        python: what runs programs.
+        blocks: blocks of the page.
+        folder: an empty folder.
+        tools: a folder for the replaced commands.
+        python: runs programs.
         timeout: seconds for all of them.
 
     Returns:
-        Everything that was printed.
+        The whole output.
 
     Raises:
-        AssertionError: a block that failed, or one that should have and did not, or an output that is another.
+        AssertionError: a block failed, or succeeded against expectation, or its output differs.
     """
     for block in blocks:
         if block.language in READ and block.is_checked:
@@ -59,7 +59,7 @@ def run(blocks: Sequence[Block], folder: Path, tools: Path, python: WarmPython, 
 
 
 def shell_environment(tools: Path, python: WarmPython) -> dict[str, str]:
-    """The environment in which commands of a page run. ``tools`` has what `make_commands` makes."""
+    """Return the environment of a page's commands. ``tools`` has the files of `make_commands`."""
     dropped = ("PYTEST", "COLUMNS")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     return environment | {
@@ -87,7 +87,7 @@ def _bash(script: Path, folder: Path, environment: dict[str, str], timeout: floa
 
 
 def _lines(blocks: Sequence[Block], tools: Path) -> Iterator[str]:
-    """The page as one script."""
+    """Return the page as one script."""
     for block in blocks:
         if "not run" in block.markers or "output" in block.markers:
             continue
@@ -110,7 +110,7 @@ def _lines(blocks: Sequence[Block], tools: Path) -> Iterator[str]:
 
 
 def make_commands(tools: Path) -> None:
-    """Write what stands for ``python`` and the others into ``tools / "bin"``, and for the scripts."""
+    """Write the replacements of ``python`` and other commands into ``tools / "bin"``, and of the scripts."""
     for folder in ("bin", "scripts"):
         (tools / folder).mkdir(parents=True)
     scripts = [path.name for path in (ROOT / "scripts").iterdir() if path.is_file() and "." not in path.name]

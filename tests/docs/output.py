@@ -1,4 +1,4 @@
-"""Whether an output that a page shows is what was printed."""
+"""Compare the output on a page with the printed one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 
 
 def missing_line(shown: str, printed: str) -> str | None:
-    """The first line of ``shown`` that ``printed`` does not have, in their order; None if it has all.
+    """Return the first line of ``shown`` that is missing in ``printed``, in order, or None.
 
-    Numbers may be others (runs are shortened, machines differ), and so may white space. A line ``...`` stands for any
-    number of lines, and ``...`` inside of a line for anything.
+    Numbers may differ (runs are shortened, machines differ), and so may white space. A line ``...`` matches any number
+    of lines, and ``...`` inside a line matches any text.
     """
     lines = [_plain(line) for line in printed.splitlines()]
     place = 0
@@ -26,6 +26,6 @@ def missing_line(shown: str, printed: str) -> str | None:
 
 
 def _plain(line: str) -> str:
-    """Without what may be another each time."""
+    """Remove the parts that may differ."""
     number = r"(?<![A-Za-z])[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?"
     return " ".join(re.sub(number, "0", line).split())

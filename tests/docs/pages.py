@@ -1,13 +1,13 @@
-"""The fenced blocks of a page of the documentation, and what is to be done with each.
+"""Fenced blocks of a documentation page, and their treatment.
 
-What an author may write in the line before a block, each a comment of its own:
+Markers in the lines before a block, each an HTML comment:
 
 - ``<!-- file: conf/recipe/mine.yaml -->``: the block is written to that file.
-- ``<!-- output -->``: the block is what the block of commands before it prints (`tests.docs.output`).
+- ``<!-- output -->``: the block is the output of the previous block of commands (`tests.docs.output`).
 - ``<!-- fails -->``: the last command of the block ends with an error.
-- ``<!-- limits: none -->``: the commands run as they are written, without the limits that make them short; or with
-  these limits, ``<!-- limits: trainer.max_epochs=2 -->``.
-- ``<!-- not run: the reason -->``: the block is not looked at, and is counted.
+- ``<!-- limits: none -->``: the commands run without the limits that make them short; or with these limits:
+  ``<!-- limits: trainer.max_epochs=2 -->``.
+- ``<!-- not run: the reason -->``: the block is not checked, but counted.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ RUN = ("bash", "python")
 """Languages of blocks that are run."""
 
 READ = ("yaml", "toml", "json")
-"""Languages of blocks that must be well formed, where they are not written to a file that is used."""
+"""Languages of blocks that must be well formed, unless they are written to a file."""
 
 SHOWN = ("text", "diff")
-"""Languages of blocks that nobody checks. They are counted, but for outputs."""
+"""Languages of unchecked blocks. They are counted, except outputs."""
 
 MARKERS = {"file": True, "output": False, "fails": False, "limits": True, "not run": True}
-"""And whether they need a value."""
+"""Markers, and whether they need a value."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Block:
     """A fenced block.
 
     Args:
-        language: its language.
-        text: what is in it.
-        line: of the page, from 1, where it begins.
+        language: language of the block.
+        text: content.
+        line: first line, counted from 1.
         markers: values of `MARKERS`.
     """
 
@@ -53,28 +53,28 @@ class Block:
 
     @property
     def is_checked(self) -> bool:
-        """Whether anything fails when it is wrong."""
+        """Return whether an error in the block fails a test."""
         if "not run" in self.markers:
             return False
         return self.language not in SHOWN or "file" in self.markers or "output" in self.markers
 
 
 class PageError(AssertionError):
-    """A page breaks the rules for authors."""
+    """Raised if a page breaks the rules for authors."""
 
 
 def read(page: Path) -> list[Block]:
-    """The blocks of a page, in order.
+    """Read the blocks of a page, in order.
 
     Raises:
-        PageError: a block that is indented instead of fenced, or has another language than those above, or a marker
-            that cannot be.
+        PageError: a block that is indented instead of fenced, or has another language than those above, or an invalid
+        marker.
     """
     return blocks(page.read_text(encoding="utf-8"), page.name)
 
 
 def blocks(text: str, name: str = "page") -> list[Block]:
-    """Those of a page's text."""
+    """Return the blocks of a page's text."""
     found = []
     comment = ""
     for token in MarkdownIt("commonmark").parse(text):
@@ -92,7 +92,7 @@ def blocks(text: str, name: str = "page") -> list[Block]:
 
 
 def _markers(comment: str, where: str) -> dict[str, str]:
-    """What the comments before a block say."""
+    """Return the markers before a block."""
     markers = {}
     for content in re.findall(r"<!--\s*(.*?)\s*-->", comment, re.DOTALL):
         word, colon, value = (part.strip() for part in content.partition(":"))
@@ -107,13 +107,13 @@ def _markers(comment: str, where: str) -> dict[str, str]:
 
 
 def prose(text: str) -> str:
-    """A page without its blocks, inline code and comments."""
+    """Return a page without its blocks, inline code and comments."""
     text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
     return re.sub(r"<!--.*?-->|`[^`\n]*`", "", text, flags=re.DOTALL)
 
 
 def anchors(text: str) -> set[str]:
-    """What a link to a heading of this page may end in: as GitHub makes it."""
+    """Return the anchors of a page's headings, as GitHub generates them."""
     without_blocks = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
     found: set[str] = set()
     for heading in re.findall(r"^#+ (.*)$", without_blocks, re.MULTILINE):
@@ -125,6 +125,6 @@ def anchors(text: str) -> set[str]:
 
 
 def links(text: str) -> list[str]:
-    """The targets of links and pictures."""
+    """Return the targets of links and pictures."""
     found = re.findall(r"\]\(([^)\s]+)\)", prose(text))
     return found + re.findall(r"(?:src|srcset|href)=\"([^\"]+)\"", prose(text))

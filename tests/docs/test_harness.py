@@ -1,4 +1,4 @@
-"""What runs the pages notices what is wrong with one."""
+"""The runner of pages detects errors in a page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def page(text: str) -> list[Block]:
     return blocks(textwrap.dedent(text))
 
 
-def test_reads_blocks_and_what_stands_before_them():
+def test_blocks_and_markers_are_read():
     found = page(
         """
         Words.
@@ -65,7 +65,7 @@ def test_reads_blocks_and_what_stands_before_them():
         ("<!-- file: ../mine.yaml -->\n```yaml\n```\n", "not in the reader's folder"),
     ],
 )
-def test_refuses_what_would_not_be_run(text: str, message: str):
+def test_blocks_that_would_not_run_are_refused(text: str, message: str):
     with pytest.raises(PageError) as error:
         blocks(text)
     assert message in str(error.value)
@@ -77,7 +77,7 @@ def test_finds_links_and_headings():
     assert links(text) == ["x.md", "y.md#z"]
 
 
-def test_limits_what_trains():
+def test_training_commands_get_limits():
     short = ["trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "trainer.max_epochs=1"]
     assert limits(["fit", "+recipe=mine"]) == short
     smaller = ["data.batch_size=4", "model.net._target_=torchvision.models.resnet18"]
@@ -172,7 +172,7 @@ class TestRunning:
     def test_notices(self, text: str, message: str, tmp_path: Path, python: WarmPython):
         assert message in self.fails(text, tmp_path, python)
 
-    def test_what_hangs_is_ended(self, tmp_path: Path, python: WarmPython):
+    def test_hanging_page_is_killed(self, tmp_path: Path, python: WarmPython):
         sleeps = """
             ```python
             import os, subprocess, sys, time

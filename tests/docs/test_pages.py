@@ -1,4 +1,4 @@
-"""Whatever README and docs show works: commands, programs, configs, outputs, links."""
+"""Everything in README and docs works: commands, programs, configs, outputs, links."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ UNCHECKED = {
     "docs/scaling.md": 3,  # Slurm, Ray, and nodes that come and go
     "docs/sweeps.md": 3,  # a table, four GPUs, Slurm
 }
-"""How many blocks of a page nobody checks: "text" and "diff" without a marker, and those that are not run. Of pages
-that are not named: none. Raise a number only for what cannot run on a machine with one CPU and no network."""
+"""Number of unchecked blocks per page: "text" and "diff" without a marker, and those that are not run; 0 if not listed.
+
+Raise a number only for a block that cannot run on a machine with one CPU and no network.
+"""
 
 
 MARKS = {
@@ -40,7 +42,7 @@ SEARCHED = (
     "Optuna", "out of memory", "profile", "quantize", "resume", "samplers", "Slurm", "SWA", "SyncDetector",
     "torch.export", "torchrun", "transformers", "two GPUs", "validation sets", "W&B", "WeightedRandomSampler",
 )  # fmt: skip
-"""What people look for: each stands in a heading of a guide, or in the paragraph below it."""
+"""Search terms that must occur in a heading of a guide, or in the paragraph below it."""
 
 ELSEWHERE = {"docs/quick-start.md": "tests/test_newcomer.py"}
 """Pages that are run by other tests."""
@@ -51,7 +53,7 @@ def name_of(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_most_of_it_is_checked(page: Path) -> None:
+def test_number_of_unchecked_blocks(page: Path) -> None:
     unchecked = [block.line for block in read(page) if not block.is_checked]
     assert len(unchecked) == UNCHECKED.get(name_of(page), 0), f"lines {unchecked}"
 
@@ -68,7 +70,7 @@ def test_everything_runs(page: Path, tmp_path: Path, python: WarmPython) -> None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_its_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for link in links(text):
         if "://" in link:
@@ -81,7 +83,7 @@ def test_its_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("words", SEARCHED)
-def test_what_people_look_for_is_found(words: str) -> None:
+def test_search_terms_occur_in_the_guides(words: str) -> None:
     for page in (page for page in PAGES if page.parent.name == "docs"):
         text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
         for section in re.split(r"^#+ ", text, flags=re.MULTILINE)[1:]:

@@ -1,4 +1,4 @@
-"""The README's tables and its example are what is there."""
+"""The README's tables and its example are up to date."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_example():
     assert example.text == (ROOT / "docs" / "examples" / "tabular.py").read_text(encoding="utf-8")
 
 
-def test_a_recipe_of_ones_own_takes_ten_lines():
+def test_custom_recipe_takes_ten_lines():
     (recipe,) = [block for block in read(ROOT / "README.md") if block.language == "yaml"]
     assert recipe.markers["file"] == "conf/recipe/mine.yaml"
     assert len(recipe.text.splitlines()) == 10

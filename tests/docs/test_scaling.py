@@ -1,4 +1,4 @@
-"""The table of features and engines: what a cell says is so, and the tests that it names are there."""
+"""The table of features and engines: valid cells, and existing tests."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tests.docs.pages import ROOT
 PAGE = ROOT / "docs" / "scaling.md"
 ENGINES = ["one device", "DDP", "FSDP", "DeepSpeed"]
 REFUSED = {"Fused SGD", "Ignored parameters (`ignored_params`)", "`GradientCheck`"}
-"""What a sharded engine may refuse, and nothing else."""
+"""Features that a sharded engine refuses, and no others."""
 
 KEPT_BY_DEEPSPEED = {"off", "refused", "waits"}
-"""What may be said of what DeepSpeed does by itself."""
+"""Words for features that DeepSpeed implements itself."""
 
 UNTESTED = {"one device": 0, "DDP": 0, "FSDP": 0, "DeepSpeed": 0}
-"""Cells that no test shows. To be lowered, never raised."""
+"""Number of cells without a test. It may only decrease."""
 
 
 def table() -> dict[str, list[str]]:
-    """The cells of each feature."""
+    """Return the cells of each feature."""
     lines = PAGE.read_text(encoding="utf-8").split("## Feature support by engine")[1].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     assert rows[0][1:] == ENGINES
@@ -47,5 +47,5 @@ def test_few_cells_are_not_tested() -> None:
         assert sum(cells[index] == "not tested" for cells in table().values()) == UNTESTED[engine], engine
 
 
-def test_what_may_be_refused_is_in_the_table() -> None:
+def test_refused_features_are_in_the_table() -> None:
     assert table().keys() >= REFUSED

@@ -1,4 +1,4 @@
-"""The pages become a site, and what is wrong with one is an error."""
+"""Building the site: errors in pages fail the build."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.whole
 
 
 def build(folder: Path, site: Path) -> str:
-    """Make the site as `scripts/docs` does; what was said."""
+    """Build the site as `scripts/docs` does, and return the output."""
     script = (ROOT / "scripts" / "docs").read_text(encoding="utf-8")
     (command,) = re.findall(r"^\.venv/bin/python (.*) \"\$@\" \. build/docs$", script, re.MULTILINE)
     words = [sys.executable, *command.split(), ".", str(site)]
@@ -59,7 +59,7 @@ def test_files_are_shown(site: Path) -> None:
             assert not name or f'id="{name}"' in text, f"{page.name}: {path}#{name}"
 
 
-def test_what_is_wrong_is_an_error(tmp_path: Path) -> None:
+def test_errors_in_pages_fail_the_build(tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
     for name in ("conf.py", "site.css"):

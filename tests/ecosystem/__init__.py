@@ -1,1 +1,1 @@
-"""What libraries do with a Trainer and other programs do not: small modules, written from their description."""
+"""Uses of a Trainer that are specific to libraries: small modules, written from their description."""

@@ -1,4 +1,4 @@
-"""A scenario under Lightning's Trainer and ours: what it returns is compared as scripts/ecosystem compares."""
+"""Run a scenario under Lightning's Trainer and ours, and compare the results as scripts/ecosystem does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer import Trainer
 
 
 class Rows(CSVLogger):
-    """Keeps the rows it is given, and writes nothing."""
+    """Keeps its rows, and writes no file."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -39,9 +39,9 @@ Scenario = Callable[[type[Any], Path], dict[str, Any]]
 
 
 def unexpected(scenario: Scenario, tmp_path: Path) -> list[Difference]:
-    """Where ``scenario(trainer_class, folder)`` comes to something else with our Trainer than with Lightning's.
+    """Return the differences between ``scenario(trainer_class, folder)`` with our Trainer and Lightning's.
 
-    Differences that the guide names are left out.
+    Differences named in the guide are left out.
     """
     records = []
     for name, trainer_class in (("theirs", LightningTrainer), ("ours", Trainer)):
@@ -62,5 +62,5 @@ def unexpected(scenario: Scenario, tmp_path: Path) -> list[Difference]:
 
 
 def quiet(**arguments: Any) -> dict[str, Any]:
-    """Arguments of a Trainer that leave the loop, and checkpoints."""
+    """Return arguments of a Trainer with only the loop, and checkpoints."""
     return {**QUIET, "enable_checkpointing": True, "log_every_n_steps": 1, **arguments}

@@ -1,4 +1,4 @@
-"""Programs in the style of scvi-tools: a Trainer of their own, files of their own, warm-ups and draws in hooks."""
+"""Programs like scvi-tools: a custom Trainer, custom files, warm-ups and random draws in hooks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ecosystem.support import unexpected
 
 
 class History(Logger):
-    """A dictionary; takes steps and epochs out of the rows that it is given."""
+    """A dictionary; takes steps and epochs out of its rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class History(Logger):
 
 
 def own_trainer(base: type[Any]) -> type[Any]:
-    """A subclass of the Trainer with defaults, arguments and attributes of its own, as the library has it."""
+    """A subclass of the Trainer with its own defaults, arguments and attributes, as in the library."""
 
     class OwnTrainer(base):
         def __init__(
@@ -90,7 +90,7 @@ def own_trainer(base: type[Any]) -> type[Any]:
 
 
 class Cells(LightningDataModule):
-    """Splits by a permutation drawn in `setup`; its training loader draws labels anew when asked."""
+    """Splits by a permutation drawn in `setup`; its training loader draws labels again on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Cells(LightningDataModule):
 
 
 class Resampled(DataLoader[Any]):
-    """Has something to be called by a callback."""
+    """Has a method for a callback."""
 
     times = 0
 
@@ -118,7 +118,7 @@ class Resampled(DataLoader[Any]):
 
 
 class Network(nn.Module):
-    """An autoencoder with noise; the first batch that it sees draws a part of it, as a guide of Pyro's does."""
+    """An autoencoder with noise; its first batch initializes a part of it randomly, as a guide of Pyro's does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Network(nn.Module):
 
 
 class Plan(LightningModule):
-    """The module that the library trains is inside; how strongly a term counts depends on epoch and step."""
+    """Wraps the trained module; the weight of a loss term depends on epoch and step."""
 
     def __init__(self, module: Network, adversary: bool = False, plateau: bool = False) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Resample(Callback):
 
 
 class WarmUp(Callback):
-    """Runs a batch of a loader of its own before the training."""
+    """Runs a batch of its own loader before the training."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         for batch in trainer.datamodule.train_dataloader():
@@ -198,7 +198,7 @@ class WarmUp(Callback):
 
 
 class SaveFolders(ModelCheckpoint):
-    """Puts a folder of its own in the place of each file, and loads the best one at the end."""
+    """Replaces each file by a folder, and loads the best one at the end."""
 
     def on_save_checkpoint(self, trainer: Any, *_: Any) -> None:
         trainer._model.eval()
@@ -225,7 +225,7 @@ class SaveFolders(ModelCheckpoint):
 
 
 def trained(base: type[Any], plan: Plan, **arguments: Any) -> dict[str, Any]:
-    """Fit, and what came of it."""
+    """Fit, and return the results."""
     trainer = own_trainer(base)(**arguments)
     trainer._model = plan.module
     before = Resampled.times
@@ -252,8 +252,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 @pytest.mark.parametrize("adversary", [False, True])
-def test_a_trainer_of_their_own(tmp_path, name, adversary):
-    """Hooks that draw random numbers, and validations that never come."""
+def test_custom_trainer(tmp_path, name, adversary):
+    """Hooks that draw random numbers, and validations that do not occur."""
     arguments = dict(ARGUMENTS[name])
     if adversary:
         arguments.pop("gradient_clip_val", None)  # refused with manual optimization
@@ -266,8 +266,8 @@ def test_a_trainer_of_their_own(tmp_path, name, adversary):
     assert unexpected(scenario, tmp_path) == []
 
 
-def test_folders_in_the_place_of_files(tmp_path):
-    """A ModelCheckpoint that removes each file once it is written, and saves while the module evaluates."""
+def test_folders_instead_of_files(tmp_path):
+    """A ModelCheckpoint that removes each file after it is written, and saves in evaluation mode."""
 
     def scenario(trainer_class: Any, folder: Path) -> dict[str, Any]:
         saver = SaveFolders(folder / "saved", monitor="elbo_validation", save_top_k=2)

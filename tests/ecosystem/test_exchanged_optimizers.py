@@ -1,4 +1,4 @@
-"""Optimizers that libraries exchange, step past Lightning's wrappers, or count by themselves."""
+"""Optimizers that libraries exchange, step without Lightning's wrappers, or count themselves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.errors import ConfigurationError
 
 
 class SwitchOptimizer(Callback):
-    """Another optimizer from an epoch on; a schedule of it, too."""
+    """Replaces the optimizer and its schedule from an epoch on."""
 
     def __init__(self, kind: type, at: int = 1, **options: Any) -> None:
         self.kind, self.at, self.options = kind, at, options
@@ -101,7 +101,7 @@ def test_an_optimizer_of_the_same_kind_may_come_in_the_middle_of_an_epoch() -> N
 
 
 class Competitive(Learner):
-    """Two models against each other; steps plain optimizers and schedules, and keeps Lightning's count by hand."""
+    """Two models against each other; steps plain optimizers and schedules, and updates Lightning's count itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Competitive(Learner):
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_a_module_that_counts_its_steps_itself_is_saved_and_goes_on(tmp_path: Path) -> None:
+def test_module_that_counts_its_steps_is_resumed(tmp_path: Path) -> None:
     def scenario(make: Any) -> Any:
         folder = tmp_path / type(make()).__module__
         saver = ModelCheckpoint(folder, save_last=True)

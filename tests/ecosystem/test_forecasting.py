@@ -1,4 +1,4 @@
-"""Models in the style of pytorch-forecasting: made from a dataset, objects for hyper-parameters, their own `log`."""
+"""Models like pytorch-forecasting: made from a dataset, objects as hyperparameters, their own `log`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ecosystem.support import Rows, quiet, unexpected
 
 
 class Quantiles(Metric):
-    """A loss that is a metric with arguments of its own."""
+    """A loss that is a metric with its own arguments."""
 
     full_state_update = False
 
@@ -40,7 +40,7 @@ class Quantiles(Metric):
 
 
 class Series(Dataset[Any]):
-    """Windows of a sine, shifted by a random number of this very moment (as those libraries do)."""
+    """Windows of a sine, shifted by a random number at access (as those libraries do)."""
 
     def __init__(self, count: int) -> None:
         self.count, self.steps = count, {"encoder": 6, "target": "volume"}
@@ -59,7 +59,7 @@ def collate(items: list[Any]) -> Any:
 
 
 class BaseModel(LightningModule):
-    """Names are put in front of what is logged; sizes of batches are filled in; outputs are gathered for the epoch."""
+    """Adds prefixes to logged names and batch sizes, and collects outputs for the epoch."""
 
     def __init__(self, dataset_parameters: dict[str, Any], loss: Any = None, metrics: Any = None, rate: float = 0.01):
         super().__init__()
@@ -126,7 +126,7 @@ class BaseModel(LightningModule):
 
 
 class Writer(BasePredictionWriter):
-    """Gathers predictions, as `predict` of a model does it."""
+    """Collects predictions, as `predict` of a model does."""
 
     def __init__(self) -> None:
         super().__init__("batch")
@@ -139,7 +139,7 @@ class Writer(BasePredictionWriter):
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")  # one object for two stages, in both
 @pytest.mark.parametrize("clipping", ["norm", "value"])
 def test_clipped_reloaded_predicted_trained_further(tmp_path, clipping):
-    """An override of `log`, clipping, a loss among the hyper-parameters that `from_dataset` has put there."""
+    """An override of `log`, clipping, and a loss among the hyperparameters of `from_dataset`."""
 
     def scenario(trainer_class: Any, folder: Path) -> dict[str, Any]:
         train, val = Series(22), Series(7)
@@ -176,8 +176,8 @@ def test_clipped_reloaded_predicted_trained_further(tmp_path, clipping):
 
 
 @pytest.mark.filterwarnings("ignore:Attribute .* is an instance of `nn.Module`")
-def test_the_loss_comes_back_as_it_was(tmp_path):
-    """Not the default of `__init__`, which a library uses without an error."""
+def test_loss_is_restored_with_its_arguments(tmp_path):
+    """The library would use the default of `__init__` without an error."""
     from trainer import Trainer
 
     data = DataLoader(Series(8), batch_size=4, collate_fn=collate)

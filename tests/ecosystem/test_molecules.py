@@ -1,4 +1,4 @@
-"""Models in the style of chemprop: built of parts whose classes are hyper-parameters, read by `torch.load`."""
+"""Models like chemprop: parts with their classes among the hyperparameters, read by `torch.load`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.ecosystem.support import Rows, quiet, unexpected
 
 
 class Seeded(Sampler[int]):
-    """Shuffles its own array by its own generator, in place."""
+    """Shuffles its own array with its own generator, in place."""
 
     def __init__(self, count: int) -> None:
         self.order, self.random = np.arange(count), np.random.default_rng(4)
@@ -53,7 +53,7 @@ class Weighted(Metric):
 
 
 class Head(nn.Module):
-    """Says of itself how it is built: its class is among the hyper-parameters."""
+    """Stores its own arguments: its class is among the hyperparameters."""
 
     def __init__(self, size: int = 4, criterion: Metric | None = None) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Head(nn.Module):
 
 
 class Model(LightningModule):
-    """Logs a metric that it does not update itself; has an evaluation mode of its own; reads its files itself."""
+    """Logs a metric without updating it, has its own evaluation mode, and reads its files itself."""
 
     def __init__(self, head: Head, metrics: list[Metric] | None = None, rate: float = 0.05) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Model(LightningModule):
 
     @classmethod
     def load_from_checkpoint(cls, path: Any, **options: Any) -> Model:
-        """Builds the parts of what the file says, writes it anew into memory, and lets Lightning read that."""
+        """Builds the parts from the file, writes it again to memory, and lets Lightning read that."""
         contents = torch.load(path, weights_only=False)
         parts = contents["hyper_parameters"]
         head = parts["head"].pop("cls")(**parts.pop("head"))
@@ -124,9 +124,9 @@ class Model(LightningModule):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-@pytest.mark.filterwarnings("ignore:Loading .* with weights_only=False")  # the guide says so
-def test_parts_and_metrics_come_back_and_the_run_goes_on(tmp_path):
-    """Classes and metrics among hyper-parameters, predictions of the best file, a resume with the same sampler."""
+@pytest.mark.filterwarnings("ignore:Loading .* with weights_only=False")  # documented in the guide
+def test_parts_and_metrics_are_restored_and_the_run_resumed(tmp_path):
+    """Classes and metrics among hyperparameters, predictions of the best file, a resume with the same sampler."""
 
     def scenario(trainer_class: Any, folder: Path) -> dict[str, Any]:
         features = torch.randn(30, 3)

@@ -1,4 +1,4 @@
-"""Trainers that libraries make of Lightning's: subclasses, Engines that build one, loops of their own."""
+"""Library Trainers: subclasses, Engines that build one, and custom loops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.errors import ConfigurationError
 
 
 def end_of(trainer: Any, module: Any) -> dict[str, Any]:
-    """How a run has ended, in a form that compares with ``==``."""
+    """Return the result of a run in a comparable form."""
     return {
         "weights": {name: value.tolist() for name, value in module.state_dict().items()},
         "metrics": {name: value.tolist() for name, value in trainer.callback_metrics.items()},
@@ -31,11 +31,11 @@ def end_of(trainer: Any, module: Any) -> dict[str, Any]:
     }
 
 
-# --- a subclass that holds module and data, and has methods of its own (PINA) ----------------------------------------
+# --- a subclass with module, data and additional methods (PINA) -------------------------------------------------------
 
 
 def physics_trainer(base: type) -> type:
-    """A Trainer that is given its module, and reads where it runs before there is a run."""
+    """A Trainer with its module as argument, which reads its device before a run."""
 
     class PhysicsTrainer(base):  # type: ignore[misc]
         modes = {"common", "proportional"}
@@ -67,7 +67,7 @@ def physics_trainer(base: type) -> type:
 
 
 class Solver(Learner):
-    """Logs as its Trainer says, and differentiates in evaluations."""
+    """Logs with settings of its Trainer, and differentiates in evaluations."""
 
     @torch.enable_grad()
     def residual(self, batch: Any, name: str) -> Any:
@@ -120,7 +120,7 @@ def rl_trainer(base: type) -> type:
 
 
 class ProximalUpdates(Learner):
-    """Several updates on shuffled parts of a batch, in one step; the data are drawn anew after each epoch."""
+    """Several steps on shuffled parts of a batch in one training step; the data are drawn again after each epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class ProximalUpdates(Learner):
         return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [1])]
 
 
-def test_updates_inside_of_a_step_with_data_that_are_drawn_anew_each_epoch() -> None:
+def test_several_updates_per_step_with_resampled_data() -> None:
     def scenario(make: Any) -> Any:
         module = ProximalUpdates()
         trainer = rl_trainer(type(make()))(max_epochs=3, **QUIET)
@@ -163,7 +163,7 @@ def test_updates_inside_of_a_step_with_data_that_are_drawn_anew_each_epoch() -> 
 
 
 class Search(Learner):
-    """The weights start anew with each batch, with an optimizer made in the hook before it (active search)."""
+    """The weights are reset with each batch, with an optimizer created in the hook before it (active search)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,11 +207,11 @@ def test_an_optimizer_that_is_made_in_a_hook_before_each_batch() -> None:
     assert mine == theirs
 
 
-# --- a subclass with a loop of its own (torch-uncertainty) -----------------------------------------------------------
+# --- a subclass with its own loop (torch-uncertainty) -----------------------------------------------------------------
 
 
 class TableLoop(_EvaluationLoop):
-    """Prints what a test has logged in its own way."""
+    """Prints logged values of a test in a custom format."""
 
     @staticmethod
     def _print_results(results: Any, stage: str) -> None:
@@ -237,7 +237,7 @@ def with_table(base: type) -> type:
     return TableTrainer
 
 
-def test_a_test_loop_with_a_table_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_loop_with_its_own_table(capsys: pytest.CaptureFixture[str]) -> None:
     def scenario(make: Any) -> Any:
         trainer = with_table(type(make()))(**QUIET)
         results = trainer.test(Logging(), [data(4), data(6, seed=1)])
@@ -272,7 +272,7 @@ def test_a_loop_of_lightnings_that_changes_nothing_is_welcome() -> None:
 
 
 class CompoundCheckpoint(ModelCheckpoint):
-    """Watches a sum of metrics."""
+    """Monitors a sum of metrics."""
 
     def __init__(self, factors: dict[str, float], **kwargs: Any) -> None:
         self.factors = factors
@@ -285,7 +285,7 @@ class CompoundCheckpoint(ModelCheckpoint):
 
 
 class SeveralCheckpoints(Checkpoint):
-    """Savers inside of a callback, which passes its hooks on."""
+    """Savers inside a callback, which forwards its hooks."""
 
     def __init__(self, folder: Path) -> None:
         self.callbacks = {
@@ -343,7 +343,7 @@ def test_checkpoint_callbacks_of_libraries_save_the_same_files(tmp_path: Path) -
 
 
 class SavesInValidation(ModelCheckpoint):
-    """For models without training: saves at the end of a validation, although no step has been taken."""
+    """For models without training: saves at the end of a validation without a step."""
 
     def _should_skip_saving_checkpoint(self, trainer: Any) -> bool:
         return bool(trainer.fast_dev_run) or trainer.state.fn not in {TrainerFn.FITTING, TrainerFn.VALIDATING}
@@ -353,7 +353,7 @@ class SavesInValidation(ModelCheckpoint):
 
 
 class CountingIO(TorchCheckpointIO):
-    """Writes and reads checkpoints, with a list of what may be in them."""
+    """Writes and reads checkpoints, with a list of allowed objects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -366,7 +366,7 @@ class CountingIO(TorchCheckpointIO):
 
 
 class Engine:
-    """Keeps the Trainer's arguments until it knows the model, which may override them."""
+    """Keeps the Trainer's arguments until it has the model, which may override them."""
 
     def __init__(self, make: Any, **kwargs: Any) -> None:
         self.make, self.arguments, self.trainer = make, {"callbacks": [], **kwargs}, None
@@ -385,7 +385,7 @@ class Engine:
 
 
 class MemoryBank(Classifier):
-    """Learns without an optimizer: keeps what it has seen, and settles it before the validation."""
+    """Learns without an optimizer: stores its batches, and computes its state before the validation."""
 
     trainer_arguments = {"max_epochs": 1, "num_sanity_val_steps": 0}
     trains = True
@@ -412,7 +412,7 @@ class MemoryBank(Classifier):
 
 
 class ZeroShot(MemoryBank):
-    """Is not trained at all."""
+    """Is not trained."""
 
     trains = False
 
@@ -443,7 +443,7 @@ def test_an_engine_with_models_that_take_no_step(kind: type, tmp_path: Path) -> 
 
 
 class Forecaster(Classifier):
-    """Fits itself: the Trainer's arguments are the model's, and it seeds in a hook."""
+    """Fits itself with a Trainer from its own arguments, and seeds in a hook."""
 
     def __init__(self, make: Any, **trainer: Any) -> None:
         super().__init__()
@@ -488,13 +488,13 @@ def test_a_model_that_builds_a_trainer_for_each_fit_and_keeps_one_for_prediction
     assert mine == theirs
 
 
-def test_a_list_of_callbacks_stays_as_it_is() -> None:
+def test_list_of_callbacks_is_not_changed() -> None:
     callbacks = [ModelCheckpoint()]
     Trainer(callbacks=callbacks, accelerator="cpu", logger=False)
     assert [type(callback) for callback in callbacks] == [ModelCheckpoint]
 
 
-def test_replacing_the_trainer_in_lightnings_package_reaches_what_subclasses_it(
+def test_trainer_replaced_in_lightnings_package_is_the_base_of_subclasses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lightning.pytorch, "Trainer", Trainer)

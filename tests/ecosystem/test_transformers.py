@@ -1,4 +1,4 @@
-"""Modules around models, optimizers and schedules of transformers and timm, none of which knows a Trainer."""
+"""Modules around models, optimizers and schedules of transformers and timm, without knowledge of a Trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.ecosystem.support import Rows, quiet, unexpected
 
 
 class Output(OrderedDict[str, Any]):
-    """What such a model returns: a dict with attributes, without the keys that are None."""
+    """The output of such a model: a dict with attributes, without the keys that are None."""
 
     def __init__(self, **values: Any) -> None:
         super().__init__({key: value for key, value in values.items() if value is not None})
@@ -40,7 +40,7 @@ class Words(Dataset[dict[str, Tensor]]):
 
 
 class Network(nn.Module):
-    """Computes its own loss when it is given labels; input and output share their weights."""
+    """Computes its own loss if labels are given; input and output share their weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Network(nn.Module):
 
 
 class Cosine:
-    """A schedule that is none of torch's: it is stepped with an epoch, and has updates of its own."""
+    """A custom schedule: it is stepped with an epoch, and has its own updates."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer, self.base = optimizer, [group["lr"] for group in optimizer.param_groups]
@@ -75,7 +75,7 @@ class Cosine:
 
 
 class Model(LightningModule):
-    """Keeps an average of its own, updated before gradients are cleared."""
+    """Keeps its own average, updated before gradients are cleared."""
 
     def __init__(self, schedule: str) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Model(LightningModule):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("schedule", ["cosine", "warm-up"])
 def test_outputs_schedules_averages(tmp_path, schedule, precision):
-    """Dicts for batches and outputs, a schedule that torch does not know, accumulation, clipping."""
+    """Dicts as batches and outputs, a custom schedule, accumulation, clipping."""
 
     def scenario(trainer_class: Any, folder: Path) -> dict[str, Any]:
         data = DataLoader(Words(), batch_size=4, shuffle=True), DataLoader(Words(), batch_size=4)

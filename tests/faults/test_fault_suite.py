@@ -1,4 +1,4 @@
-"""A part of ``scripts/fault_suite``, through the same code; and whether that code would see a difference."""
+"""A part of ``scripts/fault_suite``, and a check that its comparison detects differences."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def bench(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> Itera
 
 
 @pytest.mark.parametrize("name", tiered(FAST, quick=["sigkill"]))
-def test_what_is_promised(bench: Bench, name: str) -> None:
+def test_promised_outcomes(bench: Bench, name: str) -> None:
     outcome = run_case(CASES[name], bench, "ours")
     assert outcome.good, str(outcome)
 
 
 @needs_fsdp2
-def test_torchruns_processes_are_killed_as_often_as_asked_for(bench: Bench) -> None:
+def test_torchrun_processes_are_killed_the_requested_number_of_times(bench: Bench) -> None:
     outcome = run_case(CASES["torchrun-kills-sharded"], bench, "ours")
     assert outcome.word == "exact", str(outcome)
     assert outcome.detail.startswith("3 kills in ")
@@ -132,7 +132,7 @@ def test_a_table() -> None:
     ]
 
 
-def test_what_differs_is_said_in_short() -> None:
+def test_differences_are_summarized() -> None:
     found = ["rows of metrics.csv", "weights.a", "weights.b", "samples"]
     assert tools.summary(found) == "weights, rows of metrics.csv, samples"
 

@@ -1,7 +1,7 @@
-"""How much of a GPU's memory a step takes: no more than a loop that one would write by hand.
+"""A step needs no more GPU memory than a hand-written loop.
 
-On the simulated device, by counting the bytes of all tensors on it as they come and go. CUDA's allocator rounds
-each up to 512 bytes, and what a kernel needs inside is not seen; both are the same for both loops.
+Measured on the simulated device by counting the bytes of all live tensors. CUDA's allocator rounds
+each up to 512 bytes, and workspaces of kernels are not counted; both are equal in both loops.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from trainer.precision import MixedPrecision
 
 BATCHES = 8
 FIRST = 4
-"""The first batch that counts: with whole states of the optimizer, and a window that begins."""
+"""The first measured batch: with all optimizer states, at the start of a window."""
 
 SIZES = {"activations": (256, 16), "weights": (2, 128)}
-"""What takes most of the memory: by samples of a batch, and width."""
+"""Sizes with mostly activations, and with mostly weights: samples per batch, and width."""
 
 
 class OnDevice(Living):
-    """Counts what is on the simulated device."""
+    """Counts the bytes on the simulated device."""
 
     def storage_of(self, tensor: Tensor) -> torch.UntypedStorage | None:
         return tensor.held.untyped_storage() if isinstance(tensor, Simulated) else None
@@ -39,7 +39,7 @@ class OnDevice(Living):
 
 @pytest.fixture(autouse=True)
 def no_gc() -> Iterator[None]:
-    """What is freed is freed because nobody holds it."""
+    """Disable garbage collection: memory must be freed by reference counts."""
     gc.disable()
     yield
     gc.enable()
@@ -56,7 +56,7 @@ def make_batches(samples: int) -> list[list[Tensor]]:
 
 
 class ByHand:
-    """The shortest correct loop, which keeps nothing that it does not need."""
+    """The shortest correct loop, which keeps no tensor that it does not need."""
 
     def __init__(self, precision: str, kind: str, clips: bool, window: int, width: int) -> None:
         self.net = make_net(width).cuda()
@@ -113,7 +113,7 @@ class Fits(LightningModule):
 
 
 class Watch(Callback):
-    """Begins to count between two batches: from the end of the one to the end of the last."""
+    """Measures between two batches: from the end of the first to the end of the last."""
 
     def __init__(self, living: OnDevice) -> None:
         self.living = living
@@ -142,8 +142,8 @@ def peak_of_fit(folder: Any, samples: int, module: Fits, precision: Any, **optio
 @pytest.mark.parametrize(("clips", "window"), [(False, 1), (True, 2)], ids=["plain", "clips in windows"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_step_takes_no_more_memory_than_by_hand(cuda, tmp_path, precision, optimizer, clips, window):
-    """Beside the numbers that are kept until they are read, four bytes each: losses for the curve, norms to log."""
+def test_peak_memory_of_a_step_equals_a_hand_written_loop(cuda, tmp_path, precision, optimizer, clips, window):
+    """Except numbers kept until they are read, four bytes each: losses for the curve, norms to log."""
     clipping = {"gradient_clip_val": LIMIT} if clips else {}
     for what, logger in (("activations", False), ("weights", True)):
         samples, width = SIZES[what]

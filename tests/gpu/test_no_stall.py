@@ -15,7 +15,7 @@ from trainer.precision import MixedPrecision
 
 BATCHES, WINDOW = 300, 2
 FIRST, LAST = 20, 290
-"""The batches that are watched: past the set-up, and far enough for what happens every 256 logged values."""
+"""The measured batches: after the set-up, and enough for events at every 256 logged values."""
 
 
 class Logging(Regression):
@@ -28,7 +28,7 @@ class Logging(Regression):
 
 
 class ForbidSynchronization(Callback):
-    """Lets torch raise at any operation that makes the host wait, from the start of a batch to the end of another."""
+    """Make torch raise at any synchronization, from the start of a batch to the end of another."""
 
     def __init__(self) -> None:
         self.watched = 0
@@ -52,7 +52,7 @@ class ForbidSynchronization(Callback):
 
 
 class KeepBusy(Callback):
-    """Gives the device a second of work just before a weight update, and asks after the next backward if it is done."""
+    """Occupies the device for a second before an optimizer step, and checks after the next backward if it is done."""
 
     def __init__(self) -> None:
         self.backwards = 0

@@ -1,4 +1,4 @@
-"""A step whose outcome is delivered late changes nothing of what is computed: bit for bit the hand-written loop."""
+"""A step with a late outcome is bitwise equal to the hand-written loop."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ INIT_SCALE = 2.0**10  # at torch's default the net's first gradients overflow by
 
 
 class Recorder(Callback):
-    """What is seen of each update when its outcome is delivered, and in which order things happen.
+    """Records the outcome of each step, and the order of events.
 
     Args:
-        asks: ask for the outcome at the end of each batch; that settles a step at once.
+        asks: read the outcome at the end of each batch, which completes the step.
     """
 
     def __init__(self, asks: bool = False) -> None:
@@ -58,7 +58,7 @@ class Recorder(Callback):
 
 
 def recording(make: Any, rates: list[float], order: list[str] | None = None) -> Any:
-    """``make``, for an optimizer that notes the learning rate of each of its steps."""
+    """Return ``make`` for an optimizer that records the learning rate of each step."""
 
     def build(parameters: Any) -> torch.optim.Optimizer:
         optimizer = make(parameters)
@@ -145,7 +145,7 @@ def test_equals_the_hand_written_loop(tmp_path, device, optimizer, window, asks)
 def test_an_overflow_at_the_very_first_step_leaves_no_trace(tmp_path, device, optimizer):
     batches = make_batches(6, gains={0: INF})
     poison = [torch.full_like(p, torch.nan, device=device) for p in make_net().parameters() for _ in range(8)]
-    del poison  # what is allocated uninitialised from here on is likely to be NaN
+    del poison  # uninitialized allocations from here on are likely to contain NaN
     recorder, rates, rates_by_hand = Recorder(), [], []
     fit(tmp_path, device, optimizer, batches, recorder, rates)
     net = make_net().to(device)
@@ -161,7 +161,7 @@ def test_an_overflow_at_the_very_first_step_leaves_no_trace(tmp_path, device, op
 
 
 @pytest.mark.gpu
-def test_an_outcome_comes_after_the_next_backward_and_before_the_next_step(tmp_path):
+def test_outcome_arrives_between_the_next_backward_and_step(tmp_path):
     recorder = Recorder()
     fit(tmp_path, "cuda", "adamw-fused", make_batches(3), recorder, [], max_epochs=2)
     epoch = ["backward", "step", "backward", "outcome", "step", "backward", "outcome", "step", "outcome"]
@@ -172,7 +172,7 @@ def test_an_outcome_comes_after_the_next_backward_and_before_the_next_step(tmp_p
     ("device", "optimizer"),
     [("cpu", "adamw"), ("cpu", "adamw-fused"), pytest.param("cuda", "adamw", marks=pytest.mark.gpu)],
 )
-def test_an_outcome_that_is_known_comes_at_once(tmp_path, device, optimizer):
+def test_known_outcome_arrives_immediately(tmp_path, device, optimizer):
     recorder = Recorder()
     fit(tmp_path, device, optimizer, make_batches(3), recorder, [])
     assert recorder.order == ["backward", "step", "outcome"] * 3

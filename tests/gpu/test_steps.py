@@ -1,6 +1,6 @@
-"""What a step does on a GPU, beside its arithmetic: it makes no host wait, and no kernel that a loop by hand has not.
+"""A step on a GPU makes no host-device synchronization, and launches no kernel in addition to a hand-written loop.
 
-On the simulated device, batch by batch, against the shortest correct loop that one could write.
+Measured on the simulated device, per batch, against the shortest correct loop.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from trainer.callbacks import LayerNorms, NonFiniteGuard, RunRecorder, ScaleMoni
 from trainer.precision import MixedPrecision
 
 WARM_UP = 6
-"""Batches until everything has been allocated, and the momentum of a fused SGD is known to be there."""
+"""Batches until all memory is allocated, and the momentum of a fused SGD exists."""
 PHASE = 4
-"""Batches each with no log, with one, and with one that is read by everybody."""
+"""Batches without a log, with one, and with one that is read by all readers."""
 BATCHES = WARM_UP + 3 * PHASE
 SCALE = 2.0**10
 LIMIT = 0.5
@@ -38,9 +38,9 @@ OPTIMIZERS = {
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 
 KEPT_OF_A_LOSS = {1: "clone", 2: "div"}
-"""The kernel by which a run's record keeps a batch's loss, for its curve; by the batches of a window.
+"""The kernel that copies a batch's loss for the curve of the run's record; by the batches of a window.
 
-None where the loss is what is logged: that is copied once.
+None if the loss is logged, because logging copies it.
 """
 
 
@@ -54,7 +54,7 @@ def make_batches() -> list[list[Tensor]]:
 
 
 class Watch(Callback):
-    """What is seen from each batch's start to the next one's."""
+    """Records the operations from each batch's start to the next one's."""
 
     def __init__(self) -> None:
         self.seen: list[Seen] = []
@@ -69,7 +69,7 @@ class Watch(Callback):
 
 
 class Logging(LightningModule):
-    """Logs nothing, then its loss, then a loss that everybody reads."""
+    """Logs nothing, then its loss, then a loss that all readers use."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Logging(LightningModule):
 
 
 def step_by_hand(optimizer: Any, found_inf: Tensor | None) -> None:
-    """A step that leaves the weights alone where something is not finite."""
+    """Skip the step if a gradient is not finite."""
     if found_inf is None:
         optimizer.step()
     elif optimizer.defaults["fused"]:
@@ -100,7 +100,7 @@ def step_by_hand(optimizer: Any, found_inf: Tensor | None) -> None:
 
 @cache
 def by_hand(precision: str, kind: str, clips: bool, window: int) -> list[Seen]:
-    """What is seen of each batch of the shortest correct loop, without any log."""
+    """Return the operations of each batch of the shortest correct loop, without logs."""
     net = make_net().cuda()
     parameters, seen = list(net.parameters()), []
     optimizer, dtype = OPTIMIZERS[kind](parameters), AUTOCAST_DTYPES.get(precision)
@@ -131,7 +131,7 @@ def by_hand(precision: str, kind: str, clips: bool, window: int) -> list[Seen]:
 
 
 def fit(folder: Any, precision: Any, optimizer: str, **options: Any) -> list[Seen]:
-    """What is seen of each batch of a fit. The last one's end is not: what ends an epoch may wait."""
+    """Return the operations of each batch of a fit, except the end of the last: the end of an epoch may synchronize."""
     watch = Watch()
     if precision == "16-mixed":
         precision = MixedPrecision("float16", init_scale=SCALE)  # at which nothing overflows
@@ -145,7 +145,7 @@ def fit(folder: Any, precision: Any, optimizer: str, **options: Any) -> list[See
 
 
 def added(ours: Seen, theirs: Seen) -> Counter[str]:
-    """The kernels that are not in the other's. That one has none that are not in this."""
+    """Return the additional kernels. The other loop must have none that this one lacks."""
     assert not Counter(theirs.kernels) - Counter(ours.kernels)
     return Counter(ours.kernels) - Counter(theirs.kernels)
 
@@ -176,7 +176,7 @@ def test_a_step_waits_for_nothing_and_computes_nothing_more(cuda, tmp_path, prec
             assert seen[number].to_device == [], at
 
 
-def test_the_loop_by_hand_reads_what_torchs_scaler_reads_and_is_shorter(cuda):
+def test_hand_written_loop_reads_like_torchs_scaler_with_fewer_kernels(cuda):
     for optimizer in OPTIMIZERS:
         ours = by_hand("16-mixed", optimizer, False, 1)[-1]
         assert [wait.what for wait in ours.waits] == ([] if "fused" in optimizer else ["local_scalar_dense"])
@@ -203,7 +203,7 @@ def test_the_loop_by_hand_reads_what_torchs_scaler_reads_and_is_shorter(cuda):
         ("bf16-true", ["_foreach_norm", "stack", "eq", "abs", "ne", "mul", "all", "bitwise_not", "_to_copy"]),
     ],
 )
-def test_a_guard_looks_at_all_gradients_at_once(cuda, tmp_path, precision, expected):
+def test_guard_reads_all_gradients_with_one_kernel(cuda, tmp_path, precision, expected):
     without = fit(tmp_path, precision, "foreach")
     seen = fit(tmp_path, precision, "foreach", callbacks=[NonFiniteGuard("skip")])
     for number in range(WARM_UP, BATCHES - 1):
@@ -222,7 +222,7 @@ def test_underflow_is_counted_by_three_kernels_for_each_parameter(cuda, tmp_path
         assert {wait.what for wait in seen[batch].waits} == {"an event"}  # late, both of them
 
 
-def test_norms_of_layers_take_one_kernel_and_a_copy_that_nobody_waits_for(cuda, tmp_path):
+def test_layer_norms_take_one_kernel_and_one_asynchronous_copy(cuda, tmp_path):
     without = fit(tmp_path, "16-mixed", "fused")
     seen = fit(tmp_path, "16-mixed", "fused", callbacks=[LayerNorms(every_n_steps=2)])
     for batch in range(WARM_UP, BATCHES - 1):

@@ -17,7 +17,7 @@ class Digits(LightningDataModule):
         self.save_hyperparameters()
 
     def prepare_data(self):
-        load_digits()  # where a download would be
+        load_digits()  # in place of a download
 
     def setup(self, stage):
         images = torch.tensor(load_digits().images, dtype=torch.float32).flatten(1) / 16

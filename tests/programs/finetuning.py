@@ -74,7 +74,7 @@ def main(folder):
     trainer = Trainer(max_epochs=2, callbacks=[unfreezing, saving, ModelSummary(max_depth=2)], **options)
     trainer.fit(learned, digits(5, 9, train=True), digits(5, 9, train=False))
 
-    # a later session goes on where this one stopped, and soon lets the backbone go
+    # a later session resumes, and unfreezes the backbone soon
     resumed = Classifier()
     unfreezing = BackboneFinetuning(unfreeze_backbone_at_epoch=2, backbone_initial_ratio_lr=0.1)
     trainer = Trainer(max_epochs=5, callbacks=[unfreezing, saving], **options)

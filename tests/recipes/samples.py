@@ -1,4 +1,4 @@
-"""Small samples, in the right format, of data that a recipe cannot have without a network."""
+"""Small samples in the right format of data that needs a download."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ THINGS = ["001.ak47", "056.dog", "145.motorbikes-101", "252.car-side-101"]
 
 
 def sample_for(recipe: str, folder: Path) -> list[str]:
-    """Write what ``recipe`` needs into ``folder``.
+    """Write the data that ``recipe`` needs into ``folder``.
 
     Returns:
-        Overrides with which the recipe runs on it, without a network; none for recipes that need nothing.
+        Overrides to run the recipe on it without a network; empty for recipes without data.
     """
     write = _SAMPLES.get(recipe)
     return [] if write is None else write(folder)
 
 
 def cifar10(folder: Path, *, images: int = 40) -> Path:
-    """``cifar-10-batches-py`` with six files of ``images`` images each, of ten kinds that are easy to tell apart."""
+    """Write ``cifar-10-batches-py`` with six files of ``images`` images each, in ten well separated classes."""
     target = folder / "cifar-10-batches-py"
     target.mkdir(parents=True)
     draw = np.random.default_rng(0)
@@ -44,7 +44,7 @@ def cifar10(folder: Path, *, images: int = 40) -> Path:
 
 
 def caltech256(folder: Path, *, images: int = 12) -> Path:
-    """``256_ObjectCategories`` with four classes of JPEGs (one of them grey), the clutter, and files of other kinds."""
+    """Write ``256_ObjectCategories`` with four classes of JPEGs (one gray), the clutter class, and other files."""
     target = folder / "256_ObjectCategories"
     draw = np.random.default_rng(0)
     for number, name in enumerate([*THINGS, "257.clutter"]):
@@ -60,11 +60,11 @@ def caltech256(folder: Path, *, images: int = 12) -> Path:
 
 
 def tiny_llama(folder: Path, *, classes: int | None = None) -> Path:
-    """A folder as `save_pretrained` writes it: a Llama of two layers, and a tokenizer trained on Python's topics.
+    """Write a folder like `save_pretrained`: a Llama with two layers, and a tokenizer trained on Python's topics.
 
     Args:
-        folder: made where it is missing.
-        classes: of a classifier; None for a language model.
+        folder: created if it is missing.
+        classes: number of classes of a classifier; None for a language model.
     """
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -96,7 +96,7 @@ def _finetune(folder: Path) -> list[str]:
 
 
 def _bars(label: int, draw: np.random.Generator) -> np.ndarray:
-    """uint8, shape (3, 32, 32): noise, and a bright bar whose place and colour say the class."""
+    """Return uint8 images, shape (3, 32, 32): noise, and a bright bar with a position and color per class."""
     image = draw.integers(0, 100, (3, 32, 32), dtype=np.uint8)
     place = label % 5 * 6 + int(draw.integers(0, 3))
     image[label // 5, :, place : place + 5] = 255
@@ -104,7 +104,7 @@ def _bars(label: int, draw: np.random.Generator) -> np.ndarray:
 
 
 def _shape(number: int, draw: np.random.Generator) -> Image.Image:
-    """A disc or a bar on noise, in one of two colours; of any proportions."""
+    """Return a disc or a bar on noise, in one of two colors, of any aspect ratio."""
     width, height = (int(side) for side in draw.integers(60, 120, 2))
     image = Image.fromarray(draw.integers(0, 90, (height, width, 3), dtype=np.uint8))
     colour = (250, 60, 40) if number % 2 else (40, 80, 250)

@@ -1,4 +1,4 @@
-"""Every recipe that ships says what it is, composes, and runs a batch of everything that it defines."""
+"""Every recipe has a description, composes, and runs one batch of each command that it supports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALLER = {
     "mlp": ["data.num_batches=2"],
     "unet": ["data.train_size=20", "data.val_size=8", "data.test_size=8"],
 }
-"""Of a recipe that would take seconds for the one batch that is wanted."""
+"""Overrides of recipes with slow batches."""
 
 WRITTEN = {
     "finetune": "samples.txt",
@@ -39,9 +39,9 @@ WRITTEN = {
     "resnet50_caltech256": "predictions.csv",
     "unet": "masks/test_0003.png",
 }
-"""By predict, where the recipe has a writer of its own."""
+"""For predict, if the recipe has a writer."""
 
-# What a command needs: a method of the module, and one of the data module.
+# Methods of the module and of the data module that a command requires.
 STEPS = {
     "fit": ("training_step", "train_dataloader"),
     "validate": ("validation_step", "val_dataloader"),
@@ -52,7 +52,7 @@ PRECISIONS = {"fit": "16-mixed", "validate": "32", "test": "bf16-mixed", "predic
 
 
 def defined(name: str) -> list[str]:
-    """The commands for which the recipe's module and data module have what they need."""
+    """Return the commands with the required methods in the recipe's module and data module."""
     needed = (
         ["data.root=x"] if name == "images" or "resnet50_" in name else ["model.folder=x"] if name == "finetune" else []
     )
@@ -67,7 +67,7 @@ def defined(name: str) -> list[str]:
 
 
 def made_by(target: str) -> type:
-    """The class that ``target`` is, or that the function of this name says it returns."""
+    """Return the class of ``target``, or the annotated class of a factory function."""
     found = Allowlist().locate(target)
     return found if isinstance(found, type) else get_type_hints(found)["return"]
 
@@ -77,7 +77,7 @@ def test_there_are_recipes():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_says_what_it_is_and_how_it_is_run(name, tmp_path, monkeypatch, capsys):
+def test_recipe_has_a_description_and_a_command(name, tmp_path, monkeypatch, capsys):
     text = (Path(__file__).parents[2] / "conf" / "recipe" / f"{name}.yaml").read_text(encoding="utf-8")
     package, description, command, *_ = text.splitlines()
     assert package == "# @package _global_"

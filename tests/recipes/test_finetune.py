@@ -67,7 +67,7 @@ def test_an_accumulated_step_is_that_of_one_big_batch(folder, tmp_path):
     assert distance(big, tuner(folder)) > 1e-3
 
 
-def test_adapters_leave_the_weights_alone(folder):
+def test_adapters_keep_the_weights(folder):
     module = tuner(folder, lora_rank=2, lora_modules=["q_proj", "v_proj"])
     trained = [name for name, p in module.named_parameters() if p.requires_grad]
     assert len(trained) == 2 * 2 * 2  # layers, modules, A and B
@@ -80,7 +80,7 @@ def test_adapters_leave_the_weights_alone(folder):
     assert len(whole.configure_optimizers().param_groups[1]["params"]) == 5  # norms, which do not decay
 
 
-def test_what_is_saved_is_trained_and_complete(folder, tmp_path):
+def test_saved_model_is_trained_and_complete(folder, tmp_path):
     module = tuner(folder, save_to=str(tmp_path / "out"))
     config = json.loads((folder / "config.json").read_text())
     make_trainer(tmp_path, precision="bf16-mixed").fit(module, DataLoader(sequences(), batch_size=4))
@@ -136,7 +136,7 @@ def test_what_it_writes(folder, tmp_path, capsys):
     assert module.tokenizer.decode(stream) == text
 
 
-def test_a_language_model_without_prompts_says_so(folder, tmp_path):
+def test_language_model_without_prompts_raises(folder, tmp_path):
     batch = torch.ones(2, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"there are none\. Set data\.prompts"):
         make_trainer(tmp_path).predict(tuner(folder), DataLoader(TensorDataset(batch, batch, batch), batch_size=2))

@@ -29,7 +29,7 @@ def scans() -> DigitScans:
 
 
 class Watch(Callback):
-    """The losses and the scale of each batch, and how often the scale was adjusted."""
+    """Records the losses and the scale of each batch, and the number of scale updates."""
 
     def __init__(self) -> None:
         self.losses: list[tuple[float, float]] = []
@@ -44,7 +44,7 @@ class Watch(Callback):
 
 
 def train_by_hand(gan: GAN, batches, precision: str, scaler: torch.amp.GradScaler):
-    """The same training in plain torch. Yields losses and scale after each batch."""
+    """Train the same in plain torch. Yields losses and scale after each batch."""
     generator, discriminator = gan.generator, gan.discriminator
     d_optimizer, g_optimizer = ADAM(discriminator.parameters()), ADAM(generator.parameters())
     dtype = AUTOCAST_DTYPES.get(precision)
@@ -71,7 +71,7 @@ def train_by_hand(gan: GAN, batches, precision: str, scaler: torch.amp.GradScale
 
 @pytest.mark.parametrize("init_scale", [2.0**10, 2.0**24])  # the second overflows, and more than once
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
-def test_equals_the_loop_written_by_hand(precision, init_scale, scans, tmp_path):
+def test_training_equals_a_hand_written_loop(precision, init_scale, scans, tmp_path):
     torch.manual_seed(0)
     gan = GAN(ADAM, width=16)
     twin = copy.deepcopy(gan)
@@ -135,7 +135,7 @@ def test_the_same_seed_trains_the_same_gan(tmp_path):
     assert torch.equal(gan.sample(4), twin.sample(4))
 
 
-def test_samples_depend_on_their_seed_alone():
+def test_samples_depend_on_their_seed_only():
     gan = GAN(ADAM, width=16)
     state, weights = torch.get_rng_state(), copy.deepcopy(gan.state_dict())
     first = gan.sample(3)
@@ -193,7 +193,7 @@ def test_predictions_are_images_and_a_checkpoint_loads(scans, tmp_path):
 
 
 class Predictions(BasePredictionWriter):
-    """Keeps what each process predicts in a file."""
+    """Writes the predictions of each process to a file."""
 
     def __init__(self, folder):
         super().__init__("epoch")

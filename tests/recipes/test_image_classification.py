@@ -19,7 +19,7 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
 class FirstPixels(nn.Module):
-    """Logits are the first pixels of the image, times a weight: what they must be is plain to see."""
+    """Returns the first pixels of the image, times a weight, as logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class FirstPixels(nn.Module):
 
 
 def loader(count: int = 8, right: int | None = None) -> DataLoader[tuple[Tensor, ...]]:
-    """Images whose largest first pixel is the label; after the first ``right``, labels are one too high."""
+    """Return images with the label at the largest first pixel; after the first ``right``, labels are one too high."""
     labels = torch.arange(count) % CLASSES
     images = torch.zeros(count, 3, 32, 32)
     images[torch.arange(count), 0, 0, labels] = 5.0
@@ -83,7 +83,7 @@ def test_a_test_leaves_a_confusion_matrix_and_samples(tmp_path: Path):
     module = ImageClassifier(FirstPixels(), SGD, num_classes=CLASSES)
     module.net.weight.data.fill_(2.0)
     tested = trainer(tmp_path, logger=CSVLogger(tmp_path, name="", version=""))
-    for _ in range(2):  # and the second one counts afresh
+    for _ in range(2):  # and the second one is counted separately
         tested.test(module, loader(6, right=5), verbose=False)
         told = json.loads((tmp_path / "figures" / "test.json").read_text())
         labels = torch.cat([labels for _, labels in loader(6, right=5)])
@@ -153,7 +153,7 @@ def test_norm_and_bias_can_be_exempt_from_weight_decay():
     assert len(everything["params"]) == len(names)
 
 
-def test_frozen_parameters_are_left_to_themselves():
+def test_frozen_parameters_are_not_changed():
     net = FirstPixels()
     net.bias.requires_grad_(False)
     (group,) = ImageClassifier(net, SGD, num_classes=CLASSES).configure_optimizers().param_groups

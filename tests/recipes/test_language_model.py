@@ -54,7 +54,7 @@ def fit(module: LanguageModel, data, folder, **arguments):
     return trainer
 
 
-def test_no_place_sees_what_follows():
+def test_positions_do_not_attend_to_later_ones():
     net = GPT(256, 16, width=32, heads=4, layers=2).eval()
     tokens = torch.randint(0, 256, (2, 16))
     others = tokens.clone()
@@ -167,7 +167,7 @@ def test_bits_per_character_are_all_bits_over_all_characters(tmp_path):
 
 
 def unigram_entropy(data: ByteText) -> float:
-    """Bits per byte of who knows nothing but how often each one occurs in the validation text itself."""
+    """Return bits per byte of a model that knows the byte frequencies of the validation text only."""
     _, targets = data.splits["val"].tensors
     shares = targets[targets != NO_TARGET].bincount() / (targets != NO_TARGET).sum()
     return -(shares * shares.log2().nan_to_num()).sum().item()
@@ -199,7 +199,7 @@ def test_recomputed_blocks_train_the_same(tmp_path):
     assert distance(plain, checkpointed) == 0.0
 
 
-def test_what_is_written_depends_on_its_seed_alone(tmp_path):
+def test_generated_text_depends_on_its_seed_only(tmp_path):
     module = model(sample_length=30).eval()
     state = torch.get_rng_state()
     first = module.write("The ")
@@ -210,7 +210,7 @@ def test_what_is_written_depends_on_its_seed_alone(tmp_path):
     assert module.write("The ", seed=0) == module.write("The ", seed=1)
 
 
-def test_writing_goes_on_behind_the_context_and_ends_with_the_document():
+def test_generation_continues_beyond_the_context_and_ends_with_the_document():
     module = model(sample_length=40, temperature=0.0, context=4).eval()
     follows = {0: ord("a"), **{byte: byte + 1 for byte in range(ord("a"), ord("z"))}, ord("z"): 0}
 
@@ -238,11 +238,11 @@ def test_predict_writes_a_file(tmp_path, capsys):
     written = (tmp_path / "run" / "samples.txt").read_text(encoding="utf-8")
     assert written == f"{first}\n\n{'-' * 80}\n{second}\n"
     assert capsys.readouterr().out.startswith(f"{printable(first)}\n")
-    assert printable("a\tb\x1b[31m\nö") == "a?b?[31m\nö"  # nothing that a terminal would obey
+    assert printable("a\tb\x1b[31m\nö") == "a?b?[31m\nö"  # no control characters for a terminal
 
 
 def test_no_text_of_another_process_is_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "environ", os.environ.copy())  # a launch leaves its addresses and ranks behind
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # a launch leaves its addresses and ranks in the environment
     trainer = make_trainer(tmp_path, callbacks=[TextWriter(str(tmp_path))], devices=2, strategy="ddp_fork")
     data = ByteText(prompts=["one", "two", "three"])
     trainer.predict(model(sample_length=0), datamodule=data, return_predictions=False)
@@ -260,7 +260,7 @@ def test_a_checkpoint_loads_with_weights_only(tmp_path):
     assert distance(loaded, module) == 0.0
 
 
-def test_rotary_positions_turn_by_distance_alone():
+def test_rotary_positions_depend_on_distance_only():
     torch.manual_seed(0)
     query, key = torch.randn(8), torch.randn(8)
     turned = rotate(torch.stack([query.expand(12, 8), key.expand(12, 8)]))
@@ -285,7 +285,7 @@ def test_rotary_positions_turn_by_distance_alone():
         GPT(256, 16, width=12, heads=4, layers=1, positions="absolute")
 
 
-def test_weights_depend_on_the_seed_alone():
+def test_weights_depend_on_the_seed_only():
     first = model().state_dict()
     torch.rand(5)
     again = built(LanguageModel(ADAMW, **TINY))  # the seed is that of manual_seed, whatever was drawn since
@@ -311,7 +311,7 @@ def test_perplexity_is_torchmetrics(tmp_path):
     theirs.update(module(data.tensors[0]), data.tensors[1])
     (metrics,) = make_trainer(tmp_path).validate(module, DataLoader(data, batch_size=3), verbose=False)
     assert metrics["val_perplexity"] == pytest.approx(theirs.compute().item(), rel=1e-5)
-    assert set(metrics) == {"val_loss", "val_perplexity"}  # whose tokens are no bytes knows nothing of characters
+    assert set(metrics) == {"val_loss", "val_perplexity"}  # without byte tokens, bits per character are unknown
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at the inputs
@@ -337,7 +337,7 @@ def test_texts_of_each_validation(tmp_path):
     assert written.endswith(f"The {module.eval().write('The ')}\n")
 
 
-def test_an_interrupted_run_goes_on_to_the_bit(tmp_path, monkeypatch):
+def test_interrupted_run_is_resumed_exactly(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(ckpt_path=None) -> LanguageModel:

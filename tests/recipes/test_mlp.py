@@ -36,7 +36,7 @@ def test_the_articles_model_has_fifty_million_weights():
     assert sum(p.numel() for p in net.parameters()) == 3 * (4096 * 4096 + 4096)
 
 
-def test_the_vectors_depend_on_their_seed_alone():
+def test_vectors_depend_on_their_seed_only():
     first, again, other = data(), data(), RandomVectors(12, num_batches=5, in_features=16, out_features=8, data_seed=1)
     first.setup("fit")
     torch.manual_seed(7)
@@ -54,7 +54,7 @@ def test_the_vectors_depend_on_their_seed_alone():
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
-def test_trains_as_the_loop_written_by_hand(precision, tmp_path):
+def test_weights_equal_those_of_a_hand_written_loop(precision, tmp_path):
     torch.manual_seed(0)
     module = MLPRegressor(SGD, **SIZES)
     net = mlp(16, 8, width=32, layers=3)
@@ -83,7 +83,7 @@ def test_trains_as_the_loop_written_by_hand(precision, tmp_path):
     assert 0.8 < second < first < 1.3  # noise has a variance of 1, and that is nearly all there is to it
 
 
-def test_a_schedule_is_taken_where_there_is_one(tmp_path):
+def test_schedule_is_used_if_configured(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.fit(MLPRegressor(SGD, cosine, **SIZES), datamodule=data())
     assert set(trainer.callback_metrics) == {"train_loss"}

@@ -35,7 +35,7 @@ def test_onecycle_rises_to_the_optimizers_lr_and_falls_far_below_the_start():
     assert rates[100] == pytest.approx(0.5 / 25 / 1e4)
 
 
-def test_onecycle_takes_each_groups_own_peak_and_leaves_the_momentum_alone():
+def test_onecycle_uses_each_groups_peak_and_keeps_the_momentum():
     optimizer = sgd(0.5, 0.1)
     scheduler = onecycle(optimizer, 10, pct_start=0.5)
     for _ in range(4):
@@ -104,7 +104,7 @@ def test_the_shortest_runs_have_a_schedule(schedule, steps: int):
 
 
 @pytest.mark.parametrize("schedule", [onecycle, cosine, warmup_cosine])
-def test_a_schedule_can_be_pickled_and_goes_on_from_its_state(schedule):
+def test_schedule_can_be_pickled_and_restored(schedule):
     optimizer = sgd(0.5)
     scheduler = schedule(optimizer, 20)
     rates_of(optimizer, scheduler, 7)

@@ -21,7 +21,7 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
 
 class Brightness(nn.Module):
-    """Class 1 where the image is above 0: what it must say is plain to see."""
+    """Predicts class 1 for images above 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Brightness(nn.Module):
         return torch.cat([-images[:, :1], images[:, :1]], dim=1) * self.weight
 
 
-# Of loaders that give whole batches; the names are in the batch.
+# Loaders yield whole batches with the names in the batch.
 unknown_indices = pytest.mark.filterwarnings("ignore:Couldn't infer the batch indices")
 
 
@@ -165,7 +165,7 @@ def test_masks_are_shown_at_each_validation(tmp_path: Path):
 
 
 @unknown_indices
-def test_an_overview_is_not_written_where_none_is_wanted(tmp_path: Path):
+def test_overview_is_not_written_if_disabled(tmp_path: Path):
     trainer = make_trainer(tmp_path, callbacks=[MaskWriter(tmp_path / "masks", overview=0)])
     trainer.predict(Segmenter(Brightness(), ADAMW, num_classes=2), loader_of(halves(1, names=True)))
     assert sorted(file.name for file in (tmp_path / "masks").iterdir()) == ["0_a.png", "0_b.png"]
@@ -180,7 +180,7 @@ def test_a_name_leads_out_of_no_folder(tmp_path: Path):
     assert not (tmp_path / "out.png").exists()
 
 
-def test_classes_have_colours_of_their_own():
+def test_classes_have_distinct_colors():
     mask = np.arange(12, dtype=np.uint8).reshape(3, 4)
     image = coloured(mask)
     assert np.array_equal(np.asarray(image), mask)
@@ -204,7 +204,7 @@ def test_the_recipe_finds_digits_and_writes_masks(
     recipe = ["+recipe=unet", "precision=16-mixed", *SMALL]
     assert main(["fit", *recipe, "hydra.run.dir=fitted", "trainer.max_epochs=8"]) == 0
     fitted = json.loads(Path("fitted/run.json").read_text())
-    assert fitted["metrics"]["val_dice"] > 0.5  # 0.17 where everything is said to be a digit
+    assert fitted["metrics"]["val_dice"] > 0.5  # 0.17 if everything is predicted as a digit
     assert not Path("fitted/masks").exists()
     assert fitted["throughput"]["validate"] > 0
 

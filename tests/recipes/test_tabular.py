@@ -29,7 +29,7 @@ def model(name: str, **options) -> TabularMLP:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_the_training_rows_alone_are_standardised(name):
+def test_statistics_use_the_training_rows_only(name):
     data = table(name)
     data.setup("fit")
     features, _ = data.splits["train"].tensors

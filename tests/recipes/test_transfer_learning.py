@@ -16,7 +16,7 @@ ADAM = partial(torch.optim.Adam, lr=0.01)
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """A file of resnet18's weights, with statistics that cannot be fresh ones."""
+    """Write a file of resnet18's weights with unusual statistics."""
     torch.manual_seed(7)
     net = models.resnet18()
     for layer in net.modules():
@@ -51,7 +51,7 @@ def test_the_head_is_the_last_linear_layer(architecture: str, head: str):
     assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 5)
 
 
-def test_what_is_frozen_stays_in_eval_mode():
+def test_frozen_modules_stay_in_eval_mode():
     net = TransferNet("resnet18", 5, frozen=True)
     for module in (net, nn.Sequential(net).train()[0]):  # as made, and through a parent
         assert [name for name, part in module.net.named_modules() if part.training] == ["fc"]
@@ -64,7 +64,7 @@ def test_what_is_frozen_stays_in_eval_mode():
 
 
 class Modes(Callback):
-    """Notes in which mode batches are trained."""
+    """Records the mode in which batches are trained."""
 
     def __init__(self) -> None:
         self.training: set[str] = set()
@@ -90,7 +90,7 @@ def test_a_frozen_net_trains_its_head_and_nothing_else(weights: Path, tmp_path: 
     assert trainer.callback_metrics["val_acc"] == 1.0
 
 
-def test_all_of_it_trains_where_nothing_is_frozen(tmp_path: Path):
+def test_all_modules_train_without_freezing(tmp_path: Path):
     module = transfer_classifier("resnet18", ADAM, num_classes=2, label_smoothing=0.1)
     assert module.train_loss.label_smoothing == 0.1
     before = {name: value.clone() for name, value in module.net.named_parameters()}
@@ -107,7 +107,7 @@ def test_torchvisions_cache_is_used_without_a_network(weights: Path, tmp_path: P
     assert loaded["bn1.running_mean"].tolist() == [0.125] * 64
 
 
-def test_where_a_checkpoint_brings_the_weights_no_others_are_looked_for(weights: Path, tmp_path: Path):
+def test_initial_weights_are_not_read_with_a_checkpoint(weights: Path, tmp_path: Path):
     gone = str(tmp_path / "gone.pth")
     module = transfer_classifier("resnet18", ADAM, num_classes=2, weights=gone, checkpoint=str(weights))
     assert (module.net.net.bn1.running_mean == 0).all()
@@ -115,9 +115,7 @@ def test_where_a_checkpoint_brings_the_weights_no_others_are_looked_for(weights:
         transfer_classifier("resnet18", ADAM, num_classes=2, weights=gone, checkpoint="last")
 
 
-def test_without_a_network_the_error_says_what_to_fetch_and_where_to_put_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_error_without_a_network_names_the_download_and_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(*arguments: object, **options: object) -> None:
         raise urllib.error.URLError("no route to host")
 
@@ -144,7 +142,7 @@ def test_weights_of_another_network_are_refused(weights: Path):
 
 
 class Runs:
-    """Makes a file when it is unpickled."""
+    """Writes a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -166,7 +164,7 @@ def test_a_file_that_holds_something_else_is_refused(weights: Path, tmp_path: Pa
     ) as caught:
         load_weights("resnet18", str(weights))
     assert not (tmp_path / "ran").exists()
-    assert "weights_only" not in str(caught.value)  # no advice to let it run code
+    assert "weights_only" not in str(caught.value)  # without advice to allow the code
 
 
 def test_unknown_and_unfit_architectures_are_refused():

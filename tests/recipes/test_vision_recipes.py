@@ -1,4 +1,4 @@
-"""The recipes on photographs train, by the command line, on small samples in the right format."""
+"""The photo recipes train with the command line on small samples in the right format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = ["trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "traine
 
 
 def fit(name: str, folder: Path, *overrides: str) -> dict[str, Any]:
-    """Run a recipe on its sample; returns what the run says of itself."""
+    """Run a recipe on its sample. Returns the record of the run."""
     sample = sample_for(name, folder / "sample")
     assert main(["fit", f"+recipe={name}", *sample, *SMALL, *overrides]) == 0
     (result,) = folder.glob(f"outputs/{name}/*/run.json")
@@ -37,7 +37,7 @@ def test_resnet_learns_generated_images_in_the_format_of_cifar10(tmp_path: Path,
 
 
 def test_the_new_layer_of_a_frozen_net_learns_photographs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # Random weights will do: even these tell discs from bars, and blue from red.
+    # Random weights suffice to separate discs from bars, and blue from red.
     monkeypatch.chdir(tmp_path)
     smaller = ["model.architecture=resnet18", "data.batch_size=8", "data.image_size=48", "optimizer.lr=0.01"]
     result = fit("resnet50_caltech256", tmp_path, "precision=bf16-mixed", *smaller)
@@ -45,9 +45,7 @@ def test_the_new_layer_of_a_frozen_net_learns_photographs(tmp_path: Path, monkey
     assert result["metrics"]["val_acc"] >= 0.75  # four classes, four images
 
 
-def test_a_run_is_tested_and_goes_on_without_the_file_of_its_first_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_run_is_tested_and_resumed_without_its_initial_weights_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     weights = tmp_path / "resnet18.pth"
     torch.save(models.resnet18().state_dict(), weights)

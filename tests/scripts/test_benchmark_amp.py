@@ -1,4 +1,4 @@
-"""The benchmark runs on a CPU, does the same training by hand and with us, and writes its tables where it should."""
+"""The benchmark runs on a CPU, trains the same by hand and with our Trainer, and writes its tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def benchmark():
         patch.setattr(sys, "dont_write_bytecode", True)
         patch.setitem(sys.modules, loader.name, module)
         loader.exec_module(module)
-        gc.freeze()  # the script collects garbage between runs; spare it what pytest and torch are made of
+        gc.freeze()  # the script collects garbage between runs; exclude the objects of pytest and torch
         yield module
         gc.unfreeze()
 
@@ -50,7 +50,7 @@ def test_writes_its_tables(tmp_path, python):
     for precision in PRECISIONS:
         for optimizer in ("SGD", "SGD, fused"):
             assert re.search(rf"\| {precision} \| {optimizer} \| {time} \| {time} \| {change} \| [\d.]+ \|", text)
-        assert re.search(rf"\| {precision} \| [\d.]+ \| [\d.]+ \| {change} \|\n", text)  # batch 9 beside 8
+        assert re.search(rf"\| {precision} \| [\d.]+ \| [\d.]+ \| {change} \|\n", text)  # batch 9 in addition to 8
         assert re.search(rf"\| ours over the best hand-written loop \(SGD[^|]*\), {precision} \| \+2% \|", text)
     assert re.search(rf"\| 16-mixed over 16-unscaled, SGD, fused \| \+5% \| {change} \| [a-z ]+ \|", text)
     assert "5.62 s for 32-true, 2.46 s for 16-unscaled, 3.55 s for 16-mixed; the scaler added 44%." in text
@@ -127,7 +127,7 @@ def test_ratios_are_taken_within_a_round(benchmark):
     assert results.ratios(a, b) == [2.0, 1.0, 1.5]
 
 
-def test_other_weights_are_said(benchmark):
+def test_different_weights_are_reported(benchmark):
     a, b = (benchmark.Variant("16-mixed", True, 4, loop) for loop in ("ours", "hand-written"))
     results = benchmark.Measurements([a, b])
     results.runs = {a: [benchmark.Run(1.0, 1.0, 0, 7)], b: [benchmark.Run(1.0, 1.0, 0, 8)]}
@@ -169,4 +169,4 @@ def test_on_a_gpu(cuda, benchmark, tmp_path, monkeypatch):
     text = page.read_text()
     assert "host: by hand, ours" in text
     assert "ended with the same weights, to the bit, in every round." in text
-    assert {"_foreach_add_", "_fused_sgd_"} <= set(seen.kernels)  # plain is what torch chooses
+    assert {"_foreach_add_", "_fused_sgd_"} <= set(seen.kernels)  # torch's default implementation

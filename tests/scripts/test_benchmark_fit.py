@@ -1,4 +1,4 @@
-"""The benchmark of whole runs writes its tables where it should, with a row for each case."""
+"""The benchmark of whole runs writes its tables, with a row for each case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark runs, and writes its table where it should. What it measures is nobody's business here."""
+"""The benchmark runs, and writes its table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark runs, and writes its table where it should. What it measures is nobody's business here."""
+"""The benchmark runs, and writes its table."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ fi
 
 
 def test_instructions(tmp_path, python):
-    """Stand-ins for Valgrind: the n-th count is 10 million times n."""
+    """Emulate Valgrind: the n-th count is 10 million times n."""
     for name, program in {"valgrind": _VALGRIND, "callgrind_control": _CALLGRIND_CONTROL}.items():
         (tmp_path / name).write_text(program)
         (tmp_path / name).chmod(0o755)
@@ -120,7 +120,7 @@ def test_instructions_without_valgrind(python):
     assert "expected Valgrind on this machine" in done.stderr
 
 
-def test_what_else_there_is(tmp_path, python):
+def test_additional_benchmarks(tmp_path, python):
     page = tmp_path / "page.md"
     page.write_text("<!-- benchmark_overhead further: start -->\n<!-- benchmark_overhead further: end -->\n")
     words = ["--mode", "defaults", "metric in validation", "--steps", "10", "--warmup", "5", "--repeats", "1"]
@@ -131,7 +131,7 @@ def test_what_else_there_is(tmp_path, python):
     assert rows == ["defaults", "metric in validation"]
 
 
-def test_there_is_no_host_to_come_from_on_a_cpu(python):
+def test_mode_from_the_host_is_refused_on_a_cpu(python):
     command = [str(ROOT / "scripts" / "benchmark_overhead"), "--mode", "from the host"]
     done = python.run(*command, env={**os.environ, "AMP_BENCH": "1"})
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""What a step costs on several processes, in numbers that do not depend on the machine: collectives and bytes."""
+"""Collectives and bytes of a step on several ranks, which are independent of the machine."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_a_sharded_step_exchanges_once_to_unscale_and_once_to_clip(counted: dict
         assert rank["during"] == dict.fromkeys(("unscale_", "clip_", "step", "update"), 0)
 
 
-def test_a_step_gathers_and_reduces_as_often_as_one_by_hand(counted: dict[Any, Any]) -> None:
-    """In addition, a window sums its weights over the processes. The norm is gathered instead of reduced."""
+def test_collectives_of_a_step_equal_a_hand_written_loop(counted: dict[Any, Any]) -> None:
+    """In addition, a window all-reduces its weights. The norm is gathered instead of reduced."""
     for rank in counted["fsdp", "32-true", False]:
         expected = {"all-gather": 2 * LAYERS + 1, "reduce-scatter": LAYERS + 1}  # the root is gathered once
         assert rank["by hand"] == expected

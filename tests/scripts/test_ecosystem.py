@@ -1,4 +1,4 @@
-"""The ecosystem suite sees what is the same, and what is not. No library, no network: a program of this file."""
+"""The ecosystem suite detects equal and different results, with a program in this file."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def case_killed(run):
 '''
 
 
-def test_runs_a_program_with_both_and_names_what_differs(tmp_path, python):
+def test_program_is_run_with_both_and_differences_are_named(tmp_path, python):
     program = tmp_path / "tiny.py"
     program.write_text(PROGRAM)
     page = tmp_path / "page.md"
@@ -92,13 +92,11 @@ def test_runs_a_program_with_both_and_names_what_differs(tmp_path, python):
     assert "| tiny | killed | fails |" in text
     saved = torch.load(tmp_path / "kept" / "tiny" / "tiny" / "ours" / "record.pt", weights_only=False)
     assert saved["hooks"]["1. fit: calls"]["Tiny.training_step"] == 3
-    assert (
-        saved["resume"]["hooks: 2. fit: calls"]["callback.on_train_batch_end"] == 3
-    )  # what the library builds is ours
+    assert saved["resume"]["hooks: 2. fit: calls"]["callback.on_train_batch_end"] == 3  # the library builds our Trainer
 
 
 @pytest.mark.parametrize("words", [["unheard_of"], ["--program", "nowhere.py"]])
-def test_says_what_it_does_not_know(words, python):
+def test_unknown_programs_are_refused(words, python):
     done = python.run(str(ROOT / "scripts" / "ecosystem"), *words)
     assert done.returncode == 1
     assert words[-1] in done.stderr
@@ -124,7 +122,7 @@ def test_types_differ(other):
     assert bool(differences(one, record(results={"x": other}))) is not (type(other) is float)
 
 
-def test_what_the_guide_names_is_known():
+def test_differences_named_in_the_guide_are_known():
     theirs = record(
         checkpoint={"a.ckpt": {"loops": {"fit_loop": 1}}},
         metrics={"rows": [["logger", 0, {"loss": 1.0}]]},
@@ -175,7 +173,7 @@ def test_known_differences_are_quoted_from_the_guide():
         assert known.quote in sections[known.section]
 
 
-def test_what_varies_is_left_out():
+def test_varying_places_are_left_out():
     theirs, ours = record(results={"id": 1, "x": 2}), record(results={"id": 3, "x": 4})
     assert [one.where for one in differences(theirs, ours, ("^id$",))] == ["x"]
 

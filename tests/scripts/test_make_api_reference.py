@@ -1,4 +1,4 @@
-"""docs/api is what the docstrings say."""
+"""docs/api matches the docstrings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_pages_are_current(name: str, pages: dict[str, str]):
     assert committed == pages[name], "Run scripts/make_api_reference."
 
 
-def test_there_are_no_others(pages: dict[str, str]):
+def test_api_pages_are_complete(pages: dict[str, str]):
     assert {path.stem for path in reference.FOLDER.glob("*.md")} == pages.keys()
 
 
@@ -37,7 +37,7 @@ def test_every_public_name_is_there(pages: dict[str, str]):
         assert f"\n## {name}\n" in pages["recipes"]
 
 
-def test_tells_arguments_with_type_default_and_meaning(pages: dict[str, str]):
+def test_arguments_have_type_default_and_meaning(pages: dict[str, str]):
     assert "| `exact_resume` | `bool` | `True` | not in Lightning. Whether to" in pages["trainer"]
     assert "| `gradient_clip_algorithm` | `str \\| None` | `None` | short for `GradientClipping`. " in pages["trainer"]
     assert "| `PrecisionError` | if the precision is unknown," in pages["trainer"]

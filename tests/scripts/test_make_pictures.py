@@ -1,4 +1,4 @@
-"""The pictures: what a terminal shows, as SVG, and the top of a page, as PNG."""
+"""The pictures: the output of a terminal as SVG, and the top of a page as PNG."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def pictures():
 BAR = "\x1b[?25lepoch 1\r\nloss 3\r\x1b[2K\x1b[1A\x1b[2K\x1b[1mepoch 2\x1b[0m\r\nloss 2  \r\n\x1b[?25hdone\n"
 
 
-def test_what_is_left_on_the_screen(pictures):
+def test_final_screen_of_a_terminal(pictures):
     assert pictures.screen(BAR) == ["\x1b[1mepoch 2\x1b[0m", "loss 2", "done", ""]
 
 
-def test_the_terminal_asks_nobody_for_a_font(pictures):
+def test_svg_loads_no_font(pictures):
     svg = pictures.terminal(BAR)
     assert svg.startswith("<svg")
     assert "url(http" not in svg
@@ -39,7 +39,7 @@ def test_the_terminal_asks_nobody_for_a_font(pictures):
     assert "epoch&#160;2" in svg
 
 
-def test_a_long_command_goes_on_in_the_next_line(pictures):
+def test_long_command_is_wrapped(pictures):
     text = "".join(word for word, _ in pictures.wrapped(["a" * 60, "b" * 60, "c"]))
     assert text == f"{'a' * 60} \\\n    {'b' * 60} c"
 

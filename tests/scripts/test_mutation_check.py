@@ -55,7 +55,7 @@ def test_faults_are_drawn_from_the_bodies_of_functions() -> None:
     }
 
 
-def test_each_fault_changes_its_lines_alone() -> None:
+def test_each_fault_changes_its_lines_only() -> None:
     for fault in faults.candidates(SOURCE, "sum.py"):
         changed = fault.apply(SOURCE)
         ast.parse(changed)

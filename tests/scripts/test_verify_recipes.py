@@ -1,4 +1,4 @@
-"""The script trains what it is asked for and keeps what is complete; its table tells what came out and what is not."""
+"""The script trains the requested recipes, keeps complete runs, and writes results and missing ones to its table."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def page(tmp_path):
 
 
 def rows(page):
-    """The cells of its table's rows."""
+    """Return the cells of the table's rows."""
     lines = re.findall(r"^\| (`.*) \|$", page.read_text(), re.MULTILINE)
     return {tuple(cells[:2]): cells[2:] for cells in (line.split(" | ") for line in lines)}
 
 
-def test_trains_keeps_and_goes_on(tmp_path, page, python):
+def test_complete_runs_are_kept_and_missing_ones_trained(tmp_path, page, python):
     environment = {**os.environ, "AMP_BENCH": "1", "TORCH_HOME": str(tmp_path)}
 
     def run(*words, recipes=("tabular",)):
@@ -105,7 +105,7 @@ def test_trains_keeps_and_goes_on(tmp_path, page, python):
     assert "not run: Caltech-256" in page.read_text()
 
 
-def test_what_is_missing_takes_the_place_of_nothing(script):
+def test_missing_runs_replace_no_results(script):
     old = {("gpt", "any"): "missing", ("resnet50_cifar10", "16-mixed"): "of another machine"}
     new = {("resnet50_cifar10", "any"): "missing", ("gpt", "32-true"): "trained", ("tabular", "16-mixed"): "trained"}
     assert script.merged(old, new) == {
@@ -118,7 +118,7 @@ def test_what_is_missing_takes_the_place_of_nothing(script):
     ]  # fmt: skip
 
 
-def test_downloads_where_it_may(script, tmp_path, monkeypatch):
+def test_downloads_require_the_option(script, tmp_path, monkeypatch):
     file, got = tmp_path / "data" / "text.txt", []
 
     def get(place):
@@ -191,7 +191,7 @@ def test_every_recipe_has_a_row(script):
     assert {case.recipe for case in script.CASES.values()} == recipes
 
 
-def test_settings_stand_anywhere(script, capsys):
+def test_settings_may_be_anywhere(script, capsys):
     given = script.parse(
         ["--recipes", "gan", "optimizer.lr=1", "--epochs", "3", "--precisions", "16", "+a=b", "--again"]
     )

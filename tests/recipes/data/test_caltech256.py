@@ -24,13 +24,13 @@ def data(root: Path, **options: object) -> Caltech256:
 
 
 def image_of(transform: Callable[[Any], torch.Tensor], module: Caltech256, file: Path | None = None) -> Any:
-    """A file of either split and its label: the first image, by default."""
+    """Return a file of a split and its label; the first image by default."""
     samples = sorted(module.splits["train"].samples + module.splits["val"].samples)
     position = 0 if file is None else [path for path, _ in samples].index(str(file))
     return Images(samples, transform)[position]
 
 
-def test_clutter_and_what_is_no_jpeg_are_left_out(root: Path):
+def test_clutter_and_other_files_are_left_out(root: Path):
     folder = root / "256_ObjectCategories"
     (folder / THINGS[0] / "._001_0001.jpg").write_text("what macOS leaves in archives")
     module = data(root)
@@ -56,7 +56,7 @@ def test_splits_and_batches(root: Path):
     assert module.splits["test"].samples == val.samples
 
 
-def test_a_tenth_is_held_out_by_its_seed_alone(tmp_path: Path):
+def test_tenth_is_held_out_by_its_seed_only(tmp_path: Path):
     caltech256(tmp_path, images=20)
     first, again, other = data(tmp_path), data(tmp_path), data(tmp_path, split_seed=1)
     for module in (first, again, other):
@@ -131,7 +131,7 @@ def test_a_damaged_archive_leaves_nothing_behind(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["../../evil2", "/tmp/evil2", "C:/evil2", "a/..\\..\\evil2", "256_ObjectCategories"])
-def test_an_archive_cannot_write_elsewhere(tmp_path: Path, name: str):
+def test_archive_writes_in_its_folder_only(tmp_path: Path, name: str):
     (tmp_path / "in").mkdir()
     evil = tarfile.TarInfo(name)
     if name == "256_ObjectCategories":
@@ -143,7 +143,7 @@ def test_an_archive_cannot_write_elsewhere(tmp_path: Path, name: str):
     assert [file.name for file in (tmp_path / "in").iterdir()] == ["256_ObjectCategories.tar"]
 
 
-def test_without_the_data_the_error_says_where_to_put_it(tmp_path: Path):
+def test_error_without_the_data_names_its_place(tmp_path: Path):
     with pytest.raises(FileNotFoundError) as caught:
         data(tmp_path).prepare_data()
     message = str(caught.value)

@@ -89,7 +89,7 @@ def test_images_are_normalised_and_only_training_images_augmented(root: Path):
 
 
 @pytest.mark.parametrize("error", [URLError("no route to host"), RuntimeError("File not found or corrupted.")])
-def test_without_a_network_the_error_says_where_to_put_the_file(
+def test_error_without_a_network_names_the_place_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ):
     def fail(self: datasets.CIFAR10) -> None:
@@ -141,12 +141,12 @@ def test_images_can_be_enlarged_and_cropped(root: Path):
     image, _ = module.splits["train"][0]
     pixels = torch.from_numpy(module.splits["train"].dataset.data[module.splits["train"].indices[0]]) / 255
     assert image.shape == (3, 32, 32)
-    # The centre: each of 16x16 pixels has become 2x2, whose mean is near to it (other noise is at 0.33).
+    # Center: each of 16x16 pixels is repeated 2x2, so that the mean is close to it (unrelated noise is at 0.33).
     assert (image.view(3, 16, 2, 16, 2).mean((2, 4)) - pixels[8:24, 8:24].permute(2, 0, 1)).abs().mean() < 0.15
     assert module.splits["test"][0][0].shape == (3, 32, 32)
 
 
-def test_files_of_ones_own_are_read_without_checksums_or_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_custom_files_are_read_without_checksums_and_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(datasets.CIFAR10, "download", lambda self: pytest.fail("asked for the network"))
     module = CIFAR10(cifar10(tmp_path), check_md5=False)
     module.prepare_data()
@@ -179,7 +179,7 @@ def test_a_file_cannot_run_code(tmp_path: Path):
 
 
 def test_files_of_the_original_kind_are_read(tmp_path: Path):
-    # The original was pickled by Python 2 and numpy 1: other names, and texts in the place of bytes.
+    # The original was pickled by Python 2 and numpy 1, with other names, and strings instead of bytes.
     cifar10(tmp_path)
     batch = tmp_path / "cifar-10-batches-py" / "data_batch_1"
     content = pickle.loads(batch.read_bytes())

@@ -27,7 +27,7 @@ def test_batches():
     assert set(torch.cat([masks for _, masks in batches]).unique().tolist()) == {0, 1}
 
 
-def test_what_is_predicted_has_a_name():
+def test_predictions_have_names():
     module = scenes()
     (images, names), (last, rest) = module.predict_dataloader()
     assert names == ["test_0000", "test_0001", "test_0002", "test_0003"]
@@ -38,7 +38,7 @@ def test_what_is_predicted_has_a_name():
     assert module.splits["test"][4][0].shape == (3, 32, 32)
 
 
-def test_scenes_depend_on_their_seed_alone():
+def test_scenes_depend_on_their_seed_only():
     np.random.seed(3)
     first, again, other = scenes(), scenes(), scenes(seed=1)
     for split in ("train", "val", "test"):
@@ -48,7 +48,7 @@ def test_scenes_depend_on_their_seed_alone():
     assert not torch.equal(first.splits["val"].images[:5], first.splits["test"].images)
 
 
-def test_masks_can_say_which_digit():
+def test_masks_may_have_digit_classes():
     which, whether = scenes(num_classes=11, train_size=100), scenes(train_size=100)
     assert set(which.splits["train"].masks.unique().tolist()) == set(range(11))
     assert torch.equal(which.splits["train"].masks.clamp(max=1), whether.splits["train"].masks)
@@ -66,7 +66,7 @@ def test_images_are_normalised():
 
 
 def test_a_mask_is_where_the_digit_is():
-    # A scan that is all ink, on a photograph without any contrast: what differs is the digit.
+    # A fully black scan, on a photo without contrast, so that only the digit differs.
     photo = np.full((64, 64, 3), 60, dtype=np.uint8)
     painter = Painter(np.ones((1, 8, 8)), np.array([7]), [photo], np.random.default_rng(0))
     image = np.full((48, 48, 3), 60 / 255)
@@ -79,6 +79,6 @@ def test_a_mask_is_where_the_digit_is():
 
 
 @pytest.mark.parametrize("options", [{"num_classes": 3}, {"image_size": 16}])
-def test_what_cannot_be_is_refused(options: dict[str, int]):
+def test_invalid_settings_are_refused(options: dict[str, int]):
     with pytest.raises(ValueError, match=r"expected (2|at least 32)"):
         DigitScenes(**options)

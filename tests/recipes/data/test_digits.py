@@ -30,7 +30,7 @@ def test_splits_are_fixed(digits: Digits):
 
     for name in ("train", "val", "test"):
         assert torch.equal(again.splits[name].images, digits.splits[name].images)
-    # Whoever changes these changes every published number.
+    # A change of these changes every published number.
     assert {name: split.labels[:12].tolist() for name, split in digits.splits.items()} == {
         "train": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1],
         "val": [4, 8, 5, 9, 9, 1, 3, 2, 2, 2, 0, 7],
@@ -137,7 +137,7 @@ def test_random_affine_without_range_changes_nothing():
     assert torch.allclose(random_affine(images, degrees=0.0, scale=0.0, shift=0.0), images, atol=1e-5)
 
 
-def test_random_affine_moves_each_image_by_an_amount_of_its_own():
+def test_random_affine_moves_each_image_differently():
     torch.manual_seed(0)
     image = torch.rand(1, 1, 16, 16)
     moved = random_affine(image.expand(4, -1, -1, -1))

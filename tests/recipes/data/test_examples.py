@@ -66,7 +66,7 @@ def test_classes(tmp_path):
         ([{"text": "a", "label": 1}, {"text": "a"}], "line 2 has 'text', expected an object with 'label'"),
     ],
 )
-def test_what_is_no_example(tmp_path, rows, said):
+def test_invalid_examples(tmp_path, rows, said):
     with pytest.raises(ValueError, match=said):
         examples(tmp_path, rows)
 

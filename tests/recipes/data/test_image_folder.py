@@ -210,7 +210,7 @@ def a_broken_png(path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [cut_short, empty, a_text, a_broken_png])
-def test_a_file_that_is_no_image_is_named(root: Path, spoil: Callable[[Path], None]):
+def test_unreadable_image_is_named(root: Path, spoil: Callable[[Path], None]):
     spoil(bad := root / "val" / "green" / "bad.jpg")
     module = folder(root)
     module.setup("validate")
@@ -229,7 +229,7 @@ def test_it_can_be_left_out(root: Path, spoil: Callable[[Path], None]):
     assert [labels.tolist() for _, labels in module.val_dataloader()] == [[0, 0, 1, 1], [2, 2]]
 
 
-def test_nothing_but_such_files_is_no_batch(root: Path):
+def test_batch_of_unreadable_images_raises(root: Path):
     for i in range(2):
         a_text(root / "val" / "blue" / f"{i}.png")
     module = folder(root, on_error="skip", batch_size=2)
@@ -238,7 +238,7 @@ def test_nothing_but_such_files_is_no_batch(root: Path):
         list(module.val_dataloader())
 
 
-def test_what_the_system_cannot_read_is_an_error_always(root: Path):
+def test_errors_of_the_system_always_raise(root: Path):
     module = folder(root, on_error="skip")
     module.setup("validate")
     (root / "val" / "green" / "0.png").unlink()

@@ -21,7 +21,7 @@ def test_splits_are_disjoint_complete_and_stratified():
     ]
 
 
-def test_splits_depend_on_their_seed_alone_and_leave_the_random_state_alone():
+def test_splits_depend_on_their_seed_only_and_keep_the_random_state():
     state = torch.get_rng_state(), np.random.get_state()[1].copy()
     first = stratified_split(LABELS, held_out=(20,), seed=0)
     assert torch.equal(torch.get_rng_state(), state[0])

@@ -82,7 +82,7 @@ def test_tokens_are_found_again_and_memory_mapped():
     assert len(list(Path(".tokens").iterdir())) == 3
 
 
-def test_a_changed_text_is_tokenized_anew():
+def test_changed_text_is_tokenized_again():
     file = Path("text.txt")
     file.write_text("\n\n\n".join("abcdefghij"))
     ready("text.txt")

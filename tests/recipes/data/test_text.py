@@ -39,7 +39,7 @@ def test_every_byte_is_a_target_once_whatever_the_text(context):
     assert all(0 < len(tokens) <= context for tokens, _ in pieces)
 
 
-def test_the_topics_are_english_and_no_paragraph_comes_twice():
+def test_topics_are_english_without_repeated_paragraphs():
     documents = python_topics()
     text = "\n\n".join(documents)
     assert len(text) > 200_000
@@ -73,18 +73,18 @@ def test_batches_differ_in_how_many_targets_they_have():
     assert len(data.val_dataloader().dataset) + len(data.test_dataloader().dataset) > 0.1 * len(counts) * 8
 
 
-def test_a_file_of_ones_own(tmp_path):
+def test_custom_file(tmp_path):
     file = tmp_path / "poems.txt"
     file.write_text("".join(f"Zeile {i}: Öl\nund mehr\n\n\n" for i in range(40)), encoding="utf-8")
     data = ByteText(str(file), context=16, batch_size=4, prompts=["a", "b"])
     data.setup("fit")
     documents = b"".join(targets for _, targets in bytes_of(*data.splits["train"].tensors)).split(b"\0")
-    assert len(documents) == 40 - 2 * 4 + 1 == 33  # the last one is what follows the last end: nothing
+    assert len(documents) == 40 - 2 * 4 + 1 == 33  # the text after the last end, which is empty
     assert re.fullmatch("Zeile \\d+: Öl\nund mehr", documents[0].decode())
     assert [list(batch) for batch in data.predict_dataloader()] == [["a"], ["b"]]
 
 
-def test_what_is_no_text_and_what_cannot_be_cut_is_refused(tmp_path):
+def test_invalid_text_and_lengths_are_refused(tmp_path):
     (tmp_path / "latin.txt").write_bytes("Öl".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin.txt is not a text in UTF-8 .* iconv"):
         ByteText(str(tmp_path / "latin.txt")).setup("fit")
