@@ -1,4 +1,4 @@
-"""Images in every logger that can show them."""
+"""Log images to all loggers that support them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ if TYPE_CHECKING:
 
 
 def log_images(trainer: pl.Trainer, name: str, images: Tensor) -> None:
-    """Show images in TensorBoard, W&B and MLflow, whichever of them are among the loggers, at the step of now.
+    """Log images to TensorBoard, W&B and MLflow at the current step. Also works with Lightning's Trainer.
 
-    Other loggers are left out; where there is no other, nothing is computed or fetched from the device. So it is on
-    all ranks but zero, and in the sanity check before a training. Works with Lightning's Trainer as well.
+    A no-op on ranks above 0, in the sanity check, and if none of these loggers is used; then nothing is copied from the
+    device.
 
     Args:
-        trainer: whose loggers and ``global_step`` count; ``self.trainer`` in a module.
-        name: such as ``"samples"``. W&B and TensorBoard show one row of images by this name, MLflow each by a name of
-            its own, ``samples/0`` and so on.
-        images: shape (count, channels, height, width), or without count for one; 1 or 3 channels; uint8, or floating
-            point in [0, 1].
+        trainer: the Trainer with the loggers; ``self.trainer`` in a module.
+        name: such as ``"samples"``. W&B and TensorBoard show one row of images with this name, MLflow one image each
+            with the names ``samples/0``, ``samples/1``, and so on.
+        images: shape (count, channels, height, width) or (channels, height, width), with 1 or 3 channels; uint8, or
+            floating point in [0, 1].
 
     Raises:
-        ValueError: another shape.
-        TypeError: another dtype.
+        ValueError: if ``images`` has another shape.
+        TypeError: if ``images`` has another dtype.
     """
     adapters = [one for one in map(adapter, trainer.loggers) if one.logs_images]
     if not adapters or not trainer.is_global_zero or trainer.sanity_checking:
@@ -37,7 +37,7 @@ def log_images(trainer: pl.Trainer, name: str, images: Tensor) -> None:
 
 
 def _pixels(images: Tensor) -> Any:
-    """As a numpy array of uint8 and of shape (count, height, width, channels)."""
+    """Return a numpy array of uint8 with shape (count, height, width, channels)."""
     several = images.detach() if images.dim() == 4 else images.detach()[None]
     if several.dim() != 4 or several.shape[1] not in (1, 3):
         raise ValueError(
@@ -48,4 +48,4 @@ def _pixels(images: Tensor) -> Any:
         several = (several.float().clamp(0, 1) * 255).round().byte()
     elif str(several.dtype) != "torch.uint8":
         raise TypeError(f"Got images of {several.dtype}, expected uint8, or floating point in [0, 1].")
-    return several.permute(0, 2, 3, 1).cpu().numpy()  # host-device synchronisation
+    return several.permute(0, 2, 3, 1).cpu().numpy()  # a host-device synchronization

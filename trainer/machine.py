@@ -1,6 +1,6 @@
-"""What the machine has: cores, memory, disks. Imports no torch.
+"""Measure the machine's cores, memory and disks. Does not import torch.
 
-What this process may use counts: a container's share and not the host's, a batch job's cores and not all of them.
+The values are those that this process may use: the limits of its container and of its batch job, not those of the host.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 SHARED_MEMORY = Path("/dev/shm")
 
 _NETWORK = ("9p", "afs", "beegfs", "ceph", "cifs", "gpfs", "glusterfs", "lustre", "nfs", "panfs", "smb", "sshfs")
-"""File systems that live on another machine, as they are called in ``/proc/mounts``; some have a version added."""
+"""Prefixes of the types of network file systems in ``/proc/mounts``."""
 
 _NO_LIMIT = 2**60  # cgroup v1 writes a number near 2**63 for "no limit"
 
@@ -27,9 +27,9 @@ class Cores:
     """Processor cores.
 
     Args:
-        total: in the machine; hyper-threads count.
-        allowed: that the process may run on (its affinity).
-        quota: how many cores' worth of time its control group gets; None for no limit.
+        total: number of cores of the machine, including hyper-threads.
+        allowed: number of cores that the process may run on (its affinity).
+        quota: CPU time of its control group, in cores. None for no limit.
     """
 
     total: int
@@ -38,19 +38,19 @@ class Cores:
 
     @property
     def usable(self) -> int:
-        """Whole cores that the process can keep busy, at least 1."""
+        """Number of cores that the process can use, at least 1."""
         return max(1, min(self.allowed, int(self.quota) if self.quota is not None else self.allowed))
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of the host, in bytes; None is what cannot be found out.
+    """Memory of the machine in bytes. None if a value is unknown.
 
     Args:
-        total: in the machine.
-        available: that can be had without swapping.
-        limit: of the process's control group, the narrowest one; None for none.
-        left: of that limit. What the system only caches counts as left.
+        total: memory of the machine.
+        available: memory available without swapping.
+        limit: smallest limit of the process's control groups. None for no limit.
+        left: remaining memory below that limit, including memory that only caches files.
     """
 
     total: int | None
@@ -60,27 +60,27 @@ class Memory:
 
     @property
     def most(self) -> int | None:
-        """What this process could ever have: the machine's, or its control group's limit."""
+        """Maximum memory for this process: the machine's memory, or the limit of its control group."""
         known = [size for size in (self.total, self.limit) if size is not None]
         return min(known) if known else None
 
     @property
     def usable(self) -> int | None:
-        """What this process can have now: the smaller of what is available and what is left of the limit."""
+        """Memory that this process can allocate now: the smaller of ``available`` and ``left``."""
         known = [size for size in (self.available, self.left) if size is not None]
         return min(known) if known else None
 
 
 @dataclass(frozen=True)
 class Disk:
-    """A folder, as somebody sees it who wants to write there.
+    """The disk of a folder.
 
     Args:
-        folder: the one that was asked for, or the nearest above it that is there.
-        free: bytes.
-        total: bytes.
-        problem: why nothing can be written; None if something can.
-        network: the kind of file system, where it is on another machine; None on this one, or where that is unknown.
+        folder: the given folder, or its nearest existing parent.
+        free: free bytes.
+        total: total bytes.
+        problem: the reason why files cannot be written. Default: None, they can.
+        network: type of the network file system. Default: None, a local or unknown one.
     """
 
     folder: Path
@@ -91,7 +91,7 @@ class Disk:
 
 
 def cpu_name() -> str:
-    """The processor's name, or at least its architecture."""
+    """Return the name of the processor, or its architecture if the name is unknown."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -101,17 +101,17 @@ def cpu_name() -> str:
 
 
 def cores(root: Path = Path("/")) -> Cores:
-    """The cores of this process.
+    """Return the cores of this process.
 
     Args:
-        root: of the file system; for tests.
+        root: root of the file system; for tests.
     """
     total = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
     quotas = []
     for folder in _control_groups(root, "cpu"):
         quota, period = [*_words(folder / "cpu.max"), "max", "max"][:2]
-        if quota == "max":  # none, or version 1
+        if quota == "max":  # no quota, or version 1
             quota, period = _one(folder / "cpu.cfs_quota_us"), _one(folder / "cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit() and int(period):
             quotas.append(int(quota) / int(period))
@@ -119,10 +119,10 @@ def cores(root: Path = Path("/")) -> Cores:
 
 
 def memory(root: Path = Path("/")) -> Memory:
-    """The memory that is there and that this process may have.
+    """Return the memory of the machine and of this process.
 
     Args:
-        root: of the file system; for tests.
+        root: root of the file system; for tests.
     """
     total, available = _of_system(root)
     narrowest: tuple[int, int] | None = None
@@ -138,10 +138,10 @@ def memory(root: Path = Path("/")) -> Memory:
 
 
 def disk(folder: Path, mounts: Path = Path("/proc/mounts")) -> Disk:
-    """The disk that ``folder`` is on, or would be on. Writes a small file there and removes it.
+    """Return the disk of ``folder``. Writes a small file there, and removes it.
 
     Args:
-        folder: need not be there.
+        folder: the folder, which may not exist yet.
         mounts: the system's table of file systems; for tests.
     """
     place = folder.resolve()
@@ -150,7 +150,7 @@ def disk(folder: Path, mounts: Path = Path("/proc/mounts")) -> Disk:
     usage = shutil.disk_usage(place)
     problem = None
     try:
-        with tempfile.TemporaryFile(dir=place) as file:  # a flag that says one may is no proof, nor is free space
+        with tempfile.TemporaryFile(dir=place) as file:  # permissions and free space do not prove that writing works
             file.write(bytes(2**20))
             file.flush()
             os.fsync(file.fileno())
@@ -160,9 +160,9 @@ def disk(folder: Path, mounts: Path = Path("/proc/mounts")) -> Disk:
 
 
 def has_no_gpu(root: Path = Path("/")) -> bool:
-    """Whether this machine surely has no GPU that torch could use. False where that takes torch to find out.
+    """Return whether this machine has no GPU that torch could use. Returns False if only torch can determine this.
 
-    On Linux, drivers of NVIDIA (Jetson and WSL included), AMD and Intel put files into ``/dev``.
+    On Linux, drivers of NVIDIA (including Jetson and WSL), AMD and Intel create files in ``/dev``.
     """
     if sys.platform != "linux":
         return False
@@ -172,15 +172,15 @@ def has_no_gpu(root: Path = Path("/")) -> bool:
 
 
 def suggested_workers(usable: int, gpus: int) -> int:
-    """``num_workers`` to begin with.
+    """Return a first value for ``num_workers`` of dataloaders.
 
-    Beside a GPU: the cores less one for the training process, shared out among the GPUs, and at most 8, for more is
-    rarely faster and each holds a copy of the data set. Without one the training itself wants the cores: none below
-    eight, and an eighth of them above.
+    With GPUs, all cores except one for each training process are divided among the GPUs, up to 8 per GPU: more is
+    rarely faster, and each worker holds a copy of the dataset. Without a GPU, the training needs the cores: one worker
+    per 8 cores, up to 4.
 
     Args:
-        usable: cores of this process.
-        gpus: in the machine.
+        usable: number of cores for this process.
+        gpus: number of GPUs in the machine.
     """
     if gpus == 0:
         return min(4, usable // 8)
@@ -188,7 +188,7 @@ def suggested_workers(usable: int, gpus: int) -> int:
 
 
 def memory_in_use() -> int:
-    """Bytes: the physical memory that this process takes now; where that cannot be asked, `peak_memory`."""
+    """Return the physical memory of this process in bytes, or `peak_memory` if it is unknown."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:
@@ -197,12 +197,12 @@ def memory_in_use() -> int:
 
 
 def peak_memory() -> int:
-    """Bytes: the largest size that this process has had (its resident set). 0 where that cannot be asked."""
+    """Return the peak resident set size of this process in bytes, or 0 if it is unknown."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     except OSError:
         return _peak_elsewhere()
-    # Not ru_maxrss, which a child process begins with its parent's.
+    # not ru_maxrss, which a child process inherits from its parent
     return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0)
 
 
@@ -216,7 +216,7 @@ def _peak_elsewhere() -> int:
 
 
 def shared_memory() -> tuple[int, int] | None:
-    """Free and all bytes of the memory that workers of dataloaders send batches through; None where that is unknown."""
+    """Return free and total bytes of the shared memory that dataloader workers use, or None if they are unknown."""
     try:
         usage = shutil.disk_usage(SHARED_MEMORY)
     except OSError:  # not on this system
@@ -225,7 +225,7 @@ def shared_memory() -> tuple[int, int] | None:
 
 
 def readable(size: float | None) -> str:
-    """Bytes as one reads them.
+    """Format a number of bytes.
 
     >>> readable(512), readable(3 * 2**20), readable(1.5 * 2**30), readable(None)
     ('512 bytes', '3 MiB', '1.5 GiB', 'unknown')
@@ -243,7 +243,7 @@ def readable(size: float | None) -> str:
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of the process's control group and of those above it, of version 2 and of version 1."""
+    """Yield the folders of the process's control group and its parents, of version 2 and of version 1."""
     top = root / "sys/fs/cgroup"
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -251,18 +251,18 @@ def _control_groups(root: Path, controller: str) -> Iterator[Path]:
             continue
         base = top if number == "0" else top / controller
         own = base / path.lstrip("/")
-        # In a container the path is often the host's and not there; then the top is the container's own.
+        # in a container, the path is often that of the host and missing; then the top folder is the container's
         yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(base) and folder.is_dir())
 
 
 def _cached(folder: Path) -> int:
-    """Bytes of files that a control group holds in memory and that the system drops when it needs the room."""
+    """Return the bytes of cached files in a control group, which the system drops if it needs memory."""
     found = dict(line.split()[:2] for line in _lines(folder / "memory.stat") if len(line.split()) == 2)
     return int(found.get("total_inactive_file", found.get("inactive_file", "0")))
 
 
 def _of_system(root: Path) -> tuple[int | None, int | None]:
-    """Total and available memory, as Linux and macOS say; macOS does not say what is available."""
+    """Return total and available memory in bytes; the latter is unknown on macOS."""
     found = {line.partition(":")[0]: line.split() for line in _lines(root / "proc/meminfo")}
     sizes = [int(found[name][1]) * 1024 if name in found else None for name in ("MemTotal", "MemAvailable")]
     if sizes[0] is None and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:

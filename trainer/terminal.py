@@ -1,4 +1,4 @@
-"""What is printed on the terminal: tables, and lines. Also tables in Markdown. Imports no torch."""
+"""Print lines and tables on the terminal, and format numbers and Markdown tables. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ if TYPE_CHECKING:  # takes a moment to import
     from rich.table import Table as RichTable
 
 QUIET = "TRAINER_QUIET"
-"""The variable of the environment that says ``--quiet`` to every process of a command."""
+"""The environment variable that passes ``--quiet`` to all processes of a command."""
 
 _STYLES = {
     "failed": "red", "interrupted": "red", "unsupported": "red", "emulated": "yellow", "pruned": "dim", "wrong": "red",
 }  # fmt: skip
-"""Of the rows with a cell that says so."""
+"""Styles of rows with one of these cells."""
 
 
 def is_quiet() -> bool:
-    """Whether the terminal gets warnings and the last line alone: no progress bar, no tables."""
+    """Return whether ``--quiet`` was given: print only warnings and the last line, no progress bar, no tables."""
     return os.environ.get(QUIET, "") not in ("", "0")
 
 
 def four_digits(value: float) -> str:
-    """A rate, without a power of ten.
+    """Format a number with four significant digits, without an exponent.
 
     >>> four_digits(34.831), four_digits(66961.2)
     ('34.83', '66,960')
@@ -43,7 +43,7 @@ def format_mebibytes(size: int | None) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows))
 
 
@@ -51,11 +51,11 @@ class Table(NamedTuple):
     """A table on the terminal.
 
     Args:
-        title: above it.
-        header: the columns' names; none for a list of facts.
-        rows: the cells; an empty one for a line between two rows.
-        left: names of the columns that are aligned to the left, the others are numbers; None for all.
-        spare: names of the columns that are left out, one after the other, while the terminal is too narrow for all.
+        title: title above the table.
+        header: names of the columns; empty for a list of facts.
+        rows: cells of each row; an empty row is a separator.
+        left: names of the left-aligned columns; the others contain numbers. Default: None, all columns.
+        spare: names of the columns to leave out, in this order, if the terminal is too narrow. Default: none.
     """
 
     title: str
@@ -65,7 +65,7 @@ class Table(NamedTuple):
     spare: Sequence[str] = ()
 
     def show(self) -> None:
-        """Print it, but not with ``--quiet``; the row of the best job, whose first cell says so, is bold."""
+        """Print the table, unless ``--quiet`` was given. The row of the best job is bold."""
         if is_quiet():
             return
         from rich.measure import Measurement
@@ -81,7 +81,7 @@ class Table(NamedTuple):
         shown_in.print(table)
 
     def drawn(self, dropped: Sequence[str] = ()) -> RichTable:
-        """As rich has it, without the columns of these names."""
+        """Return the table for rich, without the columns ``dropped``."""
         from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
@@ -95,7 +95,7 @@ class Table(NamedTuple):
         for place in kept:
             is_number = self.left is not None and header[place] not in self.left
             is_label = not has_header and place == 0
-            # when columns have been dropped, what is still too wide is a text, and no number is folded
+            # if columns were dropped and the table is still too wide, fold texts, but not numbers
             no_wrap = is_label or (bool(dropped) and is_number)
             table.add_column(
                 Text(header[place]), justify="right" if is_number else "left", overflow="fold", no_wrap=no_wrap,
@@ -110,14 +110,14 @@ class Table(NamedTuple):
 
 
 def print_line(text: str, style: str | None = None) -> None:
-    """Print a line, which the terminal breaks where it is too long."""
+    """Print a line of any length, without inserting line breaks."""
     console().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def console(given: Console | None = None, width: int = 160) -> Console:
-    """``given``, or rich's own, which writes to ``sys.stdout``; of so many columns where it is not a terminal's.
+    """Return ``given``, or rich's console for ``sys.stdout``, with ``width`` columns if it is not a terminal.
 
-    There rich assumes 80, and would break names and paths in two.
+    rich assumes 80 columns otherwise, and would break names and paths.
     """
     from rich import get_console
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""Curves: read from ``metrics.csv``, and thinned out so that no peak is lost."""
+"""Curves over optimizer steps: read them from ``metrics.csv``, and reduce their points without losing peaks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Curve:
-    """Points over the optimizer steps.
+    """A curve over the optimizer steps.
 
     Args:
-        steps: ascending.
-        values: as many; some may not be finite.
+        steps: the x-values, ascending.
+        values: the y-values, one for each step; may be NaN or infinite.
     """
 
     steps: Sequence[float] = ()
@@ -39,7 +39,7 @@ class Curve:
 
     @classmethod
     def of(cls, written: Any) -> Curve:
-        """Of a series of ``run.json``; without points where it has none, or is none."""
+        """Create a curve from a series in ``run.json``; without points if ``written`` is not a series."""
         if not isinstance(written, Mapping):
             return cls()
         steps, values = written.get("steps"), written.get("values")
@@ -50,10 +50,10 @@ class Curve:
 
 
 def read_rows(file: Path) -> dict[str, Curve]:
-    """The columns of a ``metrics.csv``, by name; {} where there is none.
+    """Return the columns of a ``metrics.csv`` by name, or {} if the file is missing.
 
-    A row that was not written to its end, and what is no number, are left out. A step that a resumed run has made again
-    counts once, with the value that came last.
+    Incomplete rows and cells that are not numbers are left out. If a resumed run has repeated a step, the last value
+    counts.
     """
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
@@ -61,7 +61,7 @@ def read_rows(file: Path) -> dict[str, Curve]:
         return {}
     lines = text[: text.rfind("\n") + 1].splitlines()
     points: dict[str, dict[float, float]] = {}
-    with suppress(csv.Error):  # a field without an end
+    with suppress(csv.Error):  # an unterminated field
         rows = csv.reader(line for line in lines if "\0" not in line)
         names = next(rows, [])
         at = names.index("step") if "step" in names else len(names)
@@ -77,10 +77,9 @@ def read_rows(file: Path) -> dict[str, Curve]:
 
 
 def thin(curve: Curve, most: int) -> Curve:
-    """At most ``most`` points of a curve: of each of equally many in a row the smallest and the largest, and the ends.
+    """Reduce a curve to about ``most`` points: the smallest and largest of each of equal intervals, and the ends.
 
-    So a spike of one step among a hundred thousand is still there. Of a bucket with values that are not finite one of
-    those is kept, too.
+    So a spike of one step among a hundred thousand is kept. So is one NaN or infinite value of each interval.
     """
     count = len(curve)
     if count <= most:

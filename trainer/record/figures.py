@@ -1,8 +1,7 @@
-"""Results that are no curve: a confusion matrix, and samples with what was predicted of them.
+"""Write figures of a run: confusion matrices, and images of samples with their predictions.
 
-What lies in ``figures`` in a run's folder is in its report: pictures (PNG, JPEG) as they are, and confusion matrices
-(JSON). The functions here write such files, out of a module or a callback, under Lightning's Trainer as well; any
-program may. Processes but the first write nothing.
+The report includes all files in the folder ``figures`` of a run: images (PNG, JPEG), and confusion matrices (JSON).
+Modules and callbacks can call these functions, also with Lightning's Trainer. Only rank 0 writes files.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 FOLDER = "figures"
-"""The name of the folder."""
+"""Name of the folder."""
 
 _COLUMNS = 8
-_SIDES = (72, 256)  # pixels: smaller images are enlarged by a whole factor, larger ones made smaller
-_MARGIN, _LINE = 6, 16  # pixels, around an image, and the height of a line below it
+_SIDES = (72, 256)  # pixels: smaller images are enlarged by an integer factor, larger ones reduced
+_MARGIN, _LINE = 6, 16  # pixels: around an image, and the height of a line of its caption
 
 
 def figures_of(trainer: Trainer) -> Path | None:
-    """The folder for figures of the run that goes on, which is made; None where this process, or the run, leaves none.
+    """Create and return the folder for figures of the current run, or return None on ranks above 0 or without a folder.
 
     Args:
         trainer: ``self.trainer`` in a module.
@@ -48,17 +47,17 @@ def figures_of(trainer: Trainer) -> Path | None:
 
 
 def write_confusion_matrix(trainer: Trainer, name: str, counts: Tensor, classes: Sequence[str] | None = None) -> None:
-    """Write how often each class was taken for each, as ``figures/NAME.json``.
+    """Write a confusion matrix to ``figures/NAME.json``.
 
     Args:
         trainer: ``self.trainer`` in a module.
         name: such as ``"test"``.
         counts: shape (classes, classes): rows are the true classes and columns the predicted ones, as torchmetrics'
             ``MulticlassConfusionMatrix`` computes them.
-        classes: their names; None for numbers.
+        classes: names of the classes. Default: None, numbers.
 
     Raises:
-        ValueError: ``counts`` is not square, or there are more or fewer names than classes.
+        ValueError: if ``counts`` is not square, or the number of names differs from the number of classes.
     """
     if counts.dim() != 2 or counts.shape[0] != counts.shape[1]:
         raise ValueError(f"Got counts of shape {tuple(counts.shape)}, expected (classes, classes).")
@@ -67,22 +66,22 @@ def write_confusion_matrix(trainer: Trainer, name: str, counts: Tensor, classes:
     folder = figures_of(trainer)
     if folder is not None:
         names = [str(one) for one in (range(len(counts)) if classes is None else classes)]
-        told = {"kind": "confusion matrix", "classes": names, "counts": counts.tolist()}
-        write_text(folder / f"{name}.json", json.dumps(told) + "\n")
+        content = {"kind": "confusion matrix", "classes": names, "counts": counts.tolist()}
+        write_text(folder / f"{name}.json", json.dumps(content) + "\n")
 
 
 def write_pictures(trainer: Trainer, name: str, images: Tensor, captions: Sequence[str] = ()) -> None:
-    """Write images side by side, as ``figures/NAME.png``; the row below begins after eight.
+    """Write images to ``figures/NAME.png``, eight in a row.
 
     Args:
         trainer: ``self.trainer`` in a module.
         name: such as ``"test_samples"``.
-        images: shape (count, channels, height, width) of 1 or 3 channels: uint8, or of floating point, in which case
-            each is shown from its darkest value to its brightest one, however it was normalised.
-        captions: one for each, of one or several short lines.
+        images: shape (count, channels, height, width) with 1 or 3 channels. uint8, or floating point: then each image
+            is rescaled from its minimum and maximum.
+        captions: a text for each image, of one or several short lines. Default: no captions.
 
     Raises:
-        ValueError: another shape.
+        ValueError: if ``images`` has another shape.
     """
     if images.dim() != 4 or images.shape[1] not in (1, 3):
         raise ValueError(
@@ -94,7 +93,7 @@ def write_pictures(trainer: Trainer, name: str, images: Tensor, captions: Sequen
 
 
 def sheet(images: Tensor, captions: Sequence[str] = ()) -> PIL.Image.Image:
-    """Images side by side in one, eight in a row; the arguments are those of :func:`write_pictures`."""
+    """Return one image with all images, eight in a row. The arguments are those of :func:`write_pictures`."""
     from PIL import Image, ImageDraw, ImageFont
 
     pixels = _visible(images).expand(-1, 3, -1, -1).permute(0, 2, 3, 1).cpu().numpy()
@@ -106,7 +105,9 @@ def sheet(images: Tensor, captions: Sequence[str] = ()) -> PIL.Image.Image:
     step_x = max([width, *(math.ceil(font.getlength(line)) for several in lines for line in several)]) + _MARGIN
     step_y = height + _MARGIN + _LINE * max(map(len, lines), default=0)
     rows = -(-len(pixels) // _COLUMNS)
-    whole = Image.new("RGBA", (min(len(pixels), _COLUMNS) * step_x, rows * step_y))  # transparent: for dark pages, too
+    whole = Image.new(
+        "RGBA", (min(len(pixels), _COLUMNS) * step_x, rows * step_y)
+    )  # transparent, for light and dark pages
     draw = ImageDraw.Draw(whole)
     for index, image in enumerate(pixels):
         x, y = index % _COLUMNS * step_x, index // _COLUMNS * step_y
@@ -117,7 +118,7 @@ def sheet(images: Tensor, captions: Sequence[str] = ()) -> PIL.Image.Image:
 
 
 def _visible(images: Tensor) -> Tensor:
-    """As uint8."""
+    """Return the images as uint8."""
     if images.dtype == torch.uint8:
         return images
     images = images.detach().float().nan_to_num(0, 0, 0)

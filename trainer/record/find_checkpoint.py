@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is meant where its folder is named. Imports no torch."""
+"""Find the checkpoint of a run in its folder. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from trainer.record.sweep import load_sweep
 
 
 def is_checkpoint_folder(path: Path) -> bool:
-    """Whether a run has written the folder as a checkpoint."""
+    """Return whether a folder is a sharded checkpoint."""
     return (path / MANIFEST).is_file()
 
 
 def find(path: Path, *, latest: bool = False, key: str = "ckpt") -> Path:
-    """Return the checkpoint that ``path`` names: itself, or the best one of a run, else its last one.
+    """Return the checkpoint at ``path``, or the best checkpoint of the run in that folder, otherwise its last one.
 
     Args:
         path: a checkpoint, or a folder of a run, of a sweep (its best job) or of checkpoints.
-        latest: prefer the last one, to resume from. A sweep has none.
-        key: the setting with ``path``, for messages.
+        latest: whether to prefer the last checkpoint, for resuming. Not supported for a sweep. Default: False.
+        key: the name of the setting, for messages.
 
     Raises:
-        ConfigurationError: there is no checkpoint.
+        ConfigurationError: if there is no checkpoint.
     """
     if path.is_file() or is_checkpoint_folder(path):
         return path
     if not path.is_dir():
-        beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+        siblings = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ConfigurationError(
-            f"{key} is {path}: there is no such file or folder.{did_you_mean(path.name, beside)} Expected a checkpoint,"
-            " or the folder of a run, such as outputs/RECIPE/DATE_TIME."
+            f"{key} is {path}: there is no such file or folder.{did_you_mean(path.name, siblings)} Expected a"
+            " checkpoint, or the folder of a run, such as outputs/RECIPE/DATE_TIME."
         )
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     files = sorted(folder.glob("*.ckpt"), key=lambda file: file.stat().st_mtime)
@@ -50,10 +50,10 @@ def find(path: Path, *, latest: bool = False, key: str = "ckpt") -> Path:
 
 
 def find_weights(path: str | Path) -> Path:
-    """What ``weights`` names: a file of any kind, or else as by :func:`find`.
+    """Return the file or folder for the setting ``weights``: any file, otherwise the result of :func:`find`.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: if it does not exist.
     """
     if "://" in str(path):
         raise ConfigurationError(f"weights is {path}, expected a file or folder of this machine. Fetch it first.")
@@ -61,19 +61,19 @@ def find_weights(path: str | Path) -> Path:
 
 
 def _best(run: Path, files: list[Path], key: str) -> Path | None:
-    """Of ``files`` the one that the run's record calls the best; where it has none, the only one."""
+    """Return the best checkpoint according to the run's record; without a record, the only file, or None."""
     name = load_run(run).best_checkpoint
     if name is None:
-        if len(files) > 1 and (said := of_older_version(run)):
+        if len(files) > 1 and (message := of_older_version(run)):
             raise ConfigurationError(
-                f"{said} Which checkpoint is the best is not known: name one, such as {key}={files[-1]}"
+                f"{message} The best checkpoint is unknown: pass its path, such as {key}={files[-1]}"
             )
         return files[0] if len(files) == 1 else None
     return next((file for file in files if file.name == name), None)
 
 
 def _runs_in(folder: Path, key: str) -> str:
-    """A hint where ``folder`` holds runs, as that of a sweep does."""
+    """Return a hint if ``folder`` contains runs, as the folder of a sweep does, otherwise an empty text."""
     runs = sorted(one.parent.parent for one in folder.glob("*/.hydra/config.yaml"))
     if not runs:
         return ""

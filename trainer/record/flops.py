@@ -1,4 +1,4 @@
-"""How many floating-point operations a batch takes, and how many a second a device could do at most."""
+"""Count the floating-point operations of a batch, and look up the peak rate of a device."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.utils.flop_counter import flop_registry
 
 
 class Peak(NamedTuple):
-    """What a device can do at most: 10^12 floating-point operations a second, of dense matrices.
+    """Peak rates of a device for dense matrix products, in 10^12 floating-point operations per second.
 
     Args:
-        float32: without TensorFloat-32.
-        tf32: with it; None for a device that has none. Likewise:
-        float16: products of float16, added up in float32, as PyTorch's are.
-        bfloat16: likewise.
+        float32: rate without TensorFloat-32.
+        tf32: rate in TensorFloat-32, or None if the device does not support it.
+        float16: rate in float16 with accumulation in float32, as in PyTorch.
+        bfloat16: rate in bfloat16 with accumulation in float32, or None if the device does not support it.
     """
 
     float32: float
@@ -36,31 +36,31 @@ PEAKS: dict[str, Peak] = {
     r"Tesla V100S-PCIE-.*": Peak(16.4, None, 130.0, None),
     # NVIDIA T4 data sheet
     r"Tesla T4": Peak(8.1, None, 65.0, None),
-    # Data sheets of NVIDIA A100, A30, A40 and A10, where a second number is that with sparsity
+    # Data sheets of NVIDIA A100, A30, A40 and A10, without sparsity
     r"NVIDIA A100\b(?!.*MIG).*": Peak(19.5, 156.0, 312.0, 312.0),
     r"NVIDIA A30": Peak(10.3, 82.0, 165.0, 165.0),
     r"NVIDIA A40": Peak(37.4, 74.8, 149.7, 149.7),
     r"NVIDIA A10": Peak(31.2, 62.5, 125.0, 125.0),
-    # NVIDIA Ampere GA102 GPU Architecture white paper, v2.1, appendices. GeForce cards add up in float32 at half the
-    # rate, here and below.
+    # NVIDIA Ampere GA102 GPU Architecture white paper, v2.1, appendices. GeForce cards accumulate in float32 at
+    # half the rate, here and below.
     r"NVIDIA RTX A6000": Peak(38.7, 77.4, 154.8, 154.8),
     r"NVIDIA GeForce RTX 3090": Peak(35.6, 35.6, 71.0, 71.0),
-    # Data sheets of NVIDIA L4, L40 and L40S: half of what they say with sparsity
+    # Data sheets of NVIDIA L4, L40 and L40S: half of the rates with sparsity
     r"NVIDIA L4": Peak(30.3, 60.0, 121.0, 121.0),
     r"NVIDIA L40": Peak(90.5, 90.5, 181.0, 181.0),
     r"NVIDIA L40S": Peak(91.6, 183.0, 362.0, 362.0),
     # NVIDIA Ada GPU Architecture white paper, v2.1, appendices
     r"NVIDIA RTX 6000 Ada Generation": Peak(91.1, 182.1, 364.2, 364.2),
     r"NVIDIA GeForce RTX 4090": Peak(82.6, 82.6, 165.2, 165.2),
-    # NVIDIA H100 data sheet: half of what it says with sparsity
+    # NVIDIA H100 data sheet: half of the rates with sparsity
     r"NVIDIA H100 80GB HBM3|NVIDIA H100 SXM.*": Peak(66.9, 494.7, 989.4, 989.4),
     r"NVIDIA H100 PCIe": Peak(51.2, 378.0, 756.0, 756.0),
     r"NVIDIA H100 NVL": Peak(60.0, 417.5, 835.5, 835.5),
-    # NVIDIA H200 and GH200 data sheets: likewise
+    # NVIDIA H200 and GH200 data sheets: half of the rates with sparsity
     r"NVIDIA H200": Peak(67.0, 494.5, 989.5, 989.5),
     r"NVIDIA H200 NVL": Peak(60.0, 417.5, 835.5, 835.5),
     r"NVIDIA GH200( \d+GB)?": Peak(67.0, 494.5, 989.5, 989.5),
-    # NVIDIA Blackwell data sheet (HGX B200, GB200 NVL72), of each GPU: likewise
+    # NVIDIA Blackwell data sheet (HGX B200, GB200 NVL72), per GPU: half of the rates with sparsity
     r"NVIDIA B200": Peak(75.0, 1100.0, 2250.0, 2250.0),
     r"NVIDIA GB200": Peak(80.0, 1250.0, 2500.0, 2500.0),
     # NVIDIA RTX Blackwell GPU Architecture white paper, appendix
@@ -69,18 +69,18 @@ PEAKS: dict[str, Peak] = {
     r"AMD Instinct MI250X.*": Peak(47.9, None, 191.5, 191.5),
     r"AMD Instinct MI300X.*": Peak(163.4, 653.7, 1307.4, 1307.4),
 }
-"""By the name that torch has for a device (a regular expression for all of it). Parts of one (MIG) are not known."""
+"""Peak rates by a regular expression for torch's name of a device. Parts of a device (MIG) are not listed."""
 
 _FIELDS = {"16": "float16", "bf16": "bfloat16", "32": "float32"}
 
 
 def peak_flops(name: str, precision: str, tf32: bool) -> float | None:
-    """Floating-point operations a second that a device does at most; None where that is not known.
+    """Return the peak floating-point operations per second of a device, or None if they are unknown.
 
     Args:
-        name: of the device (``torch.cuda.get_device_name``).
-        precision: such as ``"bf16-mixed"``. 8 and 64 bits are not known.
-        tf32: whether float32 is multiplied in TensorFloat-32.
+        name: name of the device (``torch.cuda.get_device_name``).
+        precision: name of a precision, such as ``"bf16-mixed"``. The rates of 8 and 64 bits are unknown.
+        tf32: whether float32 matrix products use TensorFloat-32.
     """
     peak = next((peak for pattern, peak in PEAKS.items() if re.fullmatch(pattern, name)), None)
     field = _FIELDS.get(precision.partition("-")[0])
@@ -91,15 +91,16 @@ def peak_flops(name: str, precision: str, tf32: bool) -> float | None:
 
 
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the floating-point operations of products, convolutions and attention within, by torch's formulas.
+    """Count the floating-point operations of matrix products, convolutions and attention, with torch's formulas.
 
-    What activation checkpointing computes a second time does not count: the model does not need it. What is compiled
-    is not seen; nor are kernels of one's own without a formula (``torch.utils.flop_counter.register_flop_formula``).
+    Operations that activation checkpointing repeats are counted once. Compiled operations are not counted, and neither
+    are custom kernels without a formula (``torch.utils.flop_counter.register_flop_formula``).
 
     Attributes:
-        total: a multiplication and an addition are two.
-        convolutions: of these, what convolutions took.
-        is_whole: False once an operation came that has no formula, and whose parts are not seen (``flex_attention``).
+        total: number of operations; a multiplication and an addition count as two.
+        convolutions: number of operations in convolutions.
+        is_whole: whether all operations so far could be counted. False after one without a formula for it and its parts
+            (``flex_attention``).
     """
 
     supports_higher_order_operators = True
@@ -111,11 +112,11 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Let functions be compiled within: their compiler refuses to run inside of other modes."""
+        """Return True, because the compiler refuses to run inside other dispatch modes."""
         return True
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do what is to be done, and count it."""
+        """Run an operation, and count it."""
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         packet = getattr(function, "overloadpacket", None)
@@ -130,21 +131,23 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _recomputes() -> bool:
-    """Whether the operation is one that a checkpoint repeats in the backward pass."""
+    """Return whether activation checkpointing repeats the current operation in the backward pass."""
     frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
         if code.co_filename == checkpoint.__file__:
             if code.co_name == "unpack_hook":
                 return True
-            if code.co_name == "backward":  # use_reentrant=True: the backward pass itself is within, without gradients
+            if (
+                code.co_name == "backward"
+            ):  # with use_reentrant=True, the backward pass itself runs in it, without gradients
                 return torch.is_grad_enabled()
         frame = frame.f_back
     return False
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether a part of a module is compiled, so that its operations are not seen."""
+    """Return whether a part of a module is compiled, so that its operations are not counted."""
     return any(
         hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None
         for part in module.modules()

@@ -1,4 +1,4 @@
-"""What a Trainer, a batch and a device tell of a run. Works with Lightning's Trainer as well."""
+"""Measure the facts of a run from its Trainer, batches and device. Most functions also accept Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _TOO_MANY = 3
-"""Skipped steps, and no other, that are no longer how a loss scale finds its level; as for the overflow report."""
+"""Minimum number of skipped steps for a message, if no other steps were taken. Fewer are normal at the start."""
 
 
 def facts_of(trainer: Trainer) -> dict[str, Any]:
-    """What ``run.json`` says of a Trainer as it is now, with what its callbacks add by a method ``run_facts``."""
+    """Return the current facts of a Trainer for ``run.json``, with those of its callbacks' ``run_facts``."""
     device = trainer.strategy.root_device
     facts = {
         "precision": str(trainer.precision),
@@ -54,50 +54,50 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def reason_without_updates(trainer: Trainer) -> str | None:
-    """What to say of a fit in which every step was skipped, so that it ends with the weights it began with; else None.
+    """Return the message for a fit that skipped all optimizer steps, so that no weight was updated, or None.
 
-    None of a ``fast_dev_run`` as well, and of fewer than three steps: so many are how a loss scale finds its level.
+    Returns None for a ``fast_dev_run``, and for fewer than three skipped steps, which are normal at the start.
     """
     progress = getattr(trainer, "progress", None)  # `lightning.Trainer` has none
     if progress is None or progress.has_learned or progress.skipped_steps < _TOO_MANY or trainer.fast_dev_run:
         return None
     steps = trainer.global_step
-    said = f"No weight was updated: all {steps} optimizer steps were skipped, because gradients were not finite."
+    message = f"No weight was updated: all {steps} optimizer steps were skipped, because gradients were not finite."
     scale = loss_scale(trainer)
     if scale is None:
-        return f"{said} NonFiniteGuard('stop'), callbacks.nonfinite_guard.policy=stop, says where the first one was."
+        return f"{message} NonFiniteGuard('stop') (callbacks.nonfinite_guard.policy=stop) reports the first one."
     if scale <= trainer.scaler.min_scale:
         return (
-            f"{said} The loss scale cannot fall below its min_scale of {scale:g}: something overflows in float16 or is"
-            " NaN at any scale. The overflow report names the layer; precision=bf16-mixed has a larger range."
+            f"{message} The loss scale is at its min_scale of {scale:g}: values overflow in float16, or are NaN, at any"
+            " scale. The overflow report names the layer; precision=bf16-mixed has a larger range."
         )
     return (
-        f"{said} The loss scale was still falling, and is at {scale:g}: train for longer, or begin there,"
+        f"{message} The loss scale was still decreasing, and is at {scale:g}: train longer, or start with this scale:"
         f" MixedPrecision(init_scale={scale:g}), on the command line precision.init_scale={scale:g}."
     )
 
 
 def data_parallel_size_of(trainer: pl.Trainer) -> int:
-    """How many processes have batches of their own."""
+    """Return the number of processes with different batches."""
     engine = getattr(trainer, "engine", None)  # `lightning.Trainer` has none
     return int(trainer.world_size if engine is None else engine.data_parallel_size)
 
 
 def devices_of(trainer: pl.Trainer) -> str:
-    """Number and kind of a trainer's devices, such as "2 x NVIDIA A100"."""
+    """Return the number and name of a trainer's devices, such as "2 x NVIDIA A100"."""
     device = trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     return f"{trainer.world_size} x {name}"
 
 
 def loss_scale(trainer: pl.Trainer) -> float | None:
-    """The scale that the next loss is multiplied by; None without loss scaling."""
+    """Return the scale of the next loss, or None without loss scaling."""
     scaler = trainer.scaler  # None under `lightning.Trainer` without loss scaling
     return scaler.get_scale() if scaler is not None and scaler.is_enabled() else None
 
 
 def monitor_of(trainer: pl.Trainer) -> dict[str, str] | None:
-    """The metric that the checkpoints, else the early stopping, go by."""
+    """Return the metric that the checkpoints, otherwise early stopping, monitor, and its mode, or None."""
     callbacks: tuple[Any, ...] = trainer.checkpoint_callback, trainer.early_stopping_callback
     for callback in callbacks:
         if getattr(callback, "monitor", None):
@@ -106,15 +106,15 @@ def monitor_of(trainer: pl.Trainer) -> dict[str, str] | None:
 
 
 def best_score_of(trainer: pl.Trainer) -> float | None:
-    """What the monitored metric was at the best checkpoint; None where the checkpoints go by none."""
+    """Return the monitored metric at the best checkpoint, or None if the checkpoints monitor no metric."""
     score = getattr(trainer.checkpoint_callback, "best_model_score", None)
     return None if score is None else float(score)
 
 
 def paths_of(trainer: pl.Trainer) -> dict[str, str | list[str]]:
-    """Where checkpoints and loggers have written, as absolute paths; what does not exist is left out.
+    """Return the absolute paths of the existing checkpoints and of the loggers' folders.
 
-    A ModelCheckpoint that monitors nothing calls its newest file the best. Here it is the last.
+    ``best_model_path`` of a ModelCheckpoint without a monitored metric is its newest file. Here it is the last one.
     """
     checkpoints = trainer.checkpoint_callback
     best, last = (getattr(checkpoints, f"{name}_model_path", None) for name in ("best", "last"))
@@ -129,11 +129,10 @@ def paths_of(trainer: pl.Trainer) -> dict[str, str | list[str]]:
 
 
 def folder_of_files(trainer: pl.Trainer, given: str | os.PathLike[str] | None) -> Path | None:
-    """Where a callback writes the files of a run. Asks no other process.
+    """Return the folder for a callback's files. No communication.
 
-    That is the folder that the callback was given, else that of the first logger, else ``trainer.default_root_dir``. A
-    logger counts if it names a folder of this machine, in a str or a Path: not an address, and not what a mock says.
-    None if ``default_root_dir`` is an address, too.
+    It is ``given``, otherwise the folder of the first logger with a local folder, otherwise
+    ``trainer.default_root_dir``. None if that is a URL.
     """
     folder = str(given or next(iter(folders_of_loggers(trainer)), trainer.default_root_dir))
     return None if "://" in folder else Path(folder).absolute()
@@ -169,23 +168,23 @@ def folders_of_loggers(trainer: pl.Trainer) -> list[str]:
 
 
 def training_loss(trainer: pl.Trainer, outputs: Any, *, keep: bool = False) -> Tensor | None:
-    """The loss of a batch, as ``training_step`` returned it, from what ``on_train_batch_end`` is given.
+    """Return the loss of a batch as returned by ``training_step``, from the outputs in ``on_train_batch_end``.
 
-    The latter is the batch's share of its accumulation window's mean, and that is undone here.
+    The loss in the outputs is multiplied by the batch's share of the accumulation window. Here it is divided by it.
 
     Args:
-        trainer: Says what the share is.
-        outputs: A dict with a "loss", a tensor, or anything else.
-        keep: Whether the tensor is to outlive the batch: CUDA graphs reuse their outputs. What ``self.log`` has copied
-            is not copied again.
+        trainer: the Trainer, which has the share.
+        outputs: a dict with a "loss", a tensor, or another object.
+        keep: whether the tensor is kept after the batch. It is then copied, unless ``self.log`` has copied it, because
+            CUDA graphs reuse the memory of their outputs. Default: False.
 
     Returns:
-        A tensor with one element, unread, or None if there is no loss.
+        A tensor with one element on its device, or None if there is no loss.
     """
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return None
-    share = getattr(trainer, "loss_share", 1.0 / trainer.accumulate_grad_batches)  # `lightning.Trainer` has but this
+    share = getattr(trainer, "loss_share", 1.0 / trainer.accumulate_grad_batches)  # the value for `lightning.Trainer`
     if not isinstance(share, float) or share != 1.0:
         own: Tensor = loss.detach() / share
         return own
@@ -196,21 +195,21 @@ def training_loss(trainer: pl.Trainer, outputs: Any, *, keep: bool = False) -> T
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes: what torch has reserved on a GPU, else the physical memory of the process."""
+    """Return the bytes that torch has reserved on a GPU, otherwise the physical memory of the process."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else machine.memory_in_use()
 
 
 def _peak_memory(device: torch.device) -> dict[str, int]:
-    """Bytes: the most that tensors occupied on the GPU, else the largest size of the process."""
+    """Return the peak bytes of tensors on a GPU, otherwise of the process, or {} if it is unknown."""
     peak = peak_memory(device)
     return {"gpu" if device.type == "cuda" else "process": peak} if peak else {}
 
 
 def tensor_cores_of(device: torch.device) -> dict[str, Any] | None:
-    """Whether the GPU has Tensor Cores, and where float32 uses them; None on another device."""
+    """Return the GPU's compute capability and the operations in TensorFloat-32, or None on another device."""
     if device.type != "cuda":
         return None
-    # Not allow_tf32, whose reading raises where a user has set fp32_precision.
+    # reading allow_tf32 raises if the user has set fp32_precision
     float32 = {
         "matrix products": torch.backends.cuda.matmul.fp32_precision,
         "convolutions": torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]  # made at run time

@@ -1,4 +1,4 @@
-"""Where a run takes place: versions, machine, code and command. Imports no torch."""
+"""Record the environment of a run: versions, machine, code and command. Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
     "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NTASKS", "WORLD_SIZE",
 )  # fmt: skip
-_PATIENCE = 5.0  # seconds, for git
+_GIT_TIMEOUT = 5.0  # seconds
 
 
 def environment() -> dict[str, Any]:
-    """What somebody wants to know who finds the results later. Touches no device: processes can still be forked.
+    """Return the facts that are needed to reproduce a run. Initializes no device, so processes can still be forked.
 
     Returns:
         ``started`` (seconds, of `time.time`), ``host``, ``pid``, ``command`` (words; secrets redacted), ``directory``,
-        ``python``, ``platform``, ``versions`` by package, ``cuda`` (that torch was built for; None without),
-        ``cpu`` (its name), ``cores`` (that this process may use), ``memory`` (bytes, or None; the limit of the
-        container where there is one), ``git`` (``commit``, ``branch``, ``modified``; None where the working directory
-        is in no repository) and ``variables`` of the environment: the few that matter to a training.
+        ``python``, ``platform``, ``versions`` by package, ``cuda`` (the version that torch was built for, or None),
+        ``cpu`` (its name), ``cores`` (usable by this process), ``memory`` (bytes, or None; the limit of the container
+        if it has one), ``git`` (``commit``, ``branch``, ``modified``; None outside a repository) and ``variables``,
+        the environment variables that affect training.
     """
     torch = sys.modules.get("torch")
     return {
@@ -55,7 +55,7 @@ def environment() -> dict[str, Any]:
 
 
 def version_of(name: str) -> str | None:
-    """The version of a package, which is not imported; None where it is not installed."""
+    """Return the version of a package without importing it, or None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -63,7 +63,7 @@ def version_of(name: str) -> str | None:
 
 
 def _git() -> dict[str, Any] | None:
-    """The commit of the working directory, and whether files that git knows differ from it."""
+    """Return the commit and branch of the working directory, and whether tracked files are modified, or None."""
     if not any((folder / ".git").exists() for folder in (Path.cwd(), *Path.cwd().parents)):
         return None
     program = shutil.which("git")
@@ -71,15 +71,15 @@ def _git() -> dict[str, Any] | None:
         return None
 
     def ask(*words: str) -> str:
-        # no command of the repository's config is run, and nothing is locked or written
+        # run no command of the repository's config, and lock and write nothing
         line = [program, "--no-optional-locks", "-c", "core.fsmonitor=false", *words]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=_PATIENCE, check=True)
+        done = subprocess.run(line, capture_output=True, text=True, timeout=_GIT_TIMEOUT, check=True)
         return done.stdout.strip()
 
     try:
         commit = ask("rev-parse", "HEAD")
         branch = ask("rev-parse", "--abbrev-ref", "HEAD")
         modified = bool(ask("status", "--porcelain", "--untracked-files=no"))
-    except (OSError, ValueError, subprocess.SubprocessError):  # no commit yet, somebody else's folder, a slow disk
+    except (OSError, ValueError, subprocess.SubprocessError):  # no commit yet, a folder of another user, a slow disk
         return None
     return {"commit": commit, "branch": branch, "modified": modified}

@@ -31,10 +31,10 @@ ENDED_WELL = ("completed", "pruned")
 """The status of a run without an error. A sweeper stops ("prunes") a job that is not promising."""
 
 PRUNING = "++callbacks.pruning={_target_:trainer.callbacks.OptunaPruning,"
-"""The beginning of the override with which Optuna's sweeper has a job report to its study."""
+"""The beginning of the override that makes a job report to the study of Optuna's sweeper."""
 
 MEASURING = ("++callbacks.throughput._target_=trainer.callbacks.Throughput",)
-"""The overrides with which ``compare`` measures a job."""
+"""The overrides that ``compare`` adds to measure a job."""
 
 _VERSION = 1
 _OLDER = ("result.json", "curves.json", "environment.json")
@@ -98,23 +98,23 @@ class RunRecord:
     Attributes:
         former: the facts of an earlier run in the same folder. Empty unless the record was started by `begin`.
         label: the name of the run among others that it is compared with.
-        recipe: The recipe's name.
-        module: The class of the model.
-        precision: Such as "16-mixed"; before the Trainer is built the one that was asked for, which may be "auto".
-        devices: Such as "2 x NVIDIA A100".
-        sharding: Number of processes, and when gradients are reduced; None if nothing is sharded.
-        prefetching: Batches that went to the GPU during the step before, and the kind of memory; None without.
-        seed: As it was set.
-        job: The number in a sweep.
-        error: The error that ended the run, or None.
-        epochs: Completed epochs, those before a resume included.
-        steps: Optimizer steps attempted, skipped ones included.
-        skipped_steps: How many of these were skipped.
-        scale: The loss scale after the last step; None without loss scaling.
-        seconds: Wall time: of a fit that of training, validations included; of another command all that it took.
-        train_seconds: Time of training without validations.
-        samples_per_step: Training samples of an optimizer step over all processes, by an epoch's first batch.
-        best_score: The monitored metric at the best checkpoint.
+        recipe: name of the recipe.
+        module: class of the module.
+        precision: such as "16-mixed"; the requested one, possibly "auto", until the Trainer is built.
+        devices: such as "2 x NVIDIA A100".
+        sharding: number of processes, and when gradients are reduced. None if nothing is sharded.
+        prefetching: number of prefetched batches, and whether their memory is pinned. None without prefetching.
+        seed: seed of the run.
+        job: number of the job in a sweep.
+        error: error that ended the run.
+        epochs: number of completed epochs, including those before a resume.
+        steps: number of attempted optimizer steps, including skipped ones.
+        skipped_steps: number of skipped steps.
+        scale: loss scale after the last step. None without loss scaling.
+        seconds: wall time in seconds; of a fit, the training with its validations.
+        train_seconds: time of training without validations, in seconds.
+        samples_per_step: number of samples per optimizer step over all processes, from the first batch of an epoch.
+        best_score: monitored metric at the best checkpoint.
     """
 
     recipe = Fact(str)
@@ -167,12 +167,12 @@ class RunRecord:
 
     @property
     def command(self) -> str:
-        """The command that made the run, such as "fit"."""
+        """The command of the run, such as "fit"."""
         return str(self.facts.get("command") or self.config.get("command") or "fit")
 
     @property
     def overrides(self) -> list[str]:
-        """The words of the command line that set something."""
+        """The overrides on the command line."""
         words = self.facts.get("overrides")
         return [str(word) for word in words] if isinstance(words, list) else []
 
@@ -240,36 +240,36 @@ class RunRecord:
 
     @property
     def status(self) -> str:
-        """How the run has ended: "completed", "interrupted", "failed" or "pruned".
+        """The status of the run: "completed", "interrupted", "failed" or "pruned".
 
         A run that has not recorded its end is "running" if its process exists, "killed" if it does not, and
         "unfinished" if that cannot be determined on this machine.
         """
-        said = self.facts.get("status")
-        if said and said != "running":
-            return str(said)
+        status = self.facts.get("status")
+        if status and status != "running":
+            return str(status)
         alive = self._is_alive()
         return "unfinished" if alive is None else "running" if alive else "killed"
 
     @property
     def completed(self) -> bool:
-        """Whether it came to its end."""
+        """Whether the run has completed."""
         return self.status == "completed"
 
     @property
     def samples_per_second(self) -> float | None:
-        """Samples per second: of a fit in training, of another command that the callback Throughput has measured."""
+        """Samples per second: of the training in a fit; otherwise measured by the callback Throughput."""
         rate = self.facts.get("samples_per_second") or self.throughput.get(self.command)
         return None if rate is None else float(rate)
 
     @property
     def peak_memory(self) -> int | None:
-        """Bytes: on a GPU the most that tensors occupied, else the largest size of the process."""
+        """Peak memory in bytes: of the tensors on a GPU, otherwise of the process."""
         return next((int(size) for size in self._mapping("peak_memory").values()), None)
 
     @property
     def memory_is_the_gpus(self) -> bool:
-        """Whether the memory is that of a GPU, and not that of the process."""
+        """Whether `peak_memory` is that of a GPU, instead of the process."""
         return "gpu" in self._mapping("peak_memory")
 
     @property
@@ -321,13 +321,13 @@ class RunRecord:
 
     @property
     def started(self) -> float | None:
-        """A time (of `time.time`)."""
+        """Start of the run (of `time.time`)."""
         started = self.environment.get("started")
         return float(started) if isinstance(started, int | float) else None
 
     @cached_property
     def step(self) -> int | None:
-        """Optimizer steps so far, also of a run that has not recorded its end."""
+        """Number of optimizer steps so far, also if the run has not recorded its end."""
         if self.steps is not None and self.status not in ("running", "killed", "unfinished"):
             return self.steps
         seen = [curve.steps[-1] + 1 for curve in self.rows.values() if curve]
@@ -342,7 +342,7 @@ class RunRecord:
 
     @property
     def duration(self) -> float | None:
-        """Wall time in seconds, also of a run that has not recorded its end."""
+        """Wall time in seconds, also if the run has not recorded its end."""
         if self.status in ("running", "killed"):
             end = self.now if self.status == "running" else self.changed
             return None if self.started is None else end - self.started
@@ -350,13 +350,13 @@ class RunRecord:
 
     @property
     def best_checkpoint(self) -> str | None:
-        """The name of the file: its folder may have been moved."""
+        """Name of the best checkpoint without its folder, which may have been moved."""
         path = self.paths.get("best_checkpoint")
         return Path(str(path).replace("\\", "/")).name if path else None
 
     @property
     def losses(self) -> Curve:
-        """The training loss of a batch, as ``training_step`` returned it."""
+        """The training loss per batch, as returned by ``training_step``."""
         return self._curve("losses")
 
     @property
@@ -367,12 +367,12 @@ class RunRecord:
 
     @property
     def skipped(self) -> Curve:
-        """At each skipped step, how many there have been so far."""
+        """The number of skipped steps so far, at each skipped step."""
         return self._curve("skipped")
 
     @property
     def scales_to_the_end(self) -> Curve:
-        """`scales`, and the last of them again at the last step that is known of."""
+        """`scales`, with its last value repeated at the last known step."""
         scales = self.scales
         if not scales:
             return scales
@@ -381,7 +381,7 @@ class RunRecord:
 
     @property
     def skips(self) -> Curve:
-        """At each skipped step, the loss scale that it was computed with."""
+        """The loss scale of each skipped step."""
         scales = self.scales
         at = [bisect_right(scales.steps, step) - 1 for step in self.skipped.steps]
         found = [(step, scales.values[i]) for step, i in zip(self.skipped.steps, at, strict=True) if i >= 0]
@@ -389,17 +389,17 @@ class RunRecord:
 
     @property
     def elapsed(self) -> Curve:
-        """Seconds of training."""
+        """Seconds of training so far."""
         return self._curve("seconds")
 
     @property
     def memory(self) -> Curve:
-        """Memory in bytes: reserved by torch on a GPU, else that of the process."""
+        """Memory in bytes: reserved by torch on a GPU, otherwise of the process."""
         return self._curve("memory")
 
     @property
     def stages(self) -> dict[str, dict[str, Curve]]:
-        """The metrics that were logged for an epoch or a validation, by stage ("train" or "val") and name."""
+        """The metrics of epochs and validations, by stage ("train" or "val") and name."""
         stages = self._mapping("curves").get("metrics")
         found = stages.items() if isinstance(stages, Mapping) else ()
         return {
@@ -409,7 +409,7 @@ class RunRecord:
         }
 
     def metric_curve(self, name: str) -> Curve:
-        """A metric over the steps, of the validation or, without that, of the training."""
+        """Return the curve of a metric, of the validation or, if it has none, of the training."""
         return next(
             (self.stages[stage][name] for stage in ("val", "train") if name in self.stages.get(stage, ())), Curve()
         )
@@ -421,7 +421,7 @@ class RunRecord:
         return read_rows(self.inside(max(files, key=changed))) if files else {}
 
     def inside(self, file: Path) -> Path:
-        """``file``; a link that leads out of the folder, perhaps to a secret, counts as missing, as does a pipe."""
+        """Return ``file``, or a missing file if it is a pipe or links to a file outside the folder (maybe a secret)."""
         is_here = Path(os.path.realpath(file)).is_relative_to(os.path.realpath(self.folder))
         return file if is_here and file.is_file() else Path(os.devnull, file.name)
 
@@ -433,7 +433,7 @@ class RunRecord:
             return None
         try:
             return OmegaConf.to_container(OmegaConf.load(self.inside(self.folder / ".hydra" / name)), resolve=False)
-        except Exception:  # half a file can be wrong in many ways
+        except Exception:  # an incomplete file can raise many errors
             return None
 
     def _mapping(self, name: str) -> Mapping[str, Any]:
@@ -454,10 +454,10 @@ class RunRecord:
         if not isinstance(pid, int) or pid < 1 or host != socket.gethostname() or sys.platform == "win32":
             return None
         try:
-            os.kill(pid, 0)  # sends nothing; on Windows it would
+            os.kill(pid, 0)  # sends no signal, except on Windows
         except ProcessLookupError:
             return False
-        except OSError:  # of another user
+        except OSError:  # a process of another user
             return True
         return True
 
@@ -482,14 +482,14 @@ def direction_of(name: str) -> str | None:
 
 
 def without_step_epoch_variants(names: Iterable[str]) -> list[str]:
-    """Return the names of metrics without ``_step`` and ``_epoch`` variants of a name that is there itself."""
+    """Return the names of metrics, without ``NAME_step`` and ``NAME_epoch`` if ``NAME`` is among them."""
     listed = list(names)
     plain = {name: name.removesuffix("_step").removesuffix("_epoch") for name in listed}
     return [name for name in listed if plain[name] == name or plain[name] not in plain]
 
 
 def changed(file: Path) -> float:
-    """When a file was last written, as a time (of `time.time`); 0 without it."""
+    """Return the time (of `time.time`) at which a file was last written, or 0 if it is missing."""
     try:
         return file.stat().st_mtime
     except OSError:
@@ -499,7 +499,7 @@ def changed(file: Path) -> float:
 def read_json(folder: Path, name: str = RUN) -> dict[str, Any]:
     """Return the content of ``run.json`` in ``folder``, or of another JSON file; {} if it is missing or not readable.
 
-    A link that leads out of the folder, perhaps to a secret, counts as missing. So does a pipe.
+    A pipe counts as missing, and so does a link to a file outside the folder, which may be a secret.
     """
     file = folder / name
     try:
@@ -512,11 +512,11 @@ def read_json(folder: Path, name: str = RUN) -> dict[str, Any]:
 
 
 def of_older_version(folder: Path) -> str:
-    """Return the message for a folder with files of an earlier version, which are not read; else an empty text."""
+    """Return the message about a folder with files of an earlier version, which are not read, or an empty text."""
     found = [name for name in _OLDER if (folder / name).is_file()]
     if not found or (folder / RUN).is_file():
         return ""
     return (
-        f"{folder} was written by an older version (it has {found[0]}, expected {RUN}), whose record of a run is no"
-        " longer read. Make the run again, or use the version that wrote it."
+        f"{folder} was written by an older version (it has {found[0]}, expected {RUN}), and"
+        " its record can no longer be read. Start the run again, or use the version that wrote it."
     )

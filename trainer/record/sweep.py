@@ -12,9 +12,9 @@ from typing import Any
 from trainer.record.run_record import RUN, RunRecord, changed, load_run, without_step_epoch_variants
 
 _NO_METRICS = ("amp/", "lr-", "grad_norm")
-"""Prefixes of values that callbacks log and that do not measure success."""
+"""Prefixes of values that callbacks log and that do not measure the quality of a model."""
 _METRICS = 4
-_LONG = re.compile(r"(?<![\w.])\d+\.\d{5,}(?:e[+-]?\d+)?(?![\w.])")  # numbers that a sweeper has drawn
+_LONG = re.compile(r"(?<![\w.])\d+\.\d{5,}(?:e[+-]?\d+)?(?![\w.])")  # numbers drawn by a sweeper
 _LONGEST = 64  # characters of a label
 
 
@@ -98,13 +98,13 @@ class Sweep:
             return
         for run in self.runs:
             run.label = run.label if len(run.label) <= _LONGEST else f"{run.label[: _LONGEST - 1]}\u2026"
-        twins = Counter(run.label for run in self.runs)
+        counts = Counter(run.label for run in self.runs)
         for run in self.runs:
-            if twins[run.label] > 1 and run.label != run.folder.name:
+            if counts[run.label] > 1 and run.label != run.folder.name:
                 run.label = f"{run.label} ({run.folder.resolve().name})"
-        again = Counter(run.label for run in self.runs)
+        counts = Counter(run.label for run in self.runs)
         for number, run in enumerate(self.runs, start=1):
-            run.label += f" [{number}]" if again[run.label] > 1 else ""
+            run.label += f" [{number}]" if counts[run.label] > 1 else ""
 
 
 def best_of(runs: Iterable[RunRecord], goal: tuple[str, str] | None) -> RunRecord | None:
