@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:  # takes a moment to import
 QUIET = "TRAINER_QUIET"
 """The environment variable that passes ``--quiet`` to all processes of a command."""
 
+PROGRAM = "TRAINER_PROGRAM"
+"""The environment variable with the words that the user started this program with."""
+
 _STYLES = {
     "failed": "red", "interrupted": "red", "unsupported": "red", "emulated": "yellow", "pruned": "dim", "wrong": "red",
 }  # fmt: skip
@@ -22,6 +26,23 @@ _STYLES = {
 def is_quiet() -> bool:
     """Return whether ``--quiet`` was given: print only warnings and the last line, no progress bar, no tables."""
     return os.environ.get(QUIET, "") not in ("", "0")
+
+
+def program() -> str:
+    """Return the words that start this program, as the user wrote them: ``trainer`` or ``python -m trainer``."""
+    return os.environ.get(PROGRAM) or "python -m trainer"
+
+
+def command_line(*words: object) -> str:
+    """Return a command of this program that can be pasted into a shell.
+
+    All commands in output and messages are made by this function. ``tests/cli/test_printed_commands.py`` finds each
+    call and runs its command.
+
+    Args:
+        *words: the command and its arguments, not quoted.
+    """
+    return f"{program()} {shlex.join(map(str, words))}"
 
 
 def four_digits(value: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +15,7 @@ from tests.support import make_trainer
 from trainer.arguments import ACCELERATORS, ARGUMENTS, STRATEGIES
 from trainer.cli import main
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, read
-from trainer.cli.commands import names
+from trainer.cli.commands import find, names
 from trainer.cli.compose import Composer
 from trainer.cli.folders import packaged_conf
 from trainer.cli.keys import options
@@ -208,6 +209,16 @@ def test_help_of_a_command_names_every_option(project, capsys):
     for command in names():
         assert main([command, "--help"]) == 0
         assert f"usage: python -m trainer {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [name for name in names() if name != "fit"])
+def test_only_the_help_of_fit_lists_the_settings_of_all_commands(project, capsys, command):
+    assert main([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert not re.search(r"^  (?:trainer\.|seed=|\+recipe=|--debug)", out, re.MULTILINE)
+    takes_settings = "SETTING" in find(command).usage
+    assert ("`python -m trainer fit --help` lists the settings and flags." in out) == takes_settings
+    assert (f"  {command}." in out) == (command in ("compare", "tune", "checks"))
 
 
 def test_version(capsys):

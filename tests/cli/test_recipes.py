@@ -13,11 +13,13 @@ from omegaconf import OmegaConf
 from tests.cli.conftest import write
 from trainer.arguments import ARGUMENTS
 from trainer.cli import main
-from trainer.cli.arguments import Arguments
+from trainer.cli.arguments import Arguments, read
 from trainer.cli.compose import Composer
 from trainer.cli.folders import packaged_conf
 from trainer.cli.keys import meanings
 from trainer.cli.recipes import annotated
+from trainer.cli.validate import validate
+from trainer.record.run_record import load_run
 
 RECIPES = [file.stem for file in sorted((packaged_conf() / "recipe").glob("*.yaml"))]
 GROUPS = ("precision", "optimizer", "scheduler", "callbacks", "data", "logger", "trainer")
@@ -145,3 +147,30 @@ def test_nothing_heavy_is_imported():
     code = "import sys; from trainer.cli import main; main(['recipes', 'resnet50']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.endswith("\nFalse\n")
+
+
+@pytest.mark.parametrize("name", ["nan", "001", "1e5", "true", "null", "Inf"])
+def test_a_recipe_may_have_the_name_of_a_value(project, capsys, name):
+    write(project, {f"conf/recipe/{name}.yaml": "# @package _global_\n# Odd.\ndefaults: [line]\n"})
+    assert main(["recipes", name]) == 0
+    assert capsys.readouterr().out.startswith("# Odd.\n")
+    for words in (["fit", f"+recipe={name}"], ["fit", f"recipe={name}"]):
+        assert validate(read(words)).hydra.runtime.choices["recipe"] == name
+    arguments = read(["fit", "-m", f"recipe=line,{name}"])
+    assert arguments.overrides == [f"+recipe=line,'{name}'"]
+    assert validate(arguments).command == "fit"
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ["nan", "null"])
+def test_a_run_of_such_a_recipe_is_tested(project, name):
+    write(project, {f"conf/recipe/{name}.yaml": "# @package _global_\ndefaults: [line]\n"})
+    assert main(["fit", f"+recipe={name}", "callbacks.learning_rate_monitor=null"]) == 0
+    (folder,) = Path("outputs", name).iterdir()
+    assert load_run(folder).recipe == name
+    assert main(["test", f"ckpt={folder}"]) == 0
+
+
+def test_a_value_that_is_no_option_keeps_its_meaning(project):
+    words = ["seed=001", "data.batch_size=1e5", "+recipe=null", "model=null", "ckpt=null"]
+    assert read(["fit", *words]).overrides == words

@@ -226,7 +226,7 @@ def test_memory_that_runs_out_is_told_and_recorded(capsys, monkeypatch, command)
     told = capsys.readouterr().err
     assert told.count("Memory ran out") == told.count("Alive were: weights 8 bytes, ") == 1
     assert "in the forward pass." in told
-    tries = "accumulate_grad_batches" in told, "python -m trainer tune batch_size" in told
+    tries = "accumulate_grad_batches" in told, "python -m trainer tune batch_size +recipe=line" in told
     assert tries == (command == "fit", command == "fit")
     assert "Try a smaller data.batch_size" in told or command == "fit"
     found = result(Path("run"))

@@ -1,7 +1,6 @@
 """The table at the end of a fit."""
 
 import os
-import shlex
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -143,7 +142,7 @@ def _paths(paths: Mapping[str, str | list[str]]) -> list[tuple[str, str]]:
     ]
     if "record" in paths:
         run = from_here(Path(str(paths["run"])))
-        rows.append(("report", shlex.join(["python", "-m", "trainer", "report", str(run)])))
+        rows.append(("report", terminal.command_line("report", run)))
     return rows
 
 

@@ -7,6 +7,7 @@ job of a sweep, and ``compare`` compares their results. Only ``run`` imports tor
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -18,9 +19,9 @@ from typing import TYPE_CHECKING
 from trainer.cli import commands
 from trainer.cli.arguments import Arguments, UsageError, read
 from trainer.cli.folders import search_here
-from trainer.cli.processes import DEBUG, environment
+from trainer.cli.processes import DEBUG, environment, started_as
 from trainer.errors import ConfigurationError
-from trainer.terminal import QUIET
+from trainer.terminal import PROGRAM, QUIET, command_line
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -45,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     search_here()
     words = list(sys.argv[1:] if argv is None else argv)
     with ExitStack() as command:
+        if argv is None:
+            command.enter_context(environment({PROGRAM: os.environ.get(PROGRAM) or started_as()}))
         try:
             arguments = read(words)
             command.enter_context(environment(_environment_of(arguments)))
@@ -87,7 +90,7 @@ def _dispatch(arguments: Arguments) -> int:
         if not arguments.shows:
             raise UsageError(
                 f"No command given, expected one of {', '.join(commands.names())}:"
-                f" `python -m trainer fit {' '.join(arguments.overrides)}`."
+                f" `{command_line('fit', *arguments.overrides)}`."
             )
         arguments.command = "fit"
     return _hydra(arguments)
@@ -127,7 +130,8 @@ def _hydra(arguments: Arguments) -> int:
                 compare.as_sweep(arguments)
             else:
                 wanted = sweep.planned(composer, arguments.config_overrides(), config)
-                again = resume_command(arguments.command, given, folder, "hydra.sweep.dir", arguments.flags)
+                flags = [word for flag in arguments.flags.items() if flag[0] != "--quiet" for word in flag if word]
+                again = resume_command(arguments.command, [*flags, *given], folder, "hydra.sweep.dir")
                 report = partial(sweep.report, folder, since=started, wanted=wanted, again=again)
     try:
         status = _call_hydra(arguments, composer, config, waiting)

@@ -16,6 +16,7 @@ from trainer.cli import commands
 from trainer.cli.folders import conf_folders
 from trainer.errors import ConfigurationError, did_you_mean
 from trainer.precision.names import match
+from trainer.terminal import command_line
 
 _EXPORT_SETTINGS = ("ckpt", "ckpt_path", "recipe", "to")
 """If one of these is given, the arguments of ``export`` are settings instead of file names."""
@@ -28,6 +29,9 @@ COMPARED_PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
 
 _PATHS = ("ckpt", "ckpt_path", "weights", "to")
 """Settings that are paths. Their values need no quotes if they contain = or a space."""
+
+_OPTIONS = re.compile(r"[^\s,()\[\]]+")
+"""The options in the value of an override."""
 
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
@@ -109,10 +113,10 @@ class Arguments:
             UsageError: if ``-m`` was given, or a flag that makes Hydra print something.
         """
         if self.shows or self.multirun:
-            flag = "--multirun" if self.multirun else next(iter(self.flags))
+            flag = "--multirun" if self.multirun else next(flag for flag in self.flags if flag in _SHOW)
+            show = f" To print the config, use `{command_line('fit', *self.overrides, '--cfg', 'job')}`."
             raise UsageError(
-                f"Got {flag} with {self.command}, which does not support it. To print the config, use"
-                " `python -m trainer fit ... --cfg job`."
+                f"Got {flag} with {self.command}, which does not support it.{'' if self.multirun else show}"
             )
 
     def config_overrides(self) -> list[str]:
@@ -186,8 +190,8 @@ def _read_flag(word: str, words: list[str], arguments: Arguments) -> None:
         known = [flag.spellings[0][2:] for flag in FLAGS]
         near = did_you_mean(spelling.lstrip("-"), known).replace(" '", " '--")
         raise UsageError(
-            f"There is no flag {spelling!r}.{near} `python -m trainer fit --help` lists the flags. Settings are written"
-            " without dashes: key=value."
+            f"There is no flag {spelling!r}.{near} `{command_line('fit', '--help')}` lists the flags. Settings are"
+            " written without dashes: key=value."
         )
     name = flag.spellings[0]
     if flag.value.startswith("[") and not equals:
@@ -208,11 +212,13 @@ def _read_override(word: str, arguments: Arguments) -> None:
         _read_command(value, arguments)
         return
     if key in GROUPS_TO_ADD:
-        word = f"+{word}"
-    elif bare in ("precision", "hydra.sweeper.params.precision") and not value.startswith("{"):
+        key = f"+{key}"
+    if bare in ("precision", "hydra.sweeper.params.precision") and not value.startswith("{"):
         word = f"{key}={canonical_precisions(value)}"
     elif bare in _PATHS and re.search(r"[=\\ ]", value) and not re.search(r"[,'\"]|^\$\{", value):
         word = f"{key}='{value}'"  # such as epoch=3-step=80.ckpt, or C:\\runs\\last.ckpt
+    else:
+        word = f"{key}={quoted_options(bare, value)}" if "=" in word else word
     arguments.overrides.append(word)
 
 
@@ -231,6 +237,29 @@ def _read_command(word: str, arguments: Arguments) -> None:
     arguments.command = word
 
 
+def quoted_options(group: str, value: str) -> str:
+    """Quote the options of a config group that Hydra would read as a number, a truth value or null.
+
+    Args:
+        group: the key of an override, which may be another setting.
+        value: of the override: an option, or several.
+    """
+    if not any(map(_is_no_text, _OPTIONS.findall(value))):
+        return value
+    names = {file.stem for folder in conf_folders() for file in folder.glob(f"{group}/*.yaml")}
+    return _OPTIONS.sub(
+        lambda found: f"'{found[0]}'" if found[0] in names and _is_no_text(found[0]) else found[0], value
+    )
+
+
+def _is_no_text(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return word.lower() in ("null", "true", "false")
+    return True
+
+
 def canonical_precisions(value: str) -> str:
     """Replace the short forms in the value of a ``precision=`` override by names of options, and remove quotes.
 
@@ -241,4 +270,4 @@ def canonical_precisions(value: str) -> str:
     """
     unquoted = value.replace('"', "").replace("'", "")
     names = [file.stem for folder in conf_folders() for file in folder.glob("precision/*.yaml")]
-    return re.sub(r"[^\s,()\[\]]+", lambda found: match(found[0], names) or found[0], unquoted)
+    return _OPTIONS.sub(lambda found: match(found[0], names) or found[0], unquoted)

@@ -14,6 +14,7 @@ from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.commands import find
 from trainer.errors import CheckpointError, CheckpointWriteError, did_you_mean
 from trainer.record.find_checkpoint import is_checkpoint_folder
+from trainer.terminal import command_line
 
 
 def command(arguments: Arguments) -> int:
@@ -53,9 +54,10 @@ def two_paths(arguments: Arguments, expected: str) -> tuple[Path, Path]:
     if len(arguments.words) < 2:
         command = find(arguments.command)
         assert command is not None
+        words = command.usage.rpartition(" | ")[2].partition(" [")[0].split()
         raise UsageError(
-            f"{arguments.command} got {len(arguments.words)} of two paths, expected {expected}: python -m trainer"
-            f" {arguments.command} {command.usage}"
+            f"{arguments.command} got {len(arguments.words)} of two paths, expected {expected}:"
+            f" `{command_line(arguments.command, *words)}`"
         )
     return Path(arguments.words[0]).expanduser(), Path(arguments.words[1]).expanduser()
 

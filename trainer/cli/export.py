@@ -14,6 +14,7 @@ from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.consolidate import check_exists, check_new, run_conversion, two_paths
 from trainer.errors import TrainerError
 from trainer.record.find_checkpoint import find, is_checkpoint_folder
+from trainer.terminal import command_line
 
 WEIGHTS = ".safetensors"
 GRAPHS = (".onnx", ".pt2")
@@ -33,7 +34,7 @@ def command(arguments: Arguments) -> int:
         if file.suffix in GRAPHS or (checkpoint.is_dir() and not is_checkpoint_folder(checkpoint)):
             raise UsageError(
                 f"export got {checkpoint} and {file}, expected a checkpoint and a {WEIGHTS} file. For a graph, or the"
-                f" best checkpoint of a run: python -m trainer export ckpt={checkpoint} to={file}"
+                f" best checkpoint of a run: `{command_line('export', f'ckpt={checkpoint}', f'to={file}')}`"
             )
         return _weights(checkpoint, _writable(file), *arguments.words[2:])
     arguments.check_flags()
@@ -43,7 +44,7 @@ def command(arguments: Arguments) -> int:
     if "to" not in given:
         raise UsageError(
             f"export got no file to write, expected to=FILE with a name that ends in {', '.join(GRAPHS)} or {WEIGHTS}:"
-            f" python -m trainer export {' '.join(arguments.overrides)} to=model.pt2"
+            f" `{command_line('export', *arguments.overrides, 'to=model.pt2')}`"
         )
     file = _writable(Path(given.pop("to")).expanduser())
     arguments.overrides = [word for word in arguments.overrides if not word.startswith("to=")]

@@ -14,6 +14,7 @@ import re
 import sys
 import sysconfig
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,6 +33,7 @@ from trainer.errors import (
     is_out_of_memory,
 )
 from trainer.files import from_here
+from trainer.terminal import command_line
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +49,14 @@ _IN_WORKER = re.compile(
 """The text before the message of an error that a DataLoader worker raised. The tracebacks of its causes come before its
 own."""
 
+_NOT_OF_TUNE = ("resume=", "trainer.resume=", "ckpt_path=", "hydra.")
+"""Settings of a fit that tune refuses."""
+
 _REPORTED = ".failure"
 """File in the folder of a run with several processes, which exists once a process has printed its error."""
 
 
-def record(error: Exception, folder: Path, command: str, processes: int = 1) -> None:
+def record(error: Exception, folder: Path, command: str, processes: int = 1, words: Sequence[str] = ()) -> None:
     """Write the traceback of ``error`` to the run's log, and store the log's path in the error.
 
     Args:
@@ -59,8 +64,9 @@ def record(error: Exception, folder: Path, command: str, processes: int = 1) -> 
         folder: of the run.
         command: such as ``fit``; the name of the log starts with it.
         processes: number of processes of the run.
+        words: flags and overrides that compose its config again.
     """
-    error.__dict__["folder"] = folder
+    error.__dict__["folder"], error.__dict__["words"] = folder, words
     error.__dict__["processes"] = max(processes, int(os.environ.get("WORLD_SIZE", "1")))
     if isinstance(error, FolderInUseError):
         return  # the folder and its log belong to another run
@@ -235,7 +241,10 @@ def _advice_out_of_memory(error: BaseException) -> str:
             "precision=bf16-mixed instead of 32-true",
             "callbacks=activation_checkpointing",
         ]
-        found = " `python -m trainer tune batch_size` with the same settings finds the largest batch that fits."
+        words = [word for word in error.__dict__.get("words", ()) if not word.startswith(_NOT_OF_TUNE)]
+        found = f" `{command_line('tune', 'batch_size', *words)}` finds the largest batch that fits."
+        if any(word.startswith("ckpt=") for word in words):  # which tune refuses
+            found = ""
     else:
         tries.append("a smaller data.batch_size")
         found = ""

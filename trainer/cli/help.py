@@ -11,23 +11,26 @@ from trainer.cli import commands
 from trainer.cli.arguments import FLAGS, GROUPS_TO_ADD, Arguments
 from trainer.cli.keys import meanings, options
 from trainer.record.provenance import version_of
+from trainer.terminal import command_line, program
 
 _GROUPS_OF_COMMANDS = ("Train", "Use a trained model", "Inspect")
 """Titles of groups in the order of the first screen."""
 
-_FIRST_STEPS = """\
-First steps:
-  trainer recipes resnet50                           print a recipe, with the meaning of each key
-  trainer fit +recipe=resnet50 precision=16-mixed    train it in mixed precision
-  trainer fit +recipe=resnet50 optimizer.lr=0.01     override any setting; to sweep, add -m and give 0.1,0.01
-  trainer test ckpt=outputs/resnet50/DATE_TIME       test a run (its folder or a checkpoint) with its own config"""
-
-_FURTHER_HELP = """\
-`trainer COMMAND --help` describes a command; `trainer fit --help` lists all settings and flags.
-`python -m trainer` is the same program. --debug prints full tracebacks, -q prints one line at the end of a run."""
+_FIRST_STEPS = (
+    ("recipes resnet50", "print a recipe, with the meaning of each key"),
+    ("fit +recipe=resnet50 precision=16-mixed", "train it in mixed precision"),
+    ("fit +recipe=resnet50 optimizer.lr=0.01", "override any setting; to sweep, add -m and give 0.1,0.01"),
+    ("test ckpt=outputs/resnet50/DATE_TIME", "test a run (its folder or a checkpoint) with its own config"),
+)
+"""Commands on the first screen."""
 
 _WIDTH = 118
 _NAMES = 36  # largest width of the column of names
+_WRITTEN = "python -m trainer"
+"""The program in the help of commands, which `help_text` replaces by the program that the user started."""
+
+LISTS_SETTINGS = "fit"
+"""The command with a help that lists the settings and flags of all commands."""
 
 _GROUPS = {
     "recipe": "a model, data and settings that work together",
@@ -65,15 +68,17 @@ def help_text(command: str | None, config_dir: str | None = None) -> str:
     about = commands.find(command)
     if command is None or about is None:
         return _first_screen(config_dir)
-    sections = [f"usage: python -m trainer {command} {about.usage}", about.about]
+    sections = [f"usage: {_WRITTEN} {command} {about.usage}", about.about]
     if about.examples:
         sections.append(f"Examples:\n{about.examples.format(command=command)}")
-    if about.function:
-        return "\n\n".join([*sections, *_settings(config_dir, about.settings)])
-    *own, general, trainers = _settings(config_dir, [*about.settings, "", "trainer"])
-    flags = [(f"{', '.join(reversed(one.spellings))} {one.value}", one.about) for one in FLAGS if one.about]
-    sections += [*own, _groups(config_dir), general, trainers, _listed("Flags, at any position:", flags)]
-    return "\n\n".join(sections)
+    sections += _settings(config_dir, about.settings)
+    if command == LISTS_SETTINGS:
+        flags = [(f"{', '.join(reversed(one.spellings))} {one.value}", one.about) for one in FLAGS if one.about]
+        sections += [_groups(config_dir), *_settings(config_dir, ["", "trainer"])]
+        sections.append(_listed("Flags, at any position:", flags))
+    elif "SETTING" in about.usage:
+        sections.append(f"`{command_line(LISTS_SETTINGS, '--help')}` lists the settings and flags.")
+    return "\n\n".join(sections).replace(_WRITTEN, program())
 
 
 def _settings(config_dir: str | None, nodes: Sequence[str]) -> list[str]:
@@ -114,12 +119,20 @@ def _first_screen(config_dir: str | None) -> str:
     """Return the commands by group, the first steps, and pointers to further help, on one screen."""
     found = {name: command for name in commands.names() if (command := commands.find(name))}
     width = max(map(len, found))
-    lines = [(trainer.__doc__ or "").partition("\n")[0], "", "usage: trainer COMMAND [SETTING=VALUE ...] [FLAGS]"]
+    lines = [(trainer.__doc__ or "").partition("\n")[0], "", f"usage: {program()} COMMAND [SETTING=VALUE ...] [FLAGS]"]
     for title in dict.fromkeys([*_GROUPS_OF_COMMANDS, *(command.group for command in found.values())]):
         rows = [(f"{name:<{width}}", command.summary) for name, command in found.items() if command.group == title]
         lines += ["", _listed(f"{title}:", rows)]
     recipes = ", ".join(options("recipe", config_dir)) or "none yet: put one into conf/recipe/"
-    return "\n".join([*lines, "", _FIRST_STEPS, "", _wrapped("Recipes: ", recipes), "", _FURTHER_HELP])
+    steps = [(command_line(*words.split()), about) for words, about in _FIRST_STEPS]
+    width = max(len(words) for words, _ in steps)
+    lines += ["", "First steps:", *(f"  {words:<{width}}  {about}" for words, about in steps)]
+    rest = [
+        f"`{program()} COMMAND --help` describes a command.",
+        f"`{command_line(LISTS_SETTINGS, '--help')}` lists all settings and flags.",
+        "--debug prints full tracebacks, -q prints one line at the end of a run.",
+    ]
+    return "\n".join([*lines, "", _wrapped("Recipes: ", recipes), "", *rest])
 
 
 def _wrapped(start: str, text: str) -> str:

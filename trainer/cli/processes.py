@@ -5,12 +5,15 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import shlex
+import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from trainer._lazy import garbage_collection_paused
 
@@ -123,6 +126,25 @@ def imports_only() -> Iterator[None]:
         finally:
             gc.freeze()
             atexit.register(gc.unfreeze)  # extensions complain at exit if their objects are not collected
+
+
+def started_as() -> str | None:
+    """Return the words that the user started this program with: ``trainer``, ``python3 -m trainer`` or a path.
+
+    Returns:
+        None if another program runs this one in its own process.
+    """
+    script = Path(sys.argv[0])
+    if script.name != "__main__.py":
+        return shlex.quote(_as_typed(sys.argv[0]))
+    return f"{shlex.quote(_as_typed(sys.orig_argv[0]))} -m {script.parent.name}" if "-m" in sys.orig_argv else None
+
+
+def _as_typed(path: str) -> str:
+    """Return the name of a program if the shell finds it by its name, otherwise its path."""
+    name = Path(path).name
+    found = shutil.which(name)
+    return name if found is not None and Path(found).absolute() == Path(shutil.which(path) or path).absolute() else path
 
 
 def broadcast_folder(folder: str) -> str:

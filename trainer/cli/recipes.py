@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from trainer.cli.arguments import Arguments, UsageError
+from trainer.cli.arguments import Arguments, UsageError, quoted_options
 from trainer.cli.folders import packaged_conf
 from trainer.cli.keys import description, heading, meanings, options
 from trainer.cli.schema import SETTINGS
 from trainer.errors import did_you_mean
 from trainer.files import from_here
+from trainer.terminal import command_line, program
 
 _SPECIAL = {
     "_target_": "the class or function to call",
@@ -72,7 +74,7 @@ def show(name: str, overrides: Sequence[str], config_dir: str | None = None) -> 
 
     file = _find(name, config_dir)
     flags = {} if config_dir is None else {"--config-dir": config_dir}
-    words = [f"+recipe={name}", *overrides]
+    words = [f"+recipe={quoted_options('recipe', name)}", *overrides]
     composer = Composer(Arguments(flags=flags))
     config = OmegaConf.to_container(composer.compose(words), resolve=False)
     assert isinstance(config, dict)
@@ -83,9 +85,8 @@ def show(name: str, overrides: Sequence[str], config_dir: str | None = None) -> 
         if name not in SETTINGS or value != SETTINGS[name].default or f"trainer.{name}" in written
     }
     del config["hydra"]
-    return "\n".join(
-        [*heading(file), f"# From {_place(file)} and the files it includes:", "", annotated(config, known)]
-    )
+    begin = [line.replace("python -m trainer", program()) for line in heading(file)]
+    return "\n".join([*begin, f"# From {_place(file)} and the files it includes:", "", annotated(config, known)])
 
 
 def annotated(config: dict[Any, Any], known: Mapping[str, str]) -> str:
@@ -139,17 +140,16 @@ def copy(name: str, new: str, config_dir: str | None = None) -> str:
         target.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"Cannot write {target}: {error.strerror}.") from error
-    commands = re.findall(rf"^#\s+(python -m trainer \S.*recipe={re.escape(new)}\b.*)$", text, re.MULTILINE)
-    return f"Wrote {target}, a copy of {_place(file)}. Edit it, then run:\n  " + (
-        commands[0] if commands else f"python -m trainer fit +recipe={new}"
-    )
+    found = re.search(rf"^#\s+python -m trainer (\S.*recipe={re.escape(new)}\b.*)$", text, re.MULTILINE)
+    words = shlex.split(found[1]) if found else ["fit", f"+recipe={new}"]
+    return f"Wrote {target}, a copy of {_place(file)}. Edit it, then run:\n  {command_line(*words)}"
 
 
 def _find(name: str, config_dir: str | None) -> Path:
     found = options("recipe", config_dir)
     if name not in found:
         raise UsageError(
-            f"There is no recipe {name!r}.{did_you_mean(name, found)} `python -m trainer recipes` lists them."
+            f"There is no recipe {name!r}.{did_you_mean(name, found)} `{command_line('recipes')}` lists them."
         )
     return found[name]
 

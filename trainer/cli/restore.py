@@ -24,7 +24,7 @@ from trainer.cli.workdir import quoted
 from trainer.files import from_here
 from trainer.record.find_checkpoint import find
 from trainer.record.run_record import load_run
-from trainer.terminal import is_quiet
+from trainer.terminal import command_line, is_quiet
 
 _CONFIG = Path(".hydra", "config.yaml")
 _MAX_DEPTH = 4
@@ -53,7 +53,7 @@ def apply(arguments: Arguments) -> None:
     if run is None:
         raise UsageError(
             f"ckpt is {asked}, expected a checkpoint in the folder of a run: there is no {_CONFIG} in the folders above"
-            f" it. Choose its config: python -m trainer {arguments.command} +recipe=NAME ckpt_path={asked}"
+            f" it. Choose its config: `{command_line(arguments.command, '+recipe=NAME', f'ckpt_path={asked}')}`"
         )
     arguments.overrides = [word for word in arguments.overrides if word not in given]
     groups = _chosen(arguments)

@@ -23,19 +23,18 @@ from trainer.cli.build import check, make
 from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
 from trainer.cli.objective import choose, monitored
-from trainer.cli.overrides import with_values
 from trainer.cli.processes import PARENT, end_with_parent, imports_only, is_first
 from trainer.cli.restore import recipe_of, run_of
 from trainer.cli.run_warnings import log_warnings
 from trainer.cli.targets import Allowlist
-from trainer.cli.workdir import config_flags, resume_command
+from trainer.cli.workdir import resume_command, words_of_run
 from trainer.errors import ConfigurationError, FolderInUseError, TrainerError, did_you_mean, memory_at
 from trainer.files import from_here
 from trainer.loggers import LoggedRun
 from trainer.record.provenance import environment
 from trainer.record.run_record import ENDED_WELL, RunRecord, read_json
 from trainer.record.sweep import worth_showing
-from trainer.terminal import is_quiet
+from trainer.terminal import command_line, is_quiet
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -115,7 +114,7 @@ def run(config: DictConfig) -> float | None:
         _complete(record, trainer, started, "failed", redaction.text(f"{type(error).__name__}: {error}"))
         record.facts |= memory_at(error)
         failure.add_setting_note(error, settings)
-        failure.record(error, folder, config.command, getattr(trainer, "world_size", 1))
+        failure.record(error, folder, config.command, getattr(trainer, "world_size", 1), words_of_run(config))
         raise
     finally:
         record.facts["objective"] = _objective(settings, record.facts)
@@ -237,13 +236,10 @@ def _is_taken(name: str, settings: dict[str, Any]) -> bool:
 def _print_resume_command(folder: Path, config: DictConfig, trainer: Trainer | None) -> None:
     """Print the command that resumes an interrupted fit. For the jobs of a sweep, the sweep prints it."""
     has_saved = any(folder.rglob("*.ckpt")) and not getattr(trainer, "fast_dev_run", False)
-    hydra = HydraConfig.get()
-    words = [word for word in with_values(hydra.overrides.task, config) if not word.startswith("command=")]
+    words = words_of_run(config)
     if config.command != "fit" or not is_first() or PARENT in os.environ or not has_saved:
         return
-    if any(word.lstrip("+").startswith(("ckpt=", "ckpt_path=")) for word in words):  # which would be loaded again
-        return
-    command = resume_command("fit", words, from_here(folder), "hydra.run.dir", config_flags(hydra))
+    command = resume_command("fit", words, from_here(folder), "hydra.run.dir")
     print(f"To resume: {command}", file=sys.stderr, flush=True)
 
 
@@ -337,8 +333,8 @@ def _require_last_checkpoint(settings: dict[str, Any]) -> Iterator[None]:
         folders = ", ".join(str(node["dirpath"]) for node in nodes if node.get("dirpath") and "save_last" in node)
         raise UsageError(
             f"ckpt_path is last, and there is no last checkpoint in {folders or 'any folder of this run'}. To resume a"
-            f" run, or to use its weights: python -m trainer {settings['command']} ckpt=RUN, its folder. With"
-            " resume=auto, the same fit resumes from its last checkpoint, or starts if there is none."
+            f" run, or to use its weights: `{command_line(settings['command'], 'ckpt=RUN')}`. With resume=auto, the"
+            " same fit resumes from its last checkpoint, or starts if there is none."
         ) from warning
 
 

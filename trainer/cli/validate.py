@@ -24,7 +24,7 @@ from trainer.cli import plugins, tracking
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer, resolve, unresolved
 from trainer.cli.folders import packaged_conf
-from trainer.cli.keys import options
+from trainer.cli.keys import example_recipe, options
 from trainer.cli.objective import Objective
 from trainer.cli.restore import recipe_of
 from trainer.cli.schema import (
@@ -42,6 +42,7 @@ from trainer.cli.walk import walk
 from trainer.cli.workdir import quoted
 from trainer.errors import did_you_mean
 from trainer.record.find_checkpoint import find_weights, is_checkpoint_folder
+from trainer.terminal import command_line
 
 _MOST_JOBS = 50
 """Largest number of jobs of a sweep that are composed and checked before the first one starts, at 0.1 s per job."""
@@ -366,7 +367,7 @@ def _check_whole(composer: Composer, config: DictConfig, overrides: Sequence[Ove
     read_settings(_CheckpointFiles, "checkpoint_files", plain["checkpoint_files"])
     if runs:
         tracking.check(plain)
-        _check_model(plain, arguments.flags.get("--config-dir"), config.hydra.runtime.choices.get("recipe"))
+        _check_model(plain, arguments, config.hydra.runtime.choices.get("recipe"))
         _check_values(plain)
         if not str(config.hydra.launcher["_target_"]).startswith(plugins.ELSEWHERE):
             _check_devices(plain["trainer"])
@@ -432,7 +433,7 @@ def _check_ignored_keys(composer: Composer, config: DictConfig, overrides: Seque
                 raise UsageError(f"{group}.{name} has no _target_.{near}")
 
 
-def _check_model(plain: dict[str, Any], config_dir: str | None, recipe: str | None) -> None:
+def _check_model(plain: dict[str, Any], arguments: Arguments, recipe: str | None) -> None:
     for name in ("model", "data"):
         node = plain[name]
         if node is not None and not (isinstance(node, dict) and "_target_" in node):
@@ -442,20 +443,20 @@ def _check_model(plain: dict[str, Any], config_dir: str | None, recipe: str | No
             )
     if plain["model"] is not None:
         return
-    command, found = plain["command"], options("recipe", config_dir)
-    names, ours = list(found), packaged_conf()
-    own = [name for name, file in found.items() if not file.is_relative_to(ours)]
-    example = (own or [name for name in ("resnet50",) if name in found] or [*names, "NAME"])[0]
-    run = "" if command in ("fit", "compare") else f" Or choose a run: `python -m trainer {command} ckpt=RUN_FOLDER`."
+    command, config_dir = plain["command"], arguments.flags.get("--config-dir")
+    example = example_recipe(config_dir)
+    words = [word for word in arguments.overrides if not word.lstrip("+").startswith("recipe=")]
+    evaluates = command in ("validate", "test", "predict")
+    run = f" Or choose a run: `{command_line(command, 'ckpt=RUN_FOLDER')}`." if evaluates else ""
     chosen = f" With +recipe={recipe}, model is null." if recipe else ""
     if isinstance(weights := plain["weights"], str):
         example = recipe_of(str(find_weights(weights))) or example
         chosen += f" weights={weights} loads only weights, not the config."
     raise UsageError(
         f"There is no model to {'check' if command == 'checks' else command}.{chosen} Choose a recipe, such as"
-        f" `python -m trainer {command} +recipe={example}`, or a model: model=NAME.{run}"
-        f" Recipes: {', '.join(names) or 'none, put one into conf/recipe/'}"
-        " (`python -m trainer recipes` describes them)."
+        f" `{command_line(arguments.command, *arguments.words, f'+recipe={example}', *words)}`, or a model:"
+        f" model=NAME.{run} Recipes: {', '.join(options('recipe', config_dir)) or 'none, put one into conf/recipe/'}"
+        f" (`{command_line('recipes')}` describes them)."
     )
 
 
@@ -527,8 +528,8 @@ def _check_weights(plain: dict[str, Any]) -> None:
     if command not in ("fit", "compare", "tune", "checks"):
         raise UsageError(
             f"Got weights={weights} with {command}, expected a command that trains, because weights initializes a"
-            f" training. To use the weights of a run: python -m trainer {command} ckpt={weights}; with another config:"
-            " +recipe=NAME ckpt_path=FILE."
+            f" training. To use the weights of a run: `{command_line(command, f'ckpt={weights}')}`; with another"
+            " config: +recipe=NAME ckpt_path=FILE."
         )
     if checkpoint is not None:
         raise UsageError(

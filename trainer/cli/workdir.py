@@ -7,8 +7,7 @@ import hashlib
 import json
 import os
 import re
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.cli.arguments import OWN_FLAGS, Arguments, UsageError
-from trainer.cli.compose import CONFIG_NAME
+from trainer.cli.compose import CONFIG_NAME, RESTORED
 from trainer.cli.failure import forget_last
 from trainer.cli.folders import packaged_conf
+from trainer.cli.overrides import with_values
 from trainer.cli.processes import broadcast_folder, is_first, slurm_step, under_torchrun
-from trainer.terminal import is_quiet
+from trainer.terminal import command_line, is_quiet
 
 _RESUME_SETTINGS = ("resume", "exact_resume", "trainer.resume", "trainer.exact_resume")
 _DEVICE_SETTINGS = ("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy")
@@ -60,10 +60,10 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
     sweeping = sweeps(arguments, config)
     by_srun = slurm_step() is not None and int(os.environ.get("SLURM_NTASKS") or 1) > 1
     if sweeping and (under_torchrun() or by_srun):
-        words = "compare" if arguments.command == "compare" else "fit -m"
+        flag = [] if arguments.command == "compare" else ["-m"]
+        again = command_line(arguments.command, *flag, *arguments.overrides, "trainer=ddp", "trainer.devices=2")
         raise UsageError(
-            "Got a sweep under torchrun or srun, but a sweep starts its own processes. Run it without them:"
-            f" `python -m trainer {words} ... trainer=ddp trainer.devices=2`."
+            f"Got a sweep under torchrun or srun, but a sweep starts its own processes. Run it without them: `{again}`."
         )
     key = "hydra.sweep.dir" if sweeping else "hydra.run.dir"
     chosen = any(override.startswith(f"{key}=") for override in arguments.overrides)
@@ -91,25 +91,35 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
     return Path(folder)
 
 
-def resume_command(
-    command: str | None, words: Sequence[str], folder: Path | str, key: str, flags: Mapping[str, str] | None = None
-) -> str:
-    """Return the command that resumes the run or sweep in ``folder``.
+def resume_command(command: str | None, words: Sequence[str], folder: Path | str, key: str) -> str:
+    """Return the command that resumes a run or a sweep in its folder, from its newest checkpoints.
 
     Args:
         command: such as ``fit``.
-        words: the overrides of the run or sweep.
-        folder: its folder.
-        key: the setting of the folder, ``hydra.run.dir`` or ``hydra.sweep.dir``.
-        flags: the flags of the run or sweep.
+        words: the flags and overrides of the command that was interrupted.
+        folder: of the run or the sweep.
+        key: the setting of that folder.
     """
-    names = {word.lstrip("+").partition("=")[0] for word in words}
-    more = [] if names & {"resume", "trainer.resume"} else ["resume=auto"]
-    if key not in names and more:  # with resume=auto in `words`, the same command finds its folder again
-        place = str(folder)
-        more.append(f"{key}={place if re.fullmatch(r'[a-zA-Z0-9_./-]+', place) else quoted(place)}")
-    given = [word for name, value in (flags or {}).items() if name != "--quiet" for word in (name, value) if word]
-    return shlex.join(["python", "-m", "trainer", str(command), *given, *words, *more])
+    place = str(folder)
+    value = place if re.fullmatch(r"[a-zA-Z0-9_./-]+", place) else quoted(place)
+    own = ("ckpt", "ckpt_path", "resume", "trainer.resume", key)
+    others = [word for word in words if word.lstrip("+").partition("=")[0] not in own]
+    has_config = any(word.lstrip("+").startswith("ckpt=") for word in words)  # that of another run
+    how = f"ckpt={value}" if has_config else "resume=auto"
+    return command_line(command, *others, how, f"{key}={value}")
+
+
+def words_of_run(config: DictConfig) -> list[str]:
+    """Return the flags and overrides that compose the config of this run again, without the command and the folder.
+
+    Args:
+        config: of the run, not resolved, without the node of Hydra, whose config is the current one.
+    """
+    hydra = HydraConfig.get()
+    flags = [word for flag in config_flags(hydra).items() for word in flag]
+    task = [word for word in with_values(hydra.overrides.task, config) if not word.startswith("command=")]
+    of_hydra = [word for word in hydra.overrides.hydra if not word.startswith(("hydra.run.dir=", "hydra.mode="))]
+    return [*flags, *task, *of_hydra]
 
 
 def config_flags(hydra: Any) -> dict[str, str]:
@@ -124,7 +134,7 @@ def config_flags(hydra: Any) -> dict[str, str]:
         flags["--config-dir"] = paths["command-line"]
     if paths.get("main", str(packaged_conf())) != str(packaged_conf()):
         flags["--config-path"] = paths["main"]
-    if hydra.job.config_name != CONFIG_NAME:
+    if hydra.job.config_name not in (CONFIG_NAME, RESTORED):  # ckpt= composes the latter
         flags["--config-name"] = str(hydra.job.config_name)
     return flags
 

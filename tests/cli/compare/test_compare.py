@@ -250,7 +250,7 @@ class Job:
 
     started: list[list[str]] = []
 
-    def __init__(self, command, *, cwd, env):
+    def __init__(self, command, *, cwd, env, **streams):
         self.started.append(command)
         (folder,) = [word.partition("=")[2].strip("'") for word in command if word.startswith("hydra.run.dir=")]
         (precision,) = [word.partition("=")[2] for word in command if word.startswith("precision=")]
@@ -282,7 +282,7 @@ def test_one_job_for_each_precision(project, jobs, capsys):
     command = "compare +recipe=line compare.min_memory_saving=null optimizer.lr=0.2 precision=32-true,16-mixed,"
     assert f"    python -m trainer {command}bf16-mixed\n" in (folder / "compare.md").read_text()
     out = capsys.readouterr().out
-    assert "Job 1: +recipe=line compare.min_memory_saving=null optimizer.lr=0.2 precision=16-mixed\n" in out
+    assert "Job 1: +recipe=line compare.min_memory_saving=null optimizer.lr=0.2 precision=16-mixed, " in out
     measured = "++callbacks.throughput._target_=trainer.callbacks.Throughput"
     assert all(measured in command for command in jobs.started)
     # what a job is started with is a command line that is understood
@@ -306,7 +306,10 @@ def test_strict_shows_in_the_exit_status(project, jobs, capsys):
 def test_a_comparison_under_torchrun_is_told_how_to_do_without(project, monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert main(["compare", "+recipe=line"]) == 2
-    assert "`python -m trainer compare ... trainer=ddp trainer.devices=2`" in capsys.readouterr().err
+    assert (
+        "`python -m trainer compare +recipe=line precision=32-true,16-mixed,bf16-mixed trainer=ddp trainer.devices=2`"
+        in capsys.readouterr().err
+    )
 
 
 def test_help(capsys):

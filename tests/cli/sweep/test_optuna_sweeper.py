@@ -29,7 +29,7 @@ class Trial:
     raises_at: list[int] = []
     pruned_at: list[int] = []
 
-    def __init__(self, command, *, cwd, env):
+    def __init__(self, command, *, cwd, env, **streams):
         Trial.started.append(command)
         self.command = command
         self.folder = Path(self.value("hydra.run.dir").strip("'"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -40,9 +41,17 @@ def test_a_sweep_loses_only_the_job_that_fails(project, python, monkeypatch):
     header, _, *rows = Path("jobs/summary.md").read_text().splitlines()
     assert "| val_loss | skipped | scale | memory | run dir |" in header
     assert rows[1].startswith("| 1 | model.fail_at=null | completed | 2 | ")
-    assert "Sweep of 2 jobs" in done.stdout
+    before_table, _, _ = done.stdout.partition("Sweep of 2 jobs")
+    note, failed, error, place, *rest = before_table.splitlines()
+    assert note.startswith("The jobs write their output to console.log in their folders in jobs.")
+    assert re.fullmatch(r"Job 0: \+recipe=line .* model\.fail_at=1, [\d.]+ s, failed", failed)
+    assert error == "  trainer: RuntimeError: asked to fail"
+    assert place.startswith("    Raised in line_fit.py:")
+    assert re.fullmatch(r"Job 1: \+recipe=line .* model\.fail_at=null, [\d.]+ s, completed", rest[-1])
     assert "Job 0 failed: RuntimeError: asked to fail" in done.stdout
     assert "Results are in jobs" in done.stdout
+    assert "fit completed" in Path("jobs/1/console.log").read_text()
+    assert "fit completed" not in done.stdout
 
 
 @pytest.mark.whole
@@ -231,7 +240,7 @@ class Job:
     started: list[tuple[list[str], dict]] = []
     returncode = 0
 
-    def __init__(self, command, *, cwd, env):
+    def __init__(self, command, *, cwd, env, **streams):
         Job.started.append((command, env))
         (folder,) = [word.partition("=")[2].strip("'") for word in command if word.startswith("hydra.run.dir=")]
         self.folder = Path(folder)

@@ -22,12 +22,13 @@ from trainer import machine
 from trainer.cli import failure
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.checks.findings import Findings, Recipe
+from trainer.cli.keys import example_recipe
 from trainer.cli.tune import plain
 from trainer.cli.validate import validate
 from trainer.errors import ConfigurationError, did_you_mean
 from trainer.machine import readable
 from trainer.record.provenance import version_of
-from trainer.terminal import Table, print_line
+from trainer.terminal import Table, command_line, print_line
 
 if TYPE_CHECKING:
     import torch
@@ -52,14 +53,15 @@ def command(arguments: Arguments) -> int:
     if arguments.words not in ([], ["json"]):
         given = arguments.words[0]
         raise UsageError(
-            f"checks takes one word: json. Got {given!r}.{did_you_mean(given, ['json'])} `python -m trainer checks"
-            " +recipe=NAME` predicts the memory of a recipe."
+            f"checks takes one word: json. Got {given!r}.{did_you_mean(given, ['json'])}"
+            f" `{command_line('checks', f'+recipe={example_recipe()}')}` predicts the memory of a recipe."
         )
     arguments.check_flags()
     found = Findings()
     if arguments.overrides:
         config = validate(arguments)
-        found.recipe = Recipe(config.hydra.runtime.choices.get("recipe") or "unnamed", plain(config, Path("outputs")))
+        name, words = config.hydra.runtime.choices.get("recipe") or "unnamed", list(arguments.overrides)
+        found.recipe = Recipe(name, plain(config, Path("outputs")), words=words)
     try:
         for check in CHECKS if found.recipe is None else (check_versions, check_devices):
             check(found)

@@ -42,6 +42,7 @@ class Recipe:
         peak: bytes that a step takes on one device; None where that could not be predicted.
         operations: floating-point operations of a forward pass; None where they could not be counted.
         failure: why the memory could not be predicted.
+        words: the overrides of the command line.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Recipe:
     peak: int | None = None
     operations: int | None = None
     failure: UsageError | None = None
+    words: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from trainer.cli.checks.steps import Step
 from trainer.data.samples import batch_size
 from trainer.errors import ConfigurationError, some
 from trainer.machine import readable
-from trainer.terminal import Table
+from trainer.terminal import Table, command_line
 
 _PICTURES = Path("outputs", "checks")
 _ROWS = 8  # of the table of layers
@@ -193,7 +193,8 @@ def bottleneck(recipe: Recipe, loaded: Loaded, step: Step | None, gpus: int) -> 
     if share < _LITTLE:
         return (
             f"The training step is the bottleneck: training waits for data in {_percent(share)} of the time, and more"
-            f" workers gain nothing. `python -m trainer tune batch_size +recipe={recipe.name}` finds the largest batch."
+            f" workers gain nothing. `{command_line('tune', 'batch_size', *recipe.words)}` finds the largest"
+            " batch."
         )
     limit = "The data are the bottleneck: training" if waited > step.seconds else "Training"
     waits = f"{limit} waits for data in {_percent(share)} of the time."

@@ -26,7 +26,7 @@ from trainer.engine.sharding import settings as sharding
 from trainer.machine import readable
 from trainer.precision.registry import resolve_precision
 from trainer.record.flops import FlopCounter
-from trainer.terminal import Table
+from trainer.terminal import Table, command_line
 
 OVERHEAD = 2**30
 """Left for what no tensor of the training is in: CUDA's context, workspaces of its libraries, fragments."""
@@ -251,7 +251,8 @@ def _measure(recipe: Recipe, device: torch.device, number: int, told: Prediction
         raise UnpredictableError(
             f"The memory of this recipe cannot be predicted: {' '.join(str(error).split()).rstrip('.')}. Its"
             " training_step is run on tensors without values, so it may not depend on them (x[mask], mask.nonzero())"
-            " or train by itself (manual optimization). `python -m trainer tune batch_size` measures instead."
+            f" or train by itself (manual optimization). `{command_line('tune', 'batch_size', *recipe.words)}`"
+            " measures instead."
             + "".join(f" It looks at them in {line}." for line in sync_detector.format_waits(list(told.waits.values())))
         ) from error
     is_rehearsed = getattr(precision, "autocast_ops", "") == "cuda" or device.type != "cpu"

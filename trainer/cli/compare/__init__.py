@@ -8,7 +8,6 @@ with one more callback, `trainer.callbacks.Throughput`. Only the report at the e
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +21,7 @@ from trainer.cli.help import versions
 from trainer.cli.schema import read_settings
 from trainer.record.run_record import MEASURING, RunRecord
 from trainer.record.sweep import load_sweep
-from trainer.terminal import Table, format_mebibytes, four_digits, is_quiet, markdown_table, print_line
+from trainer.terminal import Table, command_line, format_mebibytes, four_digits, is_quiet, markdown_table, print_line
 
 _FEW_BATCHES = 20
 
@@ -107,7 +106,7 @@ def report(folder: Path, limits: Thresholds, overrides: Sequence[str] = (), sinc
         return 0
     comparison = Comparison(runs, limits)
     words = [word for word in overrides if not word.startswith("hydra.sweep.dir=")]
-    command = shlex.join(["python", "-m", "trainer", "compare", *words])
+    command = command_line("compare", *words)
     (folder / "compare.md").write_text(comparison.markdown(command), encoding="utf-8")
     numbers = {"command": command, **comparison.as_dict()}
     (folder / "compare.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")

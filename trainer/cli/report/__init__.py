@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from trainer import packages
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.files import write_text
+from trainer.terminal import command_line
 
 if TYPE_CHECKING:
     from trainer.cli.report.selection import Chosen
@@ -93,8 +94,8 @@ def write_report(about: Chosen, out: Path) -> list[str]:
     try:
         write_text(out, text)  # where there is a link of that name, the page takes its place
     except OSError as error:
-        words = " ".join(map(str, about.runs if about.kind == "runs" else [about.folder]))
+        folders = about.runs if about.kind == "runs" else [about.folder]
         raise UsageError(
-            f"Cannot write {out}: {error.strerror}. Name another file: `python -m trainer report {words} OUT.html`."
+            f"Cannot write {out}: {error.strerror}. Name another file: `{command_line('report', *folders, PAGE)}`."
         ) from error
     return left_out

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.cli.arguments import UsageError
+from trainer.cli.keys import example_recipe
 from trainer.record.run_record import RUN, of_older_version, read_json
 from trainer.record.run_record import changed as written
+from trainer.terminal import command_line
 
 _OF_A_RUN = (RUN, "metrics.csv", "csv/metrics.csv", ".hydra/config.yaml")
 _OF_A_SWEEP = ("multirun.yaml", "summary.md", "compare.json", "optimization_results.yaml")
@@ -66,8 +68,8 @@ def chosen(given: Sequence[str]) -> Chosen:
         found = [folder for top in _TOPS for folder in below(Path(top))]
         if not found:
             raise UsageError(
-                "Got no folder, and there is no run below outputs/, multirun/ or lightning_logs/ here. Write"
-                " `python -m trainer report RUN_DIR`, or train first: `python -m trainer fit +recipe=resnet50`."
+                "Got no folder, and there is no run below outputs/, multirun/ or lightning_logs/ here. Name the folder"
+                f" of a run, or train first: `{command_line('fit', f'+recipe={example_recipe()}')}`."
             )
         fits = [folder for folder in found if is_sweep(folder) or read_json(folder).get("command", "fit") == "fit"]
         return _chosen([max(fits or found, key=changed)])
@@ -154,4 +156,4 @@ def _near(folder: Path) -> str:
     beside = [place for place in (folder.parent, *_children(folder.parent)) if is_sweep(place) or is_run(place)]
     found = beside or [place for top in _TOPS for place in below(Path(top))]
     newest = sorted(found, key=changed, reverse=True)[:_MOST_NEAR]
-    return "".join([" There are:", *(f"\n  python -m trainer report {place}" for place in newest)]) if found else ""
+    return "".join([" There are:", *(f"\n  {command_line('report', place)}" for place in newest)]) if found else ""

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -14,7 +13,7 @@ from typing import Any
 
 from trainer.record.run_record import ENDED_WELL, RunRecord
 from trainer.record.sweep import Sweep, load_sweep
-from trainer.terminal import Table, format_mebibytes, markdown_table, print_line
+from trainer.terminal import Table, command_line, format_mebibytes, markdown_table, print_line
 
 _SPARE = ("run dir", "scale", "epochs", "memory", "skipped")
 """Columns that the terminal does without where it is too narrow for all, in this order. ``summary.md`` has them."""
@@ -119,7 +118,7 @@ def _best(sweep: Sweep) -> str:
         where = " at its best checkpoint" if best.reached(goal).is_best else ""
         value = f"{goal[0]} {best.objective_value:.4g}{where}, the {'lowest' if goal[1] == 'min' else 'highest'}"
         flags = best.facts.get("flags") or []
-        command = shlex.join(["python", "-m", "trainer", best.command, *flags, *best.chosen])
+        command = command_line(best.command, *flags, *best.chosen)
         return f"Best: job {best.job}, with {value}{f': {own}' if own else ''}\n\n    {command}"
     asked = {run.objective for run in sweep.runs if run.objective}
     if len(asked) == 1 and any(run.completed for run in sweep.runs):

@@ -32,10 +32,12 @@ from trainer.record.run_record import ENDED_WELL, RUN, RunRecord, load_run, read
 from trainer.terminal import is_quiet
 
 CONSOLE = "console.log"
-"""What a job would print, where it does not have the terminal for itself."""
+"""The output of a job, in its folder."""
 
 _BASIC = "hydra._internal.core_plugins."
 _STOP = ".stop"
+_MOST_LINES = 20
+"""Of the error of a job."""
 _ENDING = {getattr(signal, name, -1) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")}
 
 # Hydra's settings for the sweep, which are none of a job's business.
@@ -62,7 +64,7 @@ class Job:
         cwd: where it is started.
         digest: of its config: two jobs with the same one do the same.
         resumes: whether it goes on where it was stopped.
-        aside: whether the terminal is not its own: it writes to ``console.log`` in its folder.
+        aside: whether other jobs run at the same time, or it runs on another machine.
         environment: variables that are added to those of the sweep.
         own_session: whether what the terminal tells the sweep, such as Ctrl-C, does not reach the job: the sweep will
             tell it.
@@ -111,14 +113,33 @@ class Job:
             aside=not str(hydra.launcher["_target_"]).startswith(_BASIC),
         )
 
-    def said(self, what: str = "") -> None:
-        """Print a line about the job."""
-        if is_quiet():
-            return
-        before = "" if self.aside else "\n"  # its own output has ended anywhere
-        words = " ".join(shown(self.overrides))
-        # one write, for jobs side by side speak at the same time
-        print(f"{before}Job {self.number}: {what or words}\n", end="", flush=True)
+    @property
+    def title(self) -> str:
+        """The first half of the line on the job: its number and overrides."""
+        return f"Job {self.number}: {' '.join(shown(self.overrides))}"
+
+    def report(self, run: RunRecord, status: str, seconds: float | None = None) -> None:
+        """Print the line on the job, or the second half of it: objective, time and status; then its error."""
+        value, goal = run.objective_value, run.objective
+        parts = [
+            "" if value is None or goal is None else f"{goal[0]} {value:.4g}",
+            "" if seconds is None else f"{seconds:.1f} s",
+            status,
+        ]
+        begin = self.title if self.aside or seconds is None else ""  # otherwise it was printed when the job started
+        error = "".join(f"  {line}\n" for line in self._error() if run.status == "failed")
+        line = f"{begin}, {', '.join(filter(None, parts))}\n"
+        if not is_quiet():
+            print(f"{line}{error}", end="", flush=True)  # one write, because jobs that run at the same time print, too
+
+    def _error(self) -> list[str]:
+        """The lines of the message with which the job has ended, from its output."""
+        try:
+            lines = (self.folder / CONSOLE).read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return []
+        starts = [place for place, line in enumerate(lines) if line.startswith("trainer: ")]
+        return [line for line in lines[starts[-1] :] if line.strip()][:_MOST_LINES] if starts else []
 
     def is_done(self) -> bool:
         """Whether it goes on with the same job of an earlier sweep, which has left nothing to do."""
@@ -129,7 +150,7 @@ class Job:
         """Take over the record of an earlier sweep, for the table of this one. Returns the value of its objective."""
         (self.folder / RUN).touch()
         run = load_run(self.folder)
-        self.said(f"{run.status} before")
+        self.report(run, f"{run.status} before")
         return run.result
 
     @contextmanager
@@ -137,7 +158,8 @@ class Job:
         """The job's process, started. At the end, its record is completed."""
         if not self.resumes and is_first():
             (self.folder / RUN).unlink(missing_ok=True)  # a job that goes on, or has nothing left to do, wants it
-        self.said()
+        if not (self.aside or is_quiet()):
+            print(self.title, end="", flush=True)
         started = time.monotonic()
         process = self._start()
         try:
@@ -148,10 +170,8 @@ class Job:
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "trainer", *self.words, *self.flags]
         environment = clean_environment(os.environ) | self.environment | {PARENT: str(os.getpid())}
-        if not self.aside:
-            return subprocess.Popen(command, cwd=self.cwd, env=environment)
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / CONSOLE).open("ab") as console, _no_requeuing_signal():
+        with (self.folder / CONSOLE).open("ab" if self.resumes else "wb") as console, _no_requeuing_signal():
             return subprocess.Popen(
                 command,
                 cwd=self.cwd,
@@ -175,16 +195,13 @@ class Job:
             if said in (None, "running") and number in _ENDING:
                 facts["status"] = "interrupted"  # before it could say so
             if facts["status"] == "failed":  # of others the status says it all
-                facts["error"] = _ended_by(-status) if status < 0 else f"exit status {status}"
-                facts["error"] += f", see {self.folder / CONSOLE}" if self.aside else ""
+                message = next(iter(self._error()), "").removeprefix("trainer: ")
+                facts["error"] = _ended_by(-status) if status < 0 else message or f"exit status {status}"
         facts |= {"job": self.number, "overrides": self.overrides, "flags": self.flags}
         facts |= {"exit_status": status, "digest": self.digest}
         run = RunRecord(facts, self.folder)
         run.write()
-        if self.aside:
-            value, goal = run.objective_value, run.objective
-            reached = "" if value is None or goal is None else f", {goal[0]} {value:.4g}"
-            self.said(f"{run.status} after {seconds:.1f} s{reached}")
+        self.report(run, run.status, seconds)
 
 
 def _ended_by(number: int) -> str:
@@ -300,8 +317,10 @@ def waiting_for(hydra: Any, folder: Path) -> AbstractContextManager[None]:
     target = str(hydra.launcher["_target_"])
     stop = Stop(folder, target.startswith(ELSEWHERE))
     stop.file.unlink(missing_ok=True)  # of an earlier sweep here
-    if target.startswith(ELSEWHERE):
-        print(f"The jobs run elsewhere, and write to {CONSOLE} in their folders. Ctrl-C ends them.", flush=True)
+    if target.startswith(ELSEWHERE) or not is_quiet():
+        where = "run on other machines and " if target.startswith(ELSEWHERE) else ""
+        print(f"The jobs {where}write their output to {CONSOLE} in their folders in {folder}. Ctrl-C stops them.")
+        sys.stdout.flush()
     return nullcontext() if target.startswith(_BASIC) else stop.signals()
 
 

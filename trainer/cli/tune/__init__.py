@@ -23,13 +23,14 @@ from trainer import redaction
 from trainer.arguments import ARGUMENTS, NUMBER, TEXT, WHOLE, Kind
 from trainer.cli.arguments import Arguments, UsageError
 from trainer.cli.compose import resolve
+from trainer.cli.keys import example_recipe
 from trainer.cli.processes import under_torchrun
 from trainer.cli.schema import read_settings, setting
 from trainer.cli.validate import validate
 from trainer.cli.workdir import claim
 from trainer.errors import TrainerError, did_you_mean
 from trainer.files import from_here
-from trainer.terminal import is_quiet
+from trainer.terminal import command_line, is_quiet
 
 RESULT = "tune.json"
 LOG = "tune.log"
@@ -106,11 +107,11 @@ def command(arguments: Arguments) -> int:
     """
     words = arguments.words
     if not words or words[0] not in _MODULES:
-        given = f"Got {words[0]!r}, expected" if words else "Say what to tune:"
+        given = f"Got {words[0]!r}, expected" if words else "Expected one word:"
         near = did_you_mean(words[0], _MODULES) if words else ""
         raise UsageError(
             f"{given} batch_size, for the largest batch that fits into memory, or lr, for a learning rate.{near}"
-            " `python -m trainer tune batch_size +recipe=resnet50`"
+            f" `{command_line('tune', 'batch_size', *(arguments.overrides or [f'+recipe={example_recipe()}']))}`"
         )
     arguments.check_flags()
     if under_torchrun():

@@ -1,0 +1,434 @@
+"""Every command that the program prints runs as it is printed, twice in a row; every printed path exists."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.conftest import write
+from tests.warm_python import WarmPython
+from trainer import terminal
+from trainer.cli import main
+from trainer.cli.checks.findings import Loaded, Recipe
+from trainer.cli.checks.first_look import bottleneck
+from trainer.cli.checks.steps import Step
+from trainer.cli.folders import PACKAGE
+
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.whole]
+
+LINE = ["+recipe=line", "callbacks.learning_rate_monitor=null"]
+SHORT = ["tune.max_batch_size=8", "tune.steps_per_try=2"]
+INTERRUPTED = {
+    "interrupted.py": """
+        import os
+        import signal
+        from pathlib import Path
+
+        import line_fit
+
+
+        class Interrupted(line_fit.Line):
+            '''Sends Ctrl-C in the steps in the file ``interrupts``, also to the process in ``sweep``.'''
+
+            def training_step(self, batch, batch_idx):
+                file = Path("interrupts")
+                steps = file.read_text().split() if file.is_file() else []
+                if str(self.global_step) in steps:
+                    file.write_text(" ".join(step for step in steps if step != str(self.global_step)))
+                    for process in (os.getpid(), *map(int, Path("sweep").read_text().split())):
+                        os.kill(process, signal.SIGINT)
+                return super().training_step(batch, batch_idx)
+
+
+        class Masked(line_fit.Line):
+            '''Its memory cannot be predicted.'''
+
+            def training_step(self, batch, batch_idx):
+                return self.loss(batch) * float(batch[0].detach().numpy().any())
+
+
+        class Plain(line_fit.Line):
+            def training_step(self, batch, batch_idx):
+                return self.loss(batch)
+    """,
+    "conf/recipe/a.yaml": "# @package _global_\ndefaults: [line, {override /model: plain}]\n",
+    "conf/model/plain.yaml": "_target_: interrupted.Plain\noptimizer: ${optimizer}\n",
+    "conf/model/interrupted.yaml": "_target_: interrupted.Interrupted\noptimizer: ${optimizer}\n",
+    "conf/model/masked.yaml": "_target_: interrupted.Masked\noptimizer: ${optimizer}\n",
+}
+PLACEHOLDERS = {
+    "+recipe=NAME": "+recipe=line",
+    "ckpt=RUN": "ckpt=run",
+    "ckpt=RUN_FOLDER": "ckpt=run",
+    "ckpt=outputs/resnet50/DATE_TIME": "ckpt=run",
+    "CHECKPOINT": "run/checkpoints/last.ckpt",
+    "FILE.safetensors": "weights.safetensors",
+    "FOLDER": "sharded",
+    "FILE": "one.ckpt",
+}
+"""Words that stand for the user's own files, with those of the test. All other words are used as they are printed."""
+
+
+@dataclass
+class Shell:
+    """Runs commands in this process, and collects the printed ones."""
+
+    capfd: pytest.CaptureFixture[str]
+    calls: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    def run(self, *words: str) -> tuple[int, str]:
+        """Run a command; return its exit status and output, after all paths in the output were found to exist."""
+        self.capfd.readouterr()
+        status = main(words)
+        printed = "".join(self.capfd.readouterr())
+        for path in re.findall(r"(?<![\w.\[/])(?:outputs|multirun|run|jobs|conf|/tmp)/[\w./=-]*[\w/-]", printed):
+            is_template = re.search(r"\b[A-Z]{3,}", path)
+            assert status == 2 or Path(path).exists() or is_template, (path, printed)  # 2: it may be the mistake
+        return status, printed
+
+    def follow(self, command: str, statuses: tuple[int, int] = (0, 0)) -> None:
+        """Run a printed command twice, as it is printed."""
+        assert command.startswith("python -m trainer ")
+        words = [PLACEHOLDERS.get(word, word) for word in shlex.split(command)[3:]]
+        for status in statuses:
+            found, printed = self.run(*words)
+            assert found == status, (command, printed)
+
+
+@pytest.fixture
+def shell(
+    project: Path, python: WarmPython, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Shell]:
+    write(project, {**INTERRUPTED, "sweep": ""})
+    monkeypatch.setattr(sys, "executable", str(python.executable))  # of jobs and trials
+    monkeypatch.setenv("PYTHONPATH", str(PACKAGE.parent))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    shell, make = Shell(capfd), terminal.program
+
+    def program() -> str:
+        caller = sys._getframe(2)
+        file = Path(caller.f_code.co_filename)
+        if file.is_relative_to(PACKAGE):
+            shell.calls[file.relative_to(PACKAGE).as_posix(), caller.f_lineno] = ""
+        return make()
+
+    monkeypatch.setattr(terminal, "program", program)
+    yield shell
+    sys.modules.pop("interrupted", None)
+
+
+def made_run(shell: Shell, *words: str) -> str:
+    """The output of a fit in the folder ``run``."""
+    status, printed = shell.run("fit", *LINE, "hydra.run.dir=run", *words)
+    assert status == 0
+    return printed
+
+
+def commands_in(text: str) -> list[str]:
+    """The commands in an output: in backticks, or to the end of a line."""
+    quoted = re.findall(r"`(python -m trainer [^`]+)`", text)
+    rest = re.sub(r"`[^`]*`", "", text)
+    return [*quoted, *(one.rstrip(".;, ") for one in re.findall(r"python -m trainer .+", rest))]
+
+
+# --- scenarios -----------------------------------------------------------------------------------------------------
+
+
+def refused(*words: str, count: int = 1, statuses: tuple[int, int] = (0, 0)) -> Callable[[Shell], None]:
+    """A mistake, and the commands that its message prints."""
+
+    def scenario(shell: Shell) -> None:
+        made_run(shell)
+        shutil.copy("run/checkpoints/last.ckpt", "loose.ckpt")
+        status, printed = shell.run(*words)
+        found = commands_in(printed)
+        assert (status, len(found)) == (2, count), printed
+        for command in found:
+            shell.follow(command, statuses)
+
+    return scenario
+
+
+def no_model(shell: Shell) -> None:
+    for words, count in (
+        (["fit"], 2),
+        (["test", "seed=2"], 3),
+        (["checks"], 0),
+        (["fit", "weights=run"], 2),
+    ):
+        made_run(shell)
+        if count:
+            refused(*words, count=count)(shell)
+
+
+def three_interruptions(shell: Shell) -> None:
+    """The folder stays that of the first run, whatever the user began with."""
+    for number, words in enumerate(([], ["resume=auto"], ["hydra.run.dir=run dir"], ["+name=own"], ["ckpt=run"])):
+        made_run(shell)
+        Path("interrupts").write_text("1 3 5" if words != ["ckpt=run"] else "9 10 13")
+        more = [] if words == ["ckpt=run"] else [*LINE, "model=interrupted"]
+        if words == ["ckpt=run"]:
+            more = ["model=interrupted", "trainer.max_epochs=4"]
+        before = set(Path().rglob("run.json"))
+        command = shlex.join(["python", "-m", "trainer", "fit", *more, f"seed={number}", *words])
+        for _ in range(3):
+            status, printed = shell.run(*shlex.split(command)[3:])
+            assert status == 130, printed
+            (command,) = [one.partition(": ")[2] for one in printed.splitlines() if one.startswith("To resume: ")]
+        assert "hydra.run.dir=" in command
+        shell.follow(command)
+        (record,) = set(Path().rglob("run.json")) - before
+        assert '"status": "completed"' in record.read_text()
+        assert f'"steps": {16 if words == ["ckpt=run"] else 8}' in record.read_text()
+
+
+def interrupted_sweep(shell: Shell) -> None:
+    for words in ([], ["resume=auto"]):
+        Path("interrupts").write_text("3")
+        Path("sweep").write_text(str(os.getpid()))
+        status, printed = shell.run("fit", "-m", *LINE, "model=interrupted", "optimizer.lr=0.1,0.2", *words)
+        Path("sweep").write_text("")
+        assert status == 130, printed
+        (command,) = [one.partition(": ")[2] for one in printed.splitlines() if one.startswith("To resume: ")]
+        assert "hydra.sweep.dir=" in command
+        shell.follow(command)
+
+
+def continued(shell: Shell) -> None:
+    three_interruptions(shell)
+    interrupted_sweep(shell)
+
+
+def best_of_a_sweep(shell: Shell) -> None:
+    status, printed = shell.run("fit", "-m", *LINE, "optimizer.lr=0.1,0.2", "hydra.sweep.dir=jobs")
+    assert status == 0
+    (command,) = commands_in(printed)
+    shell.follow(command)
+
+
+def compared(shell: Shell) -> None:
+    assert shell.run("compare", *LINE, "optimizer.lr=0.1,0.2", "precision=32", "hydra.sweep.dir=jobs")[0] == 0
+    (command,) = commands_in(Path("jobs/compare.md").read_text())
+    shell.follow(command)
+
+
+def summary(shell: Shell) -> None:
+    (command,) = commands_in(made_run(shell))
+    shell.follow(command)
+
+
+def out_of_memory(shell: Shell) -> None:
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "mse_loss", fail)
+        status, printed = shell.run("fit", *LINE, *SHORT, "trainer.num_sanity_val_steps=0", "resume=auto")
+    (command,) = [one for one in commands_in(printed) if " tune " in one]
+    assert status == 1
+    shell.follow(command)
+
+
+def slow_step(shell: Shell) -> None:
+    recipe = Recipe("line", {}, loaded=Loaded(None, 0.0, 1e-6, 1, 0), words=["+recipe=line", *SHORT])
+    (command,) = commands_in(bottleneck(recipe, recipe.loaded, Step(1.0, 1, "32-true", "cpu"), 0))
+    shell.follow(command)
+
+
+def unpredictable(shell: Shell) -> None:
+    _, printed = shell.run("checks", *LINE, "model=masked", *SHORT)
+    (command,) = commands_in(" ".join(printed.split()))
+    shell.follow(command)
+
+
+def unwritable_report(shell: Shell) -> None:
+    made_run(shell)
+    Path("taken").write_text("")
+    status, printed = shell.run("report", "run", "taken/page.html")
+    (command,) = commands_in(printed)
+    assert status == 2
+    shell.follow(command)
+
+
+def no_run(shell: Shell) -> None:
+    refused_here = shell.run("report")
+    (command,) = commands_in(refused_here[1])
+    assert refused_here[0] == 2
+    shell.follow(command)
+
+
+def near_runs(shell: Shell) -> None:
+    made_run(shell, "+name=a", "hydra.run.dir=outputs/a/1")
+    made_run(shell, "+name=a", "hydra.run.dir=outputs/a/2")
+    refused("report", "outputs/a/3", count=2)(shell)
+
+
+def copied(shell: Shell) -> None:
+    status, printed = shell.run("recipes", "copy", "line", "mine")
+    (command,) = commands_in(printed)
+    assert status == 0
+    shell.follow(command)
+
+
+def under_torchrun(shell: Shell) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RUN_ID", "1")
+        status, printed = shell.run("fit", "-m", *LINE, "trainer.accelerator=cpu", "seed=1,2")
+    (command,) = commands_in(printed)
+    assert status == 2
+    shell.follow(command)
+
+
+def conversions(shell: Shell) -> None:
+    made_run(shell, "checkpoint_files.sharded=true")
+    shutil.move("run/checkpoints/last.ckpt", "sharded")
+    made_run(shell, "hydra.run.dir=run")
+    for words, made in ((["consolidate"], "one.ckpt"), (["export"], "weights.safetensors")):
+        status, printed = shell.run(*words)
+        (command,) = commands_in(printed)
+        assert status == 2
+        shell.follow(command, (0, 2))  # nothing is overwritten
+        assert Path(made).is_file()
+
+
+def exported(shell: Shell) -> None:
+    forward = "    def forward(self, x):\n        return self.net(x)\n"
+    write(Path.cwd(), {"graph.py": f"import line_fit\n\n\nclass Net(line_fit.Line):\n{forward}"})
+    write(Path.cwd(), {"conf/model/net.yaml": "_target_: graph.Net\noptimizer: ${optimizer}\n"})
+    made_run(shell, "model=net")
+    for words in (["export", "run", "graph.pt2"], ["export", "ckpt=run"]):
+        status, printed = shell.run(*words)
+        (command,) = commands_in(printed)
+        assert status == 2
+        shell.follow(command, (0, 2))
+
+
+def helped(shell: Shell) -> None:
+    status, printed = shell.run("test", "--help")
+    assert (status, commands_in(printed)[0]) == (0, "python -m trainer fit --help")
+    shell.follow("python -m trainer fit --help")
+
+
+def first_screen(shell: Shell) -> None:
+    made_run(shell)
+    status, printed = shell.run("--help")
+    begin = printed.partition("First steps:\n")[2].partition("\n\n")[0]
+    commands = [line.strip().partition("  ")[0] for line in begin.splitlines()]
+    assert (status, len(commands)) == (0, 4)
+    limits = " trainer.limit_train_batches=1 trainer.limit_val_batches=1 trainer.max_epochs=1 data.batch_size=2"
+    for command in commands:
+        shell.follow(command + (limits if " fit " in command else ""))
+
+
+SCENARIOS: dict[str, Callable[[Shell], None]] = {
+    "callbacks/run_summary.py:_paths": summary,
+    "cli/__init__.py:_dispatch": refused(*LINE),
+    "cli/arguments.py:_read_flag": refused("fit", *LINE, "--lr", "1"),
+    "cli/arguments.py:check_flags": refused("tune", "lr", *LINE, "--cfg", "job"),
+    "cli/checks/__init__.py:command": refused("checks", "jsn"),
+    "cli/checks/first_look.py:bottleneck": slow_step,
+    "cli/checks/memory.py:_measure": unpredictable,
+    "cli/compare/__init__.py:report": compared,
+    "cli/consolidate.py:two_paths": conversions,
+    "cli/export.py:command": exported,
+    "cli/failure.py:_advice_out_of_memory": out_of_memory,
+    "cli/help.py:_first_screen": first_screen,
+    "cli/help.py:help_text": helped,
+    "cli/recipes.py:_find": refused("recipes", "lin"),
+    "cli/recipes.py:copy": copied,
+    "cli/report/__init__.py:write_report": unwritable_report,
+    "cli/report/selection.py:_near": near_runs,
+    "cli/report/selection.py:chosen": no_run,
+    "cli/restore.py:apply": refused("test", "ckpt=loose.ckpt"),
+    "cli/run.py:_require_last_checkpoint": refused("test", *LINE, "ckpt_path=last"),
+    "cli/sweep/__init__.py:_best": best_of_a_sweep,
+    "cli/tune/__init__.py:command": refused("tune", "batchsize", *LINE, *SHORT),
+    "cli/validate.py:_check_model": no_model,
+    "cli/validate.py:_check_weights": refused("test", *LINE, "weights=run"),
+    "cli/workdir.py:claim": under_torchrun,
+    "cli/workdir.py:resume_command": continued,
+}
+"""The function that prints a command, and a scenario in which it does."""
+
+
+def printed_in_source() -> dict[str, set[int]]:
+    """For each function of the package that calls `command_line`, the lines of the calls."""
+    found = dict[str, set[int]]()
+    for file in PACKAGE.rglob("*.py"):
+        for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(function, ast.FunctionDef):
+                calls = {
+                    call.lineno
+                    for call in ast.walk(function)
+                    if isinstance(call, ast.Call)
+                    and "command_line" in (getattr(call.func, name, "") for name in ("id", "attr"))
+                }
+                if calls:
+                    found[f"{file.relative_to(PACKAGE).as_posix()}:{function.name}"] = calls
+    return found
+
+
+def test_every_function_that_prints_a_command_has_a_scenario() -> None:
+    assert set(printed_in_source()) == set(SCENARIOS)
+
+
+@pytest.mark.parametrize("place", SCENARIOS)
+def test_printed_commands_run_twice(place: str, shell: Shell) -> None:
+    SCENARIOS[place](shell)
+    file, _, _ = place.partition(":")
+    seen = {line for name, line in shell.calls if name == file}
+    assert printed_in_source()[place] <= seen
+
+
+SPELLED = {"terminal.py", "cli/help.py", "cli/recipes.py", "cli/folders.py", "errors.py"}
+"""Modules with ``python -m trainer`` outside of docstrings: the default, texts in which it is replaced, and the two
+messages about other packages of the name."""
+
+
+def test_no_other_message_names_the_program() -> None:
+    """A command that is not made by `command_line` would have no scenario."""
+    for file in PACKAGE.rglob("*.py"):
+        name, tree = file.relative_to(PACKAGE).as_posix(), ast.parse(file.read_text(encoding="utf-8"))
+        bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+        docstrings = {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
+        named = [
+            node.lineno
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and "python -m trainer" in str(node.value) and id(node) not in docstrings
+        ]
+        assert not named or name in SPELLED or name.startswith("cli/commands/"), (name, named)
+
+
+@pytest.mark.parametrize(
+    ("words", "program"),
+    [
+        (["trainer"], "trainer"),
+        (["python", "-m", "trainer"], "python -m trainer"),
+        (["{bin}/trainer"], "{bin}/trainer"),
+    ],
+)
+def test_the_program_is_the_one_that_the_user_started(words: list[str], program: str, tmp_path: Path) -> None:
+    folder = Path(sys.executable).parent
+    elsewhere = tmp_path / "bin"
+    elsewhere.mkdir()
+    path = str(elsewhere if "{bin}" in program else folder)
+    environment = os.environ | {"PATH": f"{path}{os.pathsep}{os.environ['PATH']}"}
+    if "{bin}" in program:  # not found by its name
+        environment["PATH"] = os.pathsep.join(
+            one for one in environment["PATH"].split(os.pathsep) if not Path(one, "trainer").exists()
+        )
+    command = [word.format(bin=folder) for word in words]
+    done = subprocess.run([*command, "fit", "--lr"], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"`{program.format(bin=folder)} fit --help`" in done.stderr
