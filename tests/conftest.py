@@ -31,20 +31,20 @@ ROOT = Path(__file__).parent.parent
 
 
 def pytest_configure() -> None:
-    """Ctrl-C is heeded also where a script has started the tests with ``&``, which leaves it ignored."""
+    """Restore Ctrl-C if a shell started the tests in the background with ``&``, where it is ignored."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported and collected stays to the end: no garbage is collected meanwhile, nor later among all this."""
+    """Disable garbage collection during the collection, and exclude the collected objects from later ones."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
-        atexit.register(gc.unfreeze)  # or what extensions leave is not collected, and they complain
+        atexit.register(gc.unfreeze)  # objects left by extensions would raise warnings when they are collected
         gc.enable()
 
 
@@ -65,7 +65,7 @@ def is_whole(item: pytest.Item) -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests into tiers, and skip those that need a GPU if there is none.
 
-    ``scripts/test`` runs those that are not marked ``nightly``, nor ``whole`` unless they are ``representative``, too;
+    ``scripts/test`` runs tests without ``nightly`` and ``whole``, and those marked ``representative``;
     ``scripts/test --all`` runs all that are not marked ``nightly``.
     """
     for item in items:
@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def is_simulated(item: pytest.Item) -> bool:
-    """Whether the test runs on a simulated GPU: it uses the fixture ``cuda``; or it wants a GPU, and there is none."""
+    """Return whether the test runs on a simulated GPU: it uses ``cuda``, or needs a GPU and there is no real one."""
     wants_gpu = item.get_closest_marker("gpu") is not None
     return "cuda" in getattr(item, "fixturenames", ()) or (wants_gpu and not torch.cuda.is_available())
 
@@ -100,10 +100,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Tests see a machine without a GPU and draw nothing, unless they are marked ``gpu`` or ``draws``.
+    """Hide GPUs and skip drawing, unless the test is marked ``gpu`` or ``draws``.
 
-    On a GPU ``accelerator="auto"`` would take it, and Lightning would warn of each Trainer that does not. Drawing its
-    curves is most of the time of a short fit.
+    ``accelerator="auto"`` would use a GPU, and Lightning would warn about each Trainer that does not use it. Drawing
+    curves would take most of the time of a short fit.
     """
     with pytest.MonkeyPatch.context() as patch:
         if not item.get_closest_marker("draws"):
@@ -123,7 +123,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
-    """The command line has Hydra configure the root logger."""
+    """Restore the logging configuration, because Hydra configures the root logger."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield
@@ -145,7 +145,7 @@ def environment_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Time that passes only when ``clock.now`` is changed, for whoever asks ``time`` in this test."""
+    """Simulated time that changes with ``clock.now`` only, for all uses of ``time`` in the test."""
     from tests.support import Clock  # not above: Lightning's loggers are to find those of pytest when it is imported
 
     clock = Clock()
@@ -156,28 +156,28 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture(scope="session")
 def python() -> Iterator[WarmPython]:
-    """Runs programs and commands as ``python`` would, without seconds of imports: ``python.trainer("fit", ...)``."""
+    """Run programs and commands like ``python`` without the time for imports: ``python.trainer("fit", ...)``."""
     with warm_python() as python:
         yield python
 
 
 @pytest.fixture(scope="session")
 def python_without_lightning() -> Iterator[WarmPython]:
-    """As ``python``, with torch imported, and neither Lightning nor the project."""
+    """Like ``python``, with torch imported, but not Lightning and the project."""
     with warm_python(imported=BELOW_LIGHTNING) as python:
         yield python
 
 
 @pytest.fixture(scope="session")
 def ranks(python: WarmPython) -> Iterator[Ranks]:
-    """A process group of two: ``ranks.call("module:function", ...)``. It is started again after a call that fails."""
+    """A process group of two ranks: ``ranks.call("module:function", ...)``. It is restarted after a failed call."""
     with Ranks(python, 2) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="session")
 def simulation(python: WarmPython, request: pytest.FixtureRequest) -> Iterator[Child]:
-    """Runs tests on the simulated GPU, in another process."""
+    """Run tests on the simulated GPU in another process."""
     files = {item.path for item in request.session.items if is_simulated(item)}
     with contextlib.closing(Child(python, files)) as child:
         yield child
@@ -185,13 +185,13 @@ def simulation(python: WarmPython, request: pytest.FixtureRequest) -> Iterator[C
 
 @pytest.fixture
 def cuda() -> device.Device:
-    """The simulated GPU: ``cuda.watch()`` lists host waits and kernels. The test runs in another process."""
+    """The simulated GPU: ``cuda.watch()`` lists synchronizations and kernels. The test runs in another process."""
     return device.DEVICE
 
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """As on a GPU. Returns the account of who waits for what the device found, to be filled."""
+    """Emulate a GPU with late results of the device. Returns the record of readers that synchronize."""
     account: list[str] = []
     arrives = Readback.__init__
 
@@ -211,7 +211,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `pip wheel` makes of the checkout."""
+    """Return the wheel that `pip wheel` builds from the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
     subprocess.run(pip, check=True, timeout=240)
@@ -221,7 +221,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with nothing but the wheel in it; the dependencies are those of this environment."""
+    """Return a folder that contains only the installed wheel; dependencies are those of this environment."""
     folder = tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), str(wheel)]
     subprocess.run(pip, check=True, timeout=240)
@@ -230,6 +230,6 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def installed_python(installed: Path) -> Iterator[WarmPython]:
-    """As ``python``, with the wheel in place of the checkout."""
+    """Like ``python``, with the wheel instead of the checkout."""
     with warm_python(installed) as python:
         yield python

@@ -66,7 +66,7 @@ class WithoutClosure(MixedStates):
 
 
 class Wrapper(Optimizer):
-    """Passes everything on to another optimizer, as Lookahead and its like do.
+    """Forwards everything to another optimizer, as Lookahead does.
 
     Args:
         params: The parameters.

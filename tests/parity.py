@@ -1,7 +1,6 @@
-"""The same module under Lightning's Trainer and ours: what both tests of parity share.
+"""Run the same module under Lightning's Trainer and ours: helpers of the parity tests.
 
-Nothing here is a test. Each recorder writes down what a Trainer shows to the outside, in a form that compares with
-``==``.
+This file has no tests. Each recorder stores the public state of a Trainer in a form that compares with ``==``.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ QUIET: dict[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-"""Arguments of either Trainer that leave nothing but the loop."""
+"""Arguments of both Trainers that disable everything except the loop."""
 
 FEATURES, CLASSES = 4, 3
 
 
 def data(samples: int, *, batch_size: int = 2, seed: int = 0, **options: Any) -> DataLoader[Any]:
-    """Batches of (features, label), always the same."""
+    """Return batches of (features, label), always the same."""
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(samples, FEATURES, generator=generator)
     labels = torch.randint(CLASSES, (samples,), generator=generator)
@@ -43,7 +42,7 @@ def data(samples: int, *, batch_size: int = 2, seed: int = 0, **options: Any) ->
 
 
 class Learner(LightningModule):
-    """The smallest module that trains: a classifier."""
+    """A minimal classifier."""
 
     def __init__(self, learning_rate: float = 0.1, momentum: float = 0.0) -> None:
         super().__init__()
@@ -69,7 +68,7 @@ class Learner(LightningModule):
 
 
 class Classifier(Learner):
-    """One that can do everything: fit, validate, test, predict."""
+    """A classifier with fit, validate, test and predict."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch)
@@ -83,7 +82,7 @@ class Classifier(Learner):
 
 @contextmanager
 def lightnings_noise_ignored() -> Iterator[None]:
-    """Lightning's own Trainer warns in a few ways that are none of our business (and on torch 2.15 in a new one)."""
+    """Ignore the warnings of Lightning's own Trainer that are not compared (including a new one on torch 2.15)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -104,7 +103,7 @@ MAKERS: tuple[Callable[..., Any], Callable[..., Any]] = (lightning, ours)
 
 
 def run_both(scenario: Callable[[Callable[..., Any]], Any]) -> tuple[Any, Any]:
-    """What ``scenario(make_trainer)`` returns with Lightning's Trainer and with ours, from the same seed."""
+    """Return the results of ``scenario(make_trainer)`` with Lightning's Trainer and with ours, from the same seed."""
     torch.manual_seed(0)
     with lightnings_noise_ignored():
         theirs = scenario(lightning)
@@ -116,7 +115,7 @@ def run_both(scenario: Callable[[Callable[..., Any]], Any]) -> tuple[Any, Any]:
 
 
 def plain(value: Any) -> Any:
-    """``value`` in a form that compares: numbers rounded, tensors by their numbers, objects by their type."""
+    """Return ``value`` in a comparable form: numbers rounded, tensors as numbers, objects as their type."""
     if isinstance(value, Tensor):
         return round(value.item(), 5) if value.numel() == 1 else tuple(value.shape)
     if isinstance(value, bool) or value is None or isinstance(value, (int, str)):
@@ -134,9 +133,9 @@ UNRECORDED_ARGUMENTS = {"self", "trainer", "pl_module", "optimizer_closure", "ch
 
 
 def recording(base: type, names: list[str], owner: str) -> type:
-    """A subclass of ``base`` that writes each call of the named methods into ``instance.calls``, then does it.
+    """Return a subclass of ``base`` with methods that append their call to ``instance.calls``, and call the original.
 
-    An entry is (owner and name, arguments, what the Trainer says about itself at this moment).
+    An entry is (owner and name, arguments, the state of the Trainer).
     """
 
     def make(name: str) -> Callable[..., Any]:
@@ -166,7 +165,7 @@ def recording(base: type, names: list[str], owner: str) -> type:
 
 
 def situation(trainer: Any) -> dict[str, Any]:
-    """What a Trainer says about itself."""
+    """Return the state of a Trainer."""
     if trainer is None:
         return {}
     module = trainer.lightning_module
@@ -181,7 +180,7 @@ def situation(trainer: Any) -> dict[str, Any]:
 
 
 def public_hooks(cls: type, *, besides: tuple[str, ...] = ()) -> list[str]:
-    """The names of the hooks of ``cls``: ``on_*``, set-up and tear-down, and those named."""
+    """Return the names of the hooks of ``cls``: ``on_*``, set-up and tear-down, and the given names."""
     names = [name for name in dir(cls) if name.startswith("on_") and callable(getattr(cls, name))]
     return sorted({*names, *besides, *({"setup", "teardown"} & set(dir(cls)))})
 
@@ -221,7 +220,7 @@ DATAMODULE_HOOKS = public_hooks(
 
 
 class RecordingLogger(Logger):
-    """Keeps what it is given."""
+    """Keeps its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,12 +247,12 @@ class RecordingLogger(Logger):
 
 
 def weights(module: nn.Module) -> list[Tensor]:
-    """A copy of all parameters and buffers."""
+    """Return a copy of all parameters and buffers."""
     return [value.detach().clone() for value in module.state_dict().values()]
 
 
 def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
-    """Bit for bit."""
+    """Compare weights bit for bit."""
     assert one.state_dict().keys() == other.state_dict().keys()
     for (name, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
         assert torch.equal(a, b), name

@@ -1,7 +1,7 @@
-"""A program that imports ``pytorch_lightning``, for test_pytorch_lightning.py: everything that may come from there.
+"""Program of test_pytorch_lightning.py that imports everything from ``pytorch_lightning``.
 
-Arguments: "theirs", or where the line stands that lets our Trainer take the place of theirs, "first" or "sorted"; and
-a folder, into which it writes ``result.pt``.
+Arguments: "theirs", or the place of the import line that installs our Trainer, "first" or "sorted"; and a folder for
+``result.pt``.
 """
 
 import sys
@@ -121,7 +121,7 @@ def fit(name: str, ckpt_path: str | None = None, noise: float = 0.1, **arguments
 
 
 def rounded(path: Path) -> list[list[str]]:
-    """Rows of numbers; the last bit of an epoch's mean is another matter."""
+    """Round rows of numbers, because the last bit of an epoch's mean may differ."""
     rows = [line.split(",") for line in path.read_text().splitlines()]
     return [rows[0], *([value and f"{float(value):.6g}" for value in row] for row in rows[1:])]
 
@@ -147,7 +147,7 @@ def main() -> dict[str, Any]:
     seen["checkpoint"] = {key: checkpoint[key] for key in ("state_dict", "hyper_parameters", "epoch", "global_step")}
     loaded = Model.load_from_checkpoint(best.best_model_path, rate=0.2)
     seen["loaded"] = [loaded.state_dict(), dict(loaded.hparams)]
-    # without random numbers and metrics from before: only our Trainer goes on from those of the checkpoint
+    # without random numbers and earlier metrics: only our Trainer restores those of the checkpoint
     resumed = fit("resumed", best.last_model_path, noise=0.0, max_epochs=8)[1]
     seen["resumed"] = [resumed[name] for name in ("calls", "weights", "steps")]
     averaging = [StochasticWeightAveraging(0.05, swa_epoch_start=1)]
@@ -155,13 +155,13 @@ def main() -> dict[str, Any]:
     strategy = DDPStrategy(process_group_backend="gloo", find_unused_parameters=True)
     seen["distributed"] = fit("distributed", max_epochs=2, strategy=strategy)[1]
 
-    # what is pickled names classes as they are called there, and is read as either
+    # pickles contain the class names of that process, and are readable in both
     seen["pickled"] = pickle.loads(b"cpytorch_lightning.callbacks.timer\nTimer\n.") is pl.callbacks.Timer
     seen["boring"] = issubclass(BoringModel, pl.LightningModule)
 
     sys.argv[1:] = []
     settings = {**QUIET, "max_epochs": 2, "logger": False, "enable_checkpointing": False}
-    os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # of what LightningCLI calls
+    os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # for a method that LightningCLI calls
     cli = LightningCLI(
         Model,
         Data,

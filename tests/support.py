@@ -1,4 +1,4 @@
-"""What tests share: a quiet Trainer, a small module, the loop that one would write by hand, and a fake Trainer."""
+"""Shared parts of tests: a quiet Trainer, a small module, a hand-written loop, and a fake Trainer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HAS_FSDP2 = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 needs_fsdp2 = pytest.mark.skipif(not HAS_FSDP2, reason="of torch 2.13")
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 TORCH = Version(torch.__version__).release[:2]
-"""Such as (2, 15)."""
+"""The version of torch, such as (2, 15)."""
 AUTOCAST_DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -48,7 +48,7 @@ OPTIMIZERS = {
 
 
 def warned_by(*versions: tuple[int, int], message: str) -> pytest.MarkDecorator:
-    """Where torch is one of these: lets it give a warning of its own, about itself. Elsewhere that is an error."""
+    """Expect a warning of torch about itself in these versions, and an error in others."""
     return pytest.mark.filterwarnings(*([f"ignore:{message}"] if TORCH in versions else []))
 
 
@@ -99,7 +99,7 @@ imports_inductor = warned_by((2, 10), (2, 11), message="`torch.jit.script_method
 
 
 def make_trainer(folder: Any, **arguments: Any) -> Trainer:
-    """A Trainer that writes nothing and says nothing, on the CPU, for one epoch unless told otherwise."""
+    """Return a Trainer on the CPU without output, for one epoch by default."""
     quiet: dict[str, Any] = {
         "accelerator": "cpu",
         "logger": False,
@@ -113,37 +113,37 @@ def make_trainer(folder: Any, **arguments: Any) -> Trainer:
 
 
 def make_net(seed: int = 0, dropout: float = 0.0) -> nn.Sequential:
-    """A small regression net with a normalisation; with ``dropout``, one that draws random numbers."""
+    """Return a small regression net with a normalization; with ``dropout``, one that draws random numbers."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
 
 
 def make_batches(number: int, seed: int = 1, gains: dict[int, float] | None = None) -> list[list[Tensor]]:
-    """Batches (x, y, gain); a batch's loss is multiplied by its gain, 1 unless ``gains`` names its index."""
+    """Return batches (x, y, gain). A loss is multiplied by its gain, which is 1 unless ``gains`` has its index."""
     generator = torch.Generator().manual_seed(seed)
     draw = partial(torch.randn, generator=generator)
     return [[draw(4, 6), draw(4, 3), torch.tensor((gains or {}).get(i, 1.0))] for i in range(number)]
 
 
 def loader_of(batches: Iterable[Any], **options: Any) -> DataLoader[Any]:
-    """A dataloader whose items are the batches as they are."""
+    """Return a dataloader that yields the batches unchanged."""
     return DataLoader(list(batches), batch_size=None, **options)
 
 
 def loss_of(net: nn.Module, batch: list[Tensor]) -> Tensor:
-    """The loss of one batch."""
+    """Return the loss of one batch."""
     x, y, gain = batch
     return F.mse_loss(net(x), y) * gain
 
 
 class Regression(LightningModule):
-    """Fits ``make_net`` by automatic optimization.
+    """Fits ``make_net`` with automatic optimization.
 
     Args:
-        net: what is trained; the first of its kind where none is given.
-        optimizer: makes one of the parameters.
-        schedule: makes a learning-rate schedule of the optimizer; None for none.
-        **how: the schedule's other keys (interval, frequency, monitor).
+        net: the trained net; by default that of ``make_net``.
+        optimizer: creates the optimizer from the parameters.
+        schedule: creates a learning-rate schedule from the optimizer, or None.
+        **how: further keys of the schedule (interval, frequency, monitor).
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Regression(LightningModule):
 
 @dataclass
 class Trace:
-    """What happened in a training, one entry a batch (or, from ``skipped`` on, one a weight update)."""
+    """Values of a training, one per batch (or, from ``skipped`` on, one per optimizer step)."""
 
     losses: list[float] = field(default_factory=list)
     weights: list[list[Tensor]] = field(default_factory=list)
@@ -217,9 +217,9 @@ def train_by_hand(
     interval: str = "step",
     before_step: Callable[[Any], None] = lambda optimizer: None,
 ) -> Trace:
-    """The oracle: the loop that one writes by hand with ``torch.amp``, and what happened in it.
+    """Train with the reference loop, written by hand with ``torch.amp``. Returns its trace.
 
-    Trains where ``net`` and ``batches`` are.
+    It runs on the device of ``net`` and ``batches``.
     """
     trace, dtype, kind = Trace(), AUTOCAST_DTYPES.get(precision), next(net.parameters()).device.type
     if scaler is None:
@@ -260,7 +260,7 @@ def train_by_hand(
 
 
 def fit_and_watch(folder: Any, module: LightningModule, batches: Any, **arguments: Any) -> tuple[Trainer, Trace]:
-    """Fit ``module`` on ``batches`` (a list of them, or a dataloader); returns the Trainer and what happened."""
+    """Fit ``module`` on ``batches`` (a list or a dataloader). Returns the Trainer and the trace."""
     watch = Watch()
     trainer = make_trainer(folder, **arguments | {"callbacks": [*arguments.get("callbacks", ()), watch]})
     trainer.fit(module, loader_of(batches) if isinstance(batches, list) else batches)
@@ -268,7 +268,7 @@ def fit_and_watch(folder: Any, module: LightningModule, batches: Any, **argument
 
 
 def assert_same(ours: Trace, theirs: Trace) -> None:
-    """Bit for bit, NaN equal to NaN."""
+    """Compare bit for bit, with NaN equal to NaN."""
     for name in ("losses", "rates", "skipped", "scales", "next_scales", "norms"):
         mine, other = getattr(ours, name), getattr(theirs, name)
         assert len(mine) == len(other), name
@@ -280,12 +280,12 @@ def assert_same(ours: Trace, theirs: Trace) -> None:
 
 
 def assert_identical(found: Any, expected: Any, place: str = "") -> None:
-    """Check that nested containers hold the same: types, dtypes, and values to the bit.
+    """Check that nested containers are equal: types, dtypes, and values bit for bit.
 
     Args:
         found: The containers.
-        expected: What they are compared with.
-        place: Of the containers, for the message.
+        expected: The expected containers.
+        place: Path of the containers, for the message.
     """
     if isinstance(expected, dict) and isinstance(found, dict):
         assert found.keys() == expected.keys(), place
@@ -305,16 +305,16 @@ def assert_identical(found: Any, expected: Any, place: str = "") -> None:
 
 
 def native_fp16(**options: Any) -> MixedPrecision:
-    """16-mixed on torch's own CPU kernels, whatever the model's size."""
+    """Return 16-mixed on torch's own CPU kernels for models of any size."""
     return MixedPrecision("float16", cpu_kernels="native", **options)
 
 
 class OnMPS(Tensor):
-    """A tensor that says it is on an MPS device, and has no double precision, as there."""
+    """A tensor that reports an MPS device, and has no double precision, as on MPS."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function == Tensor.device.__get__:  # made anew at each look
+        if function == Tensor.device.__get__:  # created at each access
             return torch.device("mps", 0)
         given = (*args, *(kwargs or {}).values())
         if function is Tensor.double or any(one is torch.float64 for one in given):
@@ -323,7 +323,7 @@ class OnMPS(Tensor):
 
 
 class Clock:
-    """Time that passes only when told to; a number of seconds when called."""
+    """A clock that advances on request. A call returns its seconds."""
 
     def __init__(self, now: float = 100.0) -> None:
         self.now = now
@@ -333,21 +333,21 @@ class Clock:
 
 
 class FakeTrainer:
-    """What callbacks read of a Trainer, and the hooks of a run in their order, with no training behind them.
+    """The attributes of a Trainer that callbacks read, and the hooks of a run in their order, without training.
 
     :meth:`hook` calls one hook; :meth:`train_batch`, :meth:`train_epoch`, :meth:`evaluate` and :meth:`fit` those of a
     part of a run. Time passes by ``clock`` alone; the fixture of that name makes it the time that callbacks see.
 
     Args:
-        *callbacks: whose hooks are called.
+        *callbacks: callbacks to call.
         folder: the ``default_root_dir``.
-        clock: shows what time it is.
-        seconds: that each batch takes.
-        batches: of an epoch of training, and of each other dataloader.
-        max_epochs: of a fit.
-        scale: the loss scale; None where the loss is not scaled.
+        clock: the clock.
+        seconds: duration of each batch.
+        batches: batches per training epoch, and of each other dataloader.
+        max_epochs: epochs of a fit.
+        scale: the loss scale, or None without loss scaling.
         device: the root device.
-        **values: of other attributes.
+        **values: values of other attributes.
     """
 
     def __init__(
@@ -387,7 +387,7 @@ class FakeTrainer:
             getattr(callback, name, lambda *_: None)(self, self.lightning_module, *arguments)
 
     def log(self, **metrics: float) -> None:
-        """As the module would, on the progress bar, too."""
+        """Log a metric like the module, and on the progress bar."""
         tensors = {name: torch.tensor(value) for name, value in metrics.items()}
         self.callback_metrics |= tensors
         self.progress_bar_metrics |= tensors
@@ -401,7 +401,7 @@ class FakeTrainer:
         skipped: bool = False,
         optimizers: Iterable[Any] = (None,),
     ) -> None:
-        """One batch, and the weight update after it; one that is ``skipped`` halves the scale."""
+        """Run the hooks of a batch with its optimizer step; a ``skipped`` step halves the scale."""
         self.hook("on_train_batch_start", batch, batch_idx)
         self.clock.now += self.seconds if seconds is None else seconds
         self.global_step += 1
@@ -414,7 +414,7 @@ class FakeTrainer:
         self.hook("on_train_batch_end", {} if outputs is None else outputs, batch, batch_idx)
 
     def train_epoch(self, first: int = 0, last: int | None = None, **options: Any) -> None:
-        """The batches from ``first`` to ``last``; the epoch's end is :meth:`end_epoch`."""
+        """Run the batches from ``first`` to ``last``. Call :meth:`end_epoch` for the end of the epoch."""
         self.hook("on_train_epoch_start")
         for batch_idx in range(first, int(self.num_training_batches) if last is None else last):
             self.train_batch(batch_idx, **options)
@@ -434,7 +434,7 @@ class FakeTrainer:
         ends: bool = True,
         **metrics: float,
     ) -> None:
-        """A validation, test or predict over one dataloader; the last hook is left out unless it ``ends``."""
+        """Run a validation, test or predict over one dataloader; the last hook is left out unless it ``ends``."""
         self.hook(f"on_{stage}_start")
         for batch_idx in range(batches):
             self.hook(f"on_{stage}_batch_start", None, batch_idx, dataloader_idx)
@@ -445,7 +445,7 @@ class FakeTrainer:
             self.hook(f"on_{stage}_end")
 
     def fit(self, error: BaseException | None = None, **metrics: float) -> None:
-        """All epochs, each with a validation that logs ``metrics``; ``error`` is raised before the first of these."""
+        """Run all epochs, each with a validation that logs ``metrics``. ``error`` is raised before the first one."""
         self.hook("on_fit_start")
         self.sanity_checking = True
         self.evaluate(batches=1)

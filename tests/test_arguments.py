@@ -58,7 +58,7 @@ def test_every_default_and_every_choice_is_all_right():
         {"strategy": ModelParallelStrategy(), "devices": "0,1", "accelerator": CPUAccelerator()},
     ],
 )
-def test_what_lightning_allows_is_no_mistake(given):
+def test_arguments_allowed_by_lightning_are_accepted(given):
     check(given)
 
 
@@ -117,7 +117,7 @@ def test_overfit_batches():
 @pytest.mark.parametrize("name", [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
                          + ["overfit_batches", "val_check_interval"])  # fmt: skip
 @pytest.mark.parametrize("value", [1, 1.0])
-def test_one_and_all_are_told_apart(name, value, caplog):
+def test_one_and_all_are_distinguished(name, value, caplog):
     with caplog.at_level("INFO"):
         limits()
         assert not caplog.records
@@ -135,7 +135,7 @@ def test_sanity_steps(given, steps):
     assert limits(num_sanity_val_steps=given).num_sanity_val_steps == steps
 
 
-def test_a_share_of_an_epoch_where_batches_are_counted_over_all():
+def test_fraction_of_an_epoch_with_batches_counted_over_all_epochs():
     message = r"val_check_interval is 0.5, a share of an epoch, and check_val_every_n_epoch=None counts"
     with pytest.raises(ConfigurationError, match=message):
         limits(check_val_every_n_epoch=None, val_check_interval=0.5)
@@ -275,7 +275,7 @@ def test_how_long(tmp_path, arguments, epochs, steps, least):
         ({"max_epochs": None}, 1000, 0),
     ],
 )
-def test_what_nobody_said_is_filled_in_when_a_fit_starts(tmp_path, arguments, epochs, least):
+def test_defaults_are_set_at_the_start_of_a_fit(tmp_path, arguments, epochs, least):
     trainer = make_trainer(tmp_path, **arguments)
     warns = pytest.warns(PossibleUserWarning, match="`max_epochs` was not set") if epochs == 1000 else nullcontext()
     with warns:

@@ -1,6 +1,6 @@
-"""What happens under autocast, in every precision, against torch written by hand.
+"""Autocast in every precision, compared to hand-written torch.
 
-The oracle is always the loop of torch's AMP examples (``by_hand``), and equality is to the bit.
+The reference is the loop of torch's AMP examples (``by_hand``); results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ every_precision = pytest.mark.parametrize("precision", PRECISIONS)
 
 
 def ours(name: str) -> Any:
-    """What ``Trainer(precision=...)`` is given; float16 once on torch's own kernels, once on the fast ones."""
+    """Arguments of ``Trainer(precision=...)``; float16 with torch's own kernels, and with the fast ones."""
     if not name.startswith("16"):
         return name
     return MixedPrecision("float16", init_scale=SCALE, cpu_kernels="fast" if name.endswith("fast") else "native")
@@ -39,7 +39,7 @@ def ours(name: str) -> Any:
 
 @contextmanager
 def session(name: str) -> Iterator[tuple[Callable[[], Any], torch.amp.GradScaler]]:
-    """For the loop by hand: what makes an autocast context, and a scaler."""
+    """Return the factory of an autocast context, and a scaler, for the hand-written loop."""
     dtype, scaled = DTYPES[name], name.startswith("16")
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=scaled)
     with fast_fp16_kernels() if name.endswith("fast") else nullcontext():
@@ -75,7 +75,7 @@ class Stepping(Regression):
 
 
 def make(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
-    """Two equal nets."""
+    """Return two equal nets."""
     nets = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -92,7 +92,7 @@ def error_of(net: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
 
 
 def assert_equal(mine: nn.Module, theirs: nn.Module, start: nn.Module | None = None) -> None:
-    """The same weights and buffers, to the bit; ``start`` is what training must have left."""
+    """Compare weights and buffers bit for bit, and check that they differ from ``start``."""
     for (name, a), b in zip(mine.state_dict().items(), theirs.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
     if start is not None:
@@ -108,7 +108,7 @@ def fit(folder: Any, module: Regression, batches: Any, name: str, **arguments: A
     return trainer
 
 
-# --- where it is on -------------------------------------------------------------------------------------------------
+# --- range of autocast ------------------------------------------------------------------------------------------------
 
 
 def test_autocast_covers_the_step_function_and_nothing_else(tmp_path):
@@ -151,9 +151,7 @@ STAGES = ("validation", "test", "predict")
 
 @pytest.mark.parametrize("stage", STAGES)
 @every_precision
-def test_evaluation_runs_under_autocast_and_inference_mode_and_leaves_the_scaler_alone(
-    tmp_path, monkeypatch, precision, stage
-):
+def test_evaluation_runs_under_autocast_and_inference_mode_without_the_scaler(tmp_path, monkeypatch, precision, stage):
     seen, outputs = [], []
 
     def step(self, batch, batch_idx):
@@ -206,7 +204,7 @@ def test_validation_inside_a_fit_runs_under_autocast_without_gradients(tmp_path,
 
 
 class Casts(TorchDispatchMode):
-    """Counts how often a tensor is cast."""
+    """Counts the casts of a tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
@@ -220,7 +218,7 @@ class Casts(TorchDispatchMode):
 
 @every_precision
 def test_a_weight_used_three_times_is_cast_once_a_forward(tmp_path, precision):
-    """The cache is on, it is emptied between forwards, and so each sees the weights of its own step."""
+    """The cache is enabled, and cleared between forwards, so that each uses the weights of its own step."""
     counts = []
 
     def tied(net, batch):
@@ -239,7 +237,7 @@ def test_a_weight_used_three_times_is_cast_once_a_forward(tmp_path, precision):
 
 
 def casts_of_its_own(context: Any, function: Callable[[], Tensor]) -> Tensor:
-    """``function()`` in ``context``, and nothing of it left in autocast's cache: the definition of what is right."""
+    """Run ``function()`` in ``context`` without leftovers in autocast's cache, as the reference."""
     torch.clear_autocast_cache()
     with context:
         result = function()
@@ -253,7 +251,7 @@ def as_it_comes(context: Any, function: Callable[[], Tensor]) -> Tensor:
 
 
 class Product(torch.autograd.Function):
-    """x @ weight.T by hand, whose forward runs without gradients, as that of every custom function."""
+    """Computes x @ weight.T in a custom function, with a forward that runs without gradients."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu")
@@ -302,10 +300,10 @@ NO_GRADIENTS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode
     off=NO_GRADIENTS,
 )
 def test_a_forward_without_gradients_before_one_with_them(tmp_path, precision, pattern, off):
-    """torch #65766, #112583, #120483: torch 2.10 by itself loses gradients here."""
+    """torch #65766, #112583, #120483: torch 2.10 loses gradients here."""
     mine, theirs = make(mlp)
     batches, off = make_batches(4), NO_GRADIENTS[off]
-    # two forwards with gradients share their casts, and add their gradients up in 16 bits, where torch is right
+    # two forwards with gradients share their casts, and sum their gradients in 16 bits, as in torch
     shares = pattern is gradients_before_and_after and not loses_gradients()
     right = as_it_comes if shares else casts_of_its_own
     fit(tmp_path, Stepping(mine, lambda net, batch: pattern(net, batch, as_it_comes, off)), batches, precision)
@@ -354,7 +352,7 @@ def test_a_forward_without_gradients_before_one_with_them_on_a_gpu(tmp_path, pre
 
 
 def cube(cast_inputs: torch.dtype | None) -> tuple[Any, list[Any]]:
-    """A custom function as torch's AMP guide writes it, and what it saw."""
+    """A custom function as in torch's AMP guide, and the dtypes in it."""
     seen = []
 
     class Cube(torch.autograd.Function):
@@ -402,7 +400,7 @@ def test_custom_functions(tmp_path, precision, cast_inputs):
 
 @every_precision
 def test_activation_checkpointing_changes_no_bit(tmp_path, precision):
-    """The recomputation runs under the forward's autocast and random numbers, though backward runs outside of both."""
+    """The recomputation uses the forward's autocast and random numbers, although backward runs outside of both."""
     seen = []
 
     class Checkpointed(nn.Module):
@@ -429,7 +427,7 @@ def test_activation_checkpointing_changes_no_bit(tmp_path, precision):
 
 
 class Penalized(Regression):
-    """The gradient penalty of torch's AMP examples, as a LightningModule writes it: this is the idiom."""
+    """The gradient penalty of torch's AMP examples as a LightningModule."""
 
     def training_step(self, batch, batch_idx):
         loss = error_of(self.net, batch)
@@ -473,7 +471,7 @@ def test_a_gradient_penalty(tmp_path, precision):
 
 @pytest.fixture
 def graphs() -> Iterator[list[int]]:
-    """Dynamo as in a new process; the number of graphs that :func:`backend_of` has seen."""
+    """Reset Dynamo. Returns the number of graphs compiled by :func:`backend_of`."""
     torch._dynamo.reset()
     yield []
     torch._dynamo.reset()
@@ -494,7 +492,7 @@ def whole(module: Any, backend: Any) -> Any:
 
 
 def in_place(module: Any, backend: Any) -> Any:
-    module.compile(backend=backend)  # what `self(x)` calls
+    module.compile(backend=backend)  # called by `self(x)`
     module.loss_of = lambda net, batch: error_of(module, batch)
     return module
 

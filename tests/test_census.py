@@ -1,4 +1,4 @@
-"""A resumed run against the run that was never interrupted: every value that is reachable, in training and after it."""
+"""Compares every reachable value of a resumed run and the uninterrupted run, in training and after it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ EPOCHS, BATCHES = 3, 4
 
 
 class Points(Dataset[Tensor]):
-    """Augmented at random, by the global generators and one of its own."""
+    """Augmented at random with the global generators and its own generator."""
 
     def __init__(self, number: int = 8) -> None:
         self.number, self.loaded = number, 0
@@ -139,7 +139,7 @@ def nested(parameters: Any) -> Any:
 
 @dataclass
 class Case:
-    """A training, and the places of the checkpoints that it is resumed from."""
+    """A training, and the places of the checkpoints from which it is resumed."""
 
     loader: Callable[[], Any] = lambda: DataLoader(Points(), 2, shuffle=True)
     validation: Callable[[], Any] = lambda: DataLoader(Points(4), 2)

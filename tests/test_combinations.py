@@ -1,4 +1,4 @@
-"""Combinations of features that broke each other once."""
+"""Combinations of features that were broken once."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def make(tmp_path, **options):
 
 
 def saved_after(tmp_path, steps, **options):
-    """Trains until ``steps``, the path of the checkpoint of then."""
+    """Train until ``steps``, and return the path of the checkpoint."""
     saver = ModelCheckpoint(
         tmp_path, filename="at", every_n_train_steps=steps, save_top_k=-1, save_on_train_epoch_end=False
     )
@@ -97,7 +97,7 @@ def test_metrics_that_cannot_be_read_do_not_keep_a_run_from_being_torn_down(tmp_
     assert trainer.state.stage is None
 
 
-def test_a_callback_may_log_where_nothing_is_logged(tmp_path):
+def test_callback_may_log_without_a_logger(tmp_path):
     class Logs(Callback):
         def on_train_batch_end(self, trainer, pl_module, *_):
             self.log("x", 1.0)
@@ -128,7 +128,7 @@ def test_a_loop_that_was_timed_is_not_timed_any_more(tmp_path):
     assert "update_weights" not in vars(trainer.loop)
 
 
-def test_after_a_signal_others_may_ask_whether_the_fit_is_done_and_nobody_holds_what_was_raised(tmp_path):
+def test_signal_ends_the_fit_without_references_to_the_exception(tmp_path):
     class Signalled(Net):
         def training_step(self, batch, batch_idx):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -174,7 +174,7 @@ def test_an_epoch_that_ends_right_after_a_resume_steps_its_plateau_schedule(tmp_
 
 
 class WatchesBoth(Net):
-    """Logs two losses by one name, and has a schedule watch it."""
+    """Logs two losses with one name, and has a schedule that monitors it."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -194,7 +194,7 @@ class WatchesBoth(Net):
     ("hook", "turn"),
     [("on_train_batch_start", BATCHES + 1), ("on_train_batch_end", 2 * BATCHES), ("on_validation_end", 2)],
 )
-def test_a_plateau_schedule_takes_no_step_twice_wherever_a_run_was_saved(tmp_path, hook, turn):
+def test_plateau_schedule_takes_no_step_twice_after_a_resume(tmp_path, hook, turn):
     class Saves(Callback):
         calls = 0
 
@@ -213,7 +213,7 @@ def test_a_plateau_schedule_takes_no_step_twice_wherever_a_run_was_saved(tmp_pat
 
 
 class Place:
-    """A dataloader that keeps its place."""
+    """A dataloader that restores its position."""
 
     def __init__(self) -> None:
         self.at, self.loaded = 0, None
@@ -234,7 +234,7 @@ class Place:
         self.at = self.loaded = state["at"]
 
 
-def test_dataloaders_made_early_are_made_anew_before_they_are_told_their_place(tmp_path):
+def test_dataloaders_created_early_are_recreated_before_their_state_is_loaded(tmp_path):
     class Estimates(Net):
         def __init__(self):
             super().__init__()
@@ -290,7 +290,7 @@ def test_no_batch_is_held_by_an_optimizer_that_evaluates_windows(tmp_path):
     assert not [one for one in batches if one() is not None]
 
 
-def test_processes_agree_when_it_is_time_to_validate(tmp_path):
+def test_ranks_agree_on_the_time_of_validation(tmp_path):
     trainer = make(tmp_path, val_check_interval=timedelta(days=1))
     limits, asked = trainer.loop.limits, []
     limits.validated_at = time.monotonic()

@@ -25,7 +25,7 @@ from trainer.errors import ConfigurationError, DataLoaderError, is_out_of_memory
 
 
 class Numbers(Dataset[Tensor]):
-    """Twelve samples; before the seventh, something happens."""
+    """Twelve samples, with a function called before the seventh."""
 
     def __init__(self, happens: Callable[[], object]) -> None:
         self.happens = happens
@@ -123,7 +123,7 @@ def test_an_error_about_shapes_before_there_was_a_batch_blames_none(trainer: Any
     assert not hasattr(caught.value, "__notes__")
 
 
-def test_what_a_dataset_raises_stays_what_it_is(trainer: Any) -> None:
+def test_errors_of_a_dataset_are_not_changed(trainer: Any) -> None:
     with pytest.raises(MistakeError) as caught:
         trainer.fit(Module(), loader(raise_mistake))
     assert caught.value.__notes__ == ["It was raised while batch_idx 3 of epoch 0 (train_dataloader) was loaded."]
@@ -142,13 +142,13 @@ def test_a_run_bounds_its_dataloaders_and_leaves_them_as_they_were(trainer: Any)
 
 
 @pytest.mark.parametrize("given", [-1, "1h", True, float("inf")])
-def test_a_time_that_is_none(tmp_path: Any, given: Any) -> None:
+def test_invalid_time(tmp_path: Any, given: Any) -> None:
     with pytest.raises(ConfigurationError, match="dataloader_timeout"):
         make_trainer(tmp_path, dataloader_timeout=given)
 
 
 class Greedy(Regression):
-    """Has no room for the third batch."""
+    """Runs out of memory in the third batch."""
 
     def __init__(self, error: Callable[[], Exception]) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def in_step(module: Any, loss: Tensor) -> Tensor:
 
 
 class Failing(Regression):
-    """Runs out of memory in its second batch, where it is told to."""
+    """Runs out of memory in its second batch if configured."""
 
     def __init__(self, fail: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__(optimizer=OPTIMIZERS["adam"])
@@ -252,7 +252,7 @@ class Failing(Regression):
         (in_step, "the optimizer's step", 780),
     ],
 )
-def test_it_says_in_which_moment_memory_ran_out(trainer: Any, fail: Any, moment: str, gradients: int) -> None:
+def test_report_has_the_phase(trainer: Any, fail: Any, moment: str, gradients: int) -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer.fit(Failing(fail), loader_of(make_batches(4)))
     assert f", in {moment}.\n" in caught.value.__notes__[0]
@@ -260,7 +260,7 @@ def test_it_says_in_which_moment_memory_ran_out(trainer: Any, fail: Any, moment:
     assert kinds == {"weights": 780, "gradients": gradients, "optimizer": 2 * 780 + 6 * 4, "buffers": 0, "batch": 148}
 
 
-def test_it_counts_while_activations_are_alive(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_counts_live_activations(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module, alive, original = Greedy(cuda_error), list[bool](), memory.measure
 
     def watched(*arguments: Any) -> Any:
@@ -274,7 +274,7 @@ def test_it_counts_while_activations_are_alive(trainer: Any, monkeypatch: pytest
     assert alive == [True]
 
 
-def test_it_says_that_a_module_is_too_large(trainer: Any) -> None:
+def test_report_for_a_module_that_is_too_large(trainer: Any) -> None:
     class Large(Regression):
         def configure_optimizers(self) -> Any:
             raise cuda_error()
@@ -291,7 +291,7 @@ GIBIBYTE = 2**30
 
 @pytest.fixture
 def full(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulated GPU has little left."""
+    """A simulated GPU with little free memory."""
     sizes = {"memory_allocated": 60, "memory_reserved": 76, "max_memory_allocated": 70}
     for name, size in sizes.items():
         monkeypatch.setattr(torch.cuda, name, lambda device=None, size=size: size * GIBIBYTE)
@@ -306,7 +306,7 @@ def fail_on_gpu(folder: Path, **options: Any) -> Any:
     return caught.value
 
 
-def test_a_gpu_says_what_was_alive_and_leaves_a_snapshot(cuda: Any, full: None, tmp_path: Path) -> None:
+def test_report_on_a_gpu_has_live_memory_and_a_snapshot(cuda: Any, full: None, tmp_path: Path) -> None:
     error = fail_on_gpu(tmp_path, logger=True, callbacks=[RunRecorder()])
     folder = tmp_path / "lightning_logs" / "version_0"
     first, alive, snapshot, advice = error.__notes__[0].splitlines()
@@ -340,9 +340,7 @@ def test_snapshot_without_logger_goes_to_the_default_root_dir_if_the_user_passed
     assert len(list(tmp_path.rglob("*.pickle"))) == is_given
 
 
-def test_nothing_is_raised_where_it_cannot_be_told(
-    cuda: Any, full: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_figures_raise_nothing(cuda: Any, full: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("CUDA error: unspecified launch failure")
 
@@ -357,7 +355,7 @@ def test_nothing_is_raised_where_it_cannot_be_told(
 
 
 @pytest.mark.parametrize("taken", [63, 62])
-def test_where_states_take_most_of_it_they_are_to_be_spread(
+def test_advice_for_large_states_is_sharding(
     cuda: Any, full: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, taken * 100))
@@ -365,7 +363,7 @@ def test_where_states_take_most_of_it_they_are_to_be_spread(
     assert ("Try strategy='fsdp'" in told) == (taken * 50 < 780 + 780 + 1584)
 
 
-def test_which_errors_are_about_memory() -> None:
+def test_errors_about_memory() -> None:
     assert is_out_of_memory(cuda_error())
     assert is_out_of_memory(cpu_error())
     assert is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 17.6 GB)"))

@@ -29,7 +29,7 @@ def test_one_base_class_catches_them_all(kind):
     assert issubclass(kind, TrainerError)
 
 
-def test_they_are_what_callers_expect_of_python():
+def test_errors_have_builtin_base_classes():
     assert issubclass(ConfigurationError, ValueError)
     assert issubclass(PrecisionError, ConfigurationError)
     assert issubclass(UnsupportedError, ConfigurationError)

@@ -8,7 +8,7 @@ import pytest
 from trainer.files import replacing, write_text
 
 
-def test_a_text_takes_the_place_of_the_old_one_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_text_replaces_the_old_file_without_leftovers(tmp_path: Path) -> None:
     path = tmp_path / "made" / "file.txt"
     for text in ("first", "zweite Fassung: größer"):
         write_text(path, text)
@@ -17,7 +17,7 @@ def test_a_text_takes_the_place_of_the_old_one_and_leaves_nothing_beside_it(tmp_
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_what_cannot_be_written_to_its_end_leaves_the_old_file(tmp_path: Path, durable: bool) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path, durable: bool) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
 

@@ -77,7 +77,7 @@ def test_every_logger_that_can_shows_them(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_others_are_left_out(tmp_path: Path) -> None:
     model = Shows()
-    model.images = None  # at which nobody looks
+    model.images = None  # not used
     fit([CSVLogger(tmp_path)], tmp_path, model)
 
 

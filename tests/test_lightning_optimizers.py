@@ -1,4 +1,4 @@
-"""Optimizers, schedules and steps under Lightning's Trainer and ours: what they return, warn of, refuse and count."""
+"""Optimizers, schedules and steps under Lightning's Trainer and ours: results, warnings, errors and counters."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ pytestmark = [
 ]
 
 OPENING = 40
-"""As many characters of a warning are the same in both."""
+"""Number of equal characters in the warnings of both."""
 
 
 class Configured(Learner):
-    """``configure(module)`` makes what ``configure_optimizers`` returns."""
+    """``configure(module)`` returns the value of ``configure_optimizers``."""
 
     def __init__(self, configure: Callable[[Any], Any] | None = None, automatic: bool = True) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Configured(Learner):
 
 
 def experience(scenario: Callable[..., Any]) -> tuple[Any, Any]:
-    """What one lives to see with ``scenario(make_trainer)`` under both Trainers: result or error, and warnings."""
+    """Return the result or error, and the warnings, of ``scenario(make_trainer)`` under both Trainers."""
 
     def live(make: Callable[..., Any]) -> tuple[Any, Any, list[tuple[type, str]]]:
         with warnings.catch_warnings(record=True) as caught:
@@ -67,7 +67,7 @@ def experience(scenario: Callable[..., Any]) -> tuple[Any, Any]:
 
 
 def assert_same_experience(scenario: Callable[..., Any]) -> Any:
-    """The same result and the same warnings; or an error that is caught as Lightning's would be. Returns ours."""
+    """Compare result and warnings, or the type of the error. Returns ours."""
     (theirs, their_error, their_warnings), (mine, my_error, my_warnings) = experience(scenario)
     assert (their_error is None) == (my_error is None), (their_error, my_error)
     assert their_error is None or isinstance(my_error, type(their_error)), (their_error, my_error)
@@ -83,7 +83,7 @@ def fitted(make: Callable[..., Any], module: Any, loader: Any = None, **argument
 
 
 def state_of(trainer: Any) -> Any:
-    """Counters, rates and the schedules as they are described, and as they stand."""
+    """Return counters, rates, and the schedules with their states."""
     configs = trainer.lr_scheduler_configs
     about = [(c.interval, c.frequency, c.reduce_on_plateau, c.monitor, c.strict, c.name) for c in configs]
     stand = [getattr(c.scheduler, "last_epoch", None) for c in configs]
@@ -91,7 +91,7 @@ def state_of(trainer: Any) -> Any:
     return trainer.global_step, trainer.current_epoch, about, stand, rates
 
 
-# --- what configure_optimizers may return --------------------------------------------------------------------------
+# --- return values of configure_optimizers ----------------------------------------------------------------------------
 
 
 def sgd(module: Any) -> optim.Optimizer:
@@ -115,7 +115,7 @@ def form(shape: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
 
 
 class Foreign:
-    """A schedule that is none of torch's."""
+    """A schedule that is not torch's."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -197,7 +197,7 @@ def test_configure_optimizers(name: str) -> None:
     ],
 )
 def test_configure_optimizers_for_manual_optimization(configure: Any) -> None:
-    """Schedules are the module's to step, and may be anything."""
+    """The module steps its schedules, of any type."""
     assert_same_experience(lambda make: state_of(fitted(make, Configured(configure, automatic=False), max_epochs=0)))
 
 
@@ -232,7 +232,7 @@ def test_only_a_whole_epoch_is_one_for_a_plateau_schedule(arguments: Any, strict
 
 
 class OwnScheduleStep(Configured):
-    """Two schedules, one of which only this module knows how to step."""
+    """Has two schedules, one of them with a custom step."""
 
     def configure_optimizers(self) -> Any:
         optimizer = sgd(self)
@@ -255,7 +255,7 @@ def test_a_module_steps_schedules_that_are_not_torchs() -> None:
 
 
 class SavesSchedules(Logs):
-    """Notes how far its schedules are when a checkpoint is written."""
+    """Records the state of its schedules when a checkpoint is written."""
 
     def configure_optimizers(self) -> Any:
         optimizer = sgd(self)
@@ -283,7 +283,7 @@ def test_schedules_in_a_checkpoint(tmp_path: Any, when: Any) -> None:
     assert assert_same_experience(scenario)
 
 
-# --- what training_step and optimizer_step may do --------------------------------------------------------------------
+# --- training_step and optimizer_step -------------------------------------------------------------------------------
 
 
 class Returns(Configured):
@@ -307,7 +307,7 @@ class Returns(Configured):
         ({"a": 5}, False),
     ],
 )
-def test_what_training_step_returns(output: Any, automatic: bool) -> None:
+def test_return_values_of_training_step(output: Any, automatic: bool) -> None:
     def scenario(make: Callable[..., Any]) -> Any:
         Closure.warning_cache.clear()  # Lightning speaks once a process
         trainer = fitted(make, Returns(output, automatic), max_epochs=2, max_steps=6)
@@ -317,7 +317,7 @@ def test_what_training_step_returns(output: Any, automatic: bool) -> None:
 
 
 class OwnStep(Configured):
-    """``plan(closure, optimizer, batch_idx)`` is its ``optimizer_step``."""
+    """``plan(closure, optimizer, batch_idx)`` replaces its ``optimizer_step``."""
 
     def __init__(self, plan: Callable[..., Any]) -> None:
         super().__init__()
@@ -341,7 +341,7 @@ PLANS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("plan", PLANS)
-def test_what_optimizer_step_does_with_its_closure(plan: str, window: int) -> None:
+def test_closure_of_optimizer_step(plan: str, window: int) -> None:
     def scenario(make: Callable[..., Any]) -> Any:
         module = OwnStep(PLANS[plan])
         trainer = fitted(make, module, data(12), accumulate_grad_batches=window)
@@ -354,7 +354,10 @@ def test_what_optimizer_step_does_with_its_closure(plan: str, window: int) -> No
 
 
 class ByHand(Configured):
-    """Two optimizers; ``turn(module, optimizers, batch)`` is its ``training_step``. Notes what its hooks see."""
+    """Has two optimizers; ``turn(module, optimizers, batch)`` replaces its ``training_step``.
+
+    Records the values in its hooks.
+    """
 
     def __init__(self, turn: Callable[..., Any]) -> None:
         super().__init__(automatic=False)
@@ -412,7 +415,7 @@ def unwrapped(module: Any, optimizers: Any, batch: Any) -> None:
     module.seen.append(
         [(type(a).__name__, a.optimizer is b, str(a).split()[0]) for a, b in zip(optimizers, bare, strict=True)]
     )
-    both_in_turn(module, bare, batch)  # nobody hears of these steps
+    both_in_turn(module, bare, batch)  # no hook is called for these steps
 
 
 def not_callable(module: Any, optimizers: Any, batch: Any) -> None:
@@ -431,7 +434,7 @@ def test_by_hand(turn: Any) -> None:
     assert_same_experience(scenario)
 
 
-def test_a_step_by_hand_passes_everything_on() -> None:
+def test_manual_step_forwards_its_arguments() -> None:
     def turn(module: Any, optimizers: Any, batch: Any) -> None:
         module.seen.append(optimizers[0].step(closure=lambda: None, extra="mine"))
 
@@ -446,7 +449,7 @@ def test_a_step_by_hand_passes_everything_on() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
-def test_what_is_the_modules_own_business_by_hand(arguments: Any) -> None:
+def test_settings_of_manual_optimization(arguments: Any) -> None:
     assert_same_experience(lambda make: fitted(make, ByHand(both_in_turn), **arguments).global_step)
 
 
@@ -556,7 +559,7 @@ def test_gradient_accumulation_scheduler(module: Any, arguments: Any) -> None:
     assert_same_experience(scenario)
 
 
-def test_gradient_accumulation_scheduler_asks_for_the_strategy() -> None:
+def test_gradient_accumulation_scheduler_reads_the_strategy() -> None:
     def scenario(make: Callable[..., Any]) -> Any:
         trainer = make()
         trainer._accelerator_connector.strategy = DeepSpeedStrategy.__new__(DeepSpeedStrategy)
@@ -604,7 +607,7 @@ def test_estimated_stepping_batches(arguments: Any) -> None:
 
 
 def test_estimated_stepping_batches_follow_an_accumulation_schedule() -> None:
-    """Lightning's count ignores the callback until the first epoch begins, so that a schedule would be too long."""
+    """Lightning ignores the callback before the first epoch, so that a schedule would be too long."""
     module = Asks()
     trainer = fitted(ours, module, max_epochs=2, callbacks=GradientAccumulationScheduler({0: 2}))
     assert [*module.seen, trainer.estimated_stepping_batches, trainer.global_step] == [4, 4, 4, 4]
@@ -621,7 +624,9 @@ def test_estimated_stepping_batches_of_a_fit_to_come(arguments: Any) -> None:
     assert_same_experience(scenario)
 
 
-def test_who_asks_before_the_data_is_loaded_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+def test_estimated_stepping_batches_before_the_data_is_loaded(
+    caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
     told = []
     monkeypatch.setattr("trainer.trainer.rank_zero_info", told.append)
     fitted(ours, Asks())
@@ -632,7 +637,7 @@ def test_who_asks_before_the_data_is_loaded_is_told(caplog: pytest.LogCaptureFix
 
 
 class Complex(Learner):
-    """Makes complex numbers where it is configured."""
+    """Creates complex numbers at the configured place."""
 
     def configure_model(self) -> None:
         self.register_buffer("made", torch.complex(torch.rand(2), torch.rand(2)), persistent=False)
@@ -647,7 +652,7 @@ class Complex(Learner):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
-def test_what_configure_model_makes_is_in_double_precision(precision: str) -> None:
+def test_modules_of_configure_model_are_in_double_precision(precision: str) -> None:
     def scenario(make: Callable[..., Any]) -> Any:
         module = Complex()
         fitted(make, module, data(2), precision=precision)
@@ -658,14 +663,14 @@ def test_what_configure_model_makes_is_in_double_precision(precision: str) -> No
 
 
 @pytest.mark.parametrize(("precision", "scales"), [("16-mixed", True), ("bf16-mixed", False), ("32-true", False)])
-def test_the_precision_plugin_tells_device_and_scaler(precision: str, scales: bool) -> None:
+def test_precision_plugin_has_device_and_scaler(precision: str, scales: bool) -> None:
     trainer: Trainer = ours(precision=precision)
     assert trainer.precision_plugin.device == "cpu"
     assert trainer.precision_plugin.scaler is (trainer.scaler if scales else None)
     assert trainer.precision_plugin.precision == precision
 
 
-def test_the_result_is_the_same_to_the_bit_whoever_takes_the_step() -> None:
+def test_result_is_bitwise_equal_for_each_way_to_step() -> None:
     def scenario(make: Callable[..., Any]) -> Any:
         module = OwnStep(PLANS["hands it over"])
         fitted(make, module, max_epochs=2, gradient_clip_val=0.1)

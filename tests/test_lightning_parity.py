@@ -1,7 +1,7 @@
 """Whole runs under Lightning's Trainer and ours: the same losses, weights, logs and results.
 
-Each scenario is run twice from the same seed; everything a user can see afterwards is compared. Known differences are
-in ``docs`` and in the tests of the parts, not here: the scenarios are chosen so that there are none.
+Each scenario is run twice from the same seed, and all public results are compared. The scenarios have no known
+differences, which are in ``docs`` and in other tests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ pytestmark = [
 
 
 class Logging(Classifier):
-    """Logs in every way that is allowed in a step."""
+    """Logs with all valid options of a step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
@@ -160,7 +160,7 @@ class Noisy(Classifier):
 
 
 class Empty(Learner):
-    """Has nothing to learn from some batches."""
+    """Has no loss for some batches."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None if batch_idx == 1 else self.loss(batch)
@@ -214,7 +214,7 @@ class Manual(Learner):
 
 
 class OwnStep(Learner):
-    """Takes the optimizer step into its own hands."""
+    """Overrides ``optimizer_step``."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
         optimizer.step(closure=optimizer_closure)
@@ -252,14 +252,14 @@ class CallbackLogs(Callback):
 
 
 class Stream(IterableDataset):
-    """Five batches; nobody knows how many there will be."""
+    """Five batches without a length."""
 
     def __iter__(self) -> Any:
         yield from data(10)
 
 
 class Sized:
-    """Batches from something that is no dataloader."""
+    """Batches from an iterable that is not a dataloader."""
 
     def __len__(self) -> int:
         return 3
@@ -269,7 +269,7 @@ class Sized:
 
 
 class MetricsSeen(Callback):
-    """What the metrics dictionaries hold when callbacks look."""
+    """Records the metrics dictionaries in callbacks."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -295,7 +295,7 @@ def numbers(metrics: Any) -> dict[str, float]:
 
 
 class Seen:
-    """Everything that a run shows."""
+    """Records all public results of a run."""
 
     def __init__(
         self, make: Callable[..., Any], module: Any, loaders: Callable[[], Any], arguments: Any, folder: Path
@@ -322,7 +322,7 @@ class Seen:
 
 
 def shape(checkpoint: Any) -> Any:
-    """The keys of a checkpoint, at every depth; under ``loops`` with the counts, but ours in our own form."""
+    """Return the keys of a checkpoint at every depth, with the counts under ``loops``, except our own form."""
     keys = {key: sorted(value) if isinstance(value, dict) else len(value) if isinstance(value, list) else value
             for key, value in checkpoint.items()}  # fmt: skip
     keys["loops"] = {key: value for key, value in checkpoint["loops"].items() if key != "amp_trainer"}
@@ -330,7 +330,7 @@ def shape(checkpoint: Any) -> Any:
 
 
 def assert_close(theirs: Any, mine: Any, where: str = "") -> None:
-    """The same keys in the same places, numbers close."""
+    """Compare keys exactly, and numbers approximately."""
     assert type(theirs) is type(mine), where
     if isinstance(theirs, dict):
         assert sorted(theirs) == sorted(mine), where
@@ -440,13 +440,13 @@ def test_same_run(name: str, tmp_path: Path) -> None:
 
 
 def at_most(theirs: Any, mine: Any) -> Any:
-    """``mine`` without what only it has: in a sanity check Lightning shows the last dataloader's metrics only."""
+    """Remove metrics that only ``mine`` has: in a sanity check Lightning has the last dataloader's metrics only."""
     where, *metrics = mine
     return where, *({k: v for k, v in b.items() if k in a} for a, b in zip(theirs[1:], metrics, strict=True))
 
 
 def without_grad_norm(seen: Seen) -> None:
-    """GradientClipping logs the norm before clipping; Lightning has no such thing."""
+    """Remove the norm logged by GradientClipping, which Lightning does not have."""
     places = [row for _, row in seen.logger.rows] + seen.after_fit
     places += [metrics for _, *both in seen.metrics.seen for metrics in both]
     for place in places:

@@ -1,4 +1,4 @@
-"""What loggers are told, and when: the same as by Lightning's Trainer."""
+"""The calls of loggers are those of Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.compat.defaults import in_opening_order
 
 
 class Diary(Logger):
-    """Writes down what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def test_hyper_parameters_of_module_and_data(of_module: dict[str, Any], of_data:
         trainer = make(max_epochs=1, logger=diary)
         try:
             trainer.fit(Configured(of_module), datamodule=Settings(of_data))
-        except Exception as error:  # which it is, is what is compared
+        except Exception as error:  # the comparison depends on it
             return type(error), str(error)[:40]
         return [plain(one[1]) for one in diary.told if one[0] == "hyper-parameters"]
 
@@ -225,7 +225,7 @@ def test_wandb_opens_first_and_csv_before_tensorboard() -> None:
 
 
 @pytest.mark.parametrize("kind", [TensorBoardLogger, CSVLogger])
-def test_a_trainers_copy_goes_on_logging(kind: Any, tmp_path: Path) -> None:
+def test_copy_of_a_trainer_keeps_logging(kind: Any, tmp_path: Path) -> None:
     logger = kind(tmp_path)
     trainer = ours(max_epochs=1, logger=logger)
     trainer.fit(Learner(), data(2))

@@ -1,4 +1,4 @@
-"""What the machine has, on file trees and tables that play systems of all kinds, and on this one."""
+"""Facts about the machine, with simulated file trees of several systems, and on this one."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_in_a_container_the_group_of_the_host_is_not_there(tmp_path):
     assert machine.memory(root).usable == 400
 
 
-def test_the_limit_is_that_of_the_group_with_the_least_left(tmp_path):
+def test_limit_is_that_of_the_group_with_the_least_memory(tmp_path):
     root = tree(
         tmp_path,
         {
@@ -160,7 +160,7 @@ def test_workers(usable, gpus, workers):
 
 
 @pytest.mark.parametrize(("platform", "unit"), [("freebsd", 1024), ("darwin", 1)])
-def test_unit_of_the_peak_memory_where_there_is_no_proc(monkeypatch, platform, unit):
+def test_unit_of_the_peak_memory_without_proc(monkeypatch, platform, unit):
     def no_proc(*_, **__):
         raise FileNotFoundError
 
@@ -171,9 +171,7 @@ def test_unit_of_the_peak_memory_where_there_is_no_proc(monkeypatch, platform, u
 
 
 @pytest.mark.parametrize("device", ["nvidia0", "nvidiactl", "kfd", "dxg", "nvmap", "dri/renderD128", "accel0"])
-def test_a_gpu_is_ruled_out_by_what_drivers_put_into_dev(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
+def test_gpu_is_excluded_by_the_files_of_dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.setattr("sys.platform", "linux")
     assert not machine.has_no_gpu(tmp_path)  # there is no /dev: who knows
     (tmp_path / "dev").mkdir()

@@ -1,4 +1,4 @@
-"""docs/migrating-from-lightning.md: whatever the installed Lightning has is in its tables."""
+"""docs/migrating-from-lightning.md lists all names of the installed Lightning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GUIDE = (Path(__file__).parents[1] / "docs" / "migrating-from-lightning.md").rea
 
 
 def named_in(section: str) -> set[str]:
-    """What the first columns of a section's table name."""
+    """Return the names in the first columns of a section's table."""
     (text,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", GUIDE, re.MULTILINE | re.DOTALL)
     firsts = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
     return {name for first in firsts for name in re.findall(r"`(\w+)`", first)}

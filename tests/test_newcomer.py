@@ -1,4 +1,4 @@
-"""docs/quick-start.md, step by step, from an empty folder with nothing but the installed wheel."""
+"""docs/quick-start.md, step by step, from an empty folder with only the installed wheel."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = [
 
 
 def steps() -> dict[str, list[Block]]:
-    """The page's blocks, by the step that they belong to."""
+    """Return the page's blocks by step."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     starts = [(number, line[6:]) for number, line in enumerate(lines, 1) if re.match(r"## \d\. ", line)]
     ends = [number for number, _ in starts[1:]] + [len(lines)]
@@ -52,12 +52,12 @@ def steps() -> dict[str, list[Block]]:
 
 @dataclass
 class Newcomer:
-    """Someone who follows the page in a folder.
+    """Follows the page in a folder.
 
     Args:
-        folder: empty at first.
-        tools: a folder beside it.
-        python: has the wheel.
+        folder: an empty folder.
+        tools: a folder next to it.
+        python: interpreter with the wheel.
     """
 
     folder: Path
@@ -73,12 +73,12 @@ class Newcomer:
                 path.write_text(block.text)
 
     def follow(self, *names: str) -> str:
-        """Run the blocks of steps; returns what was printed."""
+        """Run the blocks of steps, and return their output."""
         blocks = [block for name in names for block in steps()[name]]
         return self.run(blocks, "-".join(str(STEPS.index(name)) for name in names))
 
     def run(self, blocks: list[Block], name: str) -> str:
-        """Run blocks, with tools in a folder called ``name``; returns what was printed."""
+        """Run blocks, with tools in a folder called ``name``, and return their output."""
         return run(blocks, self.folder, self.tools / name, self.python, timeout=200)
 
     def start(self, command: str) -> subprocess.Popen[bytes]:
@@ -90,7 +90,7 @@ class Newcomer:
         return subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=self.folder, env=environment)
 
     def one(self, pattern: str) -> Path:
-        """The one path in the folder that matches."""
+        """Return the one path in the folder that matches."""
         (path,) = self.folder.glob(pattern)
         return path
 
@@ -134,13 +134,13 @@ def test_trains_the_default_recipe(newcomer: Newcomer) -> None:
         assert (run_folder / written).is_file(), written
 
 
-def test_trains_a_module_and_a_recipe_of_ones_own(newcomer: Newcomer) -> None:
+def test_custom_module_and_recipe_train(newcomer: Newcomer) -> None:
     newcomer.follow("Write your own module and recipe")
     result = result_in(newcomer.one("outputs/mine/*"))
     assert result["status"] == "completed"
     assert result["epochs"] == 10
     assert result["metrics"]["val_acc"] > 0.9
-    values = result["curves"]["metrics"]["val"]["val_acc"]["values"]  # the recipe says nothing of what to monitor
+    values = result["curves"]["metrics"]["val"]["val_acc"]["values"]  # the recipe has no metric to monitor
     assert result["best_score"] == max(values)
     assert f"epoch={values.index(max(values)):03d}-" in result["paths"]["best_checkpoint"]
 
@@ -174,7 +174,7 @@ def test_opens_the_report(newcomer: Newcomer) -> None:
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=\"https?:", page)
 
 
-def test_is_told_which_layer_overflows(newcomer: Newcomer) -> None:
+def test_overflowing_layer_is_reported(newcomer: Newcomer) -> None:
     newcomer.write()
     said = newcomer.follow("Debug an overflow")
     assert "The forward overflows in 'second' (Linear)" in said
@@ -186,7 +186,7 @@ def test_is_told_which_layer_overflows(newcomer: Newcomer) -> None:
     assert result_in(mended)["metrics"]["val_acc"] > 0.9
 
 
-def test_a_killed_run_goes_on_to_the_same_weights(newcomer: Newcomer, tmp_path: Path) -> None:
+def test_killed_run_is_resumed_to_the_same_weights(newcomer: Newcomer, tmp_path: Path) -> None:
     (block,) = steps()["Resume a killed run"]
     command = block.text.strip()
     newcomer.write()
@@ -200,7 +200,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(newcomer: Newcomer, tmp_path: 
         os.kill(first.pid, signal.SIGKILL)
     killed = newcomer.one("outputs/mine/auto-*")
     assert first.returncode == -signal.SIGKILL
-    _wait_for(lambda: load_run(killed).status == "killed")  # the warm Python kills what was killed a moment later
+    _wait_for(lambda: load_run(killed).status == "killed")  # the warm Python delivers a kill a moment later
 
     assert newcomer.start(command).wait(timeout=120) == 0
     assert newcomer.one("outputs/mine/auto-*") == killed
@@ -213,11 +213,11 @@ def test_a_killed_run_goes_on_to_the_same_weights(newcomer: Newcomer, tmp_path: 
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
 
 
-def test_an_interrupted_sweep_says_how_far_it_came_and_how_to_go_on(newcomer: Newcomer) -> None:
+def test_interrupted_sweep_prints_its_progress_and_the_resume_command(newcomer: Newcomer) -> None:
     newcomer.write()
     words = ["+recipe=mine", "optimizer.lr=0.001,0.002,0.003", "trainer.max_epochs=100000"]
     environment = {**os.environ, "PYTHONPATH": str(newcomer.python.packages)}
-    with subprocess.Popen(  # not the warm Python: signals reach what stands between it and the test, too
+    with subprocess.Popen(  # not the warm Python, because signals would also reach the process between it and the test
         [sys.executable, "-m", "trainer", "fit", "-m", *words], cwd=newcomer.folder, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     ) as sweep:  # fmt: skip
@@ -245,7 +245,7 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 HOUR: list[tuple[str, int, tuple[str, ...]]] = [
-    # A command, its exit status, and what it has to say. Of what a newcomer may do wrong, or wants to know, in an hour.
+    # A command, its exit status, and parts of its output: mistakes and questions of the first hour.
     ("fit --hydra-help", 0, ("Hydra",)),
     ("fit +recipe=mine data.batch_size=0", 2, ("data.batch_size is 0, expected a whole number of at least 1.",)),
     ("fit +recipe=mine model.depth=3", 2, ("To add a new setting, write +model.depth=3.",)),
@@ -281,7 +281,7 @@ HOUR: list[tuple[str, int, tuple[str, ...]]] = [
 ]
 
 
-def test_an_hour_of_mistakes_and_questions(newcomer: Newcomer) -> None:
+def test_mistakes_and_questions_of_the_first_hour(newcomer: Newcomer) -> None:
     newcomer.write()
     with (newcomer.folder / "classifier.py").open("a") as module:
         for name, without in (("NoStep", "training_step"), ("NoOptimizer", "configure_optimizers")):

@@ -19,7 +19,7 @@ from trainer import packages
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OF_OTHERS = {"datasets", "mlflow", "timm"}
-"""Packages that a page names and the project does not use: pip knows them."""
+"""Packages that a page names and the project does not use."""
 
 
 def name_of(requirement: str) -> str:
@@ -69,7 +69,7 @@ def test_pip_install_in_texts_names_known_packages() -> None:
         (("slurm",), "hydra_plugins, which is not installed: pip install hydra-submitit-launcher submitit"),
     ],
 )
-def test_missing_package_comes_with_its_command(
+def test_missing_package_error_has_the_install_command(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: str
 ) -> None:
     monkeypatch.setattr(packages, "is_installed", lambda module: False)
@@ -95,7 +95,7 @@ def closure(names: list[str]) -> set[str]:
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
-    """A folder with links to the hard dependencies, and to what they need: nothing else can be imported from it."""
+    """A folder with links to the required dependencies and theirs; nothing else can be imported from it."""
     folder = tmp_path / "site"
     folder.mkdir()
     link(folder, PROJECT["dependencies"])

@@ -1,4 +1,4 @@
-"""Programs written for Lightning run under our Trainer with one import changed, and come to the same end."""
+"""Programs for Lightning run under our Trainer with one changed import, and have the same results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IMPORT = re.compile(r"^from lightning import (.*), Trainer, (.*)$", re.MULTILINE
 
 
 def run(name: str, folder: Path, *, with_ours: bool) -> dict[str, Any]:
-    """What the program's ``main`` returns; ``with_ours`` changes its import, and nothing else."""
+    """Return the result of the program's ``main``; ``with_ours`` changes its import only."""
     source = (PROGRAMS / f"{name}.py").read_text()
     if with_ours:
         source, changed = IMPORT.subn(r"from lightning import \1, \2\nfrom trainer import Trainer", source)
@@ -50,6 +50,6 @@ STEPS = {"autoencoder": 108, "gan": 48, "language_model": 24, "finetuning": 60}
 def test_one_import_changes(name: str, tmp_path: Path) -> None:
     theirs = run(name, tmp_path / "theirs", with_ours=False)
     mine = run(name, tmp_path / "ours", with_ours=True)
-    assert mine.pop("warnings") <= theirs.pop("warnings")  # Lightning has opinions, on num_workers for one
+    assert mine.pop("warnings") <= theirs.pop("warnings")  # Lightning warns, for example about num_workers
     assert_close(theirs, mine, name)
     assert mine["steps"] == STEPS[name]

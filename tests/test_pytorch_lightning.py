@@ -1,7 +1,7 @@
-"""``pytorch_lightning`` and ``lightning.pytorch`` as one package, and what is said where they are two.
+"""``pytorch_lightning`` and ``lightning.pytorch`` as one package, and errors if they are two.
 
-What is loaded first decides, so everything here runs in processes of its own: in a Python that has imported torch and
-nothing of Lightning, or in a new one where that matters, too, and where it starts others.
+The order of imports matters, so that everything runs in separate processes: in a Python that has imported torch but not
+Lightning, or in a new one if it starts others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LINE = "write `import trainer.pytorch_lightning` as the first import of the prog
 
 
 def check(code: str, folder: Path, python: WarmPython | None = None) -> None:
-    """Run ``code``, which has no file; in a new Python where none is given."""
+    """Run ``code`` without a file, by default in a new Python."""
     words = ["-c", textwrap.dedent(code)]
     if python is not None:
         done = python.run(*words, cwd=folder)
@@ -45,7 +45,7 @@ def result_of(how: str, folder: Path, python: WarmPython) -> dict[str, Any]:
 
 
 def assert_equal(theirs: Any, mine: Any, where: str) -> None:
-    """To the bit."""
+    """Compare bit for bit."""
     if isinstance(theirs, dict):
         assert theirs.keys() == mine.keys(), where
         for key, value in theirs.items():
@@ -60,7 +60,7 @@ def assert_equal(theirs: Any, mine: Any, where: str) -> None:
         assert theirs == mine, where
 
 
-def test_a_program_comes_to_the_same_end_wherever_the_line_stands(
+def test_program_has_the_same_result_with_each_place_of_the_import(
     tmp_path: Path, python_without_lightning: WarmPython
 ) -> None:
     theirs = result_of("theirs", tmp_path, python_without_lightning)
@@ -184,7 +184,7 @@ def test_spawned_processes_train(tmp_path: Path) -> None:
     check(program, tmp_path)
 
 
-def test_the_command_line_runs_what_a_config_names(tmp_path: Path, python_without_lightning: WarmPython) -> None:
+def test_command_line_runs_classes_of_either_package(tmp_path: Path, python_without_lightning: WarmPython) -> None:
     (tmp_path / "net.py").write_text(textwrap.dedent(MODULE))
     data = "+data._target_=lightning.pytorch.demos.boring_classes.BoringDataModule"
     settings = ["+model._target_=net.Net", "+callbacks.watch._target_=net.Watch", data, "logger=none", "trainer=cpu"]
@@ -194,7 +194,9 @@ def test_the_command_line_runs_what_a_config_names(tmp_path: Path, python_withou
 
 
 @pytest.mark.representative
-def test_without_the_line_what_is_built_on_it_is_refused(tmp_path: Path, python_without_lightning: WarmPython) -> None:
+def test_classes_of_the_other_package_are_refused_without_the_import(
+    tmp_path: Path, python_without_lightning: WarmPython
+) -> None:
     program = f"""
         import sys
         from trainer import Trainer

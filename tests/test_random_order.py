@@ -1,6 +1,6 @@
-"""Random numbers are drawn where Lightning draws them: the generators' states at each hook and step are the same.
+"""Random numbers are drawn at the same points as in Lightning: the generators' states at each hook and step are equal.
 
-Each hook draws, too, so that whatever is drawn before it, or after it, shows.
+Each hook draws, too, so that additional draws before or after it are detected.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Trace = list[tuple[str, int, int, int]]
 
 
 def states() -> tuple[int, int, int]:
-    """What the three generators of the process would say next."""
+    """Return the next number of each of the three generators of the process."""
     numpy_state = np.random.get_state()
     return (
         hash(torch.get_rng_state().numpy().tobytes()),
@@ -53,7 +53,7 @@ def states() -> tuple[int, int, int]:
 
 
 def drawing(base: type, names: list[str], owner: str) -> type:
-    """A subclass of ``base`` whose methods note the states of the generators in ``instance.trace``, and draw."""
+    """Return a subclass of ``base`` with methods that append the generators' states to ``instance.trace``, and draw."""
 
     def make(name: str) -> Callable[..., Any]:
         original = getattr(base, name)
@@ -71,7 +71,7 @@ def drawing(base: type, names: list[str], owner: str) -> type:
 
 
 class Samples(Dataset[Any]):
-    """Samples that are different each time."""
+    """Random samples."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -84,7 +84,7 @@ class Samples(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """The same without a length, and drawing when it begins, too."""
+    """The same samples without a length, with a draw at the start of the iteration."""
 
     def __init__(self, count: int) -> None:
         self.samples = Samples(count)
@@ -104,7 +104,7 @@ def stream(count: int = 6, **options: Any) -> DataLoader[Any]:
 
 
 class Model(drawing(Classifier, MODULE_HOOKS, "module")):  # type: ignore[misc]
-    """Draws everywhere; may be asked to draw its own batches, and for an estimate of the fit's length."""
+    """Draws in every hook; optionally uses ``dataloader_iter``, and reads the estimated length of the fit."""
 
     def __init__(self, trace: Trace, estimates: bool = False) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Model(drawing(Classifier, MODULE_HOOKS, "module")):  # type: ignore[misc]
 
 
 class Drawer(Model):
-    """Its steps draw their own batches."""
+    """Uses ``dataloader_iter`` in its steps."""
 
     def training_step(self, dataloader_iter: Any) -> Any:
         batch, batch_idx, _ = next(dataloader_iter)
@@ -144,7 +144,7 @@ class Drawer(Model):
 
 
 class Noting(Classifier):
-    """Draws nothing, and notes its losses."""
+    """Draws nothing, and records its losses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Noting(Classifier):
 
 
 def check(run: Callable[[Any, Any], Any], kind: type = Model, **module: Any) -> None:
-    """``run(make_trainer, model)`` draws the same numbers at the same places under both Trainers."""
+    """Check that ``run(make_trainer, model)`` draws the same numbers at the same points under both Trainers."""
 
     def scenario(make: Callable[..., Any]) -> Any:
         random.seed(1)
@@ -205,7 +205,7 @@ FIT: dict[str, dict[str, Any]] = {
 
 
 class Data(LightningDataModule):
-    """Makes its dataloaders anew whenever it is asked, and draws then."""
+    """Creates its dataloaders at each request, and draws then."""
 
     def __init__(self, train: Any, val: Any = lambda: loader(4, shuffle=True)) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ def test_an_estimate_of_the_fits_length_opens_the_first_pass(data: str) -> None:
 
 
 @kinds(["shuffled", "stream", "workers"])
-def test_going_on_from_a_checkpoint_of_lightnings(data: str, tmp_path: Path) -> None:
+def test_resuming_a_checkpoint_of_lightning(data: str, tmp_path: Path) -> None:
     first = lightning(max_epochs=1)
     with lightnings_noise_ignored():
         first.fit(Model([]), datamodule=Data(TRAIN[data]))
@@ -315,7 +315,7 @@ class Saving(Checkpoint):
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start"])
 @kinds(["shuffled", "its own generator", "stream", "two", "workers", "workers that stay"])
 def test_a_resume_from_before_the_first_batch_is_exact(data: str, hook: str, tmp_path: Path) -> None:
-    whole, options = Noting(), {"max_epochs": 2, "num_sanity_val_steps": 0}  # whose losses would be noted
+    whole, options = Noting(), {"max_epochs": 2, "num_sanity_val_steps": 0}  # it would record losses
     torch.manual_seed(1)
     train = {"enable_checkpointing": True, "callbacks": [Saving(hook, tmp_path / "start.ckpt")]}
     ours(**options, **train).fit(whole, TRAIN[data](), loader(4, shuffle=True))

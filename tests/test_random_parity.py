@@ -1,8 +1,8 @@
-"""Runs drawn at random, under Lightning's Trainer and ours: the same hooks, losses, weights, logs and checkpoints.
+"""Random runs under Lightning's Trainer and ours: the same hooks, losses, weights, logs and checkpoints.
 
-A seed is a set-up. What is different on purpose (docs/migrating-from-lightning.md) is not drawn: short accumulation
-windows, stops inside of one, data without a length that ends before its limit, and resuming where ``max_steps`` has cut
-an epoch short.
+A seed is a set-up. Known differences (docs/migrating-from-lightning.md) are not drawn: short accumulation
+windows, stops inside of one, data without a length that ends before its limit, and resuming an epoch ended by
+``max_steps``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ HYPER_PARAMETERS: list[dict[str, Any]] = [
 
 
 class Drawn(Classifier):
-    """Stops, skips, schedules and logs as it is told."""
+    """Stops, skips, schedules and logs as configured."""
 
     def __init__(self, how: dict[str, Any]) -> None:
         super().__init__(momentum=0.9)
@@ -76,7 +76,7 @@ class Drawn(Classifier):
         self.draws: list[float] = []
 
     def draw(self, hook: str) -> None:
-        """A random number, where the set-up has this hook draw one."""
+        """Draw a random number if the set-up has draws in this hook."""
         if hook in self.how["draws"]:
             self.draws.append(torch.rand(1).item())
 
@@ -147,7 +147,7 @@ class OnTheInstance(Drawn):
 
 
 def draw(seed: int) -> dict[str, Any]:
-    """A set-up."""
+    """Draw a set-up."""
     pick = random.Random(seed)
 
     def maybe(share: float, *values: Any, otherwise: Any = None) -> Any:
@@ -198,7 +198,7 @@ def draw(seed: int) -> dict[str, Any]:
         "val": pick.choice([None, [3], [2], [2, 1], "stream"]),
         "resumes": pick.random() < 0.4 and arguments["max_steps"] == -1,
     }  # fmt: skip
-    # our resumed run goes on with the random states of the one before
+    # our resumed run restores the random states of the first run
     how["draws"] = [] if setup["resumes"] else [hook for hook in DRAWING if pick.random() < 0.5]
     setup["shuffles"] = not setup["resumes"] and pick.random() < 0.5
     setup["class"] = maybe(0.5, PassesOn, LogsTwice, OnTheInstance, otherwise=Drawn)
@@ -218,7 +218,7 @@ def loaders(setup: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def everything_of(make: Any, setup: dict[str, Any], folder: Path) -> list[Any]:
-    """What one run, and where it is drawn one that resumes it, shows to the outside."""
+    """Return the public results of a run, and of a resumed run if the set-up has one."""
     seen: list[Any] = []
     saves = any(kind is ModelCheckpoint for kind, _ in setup["callbacks"])
     for resuming in (False, True)[: 1 + setup["resumes"]]:
@@ -238,8 +238,8 @@ def everything_of(make: Any, setup: dict[str, Any], folder: Path) -> list[Any]:
             # ours passes objects over by itself
             options = {"weights_only": False} if resuming and make is lightning else {}
             trainer.fit(module, *loaders(setup), ckpt_path=folder / "last.ckpt" if resuming else None, **options)
-        except (MisconfigurationException, RuntimeError):  # of what does not go together
-            # without what follows from the error: Lightning leaves the module in eval mode where a validation raised
+        except (MisconfigurationException, RuntimeError):  # for settings that conflict
+            # without effects of the error: Lightning leaves the module in eval mode if a validation raised
             return [*seen, {"hooks": [call[:2] for call in watch.calls], "rows": logger.rows}]
         trainer.save_checkpoint(folder / "last.ckpt")
         in_file = torch.load(folder / "last.ckpt", weights_only=False)
@@ -277,7 +277,7 @@ def test_a_run_drawn_at_random(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_runs_drawn_at_random_on_pytorch_lightning() -> None:
-    # in a process of its own, where that package is loaded first: then it is what the names of `lightning` mean
+    # in a separate process in which that package is loaded first, so that the names of `lightning` refer to it
     code = "import pytorch_lightning, trainer.pytorch_lightning, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
     seeds = random.Random(1).sample(range(SETUPS), 8)
     tests = [f"{__file__}::{test_a_run_drawn_at_random.__name__}[{seed}]" for seed in seeds]
@@ -291,23 +291,23 @@ SAVED = {"hooks", "files", "checkpoint"}
 
 
 def saves_again(setup: dict[str, Any]) -> bool:
-    """Whether Lightning's resumed run may save the step once more that the one before has saved: inside a window."""
+    """Return whether Lightning's resumed run may save the last step again: inside a window."""
     every = any(options.get("every_n_train_steps") for _, options in setup["callbacks"])
     return every and setup["arguments"]["accumulate_grad_batches"] > 1
 
 
 def forget_the_norm(mine: dict[str, Any]) -> None:
-    """Leave out what our clipping logs, and Lightning's does not."""
+    """Remove values that only our clipping logs."""
     for metrics in (mine.get("metrics", {}), *(row[1] for row in mine["rows"])):
         for name in [name for name in metrics if name.startswith("grad_norm")]:
             del metrics[name]
 
 
 def forget_what_came_before(theirs: dict[str, Any], mine: dict[str, Any]) -> bool:
-    """Leave out what our resumed run remembers of the one before, and Lightning's does not.
+    """Remove the values that only our resumed run restores.
 
-    That is: metrics logged before, and how many evaluation batches have been logged. Whether anything is left to
-    compare: Lightning's run may end because a callback's metric is not there again yet.
+    These are earlier metrics, and the number of logged evaluation batches. Returns whether there is anything to
+    compare: Lightning's run may end because a callback's metric is missing.
     """
     if "losses" in mine and "losses" not in theirs:
         return False

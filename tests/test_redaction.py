@@ -1,4 +1,4 @@
-"""What a config takes from the environment is not written down."""
+"""Values that a config takes from the environment are not written."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_passwords_in_addresses(address, shown):
     assert redaction.text(address) == shown
 
 
-def test_containers_are_copied_where_they_change():
+def test_containers_are_copied_if_they_change():
     redaction.remember("TOKEN", "hunter2")
     same = [1, {"a": "b"}]
     given = {"x": same, "hunter2": ("hunter2", None)}
@@ -53,7 +53,7 @@ def test_containers_are_copied_where_they_change():
     assert given["hunter2"] == ("hunter2", None)
 
 
-def test_what_a_config_reads_is_remembered(monkeypatch):
+def test_values_read_by_a_config_are_stored(monkeypatch):
     monkeypatch.setenv("TOKEN", "hunter2")
     redaction.register()
     config = OmegaConf.create(

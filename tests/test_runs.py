@@ -1,4 +1,4 @@
-"""How runs begin, end and answer: small programs under Lightning's Trainer and ours."""
+"""The start, end and result of runs: small programs under Lightning's Trainer and ours."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FUNCTIONS = ("fit", "validate", "test", "predict")
 
 
 class Ends(Callback):
-    """Notes how a run ends."""
+    """Records the end of a run."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -40,13 +40,13 @@ class Ends(Callback):
 
 
 def kind_of(error: BaseException) -> str:
-    """The type that callers catch, of several in one the most Lightning-like."""
+    """Return the type that callers catch, the one closest to Lightning's."""
     kinds = (NotImplementedError, MisconfigurationException, RuntimeError, TypeError, SystemExit, Exception)
     return next(kind.__name__ for kind in kinds if isinstance(error, kind))
 
 
 def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
-    """What a call returned or raised, and the warnings it drew."""
+    """Return the result or error of a call, and its warnings."""
     with warnings.catch_warnings(record=True) as drawn:
         warnings.simplefilter("always")
         try:
@@ -60,11 +60,11 @@ def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, l
     return result, sorted(said)
 
 
-# --- modules that lack something, or have what is no more ---------------------------------------------------------
+# --- modules without methods, or with removed ones -----------------------------------------------------------------
 
 
 class Bare(LightningModule):
-    """Has nothing."""
+    """Has no methods."""
 
 
 class WithData(Classifier):
@@ -98,7 +98,7 @@ LACKING: dict[str, list[type]] = {
 @pytest.mark.parametrize(
     ("function", "module"), [(function, module) for function in FUNCTIONS for module in LACKING[function]]
 )
-def test_what_a_module_lacks_is_said_as_lightning_says_it(function: str, module: type) -> None:
+def test_errors_about_missing_methods_equal_lightnings(function: str, module: type) -> None:
     theirs, mine = run_both(lambda make: outcome(getattr(make(fast_dev_run=True), function), module()))
     assert mine == theirs
 
@@ -155,14 +155,14 @@ def test_a_run_that_fails_leaves_the_trainer_as_lightnings_is(
         raised = outcome(getattr(trainer, function), Raises(where, error), data(4), *[data(2)] * (function == "fit"))
         stages = (trainer.training, trainer.validating, trainer.testing, trainer.predicting, trainer.sanity_checking)
         state = (str(trainer.state), trainer.interrupted, stages, trainer.current_epoch, trainer.global_step)
-        again = outcome(trainer.validate, Classifier(), data(4), verbose=False)  # and it may go on
+        again = outcome(trainer.validate, Classifier(), data(4), verbose=False)  # the run may continue
         return raised, state, again, ends.seen
 
     theirs, mine = run_both(scenario)
     assert mine == theirs
 
 
-def test_a_tuner_that_has_what_it_wants_ends_the_run_well() -> None:
+def test_tuner_ends_the_run_successfully() -> None:
     def scenario(make: Any) -> Any:
         class Tunes(Callback):
             def on_fit_start(self, *args: Any) -> None:
@@ -186,9 +186,7 @@ def overflowing(steps: int) -> LightningModule:
     return Overflowing()
 
 
-def test_a_fit_whose_every_step_was_skipped_says_so_and_has_failed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fit_with_only_skipped_steps_fails_with_a_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     summary = RunSummary(console=Console(file=io.StringIO(), width=300))
     trainer, module = make_trainer(tmp_path, precision="16-mixed", callbacks=[summary]), overflowing(3)
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -201,7 +199,7 @@ def test_a_fit_whose_every_step_was_skipped_says_so_and_has_failed(
     assert summary.summary["error"] == said
 
 
-def test_one_step_of_a_run_is_enough_also_of_one_that_goes_on(tmp_path: Path) -> None:
+def test_one_completed_step_suffices_also_after_a_resume(tmp_path: Path) -> None:
     loader = loader_of(make_batches(3))
     first = make_trainer(tmp_path, precision="16-mixed")
     first.fit(overflowing(2), loader)
@@ -251,7 +249,7 @@ def test_predictions_have_lightnings_shape(loaders: Callable[[], Any], wanted: b
     assert mine == theirs
 
 
-def test_nothing_is_predicted_where_the_limit_is_zero() -> None:
+def test_nothing_is_predicted_with_a_limit_of_zero() -> None:
     theirs, mine = run_both(lambda make: make(limit_predict_batches=0).predict(WithData()))
     assert mine is theirs is None
 

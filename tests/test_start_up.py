@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.whole
 
 MODULES_OF_A_TRAINER = 175
-"""The upper limit of the project's modules that ``from trainer import Trainer`` imports."""
+"""The largest number of the project's modules that ``from trainer import Trainer`` may import."""
 
 PROGRAM = """
 import gc, json, sys

@@ -1,4 +1,4 @@
-"""Studies of Optuna that somebody else has made."""
+"""Optuna studies from other people."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ optuna = pytest.importorskip("optuna")
 
 
 class CMA:
-    """Stands for the one of the package cmaes."""
+    """A stand-in for the class of the package cmaes."""
 
     def __init__(self) -> None:
         self.mean, self.sigma = np.zeros(3), np.float64(0.5)
@@ -43,7 +43,7 @@ class Payload:
 
 
 def study_with(tmp_path: Path, pickled: bytes) -> Any:
-    """As CmaEsSampler leaves it: the pickle in pieces, in the attributes of a trial."""
+    """Return a study as CmaEsSampler writes it: a pickle in pieces, in the attributes of a trial."""
     study = optuna.create_study(storage=f"sqlite:///{tmp_path}/study.db", study_name="theirs")
     trial = study.ask()
     text = pickled.hex()
@@ -56,7 +56,7 @@ def study_with(tmp_path: Path, pickled: bytes) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_cma_es_writes_is_read(tmp_path, cmaes):
+def test_pickles_of_cma_es_are_read(tmp_path, cmaes):
     pickled = pickle.dumps(CMA())
     assert len(pickled.hex()) > 400  # in more than ten pieces
     check_pickles(study_with(tmp_path, pickled))
@@ -64,7 +64,7 @@ def test_what_cma_es_writes_is_read(tmp_path, cmaes):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["a call", "a module's module", "damaged"])
-def test_what_may_run_code_is_refused(tmp_path, cmaes, kind):
+def test_pickles_with_code_are_refused(tmp_path, cmaes, kind):
     proof = tmp_path / "pwned"
     pickled = pickle.dumps(Payload(proof))
     if kind == "a module's module":

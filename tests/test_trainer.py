@@ -1,4 +1,4 @@
-"""The Trainer: its arguments, and the life of a run from set-up to tear-down."""
+"""The Trainer: its arguments, and the lifetime of a run from set-up to tear-down."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
 
 class Batches(Callback):
-    """How many batches of each stage there were."""
+    """Counts the batches of each stage."""
 
     def __init__(self) -> None:
         self.train = self.val = self.test = self.predict = self.sanity = self.epochs = self.validations = 0
@@ -67,7 +67,7 @@ class Batches(Callback):
 
 
 def count(module: Any = None, train: Any = None, val: Any = None, **arguments: Any) -> Batches:
-    """The batches of a fit, over 8 training and 6 validation batches unless said otherwise."""
+    """Count the batches of a fit, with 8 training and 6 validation batches by default."""
     batches = Batches()
     callbacks = [batches, *arguments.pop("callbacks", [])]
     trainer = ours(callbacks=callbacks, **{"max_epochs": 1, **arguments})
@@ -138,7 +138,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused_at_construction(name: str) -> None:
+def test_impossible_arguments_are_refused_at_construction(name: str) -> None:
     arguments, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         ours(**arguments)
@@ -184,7 +184,7 @@ def test_one_device_may_be_a_strategy_object() -> None:
     assert trainer.world_size == 1
 
 
-# --- how much is run ----------------------------------------------------------------------------------------------
+# --- length of a run --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_max_time_stops_the_run() -> None:
     assert trainer.global_step == 0
 
 
-def test_max_time_beside_a_timer_is_ignored_and_said_to_be(caplog: Any) -> None:
+def test_max_time_with_a_timer_is_ignored_with_a_warning(caplog: Any) -> None:
     with caplog.at_level("INFO"):
         callbacks = ours(max_time="00:00:01:00", callbacks=[timer := Timer("00:00:02:00")]).callbacks
     assert [callback for callback in callbacks if isinstance(callback, Timer)] == [timer]
@@ -326,7 +326,7 @@ def test_estimated_stepping_batches_agrees_with_lightning_on_whole_windows() -> 
 # --- one run after another ----------------------------------------------------------------------------------------
 
 
-def test_a_second_fit_goes_on_with_the_same_counters_and_the_same_scaler() -> None:
+def test_second_fit_continues_counters_and_scaler() -> None:
     trainer, module = ours(max_epochs=1, precision="16-mixed"), Learner()
     scaler = trainer.scaler
     trainer.fit(module, data(8))
@@ -378,13 +378,13 @@ def test_no_module_at_all() -> None:
         ours().validate(dataloaders=data(2))
 
 
-def test_something_that_is_no_lightning_module() -> None:
+def test_object_that_is_not_a_lightning_module() -> None:
     with pytest.raises(TypeError, match="must be a `LightningModule`"):
         ours().fit(torch.nn.Linear(2, 2), data(2))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("missing", ["training_step", "configure_optimizers", "train_dataloader"])
-def test_what_a_module_must_have(missing: str) -> None:
+def test_required_methods_of_a_module(missing: str) -> None:
     class Bare(LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -418,7 +418,7 @@ def test_evaluating_without_the_step_or_the_data(function: str) -> None:
 
 
 class Told(Callback):
-    """What it is told about the end of a run."""
+    """Records the hooks at the end of a run."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -468,7 +468,7 @@ def test_an_exception_in_a_hook(hook: str) -> None:
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
     assert not torch.is_autocast_enabled("cpu")
-    # a Trainer whose run has failed can run again
+    # a Trainer with a failed run can run again
     trainer.fit_loop.max_epochs = 5
     healthy = Classifier()
     setattr(told, hook, getattr(Callback, hook, None)) if not hasattr(Classifier, hook) else None
@@ -477,7 +477,7 @@ def test_an_exception_in_a_hook(hook: str) -> None:
         assert trainer.state.status is TrainerStatus.FINISHED
 
 
-def test_keyboard_interrupt_does_what_lightning_does() -> None:
+def test_keyboard_interrupt_equals_lightnings() -> None:
     class Interrupts(Learner):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 1:
@@ -530,7 +530,7 @@ class Data(LightningDataModule):
         return data(2)
 
 
-def test_a_datamodule_by_keyword_or_in_the_place_of_the_dataloaders() -> None:
+def test_datamodule_by_keyword_or_as_the_dataloaders_argument() -> None:
     class TwoVal(Classifier):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any: ...
 
@@ -684,7 +684,8 @@ class CountsSteps(Learner):
         return loss
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's, where a graph ends
+# torch's warning at a graph break
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_module_is_accepted() -> None:
     plain, compiled = CountsSteps(), CountsSteps()
     ours(max_epochs=2).fit(plain, data(8))
@@ -807,7 +808,7 @@ def test_the_sanity_check_loads_no_more_than_it_runs(loaders: int) -> None:
     assert [one.loaded for one in sets] == [2 + 3] * loaders
 
 
-def test_the_default_summary_knows_the_size_of_mixed_precision_weights() -> None:
+def test_default_summary_has_the_size_of_mixed_precision_weights() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning.pytorch.callbacks.ModelSummary.summarize", staticmethod(lambda *a, **k: None))
         ours(precision="bf16-mixed", max_epochs=1, enable_model_summary=True).fit(Learner(), data(4))
@@ -835,8 +836,8 @@ def test_a_trainer_can_be_copied_before_and_after_a_run(copied: Any, arguments: 
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
-def test_a_fit_without_validation_knows_nothing_of_an_earlier_one() -> None:
-    """ModelCheckpoint asks for the number of batches, to save after the epoch where there are none."""
+def test_fit_without_validation_has_no_validation_batches() -> None:
+    """ModelCheckpoint reads the number of validation batches to save after the epoch if there are no batches."""
 
     def scenario(make: Any) -> Any:
         class Looks(Callback):

@@ -29,7 +29,7 @@ print(server.asked)
 """
 
 
-def test_a_program_and_who_has_asked_for_it_may_end_at_once(tmp_path: Path) -> None:
+def test_program_and_client_may_end_at_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", AT_ONCE, str(tmp_path / "socket")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, input="", timeout=60)
     assert done.stdout == "ready\n{}\n", done.stderr
@@ -56,6 +56,6 @@ else:
 """
 
 
-def test_a_program_knows_who_has_started_it_until_that_one_ends(tmp_path: Path, python: WarmPython) -> None:
+def test_parent_process_is_the_client_until_it_ends(tmp_path: Path, python: WarmPython) -> None:
     (tmp_path / "family.py").write_text(FAMILY)
     assert python.run("family.py", cwd=tmp_path).stdout == "True\nTrue\n"

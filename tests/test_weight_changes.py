@@ -24,11 +24,11 @@ from trainer.precision.cast_cache import WATCHED_STEPS
 
 MIXED = ("bf16-mixed", "16-mixed-fast")
 LATE = WATCHED_STEPS + 2
-"""A batch that is not watched."""
+"""A batch after the observed ones."""
 
 
 class Pair(nn.Module):
-    """A net, others with weights to replace its weights by, and aliases of its weights."""
+    """A net, others with weights to replace its weights, and aliases of its weights."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``load_weights`` and ``fit(weights=...)``: what belongs together is loaded, and what is not is said."""
+"""``load_weights`` and ``fit(weights=...)``: matching weights are loaded, and the others reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCHES = make_batches(3)
 
 
 class Small(nn.Module):
-    """A body, a batch normalisation and a head."""
+    """A body, a batch normalization and a head."""
 
     def __init__(self, classes: int = 3) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     assert same(module.state_dict(), before)
 
 
-def test_a_file_of_ones_own_may_hold_more(tmp_path: Path) -> None:
+def test_custom_file_may_contain_more(tmp_path: Path) -> None:
     torch.save({"state_dict": small(1).state_dict(), "of": Small}, tmp_path / "mine.pt")
     module = small(2)
     with pytest.raises(UnsafeCheckpointError, match="pass weights_only=False"):
@@ -131,10 +131,10 @@ def test_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         load_weights(small(2), tmp_path / "a.safetensors")
 
 
-# --- what belongs together --------------------------------------------------------------------------------------------
+# --- matching ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_differs_is_left_and_said(tmp_path: Path) -> None:
+def test_differing_weights_are_kept_and_reported(tmp_path: Path) -> None:
     state = small(1, classes=7).state_dict()
     del state["body.0.bias"]
     state |= {"body.0.weight": torch.ones(5, 4, dtype=torch.int8), "aux.scale": torch.ones(2)}
@@ -193,7 +193,7 @@ def test_the_same_names_come_first() -> None:
     assert paired(["a.0.x", "a.0.y", "a.0.z"], ["b.0.x", "b.0.v", "b.0.w"]) == ({}, ("", ""))  # less than the half
 
 
-def test_what_wrappers_put_into_names_does_not_count(tmp_path: Path) -> None:
+def test_prefixes_of_wrappers_in_names_are_ignored(tmp_path: Path) -> None:
     source, module = small(1), small(2)
     compiled = {name.replace("body.", "body._orig_mod."): value for name, value in source.state_dict().items()}
     torch.save({f"_orig_mod.{name}": value for name, value in compiled.items()}, tmp_path / "a.pt")
@@ -259,7 +259,7 @@ def test_nothing_that_fits_is_an_error(tmp_path: Path) -> None:
 
 
 class Seen(Regression):
-    """Keeps the weights that training begins with."""
+    """Records the weights at the start of training."""
 
     def on_train_start(self) -> None:
         self.first = {name: value.clone() for name, value in self.state_dict().items()}
@@ -271,7 +271,7 @@ def weights_file(folder: Path, seed: int = 7) -> tuple[Path, dict[str, torch.Ten
     return folder / "begin.pt", state
 
 
-def test_a_fit_begins_with_them(tmp_path: Path, caplog: Any) -> None:
+def test_fit_starts_with_the_weights(tmp_path: Path, caplog: Any) -> None:
     file, state = weights_file(tmp_path)
     module, by_hand = Seen(make_net()), Regression(make_net())
     by_hand.load_state_dict(state)
@@ -289,7 +289,7 @@ def test_a_fit_begins_with_them(tmp_path: Path, caplog: Any) -> None:
     assert same(module.state_dict(), by_hand.state_dict())
 
 
-def test_what_is_left_out_is_a_warning_in_the_log(tmp_path: Path, caplog: Any) -> None:
+def test_omitted_weights_are_a_warning_in_the_log(tmp_path: Path, caplog: Any) -> None:
     file, state = weights_file(tmp_path)
     name = next(iter(state))
     torch.save({key: value for key, value in state.items() if key != name}, file)
@@ -307,7 +307,7 @@ def test_weights_and_a_checkpoint_are_refused(tmp_path: Path) -> None:
         make_trainer(tmp_path).fit(Seen(make_net()), loader_of(BATCHES), weights="nowhere")
 
 
-def test_a_run_that_goes_on_has_them_already(tmp_path: Path) -> None:
+def test_resumed_run_does_not_load_them_again(tmp_path: Path) -> None:
     file, state = weights_file(tmp_path)
 
     def fit(epochs: int) -> tuple[Any, Any]:
@@ -327,13 +327,13 @@ def test_a_run_that_goes_on_has_them_already(tmp_path: Path) -> None:
 
 
 class Validated(Seen):
-    """And those of the first validation."""
+    """Also records those of the first validation."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.validated = getattr(self, "validated", {name: value.clone() for name, value in self.state_dict().items()})
 
 
-def test_an_average_begins_with_them(tmp_path: Path) -> None:
+def test_average_starts_with_the_weights(tmp_path: Path) -> None:
     file, state = weights_file(tmp_path)
     module = Validated(make_net())
     averaging = EMAWeightAveraging(update_starting_at_epoch=5)  # so that the first validation is of the beginning
@@ -354,7 +354,7 @@ def test_in_half_precision(tmp_path: Path, precision: str) -> None:
 
 
 class Late(Seen):
-    """Makes its layers in ``configure_model``, without memory."""
+    """Creates its layers in ``configure_model`` on the meta device."""
 
     def __init__(self) -> None:
         LightningModule.__init__(self)

@@ -1,4 +1,4 @@
-"""What ``pip install .`` gives: the packages and their configs, from any folder."""
+"""The wheel contains the packages and their configs, and works in any folder."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ trainer: {{max_epochs: 1, limit_val_batches: 0}}
 
 @pytest.mark.parametrize("package", ["my_module", "recipes.mine", "conf.mine"])
 def test_a_module_and_a_recipe_of_the_users(package, installed_python, tmp_path):
-    """Also in packages with the names of ours: ``recipes``, and ``conf``, which Hydra reads configs from."""
+    """Also in packages named ``recipes`` and ``conf``, like ours; Hydra reads configs from ``conf``."""
     file = tmp_path / f"{package.replace('.', '/')}.py"
     recipe = tmp_path / "conf" / "recipe" / "mine.yaml"
     for path, text in ((file, MODULE), (recipe, RECIPE.format(package=package).lstrip())):

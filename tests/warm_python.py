@@ -1,11 +1,11 @@
-"""A Python that has imported everything already, and forks for each program, which so starts within milliseconds.
+"""A Python process with all imports that forks for each program, which starts within milliseconds.
 
-Importing torch and Lightning would be most of the time of a short program, and tests and documentation are hundreds
-of those. :class:`WarmPython` runs them; ``tests/conftest.py`` has one for all tests, the fixture ``python``.
+Imports of torch and Lightning take most of the time of a short program; tests and documentation run hundreds of them.
+:class:`WarmPython` runs them; ``tests/conftest.py`` has one for all tests: the fixture ``python``.
 
 As a script: ``warm_python.py serve SOCKET MODULES...`` imports, and waits for programs; ``warm_python.py run SOCKET
-WORDS...`` hands one over, with its words, folder, environment and standard streams, and ends as it ends. Killing who
-has handed it over kills the program and what it has started.
+WORDS...`` sends one with its arguments, folder, environment and standard streams, and exits with its status. A kill of
+this client kills the program and its child processes.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ IMPORTED = (
     "PIL.PngImagePlugin", "PIL.JpegImagePlugin", "hydra.main", "hydra._internal.hydra", "rich.table", "rich.progress",
     "trainer.trainer", "trainer.callbacks", "trainer.cli.run", "recipes.image_classification", "recipes.data",
 )  # fmt: skip
-"""Modules that programs are likely to want. What is not there is left to them."""
+"""Modules that programs are likely to import. Programs import the others."""
 
 BELOW_LIGHTNING = tuple(name for name in IMPORTED if not name.startswith(("lightning", "trainer", "recipes")))
-"""Those for programs in which it matters who imports Lightning, or the project, and when."""
+"""Modules for programs that depend on the order of the imports of Lightning and the project."""
 
 _PASSED_ON = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
 
@@ -51,13 +51,13 @@ _PASSED_ON = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
 class WarmPython:
     """Runs programs as ``python WORDS...`` would.
 
-    The programs inherit nothing but the environment, the working folder and the standard streams. What they start with
-    ``sys.executable`` is warm, too. Pictures of theirs are empty. Tests of what is imported need a Python of their own.
+    The programs inherit only the environment, the working folder and the standard streams. Processes that they start
+    with ``sys.executable`` are warm, too. Their pictures are empty. Tests of imports need a new Python.
 
     Args:
-        folder: for the socket; its path must be short.
-        packages: the folder that has the project's packages: the checkout, or where a wheel is installed.
-        imported: what programs find imported.
+        folder: folder of the socket, with a short path.
+        packages: the folder with the project's packages: the checkout, or an installed wheel.
+        imported: modules to import before.
     """
 
     def __init__(self, folder: Path, packages: Path = ROOT, imported: tuple[str, ...] = IMPORTED) -> None:
@@ -76,20 +76,20 @@ class WarmPython:
     def start(
         self, *words: str, env: dict[str, str] | None = None, children: bool = False, **options: Any
     ) -> subprocess.Popen[Any]:
-        """A process that is the program, to its end.
+        """Start the program, and return its process.
 
         Args:
-            *words: what follows ``python``.
-            env: the environment; this process's own where none is given.
-            children: what the program starts is to be its child, and not the server's: that takes the time of imports.
-            **options: of ``subprocess.Popen``.
+            *words: arguments of ``python``.
+            env: the environment; by default that of this process.
+            children: run the program in a new Python, so that its processes are its own children. This takes the time
+            of the imports. **options: arguments of ``subprocess.Popen``.
         """
         environment = dict(os.environ if env is None else env)
         environment["WARM_PYTHON_AGAIN"] = sys.executable if children else str(self.executable)
         return subprocess.Popen([str(self.executable), *words], env=environment, **options)
 
     def run(self, *words: str, timeout: float = 200.0, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run a program to its end; returns its status, and what it printed to each stream."""
+        """Run a program to its end. Returns its status, and the output of each stream."""
         pipe = subprocess.PIPE
         with self.start(*words, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, text=True, **options) as process:
             try:
@@ -104,13 +104,13 @@ class WarmPython:
         return self.run("-m", "trainer", *words, **options)
 
     def close(self) -> None:
-        """End, and end what still runs."""
+        """End the server, and all running programs."""
         self._server.communicate()
 
 
 @contextlib.contextmanager
 def warm_python(packages: Path = ROOT, imported: tuple[str, ...] = IMPORTED) -> Iterator[WarmPython]:
-    """One for the time of the context."""
+    """Return a warm Python for the duration of the context."""
     with (
         tempfile.TemporaryDirectory(prefix="python") as folder,
         contextlib.closing(WarmPython(Path(folder), packages, imported)) as python,
@@ -119,7 +119,7 @@ def warm_python(packages: Path = ROOT, imported: tuple[str, ...] = IMPORTED) -> 
 
 
 def save_empty_pictures(save: Callable[..., None]) -> Callable[..., None]:
-    """``Figure.savefig`` without the drawing, which is most of the time of a short fit; SVG is drawn."""
+    """Replace ``Figure.savefig`` with one that does not draw, except SVG, because drawing dominates a short fit."""
 
     def savefig(figure: Any, fname: Any, **options: Any) -> None:
         if options.get("format") == "svg":
@@ -131,14 +131,14 @@ def save_empty_pictures(save: Callable[..., None]) -> Callable[..., None]:
 
 
 def run(socket_path: str, words: list[str]) -> int:
-    """Hand a program over and wait for it.
+    """Send a program to the server, and wait for it.
 
     Args:
-        socket_path: of the server.
-        words: what would follow ``python``: ``-m MODULE ...``, ``-c CODE ...`` or ``FILE ...``.
+        socket_path: socket of the server.
+        words: arguments of ``python``: ``-m MODULE ...``, ``-c CODE ...`` or ``FILE ...``.
 
     Returns:
-        Its exit status. Where a signal has killed the program, that signal kills this process, too.
+        The exit status. If a signal killed the program, that signal kills this process, too.
     """
     given = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ), "parent": os.getppid()}
     request = json.dumps(given).encode()
@@ -160,9 +160,9 @@ def run(socket_path: str, words: list[str]) -> int:
 
 
 def serve(socket_path: str, imported: list[str]) -> None:
-    """Import, listen, and run what comes, until standard input ends."""
+    """Import, listen, and run programs until standard input ends."""
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
-    gc.disable()  # what is imported stays
+    gc.disable()  # imported modules stay
     for name in imported:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -172,13 +172,13 @@ def serve(socket_path: str, imported: list[str]) -> None:
                 getattr(module, public, None)  # those that are imported when they are used
     figure = importlib.import_module("matplotlib.figure").Figure
     figure.savefig = save_empty_pictures(figure.savefig)
-    gc.freeze()  # no program looks through all of this for garbage, and copies the memory that it is in
+    gc.freeze()  # garbage collection in a program would copy all this memory
     gc.enable()
     Server(socket_path).loop()
 
 
 class Server:
-    """Forks, and tells who has asked how it ended."""
+    """Forks programs, and reports their exit status to the clients."""
 
     def __init__(self, socket_path: str) -> None:
         self.selector = selectors.DefaultSelector()
@@ -196,7 +196,7 @@ class Server:
         print("ready", flush=True)
 
     def loop(self) -> None:
-        """Until the owner is gone."""
+        """Run until the owner has ended."""
         while True:
             for key, _ in self.selector.select():
                 source: Any = key.fileobj
@@ -209,7 +209,7 @@ class Server:
                 elif source is self.wake_up:
                     self.wake_up.recv(4096)
                     self._reap()
-                else:  # nobody writes to us: the one who asked was killed; unless the program has just been reaped
+                else:  # a client sends no data: it was killed, unless the program has just ended
                     for process in [process for process, asker in self.asked.items() if asker is source]:
                         self.selector.unregister(source)
                         self._kill(process)
@@ -223,7 +223,8 @@ class Server:
                 streams.frombytes(numbers)
             request = json.loads(_exactly(connection, struct.unpack("!I", head)[0]))
             process = os.fork()
-        except (OSError, struct.error):  # who asked was killed while asking; or there is no room for another process
+        # the client was killed during the request; or there are no resources for another process
+        except (OSError, struct.error):
             for stream in streams:
                 os.close(stream)
             connection.close()
@@ -235,7 +236,7 @@ class Server:
             os.close(stream)
         self.asked[process] = connection
         self.selector.register(connection, selectors.EVENT_READ)
-        with contextlib.suppress(OSError):  # who asked has been killed, as the selector is going to say
+        with contextlib.suppress(OSError):  # the client was killed, as the selector will report
             connection.sendall(struct.pack("!i", process))
 
     def _reap(self) -> None:
@@ -257,7 +258,7 @@ class Server:
 
 
 def _parent(process: int) -> int:
-    """What ``os.getppid`` says in a program: who has asked for it, as long as that one lives."""
+    """Return ``os.getppid`` for a program: the client, as long as it is alive."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -266,7 +267,7 @@ def _parent(process: int) -> int:
 
 
 def _become(request: dict[str, Any], streams: list[int]) -> None:
-    """Be the program that was asked for. Does not return."""
+    """Run the requested program. Does not return."""
     status = 1
     try:
         os.setsid()
@@ -322,7 +323,7 @@ def _execute(words: list[str]) -> int:
 
 
 def _log_to_the_root() -> None:
-    """Leave logging to a program that sets it up: where it does so before Lightning is imported, Lightning does not."""
+    """Leave logging to a program that configures it before it imports Lightning, as Lightning does."""
     for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
         logger = logging.getLogger(name)
         logger.handlers.clear()
@@ -340,10 +341,10 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def main(what: str, socket_path: str, words: list[str]) -> int:
-    """Serve, or run. Words that a warm Python does not know go to one that is not."""
+    """Serve, or run. Unknown arguments go to a normal Python."""
     if what == "serve":
         serve(socket_path, words)
-        os._exit(0)  # to take all these modules apart takes seconds
+        os._exit(0)  # destroying all these modules takes seconds
     if words[:1] == ["-u"]:
         words = words[1:]
     if not words or (words[0].startswith("-") and words[0] not in ("-m", "-c")):

@@ -64,7 +64,7 @@ def test_a_head_of_another_size_stays(ranks: Ranks, tmp_path: Path, strategy: st
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_an_average_begins_with_them(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+def test_average_starts_with_the_weights(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
     file, state = saved(tmp_path, "checkpoint")
     for rank in ranks.call("tests.distributed.weights_worker:fit", str(file), strategy, False, 2, True):
         assert all(torch.equal(value, state[name]) for name, value in rank["average"].items())

@@ -16,7 +16,7 @@ def test_stall_is_reported_in_each_run_of_the_same_processes(monkeypatch: pytest
     """The store belongs to the processes; a run that ends during a stall leaves its entries there."""
     store, said = distributed.HashStore(), list[str]()
     monkeypatch.setattr(distributed.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(stalls, "say", said.append)
+    monkeypatch.setattr(stalls, "write_stderr", said.append)
     for run in (1, 2):
         with StallWatch((0, 1), timedelta(seconds=0.3), lambda: 0, lambda frames: "", lambda: None) as watch:
             end = time.monotonic() + 20.0
@@ -30,7 +30,7 @@ def test_stall_is_reported_in_each_run_of_the_same_processes(monkeypatch: pytest
 def test_stall_that_ends_during_the_exchange_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     store, said = distributed.HashStore(), list[str]()
     monkeypatch.setattr(distributed.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(stalls, "say", said.append)
+    monkeypatch.setattr(stalls, "write_stderr", said.append)
     counted: list[int] = []
 
     def counters() -> bool:
