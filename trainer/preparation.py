@@ -82,7 +82,7 @@ class Preparation:
         """
         trainer, loop, profiling = self._trainer, self._trainer.loop, self._profiling
         # `estimated_stepping_batches` may have created them before the checkpoint set the epoch
-        loaders = trainer.data.loaders(RunningStage.TRAINING, anew=trainer.data.is_due(RunningStage.TRAINING))
+        loaders = trainer.data.loaders(RunningStage.TRAINING, recreate=trainer.data.is_due(RunningStage.TRAINING))
         if loaders is not None:
             if not loaders.num_batches() and not loop.limits.ends_fit() and (name := loaders.first_empty()):
                 raise ConfigurationError(f"{name} has no batch.{NO_BATCHES}")
@@ -228,7 +228,7 @@ class Preparation:
         data = self._trainer.data
         if not data.is_due(RunningStage.TRAINING):
             return None
-        loaders = data.loaders(RunningStage.TRAINING, anew=True)
+        loaders = data.loaders(RunningStage.TRAINING, recreate=True)
         if loaders is not None:
             self.schedule_validation(loaders)
         self._check_counts(loaders)
@@ -260,17 +260,17 @@ class Preparation:
             return "Manual optimization"
         if isinstance(self._optimization, ClosureOptimization):
             return "An overridden `optimizer_step`, or an optimizer that evaluates the loss itself,"
-        return _exchanging_part(self._module) if self._trainer.engine.supports_uneven_inputs else "DeepSpeed"
+        return _module_with_collectives(self._module) if self._trainer.engine.supports_uneven_inputs else "DeepSpeed"
 
     def schedule_validation(self, loaders: Loaders) -> None:
         """Set after which batches of an epoch of ``loaders`` a validation is due."""
         trainer = self._trainer
-        knows_its_end = loaders.has_length and not isinstance(loaders, DrawnLoaderSet)
+        has_known_end = loaders.has_length and not isinstance(loaders, DrawnLoaderSet)
         elastic = trainer.data.elastic_state
         interval, at_end = (elastic and elastic.validation) or (trainer.val_check_interval, False)
         trainer.loop.limits.validates_at_end = at_end
         trainer.loop.limits.schedule_validation(
-            interval, loaders.num_batches(), knows_its_end, validates=bool(trainer.limit_val_batches)
+            interval, loaders.num_batches(), has_known_end, validates=bool(trainer.limit_val_batches)
         )
 
     def _warn_of_missing_rows(self, loaders: Loaders) -> None:
@@ -327,7 +327,7 @@ class Preparation:
         data, state = self._trainer.data, self._trainer.state
         if data.is_due(RunningStage.VALIDATING):
             outer, state.stage = state.stage, RunningStage.VALIDATING
-            data.loaders(RunningStage.VALIDATING, anew=True)
+            data.loaders(RunningStage.VALIDATING, recreate=True)
             state.stage = outer
         self.evaluation(RunningStage.VALIDATING, inference_mode=False)
 
@@ -402,7 +402,7 @@ def _share_batch(loop: FitLoop, needs_equal_counts: str | None, may_be_empty: bo
         loop.metrics.share_steps(all_have_batch)
 
 
-def _exchanging_part(module: nn.Module) -> str | None:
+def _module_with_collectives(module: nn.Module) -> str | None:
     """Return a part of the module that synchronizes the processes in each training batch. None if no part does."""
     for name, part in module.named_modules():
         if isinstance(part, nn.SyncBatchNorm) and part.training:

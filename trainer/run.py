@@ -324,7 +324,7 @@ class Run:
         trainer.process.begin_validation()
         trainer.state.stage = RunningStage.VALIDATING
         if trainer.data.prefetching is not None:
-            trainer.data.prefetching.let_go()  # free the memory of the last training batch
+            trainer.data.prefetching.release_batch()  # free the memory of the last training batch
         if not trainer.loop.window.is_open and not self._keeps_manual_gradients(preparation):
             preparation.hooks.of_module("on_validation_model_zero_grad")()  # free the memory of the gradients
         loop = trainer.eval_loops[RunningStage.VALIDATING]

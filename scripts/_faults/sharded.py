@@ -151,7 +151,7 @@ def _process(folder: Path, name: str, owned: Path) -> None:
     from trainer.checkpoint import sharded_files, shards
 
     facts = dict(sharded_files.read_manifest(folder).facts)
-    tree, tensors, own = shards.taken_apart(shards.read_whole(folder))
+    tree, tensors, own = shards.split_for_write(shards.read_whole(folder))
     own[int(name.split()[1])] = strangers.Payload(owned)
     shards.write(folder, tree, tensors, own, {key: facts[key] for key in facts if key != "name"}, None)
 

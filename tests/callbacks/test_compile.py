@@ -317,7 +317,7 @@ def test_settings_that_overwrite_results(settings, device, expected):
 def test_no_step_is_marked_and_nothing_copied_without_cuda_graphs(tmp_path, replays):
     class Looking(Whole):
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            assert not isinstance(vars(self)["forward"]._compiled, compilation.Kept)
+            assert not isinstance(vars(self)["forward"]._compiled, compilation.CopiedOutputs)
             return super().predict_step(batch, batch_idx)
 
     module = Looking()

@@ -47,7 +47,7 @@ def checkpoint(value: float = 1.0) -> dict[str, Any]:
 
 def write(path: Path, value: float = 1.0, process: Any = None) -> dict[str, Any]:
     made = checkpoint(value)
-    tree, tensors, own = shards.taken_apart(made)
+    tree, tensors, own = shards.split_for_write(made)
     own = own if process is None else {0: process}
     shards.write(path, tree, tensors, own, {"epoch": 0, "weights_only": False}, None)
     return made
@@ -110,7 +110,7 @@ def test_other_tensors_need_not_be_read(tmp_path: Path) -> None:
 
 def test_colliding_names_are_distinguished(tmp_path: Path) -> None:
     made = {"state_dict": {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}, "loops": {}}
-    tree, tensors, own = shards.taken_apart(made)
+    tree, tensors, own = shards.split_for_write(made)
     assert len(tensors) == 2
     shards.write(tmp_path / "a.ckpt", tree, tensors, own, {}, None)
     assert_same(shards.read_whole(tmp_path / "a.ckpt"), made)
@@ -122,7 +122,7 @@ def test_a_tensor_without_values_is_refused_by_its_name(tmp_path: Path) -> None:
     for place in (made["state_dict"], made["hyper_parameters"], made["loops"][OUR_KEY]["progress"]):
         place["later"] = torch.empty(2, device="meta")
         with pytest.raises(CheckpointError, match=r"Got [a-z_.]+\.later on the meta device .*sharded=False"):
-            shards.taken_apart(made)
+            shards.split_for_write(made)
         del place["later"]
     module = Regression(optimizer=torch.optim.AdamW)
     module.on_save_checkpoint = lambda made: made.update(extra={"later": torch.empty(2, device="meta")})

@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tests.parity import Classifier, Learner, assert_same_weights, data, ours, run_both
 from trainer import CheckpointFiles, Trainer
-from trainer.data.worker_signals import Outliving
+from trainer.data.worker_signals import SurviveSignals
 from trainer.errors import RequeueError
 
 
@@ -361,7 +361,7 @@ def test_a_signal_to_everything_does_not_end_the_workers(tmp_path: Path, number:
 def test_the_main_process_can_still_end_a_worker() -> None:
     called: list[int] = []
     if (child := os.fork()) == 0:
-        Outliving(called.append)(3)
+        SurviveSignals(called.append)(3)
         send(signal.SIGINT, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
         send(signal.SIGTERM if called == [3] else signal.SIGKILL)
         os._exit(1)

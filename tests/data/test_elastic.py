@@ -172,7 +172,7 @@ def test_each_update_gets_the_samples_that_it_would_have_got(
         for loader in run.loaders:
             loader.loader.sampler.set_epoch(0)
             trained = done * layout.accumulate
-            assert loader.load_state_dict(loader.taken_over(states, trained, here)) == []
+            assert loader.load_state_dict(loader.convert_states(states, trained, here)) == []
         random_states.restore(here)
         note(f"after {done} updates on {layout}")
     seen += run.updates(0, 0, done * run.layout.accumulate)
@@ -251,12 +251,12 @@ def test_other_samples_are_noticed() -> None:
         "torch": torch.Generator().manual_seed(9).get_state().numpy().tobytes()
     }
     loader = MapStyleLoader(ordered(data, second, order)[0])
-    (reason,) = loader.load_state_dict(loader.taken_over(states, 3, random_states.capture()))
+    (reason,) = loader.load_state_dict(loader.convert_states(states, 3, random_states.capture()))
     assert "the first trained batch of this epoch had the samples" in reason
     states[0]["set_up"]["samples"] = 41
     loader = MapStyleLoader(ordered(data, second, order)[0])
     assert "the number of samples was 41 and is 40" in loader.load_state_dict(
-        loader.taken_over(states, 3, random_states.capture())
+        loader.convert_states(states, 3, random_states.capture())
     )
 
 

@@ -60,7 +60,7 @@ def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(workers.time, "monotonic", lambda: clock[0])
     slow = Slow(clock, [False, True, *[False] * 8])
-    look = workers._Patience(slow, 36)
+    look = workers._BoundedGet(slow, 36)
     assert [look()[0], look()[0]] == [False, True]  # the time of this batch is discarded
     look()
     with pytest.warns(UserWarning, match=r"nothing for 10 seconds.*36"):
@@ -83,11 +83,11 @@ def test_one_that_dies_while_its_batch_is_on_the_way() -> None:
 
     broken = Broken()
     with pytest.raises(RuntimeError, match=r"worker \(pid\(s\) 2\) is killed by signal: Killed"):
-        workers._Patience(broken, 36)()
+        workers._BoundedGet(broken, 36)()
     assert killed == [1]  # it may wait for a lock of the other one
     Broken._workers = Broken._workers[:1]
     with pytest.raises(ConnectionResetError):
-        workers._Patience(broken, 36)()
+        workers._BoundedGet(broken, 36)()
 
 
 def test_who_hangs_is_not_waited_for_at_the_end_either(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,5 +96,5 @@ def test_who_hangs_is_not_waited_for_at_the_end_either(monkeypatch: pytest.Monke
     slow, killed = Slow(clock, [False]), []
     slow._workers = [SimpleNamespace(kill=lambda: killed.append(True))]
     with pytest.raises(RuntimeError, match="timed out"):
-        workers._Patience(slow, 1)()
+        workers._BoundedGet(slow, 1)()
     assert killed == [True]

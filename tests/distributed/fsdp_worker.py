@@ -276,7 +276,7 @@ def fit(scenario: Scenario, strategy: Any) -> dict[str, Any]:
     return {
         "weights": seen.weights, "outcomes": seen.outcomes, "norms": seen.norms,
         "global_step": trainer.global_step, "skipped_steps": trainer.skipped_steps,
-        "put_back": whole(module), "classes": [type(part).__name__ for part in module.modules()],
+        "restore_module": whole(module), "classes": [type(part).__name__ for part in module.modules()],
         "grads": [p.requires_grad for p in module.parameters()],
         "hooks": [len(one._optimizer_step_post_hooks) for one in trainer.engine.optimizers],
     }  # fmt: skip

@@ -32,7 +32,7 @@ def test_fsdp_equals_ddp(ranks: list[dict[str, Any]], name: str) -> None:
         for key, value in ddp["weights"].items():
             assert torch.isfinite(value).all()
             torch.testing.assert_close(sharded["weights"][key], value, rtol=0, atol=scenario.tolerance)
-            assert torch.equal(sharded["put_back"][key], sharded["weights"][key])
+            assert torch.equal(sharded["restore_module"][key], sharded["weights"][key])
         for key in ("outcomes", "global_step", "skipped_steps", "classes", "grads", "hooks"):
             assert sharded[key] == ddp[key], key
         assert sharded["norms"] == pytest.approx(ddp["norms"], rel=max(scenario.tolerance, 1e-6))

@@ -70,7 +70,7 @@ def test_at_the_end_of_one_that_failed_they_end(
 def test_last_words_have_an_end(children: ChildProcesses, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     left: list[int] = []
     monkeypatch.setattr(processes, "_exit", left.append)
-    monkeypatch.setattr(processes, "LAST_WORDS", 0.1)
+    monkeypatch.setattr(processes, "ERROR_TIMEOUT", 0.1)
     with deadline_after(ValueError("too much"), waited_for=False):
         time.sleep(0.3)
     assert (left, children.has_failed) == ([], False)

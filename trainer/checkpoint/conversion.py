@@ -44,7 +44,7 @@ def split(file: Path, folder: Path) -> list[str]:
     """
     left_out: list[str] = []
     checkpoint = _without_objects(_read(file), left_out)
-    tree, tensors, own = shards.taken_apart(checkpoint)
+    tree, tensors, own = shards.split_for_write(checkpoint)
     try:
         shards.write(folder, tree, tensors, own, facts_of(checkpoint), None)
     except OSError as error:

@@ -111,7 +111,7 @@ class ProcessState:
         copied: dict[str, Any] = on_host(state)  # so that another process can read it
         return copied
 
-    def taken_over(self, states: list[dict[str, Any]]) -> tuple[dict[str, Any], set[str]]:
+    def convert_states(self, states: list[dict[str, Any]]) -> tuple[dict[str, Any], set[str]]:
         """Convert the states of a run with another number of processes to the state of this process.
 
         Values that are equal on all processes are taken from the first. Accumulated values are divided among the

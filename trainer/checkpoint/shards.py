@@ -69,7 +69,7 @@ Save = Callable[[Path, zero.Sums], None]
 # --- dividing a checkpoint --------------------------------------------------------------------------------------------
 
 
-def taken_apart(checkpoint: dict[str, Any], rank: int = 0) -> tuple[Tree, dict[str, Tensor], dict[int, Any]]:
+def split_for_write(checkpoint: dict[str, Any], rank: int = 0) -> tuple[Tree, dict[str, Tensor], dict[int, Any]]:
     """Split a checkpoint into the arguments of :func:`write`: the tree, the tensors, and the per-process states.
 
     Args:

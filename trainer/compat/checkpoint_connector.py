@@ -199,11 +199,11 @@ class CheckpointConnector(_CheckpointConnector):
         """
         trainer = self.trainer
         states = checkpoints.process_states_in(checkpoint, exact=trainer.exact_resume)
-        if not states or not elastic.is_elastic(trainer, self._ours):
+        if not states or not elastic.is_elastic(trainer, self._trainer_entries):
             return states[trainer.global_rank] if states else None
         if self._has_order and trainer.data.elastic_state is None:  # such a file cannot be read in parts
-            self._has_order = bool(self._translated(elastic.prepare, self._ours))
-        return self._translated(elastic.resume, self._ours, states) if self._has_order else None
+            self._has_order = bool(self._translated(elastic.prepare, self._trainer_entries))
+        return self._translated(elastic.resume, self._trainer_entries, states) if self._has_order else None
 
     def _translated(self, translate: Callable[..., Any], ours: dict[str, Any], *states: Any) -> Any:
         """Return the result of ``translate``; None, with a warning, if it fails and the resume need not be exact."""
@@ -292,16 +292,16 @@ class CheckpointConnector(_CheckpointConnector):
     def restore_callbacks(self) -> None:
         """Restore the states of the callbacks."""
         super().restore_callbacks()
-        _call_callbacks_load_state_dict(self.trainer, self._ours)
+        _call_callbacks_load_state_dict(self.trainer, self._trainer_entries)
 
     def restore_loops(self) -> None:
         """Restore the counters."""
         super().restore_loops()
-        if self.trainer.state.fn is TrainerFn.FITTING and "progress" in self._ours:
-            self.trainer.progress.load_state_dict(self._ours["progress"])
+        if self.trainer.state.fn is TrainerFn.FITTING and "progress" in self._trainer_entries:
+            self.trainer.progress.load_state_dict(self._trainer_entries["progress"])
 
     @property
-    def _ours(self) -> dict[str, Any]:
+    def _trainer_entries(self) -> dict[str, Any]:
         """The entries of the loaded checkpoint that Lightning's format lacks."""
         ours: dict[str, Any] = self._loaded_checkpoint.get("loops", {}).get(checkpoints.OUR_KEY, {})
         return ours

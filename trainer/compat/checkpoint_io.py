@@ -153,7 +153,7 @@ class CheckpointFiles(TorchCheckpointIO):
                 f"Got CheckpointFiles(sharded=True) and a checkpoint at {path}, expected a folder of this machine's"
                 " file systems. Write there, or use sharded=False."
             )
-        tree, tensors, own = shards.taken_apart(checkpoint, 0 if group is None else group.rank())
+        tree, tensors, own = shards.split_for_write(checkpoint, 0 if group is None else group.rank())
         rest, copied = (tree, own), None
         if self.asynchronous:
             tensors = self._staged(tensors)

@@ -22,26 +22,26 @@ from torch.distributed.constants import default_pg_timeout
 from trainer.engine.rendezvous import is_served, store_of_this_start
 from trainer.errors import ClusterError
 
-_ALONE = "To train in each of them by itself, say so: Trainer(plugins=LightningEnvironment())."
+_ADVICE = "To train in each of them by itself, say so: Trainer(plugins=LightningEnvironment())."
 
 
-_PATIENCE = 10.0
+_FILE_TIMEOUT = 10.0
 """Seconds until all nodes can see a file that one of them has written."""
 
 
-class Started(NamedTuple):
+class LaunchedProcesses(NamedTuple):
     """The processes that a launcher has started, read from its environment variables.
 
     Attributes:
         what: the launcher and its variables, as text.
         processes: the number of processes of the run.
-        on_a_node: the number of processes per node. None if it is unknown or differs between nodes.
+        per_node: the number of processes per node. None if it is unknown or differs between nodes.
         nodes: the number of nodes. None if it is unknown.
     """
 
     what: str
     processes: int
-    on_a_node: int | None
+    per_node: int | None
     nodes: int | None
 
 
@@ -56,11 +56,11 @@ def check_counts(environment: Any, strategy: Any) -> None:
         return
     devices, nodes = len(strategy.parallel_devices or ()), int(getattr(strategy, "num_nodes", 1))
     fits = devices * nodes == started.processes and started.nodes in (None, nodes)
-    if fits and started.on_a_node in (None, devices):
+    if fits and started.per_node in (None, devices):
         return
     expected = "as many as there are"
-    if started.on_a_node and started.nodes:
-        expected = f"devices={started.on_a_node} and num_nodes={started.nodes}"
+    if started.per_node and started.nodes:
+        expected = f"devices={started.per_node} and num_nodes={started.nodes}"
     raise ClusterError(
         f"Got devices={devices} and num_nodes={nodes}, which is {_number(devices * nodes)}, but {started.what}."
         f" Expected {expected}, or another number of processes from the launcher."
@@ -107,12 +107,12 @@ def check_single_process(environment: Any) -> None:
     """
     started = _started(environment)
     if started is None and type(environment) is not LightningEnvironment and (workers := _workers_of_ray()):
-        started = Started(f"Ray Train has started {_number(workers)}", workers, None, None)
+        started = LaunchedProcesses(f"Ray Train has started {_number(workers)}", workers, None, None)
     if started is not None and started.processes > 1:
         raise ClusterError(
             f"Got a single device and strategy 'auto', but {started.what}: each of them would do the whole training,"
             f" and write into the same folders. Expected strategy='ddp' (or another one for several processes) with"
-            f" devices={started.on_a_node or '...'} and num_nodes={started.nodes or '...'}. {_ALONE}"
+            f" devices={started.per_node or '...'} and num_nodes={started.nodes or '...'}. {_ADVICE}"
         )
 
 
@@ -128,7 +128,7 @@ def check_ray(plugins: Iterable[Any]) -> None:
             f"Got a Trainer in one of {workers} workers of Ray Train without a plugin that tells it so: each of them"
             " would do the whole training, and write into the same folders. Expected, from ray.train.lightning:"
             " Trainer(strategy=RayDDPStrategy(), plugins=RayLightningEnvironment(), devices='auto',"
-            f" callbacks=RayTrainReportCallback()). {_ALONE}"
+            f" callbacks=RayTrainReportCallback()). {_ADVICE}"
         )
 
 
@@ -218,7 +218,7 @@ def check_shared(engine: Any, look: Callable[[], Any], what: str) -> None:
     Raises:
         ClusterError: on all processes, if one of them does not find it.
     """
-    expected, end = engine.broadcast(look()), time.monotonic() + _PATIENCE
+    expected, end = engine.broadcast(look()), time.monotonic() + _FILE_TIMEOUT
     while (found := look()) != expected and time.monotonic() < end:
         time.sleep(0.1)
     if not engine.any_rank(found != expected):
@@ -250,7 +250,7 @@ def explained(error: torch.distributed.DistNetworkError) -> BaseException:
     )
 
 
-def _started(environment: Any) -> Started | None:
+def _started(environment: Any) -> LaunchedProcesses | None:
     """Return the processes that the launcher of ``environment`` has started, or None if it has not started any."""
     if type(environment) is TorchElasticEnvironment:
         count = {name: _number_in(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")}
@@ -259,7 +259,7 @@ def _started(environment: Any) -> Started | None:
         if processes is None:
             return None
         each = f" (LOCAL_WORLD_SIZE={here} on each of {_number(nodes, 'node')})" if here and nodes else ""
-        return Started(
+        return LaunchedProcesses(
             f"torchrun has started {_number(processes)}: WORLD_SIZE={processes}{each}", processes, here, nodes
         )
     if type(environment) is SLURMEnvironment:
@@ -267,7 +267,7 @@ def _started(environment: Any) -> Started | None:
         if processes is None or os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
             return None
         more = f", SLURM_NNODES={nodes}" if nodes else ""
-        return Started(
+        return LaunchedProcesses(
             f"Slurm has started {_number(processes)}: SLURM_NTASKS={processes}{more}", processes, here, nodes
         )
     return None

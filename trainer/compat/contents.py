@@ -94,7 +94,7 @@ def load(trainer: Trainer, checkpoint: Checkpoint, moment: Moment) -> None:
             entry.load(trainer, checkpoint)
 
 
-def _ours(key: str, save: Callable[[Any, Checkpoint], Any], **more: Any) -> Entry:
+def _trainer_entry(key: str, save: Callable[[Any, Checkpoint], Any], **more: Any) -> Entry:
     return Entry(f"loops.{OUR_KEY}.{key}", save, **more)
 
 
@@ -177,11 +177,11 @@ ENTRIES: tuple[Entry, ...] = (
     _weights_alone("loops", _dump_loops),
     _weights_alone(f"loops.{OUR_KEY}.format", lambda *_: state.FORMAT),
     _weights_alone(f"loops.{OUR_KEY}.progress", _dump_progress, load=_load_progress, moment="training"),
-    _ours("awaited", state.awaited_metrics),
-    _ours("parameters", _dump_parameters),
-    _ours("processes", _dump_processes),  # restored by ProcessState.load, after every `on_train_start`
-    _ours("dtypes", state.parameter_dtypes),
-    _ours("callbacks", partial(_dump_callbacks, ours=True)),
+    _trainer_entry("awaited", state.awaited_metrics),
+    _trainer_entry("parameters", _dump_parameters),
+    _trainer_entry("processes", _dump_processes),  # restored by ProcessState.load, after every `on_train_start`
+    _trainer_entry("dtypes", state.parameter_dtypes),
+    _trainer_entry("callbacks", partial(_dump_callbacks, ours=True)),
     Entry("callbacks", partial(_dump_callbacks, ours=False), state.restore_callbacks),
     Entry("", None, horizons.continue_schedules, "training"),
     Entry("optimizer_states", state.optimizer_states, state.restore_optimizers, "training"),
@@ -189,9 +189,9 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("", None, horizons.refuse_exceeded, "training"),
     _weights_alone("", lambda trainer, _: hparams.hyper_parameters_of(trainer.lightning_module, trainer.datamodule)),
     _weights_alone("", _call_save_hooks),
-    _ours("order", elastic.order_to_save),
-    _ours("savers", model_checkpoints.states_to_save, load=model_checkpoints.restore_states),
-    _ours("rows", resuming.places_to_save),
+    _trainer_entry("order", elastic.order_to_save),
+    _trainer_entry("savers", model_checkpoints.states_to_save, load=model_checkpoints.restore_states),
+    _trainer_entry("rows", resuming.places_to_save),
     _weights_alone("", _make_loadable),  # after the hooks, which may change the hyperparameters
 )
 """All entries, in the order in which they are saved and, at each moment, loaded."""

@@ -247,16 +247,16 @@ class DataSource:
         """Create the dataloaders of ``stage`` again before its next pass; those for training before the next epoch."""
         self._outdated.add(stage)
 
-    def loaders(self, stage: RunningStage, anew: bool = False) -> LoaderSet | None:
+    def loaders(self, stage: RunningStage, recreate: bool = False) -> LoaderSet | None:
         """Return the dataloaders of ``stage``, created at the first call. None if there are none or their limit is 0.
 
         Args:
             stage: the stage.
-            anew: whether to create them again if they exist. Default: False.
+            recreate: whether to create them again if they exist. Default: False.
         """
         old = self._ready.get(stage)
         resumed = self.resumed if stage is RunningStage.TRAINING else None
-        if stage not in self._ready or anew:
+        if stage not in self._ready or recreate:
             timed = self._trainer.profiler.profile(f"setup_{stage.dataloader_prefix}_dataloader")
             with timed, warnings.catch_warnings():
                 # Lightning 2.6.6 calls torch's pytree in a way that torch 2.15 deprecates

@@ -294,7 +294,7 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         assert self.cluster_environment is not None
         if self.zero is not None and not self._failed:
             zero, self.zero, self.model = self.zero, None, self.lightning_module
-            zero.put_back()
+            zero.restore_module()
             self.barrier()  # no process leaves while another one still gathers
             if self._syncs:
                 assert self._layer_sync is not None
@@ -494,7 +494,7 @@ class DeepSpeedEngine(LightningEngine):
         super().setup_environment()
         if (zero := self.strategy.zero) is not None:
             self.strategy.zero = None
-            zero.put_back()
+            zero.restore_module()
 
     def convert_module(self) -> None:
         """Convert the module. Initialize one from the meta device in CPU memory, from which DeepSpeed copies it."""

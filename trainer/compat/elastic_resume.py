@@ -92,7 +92,7 @@ def prepare(trainer: Trainer, ours: dict[str, Any]) -> bool:
     keeps_limit = saved["given"]["limit_train_batches"] == given["limit_train_batches"]
     elastic = trainer.data.elastic_state = ElasticState(order, given, keeps_limit)
     trainer.data.resumed = {}  # prevents that a pass is opened
-    loaders = trainer.data.loaders(RunningStage.TRAINING, anew=True)
+    loaders = trainer.data.loaders(RunningStage.TRAINING, recreate=True)
     if loaders is None:
         raise ResumeError("limit_train_batches is 0")
     if isinstance(loaders, DrawnLoaderSet):
@@ -143,9 +143,9 @@ def resume(trainer: Trainer, ours: dict[str, Any], states: list[Any]) -> dict[st
     change.translate(trainer.progress, done)
     state: dict[str, Any]
     states = states[:: len(states) // saved["processes"]]  # one of each group that shared its samples
-    state, lost = trainer.process.taken_over(states)
+    state, lost = trainer.process.convert_states(states)
     if state["data"]:
-        state["data"] = loaders.taken_over([one["data"] for one in states], done, state["rng"])
+        state["data"] = loaders.convert_states([one["data"] for one in states], done, state["rng"])
     state["window"] = {**state["window"], "batches": change.accumulated(trainer.progress.epochs_trained)}
     rank_zero_info(_summary(trainer, change, lost))
     return state

@@ -49,7 +49,7 @@ from trainer.engine.gradients import Gradients, zero_loss
 from trainer.engine.initialisation import initialise
 from trainer.engine.optimizer_states import SavedDtypes, keep_dtypes
 from trainer.engine.protocol import ModuleCalls, ScheduleConfig, Weight
-from trainer.engine.sharding.wrap import put_back
+from trainer.engine.sharding.wrap import restore_module
 from trainer.engine.stalls import record_collectives
 from trainer.errors import CheckpointError, CheckpointWriteError, PrecisionError, UnsupportedError
 from trainer.precision.base import Precision
@@ -334,7 +334,7 @@ class LightningEngine:
 
     def convert_module(self) -> None:
         """Convert the module to the dtype of the precision."""
-        put_back(self.model)  # in case an earlier run failed
+        restore_module(self.model)  # in case an earlier run failed
         self.strategy.model = self.precision.convert_module(self.model)
         if not self.restores_after_setup:
             initialise(self.model, self.device)

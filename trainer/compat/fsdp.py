@@ -249,7 +249,7 @@ class FSDP2Strategy(DDPStrategy):
         assert self.cluster_environment is not None
         sharded, self.sharded = self.sharded, None
         if sharded is not None and not self._failed:
-            sharded.put_back()
+            sharded.restore_module()
             sharded.root.cpu()  # moves the buffers
             if self._syncs:
                 assert self._layer_sync is not None

@@ -251,7 +251,7 @@ class LoaderSet:
             state["index"], state["exhausted"] = iterator._idx, list(getattr(iterator, "_consumed", ()))
         return state
 
-    def taken_over(self, states: list[dict[str, Any]], batches: int, random: random_states.State) -> dict[str, Any]:
+    def convert_states(self, states: list[dict[str, Any]], batches: int, random: random_states.State) -> dict[str, Any]:
         """Return the state of a pass that other processes have begun, for :meth:`load_state_dict`.
 
         Args:
@@ -262,7 +262,7 @@ class LoaderSet:
         (loader,) = self.loaders
         assert isinstance(loader, MapStyleLoader)
         owns = [state["loaders"][0] for state in states]
-        own = loader.taken_over(owns, batches, random) if owns[0] else {}
+        own = loader.convert_states(owns, batches, random) if owns[0] else {}
         if own and states[0]["is_over"]:
             own["workers"] = None  # the workers of the next pass start from the beginning
         return {**states[0], "batches": batches, "loaders": [own], "ahead": {}}

@@ -396,7 +396,7 @@ def attach_log(module: LightningModule, trainer: Trainer) -> None:
     for part in () if trainer.barebones else module.modules():
         if not isinstance(part, LightningModule):
             continue
-        if type(part).log is _LOG and _is_ours(vars(part).get("log", log)):
+        if type(part).log is _LOG and _is_module_log(vars(part).get("log", log)):
             vars(part)["log"] = log  # a child module logs through its parent's trainer
         for method in (part.log, part.log_dict):
             function = getattr(method, "__func__", method)
@@ -410,7 +410,7 @@ def no_log(name: str, value: Any, **options: Any) -> None:
     """Do nothing: the ``log_metric`` of a Trainer that has no run yet, or has ``barebones=True``."""
 
 
-def _is_ours(log: Any) -> bool:
+def _is_module_log(log: Any) -> bool:
     return isinstance(log, (ModuleLog, _DetachedLog))
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def epochs_of(fit: FitProgress) -> _Progress:
     """Return ``fit_loop.epoch_progress``."""
     inside = fit.epochs_trained == fit.epoch and fit.batches_this_epoch > 0
-    counts = _four(fit.epochs_trained + inside, fit.epochs_trained, fit.epoch)
+    counts = _all_counts(fit.epochs_trained + inside, fit.epochs_trained, fit.epoch)
     written = {"processed": partial(setattr, fit, "epochs_trained"), "completed": partial(setattr, fit, "epoch")}
     return _Progress(*(_EpochCounts(counts, written) for _ in range(2)))
 
@@ -45,8 +45,8 @@ def batches_of(fit: FitProgress) -> _BatchProgress:
     """Return ``fit_loop.epoch_loop.batch_progress``."""
     started, trained, start = fit.batches_started, fit.batches, fit.epoch_start
     over = trained - (fit.in_batch and fit.is_trained)
-    total = _four(started, trained, over)
-    current = _four(started - start.batches_started, trained - start.batches, over - start.batches)
+    total = _all_counts(started, trained, over)
+    current = _all_counts(started - start.batches_started, trained - start.batches, over - start.batches)
     return _BatchProgress(
         _EpochCounts(total, {}), _EpochCounts(current, {"ready": fit.jump_to_batch}), fit.is_last_batch
     )
@@ -55,7 +55,7 @@ def batches_of(fit: FitProgress) -> _BatchProgress:
 def schedules_of(fit: FitProgress) -> _SchedulerProgress:
     """Return ``fit_loop.epoch_loop.scheduler_progress``."""
     steps, in_epoch = fit.schedule_steps, fit.schedule_steps - fit.epoch_start.schedule_steps
-    return _SchedulerProgress(_two(steps), _two(in_epoch))
+    return _SchedulerProgress(_ready_completed(steps), _ready_completed(in_epoch))
 
 
 def optimization_of(fit: FitProgress, window: AccumulationWindow, automatic: bool) -> _OptimizationProgress:
@@ -66,7 +66,7 @@ def optimization_of(fit: FitProgress, window: AccumulationWindow, automatic: boo
     if not automatic:
         return _OptimizationProgress()
     ahead, cleared = fit.in_batch and not fit.is_trained and window.is_last, fit.zero_grads
-    total, current = (_two(fit.optimizer_steps - n, ahead) for n in (0, fit.epoch_start.optimizer_steps))
+    total, current = (_ready_completed(fit.optimizer_steps - n, ahead) for n in (0, fit.epoch_start.optimizer_steps))
     step = _Progress(
         _StepCounts(total, {"completed": partial(setattr, fit, "optimizer_steps")}), _StepCounts(current, {})
     )
@@ -81,7 +81,7 @@ def manual_steps_of(fit: FitProgress, by_hand: bool) -> _Progress:
 
     A module that steps optimizers directly instead of their wrappers adds its steps to ``total.completed``.
     """
-    total, current = (_two((fit.optimizer_steps - fit.own_steps) * by_hand) for _ in range(2))
+    total, current = (_ready_completed((fit.optimizer_steps - fit.own_steps) * by_hand) for _ in range(2))
     total.completed = fit.optimizer_steps * by_hand
     return _Progress(_StepCounts(total, {"completed": fit.count_own_steps}), _StepCounts(current, {}))
 
@@ -89,8 +89,8 @@ def manual_steps_of(fit: FitProgress, by_hand: bool) -> _Progress:
 def evaluation_of(progress: EvalProgress, epoch: int | None = None) -> _BatchProgress:
     """Return ``batch_progress`` of an evaluation loop, or that of the validation in ``epoch`` of a fit."""
     counts = epoch is None or epoch == progress.epoch
-    total = _four(progress.total_batches * counts, progress.total_done * counts)
-    return _BatchProgress(total, _four(progress.batches, progress.batches_done), progress.is_last_batch)
+    total = _all_counts(progress.total_batches * counts, progress.total_done * counts)
+    return _BatchProgress(total, _all_counts(progress.batches, progress.batches_done), progress.is_last_batch)
 
 
 def fit_loop_of(fit: FitProgress, val: EvalProgress, window: AccumulationWindow, automatic: bool) -> dict[str, Any]:
@@ -235,11 +235,11 @@ def batches_from(state: dict[str, Any], progress: EvalProgress) -> None:
     progress.batches, progress.batches_done = current["ready"], current["completed"]
 
 
-def _two(completed: int, ahead: int = 0) -> _ReadyCompletedTracker:
+def _ready_completed(completed: int, ahead: int = 0) -> _ReadyCompletedTracker:
     return _ReadyCompletedTracker(ready=completed + ahead, completed=completed)
 
 
-def _four(started: int, processed: int, completed: int | None = None) -> _ProcessedTracker:
+def _all_counts(started: int, processed: int, completed: int | None = None) -> _ProcessedTracker:
     return _ProcessedTracker(
         ready=started,
         started=started,

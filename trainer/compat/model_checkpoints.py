@@ -69,7 +69,7 @@ def _save_after_batch(
     Lightning's method ignores ``train_time_interval`` in manual optimization, and ranks weights by the metrics of an
     older validation unless the batch is the last of its epoch.
     """
-    if not _is_ours(trainer):
+    if not _is_our_trainer(trainer):
         _on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx)
         return
     is_due = _time_is_up(self, trainer) or _steps_are_due(self, trainer)
@@ -88,7 +88,7 @@ def _save_after_validation(self: ModelCheckpoint, trainer: pl.Trainer, pl_module
     Lightning's method never catches up on such a save if validations run at the ends of epochs.
     """
     waits = self._defer_save_until_validation and _has_metric(self, trainer)
-    if _is_ours(trainer) and waits and not self._should_skip_saving_checkpoint(trainer):
+    if _is_our_trainer(trainer) and waits and not self._should_skip_saving_checkpoint(trainer):
         self._defer_save_until_validation = False
         _save(self, trainer)
     else:
@@ -99,7 +99,7 @@ ModelCheckpoint.on_train_batch_end = _save_after_batch  # type: ignore[method-as
 ModelCheckpoint.on_validation_end = _save_after_validation  # type: ignore[method-assign]
 
 
-def _is_ours(trainer: pl.Trainer) -> TypeGuard[Trainer]:
+def _is_our_trainer(trainer: pl.Trainer) -> TypeGuard[Trainer]:
     return isinstance(getattr(trainer, "loop", None), FitLoop)
 
 

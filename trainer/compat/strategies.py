@@ -25,7 +25,7 @@ def build_engine(trainer: Trainer, precision: Precision, plugins: Any, **options
     Raises:
         UnsupportedError: if it is FSDP's first version, with an alternative; or DeepSpeed, if that is not installed.
     """
-    given = options["strategy"] = _ours(options.get("strategy"))
+    given = options["strategy"] = _replacement(options.get("strategy"))
     kind: type[LightningEngine] = LightningEngine
     if isinstance(given, FSDP2Strategy):
         kind = ShardedEngine
@@ -36,7 +36,7 @@ def build_engine(trainer: Trainer, precision: Precision, plugins: Any, **options
     return kind(trainer, precision, plugins, **options)
 
 
-def _ours(strategy: Any) -> Any:
+def _replacement(strategy: Any) -> Any:
     """Return the strategy that replaces ``strategy``, or ``strategy`` itself."""
     if strategy == "fsdp":
         return FSDP2Strategy()

@@ -52,7 +52,7 @@ def attach_finders(trainer: Trainer, session: ExitStack) -> None:
 
 def rerun(trainer: Trainer, stage: RunningStage) -> None:
     """Run the loop of ``stage`` from its beginning, with the current callbacks, limits and dataloaders."""
-    with trainer._signal_connector.inner_run(), _set_aside(trainer):
+    with trainer._signal_connector.inner_run(), _preserve_outer_run(trainer):
         trainer._runner.repeat(stage)
 
 
@@ -81,7 +81,7 @@ def set_up_evaluation_data(trainer: Trainer, stage: RunningStage) -> None:
 def _loaders(trainer: Trainer, stage: RunningStage) -> Any:
     """Return the dataloaders of ``stage``; request them again if a limit of 0 prevented that before."""
     loaders = trainer.data.loaders(stage)
-    return trainer.data.loaders(stage, anew=True) if loaders is None else loaders
+    return trainer.data.loaders(stage, recreate=True) if loaders is None else loaders
 
 
 def _find_rate(
@@ -147,7 +147,7 @@ def nested_schedules(schedule: Any) -> Iterator[LRScheduler]:
 
 
 @contextmanager
-def _set_aside(trainer: Trainer) -> Iterator[None]:
+def _preserve_outer_run(trainer: Trainer) -> Iterator[None]:
     """Return a context for the inner run that keeps and restores the state of the outer one."""
     engine, state, module = trainer.engine, trainer.state, trainer.lightning_module
     loops: list[FitLoop | EvalLoop] = [trainer.loop, *trainer.eval_loops.values()]

@@ -50,7 +50,7 @@ class Prefetching(TorchFunctionMode):
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # of the next operation to wait for
         self._held: list[Tensor] = []  # of the batch of the running step
         self._sent: list[Tensor] = []
-        self.let_go()
+        self.release_batch()
 
     def around(self, call: Call) -> Call:
         """Return a function that runs ``call(batch, ...)`` in this context, unless the batch is small."""
@@ -64,10 +64,10 @@ class Prefetching(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self.let_go()
+        self.release_batch()
         self._held, self._sent = self._sent, []
 
-    def let_go(self) -> None:
+    def release_batch(self) -> None:
         """Release the last batch after its step was issued. The next copy waits for that step."""
         usual = torch.cuda.current_stream(self._device)
         self._release(usual)

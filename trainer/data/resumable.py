@@ -15,7 +15,7 @@ iteration is the following pass. There are three kinds:
 
 A state belongs to one process: the number of its trained batches, and in ``set_up`` the batch size and the number of
 processes that shared the samples. Together they determine how many samples of the epoch were used. A different number
-of processes converts the states (:meth:`MapStyleLoader.taken_over`), if the samples come from an
+of processes converts the states (:meth:`MapStyleLoader.convert_states`), if the samples come from an
 :class:`~trainer.data.elastic.ElasticSampler`.
 """
 
@@ -476,7 +476,7 @@ class MapStyleLoader(ResumableLoader):
         """Whether the sampler has yielded the indices of a batch."""
         return self._sampler.drawn > 0
 
-    def taken_over(self, states: Sequence[State], batches: int, random: State) -> State:
+    def convert_states(self, states: Sequence[State], batches: int, random: State) -> State:
         """Return the state of this process for a pass that another number of processes has begun.
 
         Args:

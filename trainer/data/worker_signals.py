@@ -14,7 +14,7 @@ _SECONDS = 120
 """Time that a worker survives SIGTERM: a step and a save take less, and clusters allow less."""
 
 
-class Outliving:
+class SurviveSignals:
     """A ``worker_init_fn`` that lets workers survive the signals, and end with the run.
 
     Args:
@@ -36,8 +36,8 @@ class Outliving:
 
 def outlive_signals(loader: Any) -> None:
     """Let the workers of ``loader`` survive the signals that ask the run to stop."""
-    if getattr(loader, "num_workers", 0) and not isinstance(loader.worker_init_fn, Outliving):
-        loader.worker_init_fn = Outliving(loader.worker_init_fn)
+    if getattr(loader, "num_workers", 0) and not isinstance(loader.worker_init_fn, SurviveSignals):
+        loader.worker_init_fn = SurviveSignals(loader.worker_init_fn)
 
 
 def _do_nothing(number: int, frame: Any) -> None:

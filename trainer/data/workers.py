@@ -68,11 +68,11 @@ class _BoundedIterators:
     def bound(self, iterator: Any) -> Any:
         """Limit the waiting time of ``iterator``. Return it."""
         if hasattr(iterator, "_try_get_data") and not iterator._timeout:
-            vars(iterator)["_try_get_data"] = _Patience(iterator, self._seconds)
+            vars(iterator)["_try_get_data"] = _BoundedGet(iterator, self._seconds)
         return iterator
 
 
-class _Patience:
+class _BoundedGet:
     """Replaces ``_try_get_data`` of an iterator, which torch calls until there is a batch.
 
     Each call checks for a batch once and, if there is no batch, whether all workers are alive. It adds about a

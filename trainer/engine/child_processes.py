@@ -25,9 +25,9 @@ import torch
 
 GRACE = 10.0
 """Seconds that a process gets to end by itself after another has failed, and to exit once it is exiting."""
-LAST_WORDS = 30.0
+ERROR_TIMEOUT = 30.0
 """Seconds that callbacks and loggers get after an error (``on_exception``) if other processes may be waiting."""
-_LOOK = 0.2
+_POLL_INTERVAL = 0.2
 _PARENT = "AMP_TRAINER_PARENT"
 
 
@@ -91,7 +91,7 @@ class ChildProcesses:
     def _end_with_them(self) -> None:
         """Wait until a child has failed, then end the others and this process. Runs in a thread."""
         while not self._any_has_failed():
-            time.sleep(_LOOK)
+            time.sleep(_POLL_INTERVAL)
         self.has_failed = True
         time.sleep(GRACE)  # this process may raise by itself because the child is missing, with a more specific error
         self.kill()
@@ -116,7 +116,7 @@ children = ChildProcesses()
 
 @contextmanager
 def deadline_after(error: BaseException, *, waited_for: bool) -> Iterator[None]:
-    """Limit the time of code that follows an error, such as ``on_exception``, to ``LAST_WORDS`` seconds.
+    """Limit the time of code that follows an error, such as ``on_exception``, to ``ERROR_TIMEOUT`` seconds.
 
     Args:
         error: the exception that ended the run.
@@ -128,7 +128,7 @@ def deadline_after(error: BaseException, *, waited_for: bool) -> Iterator[None]:
         yield
         return
     children.has_failed, children.exit_status = True, code
-    timer = _after(LAST_WORDS, _give_up, error, code)
+    timer = _after(ERROR_TIMEOUT, _give_up, error, code)
     try:
         yield
     finally:
@@ -137,7 +137,7 @@ def deadline_after(error: BaseException, *, waited_for: bool) -> Iterator[None]:
 
 def _give_up(error: BaseException, code: int) -> None:
     write_stderr(
-        f"This process has not come to its end within {LAST_WORDS:.0f} s of its error: it may wait for others."
+        f"This process has not come to its end within {ERROR_TIMEOUT:.0f} s of its error: it may wait for others."
         f" The error was:\n{''.join(traceback.format_exception(error))}"
     )
     children.kill()
@@ -177,7 +177,7 @@ def parent_watched() -> Iterator[None]:
         return
 
     def look() -> None:
-        while not done.wait(_LOOK):
+        while not done.wait(_POLL_INTERVAL):
             if os.getppid() != parent:
                 _end_without(parent)
 

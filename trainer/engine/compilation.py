@@ -42,14 +42,14 @@ def compile_in_place(module: nn.Module, settings: Mapping[str, Any], *, reuses_m
     Args:
         module: a module that is not compiled yet.
         settings: the arguments of ``torch.compile``.
-        reuses_memory: whether the next call overwrites the output of the previous one: see :class:`Kept`.
+        reuses_memory: whether the next call overwrites the output of the previous one: see :class:`CopiedOutputs`.
     """
     if type(module).forward.__module__.startswith("torch."):
         compiled: Any = torch.compile(_call_of(module), **settings)
     else:
         module.compile(**settings)
         compiled = getattr(module, _IN_PLACE)
-    setattr(module, _IN_PLACE, Kept(compiled) if reuses_memory else compiled)
+    setattr(module, _IN_PLACE, CopiedOutputs(compiled) if reuses_memory else compiled)
 
     def undo() -> None:
         vars(module).pop(_IN_PLACE, None)
@@ -68,14 +68,14 @@ class CompiledForward(OwnForward):
     def __init__(self, module: nn.Module, settings: Mapping[str, Any], *, reuses_memory: bool) -> None:
         super().__init__(module)
         compiled = torch.compile(self._forward, **settings)
-        self._compiled: Callable[..., Any] = Kept(compiled) if reuses_memory else compiled
+        self._compiled: Callable[..., Any] = CopiedOutputs(compiled) if reuses_memory else compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled forward."""
         return self._compiled(*args, **kwargs)
 
 
-class Kept:
+class CopiedOutputs:
     """Call a compiled function that overwrites its outputs in the next step, and copy the outputs that are kept.
 
     In a forward pass with gradients, only tensors with one element are copied (a loss, a weight, a logged sum).

@@ -20,7 +20,7 @@ from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # ty
 
 from trainer.errors import ClusterError
 
-_LOOK = 0.01
+_POLL_INTERVAL = 0.01
 _ALL = "amp_trainer"
 _ADVICE = "See what they have said, and whether each node runs torchrun with the same --nnodes and --nproc-per-node."
 
@@ -74,7 +74,7 @@ def meet(served: Store, rank: int, world_size: int, timeout: timedelta) -> Store
         if time.monotonic() > end:
             missing = ", ".join(str(other) for other in others if not store.check([f"{name}/knows/{other}"]))
             raise ClusterError(f"{_waited(timeout)} of {world_size}, rank {missing} did not come. {_ADVICE}")
-        time.sleep(_LOOK)
+        time.sleep(_POLL_INTERVAL)
     return PrefixStore(f"{_ALL}/{name}", served)
 
 

@@ -33,7 +33,7 @@ from trainer.files import write_text
 
 _RUNS = itertools.count()
 """Numbers the runs of this process; equal on all processes. Part of the keys, because the store outlives a run."""
-_LOOKS = 20
+_CHECKS_PER_TIMEOUT = 20
 """Number of checks within the time after which a run without progress counts as stalled."""
 _LINES = 4
 """Stack lines in the message for a process that is waited for; the file has all lines."""
@@ -48,8 +48,8 @@ class Place(NamedTuple):
     Attributes:
         rank, host, pid: the process.
         seconds: time without progress.
-        doing: such as ``in the forward pass, in net.blocks.7 (Block), at step 120, batch_idx 20 of epoch 1``.
-        waits_in: the function in which it waits for others; "" if it does not wait.
+        phase: such as ``in the forward pass, in net.blocks.7 (Block), at step 120, batch_idx 20 of epoch 1``.
+        blocked_in: the function in which it waits for others; "" if it does not wait.
         begun: for each process group by name, number and description of the last collective that it has begun.
         stack: stack lines, the innermost last.
     """
@@ -58,8 +58,8 @@ class Place(NamedTuple):
     host: str
     pid: int
     seconds: float
-    doing: str
-    waits_in: str
+    phase: str
+    blocked_in: str
     begun: dict[str, tuple[int, str]]
     stack: list[str]
 
@@ -84,7 +84,7 @@ class StallWatch:
         folder: Callable[[], Path | None],
     ) -> None:
         self._rank, self._processes = process
-        self._patience = timeout.total_seconds() / 3
+        self._timeout = timeout.total_seconds() / 3
         self._counters, self._describe, self._folder = counters, describe, folder
         self._watched = threading.get_ident()
         self._ends = threading.Event()
@@ -93,7 +93,7 @@ class StallWatch:
         self._collects = False
 
     def __enter__(self) -> StallWatch:
-        threading.Thread(target=self._look, daemon=True, name="stalls").start()
+        threading.Thread(target=self._watch, daemon=True, name="stalls").start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -102,25 +102,30 @@ class StallWatch:
     def found(self) -> str | None:
         """Return the report of the current or last stall, from whichever process wrote it, or None."""
         with suppress(Exception):
-            if self._store is not None and self._store.check([f"{self._key}/said"]):
-                said: str = self._store.get(f"{self._key}/said").decode()
-                return said
+            if self._store is not None and self._store.check([f"{self._key}/report"]):
+                report: str = self._store.get(f"{self._key}/report").decode()
+                return report
         return None
 
-    def _look(self) -> None:
-        interval, seen, since, has_told = self._patience / _LOOKS, self._counters(), time.monotonic(), False
+    def _watch(self) -> None:
+        interval, seen, since, has_reported = (
+            self._timeout / _CHECKS_PER_TIMEOUT,
+            self._counters(),
+            time.monotonic(),
+            False,
+        )
         while not self._ends.wait(interval):
             if (now := self._counters()) != seen:
                 seen, since = now, time.monotonic()
-                if has_told:
-                    has_told = False
+                if has_reported:
+                    has_reported = False
                     with suppress(Exception):
                         self._forget()
-            elif not has_told and (seconds := time.monotonic() - since) >= self._patience:
-                has_told = True
+            elif not has_reported and (seconds := time.monotonic() - since) >= self._timeout:
+                has_reported = True
                 place = self._place(seconds)
                 try:
-                    self._tell(place, interval, seen)
+                    self._report_place(place, interval, seen)
                 except Exception as problem:  # the store is in the memory of a process that may have died
                     write_stderr(f"{_report([place])}\nThe others could not be asked: {problem}")
 
@@ -130,15 +135,15 @@ class StallWatch:
         frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[self._watched])][::-1]
         summary = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames)
         stack = [line.rstrip() for line in summary.format()]
-        doing = ""
+        phase = ""
         with suppress(Exception):  # the main thread may be changing the objects that it reads
-            doing = self._describe(frames)
+            phase = self._describe(frames)
         host, pid = socket.gethostname(), os.getpid()
-        return Place(self._rank, host, pid, seconds, doing, _waits_in(frames), begun_collectives(), stack)
+        return Place(self._rank, host, pid, seconds, phase, _blocked_in(frames), begun_collectives(), stack)
 
     # --- all processes ----------------------------------------------------------------------------------------
 
-    def _tell(self, place: Place, interval: float, seen: Any) -> None:
+    def _report_place(self, place: Place, interval: float, seen: Any) -> None:
         """Write this process's position to the store, and report those of all, unless another process does that."""
         if self._store is None:
             store = distributed.distributed_c10d._get_default_store()
@@ -152,7 +157,7 @@ class StallWatch:
         self._collects = store.add(f"{self._key}/collects", 1) == 1
         if not self._collects:
             return
-        deadline, missing = time.monotonic() + self._patience / 2, set(everyone)
+        deadline, missing = time.monotonic() + self._timeout / 2, set(everyone)
         while missing and time.monotonic() < deadline:
             missing = {rank for rank in missing if not store.check([f"{self._key}/{rank}"])}
             if missing and (self._ends.wait(interval) or self._counters() != seen):  # the run makes progress again
@@ -164,12 +169,12 @@ class StallWatch:
             if (folder := self._folder()) is not None:
                 write_text(file := folder / "stall.txt", f"{text}\n\n{_stacks(places)}\n")
                 text += f"\nThe stacks of all are in {file}."
-        store.set(f"{self._key}/said", text)
+        store.set(f"{self._key}/report", text)
         write_stderr(text)
 
     def _forget(self) -> None:
         """Delete the entries in the store, because the run makes progress again."""
-        for key in [str(self._rank), *(["collects", "said"] if self._collects else [])]:
+        for key in [str(self._rank), *(["collects", "report"] if self._collects else [])]:
             self._store.delete_key(f"{self._key}/{key}")
         self._collects = False
 
@@ -219,7 +224,7 @@ def missing_ranks(places: list[Place]) -> list[int]:
     return sorted(lag - waiting or lag)
 
 
-def _waits_in(frames: list[FrameType]) -> str:
+def _blocked_in(frames: list[FrameType]) -> str:
     """Return the function of torch.distributed that the main thread is blocked in; "" if it is not blocked."""
     found = ""
     for frame in reversed(frames):
@@ -257,8 +262,8 @@ def _report(places: list[Place], silent: Sequence[int] = ()) -> str:
 
 def _is(place: Place) -> str:
     last = max(place.begun.values(), default=(0, ""))[1]
-    waits = f", waiting in {place.waits_in}" if place.waits_in else ""
-    return f"It is {place.doing or 'in code of its own'}{waits}, since {place.seconds:.0f} s" + (
+    waits = f", waiting in {place.blocked_in}" if place.blocked_in else ""
+    return f"It is {place.phase or 'in code of its own'}{waits}, since {place.seconds:.0f} s" + (
         f"; the last collective that it has begun is {last}" if last else ""
     )
 

@@ -289,7 +289,7 @@ class ZeroModule:
 
     # --- the end ----------------------------------------------------------------------------------------------
 
-    def put_back(self) -> None:
+    def restore_module(self) -> None:
         """Restore the module on the CPU: whole, with its own parameters in their own dtypes, without DeepSpeed's hooks.
 
         All processes must call it together.

@@ -132,10 +132,10 @@ class AccumulationWindow:
         self._reads_late = False
 
     def mark(self) -> dict[str, Any]:
-        """Return the state of the window before its current batch, for :meth:`go_back`."""
+        """Return the state of the window before its current batch, for :meth:`rewind`."""
         return dict(vars(self))
 
-    def go_back(self, mark: dict[str, Any]) -> None:
+    def rewind(self, mark: dict[str, Any]) -> None:
         """Restore the state of :meth:`mark`, because an optimizer that evaluates the loss itself repeats the batch."""
         vars(self).update(mark)
 

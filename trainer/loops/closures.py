@@ -135,7 +135,7 @@ class ClosureOptimization:
     def _evaluate(self, this: _Pass) -> Tensor | None:
         """Run forward and backward of one batch. Return its share of the window's mean loss."""
         loop = self._loop
-        loop.window.go_back(this.mark)
+        loop.window.rewind(this.mark)
         output = loop.run_training_step(this.batch, this.batch_idx)
         if loop.window.is_first:
             loop.clear_gradients()

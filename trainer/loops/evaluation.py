@@ -288,15 +288,15 @@ class EvalLoop:
         try:
             yield
         except BaseException:  # the caller may catch the error and train the module
-            _put_back(modes)
+            _restore_modes(modes)
             raise
-        put_back = self.hooks.override_of(f"on_{self.stage}_model_train")
-        if put_back is not None:
-            put_back()
+        restore_modes = self.hooks.override_of(f"on_{self.stage}_model_train")
+        if restore_modes is not None:
+            restore_modes()
         else:
-            _put_back(modes)
+            _restore_modes(modes)
 
 
-def _put_back(modes: dict[nn.Module, bool]) -> None:
+def _restore_modes(modes: dict[nn.Module, bool]) -> None:
     for part, training in modes.items():
         part.training = training

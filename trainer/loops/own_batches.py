@@ -31,7 +31,7 @@ def draw_in_fit(loop: FitLoop, loaders: DrawnLoaders, ends_epoch: bool, path: Tr
             path.train_batch(batch, batch_idx, is_last)
         except StopIteration:
             loop.hooks.scope.enter(None)
-            loop.window.go_back(window)
+            loop.window.rewind(window)
             loop.skips_epoch = True
             if loaders.num_batches() == float("inf"):
                 loop.progress.is_last_batch = True  # without a validation, as in Lightning

@@ -144,12 +144,12 @@ def _run(module: nn.Module, own: Callable[..., Any], first: tuple[Any, ...], /, 
 
 
 def _restore(module: nn.Module, ours: Any, earlier: Any, earlier_how: Any) -> None:
-    _put_back(module, _HOW, earlier_how)
+    _restore_attribute(module, _HOW, earlier_how)
     if vars(module).get("forward") is ours:  # it was not wrapped in the meantime
-        _put_back(module, "forward", earlier)
+        _restore_attribute(module, "forward", earlier)
 
 
-def _put_back(module: nn.Module, name: str, value: Any) -> None:
+def _restore_attribute(module: nn.Module, name: str, value: Any) -> None:
     if value is None:
         delattr(module, name)
     else:

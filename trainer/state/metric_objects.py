@@ -189,12 +189,12 @@ def reduce_over_group(group: Any, module: nn.Module) -> Callable[[], None]:
         if isinstance(part, Metric) and part.dist_sync_fn is None and part.process_group is None:
             part.dist_sync_fn = gather
 
-    def put_back() -> None:
+    def restore() -> None:
         for part in module.modules():
             if isinstance(part, Metric) and part.dist_sync_fn is gather:
                 part.dist_sync_fn = None
 
-    return put_back
+    return restore
 
 
 def _kind(tensors: list[Tensor]) -> tuple[int, torch.dtype | None, tuple[int, ...]]:

@@ -136,13 +136,13 @@ class StoppingConditions:
                 self._decided = self.progress.batches_started, decision
         return decision
 
-    def schedule_validation(self, interval: float, num_batches: float, knows_its_end: bool, validates: bool) -> None:
+    def schedule_validation(self, interval: float, num_batches: float, has_known_end: bool, validates: bool) -> None:
         """Set ``val_check_batch``, or start the clock.
 
         Args:
             interval: batches between validations (int), or their fraction of an epoch (float).
             num_batches: batches in an epoch; inf if unknown.
-            knows_its_end: whether this number is exact, so that 1.0 also is a number of batches.
+            has_known_end: whether this number is exact, so that 1.0 also is a number of batches.
             validates: whether there will be any validation.
 
         Raises:
@@ -160,7 +160,7 @@ class StoppingConditions:
                     " `check_val_every_n_epoch=None`."
                 )
             self.val_check_batch = interval
-        elif interval == 1.0 and not knows_its_end:
+        elif interval == 1.0 and not has_known_end:
             self.val_check_batch = float("inf")
         elif num_batches == float("inf"):
             raise ConfigurationError(

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support import needs_fsdp2
 from trainer.engine.sharding import wrap
-from trainer.engine.sharding.wrap import ShardedModule, Sharding, find_blocks, put_back
+from trainer.engine.sharding.wrap import ShardedModule, Sharding, find_blocks, restore_module
 from trainer.errors import ConfigurationError, UnsupportedError
 
 pytestmark = needs_fsdp2
@@ -96,7 +96,7 @@ def test_restore_returns_the_original_module() -> None:
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         assert not any(parameter.numel() for parameter in parameters.values())
         model(torch.ones(2, 4)).sum().backward()
-        put_back(model)
+        restore_module(model)
         assert dict(model.named_parameters()).keys() == parameters.keys()
         assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
         assert all(torch.equal(parameter, values[name]) for name, parameter in model.named_parameters())
@@ -105,7 +105,7 @@ def test_restore_returns_the_original_module() -> None:
         assert model.head.weight is model.embedding.weight
         assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
     assert torch.equal(model(torch.ones(2, 4)), expected)
-    put_back(model)  # nothing to do
+    restore_module(model)  # nothing to do
 
 
 @pytest.mark.usefixtures("one_process")

@@ -49,7 +49,7 @@ class Sharding:
 
 
 class ShardedModule:
-    """A module that is sharded until :meth:`put_back`.
+    """A module that is sharded until :meth:`restore_module`.
 
     All processes must create it together, with modules of the same parameters: rank 0's values are broadcast first, so
     that every process starts from the same weights as with DDP. Parameters on the meta device are sharded there, and
@@ -172,7 +172,7 @@ class ShardedModule:
 
     def _refuse_ignored(self) -> None:
         if names := [name for name, parameter in self.root.named_parameters() if not hasattr(parameter, "device_mesh")]:
-            put_back_sharded(self.root, {})
+            restore_sharded(self.root, {})
             raise UnsupportedError(
                 f"Got fully_shard(..., ignored_params=...) with {', '.join(names[:8])} left out, expected all"
                 " parameters: nobody would average the gradients of these over the processes. Leave that argument away."
@@ -268,18 +268,18 @@ class ShardedModule:
         """
         self.root.reshard()  # type: ignore[operator]
 
-    def put_back(self) -> None:
+    def restore_module(self) -> None:
         """Gather the parameters on all processes, and restore the module: the same objects, on the CPU."""
         self.idle.close()
         for handle in self.handles:
             handle.remove()
         for module in sharded_modules(self.root):
             module.reshard()
-        put_back_sharded(self.root, {(owner, name): parameter for owner, name, parameter in self._owners})
+        restore_sharded(self.root, {(owner, name): parameter for owner, name, parameter in self._owners})
         del vars(self.root)[_SHARDED]
 
 
-def put_back_sharded(root: nn.Module, before: dict[tuple[nn.Module, str], nn.Parameter]) -> None:
+def restore_sharded(root: nn.Module, before: dict[tuple[nn.Module, str], nn.Parameter]) -> None:
     """Gather the parameters and remove sharding from the modules.
 
     Args:
@@ -311,10 +311,10 @@ def _gathered(sharded: Any, before: nn.Parameter | None) -> nn.Parameter:
     return before
 
 
-def put_back(module: nn.Module) -> None:
+def restore_module(module: nn.Module) -> None:
     """Restore a module that a failed run has left sharded. All processes must call it."""
     if (sharded := vars(module).get(_SHARDED)) is not None:
-        sharded.put_back()
+        sharded.restore_module()
 
 
 def enter_once(root: Any) -> None:
