@@ -310,7 +310,7 @@ def in_float32_below_a_policy(kind: str) -> dict[str, Any]:
 def advised(kind: str) -> dict[str, Any]:
     advisor = AlignmentAdvisor(everywhere=True)
     found = fit(kind, Net(), advisor, max_epochs=1)
-    return found | {"said": advisor._said}
+    return found | {"said": advisor._message_logged}
 
 
 def anomaly(kind: str) -> dict[str, Any]:

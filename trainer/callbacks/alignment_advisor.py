@@ -74,7 +74,7 @@ class AlignmentAdvisor(Callback):
         expect(max_lines >= 1, "a number of lines, at least 1", max_lines=max_lines)
         self.everywhere = everywhere
         self.max_lines = max_lines
-        self._has_logged = ""
+        self._message_logged = ""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the layers."""
@@ -83,8 +83,8 @@ class AlignmentAdvisor(Callback):
             return
         found = list(misaligned(pl_module))
         message = self._message(found)
-        if found and message != self._has_logged:
-            self._has_logged = message  # once, even if the same module is fitted again
+        if found and message != self._message_logged:
+            self._message_logged = message  # once, even if the same module is fitted again
             if trainer.is_global_zero:
                 log.info(message)
 
