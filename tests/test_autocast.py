@@ -218,7 +218,7 @@ class Casts(TorchDispatchMode):
 
 @every_precision
 def test_a_weight_used_three_times_is_cast_once_a_forward(tmp_path, precision):
-    """The cache is enabled, and cleared between forwards, so that each uses the weights of its own step."""
+    """The cache is enabled, and cleared between forwards, so that each uses the weights of the current step."""
     counts = []
 
     def tied(net, batch):
@@ -387,7 +387,7 @@ def test_custom_functions(tmp_path, precision, cast_inputs):
     dtype = DTYPES[precision]
     if dtype is None:
         assert seen == [(torch.float32, False), (False, torch.float32)] * 4
-    elif cast_inputs is None:  # under autocast, and so is its backward, which runs outside of ours
+    elif cast_inputs is None:  # under autocast; its backward runs outside of the Trainer's context
         assert seen == [(dtype, True), (True, dtype)] * 4
     else:  # an island of float32
         assert seen == [(torch.float32, False), (False, torch.float32)] * 4

@@ -212,7 +212,7 @@ def test_averages_leave_skipped_steps_out(tmp_path: Path) -> None:
 
 
 class ByHand(Regression):
-    """Manual optimization, or an ``optimizer_step`` of its own."""
+    """Manual optimization, or an overridden ``optimizer_step``."""
 
     def __init__(self, manual: bool) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ def test_optimizers_that_evaluate_the_loss_are_refused_at_every_step_only(tmp_pa
         fit(NonFiniteGuard())
 
 
-# --- where the loss is scaled ---------------------------------------------------------------------------------
+# --- with loss scaling --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])

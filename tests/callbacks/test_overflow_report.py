@@ -31,7 +31,7 @@ QUIET: dict[str, Any] = {"after": None, "collapse_after": None, "at_floor": None
 
 
 def report_on(folder: Path, module: Any, batches: Any = 3, **arguments: Any) -> tuple[OverflowReport, str]:
-    """A fit whose steps are skipped; the callback and what it printed."""
+    """Run a fit with skipped steps. Returns the callback and its output."""
     printed = io.StringIO()
     options = {"console": Console(file=printed, width=200)} | arguments.pop("report", {})
     callback = OverflowReport(**options)
@@ -106,7 +106,7 @@ def test_weights_that_are_not_finite(tmp_path):
 
 
 def test_a_scale_that_is_only_finding_its_level(tmp_path):
-    """What it says fits is what fits: from there no step is skipped, from twice that one is."""
+    """The largest scale that the report names is correct: no step is skipped at it, and one at twice that scale."""
     batches, still = make_batches(1, gains={0: 64.0}) * 8, partial(torch.optim.SGD, lr=0.0)
     callback, _ = report_on(tmp_path, Regression(optimizer=still), batches, precision=native_fp16(init_scale=2.0**20))
     (report,) = callback.reports
@@ -233,7 +233,7 @@ def test_everything_is_let_go_of_at_the_end(tmp_path):
     ("kind", "window", "steps"), [(Everything, 1, [1, 4, 13]), (Everything, 2, [1]), (ByHand, 1, [2, 8, 26])]
 )
 def test_a_run_with_reports_is_the_run_without(tmp_path, kind, window, steps, arrives, request, monkeypatch):
-    """Weights, buffers, optimizers, schedules, random numbers, metrics, logs: to the bit."""
+    """Weights, buffers, optimizers, schedules, random numbers, metrics and logs are bitwise equal."""
     if arrives == "late":
         request.getfixturevalue("late")
         monkeypatch.setattr(Everything, "fused", True)
@@ -269,7 +269,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 @pytest.mark.parametrize("logger", [False, "mock", "remote", "none", "csv"])
 def test_where_the_file_is_by_default(tmp_path, logger, monkeypatch):
-    """In the folder that a logger has on this machine, or in ``default_root_dir``: never in the working directory."""
+    """In the local folder of a logger, or in ``default_root_dir``, never in the working directory."""
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
     loggers = {
@@ -295,7 +295,7 @@ def test_a_fast_dev_run_writes_nothing(tmp_path):
 
 
 def collapse(folder: Path, module: Any = None, good: int = 2, **arguments: Any) -> tuple[str, Trainer]:
-    """A run with some good steps first and overflows after; what the exception said."""
+    """Run some good steps, and overflows after them. Returns the message of the exception."""
     batches = make_batches(80, gains=dict.fromkeys(range(good, 80), 1e30))
     options = {"console": Console(file=io.StringIO())} | arguments.pop("report", {})
     callbacks = [OverflowReport(**options), *arguments.pop("callbacks", [])]
@@ -379,7 +379,7 @@ def test_the_checkpoint_is_the_one_from_before(tmp_path):
     for name, value in good["state_dict"].items():
         if "running" not in name and "tracked" not in name:
             assert torch.equal(kept["state_dict"][name], value), name
-    # of the buffers it has what the first skipped step left: one forward more
+    # its buffers are those after the first skipped step: one more forward
     assert kept["state_dict"]["net.1.num_batches_tracked"] == good["state_dict"]["net.1.num_batches_tracked"] + 1
     # and so has the module in memory
     assert module.net[1].num_batches_tracked == kept["state_dict"]["net.1.num_batches_tracked"]
@@ -388,7 +388,7 @@ def test_the_checkpoint_is_the_one_from_before(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.filterwarnings("ignore:.* the number of samples was 80 and is 24")
-@pytest.mark.parametrize(("arrives", "steps"), [("at once", 25), ("late", 24)])  # the batch under way is trained again
+@pytest.mark.parametrize(("arrives", "steps"), [("at once", 25), ("late", 24)])  # the current batch is trained again
 def test_a_run_can_go_on_from_it(tmp_path, arrives, steps, request):
     if arrives == "late":
         request.getfixturevalue("late")
@@ -413,7 +413,7 @@ def test_no_checkpoint_if_checkpointing_is_disabled(tmp_path):
 
 def test_buffers_that_the_first_skip_has_broken(tmp_path):
     class Grows(Regression):
-        """From the third step on the weights before the normalisation are so large that its input overflows."""
+        """From the third step on, large weights overflow the input of the normalization."""
 
         def training_step(self, batch, batch_idx):
             factor = 1.0 if batch_idx < 3 else 1e6
@@ -501,7 +501,7 @@ def test_a_replay_that_fails_does_not_end_the_run(tmp_path):
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
-    """The outcome of a fused optimizer comes late; dropout draws from the device's generator."""
+    """The outcome of a fused optimizer is late; dropout uses the device's generator."""
     gpu = {"accelerator": "gpu", "devices": 1}
     module = Regression(sequential(Amplifier(), 4), optimizer=OPTIMIZERS["adam-fused"])
     callback, _ = report_on(tmp_path, module, 6, precision=MixedPrecision("float16"), **gpu)

@@ -17,7 +17,7 @@ from trainer.state.outcome import StepOutcome
 
 
 class Steps:
-    """Feeds a monitor one outcome after the other, and keeps what it logs and says."""
+    """Passes outcomes to a monitor, and keeps its logs and messages."""
 
     def __init__(self, monitor, enabled=True):
         self.monitor, self.logged, self.said, self.skips = monitor, [], [], 0
@@ -104,7 +104,7 @@ def test_a_scale_that_begins_below_the_alarm_has_not_fallen():
 
 def test_a_low_scale_for_long():
     steps = Steps(ScaleMonitor(patience=3))
-    steps(512.0, 512.0, 1000.0)  # back inside: the count starts anew
+    steps(512.0, 512.0, 1000.0)  # back inside: the count starts again
     steps(512.0, 512.0)
     assert steps.said == []
     steps(512.0)
@@ -162,7 +162,7 @@ def test_in_a_fit(tmp_path):
 
 
 def test_a_high_skip_rate():
-    """Not in the beginning, when the scale finds its place."""
+    """Not at the start, when the scale is adjusted."""
     steps = Steps(ScaleMonitor(window=4, max_skip_rate=0.3))
     steps(4096.0, 4096.0, 4096.0, 4096.0, skipped=True)
     steps(4096.0, 4096.0, 4096.0, 4096.0)
@@ -182,7 +182,7 @@ SMALLEST_NORMAL, SMALLEST = 2.0**-14, 2.0**-24
 
 
 class Slopes(LightningModule):
-    """Parameters whose gradients are what they are given as slopes."""
+    """Parameters with given gradients."""
 
     def __init__(self, **slopes):
         super().__init__()
@@ -230,7 +230,7 @@ def test_zeros_and_subnormal_elements_are_two_numbers(tmp_path):
 
 
 def test_the_gradients_are_seen_as_they_are_while_scaled(tmp_path):
-    """With clipping and accumulation on; what the scale lifts out of the subnormal range does not count."""
+    """With clipping and accumulation; gradients that the scale lifts out of the subnormal range do not count."""
     module, monitor = Slopes(a=[TINY / 2, TINY / 512, TINY / 4096, 2.0]), monitor_of()
     look_at(tmp_path, module, monitor, init_scale=1024.0, accumulate_grad_batches=2, gradient_clip_val=1e-3)
     assert monitor.underflow[0] == Underflow("", 0.0, 1 / 4)
@@ -271,7 +271,7 @@ def test_much_underflow_draws_one_warning_with_number_threshold_and_advice(tmp_p
 
 
 def test_zeros_draw_none(tmp_path):
-    """A healthy embedding has almost nothing else; sparse gradients leave them out."""
+    """Gradients of a healthy embedding are mostly zero; sparse gradients omit them."""
 
     class Embedded(Slopes):
         def __init__(self, sparse):

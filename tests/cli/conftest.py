@@ -1,4 +1,4 @@
-"""A small project of a user's own: a module in the working directory, recipes and configs in ./conf."""
+"""A user's project: a module in the working directory, recipes and configs in ./conf."""
 
 from __future__ import annotations
 

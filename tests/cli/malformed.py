@@ -1,7 +1,7 @@
-"""Malformed command lines and configs, and a part of what is said of each: status 2, before data is loaded.
+"""Malformed command lines and configs, with a part of each error: status 2, before data is loaded.
 
-`PROJECT` is written into the working directory first. Names, command lines and what is expected are in `CASES`: those
-of `EARLY` are refused before torch is imported, those of `LATE` when the objects are about to be built.
+`PROJECT` is written into the working directory first. `CASES` has names, command lines and expected texts: those of
+`EARLY` are refused before torch is imported, those of `LATE` before the objects are built.
 """
 
 from __future__ import annotations

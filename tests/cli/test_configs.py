@@ -1,4 +1,4 @@
-"""The configs that ship, how a user's own take precedence, and what Hydra shows of them."""
+"""The configs of the package, the precedence of the user's, and the output of Hydra's options."""
 
 from __future__ import annotations
 

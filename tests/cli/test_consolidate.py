@@ -1,4 +1,4 @@
-"""``consolidate``, ``shard`` and ``export``: checkpoints from one form to another, to the bit or not at all."""
+"""``consolidate``, ``shard`` and ``export``: bitwise conversion of checkpoints, or an error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Activation:
 
 
 class Tied(Regression):
-    """Two layers have one weight; and there is an object among the hyper-parameters."""
+    """Two layers share one weight; the hyperparameters contain an object."""
 
     def __init__(self, width: int = 6, activation: Any = None) -> None:
         super().__init__(make_net(), optimizer=adamw)
@@ -47,7 +47,7 @@ class Tied(Regression):
 
 
 def fit(folder: Path, *, sharded: bool, epochs: int = 2, ckpt: Path | None = None, module: Any = None) -> Any:
-    """Saves in the middle of each epoch; returns the newest checkpoint and the module. All runs have the same paths."""
+    """Save in the middle of each epoch. Returns the newest checkpoint and the module. All runs have the same paths."""
     run = folder.parent / "run"
     saver = ModelCheckpoint(run, every_n_train_steps=3, filename="{epoch}-{step}", save_top_k=-1)
     plugins = CheckpointFiles(sharded=sharded)
@@ -60,7 +60,7 @@ def fit(folder: Path, *, sharded: bool, epochs: int = 2, ckpt: Path | None = Non
 
 
 def said(capsys: Any, words: list[Any]) -> tuple[int, str]:
-    """The exit status, and the error without where the traceback is."""
+    """Return the exit status, and the error without the path of the traceback."""
     status = main([str(word) for word in words])
     return status, " ".join(capsys.readouterr().err.replace("--debug prints the full traceback.", "").split())
 
@@ -101,7 +101,7 @@ SAME = ("epoch", "global_step", "state_dict", "optimizer_states", "lr_schedulers
 
 
 def with_object(file: Path) -> Any:
-    """A file whose hyper-parameters have one."""
+    """Return a file with an object among its hyperparameters."""
     with torch.serialization.safe_globals([Activation]):
         return load(file)
 
@@ -178,12 +178,12 @@ def test_without_safetensors(tmp_path: Path, capsys: Any, monkeypatch: pytest.Mo
     )  # fmt: skip
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with checkpoints, good ones and others."""
+    """A folder with valid and invalid checkpoints."""
     monkeypatch.chdir(tmp_path)
     write(Path("good.ckpt"))
     assert main(["consolidate", "good.ckpt", "file.ckpt"]) == 0
@@ -272,7 +272,7 @@ def test_one_that_cannot_be_written_leaves_nothing(here: Path, capsys: Any, monk
         raise OSError(28, "No space left on device")
 
     def full_there(*_: Any, **__: Any) -> None:
-        raise SafetensorError("No space left on device")  # it is no OSError
+        raise SafetensorError("No space left on device")  # it is not an OSError
 
     monkeypatch.setattr("os.fsync", full)
     monkeypatch.setattr("safetensors.torch.save_file", full_there)

@@ -1,4 +1,4 @@
-"""``export ckpt=RUN to=FILE``: the file computes what the module's ``forward`` does, or is not written."""
+"""``export ckpt=RUN to=FILE``: the file computes the module's ``forward``, or is not written."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def run(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def fit(kind: str = "Net") -> Any:
-    """Train; returns the weights."""
+    """Train, and return the weights."""
     assert main(["fit", "+recipe=line", f"model._target_=nets.{kind}", "hydra.run.dir=run", "-q"]) == 0
     return torch.load("run/checkpoints/last.ckpt", weights_only=True)["state_dict"]
 
@@ -243,7 +243,7 @@ def test_onnx(project: Path, capfd: Any) -> None:
     assert large.dtype == "float32"
 
 
-# --- what forward is called with --------------------------------------------------------------------------------------
+# --- arguments of forward ---------------------------------------------------------------------------------------------
 
 
 class Taking(nn.Module):

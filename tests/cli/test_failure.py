@@ -1,4 +1,4 @@
-"""What a person reads when a run has failed: each error a new user meets, as it comes out of torch or of the system."""
+"""Messages of failed runs, for errors as they are raised by torch or by the system."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class DamagedError(ValueError):
 
 
 class Damaged(Items):
-    """Its error has a cause, which comes first in what a worker process sends, and is of a module."""
+    """Raises an error with a cause, which comes first in the traceback of a worker process."""
 
     def __getitem__(self, index):
         try:
@@ -171,12 +171,12 @@ def test_the_setting_that_names_a_missing_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_log(monkeypatch):
-    """A process without a log file, whatever tests before this one have left."""
+    """A process without a log file, regardless of earlier tests."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
 
 
 def test_of_several_processes_one_tells(tmp_path, capsys, no_log):
-    for _ in range(2):  # each begins anew
+    for _ in range(2):  # each starts again
         failure.forget_last(tmp_path)
         for error in (ValueError("first"), ValueError("second")):
             failure.record(error, tmp_path, "fit", processes=2)

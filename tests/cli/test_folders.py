@@ -1,4 +1,4 @@
-"""The user's modules and folders beside ours, whatever they are called."""
+"""The user's modules and folders next to ours, with any names."""
 
 from __future__ import annotations
 

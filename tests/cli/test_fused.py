@@ -1,4 +1,4 @@
-"""On CUDA, optimizers of a config take a fused step where nothing else is asked for."""
+"""On CUDA, optimizers of a config use a fused step by default."""
 
 from __future__ import annotations
 

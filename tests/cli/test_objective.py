@@ -1,4 +1,4 @@
-"""What a run is judged by: which metric, which way, and its value at the end."""
+"""The objective of a run: the metric, its direction, and its value at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run, and everybody who tells of it says the same: summary, picture, report, the table of a sweep."""
+"""Summary, picture, report and the table of a sweep have the same values for a run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def in_a_table() -> dict[str, object]:
 
 
 def test_a_run_that_overflows_until_it_stops(project, capsys):
-    """As the quick start's: the scale falls to its floor, every step is skipped, and changed settings are undone."""
+    """As in the quick start: the scale falls to its floor, every step is skipped, and changed settings are restored."""
     with pytest.warns(UserWarning, match="The loss scale fell to"):
         assert main(["fit", *LINE, "model.start=100000"]) == 1
     shown = summary_in(capsys.readouterr().out)

@@ -359,7 +359,7 @@ SCENARIOS: dict[str, Callable[[Shell], None]] = {
     "cli/workdir.py:claim": under_torchrun,
     "cli/workdir.py:resume_command": continued,
 }
-"""The function that prints a command, and a scenario in which it does."""
+"""The function that prints a command, and a scenario that reaches it."""
 
 
 def printed_in_source() -> dict[str, set[int]]:
@@ -392,12 +392,13 @@ def test_printed_commands_run_twice(place: str, shell: Shell) -> None:
 
 
 SPELLED = {"terminal.py", "cli/help.py", "cli/recipes.py", "cli/folders.py", "errors.py"}
-"""Modules with ``python -m trainer`` outside of docstrings: the default, texts in which it is replaced, and the two
-messages about other packages of the name."""
+"""Modules with ``python -m trainer`` outside of docstrings: the default, texts that replace it, and the two
+messages about other packages of the name.
+"""
 
 
 def test_no_other_message_names_the_program() -> None:
-    """A command that is not made by `command_line` would have no scenario."""
+    """A command that `command_line` did not create has no scenario."""
     for file in PACKAGE.rglob("*.py"):
         name, tree = file.relative_to(PACKAGE).as_posix(), ast.parse(file.read_text(encoding="utf-8"))
         bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]

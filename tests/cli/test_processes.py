@@ -100,7 +100,7 @@ def test_who_says_what_a_job_goes_on_from_is_heard(project, monkeypatch):
         before = list(arguments.overrides)
         resume_requeued_job(arguments)
         assert arguments.overrides == before
-    arguments = read(["fit", "+recipe=line", "resume=auto"])  # which a job that is submitted anew finds, too
+    arguments = read(["fit", "+recipe=line", "resume=auto"])  # found by a resubmitted job, too
     assert claim(arguments, validate(arguments)).name.startswith("auto-")
 
 

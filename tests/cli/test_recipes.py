@@ -92,7 +92,7 @@ def test_a_recipe_is_shown_composed_with_what_its_keys_mean(listed, capsys):
     assert shown["precision"]["init_scale"] == 65536.0
     assert "hydra" not in shown
     assert {"max_epochs", "limit_val_batches", "accelerator"} < set(shown["trainer"])
-    assert "min_epochs" not in shown["trainer"]  # which nobody sets
+    assert "min_epochs" not in shown["trainer"]  # not set by anything
     assert line_of(lines, "lr:") == ["lr: 0.3", "learning rate"]
     assert line_of(lines, "limit_val_batches:")[1].endswith("0: no validation (enough)")
     assert line_of(lines, "start:") == ["start: 'a # b'"]

@@ -61,7 +61,7 @@ scheduler: null
 
 @pytest.fixture
 def run(project):
-    """A run's folder as a run leaves it, but for what is in the checkpoints."""
+    """A run's folder with empty checkpoints."""
     folder = Path("outputs/line/then")
     write(
         folder,
@@ -252,7 +252,7 @@ def test_a_run_and_what_follows_it(project, capsys):
     assert result("validated")["metrics"]["val_loss"] == pytest.approx(loss, rel=1e-3)
     assert (result("validated")["precision"], result("validated")["recipe"]) == ("bf16-mixed", "line")
     assert "the config of outputs/moved." in capsys.readouterr().out.replace("\\", "/")
-    # what came of it is a run's folder, too; its checkpoint is the first one's
+    # the result is a run's folder, too; its checkpoint is the first one's
     assert main(["fit", "ckpt=outputs/moved", "trainer.max_epochs=4", "hydra.run.dir=on"]) == 0
     assert (result("on")["epochs"], result("on")["steps"], result("on")["recipe"]) == (4, 32, "line")
     assert main(["test", "ckpt=on/checkpoints/last.ckpt", "precision=32", "-q", "hydra.run.dir=tested"]) == 0

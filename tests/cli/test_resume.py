@@ -1,4 +1,4 @@
-"""``resume=auto`` on the command line: the same command goes on in the same folder."""
+"""``resume=auto`` on the command line: the same command resumes in the same folder."""
 
 from __future__ import annotations
 

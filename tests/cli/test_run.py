@@ -1,4 +1,4 @@
-"""Runs, in this process: what they compute, what they leave behind, and how they fail."""
+"""Runs in this process: results, files, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warnings of a run: what the terminal and the log have of them."""
+"""Warnings of a run on the terminal and in the log."""
 
 from __future__ import annotations
 

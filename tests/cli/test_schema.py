@@ -11,7 +11,7 @@ from trainer.arguments import ARGUMENTS, describe
 from trainer.cli import main
 from trainer.errors import ConfigurationError
 
-# Of every argument values of the wrong kind, out of range, or nearly a word that it may be; and what is expected.
+# Invalid values of each argument (wrong type, out of range, misspelled word), and the expected text.
 MISTAKES = {
     "accelerator": {"gpuu": "Did you mean 'gpu'?", 3: "auto, cpu, gpu, cuda, mps or tpu."},
     "strategy": {"dpp": "expected auto, ddp, ddp_find_unused_parameters_true or another of Lightning's."},
@@ -67,7 +67,7 @@ def test_every_argument_is_tried():
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_one_mistake_one_sentence(project, capsys, name):
-    """On the command line, and in Python with its words for null, true and false."""
+    """On the command line, and in Python with its spellings of null, true and false."""
     for value, message in MISTAKES[name].items():
         assert main(["fit", "+recipe=line", f"trainer.{name}={describe(value)}"]) == 2
         told = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Signals to the command line: what is saved, and how it exits."""
+"""Signals to the command line: saved checkpoints and exit status."""
 
 from __future__ import annotations
 

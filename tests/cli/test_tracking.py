@@ -32,7 +32,7 @@ def alone(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setattr("mlflow.tracking.context.git_context._resolve_git_info", dict)  # it leaves a git behind
-    monkeypatch.setenv("HOME", str(project / "home"))  # where W&B and MLflow keep things of their own
+    monkeypatch.setenv("HOME", str(project / "home"))  # folders of W&B and MLflow
     yield
     if "wandb" in sys.modules:
         sys.modules["wandb"].teardown()
@@ -54,7 +54,7 @@ def _entries(log: bytes) -> Iterator[bytes]:
 
 
 class Wandb:
-    """What the file of an offline run says."""
+    """Return the content of an offline run's file."""
 
     def __init__(self, run: str, index: int = 0) -> None:
         import wandb
@@ -88,7 +88,7 @@ class Wandb:
 
 
 class Mlflow:
-    """What the database says of the only run in it."""
+    """Return the content of the database, which has one run."""
 
     def __init__(self, experiment: str = "line", store: str = "outputs/mlflow.db") -> None:
         from mlflow.tracking import MlflowClient

@@ -1,4 +1,4 @@
-"""Mistakes in the command line or in a config: status 2, what was given, and the nearest right word."""
+"""Mistakes on the command line or in a config: status 2, the given value, and the nearest valid one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``weights=``: a run that begins with the weights of another; what was loaded is on the terminal and in its record."""
+"""``weights=``: a run that starts with the weights of another, with a report on the terminal and in its record."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_run_begins_with_the_weights_of_another(project: Path, capfd: Any) -> 
     assert record["steps"] == 8  # its own
     fit("third", f"weights={best}")  # an = in a name needs no quotes
     fit("fourth", f"weights={Path.cwd()}/first/checkpoints")
-    assert main(["fit", "ckpt=second", "trainer.max_epochs=3"]) == 0  # goes on: nothing is loaded again
+    assert main(["fit", "ckpt=second", "trainer.max_epochs=3"]) == 0  # resumes: nothing is loaded again
 
 
 def test_what_was_left_out_is_a_warning(project: Path, capfd: Any) -> None:

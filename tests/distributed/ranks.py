@@ -6,7 +6,7 @@ hundreds of fits::
     with warm_python() as python, Ranks(python, 2) as ranks:
         first, second = ranks.call("tests.distributed.setups:fit", setup, "ddp")
 
-Arguments and results go through ``pickle``. A process that raises, or does not answer in time, breaks the group: all
+Arguments and results are pickled. A process that raises, or does not answer in time, breaks the group: all
 are killed, and the next call starts others.
 
 As a script, in each process: ``ranks.py RANK SIZE FILE`` joins the group by ``FILE``, reads calls from its standard
@@ -40,8 +40,8 @@ class Ranks:
 
     Args:
         python: starts the processes.
-        size: how many.
-        timeout: seconds that a call may take; a collective that nobody joins ends by this, too.
+        size: number of ranks.
+        timeout: seconds per call; also the timeout of a collective without all ranks.
     """
 
     def __init__(self, python: WarmPython, size: int, timeout: float = 60.0) -> None:
@@ -63,10 +63,10 @@ class Ranks:
         """Run ``function`` (``"module:name"``) in each process.
 
         Returns:
-            What it returned, by rank.
+            The results by rank.
 
         Raises:
-            RankError: what it raised, or that there is no answer, by rank, first things first.
+            RankError: the errors and missing answers by rank, in order of time.
         """
         if not self._processes:
             self._start()

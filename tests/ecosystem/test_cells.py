@@ -189,7 +189,7 @@ class Resample(Callback):
 
 
 class WarmUp(Callback):
-    """Runs a batch of its own loader before the training."""
+    """Runs a batch of a separate loader before the training."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         for batch in trainer.datamodule.train_dataloader():

@@ -1,4 +1,4 @@
-"""Layers that overflow, forward or backward, and nets with one of them at a given place."""
+"""Layers that overflow in the forward or backward pass, and nets with such a layer at a given place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Huge(nn.Module):
-    """Overflows forward: what comes in times 1e6, which float16 does not hold."""
+    """Multiplies its input by 1e6, which overflows in float16."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 1e6
@@ -27,7 +27,7 @@ class _Amplify(torch.autograd.Function):
 
 
 class Amplifier(nn.Module):
-    """Changes nothing forward; multiplies the gradient. By default by so much that float16 never holds it."""
+    """Multiplies the gradient only; by default by a factor that overflows in float16."""
 
     def __init__(self, factor: float = 1e30) -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class Amplifier(nn.Module):
 
 
 class Nan(nn.Module):
-    """Makes nan in backward whatever the scale and the dtype: the root of zero, times zero."""
+    """Returns NaN in the backward pass for any scale and dtype: the root of zero, times zero."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.sqrt(x - x) * 0
 
 
 class Residual(nn.Module):
-    """``x + body(x)``: its input has two users."""
+    """Computes ``x + body(x)``: its input has two uses."""
 
     def __init__(self, *body: nn.Module) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Residual(nn.Module):
 
 
 class OwnCode(nn.Module):
-    """Overflows in its own code, between its two layers; forward or backward."""
+    """Overflows in its own code between its two layers, in the forward or backward pass."""
 
     def __init__(self, forward: bool) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class OwnCode(nn.Module):
 
 
 def sequential(layer: nn.Module | None = None, place: int = 0) -> nn.Sequential:
-    """A net of 6 layers, or of 7 with ``layer`` at ``place``, from 1 (behind the first) to 6 (behind the last)."""
+    """Return a net of 6 layers, or of 7 with ``layer`` at ``place``, from 1 (after the first) to 6 (after the last)."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [
         nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Linear(16, 16),

@@ -21,7 +21,7 @@ class _Recording(Callback):
 
 
 def examined(folder, module, batches, scale=2.0**16, window=1, **arguments):
-    """The finding on the first window of a fit, looked into right after its update."""
+    """Return the finding on the first window of a fit, examined right after its step."""
     findings = []
 
     def look(self, trainer, pl_module, optimizer, outcome):
@@ -53,7 +53,7 @@ def test_no_power_fits():
 
 
 def by_hand(net, batch, scale):
-    """Whether all gradients are finite at this scale, as one would write it."""
+    """Return whether all gradients are finite at this scale, with a hand-written loop."""
     x, y, gain = batch
     net.zero_grad()
     torch.manual_seed(7)
@@ -64,7 +64,7 @@ def by_hand(net, batch, scale):
 
 
 @pytest.mark.parametrize("gain", [1.0, 50.0, 4000.0])
-def test_the_largest_scale_is_that_of_a_search_by_hand(tmp_path, gain):
+def test_largest_scale_equals_that_of_an_exhaustive_search(tmp_path, gain):
     net = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
     torch.manual_seed(0)
     for layer in net:
@@ -96,7 +96,7 @@ def test_nan_fits_no_scale(tmp_path):
     assert finding.origin.call.name == "net.3"
 
 
-def test_a_scale_at_which_gradients_vanish_does_not_fit(tmp_path):
+def test_scale_with_vanishing_gradients_does_not_fit(tmp_path):
     thrice = nn.Sequential(*(Amplifier(6e4) for _ in range(3)))  # 2e14: even the smallest float16 overflows
     finding = examined(tmp_path, Regression(sequential(thrice, 5)), make_batches(1))
     assert (finding.fails, finding.largest_scale) == (True, 0.0)
@@ -110,15 +110,15 @@ def test_the_batch_of_a_window_that_fails(tmp_path, place):
     assert finding.loss > 1e28 / 3
 
 
-def test_a_window_whose_losses_are_divided(tmp_path):
-    """At a scale that overflows undivided, four batches that share it do not."""
+def test_window_with_divided_losses(tmp_path):
+    """At a scale that overflows with undivided losses, four batches with a quarter each do not."""
     batches = make_batches(4)
     alone = examined(tmp_path, Regression(), batches[:1], scale=1.0).largest_scale
     together = examined(tmp_path, Regression(), batches[:1] * 4, scale=1.0, window=4).largest_scale
     assert together == 4 * alone
 
 
-def test_what_was_not_finite_before(tmp_path):
+def test_values_that_were_not_finite_before(tmp_path):
     batch = make_batches(1)[0]
     batch[0][0, 0] = math.nan
     module = Regression(sequential())
@@ -140,7 +140,7 @@ def test_parameters_that_no_optimizer_has_do_not_count(tmp_path):
     assert not finding.fails
 
 
-def test_an_error_in_the_replay_is_told(tmp_path):
+def test_error_in_the_replay_is_reported(tmp_path):
     class Once(Regression):
         calls = 0
 
@@ -168,7 +168,7 @@ def test_sparse_gradients(tmp_path):
 
 
 class OwnLoss(Regression):
-    """In float16 on a CPU, whose gradient at a scale of 65536 is infinite; in float32 on CUDA."""
+    """A loss in float16 on a CPU, with an infinite gradient at a scale of 65536; in float32 on CUDA."""
 
     def training_step(self, batch, batch_idx):
         return (self.net(batch[0]) - batch[1].half()).pow(2).mean() / 16
@@ -185,6 +185,6 @@ def test_an_overflow_that_cudas_autocast_avoids(tmp_path, batch):
     assert any("CUDA's autocast computes" in line and "autocast_ops=cuda" in line for line in advice) is (batch == 0)
 
 
-def test_no_overflow_is_avoided_where_none_is(tmp_path):
+def test_no_advice_without_an_overflow(tmp_path):
     finding = examined(tmp_path, OwnLoss(), make_batches(1), scale=2.0**5)
     assert (finding.fails, finding.in_float32_on_cuda) == (False, [])

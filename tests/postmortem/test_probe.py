@@ -14,7 +14,7 @@ from trainer.postmortem.replay import backward
 
 
 def probed(net: nn.Module, x: Tensor | None = None, scale: float = 1.0) -> Probe:
-    """One forward and backward pass under float16 autocast, as a replay does them."""
+    """Run one forward and backward pass under float16 autocast, as a replay does."""
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)) if x is None else x
     with Probe(net) as probe:
         with torch.autocast("cpu", torch.float16):
@@ -41,11 +41,11 @@ def test_the_magnitude_of_several():
     assert measure([finite, finite.half()]) == Magnitude(8.0, 0, 4, "float32")
 
 
-def test_what_has_no_magnitude():
+def test_tensors_without_a_magnitude():
     assert measure([torch.arange(3), torch.empty(0)]) is None
 
 
-# --- where --------------------------------------------------------------------------------------------------------
+# --- places -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", range(1, 7))
@@ -73,7 +73,7 @@ def test_an_infinity_backward(place):
     assert origin.call.gradient_out is not None
     assert origin.call.gradient_out.not_finite
     assert probe.first_gradient is not None
-    assert probe.first_gradient.name == str(place - 1)  # the next in backward order is given what this one made
+    assert probe.first_gradient.name == str(place - 1)  # it receives the gradient of this layer
 
 
 def test_which_parameters():
@@ -83,7 +83,7 @@ def test_which_parameters():
     }  # fmt: skip
 
 
-def test_nothing_where_all_is_finite():
+def test_no_finding_for_finite_values():
     probe = probed(sequential())
     assert (probe.first_output, probe.first_gradient, probe.origin(), probe.parameters) == (None, None, None, [])
 
@@ -182,7 +182,7 @@ def test_activation_checkpointing():
     origin = probe.origin()
     assert origin is not None
     assert (origin.call.name, origin.call.number) == ("body.1", 1)
-    assert set(probe._calls.values()) == {1}  # the recomputation is no second call
+    assert set(probe._calls.values()) == {1}  # the recomputation is not a second call
     assert probe.first_output is None
 
 
@@ -202,7 +202,7 @@ def test_gradients_inside_the_forward_are_not_watched():
     assert (probe.first_gradient, probe.origin(), probe.parameters) == (None, None, [])
 
 
-def test_metrics_are_nobodys_input():
+def test_metrics_are_not_inputs():
     class Measured(nn.Module):
         def __init__(self):
             super().__init__()
@@ -236,7 +236,7 @@ def test_inputs_by_keyword_and_in_tuples():
     assert origin.call.name == "amplify"
 
 
-def test_no_hook_is_left_behind():
+def test_hooks_are_removed():
     net = sequential(Amplifier(), 3)
     probed(net)
     for part in net.modules():

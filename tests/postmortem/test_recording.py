@@ -16,7 +16,7 @@ from trainer.state import random_states
 
 
 class Fit:
-    """As much of a fit as a recorder sees; the outcomes of updates come when the test says so."""
+    """The parts of a fit that a recorder uses, with outcomes on request."""
 
     def __init__(self, size=1, automatic=True):
         self.window, self.ran = AccumulationWindow(size), []
@@ -35,7 +35,7 @@ class Fit:
         return batch
 
     def batch(self, name, updates=None):
-        """One batch; the window's last updates the weights, unless told otherwise."""
+        """Train one batch; the last one of a window updates the weights by default."""
         self.window.advance(100, False)
         assert self.loop.path.step(name, len(self.ran)) == name
         if self.window.is_last if updates is None else updates:
@@ -46,7 +46,7 @@ def names(batches):
     return [recorded.batch for recorded in batches]
 
 
-def test_outcomes_at_once():
+def test_immediate_outcomes():
     fit = Fit()
     recorder = Recorder(fit.trainer)
     for name in "abc":
@@ -54,7 +54,7 @@ def test_outcomes_at_once():
         assert names(recorder.take()) == [name]
 
 
-def test_outcomes_that_come_after_the_next_forward():
+def test_outcomes_after_the_next_forward():
     fit = Fit()
     recorder = Recorder(fit.trainer)
     fit.batch("a")
@@ -134,7 +134,7 @@ def test_how_things_stood():
     recorded.state.restore()
     random_states.restore(recorded.random_state)
     assert torch.equal(fit.module.running_mean, mean)
-    torch.randn(4, 2)  # what the step drew
+    torch.randn(4, 2)  # the random numbers of the step
     assert torch.equal(torch.rand(3), after)
     assert (recorded.batch_idx, recorded.step, recorded.window.is_first) == (0, 0, True)
 

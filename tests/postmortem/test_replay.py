@@ -20,7 +20,7 @@ from trainer.postmortem.replay import rewind, run, undisturbed
 
 
 class Everything(LightningModule):
-    """Keeps state of every kind, and draws random numbers from everywhere; automatic optimization."""
+    """Has state of every kind, and draws random numbers from every generator; automatic optimization."""
 
     fused = False
 
@@ -62,7 +62,7 @@ class Everything(LightningModule):
 
 
 class ByHand(Everything):
-    """The same in manual optimization, with two optimizers and everything a module may do between them."""
+    """The same in manual optimization, with two optimizers and calls between them."""
 
     def __init__(self, layer: nn.Module | None = None, place: int = 0) -> None:
         super().__init__(layer, place)
@@ -88,7 +88,7 @@ class ByHand(Everything):
 
 
 class Replays(Callback):
-    """Replays every batch, after its update (the weights are others then), and sees that nothing has changed."""
+    """Replays every batch after its optimizer step, and checks that no state changed."""
 
     def __init__(self, replays: bool = True) -> None:
         self.replays = replays
@@ -109,10 +109,10 @@ class Replays(Callback):
 
 
 def everything(folder: Any, module: LightningModule, **arguments: Any) -> tuple[Any, ...]:
-    """A fit with overflows, and all that is left of it."""
+    """Fit with overflows, and return the whole state."""
     torch.manual_seed(11)
     callback = arguments.pop("callback")
-    quiet = OverflowReport(after=None, collapse_after=None, at_floor=None)  # in the place of the default one
+    quiet = OverflowReport(after=None, collapse_after=None, at_floor=None)  # instead of the default one
     callbacks = [callback] if isinstance(callback, OverflowReport) else [callback, quiet]
     batches = make_batches(9, gains={2: 1e30, 3: 1e30, 4: 1e30, 5: 1e30})
     given = {"precision": native_fp16(init_scale=256.0), "logger": CSVLogger(folder), "log_every_n_steps": 4}
@@ -147,7 +147,7 @@ def assert_equal(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("arrives", ["at once", "late"])
 @pytest.mark.parametrize(("kind", "window"), [(Everything, 1), (Everything, 2), (ByHand, 1)])
 def test_a_run_with_replays_is_the_run_without(tmp_path, kind, window, arrives, request, monkeypatch):
-    """Also where the outcome comes as on a GPU: with the gradients of the next batch there, or inside its step."""
+    """Also with late outcomes as on a GPU: after the gradients of the next batch, or inside its step."""
     if arrives == "late":
         request.getfixturevalue("late")
         monkeypatch.setattr(Everything, "fused", True)
@@ -164,7 +164,7 @@ def test_a_run_with_replays_is_the_run_without(tmp_path, kind, window, arrives, 
 
 
 def recorded_fit(folder: Any, module: LightningModule, look: Any, batches: Any = None, **arguments: Any) -> None:
-    """A fit that calls ``look(trainer, recorded)`` after its only step."""
+    """Run a fit that calls ``look(trainer, recorded)`` after its only step."""
 
     class Look(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -180,7 +180,7 @@ def recorded_fit(folder: Any, module: LightningModule, look: Any, batches: Any =
 
 
 def test_the_forward_is_the_same_to_the_bit(tmp_path):
-    """Dropout, BatchNorm and a generator of the module's own, from where they stood."""
+    """With dropout, BatchNorm and a generator of the module, from their states before the batch."""
     losses: list[float] = []
 
     class Module(Everything):
@@ -329,7 +329,7 @@ def test_steps_without_batch_idx(tmp_path):
     assert not findings[0].error
 
 
-def test_no_loss_is_no_failure(tmp_path):
+def test_batch_without_a_loss_is_not_a_failure(tmp_path):
     class Moody(Regression):
         asked = 0
 
@@ -351,7 +351,7 @@ def test_no_loss_is_no_failure(tmp_path):
 
 
 def test_inside_inference_mode(tmp_path):
-    """Somebody asked for the outcome during a validation."""
+    """The outcome is read during a validation."""
     findings = []
 
     def look(trainer: Any, recorded: Any) -> None:

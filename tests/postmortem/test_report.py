@@ -87,10 +87,10 @@ def test_a_forward():
     assert it.advice[0].startswith("precision.fp32_modules=['net.blocks.3.norm']")
 
 
-def test_a_forward_whose_loss_is_finite_all_the_same():
-    """Somebody clamped it; its gradient is not."""
+def test_overflow_in_the_forward_with_a_finite_loss():
+    """The loss was clamped; its gradient is not finite."""
     assert report(largest_scale=0.0, first_output=layer(outputs=BROKEN), origin=Origin(BLOCK)).phase == "forward"
-    # but an output with a mask of infinities is no culprit where some scale fits
+    # but an output with a mask of infinities is not the cause if some scale fits
     assert report(first_output=layer(outputs=BROKEN), origin=Origin(BLOCK)).phase == "backward"
 
 
@@ -118,14 +118,14 @@ def test_float32_does_not_help_against_nan_in_float32():
     assert not any("fp32_modules" in line or "bf16" in line for line in it.advice)
 
 
-def test_what_was_broken_before():
+def test_broken_values_before_the_step():
     it = backward(broken_weights=["net.a.weight"])
     assert it.verdict.startswith("The weights were not finite before this step")
     assert it.advice[0].startswith("Resume from an older checkpoint")
     it = report(loss=math.nan, largest_scale=0.0, first_output=layer(outputs=BROKEN), broken_batch=["batch[0]"])
     assert it.verdict == "The batch was not finite when it came: batch[0]."
     assert it.advice[0].startswith("Mend or leave out the samples")
-    # missing values that nothing uses are no reason
+    # missing values that are not used are not the cause
     assert "overflows in 'net.blocks.3.norm'" in backward(broken_batch=["batch[2]"]).verdict
     assert ("batch not finite", "batch[2]") in backward(broken_batch=["batch[2]"]).rows()
     assert ("buffers not finite before", "net.n.running_var") in backward(broken_buffers=["net.n.running_var"]).rows()
@@ -162,7 +162,7 @@ def test_compiled_names_are_those_of_the_config():
     assert names_of(["net._orig_mod.4.weight"]) == "net.4.weight"
 
 
-def test_what_the_scaler_mends_by_itself_is_said_in_few_words():
+def test_overflow_fixed_by_the_scaler_has_a_short_report():
     out = io.StringIO()
     it = backward()
     Console(file=out, width=200).print(it.table().drawn())

@@ -12,7 +12,7 @@ from trainer.postmortem.state import ObjectState
 
 
 class Holder(nn.Module):
-    """One of everything that is kept."""
+    """An object with every kind of state."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class Holder(nn.Module):
 
 
 def described(holder):
-    """Everything in it as plain values."""
+    """Return the whole state as plain values."""
     state = {name: value.tolist() for name, value in holder.state_dict(keep_vars=False).items()}
     plain = {name: value for name, value in vars(holder).items() if not name.startswith("_")}
     return (
@@ -68,7 +68,7 @@ def described(holder):
     )
 
 
-def test_whatever_a_module_keeps_comes_back():
+def test_state_of_a_module_is_restored():
     holder = Holder()
     identities = {name: id(value) for name, value in vars(holder).items()}
     before, state = described(holder), ObjectState([holder])
@@ -126,7 +126,7 @@ def test_metrics(metric):
     module["metric"](x[6], x[7])
     state.restore()
     assert str(module["metric"].compute()) == str(expected)
-    module["metric"](x[4], x[5])  # and it goes on
+    module["metric"](x[4], x[5])  # and training continues
     other = metric()
     for i in (0, 2, 4):
         other(x[i], x[i + 1])

@@ -11,8 +11,8 @@ recorded separately.
 Synchronizations are: reading a value (``item``, ``nonzero``, indexing by a mask, ...), a blocking copy between host and
 device, a non-blocking one into memory that is not pinned, and synchronizing with a device, stream or event.
 
-Streams have CUDA's order: an operation comes after those of its own stream, and after those of other streams that its
-stream has waited for. It is an error to read data that another stream may not have written yet, to write data that
+Streams have CUDA's order: an operation comes after earlier ones of its stream, and after those of other streams that
+this stream has waited for. It is an error to read data that another stream may not have written yet, to write data that
 another stream may still read, and to allocate memory that another stream may still use for its earlier content: free
 memory is assumed to be reused by the next allocation on its stream, regardless of the size.
 

@@ -333,7 +333,7 @@ def test_recorder_adds_the_epoch_and_uses_a_logged_step() -> None:
 
 
 class Wrong(Classifier):
-    """Calls the function ``what`` in its training step."""
+    """Calls a function in its training step."""
 
     def __init__(self, what: Any) -> None:
         super().__init__()

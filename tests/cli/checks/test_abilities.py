@@ -1,4 +1,4 @@
-"""What precisions do on devices of all kinds; stand-ins play those that are not here."""
+"""Supported precisions of devices of all kinds, with simulated ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``checks``: what it says of this machine and of others, and when it finds something broken."""
+"""``checks``: its report on this machine and on simulated ones, and on broken ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.precision import devices
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch, tmp_path):
-    """The speeds that it is to have measured."""
+    """Replace the measured speeds."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.1, 0.1), raising=False)
     rows = [

@@ -1,4 +1,4 @@
-"""What ``checks`` shows of one's own data: a batch of any kind, the layers, float16, and what training waits for."""
+"""The report of ``checks`` on the user's data: batches of any kind, layers, float16, and bottlenecks."""
 
 from __future__ import annotations
 
@@ -522,7 +522,7 @@ def test_a_step_may_change_its_batch():
 
 
 class Slow:
-    """A loader by the clock: the first batch takes 5 seconds, then those that were ready nothing, then each 1."""
+    """A loader with a simulated clock: the first batch takes 5 seconds, batches that are ready none, and others 1."""
 
     num_workers, prefetch_factor = 1, 2
 

@@ -1,4 +1,4 @@
-"""What ``checks`` predicts of a recipe's memory, against arithmetic and against what FSDP2 does."""
+"""The memory predicted by ``checks``, compared to arithmetic and to FSDP2."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def test_a_billion_parameters():
     assert sharded.after == pytest.approx(16 * number / 8, rel=1e-3)
     # The peak is the optimizer's step: the forward pass has the memory of the gradients (scripts/benchmark_memory).
     assert single.peak / 2**30 == pytest.approx(15.5, rel=0.005)
-    # 7.0 GiB were seen where attention kept its products: 16 heads of 1024 x 1024, 18 layers (1.3 GiB).
+    # 7.0 GiB were measured with attention that keeps its products: 16 heads of 1024 x 1024, 18 layers (1.3 GiB).
     assert sharded.peak / 2**30 == pytest.approx(7.0 - 1.3, rel=0.1)
 
 
 class Watching(LanguageModel):
-    """Wants to see gradients before they are cleared."""
+    """Reads gradients before they are cleared."""
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         pass
@@ -130,7 +130,7 @@ def _built(module: LanguageModel) -> nn.Module:
 
 
 class Waiting(Regression):
-    """Looks at its loss, which is one of its own."""
+    """Reads its custom loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.net(batch[0]).pow(2).mean()
@@ -153,7 +153,7 @@ def test_what_a_step_does_otherwise_on_a_gpu(precision):
     assert measure(Waiting, batch, precision, nothing, None).peak > 0  # whoever looks at a value gets a 1
 
 
-NO_STEPS = "checks.steps=false"  # what they tell is in test_first_look.py
+NO_STEPS = "checks.steps=false"  # their messages are in test_first_look.py
 TINY = ["+recipe=gpt", "data.context=32", "precision=bf16-mixed", NO_STEPS]
 
 
@@ -173,7 +173,7 @@ def test_the_command(capsys):
     assert facts["verdict"].startswith("one device, trainer=ddp, trainer=fsdp: fits into 1.0 GiB")
     assert facts["host_waits"] == []
     assert all(here == "bfloat16" and on_cuda == "float32" for here, on_cuda in facts["autocast_ops"].values())
-    assert facts["speed"] is None  # of the machine no more is asked than what it is
+    assert facts["speed"] is None  # only the required facts of the machine are read
 
     assert main(["checks", *TINY, "checks.gpu_memory=1GiB"]) == 0
     out = capsys.readouterr().out
@@ -205,7 +205,7 @@ def test_what_this_torch_cannot_shard_is_left_out(capsys, monkeypatch):
     ids=["AdamW", "SGD", "Lightning's Trainer"],
 )
 def test_the_step_is_fused_where_fit_takes_a_fused_one(settings, fused, capsys):
-    """A step with foreach has copies while it works; both are asked for here, in the open and by name."""
+    """A step with foreach has temporary copies. Both are requested here, by class and by name."""
 
     def peaks(*more: str) -> dict[str, int]:
         gpt = ["+recipe=gpt", "model.layers=8", "model.width=256", "data.context=8", "data.batch_size=1"]

@@ -1,4 +1,4 @@
-"""Measured speeds, by a clock that the test turns on."""
+"""Measured speeds with a simulated clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class Machine:
-    """Its clock goes on with the operations that it is given, by the dtype's rate; nothing is computed."""
+    """A clock that advances with the operations by the dtype's rate, without computation."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rates: dict[torch.dtype, float]) -> None:
         self.now, self.rates = 0.0, rates

@@ -1,4 +1,4 @@
-"""``compare``: what its jobs are started with, what it reports of what they leave, and its exit status."""
+"""``compare``: the commands of its jobs, the report on their records, and the exit status."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_circumstances():
 
 
 class Job:
-    """Stands for the process of a job, which leaves what a run leaves."""
+    """Stands in for the process of a job, and writes its files."""
 
     started: list[list[str]] = []
 
@@ -285,7 +285,7 @@ def test_one_job_for_each_precision(project, jobs, capsys):
     assert "Job 1: +recipe=line compare.min_memory_saving=null optimizer.lr=0.2 precision=16-mixed, " in out
     measured = "++callbacks.throughput._target_=trainer.callbacks.Throughput"
     assert all(measured in command for command in jobs.started)
-    # what a job is started with is a command line that is understood
+    # the command line of a job is valid
     assert main([*jobs.started[1][3:], "--cfg", "job"]) == 0
 
 
@@ -356,7 +356,7 @@ def test_a_real_training_that_fails_stays_alone(project, python):
     assert len(load_run(Path("jobs/1")).losses) == 3  # as far as it came
 
 
-@pytest.mark.gpu(simulated=False)  # processes of its own, and memory
+@pytest.mark.gpu(simulated=False)  # processes with their own memory
 @pytest.mark.whole
 def test_real_trainings_on_a_gpu(project, python):
     done = python.trainer("compare", *LINE, "trainer=gpu", "precision=32,16", "hydra.sweep.dir=jobs")

@@ -1,4 +1,4 @@
-"""What a comparison says of a run: numbers, words, thresholds and advice."""
+"""The verdict on a run: numbers, words, thresholds and advice."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_tolerance_is_the_users():
 def test_a_metric_that_a_run_did_not_log():
     verdict = judge(run("16-mixed", metrics={}, rate=200.0, memory=5 * GB), run(), ACC, Thresholds())
     assert verdict.text == "no val_acc to compare, 2.0x faster, 50% less memory."
-    assert not verdict.met  # nobody can tell
+    assert not verdict.met  # undecidable
     assert verdict.advice == ("val_acc was not logged by both runs.",)
 
 

@@ -1,4 +1,4 @@
-"""A page in headless Chromium, which is asked over its debugging pipe: what it complains of, loads, and shows."""
+"""A page in headless Chromium, controlled over its debugging pipe: errors, requests, and values."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Browser:
             self._next()
 
     def value(self, expression: str) -> Any:
-        """What an expression is on the page."""
+        """Return the value of an expression on the page."""
         return self.ask("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
     def picture(self, file: Path) -> None:
@@ -99,7 +99,7 @@ class Browser:
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Browser]:
-    """A browser that knows nothing of any other, with its files in ``profile``."""
+    """Start a browser without other profiles, with its files in ``profile``."""
     assert CHROMIUM is not None
     ours_in, theirs_out = os.pipe()
     theirs_in, ours_out = os.pipe()

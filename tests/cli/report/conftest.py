@@ -1,4 +1,4 @@
-"""Folders as runs leave them, made by hand; and a page taken apart."""
+"""Run folders written by hand, and parsed pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOID = {"meta", "link", "br", "img", "input"}
 
 
 class Page(HTMLParser):
-    """The elements of a page, and the text of each section and of the whole."""
+    """The elements of a page, with the text of each section and of the whole page."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Page(HTMLParser):
                 self.sections[name] = self.sections.get(name, "") + data
 
     def lines(self, title: str) -> dict[str, dict[str, Any]]:
-        """The lines of a chart, by name."""
+        """Return the lines of a chart by name."""
         return {line["name"]: line for line in self.data[self.titles.index(title)]["lines"]}
 
     def having(self, tag: str, attribute: str) -> list[str]:
@@ -86,7 +86,7 @@ def squeezed(text: str) -> str:
 
 
 def report(folder: Path | str, *more: str) -> Page:
-    """The page that the command makes."""
+    """Return the page that the command writes."""
     assert main(["report", str(folder), *more]) == 0
     return Page(Path(more[0] if more else Path(folder) / "report.html").read_text(encoding="utf-8"))
 
@@ -162,7 +162,7 @@ The backward overflows in 'net.fc' (Linear). A loss scale of 131072 fits: the sc
 
 
 def facts(**more: Any) -> dict[str, Any]:
-    """What ``run.json`` says."""
+    """Return the content of ``run.json``."""
     usual = {
         "environment": ENVIRONMENT,
         "curves": CURVES,
@@ -191,7 +191,7 @@ def facts(**more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Writes the folder of a run; a file that is None is left out."""
+    """Write the folder of a run. A file that is None is left out."""
     monkeypatch.chdir(tmp_path)
 
     def make(name: str = "outputs/digits/one", told: dict[str, Any] | None = None, **files: Any) -> Path:

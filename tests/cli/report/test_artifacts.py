@@ -1,4 +1,4 @@
-"""Confusion matrices and pictures on the page, whoever has written them."""
+"""Confusion matrices and pictures on the page, from any writer."""
 
 from __future__ import annotations
 

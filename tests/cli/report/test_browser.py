@@ -60,7 +60,7 @@ def test_values_under_the_pointer(make_run, tmp_path):
 
 
 def test_the_policy_holds_where_the_escaping_would_not(make_run, tmp_path):
-    """Somebody adds a script and a picture to the page: neither is run nor loaded."""
+    """A script and a picture are added to the page: neither is run or loaded."""
     folder = make_run()
     report(folder)
     file = folder / "report.html"

@@ -1,4 +1,4 @@
-"""The page of a run that was really made."""
+"""The page of a real run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of one run: what is on it, whatever state the run and its files are in."""
+"""The page of one run, in any state of the run and of its files."""
 
 from __future__ import annotations
 
@@ -351,7 +351,7 @@ def test_a_long_run_makes_a_page_of_moderate_size(make_run):
 
 
 def test_a_fit_in_a_script(make_run):
-    """Of a Trainer without the command line: no configs, everything in the logger's folder."""
+    """A fit of a Trainer without the command line: no configs, all files in the logger's folder."""
     told = {
         "status": "completed",
         "steps": 4,

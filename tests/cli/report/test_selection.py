@@ -1,4 +1,4 @@
-"""Which folder is meant, and what is said where that is not clear."""
+"""Selection of the folder, and the error if it is ambiguous."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from trainer.cli import main
 
 
 def several(*words: str | Path) -> Page:
-    """The page that the command makes, in the working directory or in the only folder that is named."""
+    """Return the page of the command in the working directory, or in the only given folder."""
     assert main(["report", *map(str, words)]) == 0
     place = Path(words[0]) if len(words) == 1 else Path()
     return Page((place / "report.html").read_text(encoding="utf-8"))
@@ -21,7 +21,7 @@ def several(*words: str | Path) -> Page:
 
 @pytest.fixture
 def two(make_run):
-    """Of different recipes, settings and times; the second is the better one, and was better still."""
+    """Two runs with other recipes, settings and times; the second is better, with an even better earlier value."""
     config = CONFIG.replace("lr: 0.1", "lr: 0.5\n  momentum: 0.9").replace("max_epochs: 2", "max_epochs: 7")
     there = ENVIRONMENT | {"versions": {"torch": "2.16.0"}, "started": 9e8}
     rows = ROWS.replace("0.25,2.5", "0.875,2.5")
@@ -43,7 +43,7 @@ def test_what_differs_comes_first(two):
     assert "optimizer.lr 10.1 20.5" in said
     assert "optimizer.momentum 1 - 20.9" in said
     assert "trainer.max_epochs 12 27" in said
-    assert said.index("optimizer.lr") < said.index("trainer.max_epochs")  # what somebody has typed comes first
+    assert said.index("optimizer.lr") < said.index("trainer.max_epochs")  # overrides of the user come first
     for same in ("seed", "precision", "callbacks.model_checkpoint.monitor"):
         assert same not in said
     assert "Code, machine and versions differ in 1 point 1 2 torch 12.15.0 22.16.0" in said
@@ -78,7 +78,7 @@ def test_optimizers_of_different_names_share_a_chart(make_run):
     first, second = make_run("a/1"), make_run("a/2", files={"csv/metrics.csv": ROWS.replace("lr-SGD", "lr-AdamW")})
     page = several(first, second)
     assert page.titles.count("Learning rate") == 1
-    assert set(page.lines("Learning rate")) == {"16-mixed (1)", "16-mixed (2)"}  # nothing else tells them apart
+    assert set(page.lines("Learning rate")) == {"16-mixed (1)", "16-mixed (2)"}  # without another difference
 
 
 def test_a_folder_with_several_runs(two, make_run):

@@ -1,4 +1,4 @@
-"""Jobs of a sweep that run side by side, or elsewhere: their places, their signals, and going on after a kill."""
+"""Parallel and remote jobs of a sweep: their devices, their signals, and resuming after a kill."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def once(project: Path) -> Path:
 
 
 def sweep(python: WarmPython, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a sweep, whose process has the number in the file ``sweep``."""
+    """Run a sweep; its process id is in the file ``sweep``."""
     pipe = subprocess.PIPE
     with python.start("-m", "trainer", *words, stdout=pipe, stderr=pipe, text=True, **options) as process:
         Path("sweep").write_text(str(process.pid))
@@ -89,7 +89,7 @@ def test_a_signal_ends_jobs_side_by_side_and_the_same_command_completes_the_swee
     assert [job["steps"] for job in (first, second, third)] == [8, 8, 8]
     assert re.search(r"^Job 2: .*seed=3.*, [\d.]+ s, completed$", done.stdout, re.MULTILINE)
     assert "Sweep of 3 jobs" in done.stdout
-    assert Path("jobs/2/console.log").is_file()  # what a run prints is not mixed with the others'
+    assert Path("jobs/2/console.log").is_file()  # the output of a run is not mixed with that of others
     before = {job: Path(f"jobs/{job}/fit.log").read_text() for job in (0, 1, 2)}
     done = sweep(python, *words)  # there is nothing left to do, so nothing is started
     assert done.returncode == 0
@@ -130,7 +130,7 @@ def test_jobs_end_with_a_sweep_that_is_killed(once: Path, python: WarmPython) ->
 
 
 class Placed(Job):
-    """Stands for the process of a job beside others; keeps the variables it was given."""
+    """Stands in for the process of a parallel job, and keeps its environment variables."""
 
     places: list[dict[str, str]] = []
 

@@ -1,4 +1,4 @@
-"""Sweeps whose jobs Optuna chooses: the space, the study and its direction, going on, and what it is told."""
+"""Sweeps with Optuna: the space, the study and its direction, resuming, and reported values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LR = "optimizer.lr=tag(log,interval(1e-4,1))"
 
 
 class Trial:
-    """Stands for the process of a job, whose loss depends on the learning rate: the best is 0.01."""
+    """Stands in for the process of a job, with a loss that depends on the learning rate: the best is 0.01."""
 
     started: list[list[str]] = []
     returncode = 0
@@ -123,10 +123,10 @@ def test_the_same_sweep_goes_on_with_what_was_broken_off_and_what_is_missing(tri
     assert [trial.state.name for trial in told] == ["COMPLETE"] * 4
     assert [trial.user_attrs["job"] for trial in told] == [0, 1, 2, 3]
     assert rates() == [trial.params["optimizer.lr"] for trial in (*told[:3], told[2], told[3])]  # the third one twice
-    assert len(set(rates())) == 4  # a seed does not begin anew
-    assert len(json.loads(Path("jobs/summary.json").read_text())) == 4  # what was complete counts
+    assert len(set(rates())) == 4  # a seed does not restart the study
+    assert len(json.loads(Path("jobs/summary.json").read_text())) == 4  # complete trials count
     before = len(Trial.started)
-    assert main(words) == 0  # there is nothing left to do, and the table says how it went
+    assert main(words) == 0  # nothing is left, and the table has the results
     assert len(Trial.started) == before
     assert "Sweep of 4 jobs" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""Sweeps: a process and a folder for each job, a table at the end, and a failure that stays alone."""
+"""Sweeps: a process and a folder for each job, a table at the end, and failures of single jobs."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_the_table_shows_what_differs_and_what_came_out(tmp_path, monkeypatch, c
 
 
 def reached(job: int, value: float | None, mode: str = "min", metric: str = "loss", **more) -> dict:
-    """A job, and what it has reached."""
+    """A job and its value."""
     metrics = more.pop("metrics", {}) | ({} if value is None else {metric: value})
     return result(job, objective={"metric": metric, "mode": mode}, metrics=metrics, **more)
 
@@ -235,7 +235,7 @@ def test_a_sweep_without_jobs_has_no_table(tmp_path, capsys):
 
 
 class Job:
-    """Stands for the process of a job: writes what a run writes, if it ends well."""
+    """Stands in for the process of a job: writes the files of a run if it succeeds."""
 
     started: list[tuple[list[str], dict]] = []
     returncode = 0
@@ -319,7 +319,7 @@ def test_a_sweep_in_a_file_of_yours_may_use_short_names(project, jobs):
 @pytest.mark.parametrize("word", [None, {"status": "running", "metrics": {}, "error": None}])
 def test_a_job_that_dies_without_a_word_has_failed(project, jobs, monkeypatch, capsys, status, error, word):
     def wait(self):
-        if word is not None:  # what it has written while it went on
+        if word is not None:  # output during the run
             write(self.folder, {"run.json": json.dumps(word)})
         return status
 
@@ -349,7 +349,7 @@ def test_an_interrupt_ends_the_sweep_with_its_table(project, jobs, monkeypatch, 
     assert (
         f"To resume: python -m trainer fit --multirun +recipe=line seed=1,2 resume=auto hydra.sweep.dir={folder}" in out
     )
-    assert "Job 0 interrupted" not in out  # the table says so
+    assert "Job 0 interrupted" not in out  # also in the table
 
 
 @pytest.mark.whole

@@ -1,4 +1,4 @@
-"""What happens in the processes of ``tune``, in this one: what is measured, what is left alone, how it fails."""
+"""The processes of ``tune``, run in this one: measurements, unchanged settings, and failures."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_peak_beyond_the_budget_is_out_of_memory(settings, monkeypatch):
 def test_the_watch_ends_the_process_while_it_grows(monkeypatch):
     peaks, said = iter([10, 50, 200]), []
     monkeypatch.setattr(machine, "peak_memory", lambda: next(peaks))
-    watch_memory(100, said.append)  # telling ends the process
+    watch_memory(100, said.append)  # reporting ends the process
     assert [(message["status"], message["memory"]) for message in said] == [("out of memory", 200)]
 
 

@@ -1,4 +1,4 @@
-"""``tune batch_size``: what it makes of the answers of its processes, and whole runs with real ones."""
+"""``tune batch_size``: decisions from the results of its processes, and whole runs with real ones."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_out_of_memory_above_ten_samples_finds_ten(hungry, capfd):
 
 @pytest.mark.whole
 def test_the_budget_is_kept(hungry, capfd):
-    """128 MiB a sample: one fits beside Python and torch, the sixteen there are do not."""
+    """128 MiB a sample: one fits next to Python and torch, sixteen do not."""
     settings = ["model.each=134217728", "model.capacity=1000", "precision=32", "tune.multiple_of=4"]
     write(Path(), {"conf/data/points.yaml": "_target_: line_fit.Points\nbatch_size: 4"})
     budget = 1500 * 2**20

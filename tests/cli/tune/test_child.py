@@ -1,4 +1,4 @@
-"""Functions in processes of their own: what they tell, and what becomes of those that do not."""
+"""Functions in separate processes: their results, and failures without a result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def told(tell, folder, number):
     (folder / "something").write_text("of no use afterwards")
     method = multiprocessing.get_start_method()
     tell({"status": "ok", "twice": 2 * number, "pid": os.getpid(), "method": method, "folder": str(folder)})
-    time.sleep(60)  # nobody waits for it
+    time.sleep(60)  # not waited for
 
 
 def leaves_its_number(tell, folder, file):

@@ -1,4 +1,4 @@
-"""The range test inside of a fit: its rates, its losses, what it leaves out and what it refuses."""
+"""The range test inside a fit: rates, losses, disabled features and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUIET: dict[str, Any] = {
 
 
 class Quadratic(L.LightningModule):
-    """The loss is ``curvature / 2 * w ** 2`` whatever the batch: after a step of SGD w is (1 - lr * curvature) w."""
+    """The loss is ``curvature / 2 * w ** 2`` for each batch: after a step of SGD w is (1 - lr * curvature) w."""
 
     def __init__(self, curvature: float = 4.0, configure: Any = None) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def test_nothing_but_overflows():
 
     found = LearningRateSweep(1e-4, 0.4, 20)
     trainer = Trainer(callbacks=[found], precision="16-mixed", **QUIET)
-    trainer.callbacks = [found]  # without what stops such a run
+    trainer.callbacks = [found]  # without callbacks that end such a run
     trainer.fit(Always(), batches())
     assert (found.ended_by, found.points) == ("overflows", [])
 

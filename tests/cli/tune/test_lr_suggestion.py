@@ -1,4 +1,4 @@
-"""What curves suggest: known answers, noise, and curves that suggest nothing."""
+"""Suggestions for curves: known answers, noise, and curves without a suggestion."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_it_is_where_the_loss_falls_fastest(steepest, noise):
 
 
 def test_the_slope_is_over_the_logarithm_of_the_rate():
-    """Over the rate itself both would be steepest at the first."""
+    """Over the rate itself both curves would be steepest at the first."""
     square = [(rate, (1 - math.log10(rate)) ** 2) for rate in RATES]  # falls fastest at the left
     root = [(rate, math.sqrt(max(0.0, 1 - math.log10(rate)))) for rate in RATES]  # and this at the right
     assert suggest(square).lr < 1e-5

@@ -1,4 +1,4 @@
-"""``tune``: its words and settings, and what its processes are asked to do."""
+"""``tune``: its arguments and settings, and the requests to its processes."""
 
 from __future__ import annotations
 
