@@ -18,7 +18,7 @@ def test_the_rewritten_form_is_read_as_the_same_command_line():
     assert once.for_hydra() == ["+recipe=a", "precision=16-mixed", "command=validate", "--cfg", "job"]
 
 
-def test_what_a_launcher_appends_for_another_rank_is_read():
+def test_arguments_appended_by_a_launcher_are_read():
     words = [
         *read(["fit", "+recipe=a"]).for_hydra(),
         'hydra.run.dir="outputs/a b"',
@@ -29,7 +29,7 @@ def test_what_a_launcher_appends_for_another_rank_is_read():
     assert arguments.overrides == ["+recipe=a", 'hydra.run.dir="outputs/a b"', "hydra.output_subdir=null"]
 
 
-def test_a_comparison_is_a_sweep_over_the_precisions_where_nothing_is_said_of_them():
+def test_comparison_sweeps_over_all_precisions_by_default():
     default = "precision=32-true,16-mixed,bf16-mixed"
     assert read(["compare", "+recipe=a"]).for_hydra() == ["+recipe=a", default, "command=compare", "--multirun"]
     assert read(["compare", "precision=16,32"]).overrides == ["precision=16-mixed,32-true"]
@@ -49,7 +49,7 @@ def test_a_comparison_is_a_sweep_over_the_precisions_where_nothing_is_said_of_th
         ["-c", "job", "seed=1", "--resolve", "fit"],
     ],
 )
-def test_flags_stand_anywhere(argv):
+def test_flags_may_be_anywhere(argv):
     arguments = read(argv)
     assert arguments.command == "fit"
     assert arguments.overrides == ["seed=1"]
@@ -59,7 +59,7 @@ def test_flags_stand_anywhere(argv):
 @pytest.mark.parametrize(
     ("argv", "value"), [(["--info"], "all"), (["--info", "fit"], "all"), (["-i", "plugins"], "plugins")]
 )
-def test_info_takes_a_value_only_if_it_is_one_of_hydras(argv, value):
+def test_info_takes_only_values_of_hydra(argv, value):
     assert read(argv).flags == {"--info": value}
 
 
@@ -123,7 +123,7 @@ def test_mistakes(argv, message):
     assert message in str(caught.value)
 
 
-def test_a_report_is_of_folders_whatever_they_are_called():
+def test_report_takes_folders_with_any_name():
     arguments = read(["report", "multirun/lr=0.1,precision=16", "out=1.html"])
     assert arguments.words == ["multirun/lr=0.1,precision=16", "out=1.html"]
     assert arguments.overrides == []

@@ -78,7 +78,7 @@ def test_module_of_the_working_directory_and_any_other_is_found(tmp_path, monkey
         assert type(build({"_target_": f"{module}.Thing"})).__name__ == "Thing"
 
 
-def test_a_module_that_fails_to_import_says_why(tmp_path, monkeypatch):
+def test_error_of_a_failed_import_is_printed(tmp_path, monkeypatch):
     write(tmp_path, {"broken_module.py": "import a_package_nobody_has\n"})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])

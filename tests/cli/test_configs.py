@@ -108,7 +108,7 @@ def test_every_precision_has_an_option():
     assert sorted(PLUGINS) == sorted(Composer(Arguments()).options("precision"))
 
 
-def test_a_precision_from_outside_of_the_package_is_a_module_and_an_option(project, tmp_path):
+def test_custom_precision_is_a_module_and_an_option(project, tmp_path):
     module = """
         import torch
         from trainer.precision import Precision
@@ -125,14 +125,14 @@ def test_a_precision_from_outside_of_the_package_is_a_module_and_an_option(proje
     assert trainer.engine.precision.is_half is False
 
 
-def test_without_a_logger_nobody_is_told_the_learning_rate(project, capsys):
+def test_learning_rate_monitor_is_dropped_without_a_logger(project, capsys):
     config = shown(capsys, "fit", "+recipe=line", "logger=none")
     assert config["logger"] == {}
     assert config["callbacks"]["learning_rate_monitor"] is None
     assert config["callbacks"]["scale_monitor"] is not None
 
 
-def test_the_users_option_comes_before_ours_and_beside_it(project, capsys):
+def test_options_of_the_user_have_precedence(project, capsys):
     write(project, {"conf/optimizer/adam.yaml": "lr: 7\n", "conf/optimizer/mine.yaml": "lr: 8\n"})
     assert shown(capsys, "fit", "+recipe=line", "optimizer=adam")["optimizer"] == {"lr": 0.1}  # the recipe's lr
     assert shown(capsys, "fit", "optimizer=adam")["optimizer"] == {"lr": 7}
@@ -140,12 +140,12 @@ def test_the_users_option_comes_before_ours_and_beside_it(project, capsys):
     assert shown(capsys, "fit", "optimizer=sgd")["optimizer"]["momentum"] == 0.9
 
 
-def test_the_users_config_yaml_is_not_mistaken_for_ours(project, capsys):
+def test_config_yaml_of_the_user_is_not_the_default_config(project, capsys):
     write(project, {"conf/config.yaml": "seed: 1\n"})
     assert shown(capsys, "fit")["seed"] == 42
 
 
-def test_config_dir_is_looked_into_as_well(project, tmp_path, capsys):
+def test_config_dir_is_searched(project, tmp_path, capsys):
     write(tmp_path, {"elsewhere/recipe/far.yaml": "# @package _global_\n# Far away.\nseed: 5\n"})
     assert shown(capsys, "fit", "--config-dir", "elsewhere", "+recipe=far")["seed"] == 5
     assert main(["recipes", "--config-dir", "elsewhere"]) == 0
@@ -175,7 +175,7 @@ def test_in_the_checkout_our_configs_are_found_once(monkeypatch, capsys):
     assert capsys.readouterr().out.count(str(packaged_conf())) == 1
 
 
-def test_info_tells_where_configs_come_from(project, capsys):
+def test_info_prints_the_search_path(project, capsys):
     assert main(["--info", "searchpath", "fit", "+recipe=line"]) == 0
     out = capsys.readouterr().out
     assert out.index(str(project / "conf")) < out.index(str(packaged_conf()))

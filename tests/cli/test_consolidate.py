@@ -154,7 +154,7 @@ def test_safetensors_are_the_state_dict(tmp_path: Path, capsys: Any, sharded: bo
     assert_same(dict(net.state_dict()), {n.removeprefix("net."): v for n, v in fitted.items() if n.startswith("net.")})
 
 
-def test_views_are_exported_as_what_they_show(tmp_path: Path) -> None:
+def test_views_are_exported_with_their_values(tmp_path: Path) -> None:
     load_file = pytest.importorskip("safetensors.torch").load_file
     complex_ = torch.tensor([1 + 2j, 3 - 1j])
     other = complex_.clone()
@@ -257,7 +257,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("line", "complaint"), REFUSED, ids=[line for line, _ in REFUSED])
-def test_mistakes_are_told_in_a_sentence_and_change_nothing(here: Path, capsys: Any, line: str, complaint: str) -> None:
+def test_mistakes_print_one_sentence_and_change_nothing(here: Path, capsys: Any, line: str, complaint: str) -> None:
     before = tree(here)
     status, told = said(capsys, line.split())
     assert status == 2
@@ -267,7 +267,7 @@ def test_mistakes_are_told_in_a_sentence_and_change_nothing(here: Path, capsys: 
     assert not (here / "ran").exists()
 
 
-def test_one_that_cannot_be_written_leaves_nothing(here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_no_file(here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -283,7 +283,7 @@ def test_one_that_cannot_be_written_leaves_nothing(here: Path, capsys: Any, monk
         assert tree(here) == before
 
 
-def test_hyper_parameters_that_are_one_object_are_left_out(tmp_path: Path) -> None:
+def test_hyperparameters_that_are_one_object_are_left_out(tmp_path: Path) -> None:
     """As those of a module that saves a DictConfig."""
 
     class Configured(Regression):

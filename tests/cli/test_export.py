@@ -99,7 +99,7 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_graph_computes_what_forward_does(project: Path, capfd: Any) -> None:
+def test_graph_equals_forward(project: Path, capfd: Any) -> None:
     state = fit()
     status, out, err = said(capfd, "ckpt=run", "to=out/model.pt2")
     assert (status, err) == (0, "")
@@ -129,7 +129,7 @@ def test_a_checkpoint_with_a_config_and_settings(project: Path, capfd: Any) -> N
     assert "checked with 2 and 1" in out  # of one row a graph would take the number for a constant
 
 
-def test_weights_alone(project: Path, capfd: Any) -> None:
+def test_weights_only(project: Path, capfd: Any) -> None:
     state = fit()
     assert said(capfd, "to=a.safetensors", "ckpt=run")[0] == 0
     found = load_file("a.safetensors")
@@ -147,7 +147,7 @@ def test_a_forward_of_one_size(project: Path, capfd: Any) -> None:
     assert "for batches of 4, no other size." in out
 
 
-def test_what_computes_something_else_is_not_kept(project: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_with_other_results_is_not_kept(project: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fit("Random")
     status, _, err = said(capfd, "ckpt=run", "to=out/model.pt2")
     assert status == 1
@@ -157,7 +157,7 @@ def test_what_computes_something_else_is_not_kept(project: Path, capfd: Any, mon
     assert files(Path("out")) == []
 
 
-def test_what_has_no_graph(project: Path, capfd: Any) -> None:
+def test_modules_without_a_graph(project: Path, capfd: Any) -> None:
     fit("Branches")
     status, _, err = said(capfd, "ckpt=run", "to=model.pt2")
     assert status == 1
@@ -270,7 +270,7 @@ X, Y = torch.ones(2, 3), torch.zeros(2, 3)
         (TakingOne(), {"x": X}, [{"x": X}], {}),
     ],
 )
-def test_what_forward_is_called_with(module: Any, batch: Any, positional: list[Any], named: dict[str, Any]) -> None:
+def test_arguments_of_forward(module: Any, batch: Any, positional: list[Any], named: dict[str, Any]) -> None:
     found = inputs_of(module, batch)
     torch.testing.assert_close(list(found[0]), positional)
     assert list(found[1]) == list(named)
@@ -301,7 +301,7 @@ def test_a_batch_that_forward_does_not_take(module: Any, batch: Any, expected: s
     assert expected in str(caught.value)
 
 
-def test_which_words_are_settings() -> None:
+def test_arguments_that_are_settings() -> None:
     assert read(["export", "epoch=3.ckpt", "a=b.safetensors", "model."]).words == [
         "epoch=3.ckpt", "a=b.safetensors", "model.",
     ]  # fmt: skip

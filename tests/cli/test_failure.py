@@ -59,7 +59,7 @@ def test_a_message_of_another_library_is_printed_without_advice():
     assert [line for line in rest if "Raised in" not in line] == ["  --debug prints the full traceback."]
 
 
-def test_memory_that_ran_out_is_told_in_words_of_the_command_line():
+def test_out_of_memory_advice_uses_command_line_settings():
     told = failure.paragraph(raised(out_of_memory))
     assert "Memory ran out at batch_idx 3 of epoch 0 (train_dataloader).\n" in told
     assert "trainer.accumulate_grad_batches" in told
@@ -93,7 +93,7 @@ def test_the_innermost_line_of_the_users_own_code(own):
     assert failure.user_line(error) == "shapes_of_mine.py:4, in inner: return torch.nn.Linear(3, 2)(x)"
 
 
-def test_a_file_of_the_users_that_is_no_python(own):
+def test_syntax_error_in_a_file_of_the_user(own):
     error = raised(__import__, "broken_of_mine")
     assert failure.user_line(error) == "broken_of_mine.py:2: def f(:"
 
@@ -129,7 +129,7 @@ class Damaged(Items):
 
 
 @pytest.mark.filterwarnings("default")
-def test_an_error_in_a_worker_comes_without_its_cause():
+def test_error_in_a_worker_omits_its_cause():
     told = failure.paragraph(raised(next, iter(DataLoader(Damaged(), num_workers=1)))).splitlines()
     assert told[0] == "trainer: DamagedError: cat.jpg cannot be read. Mend it."
     assert told[1] == "  In DataLoader worker process 0."
@@ -142,7 +142,7 @@ def test_a_long_message_ends_early(monkeypatch):
     assert len(told) < 800
 
 
-def test_errors_that_say_it_all():
+def test_errors_without_advice():
     assert failure.paragraph(FolderInUseError("Another run writes there.")) == "trainer: Another run writes there."
     told = failure.paragraph(ResumeError("Other data."))
     assert told.startswith("trainer: Other data.\n  On the command line, exact_resume=false resumes anyway.")
@@ -175,7 +175,7 @@ def no_log(monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
 
 
-def test_of_several_processes_one_tells(tmp_path, capsys, no_log):
+def test_one_of_several_processes_reports(tmp_path, capsys, no_log):
     for _ in range(2):  # each starts again
         failure.forget_last(tmp_path)
         for error in (ValueError("first"), ValueError("second")):
@@ -188,7 +188,7 @@ def test_of_several_processes_one_tells(tmp_path, capsys, no_log):
     assert logged.count("ValueError: first") == logged.count("ValueError: second") == 2
 
 
-def test_a_single_process_always_tells(tmp_path, capsys, no_log):
+def test_single_process_always_reports(tmp_path, capsys, no_log):
     for _ in range(2):
         error = ValueError("again")
         failure.record(error, tmp_path, "fit")

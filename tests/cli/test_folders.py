@@ -58,7 +58,7 @@ def test_a_module_with_the_name_of_the_package_is_reported_and_not_used(tmp_path
     assert "Rename it" in done.stderr
 
 
-def test_where_both_have_a_module_the_users_wins(tmp_path):
+def test_module_of_the_user_has_precedence(tmp_path):
     write(tmp_path, {"recipes/schedules.py": "", "recipes/mine.py": "NAME = 'mine'\n"})
     out = subprocess.run(
         [sys.executable, "-c", USE_BOTH], cwd=tmp_path, capture_output=True, text=True, check=True
@@ -66,7 +66,7 @@ def test_where_both_have_a_module_the_users_wins(tmp_path):
     assert out.split() == ["mine", str(tmp_path / "recipes" / "schedules.py")]
 
 
-def test_the_users_conf_comes_first_and_is_optional(tmp_path, monkeypatch):
+def test_conf_of_the_user_has_precedence_and_is_optional(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert user_conf() is None
     assert conf_folders() == [packaged_conf()]

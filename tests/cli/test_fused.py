@@ -29,7 +29,7 @@ def test_on_cuda(cuda, make):
     assert fused(make(nn.Linear(2, 3).cuda().parameters())) is None
 
 
-def test_groups_keep_what_they_have(cuda):
+def test_parameter_groups_keep_their_options(cuda):
     net = nn.Linear(2, 3).cuda()
     groups = [{"params": net.weight, "weight_decay": 0.5}, {"params": iter([net.bias]), "lr": 0.2}]
     optimizer = fused_on_cuda(ADAMW)(groups)
@@ -43,7 +43,7 @@ def test_groups_keep_what_they_have(cuda):
 
 
 @pytest.mark.parametrize("asked", [{"fused": False}, {"foreach": True}, {"differentiable": True}])
-def test_what_is_asked_for_is_done(cuda, asked):
+def test_explicit_options_are_kept(cuda, asked):
     net = nn.Linear(2, 3).cuda()
     assert not fused(fused_on_cuda(partial(ADAMW, **asked))(net.parameters()))
     assert not fused(fused_on_cuda(ADAMW)(net.parameters(), **asked))
@@ -61,7 +61,7 @@ def test_on_a_cpu_nothing_changes():
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.LBFGS, nn.Linear])
-def test_others_are_left_alone(kind):
+def test_other_optimizers_are_not_changed(kind):
     make = partial(kind, lr=0.1)
     assert fused_on_cuda(make) is make
 

@@ -50,7 +50,7 @@ def test_before_data_is_loaded(malformed_project, capsys, argv, expected):
         assert json.loads((malformed_project / "run/run.json").read_text())["status"] == "failed"
 
 
-def test_there_are_many_and_each_has_a_name():
+def test_number_and_names_of_cases():
     assert len({name for name, _, _ in CASES}) == len(CASES) >= 100
 
 
@@ -74,7 +74,7 @@ def test_a_monitor_that_is_never_logged_is_named_after_the_first_validation(proj
 
 
 @pytest.mark.skipif(not machine.has_no_gpu(), reason="there may be a GPU")
-def test_a_gpu_that_is_not_there_is_missed_without_torch(malformed_project):
+def test_missing_gpu_is_reported_without_torch(malformed_project):
     program = (
         "import sys\nfrom trainer.cli import main\n"
         "every = ['trainer.devices=-1', 'trainer.accelerator=auto']\n"

@@ -31,7 +31,7 @@ MONITOR = {"metric": "val_f1", "mode": "max"}
         ({"metric": "val_f1"}, {"metric": "val_f1", "mode": "min"}, ("val_f1", "min")),
     ],
 )
-def test_which_metric_and_which_way(node, monitor, chosen):
+def test_selected_metric_and_direction(node, monitor, chosen):
     assert choose(node, monitor) == chosen
 
 
@@ -51,7 +51,7 @@ def run_with(value, metric="a", mode="max", status="completed"):
 
 
 @pytest.mark.parametrize(("value", "told"), [(0.5, 0.5), (float("nan"), None), (float("inf"), None)])
-def test_only_a_finite_value_counts(value, told):
+def test_only_finite_values_are_used(value, told):
     assert run_with(value).result == told
     assert run_with(value, metric="b").result is None
     assert run_with(value, status="failed").result is None
@@ -76,7 +76,7 @@ def test_the_value_is_that_of_the_best_checkpoint():
     assert other.objective_value == 0.5
 
 
-def test_a_run_tells_the_value_of_its_objective(project, monkeypatch):
+def test_run_prints_the_value_of_its_objective(project, monkeypatch):
     from trainer.cli import run
 
     returned = []
@@ -87,7 +87,7 @@ def test_a_run_tells_the_value_of_its_objective(project, monkeypatch):
     assert returned == [told["metrics"]["val_loss"]]
 
 
-def test_a_metric_that_is_not_logged_is_told_of(project, capsys):
+def test_missing_metric_is_reported(project, capsys):
     assert main(["fit", *LINE, "objective={metric: val_los, mode: min}"]) == 0
     assert "objective.metric is val_los, which the run did not log. Did you mean 'val_loss'?" in (
         capsys.readouterr().err

@@ -397,7 +397,7 @@ messages about other packages of the name.
 """
 
 
-def test_no_other_message_names_the_program() -> None:
+def test_other_messages_do_not_contain_commands() -> None:
     """A command that `command_line` did not create has no scenario."""
     for file in PACKAGE.rglob("*.py"):
         name, tree = file.relative_to(PACKAGE).as_posix(), ast.parse(file.read_text(encoding="utf-8"))

@@ -33,7 +33,7 @@ def alone(monkeypatch):
         ({"SLURM_PROCID": "3"}, False),
     ],
 )
-def test_who_is_first(monkeypatch, environment, first):
+def test_first_process(monkeypatch, environment, first):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert is_first() is first
@@ -48,11 +48,11 @@ def test_nothing_of_a_process_group_reaches_a_job():
     assert clean_environment(environment) == {"HOME": "/home/me", "CUDA_VISIBLE_DEVICES": "0"}
 
 
-def test_without_torchrun_everybody_keeps_the_folder():
+def test_folder_is_kept_without_torchrun():
     assert broadcast_folder("outputs/a") == "outputs/a"
 
 
-def test_a_run_claims_a_folder_of_its_own(project):
+def test_run_claims_its_own_folder(project):
     arguments = [read(["fit", "+recipe=line"]) for _ in range(3)]
     config = validate(arguments[0])
     OmegaConf.set_readonly(config.hydra, False)
@@ -71,7 +71,7 @@ def slurm(monkeypatch, **more):
         monkeypatch.setenv(name, value)
 
 
-def test_the_tasks_of_a_slurm_job_have_one_folder_and_so_has_a_job_that_is_run_again(project, monkeypatch):
+def test_tasks_and_requeues_of_a_slurm_job_share_one_folder(project, monkeypatch):
     folders = []
     for rank, restarts in (("0", "0"), ("1", "0"), ("0", "1"), ("1", "1")):
         slurm(monkeypatch, SLURM_PROCID=rank, SLURM_RESTART_COUNT=restarts)
@@ -83,7 +83,7 @@ def test_the_tasks_of_a_slurm_job_have_one_folder_and_so_has_a_job_that_is_run_a
     assert folders[0].startswith("outputs/line/slurm-17.0-")
 
 
-def test_a_command_that_is_repeated_in_a_job_has_a_folder_of_its_own(project, monkeypatch):
+def test_command_repeated_in_a_job_has_its_own_folder(project, monkeypatch):
     slurm(monkeypatch, SLURM_NTASKS="1", SLURM_RESTART_COUNT="")  # `srun --pty bash`
     folders = []
     for _ in range(2):
@@ -93,7 +93,7 @@ def test_a_command_that_is_repeated_in_a_job_has_a_folder_of_its_own(project, mo
     assert len(set(folders)) == 2
 
 
-def test_who_says_what_a_job_goes_on_from_is_heard(project, monkeypatch):
+def test_explicit_checkpoint_of_a_job_has_precedence(project, monkeypatch):
     slurm(monkeypatch, SLURM_RESTART_COUNT="1")
     for words in (["resume=null"], ["ckpt_path=last"], ["-m", "seed=1,2"]):
         arguments = read(["fit", "+recipe=line", *words])
@@ -111,7 +111,7 @@ def test_a_sweep_under_srun_is_refused(project, monkeypatch):
         claim(arguments, validate(arguments))
 
 
-def test_a_folder_that_was_asked_for_is_kept(project):
+def test_requested_folder_is_kept(project):
     for _ in range(2):
         arguments = read(["fit", "+recipe=line", "hydra.run.dir=mine"])
         assert str(claim(arguments, validate(arguments))) == "mine"
@@ -152,7 +152,7 @@ def test_any_folder_name_survives_hydra(project, name):
 
 
 @pytest.mark.whole
-def test_of_a_failure_of_all_processes_one_tells(project, python):
+def test_one_process_reports_a_failure_of_all(project, python):
     settings = ["model.fail_at=1", "trainer.devices=2", "trainer.strategy=ddp", "hydra.run.dir=run", "logger=none"]
     done = python.trainer("fit", "+recipe=line", *settings)
     assert done.returncode == 1

@@ -78,7 +78,7 @@ def line_of(lines: list[str], start: str) -> list[str]:
     return [part.strip() for part in found.rsplit("  # ", 1)]
 
 
-def test_a_recipe_is_shown_composed_with_what_its_keys_mean(listed, capsys):
+def test_recipe_is_shown_composed_with_the_meaning_of_its_keys(listed, capsys):
     lines = lines_of(capsys, "noted", "optimizer.lr=0.3", "precision=16-mixed")
     assert lines[:2] == [
         "# A line with notes.",
@@ -171,6 +171,6 @@ def test_a_run_of_such_a_recipe_is_tested(project, name):
     assert main(["test", f"ckpt={folder}"]) == 0
 
 
-def test_a_value_that_is_no_option_keeps_its_meaning(project):
+def test_value_that_is_not_an_option_keeps_its_meaning(project):
     words = ["seed=001", "data.batch_size=1e5", "+recipe=null", "model=null", "ckpt=null"]
     assert read(["fit", *words]).overrides == words

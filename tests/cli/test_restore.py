@@ -84,7 +84,7 @@ def composed(*argv: str):
     return validate(arguments)
 
 
-def test_the_config_of_the_run_comes_back(run):
+def test_config_of_the_run_is_restored(run):
     config = composed("test", f"ckpt={run}")
     assert config.command == "test"
     assert config.seed == 7
@@ -114,7 +114,7 @@ def test_overrides_and_other_options_still_apply(run):
     assert composed("test", f"ckpt={run}", "precision=32").precision == {"_target_": "trainer.precision.FullPrecision"}
 
 
-def test_types_hold_and_unknown_keys_are_named(run):
+def test_types_are_checked_and_unknown_keys_named(run):
     with pytest.raises(UsageError, match=r"trainer.max_epochs is ten, expected a whole number"):
         composed("test", f"ckpt={run}", "trainer.max_epochs=ten")
     with pytest.raises(UsageError, match=r"no setting 'data.batchsize'. Did you mean 'data.batch_size'"):
@@ -130,11 +130,11 @@ def test_types_hold_and_unknown_keys_are_named(run):
         ("", True, "last.ckpt"),
     ],
 )
-def test_which_checkpoint(run, asked, latest, found):
+def test_selected_checkpoint(run, asked, latest, found):
     assert restore.find(run / asked, latest=latest).name == found
 
 
-def test_which_checkpoint_without_a_record(run):
+def test_selected_checkpoint_without_a_record(run):
     (run / "run.json").write_text("{")
     assert restore.find(run).name == "last.ckpt"
     (run / "checkpoints" / "epoch=0-step=4.ckpt").unlink()
@@ -171,7 +171,7 @@ def test_mistakes(run, argv, message, capsys):
 
 
 @pytest.mark.parametrize("written", ["model: [", "- a\n- b\n", "seed: 1\n", "trainer: 3\nmodel: null\n"])
-def test_a_damaged_config_says_what_to_do(run, written, capsys):
+def test_damaged_config_raises_with_the_fix(run, written, capsys):
     (run / ".hydra" / "config.yaml").write_text(written)
     assert main(["test", f"ckpt={run}"]) == 2
     err = capsys.readouterr().err
@@ -238,7 +238,7 @@ def result(folder: str) -> dict:
     return json.loads(Path(folder, "run.json").read_text())
 
 
-def test_a_run_and_what_follows_it(project, capsys):
+def test_run_and_later_commands(project, capsys):
     settings = [
         "callbacks.learning_rate_monitor=null",
         "callbacks.model_checkpoint.monitor=val_loss",
@@ -266,7 +266,7 @@ def test_a_run_of_an_older_version_has_nothing_to_compile_and_may_be_compiled(ru
     assert composed("fit", f"ckpt={run}", "compile=reduce-overhead").callbacks.compile.mode == "reduce-overhead"
 
 
-def test_a_run_that_was_compiled_goes_on_with_it_or_without_it(run):
+def test_compiled_run_is_resumed_with_and_without_compile(run):
     config = run / ".hydra" / "config.yaml"
     compile_it = "callbacks: {compile: {_target_: trainer.callbacks.Compile, mode: max-autotune}}"
     config.write_text(CONFIG.replace("callbacks: {}", compile_it), encoding="utf-8")
@@ -278,7 +278,7 @@ def test_a_run_that_was_compiled_goes_on_with_it_or_without_it(run):
 @pytest.mark.parametrize(
     ("monitor", "epoch", "goal"), [("auto", 0, {"metric": "val_loss", "mode": "min"}), ("null", 2, None)]
 )
-def test_what_no_metric_has_chosen_is_not_called_the_best(project, monitor, epoch, goal):
+def test_checkpoint_not_selected_by_a_metric_is_the_last_one(project, monitor, epoch, goal):
     """The learning rate makes the line worse from epoch to epoch."""
     settings = ["optimizer.lr=2", "trainer.max_epochs=3", f"callbacks.model_checkpoint.monitor={monitor}"]
     more = ["logger=none", "callbacks.learning_rate_monitor=null", "hydra.run.dir=run"]

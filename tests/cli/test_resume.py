@@ -51,7 +51,7 @@ def test_the_same_command_has_the_same_folder(capsys):
     assert folder_of(*FIT, "hydra.run.dir=here") == "here"
 
 
-def test_other_devices_are_no_other_run():
+def test_other_devices_keep_the_folder():
     folder = folder_of(*FIT)
     for other in (
         ["trainer=ddp"], ["++trainer.num_nodes=2"],
@@ -66,11 +66,11 @@ def test_other_devices_are_no_other_run():
     assert folder_of(*sweep, "trainer.devices=1,2") != folder_of(*sweep)
 
 
-def test_without_it_every_run_has_its_own():
+def test_every_run_has_its_own_folder_without_resume():
     assert folder_of("fit", "+recipe=line") != folder_of("fit", "+recipe=line")
 
 
-def test_a_sweep_has_one_too():
+def test_sweep_keeps_its_folder():
     sweep = [*FIT, "-m", "seed=1,2"]
     folder = folder_of(*sweep)
     assert Path(folder).parent == Path("multirun/line")
@@ -102,7 +102,7 @@ def test_mistakes(words, complaint):
     assert complaint in str(caught.value)
 
 
-def test_a_run_goes_on_and_then_has_nothing_left_to_do(capsys, monkeypatch):
+def test_run_is_resumed_until_it_is_completed(capsys, monkeypatch):
     from trainer import Trainer
 
     words = [*FIT, *SHORT, "trainer.max_epochs=3"]
@@ -136,7 +136,7 @@ def test_a_run_goes_on_and_then_has_nothing_left_to_do(capsys, monkeypatch):
 
 
 @pytest.mark.whole
-def test_a_run_goes_on_on_two_processes(python, project, monkeypatch):
+def test_run_is_resumed_on_two_processes(python, project, monkeypatch):
     from trainer import Trainer
 
     words = [*FIT, *SHORT, "trainer.max_epochs=3", "trainer.accumulate_grad_batches=2"]
@@ -158,7 +158,7 @@ def test_a_run_goes_on_on_two_processes(python, project, monkeypatch):
     assert "going on from" in (folder / "fit.log").read_text()
 
 
-def test_a_run_that_is_refused_leaves_the_others_result_alone(monkeypatch, capsys):
+def test_refused_run_keeps_the_result_of_the_other(monkeypatch, capsys):
     from trainer.checkpoint import folder_locks as folders
 
     words = [*FIT, *SHORT, "logger=none", "trainer.max_epochs=1"]

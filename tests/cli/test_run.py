@@ -73,7 +73,7 @@ def test_fit_writes_everything_into_the_runs_folder(project):
     ]
 
 
-def test_what_a_comparison_wants_to_know(monkeypatch):
+def test_record_has_the_values_of_a_comparison(monkeypatch):
     settings = ["callbacks.model_checkpoint.monitor=val_loss", "precision=bf16", "seed=3"]
     assert main(["fit", *LINE, *settings, "logger=none", "hydra.run.dir=plain"]) == 0
     told = result(Path("plain"))
@@ -105,7 +105,7 @@ def test_mixed_precision_reports_its_scale():
 SKIPPED = ["precision=16", "precision.init_scale=1e30", "trainer.max_epochs=1"]  # in float16 every gradient is infinite
 
 
-def test_a_run_whose_every_step_was_skipped_has_failed(capsys):
+def test_run_with_only_skipped_steps_has_failed(capsys):
     assert main(["fit", *LINE, *SKIPPED, "objective.metric=val_loss"]) == 1
     told, said = result(), capsys.readouterr()
     assert (told["status"], told["steps"], told["skipped_steps"]) == ("failed", 4, 4)
@@ -126,7 +126,7 @@ def test_a_trial_run_may_skip_its_steps(few):
     assert main(["fit", *LINE, *SKIPPED, few]) == 0
 
 
-def test_auto_reports_what_it_became(monkeypatch, capsys):
+def test_auto_reports_the_selected_precision(monkeypatch, capsys):
     from trainer.precision import auto
 
     monkeypatch.setattr(auto, "native_bfloat16", lambda device: True)
@@ -208,7 +208,7 @@ def test_the_last_checkpoint_has_to_exist(command, capsys):
         assert main([command, *LINE, "logger=none", "ckpt_path=last", "hydra.run.dir=run"]) == 0
 
 
-def test_a_package_that_a_logger_lacks_is_named(capsys):
+def test_missing_package_of_a_logger_is_named(capsys):
     assert main(["fit", *LINE, "+logger.m._target_=lightning.pytorch.loggers.CometLogger"]) == 1
     err = capsys.readouterr().err
     assert "Install it: pip install comet-ml" in err
@@ -216,7 +216,7 @@ def test_a_package_that_a_logger_lacks_is_named(capsys):
 
 
 @pytest.mark.parametrize("command", ["fit", "validate"])
-def test_memory_that_runs_out_is_told_and_recorded(capsys, monkeypatch, command):
+def test_out_of_memory_error_is_reported_and_recorded(capsys, monkeypatch, command):
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -273,12 +273,12 @@ def test_advice_reaches_the_terminal(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_what_cannot_be_built_is_a_mistake_in_the_config(capsys):
+def test_failed_construction_is_a_mistake_in_the_config(capsys):
     assert main(["fit", *LINE, "model._target_=line_fit.Lime"]) == 2
     assert "model: there is no line_fit.Lime: line_fit has no 'Lime'. Did you mean 'Line'?" in capsys.readouterr().err
 
 
-def test_what_the_trainer_refuses_is_told_without_a_traceback(capsys):
+def test_refusals_of_the_trainer_are_printed_without_a_traceback(capsys):
     assert main(["fit", *LINE, "trainer.max_epochs=-7"]) == 2
     assert "Traceback" not in capsys.readouterr().err
 
@@ -329,7 +329,7 @@ def test_gradcheck_compares_gradients_with_finite_differences_and_ends(capsys):
     assert not list(Path().glob("outputs/*/*/checkpoints"))
 
 
-def test_gradcheck_names_the_parameter_whose_gradient_is_wrong(project, capsys):
+def test_gradcheck_names_the_parameter_with_a_wrong_gradient(project, capsys):
     write(project, {"wrong_line.py": WRONG})
     assert main(["fit", *LINE, "+debug=gradcheck", "model._target_=wrong_line.WrongLine"]) == 1
     err = capsys.readouterr().err
@@ -359,7 +359,7 @@ def test_a_setting_reaches_the_trainer(project, monkeypatch, settings, holds):
     assert holds(*built)
 
 
-def test_what_lightning_tells_goes_to_the_log_and_not_to_the_terminal(project, capfd):
+def test_messages_of_lightning_are_in_the_log_only(project, capfd):
     assert main(["fit", *LINE, "trainer.profiler=simple"]) == 0
     log, said = only("outputs/line/*") / "fit.log", capfd.readouterr()
     assert "GPU available" not in said.err
@@ -369,7 +369,7 @@ def test_what_lightning_tells_goes_to_the_log_and_not_to_the_terminal(project, c
     assert "FIT Profiler Report" in log.read_text()
 
 
-def test_what_is_not_a_terminal_gets_plain_lines(project, monkeypatch, capfd):
+def test_output_without_a_terminal_is_plain(project, monkeypatch, capfd):
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     assert main(["fit", *LINE, "trainer.enable_progress_bar=true", "trainer.enable_model_summary=true"]) == 0
     assert main(["test", *LINE, "trainer.enable_progress_bar=true"]) == 0
@@ -404,7 +404,7 @@ def test_warnings_are_in_the_log():
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="there are no such pipes")
-def test_a_run_whose_reader_has_gone_says_so(python):
+def test_run_reports_a_closed_output_pipe(python):
     reads, writes = os.pipe()
     os.close(reads)
     with python.start(

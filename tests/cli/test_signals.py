@@ -52,14 +52,14 @@ def stopped(project: Path) -> Path:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGUSR1, 138), (signal.SIGTERM, 143)])
-def test_the_exit_status_tells_the_signal(stopped: Path, number: int, status: int) -> None:
+def test_exit_status_has_the_signal(stopped: Path, number: int, status: int) -> None:
     assert main(["fit", *LINE, f"model.number={int(number)}", "hydra.run.dir=run"]) == status
     assert json.loads(Path("run/run.json").read_text())["status"] == "interrupted"
     (path,) = stopped.rglob("*.ckpt")
     assert (path.name, torch.load(path, weights_only=True)["global_step"]) == ("interrupted.ckpt", 3)
 
 
-def test_an_interrupted_run_says_how_to_go_on(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_interrupted_run_prints_the_resume_command(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", *LINE, "model.number=15", "seed=3"]) == 143
     (said,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("To resume: ")]
     words = shlex.split(said.removeprefix("To resume: python -m trainer "))

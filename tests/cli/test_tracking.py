@@ -132,7 +132,7 @@ def test_a_run_in_all_loggers_at_once(project: Path) -> None:
     assert {file.name for file in Path("outputs").iterdir()} - {".mlflow.lock"} == {"mlflow.db"}
 
 
-def test_secrets_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_not_logged_as_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(redaction._values, "hush-hush", "TOKEN")
     optimizer = {"lr": 0.1, "weight_decay": None}
     said = {
@@ -148,7 +148,7 @@ def test_secrets_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_the_same_command_goes_on_in_the_same_runs(project: Path) -> None:
+def test_same_command_resumes_the_same_runs(project: Path) -> None:
     words = [*FIT, *BOTH, "resume=auto", "hydra.run.dir=run"]
     assert main([*words, "trainer.max_epochs=1"]) == 0
     first = Wandb("run").id
@@ -199,7 +199,7 @@ tracking.open_stores(tracking.complete({"m": node}, LoggedRun(Path("run"), "line
 """
 
 
-def test_jobs_that_begin_side_by_side_make_one_database() -> None:
+def test_parallel_jobs_create_one_database() -> None:
     jobs = [subprocess.Popen([sys.executable, "-c", OPENS], stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for job in jobs:
         said = job.communicate(timeout=120)[1]

@@ -188,7 +188,7 @@ def test_a_recipe_without_its_first_line(project, capsys):
         "notes: {dates: [1]}\nname: mine",
     ],
 )
-def test_keys_of_ones_own_in_a_file(project, text):
+def test_custom_keys_in_a_file(project, text):
     write(project, {"conf/recipe/good.yaml": f"# @package _global_\ndefaults: [line]\n{text}\n"})
     assert validate(read(["fit", "+recipe=good"])).command == "fit"
 
@@ -241,7 +241,7 @@ def test_a_typo_help_and_recipes_import_neither_torch_nor_lightning(project):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="there are no such pipes")
-def test_a_reader_who_has_seen_enough_of_a_help_is_no_error(project):
+def test_closed_pipe_of_a_help_is_not_an_error(project):
     reads, writes = os.pipe()
     os.close(reads)
     command = [sys.executable, "-m", "trainer", "fit", "--help"]

@@ -43,7 +43,7 @@ def weights(file: str | Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_a_run_begins_with_the_weights_of_another(project: Path, capfd: Any) -> None:
+def test_run_starts_with_the_weights_of_another(project: Path, capfd: Any) -> None:
     first = fit("first", "trainer.max_epochs=3")
     best = Path("first/checkpoints", Path(first["paths"]["best_checkpoint"]).name)
     capfd.readouterr()
@@ -62,7 +62,7 @@ def test_a_run_begins_with_the_weights_of_another(project: Path, capfd: Any) -> 
     assert main(["fit", "ckpt=second", "trainer.max_epochs=3"]) == 0  # resumes: nothing is loaded again
 
 
-def test_what_was_left_out_is_a_warning(project: Path, capfd: Any) -> None:
+def test_omitted_weights_are_a_warning(project: Path, capfd: Any) -> None:
     fit("first")
     Path("wide.py").write_text(OTHER)
     capfd.readouterr()
@@ -78,7 +78,7 @@ def test_what_was_left_out_is_a_warning(project: Path, capfd: Any) -> None:
     assert log.count("Weights from first/checkpoints/") == 1
 
 
-def test_a_run_that_goes_on_keeps_what_its_record_says(project: Path) -> None:
+def test_resumed_run_keeps_its_record(project: Path) -> None:
     fit("first")
     again = ["weights=first", "resume=auto"]
     begun = fit("second", *again)
@@ -123,7 +123,7 @@ def test_mistakes(project: Path, capfd: Any, words: list[str], said: str) -> Non
     assert said in " ".join(capfd.readouterr().err.split())
 
 
-def test_a_range_test_begins_with_them(project: Path) -> None:
+def test_range_test_starts_with_the_weights(project: Path) -> None:
     fit("first", "trainer.max_epochs=30")
     common = ["tune", "lr", "+recipe=line", "tune.steps=10", "tune.min_lr=1e-9", "tune.max_lr=1e-8"]
     assert main([*common, "hydra.run.dir=fresh"]) in (0, 1)

@@ -38,7 +38,7 @@ def facts(capsys) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_what_it_prints(capsys, monkeypatch):
+def test_printed_report(capsys, monkeypatch):
     monkeypatch.setattr(devices, "_cpu_has_bfloat16", lambda: True)
     assert main(["checks"]) == 0
     out = capsys.readouterr().out
@@ -67,7 +67,7 @@ def test_the_numbers(capsys):
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a second file system")
-def test_runs_that_are_on_another_disk(capsys):
+def test_runs_folder_on_another_disk(capsys):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         Path("outputs").symlink_to(folder)
         found = facts(capsys)
@@ -77,7 +77,7 @@ def test_runs_that_are_on_another_disk(capsys):
         ]
 
 
-def test_a_measurement_may_speak_against_what_the_hardware_promises(measured, monkeypatch):
+def test_measurement_slower_than_the_hardware_suggests(measured, monkeypatch):
     monkeypatch.setattr(devices, "_cpu_has_bfloat16", lambda: True)
     slow = {"bfloat16": {"matmul": 0.4, "convolution": 0.8}}
     assert checks.verdict(torch.device("cpu"), slow) == (
@@ -120,7 +120,7 @@ def test_a_gpu(capsys, monkeypatch, measured):
     assert found["verdict"].startswith("Use precision=16-mixed here: Tesla T4 has Tensor Cores, but no bfloat16 units")
 
 
-def test_a_busy_machine_is_not_judged_by_its_speed(capsys, monkeypatch):
+def test_speed_of_a_busy_machine_is_not_a_finding(capsys, monkeypatch):
     monkeypatch.setattr(devices, "_cpu_has_bfloat16", lambda: True)
     monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0, 0), raising=False)
     found = facts(capsys)
@@ -147,7 +147,7 @@ def test_the_version_of_the_driver(tmp_path, monkeypatch):
     assert checks.nvidia_driver() is None
 
 
-def test_a_full_disk_is_something_broken(capsys, monkeypatch):
+def test_full_disk_is_a_problem(capsys, monkeypatch):
     real = machine.disk
     monkeypatch.setattr(
         machine, "disk", lambda folder: machine.Disk(real(folder).folder, 0, 2**30, "No space left on device")
@@ -186,12 +186,12 @@ def test_torch_that_cannot_be_imported(tmp_path):
         (["json", "-m"], "Got --multirun with checks, which does not support it"),
     ],
 )
-def test_what_it_is_not_told(capsys, words, message):
+def test_unknown_facts_are_omitted(capsys, words, message):
     assert main(["checks", *words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_quiet_leaves_the_verdict_and_what_is_wrong(capsys, monkeypatch):
+def test_quiet_prints_the_verdict_and_problems(capsys, monkeypatch):
     found = checks.Findings(tables=[checks.Table("Versions", (), [["torch", "2"]])])
     found.remark("Busy.")
     found.problem("Disk.")

@@ -255,7 +255,7 @@ def test_batches_of_any_kind(kind, expected, capsys):
     assert not Path("outputs").exists()
 
 
-def test_what_it_shows(capsys):
+def test_shown_report(capsys):
     random.seed(7), np.random.seed(7), torch.manual_seed(7)
     state = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
     environment = dict(os.environ)
@@ -285,7 +285,7 @@ def test_what_it_shows(capsys):
         assert sum(line.startswith(start) for line in lines) == 1, start
 
 
-def test_a_narrow_terminal_does_without_columns_and_keeps_the_names(capsys, monkeypatch):
+def test_narrow_terminal_omits_columns_and_keeps_names(capsys, monkeypatch):
     monkeypatch.setattr("trainer.terminal.console", lambda: Console(width=50))
     assert main(["checks", "+recipe=mine"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
@@ -295,7 +295,7 @@ def test_a_narrow_terminal_does_without_columns_and_keeps_the_names(capsys, monk
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("kind", "factor"), [("tuple", 1.0), ("small", 1e-4)])
-def test_the_numbers_are_those_of_a_step_by_hand(kind, factor, capsys):
+def test_numbers_equal_those_of_a_hand_written_step(kind, factor, capsys):
     found = look(capsys, "seed=3", f"data.kind={kind}")
     torch.manual_seed(3)
     import looked_at
@@ -332,7 +332,7 @@ def test_the_numbers_are_those_of_a_step_by_hand(kind, factor, capsys):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_what_is_odd_is_told(settings, status, problem, remark, capsys):
+def test_anomalies_are_reported(settings, status, problem, remark, capsys):
     found = look(capsys, *settings, status=status)
     assert len(found["problems"]) >= bool(problem)
     assert not problem or any(problem in told for told in found["problems"])
@@ -354,7 +354,7 @@ def test_what_is_odd_is_told(settings, status, problem, remark, capsys):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_data_that_cannot_be_had(settings, status, said, capsys):
+def test_unavailable_data(settings, status, said, capsys):
     given = settings if "+recipe=bare" in settings else ["+recipe=mine", *settings]
     assert main(["checks", *given]) == status
     printed, errors = capsys.readouterr()
@@ -363,7 +363,7 @@ def test_data_that_cannot_be_had(settings, status, said, capsys):
     assert printed == ""
 
 
-def test_a_module_with_data_of_its_own(capsys):
+def test_module_with_its_own_data(capsys):
     assert main(["checks", "json", "+recipe=bare", "model._target_=looked_at.OwnData"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [entry["name"] for entry in found["batch"]["entries"]] == ["batch[0]", "batch[1]"]
@@ -371,7 +371,7 @@ def test_a_module_with_data_of_its_own(capsys):
     assert found["loading"]["step"] is not None
 
 
-def test_a_module_that_optimizes_by_itself_is_looked_at_before_its_memory_is_refused(capsys):
+def test_manual_optimization_is_shown_without_a_memory_prediction(capsys):
     assert main(["checks", "json", "+recipe=mine", "model._target_=looked_at.ByItself"]) == 2
     printed, errors = capsys.readouterr()
     assert "cannot be predicted: it optimizes by itself" in errors
@@ -421,7 +421,7 @@ def test_the_contents_of_tensors():
         ([9], None, ""),
     ],
 )
-def test_labels_that_the_model_has_no_class_for(labels, classes, said):
+def test_labels_out_of_range(labels, classes, said):
     assert labels_out_of_range([torch.tensor(labels)], classes).startswith(said)
     assert bool(labels_out_of_range([torch.tensor(labels)], classes)) == bool(said)
     assert labels_out_of_range([torch.tensor(labels), torch.tensor(labels)], classes) == ""  # which of them?
@@ -447,7 +447,7 @@ def test_the_number_of_classes():
         (torch.zeros(2, 1, 8, 8, dtype=torch.int64), None),
     ],
 )
-def test_what_looks_like_images(tensor, shape):
+def test_image_like_tensors(tensor, shape):
     images = images_in({"x": torch.zeros(3), "y": tensor})
     assert (None if images is None else tuple(images.shape)) == shape
 
@@ -483,7 +483,7 @@ def test_the_layers_that_are_shown_matter_most():
     assert largest_scale(layers) == SCALE
 
 
-def test_what_float16_would_do():
+def test_predicted_effects_of_float16():
     layer = Layer("a", "Linear", 1, 4, 2.0, 4.0, nonzero=1000, vanishing=250, vanishing_scaled=10)
     facts = first_look._float16([layer])
     assert (facts["vanishing"], facts["vanishing_scaled"], facts["largest_scale"]) == (0.25, 0.01, 2.0**13)
@@ -498,7 +498,7 @@ def recipe(batch: Any, **known: Any) -> Recipe:
     return Recipe("mine", {"data": {}}, loaded=Loaded(batch, 0.0, None, 0, 0), **known)
 
 
-def test_how_much_of_a_batch_is_stepped_on():
+def test_batch_size_of_the_trial_step():
     batch = [torch.zeros(64, 3)]
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert part_for(recipe(batch), cpu, 100) == (batch, "")

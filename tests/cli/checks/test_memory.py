@@ -72,7 +72,7 @@ class Watching(LanguageModel):
 
 
 @pytest.mark.whole
-def test_gradients_live_through_the_forward_pass_where_somebody_looks_at_them():
+def test_gradients_read_by_the_module_are_alive_during_the_forward():
     sizes = {"width": 256, "heads": 4, "layers": 8, "vocabulary": 256, "tokenizer": "none", "context": 64}
     kinds = (partial(kind, partial(torch.optim.AdamW, fused=True), **sizes) for kind in (LanguageModel, Watching))
     early, late = (measure(kind, tokens(8, 64), Precision(), nothing, None) for kind in kinds)
@@ -82,7 +82,7 @@ def test_gradients_live_through_the_forward_pass_where_somebody_looks_at_them():
 
 
 @pytest.mark.whole
-def test_activations_that_are_computed_again_take_no_memory():
+def test_recomputed_activations_take_no_memory():
     sizes = {"width": 64, "heads": 4, "layers": 8, "vocabulary": 256}
     from trainer.callbacks import ActivationCheckpointing
 
@@ -99,7 +99,7 @@ def test_activations_that_are_computed_again_take_no_memory():
     assert plain.peak - plain.after > 8 * 10 * hidden  # each of 8 blocks keeps more than ten tensors of this size
 
 
-def test_what_is_counted():
+def test_counted_tensors():
     with Living() as living:
         first = torch.zeros(1000)
         second = first + 1
@@ -140,7 +140,7 @@ class Waiting(Regression):
 
 
 @pytest.mark.parametrize("precision", [BF16, MixedPrecision("float16")])
-def test_what_a_step_does_otherwise_on_a_gpu(precision):
+def test_differences_of_a_step_on_a_gpu(precision):
     (batch,) = make_batches(1)
     waits: dict[Any, Any] = {}
     here = str(precision.dtype).removeprefix("torch.")
@@ -186,7 +186,7 @@ def test_the_command(capsys):
 
 
 @pytest.mark.whole
-def test_what_this_torch_cannot_shard_is_left_out(capsys, monkeypatch):
+def test_modules_that_torch_cannot_shard_are_left_out(capsys, monkeypatch):
     monkeypatch.setattr("trainer.engine.sharding.settings.IS_SUPPORTED", False)
     assert main(["checks", "json", *TINY, "callbacks=none"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -204,7 +204,7 @@ def test_what_this_torch_cannot_shard_is_left_out(capsys, monkeypatch):
     ],
     ids=["AdamW", "SGD", "Lightning's Trainer"],
 )
-def test_the_step_is_fused_where_fit_takes_a_fused_one(settings, fused, capsys):
+def test_step_is_fused_if_that_of_fit_is(settings, fused, capsys):
     """A step with foreach has temporary copies. Both are requested here, by class and by name."""
 
     def peaks(*more: str) -> dict[str, int]:
@@ -229,7 +229,7 @@ def test_the_step_is_fused_where_fit_takes_a_fused_one(settings, fused, capsys):
         (["tuning=fast", "callbacks.fast_settings.tf32=false"], ["TF32"]),
     ],
 )
-def test_what_a_run_leaves_on_the_table(settings, expected, capsys, monkeypatch):
+def test_unused_settings_of_a_run(settings, expected, capsys, monkeypatch):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     assert main(["checks", "json", "+recipe=unet", "checks.gpu_memory=8GiB", NO_STEPS, *settings]) == 0

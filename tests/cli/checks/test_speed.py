@@ -53,7 +53,7 @@ def test_the_rates_of_a_cpu_with_float16_instructions(monkeypatch):
     assert 1.9 < machine.now < 3.0
 
 
-def test_what_does_not_run_has_no_rate(monkeypatch):
+def test_unsupported_operation_has_no_rate(monkeypatch):
     monkeypatch.setattr(cpu_fp16, "native_fp16", lambda: True)
     machine = Machine(monkeypatch, {torch.float32: 1e11, torch.float16: 0.0, torch.bfloat16: 1e11})
     found = rows(speed.measure(CPU, 1.0, machine.clock))

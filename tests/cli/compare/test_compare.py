@@ -95,7 +95,7 @@ def test_quiet_leaves_a_line_for_each_verdict(folder, capsys, monkeypatch):
     assert "Saves less than 30%" in (folder / "compare.md").read_text()
 
 
-def test_a_high_rate_is_no_power_of_ten(folder, capsys):
+def test_high_rate_is_not_a_power_of_ten(folder, capsys):
     leave(result(0, "32-true", samples_per_second=66961.2), result(1, "16-mixed"))
     report(folder, Thresholds())
     assert "| 66,960 |" in (folder / "compare.md").read_text()
@@ -147,14 +147,14 @@ def test_a_run_that_failed_is_a_row(folder, capsys):
     assert "16-mixed: failed: LossScaleCollapse: [b]1[/b]\n" in capsys.readouterr().out
 
 
-def test_without_the_first_there_is_nothing_to_compare_with(folder, capsys):
+def test_comparison_without_its_first_run(folder, capsys):
     leave(result(0, "32-true", status="failed", error="OSError: no"), result(1, "16-mixed"))
     assert report(folder, Thresholds()) == 1
     text = (folder / "compare.md").read_text()
     assert "- **32-true**: failed: OSError: no\n- **16-mixed**: completed, but 32-true did not.\n" in text
 
 
-def test_an_interrupt_leaves_a_report_of_what_there_is(folder, capsys):
+def test_interrupt_writes_a_report_of_the_finished_runs(folder, capsys):
     leave(result(0, "32-true"))
     assert report(folder, Thresholds()) == 0
     assert "- **32-true**: there is nothing to compare it with." in (folder / "compare.md").read_text()
@@ -169,7 +169,7 @@ def test_without_runs_there_is_no_report(folder, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_an_earlier_comparison_in_the_same_folder_is_left_out(folder):
+def test_earlier_comparison_in_the_same_folder_is_ignored(folder):
     leave(*(result(job, precision) for job, precision in enumerate(("32-true", "16-mixed"))))
     os.utime("1/run.json", (1000.0, 1000.0))
     assert [run.label for run in read_runs(folder, since=2000.0)] == ["32-true"]
@@ -184,7 +184,7 @@ def test_runs_without_measurements_are_not_compared(folder, capsys):
     assert "- **16-mixed**: nothing was measured that can be compared." in text
 
 
-def test_runs_are_named_by_what_sets_them_apart(folder):
+def test_runs_are_named_by_their_differences(folder):
     def named(*results):
         return [run.label for run in leave(*results)]
 
@@ -228,7 +228,7 @@ def test_whether_it_was_fair(of_second, sentence):
     assert sentence in found
 
 
-def test_everything_that_was_not_fair_is_told():
+def test_unfair_circumstances_are_reported():
     found = unequal(runs(seed=7, epochs=2))
     assert [line.startswith("Not the same in all runs") for line in found] == [True, False]
     assert unequal(runs(status="failed", seed=7)) == []
@@ -289,7 +289,7 @@ def test_one_job_for_each_precision(project, jobs, capsys):
     assert main([*jobs.started[1][3:], "--cfg", "job"]) == 0
 
 
-def test_a_failed_job_leaves_the_others_alone_and_status_1(project, jobs, capsys):
+def test_failed_job_keeps_the_others_and_has_status_1(project, jobs, capsys):
     assert main(["compare", "+recipe=line", "precision=32,64,bf16"]) == 1
     assert len(jobs.started) == 3
     (folder,) = Path("multirun/line").iterdir()
@@ -303,7 +303,7 @@ def test_strict_shows_in_the_exit_status(project, jobs, capsys):
     assert main([*missed, "compare.strict=true", "compare.min_speedup=0.5", "compare.min_memory_saving=0"]) == 0
 
 
-def test_a_comparison_under_torchrun_is_told_how_to_do_without(project, monkeypatch, capsys):
+def test_comparison_under_torchrun_raises_with_the_fix(project, monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert main(["compare", "+recipe=line"]) == 2
     assert (
@@ -344,7 +344,7 @@ def test_real_trainings_in_two_precisions(project, python):
 
 
 @pytest.mark.whole
-def test_a_real_training_that_fails_stays_alone(project, python):
+def test_real_training_that_fails_does_not_affect_others(project, python):
     done = python.trainer("compare", *LINE, "precision=16", "model.fail_at=null,3", "hydra.sweep.dir=jobs")
     assert done.returncode == 1, done.stderr
     runs = json.loads(Path("jobs/compare.json").read_text())["runs"]

@@ -38,7 +38,7 @@ def run(precision="32-true", *, rate=100.0, memory=10 * GB, gpu=True, waiting=0.
     return labeled(precision, facts | more)
 
 
-def test_the_sentence_of_the_house():
+def test_sentence_of_the_verdict():
     first = run(metrics={"val_acc": 0.913})
     verdict = judge(
         run("bf16-mixed", rate=160.0, memory=6.2 * GB, metrics={"val_acc": 0.9105}), first, ACC, Thresholds()
@@ -133,7 +133,7 @@ def test_memory_on_a_gpu(memory, clause, met):
     assert [line.startswith(reason) for line in verdict.advice] == [True] * (not met)
 
 
-def test_a_cpu_is_asked_for_neither():
+def test_cpu_has_no_thresholds_for_speed_and_memory():
     verdict = judge(run("16-mixed", rate=50.0, memory=11 * GB, gpu=False), run(gpu=False), None, Thresholds())
     assert verdict.text == "2.0x slower."
     assert verdict.met
@@ -149,7 +149,7 @@ def test_a_cpu_is_asked_for_neither():
     assert "whole process" in asked.advice[1]
 
 
-def test_only_16_bits_against_more_are_asked_for_a_gain():
+def test_thresholds_apply_to_16_bits_against_more_only():
     first = run("bf16-mixed")
     for name in ("16-mixed", "32-true", "64-true"):
         assert judge(run(name, rate=50.0), first, None, Thresholds()).met
@@ -219,7 +219,7 @@ def test_which_metric(logged, settings, monitor, name, higher):
     assert (metric and metric.name, metric and metric.higher_is_better) == (name, higher)
 
 
-def test_a_metric_that_nobody_logged_is_told_of_and_another_one_taken():
+def test_missing_metric_is_reported_and_replaced():
     metric, remark = choose_metric([run()], Thresholds(metric="val_ac"))
     assert metric == ACC
     assert remark == (
@@ -227,7 +227,7 @@ def test_a_metric_that_nobody_logged_is_told_of_and_another_one_taken():
     )
 
 
-def test_the_settings_that_ship_are_the_defaults():
+def test_default_settings_equal_the_config():
     shipped = OmegaConf.to_container(OmegaConf.load(packaged_conf() / "compare" / "default.yaml"))
     assert read_settings(Thresholds, "compare", shipped) == Thresholds()
     assert list(shipped) == list(inspect.signature(Thresholds).parameters)
@@ -244,7 +244,7 @@ def test_the_settings_that_ship_are_the_defaults():
         ({"strict": "yes"}, "compare.strict is yes, expected true or false."),
     ],
 )
-def test_settings_that_make_no_sense(settings, message):
+def test_invalid_thresholds(settings, message):
     with pytest.raises(UsageError) as refused:
         read_settings(Thresholds, "compare", settings)
     assert str(refused.value) == message

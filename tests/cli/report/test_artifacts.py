@@ -69,7 +69,7 @@ def test_a_test_shows_its_results_first_and_no_curves_of_one_point(make_run):
     assert "test_acc 0.5" in page.text
 
 
-def test_of_many_classes_those_that_are_mistaken_most(make_run):
+def test_most_confused_of_many_classes(make_run):
     folder = make_run()
     counts = [[5 * (i == j) for j in range(40)] for i in range(40)]
     counts[37][3] = 9
@@ -94,7 +94,7 @@ def test_of_many_classes_those_that_are_mistaken_most(make_run):
         ("a.png", png() + bytes(2**21), "a.png cannot be shown: larger than 2 MiB"),
     ],
 )
-def test_what_cannot_be_shown_is_said_and_spoils_nothing(make_run, name, content, told):
+def test_invalid_figures_are_reported(make_run, name, content, told):
     folder = make_run()
     put(folder, name, content)
     put(folder, "good.png", png())
@@ -123,7 +123,7 @@ def test_no_more_than_a_dozen(make_run):
     assert "More than 12 figures: the others are in" in page.text
 
 
-def test_several_runs_each_have_theirs(make_run):
+def test_figures_of_several_runs(make_run):
     runs = [make_run(f"a/{number}") for number in (1, 2)]
     put(runs[1], "test.json", matrix())
     assert main(["report", *map(str, runs)]) == 0

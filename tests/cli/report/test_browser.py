@@ -17,7 +17,7 @@ pytestmark = [
 LONG = "a_name_without_any_place_to_break_it_" * 6
 
 
-def test_it_fits_and_asks_nobody_for_anything(make_run, tmp_path):
+def test_page_fits_and_loads_nothing(make_run, tmp_path):
     wide = {"losses": series([1.0 + math.cos(step / 9) for step in range(300)])}
     told = facts(
         curves=CURVES | wide, status="failed", error=LONG, overrides=[f"+a.{LONG}={LONG}"], metrics={f"val_{LONG}": 1.0}
@@ -59,7 +59,7 @@ def test_values_under_the_pointer(make_run, tmp_path):
         assert tab.complaints == []
 
 
-def test_the_policy_holds_where_the_escaping_would_not(make_run, tmp_path):
+def test_policy_blocks_added_scripts_and_pictures(make_run, tmp_path):
     """A script and a picture are added to the page: neither is run or loaded."""
     folder = make_run()
     report(folder)

@@ -36,7 +36,7 @@ def test_everything_is_on_the_page(make_run):
     assert "[INFO] - hello" in page.sections["files"]
 
 
-def test_what_the_charts_show(make_run):
+def test_contents_of_the_charts(make_run):
     page = report(make_run())
     loss = page.lines("Loss")
     assert loss["train"]["y"] == [4.0, 3.0, 2.0, 1.0]
@@ -81,7 +81,7 @@ def running(pid: int, **more: object) -> dict:
     return facts(status="running", steps=None, environment=ENVIRONMENT | {"pid": pid}, **more)
 
 
-def test_a_run_that_goes_on(make_run):
+def test_running_run(make_run):
     page = report(make_run(told=running(os.getpid(), epochs=1)))
     assert "digits Running" in page.text
     assert "The run goes on: step 4, written" in page.text
@@ -98,7 +98,7 @@ def test_rows_that_are_newer_than_the_points(make_run):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a process cannot be asked for")
-def test_a_run_whose_process_is_gone(make_run):
+def test_run_with_a_lost_process(make_run):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait(60)
     page = report(make_run(told=running(process.pid)))
@@ -121,12 +121,12 @@ HALVES = {
 
 
 @pytest.mark.parametrize("name", HALVES)
-def test_half_a_file_is_no_error(make_run, name):
+def test_truncated_file_is_accepted(make_run, name):
     page = report(make_run(files={name: HALVES[name]}))
     assert "val_acc" in page.titles
 
 
-def test_a_row_that_was_not_written_to_its_end_is_left_out(make_run):
+def test_incomplete_row_is_left_out(make_run):
     page = report(make_run(files={"csv/metrics.csv": HALVES["csv/metrics.csv"]}))
     assert page.lines("val_acc")["val_acc"]["y"] == [0.25]
 
@@ -146,7 +146,7 @@ def test_a_row_that_was_not_written_to_its_end_is_left_out(make_run):
         (".hydra/overrides.yaml", "a: mapping\n"),
     ],
 )
-def test_files_of_another_form_are_no_error(make_run, name, content):
+def test_files_of_another_format_are_accepted(make_run, name, content):
     assert report(make_run(files={name: content})).sections["environment"]
 
 
@@ -168,7 +168,7 @@ def test_nothing_but_a_record(make_run):
         ("{csv: {_target_: a}}", "the run ended before its first rows were written"),
     ],
 )
-def test_without_rows_it_says_what_is_missing(make_run, logger, told):
+def test_page_without_rows_has_a_note(make_run, logger, told):
     config = f"trainer: {{max_epochs: 1}}\nlogger: {logger}\n"
     files = {"csv/metrics.csv": None, ".hydra/config.yaml": config}
     page = report(make_run(told=facts(curves={}), files=files))
@@ -176,13 +176,13 @@ def test_without_rows_it_says_what_is_missing(make_run, logger, told):
     assert told in page.sections["curves"]
 
 
-def test_a_run_shorter_than_what_is_logged(make_run):
+def test_run_shorter_than_the_logging_interval(make_run):
     config = "trainer: {log_every_n_steps: 50}\nlogger: {csv: {_target_: a}}\n"
     page = report(make_run(files={"csv/metrics.csv": None, ".hydra/config.yaml": config}))
     assert "rows are written every 50 steps (trainer.log_every_n_steps), and the run had 4." in page.sections["curves"]
 
 
-def test_speed_of_a_moment_is_chance(make_run):
+def test_speed_is_averaged(make_run):
     quick = CURVES | {"seconds": {"steps": [1, 2, 3, 4], "values": [1.0, 1.01, 1.02, 1.05]}}
     page = report(make_run(told=facts(curves=quick)))
     assert "Memory" in page.titles
@@ -200,7 +200,7 @@ def test_speed_of_a_moment_is_chance(make_run):
         ("null", "that is ScaleMonitor's (callbacks=default has it)"),
     ],
 )
-def test_without_values_of_the_scale_it_says_why(make_run, callbacks, told):
+def test_page_without_scale_values_has_the_reason(make_run, callbacks, told):
     files = {"csv/metrics.csv": "step,val_acc\n1,0.5\n"}
     page = report(
         make_run(
@@ -256,7 +256,7 @@ def test_a_run_of_another_command(make_run):
     assert "test_acc 0.5" in page.text
 
 
-def test_nothing_is_asked_of_the_network_and_no_script_but_ours_runs(make_run):
+def test_page_uses_no_network_and_only_our_script(make_run):
     page = report(make_run())
     assert page.having("script", "src") == page.having("link", "href") == page.having("img", "src") == []
     policy = next(a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
@@ -275,7 +275,7 @@ def test_nothing_is_asked_of_the_network_and_no_script_but_ours_runs(make_run):
 BAD = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&</style>"
 
 
-def test_what_a_run_says_is_text_and_nothing_else(make_run):
+def test_values_of_a_run_are_escaped(make_run):
     rows = f'epoch,step,"val_{BAD.replace(chr(34), chr(34) * 2)}"\n0,1,0.5\n0,2,0.75\n'
     where = ENVIRONMENT | {"host": BAD, "cpu": BAD, "versions": {BAD: BAD}, "command": [BAD]}
     told = facts(
@@ -304,14 +304,14 @@ def test_what_a_run_says_is_text_and_nothing_else(make_run):
     assert not any("<" in part for part in data)
 
 
-def test_names_of_files_are_text_too(make_run):
+def test_names_of_files_are_escaped(make_run):
     folder = make_run()
     (folder / "a b&c#.txt").touch()
     page = report(folder)
     assert "./a%20b%26c%23.txt" in page.having("a", "href")
 
 
-def test_secrets_stay_out(make_run):
+def test_secrets_are_not_in_the_page(make_run):
     redaction.remember("TOKEN", "hunter2hunter2")
     config = "logger: {wandb: {api_key: 0123abcd, token: '${oc.env:T}', tokens: 512, url: 'https://me:pw9@host/x'}}\n"
     try:
@@ -388,7 +388,7 @@ def test_no_torch(make_run):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_it_says_where_the_page_is(make_run, capsys):
+def test_path_of_the_page_is_printed(make_run, capsys):
     folder = make_run()
     assert main(["report", str(folder)]) == 0
     assert capsys.readouterr().out == f"The report is {Path(folder) / 'report.html'}\n"
@@ -409,7 +409,7 @@ def test_norms_of_layers_are_a_heat_map(make_run):
     assert image.count("<image ") == image.count("data:image/png;base64,") == 1
 
 
-def test_many_layers_and_looks_make_a_map_of_moderate_size(make_run):
+def test_heat_map_of_many_layers_has_a_limited_size(make_run):
     names = [f"grad_norm/net.{index}" for index in range(300)]
     rows = [
         ",".join([*(f"{(step * 37 + i) % 101 / 101:.6f}" for i in range(300)), str(step)])
@@ -426,7 +426,7 @@ def test_many_layers_and_looks_make_a_map_of_moderate_size(make_run):
     assert len(page.html) < 400_000
 
 
-def test_maps_of_several_runs_are_left_to_their_own_pages(make_run):
+def test_heat_maps_are_not_on_pages_of_several_runs(make_run):
     rows = "grad_norm/net.0,step,val_acc\n0.5,1,\n,2,0.5\n"
     runs = [make_run(f"a/{number}", files={"csv/metrics.csv": rows}) for number in (1, 2)]
     assert main(["report", *map(str, runs)]) == 0

@@ -16,7 +16,7 @@ def told(capsys, *words) -> str:
     return capsys.readouterr().err
 
 
-def test_the_newest_without_a_word(make_run, capsys):
+def test_newest_run_by_default(make_run, capsys):
     old, new = (
         make_run("outputs/a/1"),
         make_run("multirun/b/2/0", told={"status": "completed", "job": 0, "overrides": []}),
@@ -30,7 +30,7 @@ def test_the_newest_without_a_word(make_run, capsys):
     ]
 
 
-def test_there_is_none(tmp_path, monkeypatch, capsys):
+def test_no_run_in_the_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert "there is no run below outputs/, multirun/" in told(capsys)
 
@@ -42,7 +42,7 @@ def test_no_such_folder(make_run, capsys):
     assert f"python -m trainer report {os.path.join('outputs', 'a', '1')}" in error
 
 
-def test_a_folder_that_is_no_run(make_run, capsys, tmp_path):
+def test_folder_without_a_run(make_run, capsys, tmp_path):
     make_run("outputs/a/1")
     (tmp_path / "empty").mkdir()
     error = told(capsys, "empty")
@@ -62,7 +62,7 @@ def test_the_only_run_below(make_run, capsys):
     assert (folder / "report.html").is_file()
 
 
-def test_the_newest_fit_comes_before_a_later_test(make_run):
+def test_newest_fit_has_precedence_over_a_later_test(make_run):
     fit, other = make_run("outputs/a/1"), make_run("outputs/a/2", told={"status": "completed", "command": "test"})
     for folder, moment in ((fit, 1000), (other, 2000)):
         for file in folder.rglob("*"):

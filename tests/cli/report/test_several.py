@@ -35,7 +35,7 @@ def two(make_run):
     return first, second
 
 
-def test_what_differs_comes_first(two):
+def test_differing_settings_come_first(two):
     page = several(*two)
     assert page.text.index("What differs") < page.text.index("Best val_acc") < page.text.index("Over the optimizer")
     said = page.sections["differences"]
@@ -160,7 +160,7 @@ def test_runs_that_cannot_be_compared(make_run):
     assert "No run has left curves" in page.sections["curves"]
 
 
-def test_the_name_of_the_page_comes_last(two, capsys):
+def test_name_of_the_page_is_the_last_argument(two, capsys):
     assert main(["report", *map(str, two), "pages/two.html"]) == 0
     assert capsys.readouterr().out == f"The report is {Path('pages/two.html')}\n"
     assert "2 runs" in Page(Path("pages/two.html").read_text()).text
@@ -168,7 +168,7 @@ def test_the_name_of_the_page_comes_last(two, capsys):
     assert "after the name of the page, two.html, expected that name as the last word" in capsys.readouterr().err
 
 
-def test_secrets_and_markup_stay_out(make_run):
+def test_secrets_and_markup_are_not_in_the_page(make_run):
     bad = "<script>alert(1)</script>"
     runs = [
         make_run(f"a/{n}", files={".hydra/config.yaml": json.dumps({"logger": {"api_key": f"k{n}9", bad: bad * n}})})

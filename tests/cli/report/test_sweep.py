@@ -53,7 +53,7 @@ def test_jobs_and_curves(sweep):
     assert "./1" in page.having("a", "href")
 
 
-def test_what_a_sweeper_has_drawn_is_readable(sweep):
+def test_values_drawn_by_a_sweeper_are_rounded(sweep):
     pruning = "++callbacks.pruning={_target_:trainer.callbacks.OptunaPruning,storage:'sqlite:///x',trial:3}"
     drawn = ["optimizer.lr=0.013311216080736894", "optimizer.lr=0.00014936568554617635", "model.act=v1.234567x"]
     jobs = [job(n, 0.5, overrides=["+recipe=digits", word, pruning]) for n, word in enumerate(drawn)]
@@ -89,7 +89,7 @@ def test_lower_is_better(sweep):
     assert "Lowest val_loss at the end 1 optimizer.lr=0.1" in report(sweep(*jobs)).text
 
 
-def test_a_grey_run_that_diverges_does_not_flatten_the_others(sweep):
+def test_diverging_gray_run_does_not_scale_the_axis(sweep):
     page = report(sweep(*(job(number, number / 16 if number else -1e30) for number in range(12))))
     (chart,) = (data for data in page.data if "-1e+30" in str(data))
     assert -1 < chart["y"][0] < chart["y"][1] < 1
@@ -132,7 +132,7 @@ def test_a_sweep_without_curves(make_run):
     assert "No job has left curves" in report(folder).sections["curves"]
 
 
-def test_a_sweep_that_has_just_begun(make_run):
+def test_sweep_that_has_just_started(make_run):
     make_run()
     FOLDER.mkdir(parents=True)
     (FOLDER / "multirun.yaml").write_text("")

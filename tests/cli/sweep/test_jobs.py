@@ -73,9 +73,7 @@ def sweep(python: WarmPython, *words: str, **options: Any) -> subprocess.Complet
 
 
 @pytest.mark.whole
-def test_a_signal_ends_jobs_side_by_side_and_the_same_command_completes_the_sweep(
-    once: Path, python: WarmPython
-) -> None:
+def test_signal_ends_parallel_jobs_and_the_same_command_completes_the_sweep(once: Path, python: WarmPython) -> None:
     words = ["fit", "-m", *LINE, "seed=1,2,3", "hydra/launcher=joblib", "hydra.sweep.dir=jobs"]
     done = sweep(python, *words)
     assert done.returncode == 143, done.stderr
@@ -101,7 +99,7 @@ def test_a_signal_ends_jobs_side_by_side_and_the_same_command_completes_the_swee
 
 @pytest.mark.whole
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR2"), reason="submitit tells by it that time is up")
-def test_submitit_requeues_a_job_and_it_goes_on(once: Path, python: WarmPython) -> None:
+def test_job_requeued_by_submitit_is_resumed(once: Path, python: WarmPython) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     number = int(signal.SIGUSR2)
     told = [f"model.number={number}", "model.to_parent=true"]  # submitit's process
@@ -153,7 +151,7 @@ def places(project, monkeypatch):
 SIDE_BY_SIDE = ["fit", "-m", "+recipe=line", "hydra/launcher=joblib", "hydra.sweep.dir=jobs"]
 
 
-def test_jobs_side_by_side_share_out_cores_and_gpus(places, monkeypatch):
+def test_parallel_jobs_share_cores_and_gpus(places, monkeypatch):
     monkeypatch.setattr("joblib.cpu_count", lambda: 13)
     assert main([*SIDE_BY_SIDE, "seed=1,2,3,4", "hydra.launcher.n_jobs=3", "hydra.launcher.gpus_per_job=1"]) == 0
     assert {place["OMP_NUM_THREADS"] for place in places} == {"4"}
@@ -163,7 +161,7 @@ def test_jobs_side_by_side_share_out_cores_and_gpus(places, monkeypatch):
     ]  # fmt: skip
 
 
-def test_what_was_chosen_in_the_environment_stays(places, monkeypatch):
+def test_environment_variables_of_the_user_are_kept(places, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert main([*SIDE_BY_SIDE, "seed=1"]) == 0
     assert [place["OMP_NUM_THREADS"] for place in places] == ["7"]
@@ -182,7 +180,7 @@ def test_what_was_chosen_in_the_environment_stays(places, monkeypatch):
         (["n_jobs=0"], "hydra.launcher.n_jobs is 0, expected a number from 1, or -1 for all cores."),
     ],
 )
-def test_numbers_that_make_no_sense(places, capsys, words, complaint):
+def test_invalid_numbers_of_jobs(places, capsys, words, complaint):
     assert main([*SIDE_BY_SIDE, "seed=1", *(f"hydra.launcher.{word}" for word in words)]) == 2
     assert complaint in capsys.readouterr().err
     assert not places
@@ -202,7 +200,7 @@ def test_package_of_a_launcher_that_is_not_installed_is_named(project, monkeypat
     assert f"{word} needs {module}, which is not installed: pip install {packages}" in capsys.readouterr().err
 
 
-def test_slurm_is_missed_before_anything_is_started(project, monkeypatch, capsys):
+def test_missing_slurm_is_reported_before_the_start(project, monkeypatch, capsys):
     monkeypatch.setattr("trainer.packages.is_installed", lambda name: True)
     monkeypatch.setenv("PATH", str(project))
     assert main(["fit", "-m", "+recipe=line", "seed=1,2", "hydra/launcher=submitit_slurm"]) == 2
@@ -219,7 +217,7 @@ sys.exit("no queue here")
 
 
 @pytest.mark.whole
-def test_slurm_is_asked_for_what_the_settings_say(project, monkeypatch, capsys):
+def test_slurm_options_equal_the_settings(project, monkeypatch, capsys):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     write(project, {"bin/sbatch": SBATCH, "bin/srun": "#!/bin/sh\n"})
     for name in ("sbatch", "srun"):

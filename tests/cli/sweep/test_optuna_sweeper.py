@@ -76,7 +76,7 @@ def rates() -> list[float]:
     ]
 
 
-def test_trials_are_jobs_and_the_study_knows_what_became_of_them(trials, capsys):
+def test_trials_are_jobs_and_the_study_has_their_results(trials, capsys):
     trials.fails_at[:], trials.pruned_at[:] = [1], [2]
     assert main([*SWEEP, LR, "hydra.sweeper.n_trials=9"]) == 1  # one has failed
     told = study().get_trials()
@@ -112,7 +112,7 @@ def test_a_seed_makes_the_same_trials(trials, capsys):
 
 
 @pytest.mark.whole
-def test_the_same_sweep_goes_on_with_what_was_broken_off_and_what_is_missing(trials, capsys):
+def test_same_sweep_resumes_interrupted_and_missing_trials(trials, capsys):
     trials.raises_at[:] = [2]
     words = [*SWEEP, LR, "hydra.sweeper.n_trials=4"]
     assert main(words) == 130
@@ -224,7 +224,7 @@ def test_a_metric_that_no_job_logs_ends_the_sweep_after_the_first_one(trials, ca
     assert "objective.metric is val_acc, which job 0 has not logged." in capsys.readouterr().err
 
 
-def test_a_study_of_another_kind_is_left_alone(trials, capsys):
+def test_study_of_another_kind_is_not_changed(trials, capsys):
     assert main([*SWEEP, "optimizer.lr=0.1,0.2", "hydra.sweeper.n_trials=1"]) == 0
     assert main([*SWEEP, "optimizer.lr=0.1,0.2", "objective.mode=max", "hydra.sweeper.n_trials=2"]) == 2
     assert "is to minimize, and objective.mode asks to maximize. Choose another name" in capsys.readouterr().err
@@ -232,12 +232,12 @@ def test_a_study_of_another_kind_is_left_alone(trials, capsys):
     assert re.search("was made over another space: .* Choose another name", capsys.readouterr().err)
 
 
-def test_an_interval_wants_a_sweeper_that_chooses(trials, capsys):
+def test_interval_requires_a_sampling_sweeper(trials, capsys):
     assert main(["fit", "-m", "+recipe=line", "optimizer.lr=interval(0,1)"]) == 2
     assert "is an interval, which only hydra/sweeper=optuna" in capsys.readouterr().err
 
 
-def test_the_extra_is_named_where_it_is_missing(trials, monkeypatch, capsys):
+def test_missing_extra_is_named(trials, monkeypatch, capsys):
     monkeypatch.setattr("trainer.packages.is_installed", lambda name: False)
     assert main([*SWEEP, LR]) == 2
     assert "hydra/sweeper=optuna needs optuna, which is not installed: pip install optuna" in (capsys.readouterr().err)

@@ -55,7 +55,7 @@ def test_a_sweep_loses_only_the_job_that_fails(project, python, monkeypatch):
 
 
 @pytest.mark.whole
-def test_a_job_that_learned_nothing_has_failed_and_is_not_the_best(project, python):
+def test_job_with_only_skipped_steps_has_failed_and_is_not_the_best(project, python):
     settings = ["precision=16", "precision.init_scale=1e30,1", "optimizer.lr=1e-9", "objective.metric=val_loss"]
     done = python.trainer("fit", "-m", *LINE, *settings, "trainer.max_epochs=1", "hydra.sweep.dir=jobs")
     assert done.returncode == 1, done.stderr
@@ -103,7 +103,7 @@ def result(job: int, **more) -> dict:
     return usual | more
 
 
-def test_the_table_shows_what_differs_and_what_came_out(tmp_path, monkeypatch, capsys):
+def test_table_has_the_differences_and_results(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     jobs = [result(0), result(10, scale=None, status="failed", error="Oops: no", metrics={}), result(2)]
     write(tmp_path, {f"jobs/{job['job']}/run.json": json.dumps(job) for job in jobs})
@@ -130,7 +130,7 @@ def reached(job: int, value: float | None, mode: str = "min", metric: str = "los
     return result(job, objective={"metric": metric, "mode": mode}, metrics=metrics, **more)
 
 
-def test_the_best_job_is_told_and_those_without_a_value_do_not_win(tmp_path, capsys):
+def test_best_job_is_reported_and_has_a_value(tmp_path, capsys):
     jobs = [
         reached(0, 0.4, metrics={"val_acc": 1.0, "test_acc": 1.0}),
         reached(1, 0.2),
@@ -178,7 +178,7 @@ def test_means_over_seeds_and_folds(tmp_path, capsys):
     assert "\n".join(means) in capsys.readouterr().out
 
 
-def test_what_cannot_be_compared_has_no_best():
+def test_incomparable_jobs_have_no_best():
     def best_of(*jobs):
         return Sweep([RunRecord(job, Path()) for job in jobs]).best
 
@@ -196,7 +196,7 @@ def test_what_cannot_be_compared_has_no_best():
         ([reached(0, None), reached(1, None, metric="acc")], False),
     ],
 )
-def test_a_sweep_without_a_best_job_says_why(tmp_path, capsys, jobs, said):
+def test_sweep_without_a_best_job_prints_the_reason(tmp_path, capsys, jobs, said):
     write(tmp_path, {f"{job['job']}/run.json": json.dumps(job) for job in jobs})
     report(tmp_path)
     sentence = "No job is the best: none has ended with a finite value of loss."
@@ -222,7 +222,7 @@ def test_a_narrow_terminal_gets_fewer_columns_and_no_broken_words(tmp_path, monk
     assert second.split()[0] == "1"
 
 
-def test_an_earlier_sweep_in_the_same_folder_is_left_out(tmp_path, capsys):
+def test_earlier_sweep_in_the_same_folder_is_ignored(tmp_path, capsys):
     write(tmp_path, {f"{job}/run.json": json.dumps(result(job)) for job in (0, 1)})
     os.utime(tmp_path / "1" / "run.json", (1000.0, 1000.0))
     assert report(tmp_path, since=2000.0) == 0
@@ -259,7 +259,7 @@ def jobs(monkeypatch):
     return Job
 
 
-def test_each_job_is_a_command_line_of_its_own(project, jobs, monkeypatch, capsys):
+def test_each_job_is_a_separate_command(project, jobs, monkeypatch, capsys):
     write(project, {"far/recipe/far.yaml": "# @package _global_\ndefaults: [line]\n"})
     monkeypatch.setenv("LOCAL_RANK", "0")
     flags = ["-m", "--config-dir", "far"]
@@ -317,7 +317,7 @@ def test_a_sweep_in_a_file_of_yours_may_use_short_names(project, jobs):
     ],
 )
 @pytest.mark.parametrize("word", [None, {"status": "running", "metrics": {}, "error": None}])
-def test_a_job_that_dies_without_a_word_has_failed(project, jobs, monkeypatch, capsys, status, error, word):
+def test_job_that_crashes_silently_has_failed(project, jobs, monkeypatch, capsys, status, error, word):
     def wait(self):
         if word is not None:  # output during the run
             write(self.folder, {"run.json": json.dumps(word)})

@@ -65,7 +65,7 @@ def test_a_try(settings):
     assert not Path("outputs").exists()
 
 
-def test_out_of_memory_is_told_apart(settings, capsys):
+def test_out_of_memory_errors_are_distinguished(settings, capsys):
     raises = """
         import torch
         from line_fit import Line
@@ -125,7 +125,7 @@ def test_the_budget_of_a_gpu_is_its_allocators(monkeypatch):
     assert threading.active_count() == before
 
 
-def test_fp16_goes_on_until_two_updates_have_been_made(settings):
+def test_fp16_continues_until_two_completed_steps(settings):
     overflows = """
         import math
         from line_fit import Line
@@ -141,7 +141,7 @@ def test_fp16_goes_on_until_two_updates_have_been_made(settings):
     assert (message["status"], message["skipped"]) == ("ok", 5)
 
 
-def test_callbacks_that_save_or_stop_or_save_from_failing_are_left_out():
+def test_callbacks_that_save_stop_or_handle_errors_are_left_out():
     kept = [ActivationCheckpointing("net"), WeightAveraging()]
     others = [ModelCheckpoint(), EarlyStopping("loss"), Timer("00:01:00:00")]
     trainer = Trainer(accelerator="cpu", callbacks=[*kept, *others], logger=False, precision="16-mixed")
@@ -149,7 +149,7 @@ def test_callbacks_that_save_or_stop_or_save_from_failing_are_left_out():
     assert sorted(names) == sorted(["ActivationCheckpointing", "WeightAveraging", "ScalerCheckpoint"])
 
 
-def test_rates_leave_out_the_first_update_and_the_waiting():
+def test_rates_exclude_the_first_step_and_waiting_time():
     ticks = iter([0, 9, 20, 22, 30, 34, 50, 51])  # the start and the end of four batches
     meter = Meter(print, 4)
     meter.clock = lambda: next(ticks)

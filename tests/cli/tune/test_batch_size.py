@@ -60,7 +60,7 @@ def test_bounds(settings, largest):
     assert run(lambda size: answer(size), **settings).largest == largest
 
 
-def test_a_data_set_without_a_length_ends_where_batches_do_not_grow():
+def test_dataset_without_a_length_ends_when_batches_stop_growing():
     found = run(lambda size: answer(size, batch=min(size, 200), samples=None))
     assert (found.largest, sizes(found)) == (200, [64, 128, 256])
 
@@ -80,7 +80,7 @@ def test_another_failure_ends_it_with_its_message(is_usage):
         run(attempt)
 
 
-def test_a_precision_that_the_device_does_not_have_is_a_row_unless_it_was_asked_for():
+def test_unsupported_precision_is_a_row_unless_it_was_requested():
     message = {"status": "failed", "error": "no float16 here", "is_usage": True, "is_precision": True}
     found = run(lambda size: message, are_given=False)
     assert (found.problem, found.largest, found.tried) == ("no float16 here", 0, [])

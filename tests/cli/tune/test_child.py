@@ -44,7 +44,7 @@ def raises(tell, folder):
 
 @pytest.mark.whole
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_what_they_tell_and_how_they_end(tmp_path):
+def test_results_and_exit_status_of_processes(tmp_path):
     log = tmp_path / "log"
     begun = time.monotonic()
     message = run_in_child(f"{HERE}:told", log, number=21)

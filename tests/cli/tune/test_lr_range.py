@@ -102,7 +102,7 @@ def test_a_window_is_one_point():
     )
 
 
-def test_skipped_updates_are_no_points_and_their_rate_comes_again():
+def test_skipped_steps_are_not_points_and_their_rate_is_repeated():
     class Overflows(Quadratic):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             loss = super().training_step(batch, batch_idx)

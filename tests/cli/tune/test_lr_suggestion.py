@@ -24,7 +24,7 @@ def sigmoid(steepest: float, noise: float = 0.0, seed: int = 0) -> list[tuple[fl
 
 @pytest.mark.parametrize("steepest", [1e-4, 1e-3, 1e-2])
 @pytest.mark.parametrize("noise", [0.0, 0.05])
-def test_it_is_where_the_loss_falls_fastest(steepest, noise):
+def test_suggestion_is_at_the_steepest_descent(steepest, noise):
     tolerance = 1.2 if noise == 0 else 3.0
     found = suggest(sigmoid(steepest, noise))
     assert steepest / tolerance < found.lr < steepest * tolerance
@@ -41,13 +41,13 @@ def test_the_slope_is_over_the_logarithm_of_the_rate():
     assert suggest(root).lr > 1.0
 
 
-def test_nothing_behind_the_lowest_point_counts():
+def test_points_after_the_minimum_are_ignored():
     curve = sigmoid(1e-3)[:60]
     tail = [(rate, 9.0 if step < 20 else 1.0) for step, rate in enumerate(RATES[60:])]  # a cliff downwards
     assert suggest(curve + tail).lr == suggest(curve).lr
 
 
-def test_noise_alone_hardly_ever_suggests_anything():
+def test_noise_rarely_leads_to_a_suggestion():
     found = 0
     for seed in range(200):
         draw = random.Random(seed)

@@ -45,13 +45,13 @@ def test_multiples_of_eight_and_below_it_any(capacity, found):
     assert search(capacity, 64, multiple_of=8)[0] == found
 
 
-def test_it_begins_beside_a_multiple():
+def test_start_next_to_a_multiple():
     found, tried = search(100, 50, multiple_of=8)
     assert found == 100  # one of the sizes on the way
     assert tried == [50, 100, 200, 144, 120, 104]
 
 
-def test_no_more_than_there_are():
+def test_limit_of_the_number():
     assert search(10**9, 64, most=1257) == (1257, [64, 128, 256, 512, 1024, 1257])
     assert search(1200, 64, most=1257, multiple_of=8)[0] == 1200
     assert search(10**9, 64, most=64) == (64, [64])

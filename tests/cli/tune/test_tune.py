@@ -65,7 +65,7 @@ def test_sizes(given, size):
         ("--cfg", "Got --cfg with tune, which does not support it."),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(project, capsys, monkeypatch, setting, message):
+def test_mistakes_are_reported_before_the_start(project, capsys, monkeypatch, setting, message):
     monkeypatch.setattr("trainer.cli.tune.batch_size.run_in_child", None)
     words = [setting, "job"] if setting == "--cfg" else [setting]
     assert main(["tune", "batch_size", *LINE, *words]) == 2
@@ -92,7 +92,7 @@ def test_words(project, capsys, words, message):
     assert message in capsys.readouterr().err
 
 
-def test_the_word_may_stand_anywhere():
+def test_mode_may_be_anywhere():
     assert read(["tune", *LINE, "lr", "optimizer.lr=1"]).words == ["lr"]
     assert read([*LINE, "tune", "batch_size"]).words == ["batch_size"]
 
@@ -108,7 +108,7 @@ def test_the_defaults_are_those_of_the_config(project):
     assert settings == Settings()
 
 
-def test_what_the_processes_train(project, capsys):
+def test_configs_of_the_processes(project, capsys):
     write(
         Path("conf"), {"callbacks/mine.yaml": "x: {_target_: line_fit.Line, dirpath: '${hydra:runtime.output_dir}/y'}"}
     )
