@@ -103,6 +103,7 @@ def test_tied_weights_are_saved(folder, tmp_path):
     assert distance(module, tuner(tmp_path / "out")) == 0.0
 
 
+@pytest.mark.whole
 def test_classes(folder, tmp_path):
     texts = torch.randint(1, 300, (12, 6), generator=torch.Generator().manual_seed(0))
     data = TensorDataset(texts, torch.ones_like(texts), texts[:, 0] % 3)
