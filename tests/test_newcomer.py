@@ -276,7 +276,7 @@ HOUR: list[tuple[str, int, tuple[str, ...]]] = [
         1,
         ("fit failed: No weight was updated: all 3 optimizer steps were skipped",),
     ),
-    ("checks +recipe=mine", 0, ("its images: outputs/checks/mine.png", "float16 holds this batch", "second")),
+    ("checks +recipe=mine", 0, ("its images: outputs/checks/mine.png", "This batch fits into float16", "second")),
     ("checks +recipe=mine model.spread=100000", 0, ("float16 overflows in 'second' (Linear)", "fp32_modules=[second]")),
 ]
 

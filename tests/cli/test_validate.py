@@ -119,7 +119,7 @@ def complaint(argv, capsys) -> str:
         (["comprae", "+recipe=line"], "Did you mean 'compare'?"),
         (["compare"], "There is no model to compare. Choose a recipe, such as `python -m trainer compare +recipe="),
         ([*COMPARE, "precision=32,15"], "Config group 'precision' has no option '15'."),
-        ([*COMPARE, "precision=16"], "compare holds several runs against the first, and this is only one."),
+        ([*COMPARE, "precision=16"], "Got 1 run to compare, expected at least 2."),
         ([*COMPARE, "+precision=16,32"], "Remove the +"),
         ([*COMPARE, "seed=null"], "seed is null, expected a number"),
         ([*COMPARE, "compare.min_spedup=2"], "Did you mean 'compare.min_speedup'?"),

@@ -35,8 +35,8 @@ def words(device: torch.device) -> dict[str, str]:
         ("NVIDIA H200", (9, 0), "native", "Tensor Cores"),
         ("Tesla V100", (7, 0), "emulated", "Tensor Cores"),
         ("Tesla T4", (7, 5), "emulated", "Tensor Cores"),
-        ("NVIDIA GeForce GTX 1660", (7, 5), "emulated", "no Tensor Cores: it saves memory, but hardly time"),
-        ("NVIDIA GeForce GTX 1080", (6, 1), "emulated", "no Tensor Cores: it saves memory, but hardly time"),
+        ("NVIDIA GeForce GTX 1660", (7, 5), "emulated", "no Tensor Cores: saves memory, but hardly time"),
+        ("NVIDIA GeForce GTX 1080", (6, 1), "emulated", "no Tensor Cores: saves memory, but hardly time"),
     ],
 )
 def test_gpus(gpu, name, capability, bfloat16, about_float16):
@@ -51,7 +51,7 @@ def test_gpus(gpu, name, capability, bfloat16, about_float16):
         "64-true": "native",
     }
     assert ability("16-mixed", CUDA).why == about_float16
-    assert ability("16-true", CUDA).why == f"{about_float16}; small gradients vanish"
+    assert ability("16-true", CUDA).why == f"{about_float16}; small gradients underflow"
     assert ("TF32" in ability("32-true", CUDA).why) is (capability >= (8, 0))
 
 

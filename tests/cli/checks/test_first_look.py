@@ -23,7 +23,7 @@ from tests.support import HAS_FSDP2
 from trainer.cli import main
 from trainer.cli.arguments import UsageError
 from trainer.cli.checks import first_look, steps
-from trainer.cli.checks.batch import classes_of, describe, images_in, labels_out_of_range, odd, save_images
+from trainer.cli.checks.batch import classes_of, describe, images_in, labels_out_of_range, save_images, suspicious
 from trainer.cli.checks.findings import Loaded, Recipe
 from trainer.cli.checks.layers import SCALE, Layer, largest_scale, shown
 from trainer.cli.checks.loading import load
@@ -251,7 +251,7 @@ def test_batches_of_any_kind(kind, expected, capsys):
     assert found["loading"]["step"]["samples"] == (0 if kind == "texts" else 8)
     assert found["loading"]["bottleneck"]
     assert found["problems"] == []
-    assert any("no tensor in the batch" in remark for remark in found["remarks"]) == (kind == "texts")
+    assert any("has no tensor" in remark for remark in found["remarks"]) == (kind == "texts")
     assert not Path("outputs").exists()
 
 
@@ -277,10 +277,10 @@ def test_shown_report(capsys):
         "The layers, in float32: 147 parameters, 67 trained, loss ",
         "first Linear 40 256 bytes ",
         "second Linear 27 96 bytes ",
-        "Loading against training, measured here and now",
+        "Measured time of loading and of a training step",
         "loading a batch ",
         "a step ",
-        "Note: float16 holds this batch: it ends at 65,504, and the largest activation is ",
+        "Note: This batch fits into float16 (largest number 65,504): the largest activation is ",
     ):
         assert sum(line.startswith(start) for line in lines) == 1, start
 
@@ -322,11 +322,16 @@ def test_numbers_equal_those_of_a_hand_written_step(kind, factor, capsys):
     ("settings", "status", "problem", "remark"),
     [
         (["data.kind=nans"], 1, "The loss of this batch is nan", "batch[0] has 2 NaN and 1 inf among 32 elements."),
-        (["data.kind=labels"], 1, "batch[1] has the label 7, and the model has 3 classes: 0 to 2.", ""),
-        (["data.kind=constant"], 0, "", "batch[0] is 0.5 everywhere"),
-        (["data.kind=sorted", "+data.batch_size=4"], 0, "", "All labels in batch[1] are 0: are the training data shuf"),
+        (
+            ["data.kind=labels"],
+            1,
+            "batch[1] has the label 7, expected labels from 0 to 2, because the model has 3 classes.",
+            "",
+        ),
+        (["data.kind=constant"], 0, "", "All elements of batch[0] are 0.5"),
+        (["data.kind=sorted", "+data.batch_size=4"], 0, "", "All labels in batch[1] are 0."),
         (["data.kind=large", "precision=16-mixed"], 0, "", "float16 overflows in 'first' (Linear), 'second' (Linear)"),
-        (["model._target_=looked_at.Unused"], 0, "", "No gradient reaches 2 of the parameters that are to be trained"),
+        (["model._target_=looked_at.Unused"], 0, "", "2 parameters that require gradients get none"),
         (["model._target_=looked_at.Failing"], 1, "fails: ValueError: asked to fail. Raised in looked_at.py:", ""),
         (["checks.steps=false"], 0, "", "No step was run: checks.steps=false."),
     ],
@@ -346,7 +351,7 @@ def test_anomalies_are_reported(settings, status, problem, remark, capsys):
 @pytest.mark.parametrize(
     ("settings", "status", "said"),
     [
-        (["data.kind=empty"], 2, "The training data have not one batch. Is the dataset empty, or smaller than a batch"),
+        (["data.kind=empty"], 2, "Got 0 batches from the training data"),
         (["data.kind=none"], 2, "train_dataloader of Data returns null, expected a DataLoader."),
         (["data.kind=raises"], 1, "ValueError: sample 3 is not readable Raised in looked_at.py:"),
         (["+recipe=bare"], 2, "`train_dataloader` must be implemented"),
@@ -374,7 +379,7 @@ def test_module_with_its_own_data(capsys):
 def test_manual_optimization_is_shown_without_a_memory_prediction(capsys):
     assert main(["checks", "json", "+recipe=mine", "model._target_=looked_at.ByItself"]) == 2
     printed, errors = capsys.readouterr()
-    assert "cannot be predicted: it optimizes by itself" in errors
+    assert "cannot be predicted: it uses manual optimization" in errors
     found = json.loads(printed)
     assert [layer["name"] for layer in found["layers"]["layers"]] == ["first", "second"]
     assert found["layers"]["layers"][0]["gradient"] > 0
@@ -408,16 +413,16 @@ def test_the_contents_of_tensors():
         "object": ("", "Identity", "", "not described", ""),
         "waves": ("1", "complex64", "", "", ""),
     }
-    assert odd(batch) == ["batch['scores'] has 1 NaN and 1 inf among 4 elements."]
+    assert suspicious(batch) == ["batch['scores'] has 1 NaN and 1 inf among 4 elements."]
 
 
 @pytest.mark.parametrize(
     ("labels", "classes", "said"),
     [
         ([0, 1, 2], 3, ""),
-        ([0, 3, 9], 3, "batch[0] has the labels 3, 9, and the model has 3 classes: 0 to 2."),
+        ([0, 3, 9], 3, "batch[0] has the labels 3, 9, expected labels from 0 to 2, because the model has 3 classes."),
         ([0, -100, -1], 3, ""),  # which torch's losses, and many data sets, leave out
-        ([0, -2], 3, "batch[0] has the label -2, and"),
+        ([0, -2], 3, "batch[0] has the label -2, expected"),
         ([9], None, ""),
     ],
 )
@@ -488,9 +493,10 @@ def test_predicted_effects_of_float16():
     facts = first_look._float16([layer])
     assert (facts["vanishing"], facts["vanishing_scaled"], facts["largest_scale"]) == (0.25, 0.01, 2.0**13)
     assert facts["sentences"][1:3] == [
-        "Without a loss scale 25% of the gradients would be below 6e-8 and vanish (in 'a' (Linear) 25%); with a scale"
-        " of 65,536 1%.",
-        "Times 16-mixed's first loss scale, 65,536, gradients overflow: it skips steps until its scale is about 8,192.",
+        "Without a loss scale, 25% of the gradients underflow (below 6e-8; 25% in 'a' (Linear)); with a scale of"
+        " 65,536, 1%.",
+        "With 16-mixed's initial loss scale of 65,536, gradients overflow: it skips steps until the scale is about"
+        " 8,192.",
     ]
 
 
@@ -507,15 +513,15 @@ def test_batch_size_of_the_trial_step():
     assert part_for(recipe(batch, operations=10**15), cuda, 100) == (batch, "")
     part, why = part_for(recipe(batch, operations=int(2 * steps._OPERATIONS / 18)), cpu, 100)
     assert len(part[0]) == 32
-    assert why == "The steps had 32 of the batch's 64 samples, to be quick on a CPU."
+    assert why == "The steps were run with 32 of the batch's 64 samples to save time on the CPU."
     part, why = part_for(recipe(batch, operations=int(100 * steps._OPERATIONS)), cpu, 100)
     assert part is None
-    assert "too many for a quick look on a CPU" in why
+    assert "too many for a quick check on a CPU" in why
 
 
 def test_a_step_may_change_its_batch():
     batch = [torch.zeros(2)]
-    for _, given in zip(range(3), steps._Again(batch), strict=False):
+    for _, given in zip(range(3), steps._RepeatBatch(batch), strict=False):
         given[0].add_(1)
         assert given[0].tolist() == [1, 1]
     assert batch[0].tolist() == [0, 0]
@@ -543,29 +549,29 @@ def test_batches_that_were_ready_are_not_timed(number, seconds, timed):
 
 
 def test_no_batch():
-    with pytest.raises(UsageError, match="not one batch"):
+    with pytest.raises(UsageError, match="Got 0 batches"):
         load(DataLoader([]))
 
 
 @pytest.mark.parametrize(
     ("workers", "loading", "step", "gpus", "said"),
     [
-        (0, 0.001, 1.0, 1, "The training step is the bottleneck: training waits for data in < 0.1% of the time"),
+        (0, 0.001, 1.0, 1, "The training step is the bottleneck: training waits for data < 0.1% of the time"),
         (
             0,
             3.0,
             1.0,
             1,
-            "The data are the bottleneck: training waits for data in 75% of the time. Try +data.num_workers=",
+            "The dataloader is the bottleneck: training waits for data 75% of the time. Try +data.num_workers=",
         ),
-        (0, 1.0, 3.0, 0, "Training waits for data in 25% of the time. Try cheaper samples"),
-        (2, 1.0, 3.0, 1, "The training step is the bottleneck: training waits for data in 0% of the time"),
+        (0, 1.0, 3.0, 0, "Training waits for data 25% of the time. Make samples cheaper"),
+        (2, 1.0, 3.0, 1, "The training step is the bottleneck: training waits for data 0% of the time"),
         (
             2,
             4.0,
             1.0,
             1,
-            "The data are the bottleneck: training waits for data in 75% of the time. Its 2 workers are too slow",
+            "The dataloader is the bottleneck: training waits for data 75% of the time. 2 workers are too slow",
         ),
         (0, None, 3.0, 1, ""),
     ],

@@ -170,7 +170,9 @@ def test_the_command(capsys):
     assert ddp["peak"] == single["peak"] + 4 * told["parameters"]
     assert fsdp["after"] == pytest.approx(4 * told["parameters"], rel=0.05)
     assert "A device has 1.0 GiB (checks.gpu_memory)." in facts["remarks"]
-    assert facts["verdict"].startswith("one device, trainer=ddp, trainer=fsdp: fits into 1.0 GiB")
+    assert facts["verdict"].startswith(
+        "Fits into 1.0 GiB (with 1.0 GiB reserved for CUDA): one device, trainer=ddp, trainer=fsdp"
+    )
     assert facts["host_waits"] == []
     assert all(here == "bfloat16" and on_cuda == "float32" for here, on_cuda in facts["autocast_ops"].values())
     assert facts["speed"] is None  # only the required facts of the machine are read
@@ -179,9 +181,9 @@ def test_the_command(capsys):
     out = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert any(line.startswith("fsdp 8 ") and line.endswith(" no") for line in lines)
-    assert "Note: There are 8 devices, unless checks.devices says another number." in lines
+    assert "Note: DDP and FSDP use 8 devices. Set checks.devices for another number." in lines
     assert lines[-1].startswith(
-        "Nothing fits into 1.0 GiB, of which 1.0 GiB are left to CUDA. Try a smaller data.batch_size"
+        "No strategy fits into 1.0 GiB (with 1.0 GiB reserved for CUDA). Try a smaller data.batch_size"
     )
 
 
@@ -235,11 +237,11 @@ def test_unused_settings_of_a_run(settings, expected, capsys, monkeypatch):
     assert main(["checks", "json", "+recipe=unet", "checks.gpu_memory=8GiB", NO_STEPS, *settings]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert sorted(facts["missed"]) == sorted(expected)
-    told = [remark for remark in facts["remarks"] if "on the table" in remark]
+    told = [remark for remark in facts["remarks"] if "Faster settings on a GPU" in remark]
     assert len(told) == bool(expected)
     for name in expected:
         assert f"{name} (" in told[0]
-        assert told[0].endswith("tuning=fast turns on what is safe.")
+        assert told[0].endswith("tuning=fast enables the safe ones.")
 
 
 @pytest.mark.parametrize("recipe", ["mlp", "unet"])
@@ -272,7 +274,7 @@ def test_a_training_step_without_an_index():
         (["+recipe=gpt", "checks.gpu_memory=much"], "checks.gpu_memory is much, expected a size such as 3GiB"),
         (["+recipe=gpt", "checks.devices=0"], "checks.devices is 0"),
         (["+recipe=gpt", "checks.gpu_memroy=1GiB"], "gpu_memory"),
-        (["+recipe=gan", NO_STEPS], "cannot be predicted: it optimizes by itself (automatic_optimization=False)"),
+        (["+recipe=gan", NO_STEPS], "cannot be predicted: it uses manual optimization (automatic_optimization=False)"),
         (["-m", "+recipe=gpt"], "Got --multirun with checks, which does not support it"),
         (["yaml", "+recipe=gpt"], "'yaml'"),
     ],
@@ -288,4 +290,6 @@ def test_the_verdict():
     assert "checks.gpu_memory=80GiB" in Prediction(None, needs=needs).verdict
     assert Prediction(OVERHEAD + 49, needs=needs).fitting == needs[1:]
     assert Prediction(OVERHEAD + 50, needs=needs).fitting == needs
-    assert Prediction(OVERHEAD + 49, needs=needs).verdict.startswith("trainer=fsdp: fits into 1.0 GiB")
+    assert Prediction(OVERHEAD + 49, needs=needs).verdict.startswith(
+        "Fits into 1.0 GiB (with 1.0 GiB reserved for CUDA): trainer=fsdp"
+    )

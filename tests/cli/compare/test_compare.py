@@ -76,8 +76,8 @@ def test_the_report(folder, capsys):
         "  - Saves less than 30% of the memory. Mixed precision keeps" in text
     )
     assert (
-        "- The same in all runs: seed 42, 1 x NVIDIA A100, 3 epochs (60 optimizer steps), the first batch of every"
-        " epoch.\n- One run each" in text
+        "- Equal in all runs: seed 42, 1 x NVIDIA A100, 3 epochs (60 optimizer steps), the first batch of every"
+        " epoch.\n- Each setting has one run" in text
     )
     out = capsys.readouterr().out
     assert "16-mixed: val_acc within 0.1 points of 32-true, 1.6x faster, 25.0% less memory.\n  - Saves less" in out
@@ -157,10 +157,10 @@ def test_comparison_without_its_first_run(folder, capsys):
 def test_interrupt_writes_a_report_of_the_finished_runs(folder, capsys):
     leave(result(0, "32-true"))
     assert report(folder, Thresholds()) == 0
-    assert "- **32-true**: there is nothing to compare it with." in (folder / "compare.md").read_text()
+    assert "- **32-true**: there is no other run to compare with." in (folder / "compare.md").read_text()
     leave(result(1, "16-mixed", status="interrupted"))
     assert report(folder, Thresholds()) == 1
-    assert "- **16-mixed**: interrupted: it did not say why" in (folder / "compare.md").read_text()
+    assert "- **16-mixed**: interrupted: no error was recorded" in (folder / "compare.md").read_text()
 
 
 def test_without_runs_there_is_no_report(folder, capsys):
@@ -181,7 +181,7 @@ def test_runs_without_measurements_are_not_compared(folder, capsys):
         leave(result(job, precision, **nothing))
     assert report(folder, Thresholds()) == 0
     text = (folder / "compare.md").read_text()
-    assert "- **16-mixed**: nothing was measured that can be compared." in text
+    assert "- **16-mixed**: no figure was measured in both runs." in text
 
 
 def test_runs_are_named_by_their_differences(folder):
@@ -207,9 +207,9 @@ def runs(**of_second) -> list[RunRecord]:
 @pytest.mark.parametrize(
     ("of_second", "sentence"),
     [
-        ({}, "The same in all runs: "),
+        ({}, "Equal in all runs: "),
         ({"throughput": None}, "1 x NVIDIA A100, 3 epochs (60 optimizer steps)."),  # nothing is known of the batches
-        ({"seed": 7}, "Not the same in all runs: 16-mixed has seed 7, 32-true 42."),
+        ({"seed": 7}, "Different between runs: 16-mixed has seed 7, 32-true 42."),
         ({"devices": "1 x CPU"}, "16-mixed has devices 1 x CPU, 32-true 1 x NVIDIA A100."),
         (
             {"epochs": 1, "steps": 1},
@@ -217,10 +217,10 @@ def runs(**of_second) -> list[RunRecord]:
         ),
         (
             {"throughput": {"batches": [[1, 2], [3, 9], [0, 6]]}},
-            "16-mixed was given other batches than 32-true from epoch 2 on, counted from 1",
+            "16-mixed and 32-true got different batches from epoch 2 (counted from 1)",
         ),
-        ({"throughput": {"batches": [[None, 2], [None, 4], [5, 6]]}}, "The same in all runs: "),
-        ({"throughput": {"batches": [[None, 2], [None, 5], [5, 6]]}}, "from epoch 2 on"),
+        ({"throughput": {"batches": [[None, 2], [None, 4], [5, 6]]}}, "Equal in all runs: "),
+        ({"throughput": {"batches": [[None, 2], [None, 5], [5, 6]]}}, "from epoch 2 (counted from 1)"),
     ],
 )
 def test_whether_it_was_fair(of_second, sentence):
@@ -230,13 +230,13 @@ def test_whether_it_was_fair(of_second, sentence):
 
 def test_unfair_circumstances_are_reported():
     found = unequal(runs(seed=7, epochs=2))
-    assert [line.startswith("Not the same in all runs") for line in found] == [True, False]
+    assert [line.startswith("Different between runs") for line in found] == [True, False]
     assert unequal(runs(status="failed", seed=7)) == []
 
 
 def test_circumstances():
     few = {"throughput": result(0, "")["throughput"] | {"measured_batches": 5}}
-    assert "The rates rest on 5 batches: train for longer" in Comparison(runs(**few), Thresholds()).conditions[1]
+    assert "The rates were measured over only 5 batches." in Comparison(runs(**few), Thresholds()).conditions[1]
     on_cpu = result(0, "32-true", peak_memory={"process": 2**30})
     on_cpu = Comparison([labeled("32-true", on_cpu)] * 2, Thresholds())
     (hint,) = [line for line in on_cpu.conditions if "CPU" in line]
@@ -328,7 +328,7 @@ def test_real_trainings_in_two_precisions(project, python):
     first, second = numbers["runs"]
     assert [first["label"], second["label"]] == ["32-true", "16-mixed"]
     assert numbers["conditions"][0] == (
-        "The same in all runs: seed 42, 1 x CPU, 3 epochs (12 optimizer steps), the first batch of every epoch."
+        "Equal in all runs: seed 42, 1 x CPU, 3 epochs (12 optimizer steps), the first batch of every epoch."
     )
     for run in (first, second):
         record = load_run(Path(run["run_dir"]))

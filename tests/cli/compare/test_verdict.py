@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from trainer.cli.arguments import UsageError
-from trainer.cli.compare.verdict import Metric, Thresholds, choose_metric, judge
+from trainer.cli.compare.verdict import Metric, Thresholds, assess, choose_metric
 from trainer.cli.folders import packaged_conf
 from trainer.cli.schema import read_settings
 from trainer.record.run_record import RunRecord
@@ -40,7 +40,7 @@ def run(precision="32-true", *, rate=100.0, memory=10 * GB, gpu=True, waiting=0.
 
 def test_sentence_of_the_verdict():
     first = run(metrics={"val_acc": 0.913})
-    verdict = judge(
+    verdict = assess(
         run("bf16-mixed", rate=160.0, memory=6.2 * GB, metrics={"val_acc": 0.9105}), first, ACC, Thresholds()
     )
     assert verdict.text == "val_acc within 0.3 points of 32-true, 1.6x faster, 38% less memory."
@@ -73,7 +73,7 @@ def test_sentence_of_the_verdict():
 )
 def test_the_metric(metric, value, reference, clause, met):
     first = run(metrics={metric.name: reference}, gpu=False)
-    verdict = judge(run("16-mixed", metrics={metric.name: value}, gpu=False), first, metric, Thresholds())
+    verdict = assess(run("16-mixed", metrics={metric.name: value}, gpu=False), first, metric, Thresholds())
     assert verdict.text == f"{clause}, as fast."
     assert verdict.met is met
     assert len(verdict.advice) == (not met)
@@ -81,18 +81,20 @@ def test_the_metric(metric, value, reference, clause, met):
 
 def test_the_tolerance_is_the_users():
     first, other = run(gpu=False, metrics={"val_acc": 0.9}), run("16-mixed", gpu=False, metrics={"val_acc": 0.87})
-    missed = judge(other, first, ACC, Thresholds(accuracy_tolerance=2.0))
+    missed = assess(other, first, ACC, Thresholds(accuracy_tolerance=2.0))
     assert not missed.met
-    assert missed.advice[0].startswith("val_acc is worse by more than 2 points. Is it the precision, or chance?")
-    assert judge(other, first, ACC, Thresholds(accuracy_tolerance=3.0)).met
+    assert missed.advice[0].startswith(
+        "val_acc is worse by more than 2 points. To exclude chance, compare with another seed"
+    )
+    assert assess(other, first, ACC, Thresholds(accuracy_tolerance=3.0)).met
     assert (
-        judge(other, first, ACC, Thresholds(accuracy_tolerance=None)).text
+        assess(other, first, ACC, Thresholds(accuracy_tolerance=None)).text
         == "val_acc within 3.0 points of 32-true, as fast."
     )
 
 
 def test_a_metric_that_a_run_did_not_log():
-    verdict = judge(run("16-mixed", metrics={}, rate=200.0, memory=5 * GB), run(), ACC, Thresholds())
+    verdict = assess(run("16-mixed", metrics={}, rate=200.0, memory=5 * GB), run(), ACC, Thresholds())
     assert verdict.text == "no val_acc to compare, 2.0x faster, 50% less memory."
     assert not verdict.met  # undecidable
     assert verdict.advice == ("val_acc was not logged by both runs.",)
@@ -110,7 +112,7 @@ def test_a_metric_that_a_run_did_not_log():
     ],
 )
 def test_speed_on_a_gpu(rate, clause, met):
-    verdict = judge(run("16-mixed", rate=rate, memory=5 * GB), run(), None, Thresholds())
+    verdict = assess(run("16-mixed", rate=rate, memory=5 * GB), run(), None, Thresholds())
     assert verdict.text == f"{clause}, 50% less memory."
     assert verdict.met is met
     assert [line.startswith("Less than 1.5x as fast as 32-true.") for line in verdict.advice] == [True] * (not met)
@@ -126,7 +128,7 @@ def test_speed_on_a_gpu(rate, clause, met):
     ],
 )
 def test_memory_on_a_gpu(memory, clause, met):
-    verdict = judge(run("bf16-mixed", rate=200.0, memory=memory * GB), run(), None, Thresholds())
+    verdict = assess(run("bf16-mixed", rate=200.0, memory=memory * GB), run(), None, Thresholds())
     assert verdict.text == f"2.0x faster, {clause}."
     assert verdict.met is met
     reason = "Saves less than 30% of the memory. Mixed precision keeps weights"
@@ -134,10 +136,10 @@ def test_memory_on_a_gpu(memory, clause, met):
 
 
 def test_cpu_has_no_thresholds_for_speed_and_memory():
-    verdict = judge(run("16-mixed", rate=50.0, memory=11 * GB, gpu=False), run(gpu=False), None, Thresholds())
+    verdict = assess(run("16-mixed", rate=50.0, memory=11 * GB, gpu=False), run(gpu=False), None, Thresholds())
     assert verdict.text == "2.0x slower."
     assert verdict.met
-    asked = judge(
+    asked = assess(
         run("16-mixed", rate=50.0, memory=11 * GB, gpu=False),
         run(gpu=False),
         None,
@@ -152,32 +154,32 @@ def test_cpu_has_no_thresholds_for_speed_and_memory():
 def test_thresholds_apply_to_16_bits_against_more_only():
     first = run("bf16-mixed")
     for name in ("16-mixed", "32-true", "64-true"):
-        assert judge(run(name, rate=50.0), first, None, Thresholds()).met
-    assert judge(run("64-true", rate=50.0), run("32-true"), None, Thresholds()).met
-    assert not judge(run("bf16-true", rate=50.0), run("32-true"), None, Thresholds()).met
-    assert not judge(run("16-mixed"), first, None, Thresholds(min_speedup=1.1)).met
-    assert judge(run("16-mixed"), run(), None, Thresholds(min_speedup=None, min_memory_saving=None)).met
+        assert assess(run(name, rate=50.0), first, None, Thresholds()).met
+    assert assess(run("64-true", rate=50.0), run("32-true"), None, Thresholds()).met
+    assert not assess(run("bf16-true", rate=50.0), run("32-true"), None, Thresholds()).met
+    assert not assess(run("16-mixed"), first, None, Thresholds(min_speedup=1.1)).met
+    assert assess(run("16-mixed"), run(), None, Thresholds(min_speedup=None, min_memory_saving=None)).met
 
 
 @pytest.mark.parametrize(
     ("of_run", "of_first", "reason"),
     [
-        ({}, {}, "Where Tensor Cores are not used, that is usually because dimensions of layers are no multiples"),
+        ({}, {}, "Usual reasons: layer sizes that are not multiples"),
         ({"waiting": 0.62}, {}, "The loop waited for batches 62% of the time"),
         ({}, {"tf32": ["convolutions"]}, "32-true used Tensor Cores too: TF32 in convolutions."),
         ({"capability": (6, 1)}, {}, "This GPU (compute capability 6.1) has no Tensor Cores."),
-        ({"capability": (7, 5)}, {}, "(compute capability 7.5) know no bfloat16: use 16-mixed."),
+        ({"capability": (7, 5)}, {}, "(compute capability 7.5) do not support bfloat16: use 16-mixed."),
     ],
 )
 def test_why_a_gpu_is_not_faster(of_run, of_first, reason):
-    (advice, _) = judge(run("bf16-mixed", **of_run), run(**of_first), None, Thresholds()).advice
+    (advice, _) = assess(run("bf16-mixed", **of_run), run(**of_first), None, Thresholds()).advice
     assert reason in advice
-    assert advice.count("Where Tensor") == (of_run.get("capability") != (6, 1))
+    assert advice.count("Usual reasons") == (of_run.get("capability") != (6, 1))
 
 
 def test_a_run_without_measurements():
-    verdict = judge(run("16-mixed", rate=None, throughput=None, peak_memory={}), run(), None, Thresholds())
-    assert verdict.text == "nothing was measured that can be compared."
+    verdict = assess(run("16-mixed", rate=None, throughput=None, peak_memory={}), run(), None, Thresholds())
+    assert verdict.text == "no figure was measured in both runs."
     assert (verdict.met, verdict.speedup, verdict.memory_saving) == (True, None, None)
 
 
@@ -223,7 +225,7 @@ def test_missing_metric_is_reported_and_replaced():
     metric, remark = choose_metric([run()], Thresholds(metric="val_ac"))
     assert metric == ACC
     assert remark == (
-        "compare.metric is val_ac, which no run has logged. Did you mean 'val_acc'? Logged: val_acc, val_loss."
+        "compare.metric is val_ac, which no run logged. Did you mean 'val_acc'? Logged metrics: val_acc, val_loss."
     )
 
 

@@ -118,11 +118,11 @@ def test_a_comparison(sweep):
     folder = sweep(job(0, 0.5), job(1, 0.75))
     verdict = {"text": "val_acc within 0.1 points, 1.6x faster.", "advice": ["Try <more>."], "met": True}
     runs = [{"run_dir": "elsewhere/0", "verdict": None}, {"run_dir": "elsewhere/1", "verdict": verdict}]
-    (folder / "compare.json").write_text(json.dumps({"runs": runs, "conditions": ["The same in all runs: seed 42."]}))
+    (folder / "compare.json").write_text(json.dumps({"runs": runs, "conditions": ["Equal in all runs: seed 42."]}))
     page = report(folder)
     assert "Comparison of 2 jobs" in page.text
     assert "Verdicts optimizer.lr=0.1: val_acc within 0.1 points, 1.6x faster. Try <more>." in page.sections["jobs"]
-    assert "The same in all runs: seed 42." in page.sections["jobs"]
+    assert "Equal in all runs: seed 42." in page.sections["jobs"]
 
 
 def test_a_sweep_without_curves(make_run):

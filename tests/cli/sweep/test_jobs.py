@@ -92,7 +92,7 @@ def test_signal_ends_parallel_jobs_and_the_same_command_completes_the_sweep(once
     done = sweep(python, *words)  # there is nothing left to do, so nothing is started
     assert done.returncode == 0
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("Job")) == [
-        f"Job {job}: {' '.join(LINE)} seed={job + 1}, completed before" for job in (0, 1, 2)
+        f"Job {job}: {' '.join(LINE)} seed={job + 1}, completed in an earlier sweep" for job in (0, 1, 2)
     ]
     assert {job: Path(f"jobs/{job}/fit.log").read_text() for job in (0, 1, 2)} == before
 
@@ -175,9 +175,12 @@ def test_environment_variables_of_the_user_are_kept(places, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["n_jobs=2", "gpus_per_job=2"], "n_jobs=2 and hydra.launcher.gpus_per_job=2 want 4 GPUs, and there are 3."),
-        (["gpus_per_job=0"], "hydra.launcher.gpus_per_job is 0, expected a number from 1, or null."),
-        (["n_jobs=0"], "hydra.launcher.n_jobs is 0, expected a number from 1, or -1 for all cores."),
+        (
+            ["n_jobs=2", "gpus_per_job=2"],
+            "n_jobs=2 and hydra.launcher.gpus_per_job=2, which need 4 GPUs, but this machine has 3.",
+        ),
+        (["gpus_per_job=0"], "hydra.launcher.gpus_per_job is 0, expected a whole number of at least 1, or null."),
+        (["n_jobs=0"], "hydra.launcher.n_jobs is 0, expected a whole number of at least 1, or -1 for all cores."),
     ],
 )
 def test_invalid_numbers_of_jobs(places, capsys, words, complaint):

@@ -199,7 +199,7 @@ def test_incomparable_jobs_have_no_best():
 def test_sweep_without_a_best_job_prints_the_reason(tmp_path, capsys, jobs, said):
     write(tmp_path, {f"{job['job']}/run.json": json.dumps(job) for job in jobs})
     report(tmp_path)
-    sentence = "No job is the best: none has ended with a finite value of loss."
+    sentence = "There is no best job: no job has a finite value of loss."
     assert (sentence in capsys.readouterr().out) is said
     assert (sentence in (tmp_path / "summary.md").read_text()) is said
 
@@ -311,7 +311,7 @@ def test_a_sweep_in_a_file_of_yours_may_use_short_names(project, jobs):
     ("status", "error"),
     [
         (2, "exit status 2"),
-        (-9, "ended by SIGKILL, as the system does it when memory runs out"),
+        (-9, "ended by SIGKILL, which the system sends when memory runs out"),
         (-11, "ended by SIGSEGV"),
         (-77, "ended by signal 77"),
     ],

@@ -195,10 +195,7 @@ def test_the_budget_is_kept(hungry, capfd):
 def test_another_error_ends_it(hungry, capfd):
     assert main([*hungry, "precision=32", "model.breaks_at=8"]) == 1
     captured = capfd.readouterr()
-    assert (
-        "data.batch_size=8 in precision=32-true: ValueError: the labels are wrong. What it printed is in "
-        in captured.err
-    )
+    assert "data.batch_size=8 in precision=32-true: ValueError: the labels are wrong. Its output is in " in captured.err
     assert "Traceback" not in captured.err
     (log,) = Path("outputs").rglob("tune.log")
     assert "ValueError: the labels are wrong" in log.read_text()
@@ -214,7 +211,7 @@ def test_the_table(project, capsys, monkeypatch):
     monkeypatch.setattr(tune_batch_size, "attempt_size", attempt)
     assert main(["tune", "batch_size", "+recipe=line", "tune.multiple_of=1", "tune.memory=1GiB"]) == 0
     out = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "Budget of a process on a CPU or a GPU: 1.0 GiB." in out
+    assert "Memory budget on a CPU or a GPU: 1.0 GiB." in out
     assert "32-true 10 110 10 MiB" in out
     assert "16-mixed 14 114 14 MiB" in out
     assert "bf16-mixed none - -" in out

@@ -54,7 +54,7 @@ def test_results_and_exit_status_of_processes(tmp_path):
     assert message["method"] == multiprocessing.get_start_method()  # of the workers of dataloaders
     assert log.read_text() == "said aloud\n"
     assert [file.name for file in tmp_path.iterdir()] == ["log"]
-    ended = "its process ended with {}, without a word"
+    ended = "the process ended with {} and without a message"
     assert run_in_child(f"{HERE}:silent", log) == {"status": "failed", "error": ended.format("status 3")}
     killed = run_in_child(f"{HERE}:struck", log, number=signal.SIGKILL)
     assert killed == {"status": "out of memory", "error": "killed by the system"}

@@ -33,25 +33,25 @@ def test_a_suggestion(config, tmp_path, capsys):
     assert result["curve"]["lr"] == RATES
     assert len(result["curve"]["smoothed"]) == 100
     out = capsys.readouterr().out
-    assert f": optimizer.lr={result['suggestion']:.2g} (it is 0.1)\n" in out
-    assert "The test ended by divergence, after 100 rates and 2 skipped steps." in out
+    assert f": optimizer.lr={result['suggestion']:.2g} (currently 0.1)\n" in out
+    assert "The test ended with divergence, after 100 rates and 2 skipped steps." in out
 
 
 @pytest.mark.parametrize(("own", "told"), [([0.025, 0.1], False), ([0.1000000001], False), ([0.3], True), ([], False)])
 def test_a_rate_that_the_module_does_not_take_from_there(config, tmp_path, capsys, own, told):
     report(message(sigmoid(1e-3), own_rates=own), *config, tmp_path)
     out = capsys.readouterr().out
-    assert ("optimizer.lr is 0.1, but the optimizer was given 0.3: the module takes its learning" in out) is told
+    assert ("optimizer.lr is 0.1, but the learning rate of the optimizer is 0.3." in out) is told
     assert ("such as tune.lr_key=model.lr" in out) is told
 
 
 def test_no_suggestion(config, tmp_path, capsys):
     assert report(message([(rate, 1.0) for rate in RATES], ended_by="the last rate", skipped=0), *config, tmp_path) == 1
     out = capsys.readouterr().out
-    assert "No suggestion: the loss does not fall clearly: use other tune.min_lr" in out
+    assert "No suggestion: the loss does not decrease clearly: use another tune.min_lr" in out
     assert "optimizer.lr=" not in out
     assert report(message([], ended_by="overflows"), *config, tmp_path) == 1
-    assert "The test ended by overflows, after 0 rates" in capsys.readouterr().out
+    assert "The test ended with overflows, after 0 rates" in capsys.readouterr().out
 
 
 @pytest.mark.whole
@@ -62,7 +62,7 @@ def test_a_whole_run(project, capfd):
     result = json.loads(file.read_text())
     assert 0.02 < result["suggestion"] < 2.0
     assert result["ended_by"] == "divergence"
-    assert f"optimizer.lr={result['suggestion']:.2g} (it is 0.1)" in (out := capfd.readouterr().out)
+    assert f"optimizer.lr={result['suggestion']:.2g} (currently 0.1)" in (out := capfd.readouterr().out)
     assert "was given" not in out
     assert f"The losses at all rates are in {file}" in out
     assert {each.name for each in Path("outputs").rglob("*") if each.is_file()} == {"tune.json", "tune.log"}

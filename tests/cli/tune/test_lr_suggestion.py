@@ -59,7 +59,7 @@ def test_a_loss_that_only_rises():
     draw = random.Random(0)
     rising = suggest([(rate, 2.3 + step / 20 + draw.gauss(0, 0.1)) for step, rate in enumerate(RATES)])
     assert rising.lr is None
-    assert "does not fall clearly" in rising.why
+    assert "does not decrease clearly" in rising.why
 
 
 def test_a_flat_curve():
@@ -71,4 +71,4 @@ def test_a_flat_curve():
 def test_too_few(points):
     found = suggest(sigmoid(1e-3)[:points])
     assert found.lr is None
-    assert f"{points} points, which is too few" in found.why
+    assert f"{points} points: use more" in found.why

@@ -46,9 +46,9 @@ def test_sizes(given, size):
         ("tune.steps_per_try=1", "tune.steps_per_try is 1, expected at least 2."),
         ("tune.steps=3", "tune.steps is 3, expected at least 10."),
         ("tune.min_lr=0", "tune.min_lr is 0, expected more than 0."),
-        ("tune.max_lr=1e-8", "tune.min_lr is 1e-06 and tune.max_lr is 1e-08: expected more than that."),
+        ("tune.max_lr=1e-8", "tune.max_lr is 1e-08, expected more than tune.min_lr, which is 1e-06."),
         ("tune.batch_size_key=model.size", "tune.batch_size_key is model.size, and the config has no such setting"),
-        ("tune.batch_size_key=model.start", "tune.batch_size_key is model.start, and that is 0.0; expected"),
+        ("tune.batch_size_key=model.start", "tune.batch_size_key is model.start, and its value is 0.0; expected"),
         ("+tune.memry=3GiB", "There is no setting 'tune.memry'. Did you mean 'memory'?"),
         ("tune.memry=3GiB", "There is no setting 'tune.memry'. Did you mean 'tune.memory'?"),
         ("optimizr.lr=1", "There is no setting 'optimizr.lr'. Did you mean 'optimizer.lr'?"),
@@ -59,7 +59,7 @@ def test_sizes(given, size):
             "data.batch_size=4,8",
             "data.batch_size=4,8 has several values, expected one. To run one job for each value, add -m",
         ),
-        ("ckpt_path=line_fit.py", "tune starts from the weights that the model is built with: leave ckpt_path out."),
+        ("ckpt_path=line_fit.py", "with tune, which does not resume."),
         ("resume=auto", "Got resume=auto with tune, expected fit or compare"),
         ("-m", "Got --multirun with tune, which does not support it."),
         ("--cfg", "Got --cfg with tune, which does not support it."),
@@ -76,8 +76,11 @@ def test_mistakes_are_reported_before_the_start(project, capsys, monkeypatch, se
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "Say what to tune: batch_size, for the largest batch that fits into memory, or lr, for a learning rate."),
-        (LINE, "Say what to tune: batch_size"),
+        (
+            [],
+            "Got nothing to tune, expected batch_size, for the largest batch that fits into memory",
+        ),
+        (LINE, "Got nothing to tune, expected batch_size"),
         (
             ["batchsize", *LINE],
             "Got 'batchsize', expected batch_size, for the largest batch that fits into memory, or lr",
@@ -100,7 +103,7 @@ def test_mode_may_be_anywhere():
 def test_torchrun_is_refused(project, capsys, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert main(["tune", "lr", *LINE]) == 2
-    assert "tune works on one device: run it without torchrun." in capsys.readouterr().err
+    assert "Got tune under torchrun" in capsys.readouterr().err
 
 
 def test_the_defaults_are_those_of_the_config(project):
@@ -132,7 +135,7 @@ def test_configs_of_the_processes(project, capsys):
     assert "hydra" not in settings
     assert config.data.batch_size == 4  # as it was
     tune.claim_folder(arguments, config)
-    assert "The config asks for several devices" in capsys.readouterr().out
+    assert "The config has several devices" in capsys.readouterr().out
 
 
 def test_a_run_without_an_end_stays_one(project, capsys):
@@ -150,4 +153,4 @@ def test_failures(tmp_path):
     assert str(usage) == "data: no."
     broken = tune.failure({"status": "failed", "error": "ValueError: no way."}, "8", tmp_path)
     assert not isinstance(broken, UsageError)
-    assert str(broken) == f"8: ValueError: no way. What it printed is in {tmp_path / 'tune.log'}"
+    assert str(broken) == f"8: ValueError: no way. Its output is in {tmp_path / 'tune.log'}"

@@ -1,4 +1,4 @@
-"""What a precision does on a device: native, emulated or unsupported, and why."""
+"""The support of precisions on a device: native, emulated or unsupported, with the reason."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from trainer.precision.float8 import Float8Precision
 from trainer.precision.registry import PLUGINS, resolve_precision
 
 PRECISIONS = tuple(sorted(PLUGINS.keys() - {"auto"}))
-"""Those that compute in something."""
+"""All precisions except ``auto``."""
 
 _CPU_FLOAT16 = ("avx512_fp16", "amx_fp16", "sve", "fp16")
 
 
 class Ability(NamedTuple):
-    """What one precision does on one device.
+    """The support of a precision on a device.
 
     Args:
         precision: canonical name.
-        how: ``native`` where the hardware computes in it, ``emulated`` where other arithmetic gives its numbers,
-            ``unsupported`` where the Trainer refuses it.
-        why: one line.
+        how: ``native`` if the hardware computes in it, ``emulated`` if its numbers are computed with another type,
+            ``unsupported`` if the Trainer rejects it, ``unknown`` if torch does not report it.
+        why: the reason, as one line.
     """
 
     precision: str
@@ -35,59 +35,59 @@ class Ability(NamedTuple):
 
 
 def ability(precision: str, device: torch.device) -> Ability:
-    """What ``precision`` would do on ``device``. The precision's own check has the word on what is refused."""
+    """Return the support of ``precision`` on ``device``, from the check of its plugin."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of emulation, and of small gradients: the table says it
+            warnings.simplefilter("ignore")  # about emulation and small gradients, which are in the table
             plugin = resolve_precision(precision)
             plugin.check(device)
     except PrecisionError as error:
         return Ability(precision, "unsupported", str(error).partition(". Use")[0].partition(", expected")[0])
     if plugin.dtype is torch.float64:
-        slow = "a GPU made for graphics is 32 to 64 times slower than in float32" if device.type == "cuda" else ""
-        return Ability(precision, "native", slow or "at most half as fast as float32: for references")
+        slow = "consumer GPUs are 32 to 64 times slower than in float32" if device.type == "cuda" else ""
+        return Ability(precision, "native", slow or "at most half as fast as float32, for reference results")
     if not plugin.is_half:
         return Ability(precision, "native", _about_float32(device))
     if isinstance(plugin, Float8Precision):
         if device.type == "cpu":
-            return Ability(precision, "emulated", "a rehearsal for a GPU, value by value, and slow")
-        return Ability(precision, "native", "Tensor Cores, for Linear layers; for large ones, in a compiled model")
+            return Ability(precision, "emulated", "same values as on a GPU, but slow: to test a model for a GPU")
+        return Ability(precision, "native", "Tensor Cores, for Linear layers; faster for large ones if compiled")
     if plugin.dtype is torch.bfloat16:
         return Ability(precision, *_bfloat16(device))
     how, why = _float16(device)
-    return Ability(precision, how, why if plugin.scales_loss else f"{why}; small gradients vanish")
+    return Ability(precision, how, why if plugin.scales_loss else f"{why}; small gradients underflow")
 
 
 def instructions() -> list[str]:
-    """The CPU's instructions for 16 bits, as torch names them; empty where it has none, or torch does not tell."""
+    """Return the CPU's 16-bit instructions by torch's names; empty if it has none or torch does not report them."""
     return cpu_instructions((*CPU_BFLOAT16, *_CPU_FLOAT16)) or []
 
 
 def _about_float32(device: torch.device) -> str:
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
         return "the reference"
-    return "the reference; torch.set_float32_matmul_precision('high') lets products use TF32"
+    return "the reference; torch.set_float32_matmul_precision('high') enables TF32 for matrix products"
 
 
 def _float16(device: torch.device) -> tuple[Literal["native", "emulated", "unknown"], str]:
     if device.type == "cpu":
         if cpu_fp16.native_fp16():
             return "native", "this CPU has float16 instructions that torch uses"
-        return "emulated", "no float16 instructions: products in float32 on numbers rounded to float16"
+        return "emulated", "no float16 instructions: products in float32 of numbers rounded to float16"
     if tensor_cores(device):
         return "native", "Tensor Cores"
     if device.type == "cuda" and not torch.version.hip:
-        return "native", "no Tensor Cores: it saves memory, but hardly time"
-    return "native", "as far as torch can tell"
+        return "native", "no Tensor Cores: saves memory, but hardly time"
+    return "native", "according to torch"
 
 
 def _bfloat16(device: torch.device) -> tuple[Literal["native", "emulated", "unknown"], str]:
     if native_bfloat16(device):
         if device.type == "cpu":
             return "native", "this CPU has bfloat16 instructions that torch uses"
-        return "native", "bfloat16 units" if device.type == "cuda" else "as torch says"
+        return "native", "bfloat16 units" if device.type == "cuda" else "according to torch"
     if device.type == "mps":
-        return "unknown", "torch cannot tell whether this chip has bfloat16 units"
+        return "unknown", "torch does not report whether this chip has bfloat16 units"
     if device.type == "cuda":
-        return "emulated", "no bfloat16 units: slow, 16-mixed is the better one"
+        return "emulated", "no bfloat16 units: slow, use 16-mixed"
     return "emulated", "no bfloat16 instructions that torch uses: slower than float32"

@@ -1,4 +1,4 @@
-"""What is in a batch: shapes, dtypes, ranges, labels, and what is odd about them; its images as a picture."""
+"""Describe a batch: shapes, dtypes, ranges, labels, suspicious values, and its images as a picture."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _MOST_COUNTED = 12  # labels that are listed one by one
 _MOST_IMAGES = 32
 _SMALLEST_IMAGE = 8
 _IGNORED = (-100, -1)
-"""Labels of targets that do not count: of torch's losses, and of many data sets."""
+"""Labels that losses ignore: by default in torch, and in many datasets."""
 
 
 class Entry(NamedTuple):
-    """One tensor of a batch, or something else in it.
+    """An item of a batch, such as a tensor.
 
     Args:
-        name: how to get at it, such as ``batch[0]['image']``.
-        shape: of a tensor; how many for a list of texts or numbers.
-        dtype: likewise; or the class.
+        name: the expression for it, such as ``batch[0]['image']``.
+        shape: shape of a tensor; length of a list of texts or numbers.
+        dtype: dtype of a tensor; otherwise the class.
         range: the smallest and the largest finite number.
-        content: labels and how many there are of each, mean and standard deviation, or a text.
-        not_finite: how many elements are NaN and inf.
+        content: labels with their counts, mean and standard deviation, or a text.
+        not_finite: number of NaN and inf elements, as text.
     """
 
     name: str
@@ -42,36 +42,34 @@ class Entry(NamedTuple):
 
 
 def describe(batch: Any) -> list[Entry]:
-    """All that is in a batch, in its order."""
+    """Return the items of a batch in order."""
     return [_entry(name, value) for name, value in leaves_in(batch, "batch")]
 
 
-def odd(batch: Any) -> list[str]:
-    """What is odd about a batch, as sentences."""
+def suspicious(batch: Any) -> list[str]:
+    """Return sentences about suspicious values in a batch."""
     found = []
     tensors = _strided(batch)
     for name, tensor in tensors:
-        if told := _not_finite(tensor):
-            found.append(f"{name} has {told} among {tensor.numel():,} elements.")
+        if count := _not_finite(tensor):
+            found.append(f"{name} has {count} among {tensor.numel():,} elements.")
         if tensor.numel() > 1 and tensor.dtype is not torch.bool and bool((tensor == tensor.flatten()[0]).all()):
             value = _number(tensor.flatten()[0].item())
             if _is_labels(tensor):
-                found.append(f"All labels in {name} are {value}: are the training data shuffled?")
+                found.append(f"All labels in {name} are {value}. Check that the training data is shuffled.")
             elif tensor.is_floating_point():
-                found.append(f"{name} is {value} everywhere: the model can learn nothing from it.")
+                found.append(f"All elements of {name} are {value}, so the model cannot learn from it.")
     if not tensors:
-        found.append(
-            "There is no tensor in the batch: training_step, or a collate_fn, has to make some of what is in it."
-        )
+        found.append("The batch has no tensor. Convert its items to tensors in a collate_fn or in training_step.")
     return found
 
 
 def labels_out_of_range(batch: Any, classes: int | None) -> str:
-    """What is wrong with the labels, as a sentence; "" where nothing is, or where it is not clear which they are.
+    """Return a sentence about labels out of range; "" if there are none, or if the labels cannot be identified.
 
     Args:
-        batch: as it is on the host.
-        classes: of the module; None where that is not known.
+        batch: on the host.
+        classes: number of classes of the module; None if it is unknown.
     """
     labels = [(name, tensor) for name, tensor in _strided(batch) if _is_labels(tensor) and tensor.numel()]
     if classes is None or len(labels) != 1:
@@ -81,15 +79,13 @@ def labels_out_of_range(batch: Any, classes: int | None) -> str:
     if not seen:
         return ""
     return (
-        f"{name} has the label{'s' * (len(seen) > 1)} {some(seen, 5)}, and the model has {classes} classes: 0 to"
-        f" {classes - 1}."
+        f"{name} has the label{'s' * (len(seen) > 1)} {some(seen, 5)}, expected labels from 0 to {classes - 1}, because"
+        f" the model has {classes} classes."
     )
 
 
 def classes_of(module: nn.Module) -> int | None:
-    """How many classes a module has: by a ``num_classes`` of its own, of a part of it, or of a metric; None where
-    these are none, or differ.
-    """
+    """Return ``num_classes`` of the module, its parts, metrics and hyperparameters; None if missing or ambiguous."""
     named = [getattr(part, "num_classes", None) for part in module.modules()]
     named.append(getattr(module, "hparams", {}).get("num_classes"))
     found = {number for number in named if isinstance(number, int) and not isinstance(number, bool) and number > 1}
@@ -97,7 +93,7 @@ def classes_of(module: nn.Module) -> int | None:
 
 
 def images_in(batch: Any) -> Tensor | None:
-    """The first images of a batch, of shape (number, 3 or 1, height, width); None where nothing looks like images."""
+    """Return the first images of a batch, of shape (number, 3 or 1, height, width); None if it has no images."""
     for _, tensor in _strided(batch):
         if tensor.dim() != 4 or not len(tensor) or not (tensor.is_floating_point() or tensor.dtype is torch.uint8):
             continue
@@ -110,13 +106,13 @@ def images_in(batch: Any) -> Tensor | None:
 
 
 def save_images(batch: Any, file: Path) -> bool:
-    """Write the images of a batch as one picture, each with its own darkest and brightest value as black and white.
+    """Write the images of a batch as one picture. Each image is scaled to its own smallest and largest value.
 
     Returns:
-        Whether there is a picture: a batch may have no images, and Pillow may be missing.
+        Whether a picture was written. It is not if the batch has no images or Pillow is missing.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: if the picture cannot be written.
     """
     images = images_in(batch)
     if images is None or find_spec("PIL") is None:
@@ -145,7 +141,7 @@ def _entry(name: str, value: Any) -> Entry:
 
 
 def _is_labels(tensor: Tensor) -> bool:
-    """Whole numbers, one for each sample."""
+    """Return whether the tensor has one integer per sample."""
     return (
         tensor.dim() == 1
         and not tensor.is_floating_point()

@@ -1,8 +1,8 @@
-"""The memory of training steps, seen on tensors that have a shape and a dtype but no values.
+"""Measure the memory of training steps on fake tensors, which have a shape and a dtype but no values.
 
-The steps are real ones: of the module, its optimizer and, where it is sharded, of torch's ``fully_shard`` among
-processes that are only pretended. What exists at a time is counted as tensors come and go. torch does that without
-a GPU for tensors of the CPU alone; where autocast and attention differ on a GPU they are told to do as there.
+The steps use the real module and optimizer and, for FSDP, torch's ``fully_shard`` with a fake process group. The bytes
+of living tensors are counted. The fake tensors are on the CPU, because torch needs a GPU for others; autocast and
+attention are set to behave as on a GPU.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Memory(NamedTuple):
     """Bytes on one device.
 
     Args:
-        peak: in the step, the most at a time.
-        after: behind the step: weights, gradients, and the optimizer's states.
+        peak: peak memory in the step.
+        after: memory after the step: weights, gradients and optimizer states.
     """
 
     peak: int
@@ -49,19 +49,19 @@ class Memory(NamedTuple):
 def measure(
     build: Callable[[], Any], batch: Any, precision: Any, prepare: Callable[[Any], None], shards: int | None
 ) -> Memory:
-    """The memory of a training step on one device.
+    """Return the memory of a training step on one device.
 
     Args:
-        build: returns the LightningModule; called where new tensors have no values.
-        batch: of the dataloader.
-        precision: our precision plugin.
-        prepare: called with the module, before the optimizers are made.
-        shards: processes that its parameters, gradients and optimizer states are spread over; None: one device has all.
+        build: returns the LightningModule. Called with the meta device as default.
+        batch: a batch of the dataloader.
+        precision: the precision plugin.
+        prepare: called with the module before the optimizers are created.
+        shards: number of processes that FSDP shards over. None: no sharding.
 
     Raises:
-        ValueError: the module optimizes by itself (manual optimization), or what it does depends on values.
+        ValueError: if the module uses manual optimization, or its step depends on values.
     """
-    mesh_context = nullcontext() if shards is None else _pretended(shards)
+    mesh_context = nullcontext() if shards is None else _fake_mesh(shards)
     with mesh_context as mesh:
         module = _on_meta(build, precision)
         with without_values() as (fakes, living):
@@ -79,9 +79,9 @@ def measure(
 
 @contextmanager
 def without_values() -> Iterator[tuple[FakeTensorMode, Living]]:
-    """A context in which new tensors have no values, and are counted. Attention is as on a GPU.
+    """Create fake tensors inside the context, and count their bytes. Attention behaves as on a GPU.
 
-    A backward pass in it wants ``torch.autograd.set_multithreading_enabled(False)``: other threads are not counted.
+    A backward pass inside needs ``torch.autograd.set_multithreading_enabled(False)``: other threads are not counted.
     """
     living = Living()
     with FakeTensorMode(allow_non_fake_inputs=True) as fakes, _Ones(), living, _AsOnGPU():  # type: ignore[no-untyped-call]
@@ -91,14 +91,14 @@ def without_values() -> Iterator[tuple[FakeTensorMode, Living]]:
 def look(
     build: Callable[[], Any], batch: Any, precision: Any, waits: dict[tuple[str, int, str], Wait]
 ) -> dict[str, tuple[str, str]]:
-    """What a forward pass does that is another thing on a GPU.
+    """Find host-device synchronizations and different dtypes that a forward pass would have on a GPU.
 
     Args:
-        build, batch, precision: as of :func:`measure`.
-        waits: is filled with the lines that would make the host wait, also where the step then fails.
+        build, batch, precision: as in :func:`measure`.
+        waits: is filled with the lines that synchronize, even if the step then fails.
 
     Returns:
-        Operations that CUDA's autocast computes in another dtype than a CPU's
+        Operations that run in another dtype under CUDA autocast than under CPU autocast
         (:func:`~trainer.precision.autocast_ops.ops_that_differ`).
     """
     module = _on_meta(build, precision)
@@ -123,7 +123,7 @@ def _on_meta(build: Callable[[], Any], precision: Any) -> Any:
         module = build()
         module.configure_model()
     if not module.automatic_optimization:
-        raise ValueError("it optimizes by itself (automatic_optimization=False)")
+        raise ValueError("it uses manual optimization (automatic_optimization=False)")
     return module
 
 
@@ -131,25 +131,25 @@ def _train(module: Any, optimizers: Sequence[Optimizer], batch: Any, precision: 
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     for optimizer in optimizers:
-        optimizer.step()  # makes its states
+        optimizer.step()  # creates the optimizer states
     living.peak = living.now
     forward = module.forward
 
     def step() -> Any:
-        module.forward = forward  # which the step may call itself
+        module.forward = forward  # because the step may call it
         return _training_step(module, batch)
 
-    module.forward = step  # FSDP's hooks are around the module's call
-    # Both 16-bit types have two bytes; the CPU's kernels for float16 are another matter.
+    module.forward = step  # because FSDP's hooks run when the module is called
+    # bfloat16 also stands for float16, which has the same size but fewer CPU kernels.
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=isinstance(precision, MixedPrecision))
-    # Gradients go where the loop drops them: see trainer/loops/fit.py.
+    # Gradients are cleared at the same points as in trainer/loops/fit.py.
     if not any(is_overridden(name, module) for name in ("optimizer_zero_grad", "on_before_zero_grad")):
         _clear(optimizers)
     with autocast, cuda_autocast_ops():
         output = module()
     _clear(optimizers)
     loss = output["loss"] if isinstance(output, dict) else output
-    with torch.autograd.set_multithreading_enabled(False):  # other threads would not be counted
+    with torch.autograd.set_multithreading_enabled(False):  # because other threads are not counted
         loss.backward()
     del output, loss
     for optimizer in optimizers:
@@ -162,7 +162,7 @@ def _clear(optimizers: Sequence[Optimizer]) -> None:
 
 
 def _optimizers(module: Any) -> list[Optimizer]:
-    """As a GPU has them: foreach, where nothing else is said."""
+    """Return the optimizers of the module, with ``foreach=True`` as on a GPU unless they choose an implementation."""
     module.log = module.log_dict = lambda *_, **__: None
     module._trainer = SimpleNamespace(
         estimated_stepping_batches=1000, max_epochs=1, world_size=1, global_rank=0, callback_metrics={}
@@ -183,8 +183,8 @@ def _optimizers(module: Any) -> list[Optimizer]:
 
 
 @contextmanager
-def _pretended(processes: int) -> Iterator[Any]:
-    """A mesh of so many processes, of which this is the first, and whose collectives do nothing."""
+def _fake_mesh(processes: int) -> Iterator[Any]:
+    """Yield a mesh of a fake process group, with this process as rank 0 and collectives that are no-ops."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
@@ -195,11 +195,11 @@ def _pretended(processes: int) -> Iterator[Any]:
 
 
 class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of all tensors that are made within, as long as they live.
+    """Count the bytes of all living tensors that were created inside the mode.
 
     Attributes:
-        now: that exist.
-        peak: the most that existed since it was set.
+        now: bytes of living tensors.
+        peak: largest value of ``now`` since ``peak`` was set.
     """
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes: dict[int, int] = {}
 
     def __enter__(self) -> Living:
-        """FSDP frees and fills what it gathers by resizing storages, which nobody is told of."""
+        """Patch ``UntypedStorage.resize_``, which FSDP uses to free and allocate gathered parameters."""
         self._resize: Any = torch.UntypedStorage.resize_
         living, resize = self, self._resize
 
@@ -225,7 +225,7 @@ class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do what is to be done, and count what came out."""
+        """Call the function, and count its results."""
         result = function(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, Tensor):
@@ -236,7 +236,7 @@ class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def storage_of(self, tensor: Tensor) -> torch.UntypedStorage | None:
-        """Where the values are that count; None for a tensor that does not."""
+        """Return the storage to count, or None for a tensor that is not counted."""
         return local(tensor).untyped_storage()
 
     def _note(self, storage: Any, size: int, key: int | None = None) -> None:
@@ -248,7 +248,7 @@ class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _AsOnGPU(TorchFunctionMode):
-    """Attention with dropout needs no more memory than without."""
+    """Ignore the dropout of attention, which needs no memory on a GPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -258,7 +258,7 @@ class _AsOnGPU(TorchFunctionMode):
 
 
 class _Ones(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Whoever asks for the value of a tensor without values gets a 1."""
+    """Return 1 if the value of a fake tensor is read."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default:

@@ -1,4 +1,4 @@
-"""What the checks look at, and what they have found, as facts and as tables. Imports no torch."""
+"""The input and the results of checks, as facts and as tables. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class Loaded(NamedTuple):
-    """What has come of a dataloader.
+    """The first batch of a dataloader, and its speed.
 
     Args:
-        batch: the first.
-        first: seconds until it was there: workers start, files are opened.
-        seconds: for each batch after it; None where there is no other.
-        timed: how many these were.
-        workers: processes that load; None where the loader does not tell.
+        batch: the first batch.
+        first: seconds until the first batch, including the start of workers.
+        seconds: mean seconds for each later batch; None if there is only one batch.
+        timed: number of these batches.
+        workers: number of workers; None if it is unknown.
     """
 
     batch: Any
@@ -35,13 +35,13 @@ class Recipe:
     """A recipe.
 
     Args:
-        name: such as ``mine``; ``unnamed`` for a config that the command line has put together.
-        settings: its config, resolved, of a short training.
-        data: the data module that `loaded` came from, or the module where that has the data itself.
-        loaded: a batch, and how long it took.
-        peak: bytes that a step takes on one device; None where that could not be predicted.
-        operations: floating-point operations of a forward pass; None where they could not be counted.
-        failure: why the memory could not be predicted.
+        name: such as ``mine``; ``unnamed`` for a config without a recipe.
+        settings: its resolved config, of a short training.
+        data: the data module of `loaded`, or the module if it has the dataloaders.
+        loaded: a batch, and the speed of its dataloader.
+        peak: predicted peak memory of a step on one device, in bytes; None if it could not be predicted.
+        operations: floating-point operations of a forward pass; None if they could not be counted.
+        failure: the error of the memory prediction, or None.
         words: the overrides of the command line.
     """
 
@@ -57,14 +57,14 @@ class Recipe:
 
 @dataclass
 class Findings:
-    """What the checks have found.
+    """The results of checks.
 
     Args:
-        seconds: for measuring speed.
-        recipe: that is looked at; None for the machine alone.
-        devices: that a Trainer can run on; empty where torch cannot be imported.
-        facts: everything, as plain containers: what ``checks json`` prints.
-        tables: for a person.
+        seconds: time for the measurement of speed.
+        recipe: the recipe to check; None to check only the machine.
+        devices: devices that a Trainer can use; empty if torch cannot be imported.
+        facts: all results, as plain containers. ``checks json`` prints them.
+        tables: tables for the terminal.
     """
 
     seconds: float = 2.0
@@ -80,9 +80,9 @@ class Findings:
     tables: list[Table] = field(default_factory=list)
 
     def remark(self, text: str) -> None:
-        """Something to know."""
+        """Add a remark."""
         self.facts["remarks"].append(text)
 
     def problem(self, text: str) -> None:
-        """Something that is broken."""
+        """Add a problem, which makes the exit status 1."""
         self.facts["problems"].append(text)

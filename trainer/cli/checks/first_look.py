@@ -1,4 +1,4 @@
-"""A first look at a recipe's data: a batch, its layers in float32 and float16, and the bottleneck of training."""
+"""Check a recipe's data: a batch, its layers in float32 and float16, and the bottleneck of training."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from trainer.machine import readable
 from trainer.terminal import Table, command_line
 
 _PICTURES = Path("outputs", "checks")
-_ROWS = 8  # of the table of layers
-_NAMED = 3  # layers in a sentence
-_LITTLE = 0.05  # share of the time; below it, faster loading is not worth a change
+_ROWS = 8  # largest number of rows in the table of layers
+_NAMED = 3  # largest number of layers in a sentence
+_LITTLE = 0.05  # share of the time spent waiting for data that is negligible
 
 
 def check_batch(found: Findings, recipe: Recipe) -> None:
@@ -40,12 +40,12 @@ def check_batch(found: Findings, recipe: Recipe) -> None:
         found.remark(f"The images of the batch were not written to {picture}: {error.strerror or error}.")
     images = str(picture) if saved else None
     found.facts["batch"] = {"entries": [entry._asdict() for entry in entries], "images": images}
-    header = ("in it", "shape", "dtype", "range", "content", "not finite")
+    header = ("item", "shape", "dtype", "range", "content", "not finite")
     filled = [place for place in range(len(header)) if any(entry[place] for entry in entries)]
     rows = [[row[place] for place in filled] for row in (header, *entries)]
     title = f"A batch of the training data{f'; its images: {images}' if saved else ''}"
     found.tables.append(Table(title, rows[0], rows[1:]))
-    found.facts["remarks"] += batch.odd(loaded.batch)
+    found.facts["remarks"] += batch.suspicious(loaded.batch)
 
 
 def check_steps(found: Findings, recipe: Recipe) -> None:
@@ -62,16 +62,16 @@ def check_steps(found: Findings, recipe: Recipe) -> None:
     if part is not None:
         try:
             with steps.undisturbed(device):
-                seen = steps.look_at_layers(recipe, part)
+                seen = steps.measure_layers(recipe, part)
                 if not seen.labels:
                     step = steps.time_step(recipe, part, batch_size(recipe.loaded.batch))
         except ConfigurationError:
             raise
         except Exception as error:
             place = failure.user_line(error)
-            said = failure.printable(failure.one_line(error))
+            message = failure.printable(failure.one_line(error))
             raised = f" Raised in {place}" if place else ""
-            found.problem(f"A training step on this batch fails: {type(error).__name__}: {said}{raised}")
+            found.problem(f"A training step on this batch fails: {type(error).__name__}: {message}{raised}")
         else:
             _report_layers(found, seen)
             if step is not None and step.float8:
@@ -109,13 +109,13 @@ def _report_layers(found: Findings, seen: Layers) -> None:
     title = f"{of}, in float32: {seen.parameters:,} parameters{frozen}{loss}"
     found.tables.append(Table(title, (*texts, *numbers), rows, texts, ("class", "activations", "vanish")))
     if not is_finite:
-        found.problem(f"The loss of this batch is {seen.loss}, in float32 and before any update.")
+        found.problem(f"The loss of this batch is {seen.loss} in float32 with the initial weights.")
     broken = [layer for layer in seen.layers if layer.not_finite]
     if broken:
-        found.problem(f"In float32 there are values that are not finite in {some(map(_name, broken), _NAMED)}.")
+        found.problem(f"In float32, values are not finite in {some(map(_name, broken), _NAMED)}.")
     if seen.without_gradient:
         found.remark(
-            f"No gradient reaches {len(seen.without_gradient)} of the parameters that are to be trained:"
+            f"{len(seen.without_gradient)} parameters that require gradients get none:"
             f" {some(seen.without_gradient, _NAMED)}."
         )
     if seen.layers and not broken:
@@ -124,7 +124,7 @@ def _report_layers(found: Findings, seen: Layers) -> None:
 
 
 def _float16(layers: list[Layer]) -> dict[str, Any]:
-    """Return how these layers would do in float16, with sentences about it."""
+    """Return predictions about these layers in float16, with sentences."""
     high, steep = max(layers, key=lambda one: one.activation), max(layers, key=lambda one: one.gradient or 0.0)
     over = sorted((one for one in layers if one.largest > LARGEST), key=lambda one: one.largest, reverse=True)
     scale = largest_scale(layers)
@@ -133,25 +133,25 @@ def _float16(layers: list[Layer]) -> dict[str, Any]:
     lost_scaled = sum(layer.vanishing_scaled for layer in layers) / nonzero
     gradient = f" and the largest gradient {_number(steep.gradient)} in {_name(steep)}" if steep.gradient else ""
     sentences = [
-        f"float16 holds this batch: it ends at {LARGEST:,.0f}, and the largest activation is"
+        f"This batch fits into float16 (largest number {LARGEST:,.0f}): the largest activation is"
         f" {_number(high.activation)} in {_name(high)}{gradient}."
     ]
     if over:
         names = ",".join(layer.name for layer in over[:_NAMED] if layer.name)
         sentences = [
-            f"float16 overflows in {some(map(_name, over), _NAMED)}: it ends at {LARGEST:,.0f}, and there are numbers"
-            f" of {_number(over[0].largest)}. precision.fp32_modules=[{names}] keeps that in float32; bf16-mixed has"
-            " float32's range."
+            f"float16 overflows in {some(map(_name, over), _NAMED)}: its largest number is {LARGEST:,.0f}, and values"
+            f" reach {_number(over[0].largest)}. Use precision.fp32_modules=[{names}] to run these in float32, or"
+            " bf16-mixed, which has float32's range."
         ]
     if lost:
         worst = max(layers, key=lambda layer: layer.share)
         sentences.append(
-            f"Without a loss scale {_percent(lost)} of the gradients would be below 6e-8 and vanish (in {_name(worst)}"
-            f" {_percent(worst.share)}); with a scale of {SCALE:,.0f} {_percent(lost_scaled)}."
+            f"Without a loss scale, {_percent(lost)} of the gradients underflow (below 6e-8; {_percent(worst.share)} in"
+            f" {_name(worst)}); with a scale of {SCALE:,.0f}, {_percent(lost_scaled)}."
         )
     if scale is not None and scale < SCALE:
         sentences.append(
-            f"Times 16-mixed's first loss scale, {SCALE:,.0f}, gradients overflow: it skips steps until its scale is"
+            f"With 16-mixed's initial loss scale of {SCALE:,.0f}, gradients overflow: it skips steps until the scale is"
             f" about {scale:,.4g}."
         )
     return {
@@ -161,7 +161,7 @@ def _float16(layers: list[Layer]) -> dict[str, Any]:
         "vanishing": lost,
         "vanishing_scaled": lost_scaled,
         "largest_scale": scale,
-        "sentences": [*sentences, "This is one batch, with the weights that a training begins with."],
+        "sentences": [*sentences, "This was measured on one batch with the initial weights."],
     }
 
 
@@ -178,7 +178,7 @@ def _report_loading(found: Findings, recipe: Recipe, loaded: Loaded, step: Step 
     if step is not None:
         samples = f", measured with {step.samples} samples" if step.samples else ""
         rows.append(["a step", _time(step.seconds), f"{step.precision} on {step.device}{samples}"])
-    found.tables.append(Table("Loading against training, measured here and now", (), rows))
+    found.tables.append(Table("Measured time of loading and of a training step", (), rows))
     if sentence:
         found.remark(sentence)
 
@@ -192,19 +192,21 @@ def bottleneck(recipe: Recipe, loaded: Loaded, step: Step | None, gpus: int) -> 
     share = waited / max(waited + step.seconds, 1e-9)
     if share < _LITTLE:
         return (
-            f"The training step is the bottleneck: training waits for data in {_percent(share)} of the time, and more"
-            f" workers gain nothing. `{command_line('tune', 'batch_size', *recipe.words)}` finds the largest"
-            " batch."
+            f"The training step is the bottleneck: training waits for data {_percent(share)} of the time, so more"
+            f" workers do not help. `{command_line('tune', 'batch_size', *recipe.words)}` finds the largest batch."
         )
-    limit = "The data are the bottleneck: training" if waited > step.seconds else "Training"
-    waits = f"{limit} waits for data in {_percent(share)} of the time."
+    limit = "The dataloader is the bottleneck: training" if waited > step.seconds else "Training"
+    waits = f"{limit} waits for data {_percent(share)} of the time."
     if not overlaps and (workers := machine.suggested_workers(machine.cores().usable, gpus)):
         plus = "" if "num_workers" in (recipe.settings["data"] or {}) else "+"
-        return f"{waits} Try {plus}data.num_workers={workers}: they load during a step."
-    cheaper = "Try cheaper samples: data decoded, resized and kept once, smaller files, transforms on whole batches."
+        return f"{waits} Try {plus}data.num_workers={workers}: workers load batches during a step."
+    cheaper = (
+        "Make samples cheaper: decode and resize the data once in advance, use smaller files, or transform whole"
+        " batches."
+    )
     if overlaps:
-        return f"{waits} Its {loaded.workers} workers are too slow: use more of them if there are cores. {cheaper}"
-    return f"{waits} {cheaper} Workers would take cores from the training itself on this CPU."
+        return f"{waits} {loaded.workers} workers are too slow: use more if there are free cores. {cheaper}"
+    return f"{waits} {cheaper} Workers would take cores from the training on this CPU."
 
 
 # --- in words -------------------------------------------------------------------------------------------------

@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 LARGEST = torch.finfo(torch.float16).max
 """65,504."""
 SMALLEST = 2.0**-24
-"""The smallest number above 0 that float16 has: 6e-8."""
+"""The smallest positive number in float16: 6e-8."""
 SCALE = 2.0**16
-"""What 16-mixed multiplies the loss by to begin with."""
+"""The initial loss scale of 16-mixed."""
 
 
 @dataclass
 class Layer:
-    """A layer: a module that has no others in it.
+    """Statistics of a layer, which is a module with parameters or without submodules.
 
     Args:
         name: as in ``named_modules()``.
-        kind: its class.
-        parameters: how many numbers it has.
-        outputs: bytes of what it has returned, in float32.
-        activation: the largest absolute value of these.
-        gradient: of the gradients with respect to its outputs and to its parameters; None without any.
-        not_finite: elements of its outputs and gradients that are inf or NaN.
-        nonzero: elements of its gradients that are not 0.
-        vanishing: of these, how many are below `SMALLEST`.
-        vanishing_scaled: how many still are after a multiplication by `SCALE`.
+        kind: name of its class.
+        parameters: number of elements of its parameters.
+        outputs: size of its outputs in float32, in bytes.
+        activation: largest absolute value of its outputs.
+        gradient: largest absolute value of the gradients of its outputs and parameters; None without gradients.
+        not_finite: number of elements of its outputs and gradients that are inf or NaN.
+        nonzero: number of elements of its gradients that are not 0.
+        vanishing: number of these that are below `SMALLEST`.
+        vanishing_scaled: number of these that are below `SMALLEST` after a multiplication by `SCALE`.
     """
 
     name: str
@@ -64,27 +64,28 @@ class Layer:
 
     @property
     def largest(self) -> float:
-        """Of the activations and the gradients."""
+        """Return the largest absolute value of the activations and gradients."""
         return max(self.activation, self.gradient or 0.0)
 
     @property
     def share(self) -> float:
-        """Of the gradients that are not 0: those that float16 has no number for, without a loss scale."""
+        """Return the share of nonzero gradient elements that underflow in float16 without a loss scale."""
         return self.vanishing / self.nonzero if self.nonzero else 0.0
 
 
 class Layers(Callback):
-    """Looks at the layers in one training step, and ends the fit.
+    """Collect statistics of the layers in one training step, and end the fit.
 
     Args:
-        batch: the one of that step, as the dataloader gave it.
+        batch: the batch of that step, as returned by the dataloader.
 
     Attributes:
         layers: in the order of the module.
-        loss: of the batch; None where ``training_step`` does not return it.
-        parameters: of the whole module, and how many are trained.
-        without_gradient: names of trained parameters that the loss does not depend on.
-        labels: what is wrong with the labels, in which case no step was done.
+        loss: loss of the batch; None if ``training_step`` does not return it.
+        parameters: number of parameter elements of the module.
+        trained: number of these that require gradients.
+        without_gradient: names of trained parameters without a gradient.
+        labels: error message about the labels, or "". With an error, no step is run.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -99,7 +100,7 @@ class Layers(Callback):
         self.labels = ""
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Puts hooks on the layers."""
+        """Register hooks on the layers."""
         self.labels = labels_out_of_range(self._batch, classes_of(pl_module))
         if self.labels:
             raise Done
@@ -125,7 +126,7 @@ class Layers(Callback):
         self.layers.insert(0, itself)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Takes the loss."""
+        """Store the loss, and end the fit."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         self.loss = float(loss) if isinstance(loss, Tensor) and loss.numel() == 1 else None
         self.without_gradient = [name for name in self._trained if name not in self._seen]
@@ -133,13 +134,13 @@ class Layers(Callback):
         raise Done
 
     def teardown(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        """Takes the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def _take_output(self, layer: Layer, module: nn.Module, args: Any, output: Any) -> None:
         tensors = [tensor for tensor in tensors_in(output) if tensor.dim() and tensor.is_floating_point()]
-        if (found := measure(tensors)) is None:  # a loss, say
+        if (found := measure(tensors)) is None:  # such as a scalar loss
             return
         layer.outputs += 4 * found.elements
         layer.activation = max(layer.activation, found.largest)
@@ -160,20 +161,20 @@ class Layers(Callback):
         counts = torch.stack(
             [nonzero.sum(), *(((size < limit) & nonzero).sum() for limit in (SMALLEST, SMALLEST / SCALE))]
         )
-        seen, vanishing, scaled = counts.tolist()  # host-device synchronisation: this is a measurement
+        seen, vanishing, scaled = counts.tolist()  # host-device synchronization
         layer.nonzero += seen
         layer.vanishing += vanishing
         layer.vanishing_scaled += scaled
 
 
 def largest_scale(layers: Iterable[Layer]) -> float | None:
-    """The largest power of two, up to `SCALE`, by which gradients can be multiplied in float16; None without any."""
+    """Return the largest loss scale up to `SCALE` at which the gradients fit into float16; None without gradients."""
     most = max((layer.gradient or 0.0 for layer in layers), default=0.0)
     return min(SCALE, 2.0 ** math.floor(math.log2(LARGEST / most))) if most else None
 
 
 def shown(layers: list[Layer], most: int) -> list[Layer]:
-    """The layers that matter most, in the module's order: by parameters, activations, magnitudes and what vanishes."""
+    """Return the layers with most parameters, activations, largest values and underflow, in the module's order."""
     ranked = [
         [layer for layer in sorted(layers, key=attrgetter(name), reverse=True) if getattr(layer, name)]
         for name in ("parameters", "outputs", "largest", "share")

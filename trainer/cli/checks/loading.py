@@ -1,4 +1,4 @@
-"""A batch of a recipe's training data, and how fast the data come by themselves."""
+"""Load the first batch of a recipe's training data, and measure the speed of the dataloader."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MOST = 200
 
 
 def draw(recipe: Recipe) -> Loaded:
-    """Make the data of a recipe, and draw from them; fills ``recipe.data`` and ``recipe.loaded``.
+    """Build the data of a recipe and load batches. Sets ``recipe.data`` and ``recipe.loaded``.
 
     Raises:
-        UsageError: a config that cannot be built, no training data, or not one batch.
-        Exception: what the user's own code raises.
+        UsageError: if the config cannot be built, or there is no training data or no batch.
+        Exception: any exception of the user's code.
     """
     settings = recipe.settings
     merge_recipes()
@@ -52,18 +52,18 @@ def draw(recipe: Recipe) -> Loaded:
 def load(
     loader: Any, seconds: float = _SECONDS, most: int = _MOST, clock: Callable[[], float] = time.perf_counter
 ) -> Loaded:
-    """Draw batches.
+    """Load batches, and return the first one with the speed of the dataloader.
 
-    Batches that workers have made ready while the first was waited for are not timed.
+    Batches that workers prefetch before the first one is returned are not timed.
 
     Args:
-        loader: what ``train_dataloader`` has returned; of several, all of them are drawn from.
-        seconds: for the batches after the first.
-        most: batches after the first.
-        clock: seconds.
+        loader: return value of ``train_dataloader``. If it has several dataloaders, all are used.
+        seconds: time limit for the batches after the first.
+        most: largest number of batches after the first.
+        clock: returns the time in seconds.
 
     Raises:
-        UsageError: it has no batch.
+        UsageError: if there is no batch.
     """
     combined = CombinedLoader(loader)
     workers = [getattr(one, "num_workers", None) for one in combined.flattened]
@@ -75,7 +75,8 @@ def load(
         batch = next(batches)
     except StopIteration:
         raise UsageError(
-            "The training data have not one batch. Is the dataset empty, or smaller than a batch where drop_last=True?"
+            "Got 0 batches from the training data, expected at least one. Check that the dataset is not empty and, with"
+            " drop_last=True, not smaller than a batch."
         ) from None
     first = clock() - begun
     drawn, marks = 0, [clock()]

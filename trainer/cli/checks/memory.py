@@ -1,4 +1,4 @@
-"""How much memory the training of a recipe will take on each device, under each strategy."""
+"""Predict the memory of a recipe's training on each device, for each strategy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.record.flops import FlopCounter
 from trainer.terminal import Table, command_line
 
 OVERHEAD = 2**30
-"""Left for what no tensor of the training is in: CUDA's context, workspaces of its libraries, fragments."""
+"""Bytes reserved for memory outside of tensors: CUDA's context, workspaces of its libraries, fragmentation."""
 
 _ASSUMED_DEVICES = 8
 _FITS = {True: "yes", False: "no", None: "-"}
@@ -37,7 +37,7 @@ _FITS = {True: "yes", False: "no", None: "-"}
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings ``checks.*``; conf/checks/default.yaml says what they mean."""
+    """The settings ``checks.*``. conf/checks/default.yaml describes them."""
 
     gpu_memory: int | str | None = setting(None, SIZE, None)
     devices: int | None = setting(None, WHOLE.at_least(1), None)
@@ -45,18 +45,18 @@ class Settings:
 
 
 class UnpredictableError(UsageError):
-    """The memory cannot be told without a step on real numbers."""
+    """The memory cannot be predicted, because the training step depends on values."""
 
 
 class Need(NamedTuple):
-    """What a strategy needs on each device, in bytes.
+    """The memory that a strategy needs on each device, in bytes.
 
     Args:
         strategy: single, ddp or fsdp.
-        devices: how many.
-        peak: in a training step, the most at a time.
-        after: behind the step: weights, gradients, and the optimizer's states.
-        precision: in which; "" for the run's.
+        devices: number of devices.
+        peak: peak memory in a training step.
+        after: memory after the step: weights, gradients and optimizer states.
+        precision: name of the precision; "" for that of the run.
     """
 
     strategy: str
@@ -68,17 +68,18 @@ class Need(NamedTuple):
 
 @dataclass
 class Prediction:
-    """What a recipe needs.
+    """The predicted needs of a recipe.
 
     Args:
-        memory: of a device; None where nobody has said it.
-        assumptions: what was taken for granted, as sentences.
-        needs: of each strategy.
-        others: what one device needs in other precisions than the run's.
-        parameters: of the module, how many; and the bytes of all gradients.
-        waits: lines that make the host wait for a GPU.
-        ops: operations that CUDA's autocast computes in another dtype than the CPU's here, by name: the two dtypes.
-        missed: settings that would make the run faster on a GPU, and what each is good for.
+        memory: bytes of a device; None if they are unknown.
+        assumptions: sentences about assumptions.
+        needs: needs of each strategy.
+        others: needs of one device in precisions other than that of the run.
+        parameters: number of parameter elements of the module.
+        gradients: size of all gradients in bytes.
+        waits: lines that synchronize the host with a GPU.
+        ops: by operation, its dtypes under CPU autocast and CUDA autocast, if they differ.
+        missed: settings that would make the run faster on a GPU, with their effect.
     """
 
     memory: int | None
@@ -93,33 +94,33 @@ class Prediction:
 
     @property
     def fitting(self) -> list[Need]:
-        """The strategies that fit, in the run's precision."""
+        """Return the strategies that fit in the precision of the run."""
         return [need for need in self.needs if self.fits(need)]
 
     def fits(self, need: Need) -> bool | None:
-        """Whether that fits into a device; None where it is not known how much one has."""
+        """Return whether ``need`` fits into the memory of a device; None if that is unknown."""
         return None if self.memory is None else need.peak + OVERHEAD <= self.memory
 
     @property
     def verdict(self) -> str:
-        """Which strategies fit."""
+        """Return a sentence about the strategies that fit."""
         if self.memory is None:
-            return "To be told what fits, name the memory of a device: checks.gpu_memory=80GiB."
-        size = f"{readable(self.memory)}, of which {readable(OVERHEAD)} are left to CUDA"
+            return "To check which strategies fit, set the memory of a device: checks.gpu_memory=80GiB."
+        size = f"{readable(self.memory)} (with {readable(OVERHEAD)} reserved for CUDA)"
         if not self.fitting:
             return (
-                f"Nothing fits into {size}. Try a smaller data.batch_size, callbacks=activation_checkpointing,"
+                f"No strategy fits into {size}. Try a smaller data.batch_size, callbacks=activation_checkpointing,"
                 " precision=bf16-mixed, or more devices, such as checks.devices=64."
             )
         names = {"single": "one device", "ddp": "trainer=ddp", "fsdp": "trainer=fsdp"}
-        return f"{', '.join(names[need.strategy] for need in self.fitting)}: fits into {size}."
+        return f"Fits into {size}: {', '.join(names[need.strategy] for need in self.fitting)}."
 
 
 def read(recipe: Recipe) -> Settings:
-    """The settings of ``checks``.
+    """Return the settings of ``checks``.
 
     Raises:
-        UsageError: one that does not exist, or makes no sense.
+        UsageError: if a setting does not exist or is invalid.
     """
     return read_settings(Settings, "checks", recipe.settings["checks"])
 
@@ -147,9 +148,9 @@ def check_memory(found: Findings, recipe: Recipe) -> None:
     found.facts["remarks"] += prediction.assumptions
     if prediction.missed:
         settings = "; ".join(f"{name} ({gain})" for name, gain in prediction.missed.items())
-        found.remark(f"Left on the table on a GPU: {settings}. tuning=fast turns on what is safe.")
+        found.remark(f"Faster settings on a GPU: {settings}. tuning=fast enables the safe ones.")
     if prediction.ops:
-        found.remark("precision.autocast_ops=cuda computes those operations here as on CUDA.")
+        found.remark("precision.autocast_ops=cuda runs these operations in CUDA's dtypes here.")
     one, *spread = prediction.needs
     rows = [
         [need.strategy, str(need.devices), need.precision, readable(need.peak), readable(need.after), fits]
@@ -162,21 +163,21 @@ def check_memory(found: Findings, recipe: Recipe) -> None:
     ops = [[name, *dtypes] for name, dtypes in prediction.ops.items()]
     found.tables += [
         Table(title, header, rows, ("strategy", "precision", "fits")),
-        Table("Lines that make the host wait for a GPU in each step", ("line", "code", "instead"), lines),
-        Table("Operations that autocast computes in another dtype on CUDA", ("operation", "here", "on CUDA"), ops),
+        Table("Host-device synchronizations in each step on a GPU", ("line", "code", "instead"), lines),
+        Table("Operations that autocast runs in another dtype on CUDA", ("operation", "here", "on CUDA"), ops),
     ]
 
 
 def predict(recipe: Recipe, devices: list[torch.device]) -> Prediction:
-    """Predict what the training of a recipe needs.
+    """Predict the memory of a recipe's training. Sets ``recipe.peak`` and ``recipe.operations``.
 
     Args:
-        recipe: with its batch. Takes note of the peak on one device, and of the operations of a forward pass.
-        devices: of this machine; the first is the one that ``accelerator=auto`` takes.
+        recipe: the recipe with its batch.
+        devices: devices of this machine. The first is the choice of ``accelerator=auto``.
 
     Raises:
-        UsageError: a config that cannot be built, or a setting of ``checks`` that makes no sense.
-        UnpredictableError: a recipe whose step cannot be run without values.
+        UsageError: if the config cannot be built, or a setting of ``checks`` is invalid.
+        UnpredictableError: if the step of the recipe cannot run on fake tensors.
     """
     settings = read(recipe)
     gpus = [device for device in devices if device.type == "cuda"]
@@ -188,22 +189,22 @@ def predict(recipe: Recipe, devices: list[torch.device]) -> Prediction:
         memory = torch.cuda.get_device_properties(gpus[0]).total_memory
     number = settings.devices or (len(gpus) if len(gpus) > 1 else _ASSUMED_DEVICES)
     if settings.devices is None and len(gpus) < 2:
-        assumptions.append(f"There are {number} devices, unless checks.devices says another number.")
+        assumptions.append(f"DDP and FSDP use {number} devices. Set checks.devices for another number.")
     assumptions.append(
-        "The batch is the first of the training data, and all of it as on a GPU. DDP keeps a copy of the gradients for"
-        " its exchange; FSDP shards the members of ModuleLists and Sequentials."
+        "The memory is that of the first training batch on a GPU. DDP keeps a copy of the gradients in its buckets;"
+        " FSDP shards the members of ModuleLists and Sequentials."
     )
     if not sharding.IS_SUPPORTED:
         assumptions.append(f"FSDP needs torch 2.13 or newer; this is {torch.__version__}.")
-    told = Prediction(memory, assumptions)
+    prediction = Prediction(memory, assumptions)
     with undisturbed(devices[0]):
-        _measure(recipe, devices[0], number, told)
-    recipe.peak = told.needs[0].peak
-    return told
+        _measure(recipe, devices[0], number, prediction)
+    recipe.peak = prediction.needs[0].peak
+    return prediction
 
 
-def _measure(recipe: Recipe, device: torch.device, number: int, told: Prediction) -> None:
-    """Fill in what a step without values shows."""
+def _measure(recipe: Recipe, device: torch.device, number: int, prediction: Prediction) -> None:
+    """Fill in ``prediction`` from a step on fake tensors."""
     settings = recipe.settings
     assert recipe.loaded is not None
     batch = recipe.loaded.batch
@@ -221,39 +222,45 @@ def _measure(recipe: Recipe, device: torch.device, number: int, told: Prediction
 
     def prepare(module: Any) -> None:
         parameters = list(module.parameters())
-        told.parameters = sum(parameter.numel() for parameter in parameters)
-        told.gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-        ours = [n for _, n in nodes if n and str(n.get("_target_", "")).endswith(".FastSettings")]
-        chosen = make(ours[0], "callbacks", allowlist) if ours else None
-        told.missed = dict(fast_settings.missed(module, chosen, precision=precision.name))
+        prediction.parameters = sum(parameter.numel() for parameter in parameters)
+        prediction.gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+        found = [n for _, n in nodes if n and str(n.get("_target_", "")).endswith(".FastSettings")]
+        chosen = make(found[0], "callbacks", allowlist) if found else None
+        prediction.missed = dict(fast_settings.missed(module, chosen, precision=precision.name))
         if settings["trainer"].get("benchmark") or settings["trainer"].get("deterministic"):
-            told.missed.pop("cudnn.benchmark", None)
+            prediction.missed.pop("cudnn.benchmark", None)
         checkpoint(module)
 
-    fuse = fusing(trainer_class, "cpu")  # where the tensors without values say they are
+    fuse = fusing(trainer_class, "cpu")  # the device of the fake tensors
     build: Callable[[], Any] = partial(make, settings["model"], "model", allowlist, fuse)
     try:
         with FlopCounter() as counter:
-            ops = look(build, batch, precision, told.waits)
+            ops = look(build, batch, precision, prediction.waits)
         recipe.operations = counter.total
         peak, after = measure(build, batch, precision, prepare, None)
-        told.needs.append(Need("single", 1, peak, after, precision.name))
-        told.needs.append(Need("ddp", number, peak + told.gradients, after + told.gradients, precision.name))
+        prediction.needs.append(Need("single", 1, peak, after, precision.name))
+        prediction.needs.append(
+            Need("ddp", number, peak + prediction.gradients, after + prediction.gradients, precision.name)
+        )
         if sharding.IS_SUPPORTED:
-            told.needs.append(Need("fsdp", number, *measure(build, batch, precision, prepare, number), precision.name))
+            prediction.needs.append(
+                Need("fsdp", number, *measure(build, batch, precision, prepare, number), precision.name)
+            )
         for name in COMPARED_PRECISIONS:
             if name != precision.name:
                 others = measure(build, batch, resolve_precision(name), checkpoint, None)
-                told.others.append(Need("single", 1, *others, name))
+                prediction.others.append(Need("single", 1, *others, name))
     except UsageError:
         raise
     except Exception as error:
         raise UnpredictableError(
-            f"The memory of this recipe cannot be predicted: {' '.join(str(error).split()).rstrip('.')}. Its"
-            " training_step is run on tensors without values, so it may not depend on them (x[mask], mask.nonzero())"
-            f" or train by itself (manual optimization). `{command_line('tune', 'batch_size', *recipe.words)}`"
-            " measures instead."
-            + "".join(f" It looks at them in {line}." for line in sync_detector.format_waits(list(told.waits.values())))
+            f"The memory of this recipe cannot be predicted: {' '.join(str(error).split()).rstrip('.')}. The prediction"
+            " runs training_step on fake tensors, so the step must not depend on values (x[mask], mask.nonzero()) or"
+            f" use manual optimization. `{command_line('tune', 'batch_size', *recipe.words)}` measures the memory"
+            " instead."
+            + "".join(
+                f" It reads values in {line}." for line in sync_detector.format_waits(list(prediction.waits.values()))
+            )
         ) from error
     is_rehearsed = getattr(precision, "autocast_ops", "") == "cuda" or device.type != "cpu"
-    told.ops = {} if is_rehearsed else ops
+    prediction.ops = {} if is_rehearsed else ops

@@ -1,7 +1,7 @@
-"""A few training steps on one batch, of modules that are thrown away: what the layers do, and how long it takes.
+"""Run a few training steps on one batch to measure the layers and the time of a step. The modules are discarded.
 
-The Trainer does them, so that a step is what it is in a fit, whatever the module makes of it: hooks, transfers, several
-optimizers. Nothing else of the process notices: generators, the environment and the warnings are as before.
+The Trainer runs them, so that a step is the same as in a fit, including hooks, transfers and several optimizers. Random
+generators, environment variables and warnings of the process are restored afterwards.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
 
 _FLOAT32 = {"_target_": "trainer.precision.FullPrecision"}
 _SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
-_OPERATIONS = 1e11  # of all steps together, on a CPU: a few seconds
-_STEPS = 5  # at most, the first of which warms up
-_SECONDS = 1.5  # of steps
+_OPERATIONS = 1e11  # largest number for all steps on a CPU, which takes a few seconds
+_STEPS = 5  # largest number of steps; the first one warms up
+_SECONDS = 1.5  # time limit of the steps
 
 
 class Step(NamedTuple):
-    """How long a step takes.
+    """The time of a step.
 
     Args:
         seconds: for the whole batch.
-        samples: that were in the batch that was measured; 0 where there is no tensor to tell.
-        precision: the run's.
+        samples: number of samples in the measured batch; 0 if the batch has no tensor.
+        precision: precision of the run.
         device: such as ``cpu``.
-        float8: of ``fp8-mixed``, which layers compute in float8 and which do not, as a sentence; otherwise "".
+        float8: with ``fp8-mixed``, a sentence about the layers that compute in float8; otherwise "".
     """
 
     seconds: float
@@ -60,22 +60,22 @@ class Step(NamedTuple):
 
 
 def part_for(recipe: Recipe, device: torch.device, free: int) -> tuple[Any, str]:
-    """As much of the recipe's batch as a quick look can run, and why it is not all of it.
+    """Return the part of the recipe's batch that a quick check can run, and the reason if it is not the whole batch.
 
     Args:
-        recipe: with its batch.
-        device: that it would run on.
-        free: bytes there.
+        recipe: the recipe with its batch.
+        device: device of the steps.
+        free: free memory of the device, in bytes.
 
     Returns:
-        The batch, part of it, or None; and a sentence, "" for the whole.
+        The batch, a part of it, or None; and a sentence with the reason, "" for the whole batch.
     """
     assert recipe.loaded is not None
     batch = recipe.loaded.batch
     samples = batch_size(batch)
     if recipe.peak is not None and recipe.peak > free:
         return None, (
-            f"No step was run: it takes {machine.readable(recipe.peak)}, and {machine.readable(free)} are free here."
+            f"No step was run: it needs {machine.readable(recipe.peak)}, and {machine.readable(free)} are free here."
         )
     if device.type != "cpu" or recipe.operations is None:
         return batch, ""
@@ -86,17 +86,19 @@ def part_for(recipe: Recipe, device: torch.device, free: int) -> tuple[Any, str]
     if taken < 1 and all_steps / max(samples, 1) > 5 * _OPERATIONS:
         return None, (
             f"No step was run: a forward pass of this batch has {recipe.operations / 1e12:,.1f} TFLOP, too many for a"
-            " quick look on a CPU."
+            " quick check on a CPU."
         )
     taken = max(taken, min(2, samples))
-    return part_of(batch, 0, taken), f"The steps had {taken} of the batch's {samples} samples, to be quick on a CPU."
+    return part_of(batch, 0, taken), (
+        f"The steps were run with {taken} of the batch's {samples} samples to save time on the CPU."
+    )
 
 
-def look_at_layers(recipe: Recipe, batch: Any) -> Layers:
-    """One step in float32, which float16's overflow does not hide the numbers of.
+def measure_layers(recipe: Recipe, batch: Any) -> Layers:
+    """Run one step in float32 and return statistics of the layers. float16 could overflow.
 
     Raises:
-        Exception: what the step raises.
+        Exception: any exception of the step.
     """
     observer = Layers(batch)
     _fit(recipe, batch, observer, precision=_FLOAT32)
@@ -104,12 +106,12 @@ def look_at_layers(recipe: Recipe, batch: Any) -> Layers:
 
 
 def time_step(recipe: Recipe, batch: Any, samples: int) -> Step:
-    """A few steps in the precision of the run.
+    """Run a few steps in the precision of the run, and return the time of a step.
 
     Args:
         recipe: the recipe.
-        batch: or a part of it.
-        samples: of the whole batch.
+        batch: the batch, or a part of it.
+        samples: number of samples in the whole batch.
     """
     observer = _Clock()
     trainer = _fit(recipe, batch, observer)
@@ -142,14 +144,14 @@ class _Clock(Clock):
             raise Done
 
 
-class _Again:
-    """A dataloader that gives copies of one batch: a step may change what it is given."""
+class _RepeatBatch:
+    """A dataloader that returns copies of one batch, because a step may change its batch."""
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
 
     def __len__(self) -> int:
-        return 1000  # schedules ask for it
+        return 1000  # schedulers may use it
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(len(self)):
@@ -157,18 +159,18 @@ class _Again:
 
 
 def _fit(recipe: Recipe, batch: Any, observer: Callback, **changes: Any) -> Any:
-    """Train a module of the recipe on one batch until ``observer`` ends the run. Returns the Trainer."""
-    ours = recipe.settings["trainer"] | {"_target_": "trainer.Trainer"}
-    settings = recipe.settings | {"callbacks": {}, "data": None, "trainer": ours} | changes
+    """Train a module of the recipe on one batch until ``observer`` ends the run. Return the Trainer."""
+    trainer_node = recipe.settings["trainer"] | {"_target_": "trainer.Trainer"}
+    settings = recipe.settings | {"callbacks": {}, "data": None, "trainer": trainer_node} | changes
     begin = first_weights(settings)
     with TemporaryDirectory() as folder:
         module, _, trainer = assemble(settings, Path(folder))
         trainer.callbacks = []
         if recipe.settings["data"] is None:
-            begin["train_dataloaders"] = _Again(batch)
-        else:  # already set up; its hooks for batches are used
+            begin["train_dataloaders"] = _RepeatBatch(batch)
+        else:  # the data module is set up already; its batch hooks are used
             recipe.data.prepare_data = recipe.data.setup = recipe.data.teardown = _nothing
-            recipe.data.train_dataloader = lambda: _Again(batch)
+            recipe.data.train_dataloader = lambda: _RepeatBatch(batch)
             begin["datamodule"] = recipe.data
         rehearse(trainer, module, observer, **begin)
     return trainer
@@ -180,7 +182,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """A context that draws from no generator, as far as one sees afterwards; what is printed in it goes to stderr."""
+    """Restore random states and environment variables on exit; ignore warnings and print to stderr inside."""
     state = random_states.capture(device)
     with environment({name: os.environ.get(name) for name in _SEEDS}), warnings.catch_warnings():
         warnings.simplefilter("ignore")

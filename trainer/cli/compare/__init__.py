@@ -1,7 +1,7 @@
-"""``trainer compare``: a sweep whose jobs are measured and compared with the first one. Imports no torch.
+"""``trainer compare``: a sweep with jobs that are measured and compared with the first one. Imports no torch.
 
-The jobs are those of any sweep (`trainer.cli.sweep`): each is an ordinary ``fit`` in a process and a folder of its own,
-with one more callback, `trainer.callbacks.Throughput`. Only the report at the end differs: ``compare.md`` and
+The jobs are those of a sweep (`trainer.cli.sweep`): each is an ordinary ``fit`` with its own process and folder, and
+the additional callback `trainer.callbacks.Throughput`. Only the report at the end differs: ``compare.md`` and
 ``compare.json``.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.cli.arguments import Arguments, UsageError
-from trainer.cli.compare.verdict import Thresholds, Verdict, choose_metric, judge
+from trainer.cli.compare.verdict import Thresholds, Verdict, assess, choose_metric
 from trainer.cli.help import versions
 from trainer.cli.schema import read_settings
 from trainer.record.run_record import MEASURING, RunRecord
@@ -37,52 +37,52 @@ _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("memory_saving", "memory", lambda saving: f"{-saving:+z.0%}"),
     ("word", "verdict", str),
 )
-"""The columns of the table: the name of a figure, the column's, and how it is written. The metric's name is its own."""
+"""The columns of the table: key of the figure, header ("" for the name of the metric), and format."""
 
 _SPARE = ("memory", "training", "final loss", "skipped", "peak memory")
-"""Columns that the terminal does without where it is too narrow for all."""
+"""Columns to drop on a narrow terminal, in this order."""
 
 _COLUMNS = """\
 - **final loss**: mean training loss over the last tenth of the batches.
-- **training**: time spent on training; validation and checkpoints are left out.
-- **samples/s**: training samples per second, over all ranks: the median of the epochs' rates. Waiting for batches
-  counts; validation, and the fit's first 10 batches (at most half of the first epoch), do not.
-- **peak memory**: on a GPU the most that tensors occupied, else the largest size of the process.
-- **speed-up**, **memory**: samples/s and peak memory against the first run's.
-- **verdict**: whether the run keeps to the thresholds `compare.*`."""
+- **training**: training time without validation and checkpoints.
+- **samples/s**: training samples per second of all ranks, as the median over the epochs. Includes waiting for batches;
+  excludes validation and the first 10 batches of the fit (at most half of the first epoch).
+- **peak memory**: on a GPU, the peak of allocated memory; on a CPU, the peak size of the process.
+- **speed-up**, **memory**: samples/s and peak memory relative to the first run.
+- **verdict**: whether the run meets the thresholds `compare.*`."""
 
 
 def as_sweep(arguments: Arguments) -> None:
-    """Turn a command line of ``compare`` into that of a sweep of ordinary fits that are measured."""
+    """Turn the command line of ``compare`` into a sweep of fits with `trainer.callbacks.Throughput`."""
     arguments.command = "fit"
     arguments.overrides += MEASURING
 
 
 def check(config: DictConfig, jobs: int) -> None:
-    """Check what a comparison needs, in addition to what every sweep needs.
+    """Check the requirements of a comparison, in addition to those of a sweep.
 
     Args:
-        config: of its first job.
-        jobs: how many runs the command line asks for.
+        config: config of the first job.
+        jobs: number of runs.
 
     Raises:
-        UsageError: only one run, no seed, or a setting of ``compare`` that makes no sense.
+        UsageError: if there is only one run, no seed, or an invalid setting of ``compare``.
     """
     thresholds(config)
     if jobs < 2:
         raise UsageError(
-            "compare holds several runs against the first, and this is only one. Give a setting several values, such"
-            " as precision=32,16-mixed,bf16-mixed, which is also what you get when you leave precision out."
+            "Got 1 run to compare, expected at least 2. Give a setting several values, such as"
+            " precision=32,16-mixed,bf16-mixed, which is the default."
         )
     if OmegaConf.select(config, "seed") is None:
-        raise UsageError("seed is null, expected a number: the runs are to see the same batches. Write seed=42.")
+        raise UsageError("seed is null, expected a number, so that all runs get the same batches. Use seed=42.")
 
 
 def thresholds(config: DictConfig) -> Thresholds:
-    """The node ``compare`` of a config.
+    """Return the node ``compare`` of a config.
 
     Raises:
-        UsageError: a setting that makes no sense.
+        UsageError: if a setting is invalid.
     """
     node: Any = OmegaConf.select(config, "compare")
     settings: Any = {} if node is None else OmegaConf.to_container(node, resolve=True)
@@ -93,13 +93,13 @@ def report(folder: Path, limits: Thresholds, overrides: Sequence[str] = (), sinc
     """Print the comparison of the runs in ``folder``, and write ``compare.md`` and ``compare.json``.
 
     Args:
-        folder: of the comparison; the runs have theirs in it.
-        limits: what the runs are held against the first by.
-        overrides: of the command line, for the record.
-        since: a time (of `time.time`); runs that ended before it are left out.
+        folder: of the comparison. It contains the folders of the runs.
+        limits: the thresholds.
+        overrides: of the command line, to be written to the report.
+        since: a time (of `time.time`). Runs that ended before it are left out.
 
     Returns:
-        How many runs did not complete; with ``compare.strict`` those that missed a threshold count as well.
+        The number of runs that did not complete; with ``compare.strict``, plus those that missed a threshold.
     """
     runs = read_runs(folder, since)
     if not runs:
@@ -117,7 +117,7 @@ def report(folder: Path, limits: Thresholds, overrides: Sequence[str] = (), sinc
 
 
 def read_runs(folder: Path, since: float = 0.0) -> list[RunRecord]:
-    """Return the runs in ``folder``, in their order, labeled by the overrides that differ."""
+    """Return the runs in ``folder`` in order, labeled by the overrides that differ."""
     sweep = load_sweep(folder, since)
     sweep.set_labels()
     for run in sweep.runs:
@@ -127,16 +127,16 @@ def read_runs(folder: Path, since: float = 0.0) -> list[RunRecord]:
 
 
 class Comparison:
-    """Some runs, held against the first of them.
+    """A comparison of runs with the first of them.
 
     Args:
         runs: at least one.
-        limits: what they are held against it by.
+        limits: the thresholds.
 
     Attributes:
-        metric: the metric that is compared; None without any.
-        verdicts: on each run, in their order; None for the first, and for one that cannot be judged.
-        conditions: whether the comparison was fair, and what to bear in mind with its numbers: sentences.
+        metric: the metric that is compared, or None.
+        verdicts: verdict on each run; None for the first run and for runs that cannot be compared.
+        conditions: sentences about differences between the runs and the reliability of the numbers.
     """
 
     def __init__(self, runs: Sequence[RunRecord], limits: Thresholds) -> None:
@@ -145,14 +145,14 @@ class Comparison:
         self.metric, remark = choose_metric(runs, limits)
         first = runs[0]
         self.verdicts: list[Verdict | None] = [
-            judge(run, first, self.metric, limits) if run is not first and run.completed and first.completed else None
+            assess(run, first, self.metric, limits) if run is not first and run.completed and first.completed else None
             for run in runs
         ]
         self.conditions = [*([remark] if remark else []), *unequal(runs), *_circumstances(runs)]
         self.title = f"{first.recipe or 'Comparison'}: {', '.join(run.label for run in runs)}"
 
     def markdown(self, command: str) -> str:
-        """Return the report. ``command`` is the command line that made it."""
+        """Return the report, with the command line ``command``."""
         findings = "\n".join(
             "\n".join([f"- **{label}**: {text}", *(f"  - {line}" for line in advice)])
             for label, text, advice in self._findings()
@@ -169,7 +169,7 @@ class Comparison:
         return "\n\n".join(parts) + "\n"
 
     def print(self, folder: Path) -> None:
-        """Print the report, with ``--quiet`` a line for each run; ``folder`` is where it is."""
+        """Print the report, with ``--quiet`` one line per run. ``folder`` is the folder of ``compare.md``."""
         Table(self.title, *self._table(), ("run", "verdict"), _SPARE).show()
         for label, text, advice in self._findings():
             for line in (f"{label}: {text}", *(() if is_quiet() else (f"  - {line}" for line in advice))):
@@ -179,7 +179,7 @@ class Comparison:
         print_line(f"The report is {folder / 'compare.md'}")
 
     def as_dict(self) -> dict[str, Any]:
-        """The numbers."""
+        """Return the content of ``compare.json``."""
         return {
             "metric": self.metric.name if self.metric else None,
             "thresholds": asdict(self.limits),
@@ -204,11 +204,11 @@ class Comparison:
         }
 
     def _findings(self) -> list[tuple[str, str, tuple[str, ...]]]:
-        """For each run that there is something to say of: its label, a sentence, and advice."""
+        """Return label, sentence and advice for each run with a verdict or an error."""
         first, *others = self.runs
         found: list[tuple[str, str, tuple[str, ...]]] = []
         if not first.completed or not others:
-            found.append((first.label, _outcome(first) or "there is nothing to compare it with.", ()))
+            found.append((first.label, _outcome(first) or "there is no other run to compare with.", ()))
         for run, verdict in zip(others, self.verdicts[1:], strict=True):
             if verdict is not None:
                 found.append((run.label, verdict.text, verdict.advice))
@@ -231,31 +231,31 @@ class Comparison:
 
 
 def unequal(runs: Sequence[RunRecord]) -> list[str]:
-    """What was not the same in all runs, though a comparison wants it to be; or the sentence that it was."""
+    """Return sentences about seeds, devices, lengths and batches that differ; or one sentence that they are equal."""
     done = [run for run in runs if run.completed]
     if len(done) < 2:
         return []
     first, *others = done
     found = []
     for run in others:
-        for what in ("seed", "devices"):
-            own, of_first = run.facts.get(what), first.facts.get(what)
+        for fact in ("seed", "devices"):
+            own, of_first = run.facts.get(fact), first.facts.get(fact)
             if own != of_first:
-                found.append(f"{run.label} has {what} {own}, {first.label} {of_first}.")
+                found.append(f"{run.label} has {fact} {own}, {first.label} {of_first}.")
         if _length(run) != _length(first):
             found.append(f"{run.label} trained for {_length(run)}, {first.label} for {_length(first)}.")
         epoch = _first_difference(run, first)
         if epoch is not None:
             found.append(
-                f"{run.label} was given other batches than {first.label} from epoch {epoch} on, counted from 1: the"
-                " random numbers behind them are not drawn in the same way in both (torch.randn_like, for one, depends"
-                " on the precision). Give the data loader a generator of its own."
+                f"{run.label} and {first.label} got different batches from epoch {epoch} (counted from 1): the runs"
+                " draw different random numbers (for example, torch.randn_like depends on the precision). Give the"
+                " dataloader its own generator."
             )
     if found:
-        return [f"Not the same in all runs: {found[0]}", *found[1:]]
+        return [f"Different between runs: {found[0]}", *found[1:]]
     batches = "the first batch of every epoch" if all(run.throughput.get("batches") for run in done) else ""
     same = (f"seed {first.facts.get('seed')}", first.devices, _length(first), batches)
-    return [f"The same in all runs: {', '.join(filter(None, same))}."]
+    return [f"Equal in all runs: {', '.join(filter(None, same))}."]
 
 
 def _length(run: RunRecord) -> str:
@@ -263,7 +263,7 @@ def _length(run: RunRecord) -> str:
 
 
 def _first_difference(run: RunRecord, first: RunRecord) -> int | None:
-    """The first epoch, counted from 1, whose first batches are known to differ."""
+    """Return the first epoch, counted from 1, in which the first batches differ, or None."""
     pairs = zip(run.throughput.get("batches", []), first.throughput.get("batches", []), strict=False)
     for epoch, (ours, theirs) in enumerate(pairs, start=1):
         if any(a != b for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None):
@@ -272,25 +272,25 @@ def _first_difference(run: RunRecord, first: RunRecord) -> int | None:
 
 
 def _circumstances(runs: Sequence[RunRecord]) -> list[str]:
-    """What to bear in mind with the numbers."""
+    """Return sentences about the reliability of the numbers."""
     found = []
     batches = [measured for run in runs if (measured := run.throughput.get("measured_batches")) is not None]
     if batches and min(batches) < _FEW_BATCHES:
         few = _count(min(batches), "batch", "batches")
-        found.append(f"The rates rest on {few}: train for longer before you rely on them.")
+        found.append(f"The rates were measured over only {few}. Train longer for reliable rates.")
     if not any(run.memory_is_the_gpus for run in runs):
         found.append(
-            "On a CPU 16 bits are not expected to be faster: it has no Tensor Cores, and only some have instructions"
-            " for float16 or bfloat16. The peak memory is that of the whole process and says little about the"
-            " precision. Neither is judged here unless you set a threshold."
+            "On a CPU, 16 bits are not expected to be faster: it has no Tensor Cores, and only some CPUs have"
+            " instructions for float16 or bfloat16. The peak memory is that of the whole process and hardly depends on"
+            " the precision. Neither affects the verdict unless you set a threshold."
         )
-    found.append("One run each: a difference no larger than another seed makes (try seed=7) means nothing.")
+    found.append("Each setting has one run: differences can be as large as between two seeds (compare with seed=7).")
     return found
 
 
 def _outcome(run: RunRecord) -> str:
-    """What became of a run that did not complete; empty for one that did."""
-    return "" if run.completed else f"{run.status}: {run.error or 'it did not say why'}"
+    """Return status and error of a run that did not complete; "" if it completed."""
+    return "" if run.completed else f"{run.status}: {run.error or 'no error was recorded'}"
 
 
 def _count(number: int | None, one: str, many: str | None = None) -> str:

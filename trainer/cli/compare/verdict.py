@@ -1,4 +1,4 @@
-"""How far the runs of a comparison are apart, in numbers and in words, against thresholds. Imports no torch."""
+"""Compare a run with the first run of a comparison, and check the thresholds. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from trainer.errors import did_you_mean
 from trainer.record.run_record import RunRecord, direction_of
 
 MIN_SPEEDUP = 1.5
-"""Times the samples per second of 32 bits: below it a GPU has hardly used its Tensor Cores, or had little to do."""
+"""Samples per second relative to 32 bits. Below this, a GPU hardly used its Tensor Cores, or was not busy."""
 
 MIN_MEMORY_SAVING = 0.3
-"""Share of the peak in 32 bits: activations take half the room, so 30 to 50% is usual where they are most of it."""
+"""Share of the peak in 32 bits. Activations need half the memory, so 30 to 50% are usual if they dominate."""
 
-_SAME_SPEED = 1.05  # ratios nearer to 1 than this are called equal
+_SAME_SPEED = 1.05  # smaller ratios are reported as equal
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """The settings ``compare.*``; conf/compare/default.yaml says what they mean."""
+    """The settings ``compare.*``. conf/compare/default.yaml describes them."""
 
     metric: str | None = setting(None, TEXT._replace(words="the name of a metric"), None)
     mode: str | None = setting(None, "max", "min", None)
@@ -34,20 +34,20 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Metric:
-    """What tells how good a model is.
+    """The metric that measures the quality of a model.
 
     Args:
-        name: as it is logged.
-        higher_is_better: which way is better.
+        name: name of the logged metric.
+        higher_is_better: whether larger values are better.
     """
 
     name: str
     higher_is_better: bool
 
     def difference(self, value: float, reference: float) -> tuple[float, str]:
-        """How far ``value`` is above ``reference``, and the unit: points of a score in [0, 1], else percent."""
+        """Return ``value`` minus ``reference`` and its unit: points for a score in [0, 1], otherwise percent."""
         if "loss" not in self.name.lower() and 0 <= value <= 1 and 0 <= reference <= 1:
-            return round(100 * (value - reference), 4), " points"  # float32 has no more digits
+            return round(100 * (value - reference), 4), " points"  # further digits exceed float32's precision
         if value == reference:
             return 0.0, "%"
         return (
@@ -57,14 +57,14 @@ class Metric:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came out for one run.
+    """The verdict on one run.
 
     Args:
-        text: a clause for each thing that was compared.
-        met: whether it keeps to all the thresholds.
-        advice: for each threshold it misses, why that may be.
-        speedup: samples per second over the first's; None where one is not known.
-        memory_saving: share of the first's peak that it does without.
+        text: a clause for each compared figure.
+        met: whether it meets all thresholds.
+        advice: possible reasons for each missed threshold.
+        speedup: samples per second divided by those of the first run; None if one of them is unknown.
+        memory_saving: 1 minus the peak memory divided by that of the first run; None if one of them is unknown.
     """
 
     text: str
@@ -75,10 +75,10 @@ class Verdict:
 
 
 def choose_metric(runs: Sequence[RunRecord], thresholds: Thresholds) -> tuple[Metric | None, str | None]:
-    """The metric to compare, and a remark where that is not the one that was asked for.
+    """Return the metric to compare, and a remark if no run has logged ``compare.metric``.
 
-    In this order: ``compare.metric``; what the run's checkpoints are chosen by; an accuracy; another score of the
-    validation; a loss of the validation.
+    The first of: ``compare.metric``; the metric that checkpoints monitor; an accuracy; another validation score; a
+    validation loss.
     """
     logged = list(dict.fromkeys(name for run in runs for name in run.metrics))
     names = [name for name in logged if not name.endswith(("_step", "_epoch"))] or logged
@@ -87,8 +87,8 @@ def choose_metric(runs: Sequence[RunRecord], thresholds: Thresholds) -> tuple[Me
         return _metric(thresholds.metric, thresholds), None
     if thresholds.metric is not None:
         remark = (
-            f"compare.metric is {thresholds.metric}, which no run has logged."
-            f"{did_you_mean(thresholds.metric, logged)} Logged: {', '.join(logged) or 'nothing'}."
+            f"compare.metric is {thresholds.metric}, which no run logged."
+            f"{did_you_mean(thresholds.metric, logged)} Logged metrics: {', '.join(logged) or 'nothing'}."
         )
     for run in runs:
         name, mode = run.monitor or (None, None)
@@ -106,12 +106,12 @@ def _metric(name: str | None, thresholds: Thresholds) -> Metric:
     return Metric(name, (thresholds.mode or direction_of(name)) != "min")
 
 
-def judge(run: RunRecord, first: RunRecord, metric: Metric | None, thresholds: Thresholds) -> Verdict:
-    """Hold a completed run against the first, completed too."""
+def assess(run: RunRecord, first: RunRecord, metric: Metric | None, thresholds: Thresholds) -> Verdict:
+    """Compare a completed run with the first run, which has completed too."""
     clauses: list[str] = []
     advice: list[str] = []
     if metric is not None:
-        clause, missed = _judge_quality(run, first, metric, thresholds.accuracy_tolerance)
+        clause, missed = _assess_quality(run, first, metric, thresholds.accuracy_tolerance)
         clauses.append(clause)
         advice += [missed] if missed else []
     rate, its_rate = run.samples_per_second, first.samples_per_second
@@ -129,7 +129,7 @@ def judge(run: RunRecord, first: RunRecord, metric: Metric | None, thresholds: T
             clauses.append(_memory(saving, wanted))
         if wanted is not None and saving < wanted:
             advice.append(" ".join([f"Saves less than {wanted:.0%} of the memory.", *_why_large(run)]))
-    text = f"{', '.join(clauses)}." if clauses else "nothing was measured that can be compared."
+    text = f"{', '.join(clauses)}." if clauses else "no figure was measured in both runs."
     return Verdict(text, met=not advice, advice=tuple(advice), speedup=speedup, memory_saving=saving)
 
 
@@ -139,7 +139,7 @@ def _is_half(run: RunRecord) -> bool:
 
 
 def _wanted(setting: float | str | None, on_gpu: float, run: RunRecord, first: RunRecord) -> float | None:
-    """A threshold; None where nothing is asked for. "auto" asks for what 16 bits instead of 32 give on a GPU."""
+    """Return a threshold, or None. "auto" is the threshold for 16 instead of 32 bits on a GPU, otherwise None."""
     if setting == "auto":
         on_gpus = run.memory_is_the_gpus and first.memory_is_the_gpus
         return on_gpu if on_gpus and _is_half(run) and not _is_half(first) else None
@@ -147,8 +147,10 @@ def _wanted(setting: float | str | None, on_gpu: float, run: RunRecord, first: R
     return setting
 
 
-def _judge_quality(run: RunRecord, first: RunRecord, metric: Metric, tolerance: float | None) -> tuple[str, str | None]:
-    """The clause on the metric and, if it is too far off, what that means."""
+def _assess_quality(
+    run: RunRecord, first: RunRecord, metric: Metric, tolerance: float | None
+) -> tuple[str, str | None]:
+    """Return a clause about the metric and, if it is worse by more than ``tolerance``, advice."""
     value, reference = run.metrics.get(metric.name), first.metrics.get(metric.name)
     if value is None or reference is None:
         return f"no {metric.name} to compare", f"{metric.name} was not logged by both runs."
@@ -168,8 +170,8 @@ def _judge_quality(run: RunRecord, first: RunRecord, metric: Metric, tolerance: 
     if worse <= tolerance:
         return clause, None
     return clause, (
-        f"{metric.name} is worse by more than {tolerance:g}{unit}. Is it the precision, or chance? Compare other seeds"
-        f" (seed=7) before you decide; look at the loss curves for where they part, and at skipped steps."
+        f"{metric.name} is worse by more than {tolerance:g}{unit}. To exclude chance, compare with another seed"
+        " (seed=7). Look at the skipped steps, and for the point at which the loss curves diverge."
     )
 
 
@@ -188,39 +190,42 @@ def _memory(saving: float, wanted: float | None) -> str:
 
 
 def _why_slow(run: RunRecord, first: RunRecord) -> Iterable[str]:
-    """Why 16 bits may not be faster: first what the runs know of it, then what there is to look at."""
+    """Iterate over reasons why 16 bits are not faster: recorded ones first, then usual ones."""
     if not run.memory_is_the_gpus:
-        yield "A CPU has no Tensor Cores, and few have instructions for 16 bits: this is what is to be expected there."
+        yield "A CPU has no Tensor Cores, and few CPUs have 16-bit instructions, so this is expected."
         return
     capability = run.gpu.get("capability")
     if capability is not None and capability < [7, 0]:
         yield f"This GPU (compute capability {_dotted(capability)}) has no Tensor Cores."
         return
     if capability is not None and capability < [8, 0] and str(run.precision).startswith("bf16"):
-        yield f"The Tensor Cores of this GPU (compute capability {_dotted(capability)}) know no bfloat16: use 16-mixed."
+        yield (
+            f"The Tensor Cores of this GPU (compute capability {_dotted(capability)}) do not support bfloat16: use"
+            " 16-mixed."
+        )
     waiting = run.throughput.get("waiting")
     if waiting is not None and waiting > 0.2:
         yield (
-            f"The loop waited for batches {waiting:.0%} of the time: the data are the bottleneck"
-            " (data.num_workers, cheaper transforms)."
+            f"The loop waited for batches {waiting:.0%} of the time: the dataloader is the bottleneck. Increase"
+            " data.num_workers, or use cheaper transforms."
         )
     if tf32 := first.gpu.get("tf32"):
         yield f"{first.label} used Tensor Cores too: TF32 in {' and '.join(tf32)}."
     yield (
-        "Where Tensor Cores are not used, that is usually because dimensions of layers are no multiples of 8, because"
-        " batches are too small to keep the GPU busy (data.batch_size, torch.compile), or because most of the work"
-        " stays in 32 bits (precision.fp32_modules, operations that autocast does in float32)."
+        "Usual reasons: layer sizes that are not multiples of 8, batches that are too small to keep the GPU busy"
+        " (data.batch_size, torch.compile), or most of the work in 32 bits (precision.fp32_modules, operations that"
+        " autocast runs in float32)."
     )
 
 
 def _why_large(run: RunRecord) -> Iterable[str]:
-    """Why 16 bits may not be smaller."""
+    """Iterate over reasons why 16 bits do not need less memory."""
     if not run.memory_is_the_gpus:
-        yield "The figure is the size of the whole process, Python and its libraries included."
+        yield "The memory is that of the whole process, including Python and its libraries."
         return
     yield (
-        "Mixed precision keeps weights, gradients and optimizer state in 32 bits, and copies of the weights in 16;"
-        " what shrinks are activations. With larger batches their share grows."
+        "Mixed precision keeps weights, gradients and optimizer states in 32 bits, and copies of the weights in 16"
+        " bits. Only activations become smaller; their share grows with the batch size."
     )
 
 

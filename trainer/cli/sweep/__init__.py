@@ -1,4 +1,4 @@
-"""The table at the end of a sweep, made of what its jobs (`trainer.cli.sweep.jobs`) have left in their folders."""
+"""The summary at the end of a sweep, from the records in the folders of its jobs (`trainer.cli.sweep.jobs`)."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from trainer.record.sweep import Sweep, load_sweep
 from trainer.terminal import Table, command_line, format_mebibytes, markdown_table, print_line
 
 _SPARE = ("run dir", "scale", "epochs", "memory", "skipped")
-"""Columns that the terminal does without where it is too narrow for all, in this order. ``summary.md`` has them."""
+"""Columns to drop on a narrow terminal, in this order. ``summary.md`` has all columns."""
 
 _REPEATS = re.compile(r"[+~]*(\w+\.)*(seed|fold)=")
-"""How overrides begin by which jobs repeat each other, so that their mean is what one wants to know."""
+"""Start of overrides for seeds and folds. Jobs that differ only by these are averaged."""
 
 
 def planned(composer: Any, words: Sequence[str], config: Any) -> int | None:
-    """How many jobs a sweep is to have; None where its sweeper alone knows.
+    """Return the number of jobs of a sweep, or None for sweepers other than Hydra's basic one.
 
     Args:
-        composer: that reads the command line.
-        words: what the config is composed with.
-        config: of the first job, with Hydra's node.
+        composer: parses the overrides.
+        words: overrides that the config is composed with.
+        config: config of the first job, with the node ``hydra``.
     """
     sweeper = config.hydra.sweeper
     if "BasicSweeper" not in str(sweeper["_target_"]):
@@ -42,17 +42,16 @@ def planned(composer: Any, words: Sequence[str], config: Any) -> int | None:
 
 
 def report(folder: Path, since: float = 0.0, wanted: int | None = None, again: str = "") -> int:
-    """Print the table of the sweep in ``folder``; write it to ``summary.md`` and the numbers to
-    ``summary.json``.
+    """Print the table of a sweep, and write it to ``summary.md`` and ``summary.json``.
 
     Args:
-        folder: of the sweep; the jobs have theirs in it.
-        since: a time (of `time.time`); jobs that ended before it are an earlier sweep's and left out.
-        wanted: how many jobs there were to be; None where that is not known.
-        again: the command that goes on, for where it was interrupted.
+        folder: of the sweep. It contains the folders of the jobs.
+        since: a time (of `time.time`). Jobs that ended before it belong to an earlier sweep and are left out.
+        wanted: planned number of jobs; None if it is unknown.
+        again: command that resumes the sweep. It is printed if a job is missing or was interrupted.
 
     Returns:
-        How many jobs did not complete.
+        The number of jobs that neither completed nor were pruned.
     """
     sweep = load_sweep(folder, since)
     if not sweep.runs:
@@ -64,10 +63,10 @@ def report(folder: Path, since: float = 0.0, wanted: int | None = None, again: s
     ]
     (folder / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     header, rows = _rows(sweep, folder)
-    said = "\n\n".join(part for part in (_means(sweep), _best(sweep)) if part)
-    text = f"{markdown_table(header, rows)}\n" + (f"\n{said}\n" if said else "")
+    result = "\n\n".join(part for part in (_means(sweep), _best(sweep)) if part)
+    text = f"{markdown_table(header, rows)}\n" + (f"\n{result}\n" if result else "")
     (folder / "summary.md").write_text(text, encoding="utf-8")
-    _print(header, rows, said, sweep.runs, folder, wanted)
+    _print(header, rows, result, sweep.runs, folder, wanted)
     if again and (len(sweep.runs) < (wanted or 0) or any(run.status == "interrupted" for run in sweep.runs)):
         print(f"To resume: {again}", flush=True)
     return sum(run.status not in ENDED_WELL for run in sweep.runs)
@@ -111,18 +110,18 @@ def _means(sweep: Sweep) -> str:
 
 
 def _best(sweep: Sweep) -> str:
-    """Return a sentence about the best job and its command, or about the missing value; empty without an objective."""
+    """Return a sentence about the best job with its command, or about missing values; "" without an objective."""
     best, goal = sweep.best, sweep.goal
     if best is not None and goal is not None:
         own = " ".join(sweep.own()[sweep.runs.index(best)])
-        where = " at its best checkpoint" if best.reached(goal).is_best else ""
-        value = f"{goal[0]} {best.objective_value:.4g}{where}, the {'lowest' if goal[1] == 'min' else 'highest'}"
+        place = " at its best checkpoint" if best.reached(goal).is_best else ""
+        value = f"{goal[0]} {best.objective_value:.4g}{place}, the {'lowest' if goal[1] == 'min' else 'highest'}"
         flags = best.facts.get("flags") or []
         command = command_line(best.command, *flags, *best.chosen)
         return f"Best: job {best.job}, with {value}{f': {own}' if own else ''}\n\n    {command}"
     asked = {run.objective for run in sweep.runs if run.objective}
     if len(asked) == 1 and any(run.completed for run in sweep.runs):
-        return f"No job is the best: none has ended with a finite value of {asked.pop()[0]}."
+        return f"There is no best job: no job has a finite value of {asked.pop()[0]}."
     return ""
 
 
@@ -131,14 +130,14 @@ def _number(value: float | None) -> str:
 
 
 def _print(
-    header: list[str], rows: list[list[str]], said: str, runs: Sequence[RunRecord], folder: Path, wanted: int | None
+    header: list[str], rows: list[list[str]], result: str, runs: Sequence[RunRecord], folder: Path, wanted: int | None
 ) -> None:
     of_all = f" of {wanted}" if wanted and wanted > len(rows) else ""
     jobs = "1 job" if len(rows) == 1 and not of_all else f"{len(rows)}{of_all} jobs"
     narrow = [[cells[0], cells[1].replace(" ", "\n"), *cells[2:]] for cells in rows]
     Table(f"Sweep of {jobs}", header, narrow, ("overrides", "status", "run dir"), _SPARE).show()
-    if said:
-        print_line(said, "bold green" if "Best: job" in said else "yellow")
+    if result:
+        print_line(result, "bold green" if "Best: job" in result else "yellow")
     for run in runs:
         if run.error:
             print_line(f"Job {run.job} {run.status}: {run.error}")

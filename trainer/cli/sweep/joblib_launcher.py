@@ -1,8 +1,7 @@
-"""``hydra/launcher=joblib``: several jobs of a sweep at a time, on this machine. Imports no torch.
+"""``hydra/launcher=joblib``: run several jobs of a sweep at a time on this machine. Imports no torch.
 
-A job is a process of its own (`trainer.cli.sweep.jobs`), so joblib only has to wait for them, in threads. That leaves
-the sweep with every process in its own hands: a signal reaches all of them, and each gets devices and threads that no
-other has.
+Each job is a separate process (`trainer.cli.sweep.jobs`), and joblib only waits for them in threads. The sweep starts
+all processes itself, so that it can pass signals to them and assign devices and threads to each.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from trainer.arguments import describe
 from trainer.cli.arguments import UsageError
-from trainer.cli.sweep.jobs import Job, Stop, carry_out
+from trainer.cli.sweep.jobs import Job, Stop, execute
 from trainer.record.run_record import load_run
 
 _THREADS = "OMP_NUM_THREADS"
 
 
 class JoblibLauncher(Launcher):
-    """Runs up to ``n_jobs`` jobs at a time.
+    """Run up to ``n_jobs`` jobs at a time.
 
     Args:
-        n_jobs: as in joblib: -1 for as many as there are CPU cores.
-        gpus_per_job: how many of the GPUs each job has for itself; None to leave that to the jobs.
-        threads_per_job: of each job's computations on the CPU; None to divide the cores among the jobs.
+        n_jobs: number of jobs at a time; -1 for the number of CPU cores, as in joblib.
+        gpus_per_job: number of GPUs that only this job sees. Default: None, all jobs see all GPUs.
+        threads_per_job: CPU threads of each job. Default: None, the cores divided by the number of jobs.
 
     """
 
@@ -46,18 +45,21 @@ class JoblibLauncher(Launcher):
         self.hydra_context: HydraContext | None = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Called by Hydra before it launches anything.
+        """Store the config. Hydra calls this before it launches jobs.
 
         Raises:
-            UsageError: a number that makes no sense, or more GPUs than there are.
+            UsageError: if a number is out of range, or the machine has too few GPUs.
         """
         n_jobs, gpus, threads = self.n_jobs, self.gpus_per_job, self.threads_per_job
         for name, value in (("gpus_per_job", gpus), ("threads_per_job", threads)):
             if value is not None and not (isinstance(value, int) and value >= 1):
-                raise UsageError(f"hydra.launcher.{name} is {describe(value)}, expected a number from 1, or null.")
+                raise UsageError(
+                    f"hydra.launcher.{name} is {describe(value)}, expected a whole number of at least 1, or null."
+                )
         if not isinstance(n_jobs, int) or n_jobs == 0:
             raise UsageError(
-                f"hydra.launcher.n_jobs is {describe(n_jobs)}, expected a number from 1, or -1 for all cores."
+                f"hydra.launcher.n_jobs is {describe(n_jobs)}, expected a whole number of at least 1, or -1 for all"
+                " cores."
             )
         self.n_jobs = max(joblib.effective_n_jobs(n_jobs), 1)
         self.places = _places(self.n_jobs, gpus, threads)
@@ -67,7 +69,7 @@ class JoblibLauncher(Launcher):
         """Run the jobs.
 
         Raises:
-            KeyboardInterrupt, SystemExit: a signal has ended the sweep; the jobs have saved and are over.
+            KeyboardInterrupt, SystemExit: if a signal ended the sweep. All jobs have saved and exited.
         """
         composed = [self._compose(list(words), initial_job_idx + index) for index, words in enumerate(job_overrides)]
         free: SimpleQueue[dict[str, str]] = SimpleQueue()
@@ -79,7 +81,7 @@ class JoblibLauncher(Launcher):
         def run(job: Job) -> None:
             job.environment = place = free.get()
             try:
-                carry_out(job, stop)
+                execute(job, stop)
             finally:
                 free.put(place)
 
@@ -92,7 +94,7 @@ class JoblibLauncher(Launcher):
         return [returned for _, returned in composed]
 
     def _compose(self, words: list[str], number: int) -> tuple[Job, JobReturn]:
-        """The job, and what Hydra is told of it."""
+        """Compose a job, and return it with its result for Hydra."""
         assert self.config is not None
         assert self.hydra_context is not None
         setup_globals()
@@ -116,7 +118,7 @@ class JoblibLauncher(Launcher):
 
 
 def _places(count: int, gpus: int | None, threads: int | None) -> list[dict[str, str]]:
-    """For each of ``count`` jobs that run at a time: the variables that tell it what it may use."""
+    """Return the environment variables with the devices and threads of each of ``count`` parallel jobs."""
     places: list[dict[str, str]] = [{} for _ in range(count)]
     if threads is not None or _THREADS not in os.environ:
         for place in places:
@@ -125,8 +127,8 @@ def _places(count: int, gpus: int | None, threads: int | None) -> list[dict[str,
         known = _gpus()
         if len(known) < count * gpus:
             raise UsageError(
-                f"hydra.launcher.n_jobs={count} and hydra.launcher.gpus_per_job={gpus} want {count * gpus} GPUs, and"
-                f" there {'is' if len(known) == 1 else 'are'} {len(known)}. Take fewer jobs, or fewer GPUs for each."
+                f"Got hydra.launcher.n_jobs={count} and hydra.launcher.gpus_per_job={gpus}, which need"
+                f" {count * gpus} GPUs, but this machine has {len(known)}. Reduce one of them."
             )
         for index, place in enumerate(places):
             place["CUDA_VISIBLE_DEVICES"] = ",".join(known[index * gpus : (index + 1) * gpus])
@@ -134,7 +136,7 @@ def _places(count: int, gpus: int | None, threads: int | None) -> list[dict[str,
 
 
 def _gpus() -> list[str]:
-    """The GPUs of this process, by the names that CUDA_VISIBLE_DEVICES takes."""
+    """Return the GPUs that this process sees, as names for CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]

@@ -1,9 +1,9 @@
-"""The jobs of a sweep: each in a process and a folder of its own.
+"""Run the jobs of a sweep, each with its own process and folder.
 
-Hydra's sweeper makes the jobs, and its launcher calls `trainer.cli.run.task` for each, in whatever process or on
-whatever machine the launcher likes. There, `run_job` starts the same command line once more, with the overrides of that
-job alone. So nothing leaks from job to job (peak memory, random state, torch's global flags, the variables of a process
-group), several processes per job work, and the sweep itself never imports torch.
+Hydra's sweeper creates the jobs, and its launcher calls `trainer.cli.run.task` for each, in any process or on any
+machine. There, `run_job` starts the same command in a new process with the overrides of that job. This isolates jobs
+from each other (peak memory, random states, global flags of torch, variables of a process group), supports several
+processes per job, and keeps torch out of the process of the sweep.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from trainer.record.run_record import ENDED_WELL, RUN, RunRecord, load_run, read
 from trainer.terminal import is_quiet
 
 CONSOLE = "console.log"
-"""The output of a job, in its folder."""
+"""Name of the file in the folder of a job with its output."""
 
 _BASIC = "hydra._internal.core_plugins."
 _STOP = ".stop"
-_MOST_LINES = 20
-"""Of the error of a job."""
+_MAX_LINES = 20
+"""Largest number of lines of a job's error message."""
 _ENDING = {getattr(signal, name, -1) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")}
 
-# Hydra's settings for the sweep, which are none of a job's business.
+# Hydra's settings of the sweep, which are not passed to jobs.
 _SWEEP_ONLY = (
     "hydra.mode",
     "hydra.run.dir",
@@ -56,18 +56,18 @@ class Job:
     """One job of a sweep.
 
     Args:
-        number: in the sweep, from 0.
-        folder: its own.
-        overrides: that make it, with the values of this job; without Hydra's.
-        words: of its command line, behind ``python -m trainer``.
-        flags: by which its configs are found.
-        cwd: where it is started.
-        digest: of its config: two jobs with the same one do the same.
-        resumes: whether it goes on where it was stopped.
+        number: number in the sweep, from 0.
+        folder: folder of the job.
+        overrides: its overrides without those of Hydra, with values instead of interpolations.
+        words: words of its command line after ``python -m trainer``.
+        flags: flags that its configs are found with.
+        cwd: its working directory.
+        digest: hash of its config. Jobs with equal hashes are equal.
+        resumes: whether it resumes from its last checkpoint.
         aside: whether other jobs run at the same time, or it runs on another machine.
-        environment: variables that are added to those of the sweep.
-        own_session: whether what the terminal tells the sweep, such as Ctrl-C, does not reach the job: the sweep will
-            tell it.
+        environment: variables in addition to those of the sweep.
+        own_session: whether it runs in a new session, so that Ctrl-C does not reach it. The sweep then passes signals
+            on.
     """
 
     number: int
@@ -84,16 +84,16 @@ class Job:
 
     @classmethod
     def composed(cls, config: DictConfig) -> Job:
-        """The job that Hydra has composed last.
+        """Return the job that Hydra composed last.
 
         Args:
-            config: of the job, without Hydra's node.
+            config: config of the job, without the node ``hydra``.
         """
         hydra = HydraConfig.get()
-        overrides = with_values(_as_written(hydra.overrides.task), config)
-        ours = [word for word in _as_written(hydra.overrides.hydra) if not word.lstrip("+~").startswith(_SWEEP_ONLY)]
+        overrides = with_values(_unresolved(hydra.overrides.task), config)
+        ours = [word for word in _unresolved(hydra.overrides.hydra) if not word.lstrip("+~").startswith(_SWEEP_ONLY)]
         resumes = OmegaConf.select(config, "trainer.resume") == "auto"
-        again = not resumes and int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0  # Slurm has requeued it
+        again = not resumes and int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0  # Slurm requeued the job
         folder = Path(hydra.runtime.output_dir)
         placement = [
             f"hydra.run.dir={quoted(str(folder))}",
@@ -115,49 +115,49 @@ class Job:
 
     @property
     def title(self) -> str:
-        """The first half of the line on the job: its number and overrides."""
+        """Return the start of the line about the job: its number and overrides."""
         return f"Job {self.number}: {' '.join(shown(self.overrides))}"
 
     def report(self, run: RunRecord, status: str, seconds: float | None = None) -> None:
-        """Print the line on the job, or the second half of it: objective, time and status; then its error."""
+        """Print the line about the job, or its second half: objective, time and status; then its error."""
         value, goal = run.objective_value, run.objective
         parts = [
             "" if value is None or goal is None else f"{goal[0]} {value:.4g}",
             "" if seconds is None else f"{seconds:.1f} s",
             status,
         ]
-        begin = self.title if self.aside or seconds is None else ""  # otherwise it was printed when the job started
+        begin = self.title if self.aside or seconds is None else ""  # otherwise printed when the job started
         error = "".join(f"  {line}\n" for line in self._error() if run.status == "failed")
         line = f"{begin}, {', '.join(filter(None, parts))}\n"
         if not is_quiet():
-            print(f"{line}{error}", end="", flush=True)  # one write, because jobs that run at the same time print, too
+            print(f"{line}{error}", end="", flush=True)  # a single write, because parallel jobs print at the same time
 
     def _error(self) -> list[str]:
-        """The lines of the message with which the job has ended, from its output."""
+        """Return the lines of the error message at the end of the job's output."""
         try:
             lines = (self.folder / CONSOLE).read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return []
         starts = [place for place, line in enumerate(lines) if line.startswith("trainer: ")]
-        return [line for line in lines[starts[-1] :] if line.strip()][:_MOST_LINES] if starts else []
+        return [line for line in lines[starts[-1] :] if line.strip()][:_MAX_LINES] if starts else []
 
     def is_done(self) -> bool:
-        """Whether it goes on with the same job of an earlier sweep, which has left nothing to do."""
+        """Return whether the job resumes an equal job of an earlier sweep that completed or was pruned."""
         former = read_json(self.folder)
         return self.resumes and former.get("status") in ENDED_WELL and former.get("digest") == self.digest
 
     def keep(self) -> float | None:
-        """Take over the record of an earlier sweep, for the table of this one. Returns the value of its objective."""
+        """Use the record of an earlier sweep for the summary of this one, and return the value of its objective."""
         (self.folder / RUN).touch()
         run = load_run(self.folder)
-        self.report(run, f"{run.status} before")
+        self.report(run, f"{run.status} in an earlier sweep")
         return run.result
 
     @contextmanager
     def process(self) -> Iterator[subprocess.Popen[bytes]]:
-        """The job's process, started. At the end, its record is completed."""
+        """Start the process of the job. On exit, complete its record."""
         if not self.resumes and is_first():
-            (self.folder / RUN).unlink(missing_ok=True)  # a job that goes on, or has nothing left to do, wants it
+            (self.folder / RUN).unlink(missing_ok=True)  # a resumed job needs it
         if not (self.aside or is_quiet()):
             print(self.title, end="", flush=True)
         started = time.monotonic()
@@ -183,18 +183,18 @@ class Job:
             )
 
     def _finish(self, status: int | None, seconds: float) -> None:
-        """Complete the job's record, or write one for a job that could not."""
+        """Complete the record of the job, or write one for a job that could not."""
         if not is_first():
             return
         facts = {"metrics": {}, "run_dir": str(self.folder), **read_json(self.folder)}
-        said = facts.get("status")
-        if said in (None, "running") or (status != 0 and said in ENDED_WELL):
+        recorded = facts.get("status")
+        if recorded in (None, "running") or (status != 0 and recorded in ENDED_WELL):
             facts["status"] = "failed"
         if status is not None and status != 0 and not facts.get("error"):
             number = -status if status < 0 else status - 128
-            if said in (None, "running") and number in _ENDING:
-                facts["status"] = "interrupted"  # before it could say so
-            if facts["status"] == "failed":  # of others the status says it all
+            if recorded in (None, "running") and number in _ENDING:
+                facts["status"] = "interrupted"  # before it could write its record
+            if facts["status"] == "failed":  # other statuses need no explanation
                 message = next(iter(self._error()), "").removeprefix("trainer: ")
                 facts["error"] = _ended_by(-status) if status < 0 else message or f"exit status {status}"
         facts |= {"job": self.number, "overrides": self.overrides, "flags": self.flags}
@@ -205,29 +205,29 @@ class Job:
 
 
 def _ended_by(number: int) -> str:
-    """What became of a process that a signal has ended, and could not say so itself."""
+    """Return the error of a process that a signal ended before it could write its record."""
     names = {each.value: each.name for each in signal.Signals}
     name = names.get(number, f"signal {number}")
     is_kill = number == getattr(signal, "SIGKILL", None)
-    return f"ended by {name}{', as the system does it when memory runs out' if is_kill else ''}"
+    return f"ended by {name}{', which the system sends when memory runs out' if is_kill else ''}"
 
 
 def run_job(config: DictConfig) -> float | None:
-    """Run the job that Hydra has composed, in a process of its own, and wait for it. Its failure is not ours.
+    """Run the job that Hydra composed in a new process, and wait for it. If it fails, the sweep continues.
 
     Args:
-        config: of the job.
+        config: config of the job.
 
     Returns:
         The value of its objective; None if it has none, or failed.
     """
     hydra = HydraConfig.get()
-    return carry_out(Job.composed(config), Stop(Path(hydra.runtime.cwd) / hydra.sweep.dir))
+    return execute(Job.composed(config), Stop(Path(hydra.runtime.cwd) / hydra.sweep.dir))
 
 
-def carry_out(job: Job, stop: Stop) -> float | None:
-    """Run a job, unless it or its sweep has ended; returns as `run_job` does."""
-    if stop.told():
+def execute(job: Job, stop: Stop) -> float | None:
+    """Run a job, unless it is done or its sweep was stopped. Return the same as `run_job`."""
+    if stop.signals_received():
         return None
     if job.is_done():
         return job.keep()
@@ -235,18 +235,18 @@ def carry_out(job: Job, stop: Stop) -> float | None:
         try:
             _wait(process, stop if job.aside else None)
         except KeyboardInterrupt:
-            process.wait()  # the terminal has interrupted the job too
+            process.wait()  # the terminal interrupts the job too
             raise
-    if received and not stop.told():
+    if received and not stop.signals_received():
         number, handler = received[-1]
         if callable(handler):
-            handler(number, None)  # the launcher's: submitit has the job requeued
+            handler(number, None)  # of the launcher: submitit requeues the job
         raise SystemExit(128 + number)
     return load_run(job.folder).result
 
 
 def _wait(process: subprocess.Popen[bytes], stop: Stop | None) -> None:
-    """Wait for a job; one that runs elsewhere than the sweep is ended with it."""
+    """Wait for a job, and pass on the signals in ``stop``."""
     if stop is None:
         process.wait()
         return
@@ -255,7 +255,7 @@ def _wait(process: subprocess.Popen[bytes], stop: Stop | None) -> None:
         try:
             process.wait(timeout=0.5)
         except subprocess.TimeoutExpired:
-            for number in stop.told()[passed_on:]:
+            for number in stop.signals_received()[passed_on:]:
                 passed_on += 1
                 process.send_signal(number)
         else:
@@ -263,19 +263,19 @@ def _wait(process: subprocess.Popen[bytes], stop: Stop | None) -> None:
 
 
 class Stop:
-    """The word that a sweep has been ended, for jobs that run side by side or elsewhere: a file in its folder.
+    """File in the folder of a sweep with the signals that the sweep received, for parallel and remote jobs.
 
     Args:
         folder: of the sweep.
-        elsewhere: whether jobs may not have begun, and would not hear of a second Ctrl-C.
+        elsewhere: whether jobs run on other machines and may not have started. A second Ctrl-C then exits at once.
     """
 
     def __init__(self, folder: Path, elsewhere: bool = False) -> None:
         self.file = folder / _STOP
         self._elsewhere = elsewhere
 
-    def told(self) -> list[int]:
-        """The signals, the first one first."""
+    def signals_received(self) -> list[int]:
+        """Return the numbers of the signals in order."""
         try:
             return [int(number) for number in self.file.read_text(encoding="utf-8").splitlines()]
         except OSError:
@@ -283,53 +283,53 @@ class Stop:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """While a launcher waits for jobs that it has begun, pass on to them what ends the sweep.
+        """Write the signals that end the sweep to the file, while a launcher waits for its jobs.
 
         Raises:
-            KeyboardInterrupt, SystemExit: it has been ended; the jobs have saved and are over.
+            KeyboardInterrupt, SystemExit: if a signal was received. All jobs have saved and exited.
         """
 
         def receive(number: int, frame: Any) -> None:
-            if number == signal.SIGINT and self._elsewhere and self.told():
-                raise KeyboardInterrupt  # the second one: at once
+            if number == signal.SIGINT and self._elsewhere and self.signals_received():
+                raise KeyboardInterrupt  # the second Ctrl-C
             with self.file.open("a", encoding="utf-8") as file:
                 file.write(f"{number}\n")
 
         with handled(("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"), receive):
             yield
-        self.end()  # or the word stays, for jobs that have not begun
+        self.end()  # not after an exception: the file then stays for jobs that have not started
 
     def end(self) -> None:
-        """Take the word back when all jobs are over, and raise what has ended the sweep."""
-        told = self.told()
+        """Remove the file after all jobs have exited, and raise the exception for the first signal in it."""
+        received = self.signals_received()
         self.file.unlink(missing_ok=True)
-        for number in told:
+        for number in received:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def waiting_for(hydra: Any, folder: Path) -> AbstractContextManager[None]:
-    """For the time in which a sweep waits for its jobs: a signal to it reaches them where it is not the terminal's.
+    """Return a context for a sweep that waits for its jobs. In it, signals to the sweep are passed on to the jobs.
 
     Args:
-        hydra: its node of that name.
-        folder: its folder.
+        hydra: the config's node ``hydra``.
+        folder: of the sweep.
     """
     target = str(hydra.launcher["_target_"])
     stop = Stop(folder, target.startswith(ELSEWHERE))
     stop.file.unlink(missing_ok=True)  # of an earlier sweep here
     if target.startswith(ELSEWHERE) or not is_quiet():
-        where = "run on other machines and " if target.startswith(ELSEWHERE) else ""
-        print(f"The jobs {where}write their output to {CONSOLE} in their folders in {folder}. Ctrl-C stops them.")
+        place = "run on other machines and " if target.startswith(ELSEWHERE) else ""
+        print(f"The jobs {place}write their output to {CONSOLE} in their folders in {folder}. Ctrl-C stops them.")
         sys.stdout.flush()
     return nullcontext() if target.startswith(_BASIC) else stop.signals()
 
 
 @contextmanager
 def handled(names: Iterable[str], handler: Callable[[int, Any], None]) -> Iterator[dict[int, Any]]:
-    """Handle signals, as far as there are such here; outside of the main thread, where none arrive, none.
+    """Handle signals inside the context, if the platform has them. Does nothing outside of the main thread.
 
     Yields:
-        Those that are handled, with their handlers before.
+        The previous handlers by signal number.
     """
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     if threading.current_thread() is not threading.main_thread():
@@ -344,11 +344,11 @@ def handled(names: Iterable[str], handler: Callable[[int, Any], None]) -> Iterat
 
 @contextmanager
 def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[list[tuple[int, Any]]]:
-    """While a job runs, pass on to it the signals that end a run, after it has saved.
+    """Pass on to a job the signals that end a run after it has saved.
 
     Yields:
-        Those that come, with the handlers that they have had. Where a launcher handles one, the job gets a SIGTERM for
-        it: that ends a run in any case.
+        The received signals with their previous handlers. If a launcher handles a signal, the job gets SIGTERM instead,
+        which always ends a run.
     """
     received: list[tuple[int, Any]] = []
     names = ["SIGTERM", "SIGUSR1", *(["SIGUSR2"] if _requeues() else [])]
@@ -362,13 +362,13 @@ def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[list[tuple[int, Any
 
 
 def _requeues() -> bool:
-    """Whether a launcher waits for the signal by which submitit is told that a job's time is up."""
+    """Return whether a launcher handles the signal that submitit receives before the time limit of a job."""
     return hasattr(signal, "SIGUSR2") and callable(signal.getsignal(signal.SIGUSR2))
 
 
 @contextmanager
 def _no_requeuing_signal() -> Iterator[None]:
-    """What is started here ignores the signal: Slurm sends it to all processes, and it would end the job's unsaved."""
+    """Make processes started inside ignore SIGUSR2. Slurm sends it to all processes, and it would kill a job."""
     if not _requeues() or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -379,7 +379,7 @@ def _no_requeuing_signal() -> Iterator[None]:
         signal.signal(signal.SIGUSR2, before)
 
 
-def _as_written(overrides: Any) -> list[str]:
+def _unresolved(overrides: Any) -> list[str]:
     words = OmegaConf.to_container(overrides, resolve=False)
     assert isinstance(words, list)
     return words

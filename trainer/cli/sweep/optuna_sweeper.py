@@ -1,9 +1,9 @@
-"""``hydra/sweeper=optuna``: a sweep whose jobs are chosen by Optuna, from what the jobs before have reached. No torch.
+"""``hydra/sweeper=optuna``: a sweep with jobs that Optuna chooses from the results of earlier jobs. Imports no torch.
 
-The space is written as any sweep is, in Hydra's own syntax: ``interval(1e-4, 1e-1)``, ``tag(log, interval(...))``,
-``int(interval(8, 256))``, ``range(1, 5)``, ``choice(a, b)`` or plainly ``a,b``, ``glob(*)``. A trial is a job of it,
-a process and a folder of its own as every other; while it runs, `trainer.callbacks.OptunaPruning` reports to the
-study. The study is a file in the sweep's folder, so the same sweep in the same folder goes on with it.
+The search space uses Hydra's sweep syntax: ``interval(1e-4, 1e-1)``, ``tag(log, interval(...))``,
+``int(interval(8, 256))``, ``range(1, 5)``, ``choice(a, b)`` or ``a,b``, ``glob(*)``. A trial is a job of the sweep with
+its own process and folder; while it runs, `trainer.callbacks.OptunaPruning` reports to the study. The study is a file
+in the folder of the sweep, so that the same sweep in the same folder resumes it.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from trainer.record.sweep import load_sweep
 from trainer.studies import check_pickles, make_pruner, make_sampler
 
 _JOB, _FOLDER = "job", "folder"
-"""What a trial remembers of the sweep it is part of."""
+"""User attributes of a trial: number of its job, and folder of its sweep."""
 
 
 class OptunaSweeper(Sweeper):
-    """Chooses the jobs of a sweep by Optuna.
+    """Choose the jobs of a sweep with Optuna.
 
     Args:
-        n_trials: how many the study is to have in the end, pruned and failed ones included.
-        n_jobs: how many are begun at a time; the launcher runs them.
+        n_trials: total number of trials of the study, including pruned and failed ones.
+        n_jobs: number of trials that are started at a time; the launcher runs them.
         sampler: ``name`` (tpe, random, grid, cmaes), ``seed``, and arguments of Optuna's class.
         pruner: ``name`` (median, hyperband, none), and arguments of Optuna's class.
-        study_name: in the storage.
-        storage: a URL as Optuna takes it; None for ``study.db`` in the sweep's folder.
-        params: the space, or a part of it, by key; what the command line says of a key comes first.
+        study_name: name of the study in the storage.
+        storage: URL as in Optuna. Default: None, ``study.db`` in the folder of the sweep.
+        params: search space by key. The command line has precedence.
     """
 
     def __init__(
@@ -72,28 +72,28 @@ class OptunaSweeper(Sweeper):
         self.launcher: Launcher | None = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Called by Hydra before the sweep.
+        """Create the launcher. Hydra calls this before the sweep.
 
         Raises:
-            UsageError: a number that makes no sense.
+            UsageError: if a number is out of range.
         """
         for name in ("n_trials", "n_jobs"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise UsageError(f"hydra.sweeper.{name} is {value}, expected a number from 1.")
+                raise UsageError(f"hydra.sweeper.{name} is {value}, expected a whole number of at least 1.")
         self.hydra_context, self.config = hydra_context, config
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
     def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
-        """Run the study's trials, as many as it does not have yet.
+        """Run trials until the study has ``n_trials``.
 
         Args:
             arguments: the overrides of the command line.
 
         Raises:
-            UsageError: there is nothing to optimise, or nothing to choose, or a study of another kind.
+            UsageError: if there is no objective or no search space, or the study has other ones.
         """
         assert self.config is not None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -105,50 +105,50 @@ class OptunaSweeper(Sweeper):
         written = OmegaConf.to_container(self.config.hydra.sweeper, resolve=False)
         assert isinstance(written, dict)
         own = f"sqlite:///{(folder / 'study.db').as_posix()}"
-        self._storage = str(written["storage"] or own)  # as it is written: what it is filled in with may be a secret
+        self._storage = str(written["storage"] or own)  # not resolved, because its interpolations may be secrets
         self._folder, self._study = folder, self._open(self.storage or own, mode)
-        self._take_over()
-        for trial in self._ours(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL):
+        self._report_results()
+        for trial in self._own_trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL):
             if (run := self._jobs().get(trial.user_attrs[_JOB])) is not None:
-                (run.folder / RUN).touch()  # for the table at the end: it is part of this sweep
-        self._again = [(trial.user_attrs[_JOB], self._words(trial)) for trial in self._ours(TrialState.RUNNING)]
+                (run.folder / RUN).touch()  # so that the summary at the end includes it
+        self._again = [(trial.user_attrs[_JOB], self._words(trial)) for trial in self._own_trials(TrialState.RUNNING)]
         returns = []
         while batch := self._next():
             assert self.launcher is not None
             try:
                 returns.append(self.launcher.launch([words for _, words in batch], initial_job_idx=batch[0][0]))
             finally:
-                self._take_over()
+                self._report_results()
             self._check_metric()
         return returns
 
     def _check_metric(self) -> None:
-        """Check that a job logs the metric, as soon as one has completed.
+        """Check that a completed job has logged the metric, if one has completed.
 
         Raises:
-            UsageError: no completed job has logged it.
+            UsageError: if no completed job has logged it.
         """
         done = [run for run in self._jobs().values() if run.completed]
         if done and not any(self._metric in run.metrics for run in done):
             logged = done[-1].metrics
             raise UsageError(
-                f"objective.metric is {self._metric}, which job {done[-1].job} has not logged."
-                f"{did_you_mean(self._metric, logged)} Logged: {', '.join(logged) or 'nothing'}."
+                f"objective.metric is {self._metric}, which job {done[-1].job} did not log."
+                f"{did_you_mean(self._metric, logged)} Logged metrics: {', '.join(logged) or 'nothing'}."
             )
 
     def _objective(self) -> tuple[str, str]:
-        """The metric, and which way it is better."""
+        """Return the metric to optimize and its mode, ``"min"`` or ``"max"``."""
         assert self.config is not None
         chosen = choose(self.config.get("objective"), monitored(self.config.get("callbacks")))
         if chosen is None:
             raise UsageError(
-                "hydra/sweeper=optuna optimises a metric, and nothing says which. Write objective.metric=val_loss, or"
-                " another that the model logs, and objective.mode=min or max if its name does not tell."
+                "Got hydra/sweeper=optuna without a metric to optimize. Set objective.metric=val_loss, or another"
+                " metric that the model logs, and objective.mode=min or max unless its name implies it."
             )
         return chosen
 
     def _parameters(self, arguments: list[str]) -> tuple[list[str], dict[str, tuple[str, BaseDistribution]]]:
-        """The overrides that all jobs have; and by name of each parameter, its key as it is written, and values."""
+        """Return the overrides of all jobs, and the search space: key and distribution by parameter name."""
         assert self.hydra_context is not None
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         params = [
@@ -168,8 +168,8 @@ class OptunaSweeper(Sweeper):
                 fixed[name] = f"{key}={value}" if not override.is_delete() else str(override.input_line)
         if not space:
             raise UsageError(
-                "hydra/sweeper=optuna has nothing to choose: give a setting several values, or an interval, as in"
-                " 'optimizer.lr=tag(log, interval(1e-4, 1e-1))'."
+                "Got hydra/sweeper=optuna without a search space, expected a setting with several values or an"
+                " interval, such as 'optimizer.lr=tag(log, interval(1e-4, 1e-1))'."
             )
         return list(fixed.values()), space
 
@@ -179,17 +179,20 @@ class OptunaSweeper(Sweeper):
             study = optuna.create_study(
                 storage=storage, study_name=self.study_name, direction=direction, load_if_exists=True
             )
-        except ImportError as error:  # of a database
-            raise UsageError(f"hydra.sweeper.storage is {self._storage}, and its driver is missing: {error}") from error
+        except ImportError as error:  # of a database driver
+            raise UsageError(
+                f"hydra.sweeper.storage is {self._storage}, and its driver is not installed: {error}"
+            ) from error
         except Exception as error:
-            if type(error).__name__ == "ArgumentError":  # sqlalchemy's, of a URL
-                said = f"hydra.sweeper.storage is {self._storage}, expected a URL such as sqlite:///study.db."
-                raise UsageError(said) from None
+            if type(error).__name__ == "ArgumentError":  # of sqlalchemy, for a malformed URL
+                message = f"hydra.sweeper.storage is {self._storage}, expected a URL such as sqlite:///study.db."
+                raise UsageError(message) from None
             raise
         if study.direction != direction:
             raise UsageError(
-                f"The study {self.study_name} in {self._storage} is to {study.direction.name.lower()}, and"
-                f" objective.mode asks to {direction.name.lower()}. Choose another name: hydra.sweeper.study_name=NAME."
+                f"objective.mode={mode} is to {direction.name.lower()}, but the study {self.study_name} in"
+                f" {self._storage} is to {study.direction.name.lower()}. Choose another name:"
+                " hydra.sweeper.study_name=NAME."
             )
         trials = len(study.get_trials(deepcopy=False))
         if self.sampler.get("name") == "cmaes":
@@ -211,13 +214,13 @@ class OptunaSweeper(Sweeper):
                 values.append(list(range(distribution.low, distribution.high + 1, distribution.step)))
             else:
                 raise UsageError(
-                    f"{name} has no list of values, which a grid is made of. Write them down, as in {name}=1,2,5; or"
-                    " choose another sampler: hydra.sweeper.sampler.name=tpe."
+                    f"{name} is an interval, but the sampler grid needs a list of values, such as {name}=1,2,5. List"
+                    " the values, or choose another sampler: hydra.sweeper.sampler.name=tpe."
                 )
         return list(itertools.product(*values))
 
-    def _ours(self, *states: TrialState) -> list[FrozenTrial]:
-        """Trials of this sweep: another one may work on the same study."""
+    def _own_trials(self, *states: TrialState) -> list[FrozenTrial]:
+        """Return the trials of this sweep. Other sweeps may use the same study."""
         trials = self._study.get_trials(deepcopy=False, states=states)
         return [trial for trial in trials if trial.user_attrs.get(_FOLDER) == str(self._folder)]
 
@@ -225,8 +228,8 @@ class OptunaSweeper(Sweeper):
         return {run.job: run for run in load_sweep(self._folder).runs}
 
     def _next(self) -> list[tuple[int, list[str]]]:
-        """Numbers, one after the other, and overrides of the jobs to run next; none when there are none left."""
-        if self._again:  # a sweep that was ended has left them
+        """Return numbers and overrides of the jobs to run next, with consecutive numbers; empty at the end."""
+        if self._again:  # trials of an interrupted sweep
             end = 1
             while end < min(self.n_jobs, len(self._again)) and self._again[end][0] == self._again[end - 1][0] + 1:
                 end += 1
@@ -243,31 +246,31 @@ class OptunaSweeper(Sweeper):
         distributions = {name: distribution for name, (_, distribution) in self._space.items()}
         try:
             trial = self._study.ask(distributions)
-        except ValueError as error:  # a choice among other values than those of the trials before
+        except ValueError as error:  # a choice with other values than in earlier trials
             raise UsageError(
-                f"The study {self.study_name} in {self._storage} was made over another space: {error} Choose another"
-                " name: hydra.sweeper.study_name=NAME."
+                f"The study {self.study_name} in {self._storage} has another search space: {error} Choose another name:"
+                " hydra.sweeper.study_name=NAME."
             ) from error
         trial.set_user_attr(_FOLDER, str(self._folder))
         trial.set_user_attr(_JOB, job)
         return job, self._words(self._study.get_trials(deepcopy=False)[trial.number])
 
     def _words(self, trial: FrozenTrial) -> list[str]:
-        """The overrides of a trial's job."""
+        """Return the overrides of the job of a trial."""
         chosen = [f"{self._space[name][0]}={value}" for name, value in trial.params.items() if name in self._space]
         return [*self._fixed, *chosen, self._pruning(trial.number)]
 
     def _pruning(self, number: int) -> str:
-        """The callback by which the job reports."""
+        """Return the override that adds the callback which reports to the study."""
         pruner = ",".join(f"{name}:{_quoted(v) if isinstance(v, str) else v}" for name, v in self.pruner.items())
-        told = {"storage": self._storage, "study_name": self.study_name, "metric": self._metric}
-        words = ",".join(f"{name}:{_quoted(value)}" for name, value in told.items())
+        texts = {"storage": self._storage, "study_name": self.study_name, "metric": self._metric}
+        words = ",".join(f"{name}:{_quoted(value)}" for name, value in texts.items())
         return f"{PRUNING}{words},trial:{number},pruner:{{{pruner}}}}}"
 
-    def _take_over(self) -> None:
-        """Tell the study what has become of the jobs. One that was interrupted has not come to its end."""
+    def _report_results(self) -> None:
+        """Report the results of finished jobs to the study. Interrupted jobs stay running."""
         jobs = self._jobs()
-        for trial in self._ours(TrialState.RUNNING):
+        for trial in self._own_trials(TrialState.RUNNING):
             run = jobs.get(trial.user_attrs[_JOB])
             if run is None:
                 continue
@@ -280,7 +283,7 @@ class OptunaSweeper(Sweeper):
 
 
 def _distribution(override: Override) -> BaseDistribution:
-    """The values of a sweep over one setting, for Optuna."""
+    """Return the values of a sweep over one setting as a distribution of Optuna."""
     sweep: Any = override.value()
     log = "log" in getattr(sweep, "tags", ())
     try:

@@ -1,4 +1,4 @@
-"""``trainer tune batch_size`` and ``trainer tune lr``: what to set before a training. Imports no torch.
+"""``trainer tune batch_size`` and ``trainer tune lr``: find these settings before a training. Imports no torch.
 
 The config is composed and checked as for ``fit``. The training steps run in child processes
 (`trainer.cli.tune.child`), each with a config made by `plain`.
@@ -52,11 +52,11 @@ _SHORT_TRAINING = {name: ARGUMENTS[name].default for name in _DEFAULTS} | {
 }
 """Arguments of the Trainer for a training without validation, checkpoints and logs."""
 _LONGEST = {"max_epochs": 1000, "max_steps": 100_000}
-"""Longer than any test. Some schedules read the length of the run."""
+"""Lower limits for the length of the run. Longer than any test; some schedulers use the length."""
 
 
 class TuneError(TrainerError):
-    """A training step failed for another reason than memory. Has the message of its error."""
+    """A training step failed for a reason other than memory. The message is that of its error."""
 
 
 def bytes_in(size: object) -> int | None:
@@ -76,13 +76,13 @@ def bytes_in(size: object) -> int | None:
 
 _KEY = TEXT._replace(words="the name of a setting, such as data.batch_size")
 SIZE = Kind("a size such as 3GiB, 500MB or 4000000000", lambda value: bytes_in(value) is not None)
-"""Of memory."""
+"""A size of memory."""
 _RATE = NUMBER._replace(above=0)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings ``tune.*``; conf/tune/default.yaml says what they mean."""
+    """The settings ``tune.*``. conf/tune/default.yaml describes them."""
 
     batch_size_key: str = setting("data.batch_size", _KEY)
     memory: int | str | None = setting(None, SIZE, None)
@@ -96,26 +96,26 @@ class Settings:
 
 
 def command(arguments: Arguments) -> int:
-    """``trainer tune batch_size|lr``.
+    """Run ``trainer tune batch_size`` or ``trainer tune lr``.
 
     Returns:
-        0, or 1 when nothing was found, or a training step failed for another reason than memory.
+        0, or 1 if nothing was found, or a training step failed for a reason other than memory.
 
     Raises:
-        UsageError: what `trainer.cli.validate.validate` refuses, no word or another one, a sweep, or a config that
-            cannot be built.
+        UsageError: if `trainer.cli.validate.validate` raises it, the word is missing or unknown, a sweep was given, or
+            the config cannot be built.
     """
     words = arguments.words
     if not words or words[0] not in _MODULES:
-        given = f"Got {words[0]!r}, expected" if words else "Expected one word:"
+        given = f"Got {words[0]!r}" if words else "Got nothing to tune"
         near = did_you_mean(words[0], _MODULES) if words else ""
         raise UsageError(
-            f"{given} batch_size, for the largest batch that fits into memory, or lr, for a learning rate.{near}"
-            f" `{command_line('tune', 'batch_size', *(arguments.overrides or [f'+recipe={example_recipe()}']))}`"
+            f"{given}, expected batch_size, for the largest batch that fits into memory, or lr, for a learning rate."
+            f"{near} `{command_line('tune', 'batch_size', *(arguments.overrides or [f'+recipe={example_recipe()}']))}`"
         )
     arguments.check_flags()
     if under_torchrun():
-        raise UsageError("tune works on one device: run it without torchrun.")
+        raise UsageError("Got tune under torchrun, but tune uses one device. Run it without torchrun.")
     try:
         status: int = import_module(_MODULES[words[0]]).run(arguments)
     except TuneError as error:
@@ -125,43 +125,43 @@ def command(arguments: Arguments) -> int:
 
 
 def composed(arguments: Arguments) -> tuple[DictConfig, Settings]:
-    """The config, checked as that of a fit, and the settings of ``tune`` in it.
+    """Return the config, checked as for ``fit``, and its settings ``tune``.
 
     Raises:
-        UsageError: what ``fit`` would refuse, a checkpoint, or settings of ``tune`` that make no sense.
+        UsageError: if ``fit`` would raise it, a checkpoint is given, or a setting of ``tune`` is invalid.
     """
     config = validate(arguments)
     if config.ckpt_path is not None:
         raise UsageError(
-            "tune starts from the weights that the model is built with: leave ckpt_path out. For those of a run, write"
-            " weights=RUN."
+            f"Got ckpt_path={config.ckpt_path} with tune, which does not resume. To start from the weights of a run,"
+            " use weights=RUN."
         )
     settings = read_settings(Settings, "tune", OmegaConf.to_container(config.tune, resolve=True))
     if not settings.min_lr < settings.max_lr:
         raise UsageError(
-            f"tune.min_lr is {settings.min_lr:g} and tune.max_lr is {settings.max_lr:g}: expected more than that."
+            f"tune.max_lr is {settings.max_lr:g}, expected more than tune.min_lr, which is {settings.min_lr:g}."
         )
     return config, settings
 
 
 def claim_folder(arguments: Arguments, config: DictConfig) -> Path:
-    """Make the folder of this run. Prints a remark where the config asks for several devices."""
+    """Create the folder of this run. Print a remark if the config has several devices."""
     folder = claim(arguments, config).resolve()
     if config.trainer.devices not in (1, "1", "auto") or config.trainer.num_nodes not in (1, "auto"):
-        say(
-            "The config asks for several devices, and tune works on one: DDP takes memory for one more copy of the"
-            " gradients, and more devices make a larger batch in all."
+        print_unless_quiet(
+            "The config has several devices, but tune uses one. DDP needs memory for another copy of the gradients, and"
+            " its total batch size grows with the number of devices."
         )
     return folder
 
 
 def plain(config: DictConfig, folder: Path, **changes: Any) -> dict[str, Any]:
-    """The config of a child process: resolved, for a short training that neither validates, saves nor logs.
+    """Return the resolved config of a child process, for a short training without validation, checkpoints and logs.
 
     Args:
-        config: with Hydra's node.
+        config: with the node ``hydra``.
         folder: of the run.
-        changes: values by dotted key (as ``**{"data.batch_size": 8}``).
+        changes: values by dotted key, such as ``**{"data.batch_size": 8}``.
     """
     job = copy.deepcopy(config)
     OmegaConf.set_readonly(job.hydra, False)
@@ -179,18 +179,18 @@ def plain(config: DictConfig, folder: Path, **changes: Any) -> dict[str, Any]:
     return settings | {"command": "fit", "ckpt_path": None, "logger": {}, "trainer": trainer}
 
 
-def failure(message: Mapping[str, Any], where: str, folder: Path) -> TrainerError:
-    """What to raise for training steps that failed for another reason than memory.
+def failure(message: Mapping[str, Any], attempt: str, folder: Path) -> TrainerError:
+    """Return the error for training steps that failed for a reason other than memory.
 
     Args:
-        message: of the process.
-        where: what was tried.
+        message: message of the child process.
+        attempt: description of the attempt.
         folder: of the run.
     """
-    said = str(message["error"]).rstrip(".")
+    error = str(message["error"]).rstrip(".")
     if message.get("is_usage"):
-        return UsageError(redaction.text(f"{said}."))
-    return TuneError(redaction.text(f"{where}: {said}. What it printed is in {from_here(folder) / LOG}"))
+        return UsageError(redaction.text(f"{error}."))
+    return TuneError(redaction.text(f"{attempt}: {error}. Its output is in {from_here(folder) / LOG}"))
 
 
 def write(folder: Path, result: dict[str, Any]) -> None:
@@ -198,7 +198,7 @@ def write(folder: Path, result: dict[str, Any]) -> None:
     (folder / RESULT).write_text(redaction.text(json.dumps(result, indent=2)) + "\n", encoding="utf-8")
 
 
-def say(text: str) -> None:
-    """Print a line; nothing with ``--quiet``."""
+def print_unless_quiet(text: str) -> None:
+    """Print a line, unless ``--quiet`` was given."""
     if not is_quiet():
         print(text, flush=True)

@@ -1,8 +1,8 @@
-"""The child processes of ``tune``: a few real training steps that are measured.
+"""Run and measure a few training steps in the child processes of ``tune``.
 
-Each try has its own child process (`trainer.cli.tune.child`) on every device. On a GPU, only a new process is free of
-the remains of an out-of-memory error (fragments, handles of libraries, a broken context). On a CPU, only a new process
-reports the peak memory of one try, because a process rarely returns memory to the system.
+Each attempt has its own child process (`trainer.cli.tune.child`). On a GPU, an out-of-memory error leaves fragments,
+handles of libraries or a broken context in its process. On a CPU, the peak memory of one attempt can only be measured
+in a new process, because a process rarely returns memory to the system.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ from trainer.callbacks.traits import observes_only
 from trainer.cli.failure import is_about_settings
 from trainer.cli.rehearsal import Clock, first_weights, rehearse
 from trainer.cli.run import assemble
-from trainer.cli.tune.child import Message, Tell
+from trainer.cli.tune.child import Message, Send
 from trainer.cli.tune.lr_range import LearningRateSweep
 from trainer.data.samples import batch_size
 from trainer.errors import PrecisionError, is_out_of_memory
 from trainer.precision.devices import peak_memory
 
-_MOST_SKIPPED = 30  # 16 halvings lead from the first loss scale to 1
+_MOST_SKIPPED = 30  # the initial loss scale reaches 1 after 16 skipped steps
 _LOOK_EVERY = 0.02  # seconds
 
 
-def try_batch_size(tell: Tell, folder: Path, settings: dict[str, Any], **limits: Any) -> None:
+def try_batch_size(send: Send, folder: Path, settings: dict[str, Any], **limits: Any) -> None:
     """Train for a few steps and send their measurements: for `trainer.cli.tune.child.run_in_child`.
 
     Args:
-        tell: sends the message. Its ``status`` is ``ok``, with the ``precision`` and :meth:`Meter.found`, or ``out of
+        send: sends the message. Its ``status`` is ``ok``, with the ``precision`` and :meth:`Meter.found`, or ``out of
             memory`` or ``failed``, with ``error``.
         folder: the Trainer's ``default_root_dir``.
         settings: the resolved config, with the batch size.
         limits: arguments of :class:`Meter`.
     """
-    _train(tell, folder, settings, Meter(tell, **limits))
+    _train(send, folder, settings, Meter(send, **limits))
 
 
-def run_range_test(tell: Tell, folder: Path, settings: dict[str, Any], **rates: Any) -> None:
+def run_range_test(send: Send, folder: Path, settings: dict[str, Any], **rates: Any) -> None:
     """Train with increasing learning rates and send the curve: for `trainer.cli.tune.child.run_in_child`.
 
     Args:
-        tell: sends the message, as in :func:`try_batch_size`, with :meth:`LearningRateSweep.found`.
+        send: sends the message, as in :func:`try_batch_size`, with :meth:`LearningRateSweep.found`.
         folder: the Trainer's ``default_root_dir``.
-        settings: the resolved config. The training begins with its ``weights``.
+        settings: the resolved config. Its ``weights`` initialize the training.
         rates: arguments of :class:`~trainer.cli.tune.lr_range.LearningRateSweep`.
     """
-    _train(tell, folder, settings, LearningRateSweep(**rates), **first_weights(settings))
+    _train(send, folder, settings, LearningRateSweep(**rates), **first_weights(settings))
 
 
 def _train(
-    tell: Tell, folder: Path, settings: dict[str, Any], observer: Meter | LearningRateSweep, **begin: Any
+    send: Send, folder: Path, settings: dict[str, Any], observer: Meter | LearningRateSweep, **begin: Any
 ) -> None:
     try:
         module, data, trainer = assemble(settings, folder)
@@ -68,7 +68,7 @@ def _train(
         message = {"status": "ok", "precision": trainer.precision, **observer.found()}
     except (Exception, SystemExit) as error:
         message = _failure(error)
-    tell(message)
+    send(message)
 
 
 def callbacks_that_stay(callbacks: list[Callback]) -> list[Callback]:
@@ -77,33 +77,33 @@ def callbacks_that_stay(callbacks: list[Callback]) -> list[Callback]:
 
 
 class Meter(Clock):
-    """End a fit after some weight updates, and measure their speed and the peak memory.
+    """End a fit after some optimizer steps, and measure their speed and the peak memory.
 
-    The fit lasts until two updates were not skipped, because only then is the state of the optimizer complete.
+    The fit lasts until two steps were not skipped, because only then is the state of the optimizer complete.
 
     Args:
-        tell: sends the message that the process exceeds the budget.
-        steps: number of weight updates.
+        send: sends the message that the process exceeded the budget.
+        steps: number of optimizer steps.
         memory: budget in bytes, of the process on a CPU, of torch's allocations on a GPU. Default: no limit.
-        only_on_cpu: whether the budget is the host's, and does not apply to a GPU.
+        only_on_cpu: whether the budget is ignored on a GPU, because it is host memory.
     """
 
-    def __init__(self, tell: Tell, steps: int, memory: int | None = None, only_on_cpu: bool = False) -> None:
+    def __init__(self, send: Send, steps: int, memory: int | None = None, only_on_cpu: bool = False) -> None:
         super().__init__()
-        self._tell = tell
+        self._send = send
         self._steps = steps
         self._memory = memory
         self._only_on_cpu = only_on_cpu
         self._device = torch.device("cpu")
-        self._samples: list[int] = []  # in each batch
-        self._warm_up = 0  # batches of the first update
+        self._samples: list[int] = []  # number of samples in each batch
+        self._warm_up = 0  # number of batches until the first optimizer step
         self._skipped = 0
         self._in_set: int | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Limit the memory: with torch's allocator on a GPU, with a thread that watches the process on a CPU.
 
-        ``RLIMIT_AS`` and ``RLIMIT_DATA`` count addresses, and libraries for GPUs reserve gigabytes that they never use.
+        ``RLIMIT_AS`` and ``RLIMIT_DATA`` limit addresses, and GPU libraries reserve gigabytes that they never use.
         """
         self._device = trainer.strategy.root_device
         if self._memory is None or (self._only_on_cpu and self._device.type != "cpu"):
@@ -112,7 +112,7 @@ class Meter(Clock):
             total = torch.cuda.get_device_properties(self._device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, self._memory / total), self._device)
         elif self._device.type == "cpu":
-            threading.Thread(target=watch_memory, args=(self._memory, self._tell), daemon=True).start()
+            threading.Thread(target=watch_memory, args=(self._memory, self._send), daemon=True).start()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the number of samples in the training set, if the dataloader has one."""
@@ -124,7 +124,7 @@ class Meter(Clock):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop the clock, and end the fit after the last update."""
+        """Stop the clock, and end the fit after the last step."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._samples.append(batch_size(batch))
         updates = trainer.global_step
@@ -136,9 +136,9 @@ class Meter(Clock):
     def found(self) -> Message:
         """Return the measurements.
 
-        ``memory``: bytes at the peak, of the process on a CPU, of tensors on a GPU. ``samples_per_second``: without the
-        time to load batches and the first update. ``batch``: samples in a batch. ``samples``: in the training set, or
-        None. ``skipped``: number of updates that overflowed.
+        ``memory``: peak in bytes, of the process on a CPU, of tensors on a GPU. ``samples_per_second``: without the
+        time to load batches and the first step. ``batch``: samples in a batch. ``samples``: samples in the training
+        set, or None. ``skipped``: number of skipped steps.
         """
         memory = peak_memory(self._device)
         if self._device.type == "cpu" and self._memory is not None and memory > self._memory:
@@ -153,11 +153,11 @@ class Meter(Clock):
         }
 
 
-def watch_memory(budget: int, tell: Tell) -> None:
-    """Send a message, and so end the process, when its resident memory exceeds ``budget`` (bytes)."""
+def watch_memory(budget: int, send: Send) -> None:
+    """Send a message, which ends the process, when its resident memory exceeds ``budget`` (bytes)."""
     while (peak := machine.peak_memory()) <= budget:
         time.sleep(_LOOK_EVERY)
-    tell(_over_budget(peak))
+    send(_over_budget(peak))
 
 
 def _over_budget(peak: int) -> Message:

@@ -1,8 +1,8 @@
 """``trainer tune batch_size``: the largest batch that fits into memory, in each precision. Imports no torch.
 
-Lightning's ``Tuner.scale_batch_size`` tries all sizes in one process. After an out-of-memory error such a process is no
-reliable measure for the next size, a budget on a CPU can only be enforced by ending the process, and the speed and the
-peak memory of each size are not known.
+Lightning's ``Tuner.scale_batch_size`` tries all sizes in one process. After an out-of-memory error, measurements in the
+same process are unreliable; a budget on a CPU can only be enforced by ending the process; and Lightning measures
+neither the speed nor the peak memory of each size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Finding:
     """The result in one precision.
 
     Args:
-        precision: as it is overridden.
+        precision: value of the override.
         tried: the messages of the child processes (`trainer.cli.tune.attempt.try_batch_size`), with the ``size``.
         largest: the largest size that fits; 0 if no size does.
         problem: why this precision was not tried, or "".
@@ -44,14 +44,14 @@ class Finding:
 
 
 def run(arguments: Arguments) -> int:
-    """``trainer tune batch_size``.
+    """Run ``trainer tune batch_size``.
 
     Returns:
         0, or 1 if not even one sample fits in any precision.
 
     Raises:
         UsageError: as `trainer.cli.tune.command`.
-        TuneError: if a try failed for another reason than memory.
+        TuneError: if an attempt failed for a reason other than memory.
     """
     given = [word for word in arguments.overrides if word.partition("=")[0] == "precision"]
     others = [word for word in arguments.overrides if word not in given]
@@ -64,7 +64,7 @@ def run(arguments: Arguments) -> int:
     if is_default and (usable := machine.memory().usable) is not None:
         budget = int(_MARGIN * usable)
     limits = {"memory": budget, "only_on_cpu": is_default}
-    tune.say(f"Budget of a process on a CPU{'' if is_default else ' or a GPU'}: {readable(budget)}.")
+    tune.print_unless_quiet(f"Memory budget on a CPU{'' if is_default else ' or a GPU'}: {readable(budget)}.")
     findings = []
     for name, (its_config, _) in zip(precisions_in(given), configs, strict=True):
         attempt = partial(attempt_size, its_config, settings, folder, limits)
@@ -81,14 +81,14 @@ def attempt_size(
     """Train for a few steps with a batch size in a child process, and return its message.
 
     Args:
-        config: with Hydra's node.
+        config: with the node ``hydra``.
         settings: of the search.
         folder: of the run.
-        limits: of the memory, arguments of `trainer.cli.tune.attempt.Meter`.
+        limits: memory limits, arguments of `trainer.cli.tune.attempt.Meter`.
         size: the batch size.
     """
     made = tune.plain(config, folder, **{settings.batch_size_key: size})
-    # Gradients of an open window take memory during the next batch, so two batches show the peak.
+    # Within an accumulation window, gradients need memory during the next batch, so two batches show the peak.
     made["trainer"]["accumulate_grad_batches"] = min(2, made["trainer"]["accumulate_grad_batches"] or 1)
     function = "trainer.cli.tune.attempt:try_batch_size"
     return run_in_child(function, folder / LOG, settings=made, steps=settings.steps_per_try, **limits)
@@ -103,7 +103,7 @@ def precisions_in(given: list[str]) -> list[str]:
 
 
 def start_of(config: DictConfig, settings: Settings) -> int:
-    """Return the batch size of the config, with which the search begins.
+    """Return the batch size of the config, which is the start of the search.
 
     Raises:
         UsageError: if the config has none, or it is not a size.
@@ -111,10 +111,10 @@ def start_of(config: DictConfig, settings: Settings) -> int:
     key = settings.batch_size_key
     size = OmegaConf.select(config, key)
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        found = "the config has no such setting" if size is None else f"that is {size!r}"
+        found = "the config has no such setting" if size is None else f"its value is {size!r}"
         raise UsageError(
-            f"tune.batch_size_key is {key}, and {found}; expected the setting that is the batch size, a whole number."
-            " Name it: tune.batch_size_key=model.batch_size, for example."
+            f"tune.batch_size_key is {key}, and {found}; expected the setting of the batch size, a whole number. For"
+            " example: tune.batch_size_key=model.batch_size."
         )
     return size if settings.max_batch_size is None else min(size, settings.max_batch_size)
 
@@ -126,15 +126,15 @@ def find(
 
     Args:
         precision: its name.
-        attempt: tries a size.
+        attempt: tries a size, and returns the message of the child process.
         start: the first size.
         settings: of the search.
-        are_given: whether the user chose this precision; then it is an error if the device does not support it.
+        are_given: whether the user chose this precision. If so, a device that does not support it is an error.
         folder: of the run, for messages.
 
     Raises:
         UsageError: if the config cannot be built, or the setting is not the batch size.
-        TuneError: if a try failed for another reason than memory.
+        TuneError: if an attempt failed for a reason other than memory.
     """
     key = settings.batch_size_key
     finding = Finding(precision)
@@ -148,18 +148,18 @@ def find(
             if are_given or not message.get("is_precision"):
                 raise tune.failure(message, place, folder)
             finding.problem = message["error"]
-            tune.say(f"precision={precision}: {finding.problem}")
+            tune.print_unless_quiet(f"precision={precision}: {finding.problem}")
             return finding
         finding.tried.append({"size": size, **message})
-        tune.say(f"{place}: {message['status']}. {message.get('error', '')[:120]}".rstrip())
+        tune.print_unless_quiet(f"{place}: {message['status']}. {message.get('error', '')[:120]}".rstrip())
         if message["status"] == "ok":
             samples, batch = message["samples"], message["batch"]
             if batch < size and size == start and (samples is None or samples >= size):
                 raise UsageError(
-                    f"{key} is {size}, but the batches have {batch} samples: is it the setting that is the batch size?"
-                    " Name the one that is: tune.batch_size_key=KEY"
+                    f"{key} is {size}, but the batches have {batch} samples, so it is not the batch size. Name the"
+                    " setting of the batch size: tune.batch_size_key=KEY"
                 )
-            samples = batch if batch < size else samples  # the data set has no more
+            samples = batch if batch < size else samples  # the dataset has no more samples
             most = min((bound for bound in (samples, settings.max_batch_size) if bound is not None), default=None)
             finding.largest = size if most is None else min(size, most)
         else:
@@ -172,10 +172,10 @@ def next_size(fits: int, too_large: int | None, most: int | None, multiple_of: i
     """Return the size to try next: doubled or halved, then bisected; None at the end.
 
     Args:
-        fits: the largest size that is known to fit; 0 without one.
-        too_large: the smallest size that is known not to fit, or None. One of the two is known.
-        most: the largest size to try; None without such a bound.
-        multiple_of: sizes in between are multiples of this number. Below it, any number is tried.
+        fits: the largest size that fit so far; 0 if none did.
+        too_large: the smallest size that did not fit, or None. At least one of the two is known.
+        most: the largest size to try; None for no limit.
+        multiple_of: bisection uses multiples of this number. Below it, any number is tried.
     """
     if too_large is None:
         size = 2 * fits if most is None else min(2 * fits, most)
@@ -202,4 +202,4 @@ def _report(findings: list[Finding], settings: Settings, folder: Path) -> None:
         "Batch sizes that fit", ("precision", "largest batch", "samples/s", "peak memory"), rows, ("precision",)
     ).show()
     print("\n".join(lines))
-    tune.say(f"All tries are in {from_here(folder / tune.RESULT)}")
+    tune.print_unless_quiet(f"The results of all attempts are in {from_here(folder / tune.RESULT)}")

@@ -1,7 +1,7 @@
-"""Run a function in a child process, which leaves no memory, random state or threads behind.
+"""Run a function in a child process, so that no memory, random state or threads remain.
 
-On Linux the children are forks of a server that has only imported torch and Lightning, so that they start quickly.
-Elsewhere forks are not safe, and each child imports everything again.
+On Linux, the children are forks of a server process that has only imported torch and Lightning, so that they start
+quickly. On other systems, forks are not safe, and each child imports everything.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 from trainer.files import write_text
 
 Message = dict[str, Any]
-Tell = Callable[[Message], None]
-"""Sends the message as the answer, and ends the child process at once."""
+Send = Callable[[Message], None]
+"""Sends the message as the answer, and ends the child process."""
 
 _SIGKILL = 9
 _PRELOADED = "trainer.cli.tune.attempt"
@@ -29,17 +29,17 @@ _ANSWER = "answer.json"
 
 
 def run_in_child(function: str, log: Path, **arguments: Any) -> Message:
-    """Call ``function(tell, folder, **arguments)`` in a child process; ``folder`` is a temporary one.
+    """Call ``function(send, folder, **arguments)`` in a child process; ``folder`` is a temporary one.
 
     Args:
-        function: ``module:name``, so that this process need not import it. It calls ``tell`` once, with a message that
-            can be written as JSON.
-        log: the file that the child's output is appended to.
-        arguments: can be pickled.
+        function: ``module:name``, which this process does not import. It calls ``send`` once, with a message that can
+            be written as JSON.
+        log: the child's output is appended to this file.
+        arguments: picklable arguments.
 
     Returns:
-        The message. Its ``status`` is ``ok``, ``out of memory`` or ``failed``; the last two come with an ``error``. It
-        is made here for a child that ends without one: a child that the system kills has run out of memory.
+        The message. Its ``status`` is ``ok``, ``out of memory`` or ``failed``; the last two have an ``error``. For a
+        child that ends without a message, it is created here: SIGKILL counts as ``out of memory``.
     """
     context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
     if sys.platform == "linux":
@@ -61,18 +61,18 @@ def run_in_child(function: str, log: Path, **arguments: Any) -> Message:
     if status == -_SIGKILL:
         return {"status": "out of memory", "error": "killed by the system"}
     end = f"signal {-status}" if status < 0 else f"status {status}"
-    return {"status": "failed", "error": f"its process ended with {end}, without a word"}
+    return {"status": "failed", "error": f"the process ended with {end} and without a message"}
 
 
 def _entry(function: str, folder: Path, log: Path, start_method: str, arguments: dict[str, Any]) -> None:
-    multiprocessing.set_start_method(start_method, force=True)  # of dataloader workers: as in any other run
+    multiprocessing.set_start_method(start_method, force=True)  # of dataloader workers, as in an ordinary run
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     module, _, name = function.partition(":")
 
-    def tell(message: Message) -> None:
+    def send(message: Message) -> None:
         write_text(folder / _ANSWER, json.dumps(message))
         for child in multiprocessing.active_children():  # workers of dataloaders
             child.kill()
@@ -80,11 +80,11 @@ def _entry(function: str, folder: Path, log: Path, start_method: str, arguments:
         sys.stderr.flush()
         os._exit(0)
 
-    getattr(import_module(module), name)(tell, folder, **arguments)
+    getattr(import_module(module), name)(send, folder, **arguments)
 
 
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)  # nobody reads the answer any more
+    os._exit(1)  # the answer is no longer needed

@@ -1,4 +1,4 @@
-"""``trainer tune lr``: a learning-rate range test, and the rate that it suggests. Imports no torch."""
+"""``trainer tune lr``: run a learning rate range test, and suggest a rate. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from trainer.cli.tune import LOG, Settings
 from trainer.cli.tune.child import Message, run_in_child
 from trainer.files import from_here
 
-_CLEAR = 5  # standard errors; among so many means, a smaller fall may be chance
+_CLEAR = 5  # standard errors; a smaller decrease may be chance, given the number of means
 _MEDIAN_OF_NORMAL = 0.6745  # of the absolute value of a standard normal variable
 
 
 def run(arguments: Arguments) -> int:
-    """``trainer tune lr``.
+    """Run ``trainer tune lr``.
 
     Returns:
         0, or 1 if the curve suggests no rate.
@@ -50,8 +50,8 @@ def report(message: Message, config: DictConfig, settings: Settings, folder: Pat
     """Print the suggestion of a curve, and write ``tune.json``.
 
     Args:
-        message: of `trainer.cli.tune.attempt.run_range_test`.
-        config: with Hydra's node.
+        message: message of `trainer.cli.tune.attempt.run_range_test`.
+        config: with the node ``hydra``.
         settings: of the test.
         folder: of the run.
     """
@@ -71,31 +71,31 @@ def report(message: Message, config: DictConfig, settings: Settings, folder: Pat
     tune.write(folder, result)
     current = OmegaConf.select(config, settings.lr_key)
     current = float(current) if isinstance(current, (int, float)) else None
-    tune.say(
-        f"The test ended by {message['ended_by']}, after {len(points)} rates and {message['skipped']} skipped steps."
+    tune.print_unless_quiet(
+        f"The test ended with {message['ended_by']}, after {len(points)} rates and {message['skipped']} skipped steps."
     )
     own = message["own_rates"]
     if current is not None and own and not any(math.isclose(current, rate, rel_tol=1e-6) for rate in own):
-        tune.say(
-            f"{settings.lr_key} is {current:g}, but the optimizer was given {own[-1]:g}: the module takes its learning"
-            " rate from elsewhere. Name the setting it comes from, such as tune.lr_key=model.lr."
+        tune.print_unless_quiet(
+            f"{settings.lr_key} is {current:g}, but the learning rate of the optimizer is {own[-1]:g}. Name the setting"
+            " that the module uses, such as tune.lr_key=model.lr."
         )
     if found.lr is None:
         print(f"No suggestion: {found.why}.")
     else:
-        now = f" (it is {current:.2g})" if current is not None else ""
+        now = f" (currently {current:.2g})" if current is not None else ""
         print(f"Suggestion, {found.why}: {settings.lr_key}={found.lr:.2g}{now}")
-    tune.say(f"The losses at all rates are in {from_here(folder / tune.RESULT)}")
+    tune.print_unless_quiet(f"The losses at all rates are in {from_here(folder / tune.RESULT)}")
     return 0 if found.lr is not None else 1
 
 
 class Suggestion(NamedTuple):
-    """The suggestion of a curve.
+    """The suggested learning rate of a curve.
 
     Args:
         lr: the learning rate, or None.
         why: the rule, or the reason why there is no suggestion.
-        smoothed: the losses as a centred moving mean, one for each point.
+        smoothed: centered moving mean of the losses, with a value for each point.
         lowest: the rate with the lowest smoothed loss; None without points.
     """
 
@@ -106,29 +106,30 @@ class Suggestion(NamedTuple):
 
 
 def suggest(points: Sequence[tuple[float, float]]) -> Suggestion:
-    """Return the learning rate at which the loss falls fastest, over the logarithm of the rate.
+    """Return the learning rate with the steepest decrease of the loss over the logarithm of the rate.
 
-    The slope at a point is that of the straight line (least squares) through it and its neighbours, an eighth of the
-    curve in all; points after the lowest loss do not count. fastai's ``lr_find`` offers the same rule ("steep"). Beyond
-    it the loss still falls, but near its lowest point training is about to diverge.
+    The slope at a point is that of a least-squares line through the point and its neighbors, an eighth of the curve in
+    total. Points after the lowest loss are ignored. fastai's ``lr_find`` has the same rule ("steep"). At larger rates,
+    the loss still decreases, but near its minimum training is about to diverge.
 
     Args:
-        points: pairs of a rate and a loss. Rates grow by the same factor from one to the next.
+        points: pairs of a rate and a loss, with a constant factor between consecutive rates.
     """
     losses, logs = [loss for _, loss in points], [math.log(rate) for rate, _ in points]
     reach = max(2, len(points) // 16)
     smoothed = [statistics.fmean(losses[max(0, i - reach) : i + reach + 1]) for i in range(len(losses))]
     if len(points) < 4 * reach:
-        why = f"the curve has {len(points)} points, which is too few: use more tune.steps, or a smaller tune.min_lr"
+        why = f"the curve has only {len(points)} points: use more tune.steps, or a smaller tune.min_lr"
         return Suggestion(None, why, smoothed, None)
-    inner = range(reach, len(points) - reach)  # means of equally many points
+    inner = range(reach, len(points) - reach)  # points with means over the same number of points
     lowest = min(inner, key=smoothed.__getitem__)
     # The spread of the loss from one point to the next, as a standard deviation, before the loss diverges.
     calm = losses[: max(lowest + 1, len(losses) // 2)]
     spread = statistics.median(abs(b - a) for a, b in pairwise(calm)) / (math.sqrt(2) * _MEDIAN_OF_NORMAL)
     if smoothed[reach] - smoothed[lowest] <= _CLEAR * spread / math.sqrt(2 * reach + 1):
         why = (
-            "the loss does not fall clearly: use other tune.min_lr and tune.max_lr, larger batches, or more tune.steps"
+            "the loss does not decrease clearly: use another tune.min_lr and tune.max_lr, larger batches, or more"
+            " tune.steps"
         )
         return Suggestion(None, why, smoothed, points[lowest][0])
 
@@ -137,4 +138,4 @@ def suggest(points: Sequence[tuple[float, float]]) -> Suggestion:
         return statistics.linear_regression(logs[near], losses[near]).slope
 
     steepest = min(range(reach, lowest + 1), key=slope)
-    return Suggestion(points[steepest][0], "at the steepest fall of the loss", smoothed, points[lowest][0])
+    return Suggestion(points[steepest][0], "at the steepest decrease of the loss", smoothed, points[lowest][0])

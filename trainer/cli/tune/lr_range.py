@@ -1,8 +1,8 @@
-"""The learning-rate range test: training with an increasing learning rate.
+"""The learning rate range test: train with an increasing learning rate.
 
 Leslie N. Smith, "Cyclical Learning Rates for Training Neural Networks", WACV 2017, section 3.3 (arXiv:1506.01186). The
-rate grows exponentially, as in fastai's ``lr_find``. Lightning's ``Tuner.lr_find`` gives all parameter groups one rate,
-counts skipped steps as points of the curve, and takes the slope against the rate instead of its logarithm.
+rate grows exponentially, as in fastai's ``lr_find``. Lightning's ``Tuner.lr_find`` sets all parameter groups to one
+rate, counts skipped steps as points of the curve, and uses the slope over the rate instead of its logarithm.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.errors import ConfigurationError
 
-_MEMORY = 0.9  # of the running mean that detects divergence
-_DIVERGED = 4.0  # times the lowest running mean: the threshold of fastai and Lightning
-_MOST_SKIPPED = 30  # in a row; 16 halvings lead from the first loss scale to 1
+_MEMORY = 0.9  # decay of the running mean that detects divergence
+_DIVERGED = 4.0  # multiple of the lowest running mean that counts as divergence, as in fastai and Lightning
+_MOST_SKIPPED = 30  # consecutive skipped steps; the initial loss scale reaches 1 after 16
 
 
 class LearningRateSweep(Callback):
-    """Increase the learning rate from one weight update to the next, and record the loss that follows each.
+    """Increase the learning rate with each optimizer step, and record the loss after each.
 
-    The rates replace the module's schedule. Parameter groups keep their proportions (the rate is the largest of them),
-    and a skipped step does not advance the schedule and adds no point. The loss of a rate is the first one after an
-    update with that rate. The fit ends with the last rate, or if the loss has diverged: it is not finite, or its
+    The rates replace the module's schedule. Parameter groups keep the ratios of their rates (the recorded rate is the
+    largest), and a skipped step does not advance the schedule and adds no point. The loss of a rate is the first one
+    after a step with that rate. The fit ends with the last rate, or if the loss diverges: it is not finite, or its
     running mean is four times the lowest and above the first.
 
     Args:
@@ -38,7 +38,7 @@ class LearningRateSweep(Callback):
 
     Attributes:
         points: pairs of a rate and the loss after it.
-        first_loss: the loss before any update; None before the first batch.
+        first_loss: the loss before the first step; None before the first batch.
         ended_by: ``the last rate``, ``divergence``, ``overflows`` or, if the data ended, ``the end of the fit``.
     """
 
@@ -47,11 +47,11 @@ class LearningRateSweep(Callback):
         self.first_loss: float | None = None
         self.ended_by = "the end of the fit"
         self._min_lr, self._max_lr, self._steps = min_lr, max_lr, steps
-        self._own_rates: set[float] = set()  # that the module gave the optimizer
-        self._window: list[float] = []  # losses of the batches of the current window
-        self._rate: float | None = None  # of the last update
-        self._learned: float | None = None  # the rate of the one before, if it was not skipped
-        self._is_updated = False  # in this batch
+        self._own_rates: set[float] = set()  # rates that the module set in the optimizer
+        self._window: list[float] = []  # losses of the batches in the current accumulation window
+        self._rate: float | None = None  # rate of the last step
+        self._learned: float | None = None  # rate of the step before, if it was not skipped
+        self._is_updated = False  # whether this batch had a step
         self._skips = self._skips_in_a_row = 0
         self._mean = self._lowest = math.inf  # running mean
 
@@ -59,7 +59,7 @@ class LearningRateSweep(Callback):
         """Replace the module's schedule.
 
         Raises:
-            ConfigurationError: if the module uses manual optimization, or several optimizers, or one without ``lr``.
+            ConfigurationError: if the module uses manual optimization, several optimizers, or one without ``lr``.
         """
         optimizers = trainer.optimizers
         has_rate = [all("lr" in group for group in optimizer.param_groups) for optimizer in optimizers]
@@ -70,7 +70,7 @@ class LearningRateSweep(Callback):
                 " one optimizer that has a learning rate. Try some rates in a sweep: fit -m optimizer.lr=0.001,0.01,0.1"
             )
         (optimizer,) = optimizers
-        # A schedule that changed the rate has stored the original in initial_lr; some change that as well.
+        # Schedulers store the original rate in initial_lr; some of them change that, too.
         rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
         given = optimizer.defaults.get("lr")
         self._own_rates = {*rates, *([] if given is None else [float(given)])}
@@ -81,7 +81,7 @@ class LearningRateSweep(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Record the rate of this update. The outcome of the one before is known by now."""
+        """Record the rate of this step. The outcome of the previous step is known by now."""
         self._learned = None if self._skips_in_a_row else self._rate
         self._rate = max(float(group["lr"]) for group in optimizer.param_groups)
         self._is_updated = True
@@ -89,7 +89,7 @@ class LearningRateSweep(Callback):
     def on_after_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, outcome: Any
     ) -> None:
-        """Count skipped steps. With a fused optimizer, the outcome is known just before the next update."""
+        """Count skipped steps. With a fused optimizer, the outcome is known just before the next step."""
         self._skips += outcome.skipped
         self._skips_in_a_row = self._skips_in_a_row + 1 if outcome.skipped else 0
 
@@ -101,9 +101,9 @@ class LearningRateSweep(Callback):
         if loss is not None:
             self._window.append(float(loss))  # host-device synchronization
         if not self._is_updated or not self._window:
-            return  # within a window
+            return  # within an accumulation window
         self._is_updated = False
-        loss, self._window = sum(self._window), []  # each is its share of the window's mean
+        loss, self._window = sum(self._window), []  # each loss is divided by the size of the window
         if self.first_loss is None:
             self.first_loss = self._mean = loss
         if self._learned is not None and math.isfinite(loss):
@@ -132,7 +132,7 @@ class LearningRateSweep(Callback):
         }
 
     def _rate_at(self, step: int) -> float:
-        """Return the rate after ``step`` updates that were not skipped."""
+        """Return the rate after ``step`` steps that were not skipped."""
         share = min(step / (self._steps - 1), 1.0)
         rate: float = self._min_lr * (self._max_lr / self._min_lr) ** share
         return rate
