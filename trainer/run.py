@@ -142,8 +142,9 @@ class Run:
         if isinstance(first, LightningDataModule):  # fit(model, datamodule)
             datamodule, given = first, {}
         if datamodule is not None and any(loaders is not None for loaders in given.values()):
+            assert trainer.state.fn is not None
             raise ConfigurationError(
-                f"You cannot pass both dataloaders and a datamodule to `Trainer.{trainer.state.fn.value}`. Got"  # type: ignore[union-attr]
+                f"You cannot pass both dataloaders and a datamodule to `Trainer.{trainer.state.fn.value}`. Got"
                 f" {type(datamodule).__name__} and {sorted(stage.value for stage in given)} dataloaders."
             )
         trainer.data.attach(module, given, datamodule)
@@ -228,9 +229,7 @@ class Run:
         # after the setup, which may replace modules (sync_batchnorm)
         self.session.enter_context(engine.precision.session(module, engine.device))
         engine.precision.check_optimizers(engine.optimizers)
-        if (
-            trainer.prefetch_batches and engine.device.type == "cuda"
-        ):  # other devices have no separate stream for copies
+        if trainer.prefetch_batches and engine.device.type == "cuda":  # others have no separate stream for copies
             trainer.data.prefetching = Prefetching(engine.device)
         preparation = self.preparation = Preparation(trainer)
         if fitting:

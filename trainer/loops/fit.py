@@ -67,9 +67,8 @@ class FitLoop:
         self.grad_norms: dict[Optimizer, Tensor] = {}
         # optimizers that the module or a closure stepped since the last update of the loss scale
         self.stepped: list[Optimizer] = []
-        self.freezes_scale = (
-            False  # True while a closure or a manual training step runs: its end updates the scale, once
-        )
+        # True while a closure or a manual training step runs: the scale is updated once, at its end
+        self.freezes_scale = False
         self.unresolved: tuple[int, ...] = ()  # optimizers (indices) whose last step has no known outcome yet
         self.skipped: tuple[Optimizer, ...] = ()
         self.has_updated = self.skips_epoch = self.validates_this_epoch = False
