@@ -30,7 +30,7 @@ def attribute_from(package: str, homes: Mapping[str, str], name: str) -> Any:
     """Import the module that ``homes`` gives for ``name``, and return its attribute ``name``.
 
     Raises:
-        AttributeError: ``name`` is not in ``homes``.
+        AttributeError: if ``name`` is not in ``homes``.
     """
     home = homes.get(name)
     if home is None:

@@ -23,7 +23,7 @@ def replacing(path: Path, *, part: str = ".part", durable: bool = False) -> Iter
         durable: whether to flush the file and the renaming to the disk (``fsync``) before returning. Default: False.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: if it cannot be written.
     """
     unfinished = path.parent / f".{os.getpid()}-{secrets.token_hex(6)}{part}"  # short, however long the name is
     try:
@@ -45,7 +45,7 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file atomically, and create its folder.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: if it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:

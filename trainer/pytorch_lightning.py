@@ -16,7 +16,7 @@ the first import of either name.
 No other module of this package imports it.
 
 Raises:
-    ImportError: both are loaded already, or the one that is loaded has another version than ``lightning``.
+    ImportError: if both are loaded already, or the one that is loaded has another version than ``lightning``.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _second_and_first(old: str, new: str) -> tuple[str, str]:
     """Return the two names of a package: the alias, and the name that it refers to.
 
     Raises:
-        ImportError: both are loaded, or their versions differ.
+        ImportError: if both are loaded, or their versions differ.
     """
     loaded = sys.modules.get(old)
     if loaded is None or loaded is sys.modules.get(new):

@@ -71,7 +71,7 @@ def check_pickles(study: Any) -> None:
     Optuna's CMA-ES sampler stores its state in the trials' attributes as a pickle, and unpickles it.
 
     Raises:
-        ConfigurationError: a pickle names an object that CMA-ES does not use.
+        ConfigurationError: if a pickle names an object that CMA-ES does not use.
     """
     for trial in study.get_trials(deepcopy=False):
         parts = {key: text for key, text in trial.system_attrs.items() if ":optimizer:" in key}

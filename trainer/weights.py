@@ -109,9 +109,10 @@ def load_weights(module: nn.Module, path: str | Path, weights_only: bool | None 
             Only use it for trusted files.
 
     Raises:
-        ConfigurationError: the file does not exist, has no weights for the module, or the module is on the meta device.
-        CheckpointError: the file is damaged, or has no weights.
-        UnsafeCheckpointError: the file has more than tensors and plain containers.
+        ConfigurationError: if the file does not exist, has no weights for the module, or the module is on the meta
+            device.
+        CheckpointError: if the file is damaged, or has no weights.
+        UnsafeCheckpointError: if the file has more than tensors and plain containers.
     """
     if any(parameter.is_meta for parameter in module.parameters()):
         raise ConfigurationError(

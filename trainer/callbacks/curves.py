@@ -34,15 +34,15 @@ class Curves(RecordView):
     Only rank zero draws, with its own losses.
 
     Args:
-        dirpath: Folder of ``curves.png``. Default: the folder of ``run.json``, else that of the first logger.
-        max_points: Maximum number of points per curve in the record. Default: 1024.
+        dirpath: folder of ``curves.png``. Default: the folder of ``run.json``, else that of the first logger.
+        max_points: maximum number of points per curve in the record. Default: 1024.
 
     Attributes:
-        path: The figure of the last fit, or None if there is no figure.
+        path: the figure of the last fit, or None if there is no figure.
 
     Raises:
-        ValueError: If `max_points` is less than 2.
-        ConfigurationError: If matplotlib is not installed.
+        ValueError: if `max_points` is less than 2.
+        ConfigurationError: if matplotlib is not installed.
     """
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None, max_points: int = 1024) -> None:

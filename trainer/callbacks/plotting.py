@@ -55,8 +55,8 @@ def fit_loss_axis(axes: Axes, values: Iterable[float]) -> None:
     """Set the range of a loss axis so that it shows ``values``; logarithmic if they span more than two decades.
 
     Args:
-        axes: The axes with the loss.
-        values: The values to show; those that are not finite are ignored.
+        axes: the axes with the loss.
+        values: the values to show; those that are not finite are ignored.
     """
     shown = [value for value in values if math.isfinite(value)]
     if shown and min(shown) > 0 and max(shown) > 100 * min(shown):
@@ -76,8 +76,8 @@ def label_ends(axes: Axes, labels: list[tuple[float, str, str]]) -> None:
     """Label each curve at its end, in its color, and keep the labels apart.
 
     Args:
-        axes: The axes with the curves, with their final scale.
-        labels: Last y-value, name and color of each curve.
+        axes: the axes with the curves, with their final scale.
+        labels: last y-value, name and color of each curve.
     """
     to_axes = axes.transData + axes.transAxes.inverted()
     axes.autoscale_view()

@@ -56,14 +56,14 @@ class ProgressBar(RunCallback, LightningProgressBar):
     ``get_metrics`` to show other values.
 
     Args:
-        refresh_rate: Seconds between two refreshes of the live bar; drawing takes about half a millisecond. 0 disables
+        refresh_rate: seconds between two refreshes of the live bar; drawing takes about half a millisecond. 0 disables
             the progress bar, including lines. Default: 0.2.
-        seconds_between_lines: Seconds between two plain lines within an epoch. Default: 30.
-        leave: Keep a line for every finished epoch above the live bar. Default: False.
-        console: The console to draw on. Default: rich's global console, which writes to ``sys.stdout``.
+        seconds_between_lines: seconds between two plain lines within an epoch. Default: 30.
+        leave: keep a line for every finished epoch above the live bar. Default: False.
+        console: the console to draw on. Default: rich's global console, which writes to ``sys.stdout``.
 
     Raises:
-        ValueError: If `refresh_rate` is negative or `seconds_between_lines` is not positive.
+        ValueError: if `refresh_rate` is negative or `seconds_between_lines` is not positive.
     """
 
     reads_epoch_metrics: ClassVar = True
@@ -358,11 +358,11 @@ class _Row:
     """The progress of one pass over a dataloader.
 
     Attributes:
-        label: Such as ``epoch 3/10``; empty if there is nothing to show.
-        total: Number of batches in the pass; infinite if unknown.
-        completed: Number of batches that are done, including those before a resume.
-        seen: Number of batches that were done in this process, for the rate.
-        rate: Batches per second, a moving average over some seconds, or None before the first measurement.
+        label: such as ``epoch 3/10``; empty if there is nothing to show.
+        total: number of batches in the pass; infinite if unknown.
+        completed: number of batches that are done, including those before a resume.
+        seen: number of batches that were done in this process, for the rate.
+        rate: batches per second, a moving average over some seconds, or None before the first measurement.
     """
 
     label: str
@@ -449,7 +449,7 @@ class _Cell:
     output.
 
     Args:
-        display: The display to show.
+        display: the display to show.
     """
 
     def __init__(self, display: _Display) -> None:

@@ -48,8 +48,8 @@ class RecordView(Callback):
     If the Trainer has no `RunRecorder`, one that writes no file is added.
 
     Args:
-        dirpath: Folder of the files that the callback writes. Default: the folder of the first logger.
-        max_points: Maximum number of points that the record keeps of each curve. None if the callback needs no curves.
+        dirpath: folder of the files that the callback writes. Default: the folder of the first logger.
+        max_points: maximum number of points that the record keeps of each curve. None if the callback needs no curves.
     """
 
     observes_only: ClassVar = True
@@ -89,22 +89,22 @@ class RunRecorder(Callback):
     takes them from its ``run.json``.
 
     Args:
-        record: Record of a run that has started to write one. Default: a new one, ``run.json`` in `dirpath`.
-        dirpath: Folder of the file. Default: the folder of a view, else that of the first logger.
-        writes: Whether to write the file. Default: True.
-        max_points: Maximum number of points per curve. Default: 1024.
-        settings: Hyperparameters of the run for loggers that collect runs, such as W&B's. The ids of the runs there are
+        record: record of a run that has started to write one. Default: a new one, ``run.json`` in `dirpath`.
+        dirpath: folder of the file. Default: the folder of a view, else that of the first logger.
+        writes: whether to write the file. Default: True.
+        max_points: maximum number of points per curve. Default: 1024.
+        settings: hyperparameters of the run for loggers that collect runs, such as W&B's. The ids of the runs there are
             stored as ``tracking``. Default: None, nothing is logged.
 
     Attributes:
-        record: The record of the run, or None before the first fit.
-        losses: Training loss of a batch, as ``training_step`` returned it.
-        scales: Loss scale at the first step of each change.
-        skipped: Number of skipped steps so far, at each skipped step.
-        seconds: Training time at the end of a batch, without validations, including the time before a resume. Measured
+        record: the record of the run, or None before the first fit.
+        losses: training loss of a batch, as ``training_step`` returned it.
+        scales: loss scale at the first step of each change.
+        skipped: number of skipped steps so far, at each skipped step.
+        seconds: training time at the end of a batch, without validations, including the time before a resume. Measured
             with the host's clock, which on a GPU is ahead of the device: rates over many steps are correct.
-        memory: Bytes, at most once per second: on CUDA the memory that torch has reserved, else that of the process.
-        metrics: By stage ("train" or "val") and name, one point for each end of the stage.
+        memory: bytes, at most once per second: on CUDA the memory that torch has reserved, else that of the process.
+        metrics: by stage ("train" or "val") and name, one point for each end of the stage.
     """
 
     observes_only: ClassVar = True

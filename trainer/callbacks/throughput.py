@@ -40,26 +40,26 @@ class Throughput(Callback):
     be counted in a compiled module; pass them as an argument instead. All batches are assumed to need equally many.
 
     Args:
-        warmup_batches: Number of batches of a fit that do not count; at most half of the first epoch's. Default: 10.
-        flops_per_sample: Number of operations in the forward and backward pass of a sample. Default: counted.
+        warmup_batches: number of batches of a fit that do not count; at most half of the first epoch's. Default: 10.
+        flops_per_sample: number of operations in the forward and backward pass of a sample. Default: counted.
 
     Attributes:
-        rates: Samples per second, of each epoch.
-        train_seconds: Training time in this fit in seconds, including warm-up.
-        measured_batches: Number of batches of this rank that the rates are based on.
-        waiting: Share, in [0, 1], of `train_seconds` that the loop spent waiting for batches. On a GPU the loop is
+        rates: samples per second, of each epoch.
+        train_seconds: training time in this fit in seconds, including warm-up.
+        measured_batches: number of batches of this rank that the rates are based on.
+        waiting: share, in [0, 1], of `train_seconds` that the loop spent waiting for batches. On a GPU the loop is
             ahead of the device, so a short wait does not delay it; a large share means that data loading is the
             bottleneck.
-        evaluation_rates: Samples per second of the last "validate", "test" and "predict".
-        batches: For each epoch two checksums of its first batch on this rank: of the floating-point tensors in it, as
+        evaluation_rates: samples per second of the last "validate", "test" and "predict".
+        batches: for each epoch two checksums of its first batch on this rank: of the floating-point tensors in it, as
             float32 (None if the precision has rounded them to 16 bits), and of all others. Runs with equal checksums
             had the same random state there and, in all likelihood, the same batches.
 
-        flops_per_sample: As given, or counted; None if they are unknown, or the device's peak is.
-        mfu: Share, in [0, 1], of the peak of all devices; None if it is unknown.
+        flops_per_sample: as given, or counted; None if they are unknown, or the device's peak is.
+        mfu: share, in [0, 1], of the peak of all devices; None if it is unknown.
 
     Raises:
-        ValueError: If `warmup_batches` is negative, or `flops_per_sample` not above 0.
+        ValueError: if `warmup_batches` is negative, or `flops_per_sample` not above 0.
     """
 
     observes_only: ClassVar = True
@@ -273,8 +273,8 @@ def _peak(trainer: "pl.Trainer", convolves: bool) -> float | None:
     """Return the peak operations per second of all devices in this precision, or None if it is unknown.
 
     Args:
-        trainer: The Trainer with devices and a precision.
-        convolves: Whether most operations are convolutions: for these, TensorFloat-32 is a separate setting.
+        trainer: the Trainer with devices and a precision.
+        convolves: whether most operations are convolutions: for these, TensorFloat-32 is a separate setting.
     """
     device = trainer.strategy.root_device
     if device.type != "cuda" or not torch.cuda.is_available():

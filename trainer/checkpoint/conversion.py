@@ -25,7 +25,7 @@ def consolidate(folder: Path, file: Path) -> list[str]:
         The places of hyperparameters that are objects. They are left out, because reading does not create them.
 
     Raises:
-        CheckpointError: the folder is damaged or contains unexpected objects, or the file cannot be written.
+        CheckpointError: if the folder is damaged or contains unexpected objects, or the file cannot be written.
     """
     left_out: list[str] = []
     checkpoint = _without_objects(_read(folder), left_out)
@@ -40,7 +40,7 @@ def split(file: Path, folder: Path) -> list[str]:
         As :func:`consolidate`.
 
     Raises:
-        CheckpointError: the file is damaged or contains unexpected objects, or the folder cannot be written.
+        CheckpointError: if the file is damaged or contains unexpected objects, or the folder cannot be written.
     """
     left_out: list[str] = []
     checkpoint = _without_objects(_read(file), left_out)
@@ -56,7 +56,7 @@ def weights_of(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
     """Return the tensors of a checkpoint's module with names that begin with ``prefix``, which is removed.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, contains unexpected objects, or has no such weights.
+        CheckpointError: if the checkpoint is damaged, contains unexpected objects, or has no such weights.
     """
     weights = read_weights(checkpoint)
     found = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
@@ -70,9 +70,9 @@ def export(weights: Mapping[str, Tensor], file: Path) -> None:
     """Write weights as a safetensors file. An older file is replaced completely or stays unchanged.
 
     Raises:
-        ModuleNotFoundError: safetensors is not installed.
-        CheckpointError: safetensors does not support one of the tensors.
-        CheckpointWriteError: the file cannot be written.
+        ModuleNotFoundError: if safetensors is not installed.
+        CheckpointError: if safetensors does not support one of the tensors.
+        CheckpointWriteError: if the file cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file

@@ -111,7 +111,7 @@ class Sealing(Summed):
         """Append the manifest and return it, or return None if the data is not a zip archive without a comment.
 
         Raises:
-            OSError: the file raised an error.
+            OSError: if the file raised an error.
         """
         is_ended = len(self._end) == _END_SIZE and self._end.startswith(_END) and self._end.endswith(b"\0\0")
         manifest = self._seal() if is_ended and self._start == _START else None
@@ -144,7 +144,7 @@ def write(
         facts: additional plain values for the manifest. Default: none.
 
     Raises:
-        CheckpointWriteError: writing failed. An older checkpoint is unchanged.
+        CheckpointWriteError: if writing failed. An older checkpoint is unchanged.
     """
     path = Path(path)
     stream: Sealing | None = None
@@ -164,7 +164,7 @@ def make_folder(folder: Path) -> list[Path]:
     """Create a folder and its missing parents. Returns the created folders, the innermost first.
 
     Raises:
-        OSError: it cannot be created.
+        OSError: if it cannot be created.
     """
     missing = []
     above = folder
@@ -181,8 +181,8 @@ def read_manifest(path: str | Path) -> Manifest | None:
     """Return the manifest of a file or folder without verifying the contents, or None for a file without a manifest.
 
     Raises:
-        CheckpointError: the file is truncated, data was appended, or the manifest cannot be read.
-        OSError: the file cannot be read.
+        CheckpointError: if the file is truncated, data was appended, or the manifest cannot be read.
+        OSError: if the file cannot be read.
     """
     path = Path(path)
     if path.is_dir():
@@ -234,7 +234,7 @@ def verify(path: str | Path) -> bool:
     torch before 1.6 or encrypted ones, cannot be verified: returns False.
 
     Raises:
-        CheckpointError: the checkpoint was truncated, extended or changed, or it cannot be read.
+        CheckpointError: if the checkpoint was truncated, extended or changed, or it cannot be read.
     """
     path = Path(path)
     try:

@@ -39,8 +39,8 @@ def held(folder: str | Path) -> Iterator[None]:
     inside of a run.
 
     Raises:
-        FolderInUseError: another process has locked it.
-        CheckpointWriteError: it cannot be created or written to.
+        FolderInUseError: if another process has locked it.
+        CheckpointWriteError: if it cannot be created or written to.
     """
     folder = Path(os.path.realpath(folder))
     key = (os.getpid(), folder)

@@ -52,10 +52,10 @@ def read(load: Callable[[Any, bool], Any], path: str | Path, weights_only: bool 
             :class:`~trainer.checkpoint.inert.StandIn`. If False, the file may run any code: only for your own files.
 
     Raises:
-        CheckpointNotFoundError: the file does not exist.
-        UnsafeCheckpointError: it contains other objects than tensors and plain containers, outside of the
+        CheckpointNotFoundError: if the file does not exist.
+        UnsafeCheckpointError: if it contains other objects than tensors and plain containers, outside of the
             hyperparameters.
-        CheckpointError: it is damaged, or is not a checkpoint.
+        CheckpointError: if it is damaged, or is not a checkpoint.
     """
     shown = redaction.text(str(path))
     if weights_only is False:
@@ -141,8 +141,8 @@ def restore_optimizers(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Restore the states of the optimizers.
 
     Raises:
-        IncompleteCheckpointError: the checkpoint contains only weights.
-        CheckpointError: it has a different number of optimizers, or other types.
+        IncompleteCheckpointError: if the checkpoint contains only weights.
+        CheckpointError: if it has a different number of optimizers, or other types.
     """
     engine, ours = trainer.engine, _trainer_state(checkpoint)
     _check_number(trainer, checkpoint, "optimizer_states", engine.optimizers)
@@ -163,8 +163,8 @@ def restore_schedules(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Restore the states of the schedules, and the metrics that they will read.
 
     Raises:
-        IncompleteCheckpointError: the checkpoint contains only weights.
-        CheckpointError: it has a different number of schedules.
+        IncompleteCheckpointError: if the checkpoint contains only weights.
+        CheckpointError: if it has a different number of schedules.
     """
     _check_number(trainer, checkpoint, "lr_schedulers", trainer.engine.schedules)
     for config, state in zip(trainer.engine.schedules, checkpoint["lr_schedulers"]):  # noqa: B905  # one of them may be empty
@@ -252,7 +252,7 @@ def process_states_in(checkpoint: dict[str, Any], *, exact: bool) -> list[dict[s
             warning.
 
     Raises:
-        ResumeError: another version wrote them, and ``exact`` is set.
+        ResumeError: if another version wrote them, and ``exact`` is set.
     """
     ours = _trainer_state(checkpoint)
     processes: list[dict[str, Any]] = ours.get("processes", [])

@@ -33,7 +33,7 @@ def require_loadable(checkpoint: dict[str, Any], *, strict: bool, warn: bool) ->
         warn: whether this process issues the warning.
 
     Raises:
-        CheckpointError: it cannot be loaded with ``weights_only=True``, and ``strict`` is set.
+        CheckpointError: if it cannot be loaded with ``weights_only=True``, and ``strict`` is set.
     """
     offences: list[tuple[str, Any]] = []
     places = {place: checkpoint[place] for place in PLACES & checkpoint.keys()}

@@ -216,7 +216,7 @@ class ProcessState:
         """Restore the result of :meth:`_buffers`. Checkpoints of older versions have only a part of it, or nothing.
 
         Raises:
-            ResumeError: the module that owns a buffer does not exist, and the resume must be exact.
+            ResumeError: if the module that owns a buffer does not exist, and the resume must be exact.
         """
         trainer = self._trainer
         module, device = trainer.lightning_module, trainer.engine.device
@@ -267,7 +267,7 @@ class ProcessState:
         """Restore the result of :meth:`_communication`.
 
         Raises:
-            ResumeError: the run would not continue exactly, although the resume must be exact.
+            ResumeError: if the run would not continue exactly, although the resume must be exact.
         """
         trainer, engine = self._trainer, self._trainer.engine
         module, communicates = trainer.lightning_module, engine.communication

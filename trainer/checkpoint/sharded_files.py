@@ -53,7 +53,7 @@ def seal(part: Path, name: str, files: Mapping[str, tuple[int, str]], facts: Map
         facts: additional plain values for the manifest.
 
     Raises:
-        OSError: it cannot be written, or a file is missing or has another size.
+        OSError: if it cannot be written, or a file is missing or has another size.
     """
     for file, (size, _) in files.items():
         found = (part / file).stat().st_size  # written by another process, possibly on another machine
@@ -75,7 +75,7 @@ def put(part: Path, place: Path) -> None:
     """Rename the sealed folder ``part`` to ``place``, and replace an older checkpoint there.
 
     Raises:
-        OSError: it cannot be renamed.
+        OSError: if it cannot be renamed.
     """
     aside = None
     if os.path.lexists(place):
@@ -96,7 +96,7 @@ def refuse_other(place: Path) -> None:
     """Raise if ``place`` is a folder with files that are not a checkpoint, because it would be removed.
 
     Raises:
-        IsADirectoryError: it is such a folder.
+        IsADirectoryError: if it is such a folder.
     """
     if place.is_dir() and not place.is_symlink():
         names = {one.name for one in place.iterdir()}
@@ -109,7 +109,7 @@ def aside(place: Path) -> Iterator[None]:
     """If ``place`` is a folder, move it aside to make room for a file. It is restored if the ``with`` block raises.
 
     Raises:
-        IsADirectoryError: it is not a checkpoint.
+        IsADirectoryError: if it is not a checkpoint.
     """
     if place.is_symlink() or not place.is_dir():
         yield
@@ -168,8 +168,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a folder. :func:`verify` checks the files against it.
 
     Raises:
-        CheckpointError: the folder has no manifest, or a damaged one.
-        OSError: it cannot be read.
+        CheckpointError: if the folder has no manifest, or a damaged one.
+        OSError: if it cannot be read.
     """
     try:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
@@ -208,7 +208,7 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> Manifest:
         parts: number of parts. Default: 1.
 
     Raises:
-        CheckpointError: a file is missing or changed, or it cannot be read.
+        CheckpointError: if a file is missing or changed, or it cannot be read.
     """
     try:
         manifest = read_manifest(folder)

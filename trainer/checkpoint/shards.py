@@ -107,7 +107,7 @@ def split(checkpoint: Mapping[str, Any], names: list[list[str]], *, is_first: bo
         is_first: whether this is process 0, which writes unsharded tensors.
 
     Raises:
-        CheckpointError: the checkpoint already has a tensor on the meta device.
+        CheckpointError: if the checkpoint already has a tensor on the meta device.
     """
     tree = dict(checkpoint)
     if "optimizer_states" in tree:
@@ -195,7 +195,7 @@ def write(
         save: writes tensors in addition to those of DCP. Default: None.
 
     Raises:
-        OSError: writing failed; raised on all processes. An older checkpoint is unchanged.
+        OSError: if writing failed; raised on all processes. An older checkpoint is unchanged.
     """
     rank, is_alone = (0, True) if group is None else (distributed.get_rank(group), False)
     part: Path = _by_first(group, lambda: _begin(place))
@@ -359,7 +359,7 @@ def read(
         not read, [] if the checkpoint has none.
 
     Raises:
-        CheckpointError: the folder is damaged or does not exist.
+        CheckpointError: if the folder is damaged or does not exist.
         pickle.UnpicklingError: it contains unexpected objects.
     """
     manifest = sharded_files.read_manifest(folder)
@@ -402,7 +402,7 @@ def _metadata_of(folder: Path, manifest: Manifest) -> Metadata:
     """Return DCP's metadata after checking that it describes only tensors in files of this folder.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: if it does not.
         pickle.UnpicklingError: it contains other objects.
     """
     with (folder / _METADATA).open("rb") as file:

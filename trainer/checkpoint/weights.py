@@ -39,10 +39,10 @@ def read(path: Path, weights_only: bool | None = None, template: Template | None
             None.
 
     Raises:
-        CheckpointNotFoundError: the file does not exist.
-        UnsafeCheckpointError: it contains other objects than tensors and plain containers.
-        CheckpointError: it is damaged, or has no weights.
-        ConfigurationError: the package safetensors is required, but not installed.
+        CheckpointNotFoundError: if the file does not exist.
+        UnsafeCheckpointError: if it contains other objects than tensors and plain containers.
+        CheckpointError: if it is damaged, or has no weights.
+        ConfigurationError: if the package safetensors is required, but not installed.
     """
     if path.suffix == SAFETENSORS and (problem := packages.missing("safetensors")):
         raise ConfigurationError(f"{path} needs {problem}")

@@ -117,7 +117,7 @@ def write(engine: Any, folder: Path, sums: Sums) -> None:
     """Write DeepSpeed's files. All processes must call it together.
 
     Raises:
-        OSError: the files of this process cannot be written.
+        OSError: if the files of this process cannot be written.
     """
     before, engine.checkpoint_engine = engine.checkpoint_engine, (parts := Parts(sums))
     try:
@@ -179,7 +179,7 @@ def fill(tree: dict[str, Any], folder: Path, manifest: Manifest, only: str = "")
         only: ``"state_dict"`` to fill only that. Default: "", both are filled.
 
     Raises:
-        CheckpointError: some data is missing.
+        CheckpointError: if some data is missing.
     """
     stage, processes = manifest.facts[FACT]["stage"], manifest.facts[FACT]["processes"]
     spread = stage == 3

@@ -379,7 +379,7 @@ def adopt(strategy: Strategy) -> None:
 
 
 def files_of(strategy: Strategy) -> CheckpointFiles | None:
-    """The `CheckpointFiles` that ``strategy`` saves with, below wrappers; None if it uses another checkpoint IO."""
+    """Return the `CheckpointFiles` of ``strategy``, inside wrappers, or None if it uses another checkpoint IO."""
     found: Any = strategy.checkpoint_io
     while isinstance(found, _WrappingCheckpointIO):
         found = found.checkpoint_io

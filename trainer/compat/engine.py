@@ -410,7 +410,7 @@ class LightningEngine:
         _forward_nothing(self.strategy.model)
 
     def num_collectives(self) -> int:
-        """Number of collectives issued so far on the default process group, without those of :meth:`reduce`."""
+        """Return the number of collectives issued on the default process group, without those of :meth:`reduce`."""
         distributed = torch.distributed
         if self.world_size == 1 or not distributed.is_initialized():
             return 0

@@ -188,8 +188,8 @@ class TrainingBatches:
         loaded and dropped if the dataloaders do not support skipping.
 
         Raises:
-            ConfigurationError: the dataloaders run one after the other.
-            ResumeError: the batches may differ from those of an uninterrupted run, and the resume must be exact.
+            ConfigurationError: if the dataloaders run one after the other.
+            ResumeError: if the batches may differ from those of an uninterrupted run, and the resume must be exact.
         """
         state, self._loaded = self._loaded, {}
         renewed = self._renew() if self._renew is not None else None
@@ -270,7 +270,7 @@ class TrainingBatches:
         """Record that no batch is left. Yields nothing.
 
         Raises:
-            ConfigurationError: the first pass had no batch, or two in succession had none.
+            ConfigurationError: if the first pass had no batch, or two in succession had none.
         """
         self.is_over, had_batches, self._has_batches = True, self._has_batches, self._batches > 0
         if not self._batches:
@@ -357,7 +357,7 @@ class Transfer:
     after: Callable[..., Batch] | None = None
 
     def __call__(self, batch: Batch, dataloader_idx: int = 0) -> Batch:
-        """``batch`` as the step function gets it; None for ``IDLE``."""
+        """Return the batch for the step function, on the device; None for ``IDLE``."""
         if batch is IDLE:
             return None
         if self.convert is not None:
@@ -374,7 +374,7 @@ class Transfer:
 
 
 def _is_on(batch: Batch, device: torch.device) -> bool:
-    """Whether a batch of the commonest kinds (a tensor, a list or tuple of tensors) is on the device already."""
+    """Return whether a tensor, or a list or tuple of tensors, is on the device; False for other batches."""
     if type(batch) is Tensor:
         return bool(batch.device == device)
     if type(batch) not in (list, tuple):

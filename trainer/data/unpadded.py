@@ -36,7 +36,7 @@ class UnpaddedSampler(DistributedSampler[int]):
         seed: the same on all processes.
 
     Raises:
-        ConfigurationError: the sampler has no length.
+        ConfigurationError: if the sampler has no length.
     """
 
     def __init__(self, sampler: Any, num_replicas: int, rank: int, seed: int = 0) -> None:

@@ -69,7 +69,7 @@ class WorkerRandom:
         self._has_news = False  # the states have changed outside of a batch
 
     def start(self, worker: int) -> None:
-        """The worker's ``worker_init_fn``."""
+        """Initialize a worker, as its ``worker_init_fn``."""
         if self._init is not None:
             self._init(worker)
         info = get_worker_info()
@@ -99,7 +99,7 @@ class WorkerRandom:
             self._has_news = True
 
     def collate(self, samples: Any) -> Marked:
-        """The worker's ``collate_fn``."""
+        """Collate samples to a batch, as the ``collate_fn`` of a worker."""
         assert self._watch is not None
         batch = self._collate(samples)
         changes = self._watch.changes()

@@ -36,7 +36,7 @@ def initialise(root: nn.Module, device: torch.device, finish: Callable[[Tensor, 
             memory). All processes call it. None if parameters are not sharded. Default: None.
 
     Raises:
-        ConfigurationError: a parameter or buffer was not initialized. The message names it.
+        ConfigurationError: if a parameter or buffer was not initialized. The message names it.
     """
     if not is_on_meta(root):
         return

@@ -147,7 +147,7 @@ def write_snapshot(device: torch.device, file: Path) -> bool:
         Whether it was written: on CUDA, if torch has this private function.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: if the file cannot be written.
     """
     dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
     if device.type != "cuda" or dump is None:

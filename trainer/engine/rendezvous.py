@@ -37,7 +37,7 @@ def store_of_this_start(timeout: timedelta = timedelta(minutes=30)) -> Store:
         timeout: for waiting for the other processes here, and for later reads from the store. Default: 30 minutes.
 
     Raises:
-        ClusterError: a process has not called it within ``timeout``.
+        ClusterError: if a process has not called it within ``timeout``.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -49,7 +49,7 @@ def meet(served: Store, rank: int, world_size: int, timeout: timedelta) -> Store
     """Return the part of ``served`` that only the ``world_size`` processes of this rendezvous share.
 
     Raises:
-        ClusterError: some of them have not arrived within ``timeout``.
+        ClusterError: if some of them have not arrived within ``timeout``.
     """
     store: Any = PrefixStore(_ALL, served)
     name = uuid.uuid4().hex

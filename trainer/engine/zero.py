@@ -226,7 +226,7 @@ class ZeroModule:
         """Load a state dict of whole tensors, which all processes have.
 
         Raises:
-            RuntimeError: a shape differs or, if ``strict``, names are missing or unexpected.
+            RuntimeError: if a shape differs or, if ``strict``, names are missing or unexpected.
         """
         targets = self.module.state_dict(keep_vars=True)
         missing, unknown = targets.keys() - state.keys(), state.keys() - targets.keys()
@@ -482,7 +482,7 @@ class ZeroGradients(Gradients):
         """Raise if there are several processes, because their collectives depend on the order of the gradients.
 
         Raises:
-            UnsupportedError: there are several processes.
+            UnsupportedError: if there are several processes.
         """
         if self._processes() > 1:
             raise UnsupportedError(
@@ -523,7 +523,7 @@ class ZeroGradients(Gradients):
         """Run DeepSpeed's step and record its outcome.
 
         Raises:
-            UnsupportedError: the optimizer is not the one that DeepSpeed was initialized with.
+            UnsupportedError: if the optimizer is not the one that DeepSpeed was initialized with.
         """
         zero = self._zero()
         if optimizer is not zero.optimizer:

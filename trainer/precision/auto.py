@@ -34,7 +34,7 @@ class AutoPrecision(Precision):
         description: the chosen precision and the reason; empty before the choice.
 
     Raises:
-        PrecisionError: a setting is out of range.
+        PrecisionError: if a setting is out of range.
     """
 
     name = "auto"

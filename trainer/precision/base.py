@@ -102,7 +102,7 @@ class Precision:
         """Raise or warn if the device does not support this precision.
 
         Raises:
-            PrecisionError: the device is not supported. The message names an alternative.
+            PrecisionError: if the device is not supported. The message names an alternative.
         """
 
     def build_scaler(self, device: torch.device) -> LossScaler:

@@ -129,7 +129,7 @@ class CastCache:
         """Decide after a watched step.
 
         Raises:
-            PrecisionError: the step changed weights between two uses, and earlier steps were not watched.
+            PrecisionError: if the step changed weights between two uses, and earlier steps were not watched.
         """
         if self.enabled and changes_weights:
             raise PrecisionError(

@@ -23,7 +23,7 @@ def half_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Return a 16-bit dtype, given by name or as a dtype.
 
     Raises:
-        PrecisionError: it is not ``float16`` or ``bfloat16``.
+        PrecisionError: if it is not ``float16`` or ``bfloat16``.
     """
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if found not in (torch.float16, torch.bfloat16):

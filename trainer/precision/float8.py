@@ -52,7 +52,7 @@ class Float8Precision(MixedPrecision):
         autocast_cache: see :class:`MixedPrecision`.
 
     Raises:
-        PrecisionError: the recipe is unknown, or a pattern is not a string.
+        PrecisionError: if the recipe is unknown, or a pattern is not a string.
     """
 
     names = {"fp8-mixed": {}}
@@ -78,7 +78,7 @@ class Float8Precision(MixedPrecision):
         """Raise if the device does not support float8, or torchao is not installed.
 
         Raises:
-            PrecisionError: float8 or torchao is not available.
+            PrecisionError: if float8 or torchao is not available.
         """
         if problem := packages.missing("fp8"):
             raise PrecisionError(f"precision='fp8-mixed' needs {problem}. Without it, use precision='bf16-mixed'.")
@@ -98,7 +98,7 @@ class Float8Precision(MixedPrecision):
         """Return the layers that compute in float8, by name, and the reasons why other layers in ``modules`` do not.
 
         Raises:
-            PrecisionError: a pattern of ``modules`` matches no Linear layer, or one of ``fp32_modules`` no module.
+            PrecisionError: if a pattern of ``modules`` matches no Linear layer, or one of ``fp32_modules`` no module.
         """
         in_full = all_modules(*find_modules(module, self.fp32_modules))
         linear = {plain_name(path): part for path, part in module.named_modules() if isinstance(part, nn.Linear)}
@@ -131,7 +131,7 @@ class Float8Precision(MixedPrecision):
         """Set up ``bf16-mixed``, and compute the chosen layers in float8 while the context is open.
 
         Raises:
-            PrecisionError: no layer can compute in float8.
+            PrecisionError: if no layer can compute in float8.
         """
         chosen, others = self.layers(module)
         if not chosen:

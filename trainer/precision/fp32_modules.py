@@ -44,7 +44,7 @@ def check_patterns(patterns: str | Iterable[str], argument: str = "fp32_modules"
     """Return the patterns as a tuple; a single string is one pattern.
 
     Raises:
-        PrecisionError: a pattern is not a string, or is empty.
+        PrecisionError: if a pattern is not a string, or is empty.
     """
     given = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     for pattern in given:
@@ -67,7 +67,7 @@ def find_modules(root: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
             forward (``nn.ModuleList``) is replaced by its modules.
 
     Raises:
-        PrecisionError: a pattern matches no module, no module that is ever called, or a ``ScriptModule``.
+        PrecisionError: if a pattern matches no module, no module that is ever called, or a ``ScriptModule``.
     """
     named = modules_by_name(root)
     named.pop("")

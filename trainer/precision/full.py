@@ -34,7 +34,7 @@ class DoublePrecision(Precision):
         """Raise on MPS, which has no float64.
 
         Raises:
-            PrecisionError: the device is an MPS device.
+            PrecisionError: if the device is an MPS device.
         """
         if device.type == "mps":
             raise PrecisionError(

@@ -36,7 +36,7 @@ class HalfPrecision(Precision):
         cpu_kernels: how float16 is computed on a CPU, as in :class:`~trainer.precision.MixedPrecision`.
 
     Raises:
-        PrecisionError: the dtype or the type of kernels is unknown, or a pattern is not a string.
+        PrecisionError: if the dtype or the type of kernels is unknown, or a pattern is not a string.
     """
 
     names = {"16-true": {"dtype": "float16"}, "bf16-true": {"dtype": "bfloat16"}}
@@ -94,7 +94,7 @@ class HalfPrecision(Precision):
         Metrics keep their dtype because a sum of ones in bfloat16 ends at 256.
 
         Raises:
-            PrecisionError: a pattern of ``fp32_modules`` matches no module.
+            PrecisionError: if a pattern of ``fp32_modules`` matches no module.
         """
         kept = all_modules(*find_modules(module, self.fp32_modules))
         parameters = [
@@ -123,7 +123,7 @@ class HalfPrecision(Precision):
         """Select the float16 kernels of a CPU, and set up ``fp32_modules``.
 
         Raises:
-            PrecisionError: a pattern of ``fp32_modules`` matches no module.
+            PrecisionError: if a pattern of ``fp32_modules`` matches no module.
         """
         in_full = find_modules(module, self.fp32_modules)
         kernels = float16_kernels(self.cpu_kernels, self.dtype, module, device)

@@ -53,7 +53,7 @@ class MixedPrecision(Precision):
             change weights, except by optimizers and ``load_state_dict``. False disables it.
 
     Raises:
-        PrecisionError: the dtype is unknown, a scaling factor is out of range, a pattern is not a string, or
+        PrecisionError: if the dtype is unknown, a scaling factor is out of range, a pattern is not a string, or
             ``autocast_cache`` is not True, False or None.
     """
 
@@ -103,7 +103,7 @@ class MixedPrecision(Precision):
         """Raise if the device has no autocast for the dtype; warn if bfloat16 is only emulated.
 
         Raises:
-            PrecisionError: the device does not support autocast, loss scaling, or CUDA's operations.
+            PrecisionError: if the device does not support autocast, loss scaling, or CUDA's operations.
         """
         if self.loss_scaling and not scales_losses(device):
             dtype = str(self.dtype).removeprefix("torch.")
@@ -143,7 +143,7 @@ class MixedPrecision(Precision):
         """Create the device's autocast context, select a CPU's kernels and operations, and set up ``fp32_modules``.
 
         Raises:
-            PrecisionError: a pattern of ``fp32_modules`` matches no module.
+            PrecisionError: if a pattern of ``fp32_modules`` matches no module.
         """
         in_full = find_modules(module, self.fp32_modules)
         kernels = float16_kernels(self.cpu_kernels, self.dtype, module, device)

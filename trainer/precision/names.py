@@ -28,7 +28,7 @@ def canonical(precision: str | int, names: Collection[str]) -> str:
     """Return the name that ``precision`` stands for.
 
     Raises:
-        PrecisionError: ``precision`` stands for no name.
+        PrecisionError: if ``precision`` stands for no name.
     """
     if (name := match(precision, names)) is None:
         short = dict.fromkeys(name.partition("-")[0] for name in names)

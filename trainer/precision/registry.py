@@ -20,7 +20,7 @@ def resolve_precision(precision: str | int | Precision | None) -> Precision:
     """Return the plugin that ``precision`` names, or the plugin itself if it is one already. None is ``32-true``.
 
     Raises:
-        PrecisionError: the name is unknown, or the object is not one of our precision plugins.
+        PrecisionError: if the name is unknown, or the object is not one of our precision plugins.
     """
     if precision is None:
         return FullPrecision()

@@ -67,8 +67,8 @@ class LossScaler(torch.amp.GradScaler):
             positive if a part on another process is not finite. Default: None, every process has whole gradients.
 
     Raises:
-        PrecisionError: a factor is out of range, or the scaler is enabled for CUDA on a machine without it (torch would
-            warn and train unscaled).
+        PrecisionError: if a factor is out of range, or the scaler is enabled for CUDA on a machine without it (torch
+            would warn and train unscaled).
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class LossScaler(torch.amp.GradScaler):
         """Call ``optimizer.step()``, unless one of its gradients is not finite, or it has no gradients.
 
         Raises:
-            RuntimeError: a ``closure`` was passed while the loss is scaled, as in torch, because the gradients that it
-                computes would not be unscaled.
+            RuntimeError: if a ``closure`` was passed while the loss is scaled, as in torch, because the gradients that
+                it computes would not be unscaled.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
@@ -316,7 +316,7 @@ class LossScaler(torch.amp.GradScaler):
         limited to the interval minus 1. An empty state, from a disabled scaler, is an error.
 
         Raises:
-            ValueError: the state is that of a disabled scaler and this one is enabled.
+            ValueError: if the state is that of a disabled scaler and this one is enabled.
         """
         if not self._enabled:
             return

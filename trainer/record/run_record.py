@@ -159,7 +159,7 @@ class RunRecord:
         """Write ``run.json``, one line per fact. Readers see the whole file, or the one before it.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: if the file cannot be written.
         """
         if self._is_stored:
             lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(fact)}" for name, fact in self.facts.items())

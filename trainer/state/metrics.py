@@ -385,7 +385,7 @@ class MetricStore:
             on_step: True for the step's values, False for the epoch's. Default: None, by whether a batch is running.
 
         Raises:
-            ConfigurationError: the value of a metric object is not a tensor.
+            ConfigurationError: if the value of a metric object is not a tensor.
         """
         metrics = StageMetrics({}, {}, {})
         on_step = self.in_batch if on_step is None else on_step
@@ -565,7 +565,7 @@ def to_scalars(metrics: dict[T, Any]) -> dict[T, Any]:
     On MPS there are at most two, with one for integers.
 
     Raises:
-        ConfigurationError: a tensor has more than one element.
+        ConfigurationError: if a tensor has more than one element.
     """
     scalars = dict(metrics)
     on_device: dict[torch.dtype, list[tuple[T, Tensor]]] = {}

@@ -146,7 +146,7 @@ class StoppingConditions:
             validates: whether there will be any validation.
 
         Raises:
-            ConfigurationError: the interval exceeds the epoch, or is a fraction of an unknown number of batches.
+            ConfigurationError: if the interval exceeds the epoch, or is a fraction of an unknown number of batches.
         """
         if self.val_check_seconds is not None:
             self.val_check_batch = None
