@@ -35,7 +35,7 @@ def limits(**given):
     return SimpleNamespace(**found, **stages)
 
 
-def test_the_table_is_that_of_the_signature():
+def test_table_is_that_of_the_signature():
     parameters = inspect.signature(Trainer).parameters.values()
     assert [(one.name, one.default) for one in parameters] == [(one.name, one.default) for one in ARGUMENTS.values()]
 
@@ -199,12 +199,12 @@ def test_time_between_validations(given, seconds):
         ),
     ],
 )
-def test_the_trainer_refuses(tmp_path, arguments, kind, message):
+def test_trainer_refuses(tmp_path, arguments, kind, message):
     with pytest.raises(kind, match=message):
         make_trainer(tmp_path, **arguments)
 
 
-def test_an_unknown_argument():
+def test_unknown_argument():
     with pytest.raises(TypeError, match="acumulate"):
         Trainer(acumulate_grad_batches=2)
 
@@ -235,7 +235,7 @@ def test_what_arguments_become(tmp_path, arguments, name, value):
 
 
 @pytest.mark.parametrize("off", [0, 0.0, None])
-def test_a_limit_of_zero_clips_nothing(tmp_path, off):
+def test_limit_of_zero_clips_nothing(tmp_path, off):
     trainer = make_trainer(tmp_path, gradient_clip_val=off)
     assert trainer.gradient_clip_val == off
     assert not any(isinstance(callback, GradientClipping) for callback in trainer.callbacks)

@@ -217,7 +217,7 @@ class Casts(TorchDispatchMode):
 
 
 @every_precision
-def test_a_weight_used_three_times_is_cast_once_a_forward(tmp_path, precision):
+def test_weight_used_three_times_is_cast_once_a_forward(tmp_path, precision):
     """The cache is enabled, and cleared between forwards, so that each uses the weights of the current step."""
     counts = []
 
@@ -299,7 +299,7 @@ NO_GRADIENTS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode
     pattern=[self_distillation, refinement, weight_used_directly, gradients_before_and_after],
     off=NO_GRADIENTS,
 )
-def test_a_forward_without_gradients_before_one_with_them(tmp_path, precision, pattern, off):
+def test_forward_without_gradients_before_one_with_them(tmp_path, precision, pattern, off):
     """torch #65766, #112583, #120483: torch 2.10 loses gradients here."""
     mine, theirs = make(mlp)
     batches, off = make_batches(4), NO_GRADIENTS[off]
@@ -312,7 +312,7 @@ def test_a_forward_without_gradients_before_one_with_them(tmp_path, precision, p
 
 
 @every_precision
-def test_a_weight_in_a_custom_function_and_outside_of_it(tmp_path, precision):
+def test_weight_in_a_custom_function_and_outside_of_it(tmp_path, precision):
     def tied(net, batch):
         return F.mse_loss(net(torch.tanh(Product.apply(batch[0], net.weight))), batch[0])
 
@@ -330,7 +330,7 @@ def test_a_weight_in_a_custom_function_and_outside_of_it(tmp_path, precision):
 @pytest.mark.gpu
 @pytest.mark.parametrize("pattern", [self_distillation, weight_used_directly])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_a_forward_without_gradients_before_one_with_them_on_a_gpu(tmp_path, precision, pattern):
+def test_forward_without_gradients_before_one_with_them_on_a_gpu(tmp_path, precision, pattern):
     mine, theirs = make(mlp)
     batches, off = make_batches(4), torch.no_grad
     module = Stepping(mine, lambda net, batch: pattern(net, batch, as_it_comes, off))
@@ -456,7 +456,7 @@ def by_hand_with_penalty(net: nn.Module, batches: Any, name: str) -> None:
 
 
 @every_precision
-def test_a_gradient_penalty(tmp_path, precision):
+def test_gradient_penalty(tmp_path, precision):
     mine, theirs = make(mlp)
     without, start = make(mlp)
     fit(tmp_path, Penalized(mine), make_batches(6), precision)

@@ -270,7 +270,7 @@ CASES = {
 @pytest.mark.parametrize(
     "name", tiered(CASES, quick=("16-mixed, after an overflow, inside a window", "manual", "stateful"))
 )
-def test_nothing_is_different_after_a_resume(name: str, tmp_path: Path) -> None:
+def test_state_is_equal_after_a_resume(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     if case.arguments.get("logger") is CSVLogger:
         case.arguments["logger"] = CSVLogger(tmp_path)
@@ -286,7 +286,7 @@ def test_nothing_is_different_after_a_resume(name: str, tmp_path: Path) -> None:
     assert found == {}, "\n".join(f"{where}\n  " + "\n  ".join(lines) for where, lines in found.items())
 
 
-def test_the_census_sees_everything() -> None:
+def test_census_sees_everything() -> None:
     class Slots:
         __slots__ = ("number",)
 

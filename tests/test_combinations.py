@@ -62,7 +62,7 @@ def saved_after(tmp_path, steps, **options):
     return make(tmp_path, callbacks=[saver], **options), tmp_path / "at.ckpt"
 
 
-def test_a_stop_iteration_of_an_ordinary_step_is_an_error(tmp_path):
+def test_stop_iteration_of_an_ordinary_step_is_an_error(tmp_path):
     class Exhausted(Net):
         def validation_step(self, batch, batch_idx):
             next(iter(()))
@@ -108,7 +108,7 @@ def test_callback_may_log_without_a_logger(tmp_path):
     assert not trainer.callback_metrics
 
 
-def test_an_open_window_of_an_optimizer_with_a_closure_is_used_if_training_stops(tmp_path):
+def test_open_window_of_an_optimizer_with_a_closure_is_used_if_training_stops(tmp_path):
     class Stops(Net):
         def training_step(self, batch, batch_idx):
             self.trainer.should_stop = batch_idx == 1
@@ -122,7 +122,7 @@ def test_an_open_window_of_an_optimizer_with_a_closure_is_used_if_training_stops
     assert (module.seen, trainer.global_step) == ([0.0, 1.0, 0.0, 1.0], 1)  # evaluated twice: max_iter=2
 
 
-def test_a_loop_that_was_timed_is_not_timed_any_more(tmp_path):
+def test_loop_that_was_timed_is_not_timed_any_more(tmp_path):
     trainer = make(tmp_path, profiler="simple")
     trainer.fit(Net(), loader())
     assert "update_weights" not in vars(trainer.loop)
@@ -147,7 +147,7 @@ def test_signal_ends_the_fit_without_references_to_the_exception(tmp_path):
     assert all(loop.check_signals is None for loop in (trainer.loop.limits, *trainer.eval_loops.values()))
 
 
-def test_an_epoch_that_ends_right_after_a_resume_steps_its_plateau_schedule(tmp_path):
+def test_epoch_that_ends_right_after_a_resume_steps_its_plateau_schedule(tmp_path):
     class Plateau(Net):
         def __init__(self):
             super().__init__()
@@ -262,7 +262,7 @@ def test_predictions_of_processes_that_are_spawned_cannot_be_returned(tmp_path):
         make(tmp_path, strategy="ddp_spawn", devices=2).predict(Net(), loader(), return_predictions=True)
 
 
-def test_a_validation_that_raises_leaves_the_module_in_its_modes(tmp_path):
+def test_validation_that_raises_leaves_the_module_in_its_modes(tmp_path):
     class Raises(Net):
         def validation_step(self, batch, batch_idx):
             raise ValueError
@@ -274,7 +274,7 @@ def test_a_validation_that_raises_leaves_the_module_in_its_modes(tmp_path):
     assert module.layer.training
 
 
-def test_no_batch_is_held_by_an_optimizer_that_evaluates_windows(tmp_path):
+def test_closure_optimizer_holds_no_batch_after_its_window(tmp_path):
     class Closure(Net):
         def training_step(self, batch, batch_idx):
             batches.append(weakref.ref(batch))

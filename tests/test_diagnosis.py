@@ -80,7 +80,7 @@ def trainer(tmp_path: Any) -> Any:
     return make_trainer(tmp_path, num_sanity_val_steps=0)
 
 
-def test_a_worker_that_is_killed(trainer: Any) -> None:
+def test_worker_that_is_killed(trainer: Any) -> None:
     with pytest.raises(DataLoaderError) as caught:
         trainer.fit(Module(), loader(kill))
     error = caught.value
@@ -97,7 +97,7 @@ def test_a_worker_that_is_killed(trainer: Any) -> None:
     assert trainer.state.status == "interrupted"
 
 
-def test_a_worker_that_exits_in_a_validation(trainer: Any) -> None:
+def test_worker_that_exits_in_a_validation(trainer: Any) -> None:
     with pytest.raises(
         DataLoaderError, match=r"exited unexpectedly.*batch_idx \d of epoch 0 \(val_dataloader\)"
     ) as caught:
@@ -113,7 +113,7 @@ def test_workers_that_hang(tmp_path: Any) -> None:
     assert "dataloader_timeout" in str(caught.value)
 
 
-def test_an_error_about_shapes_before_there_was_a_batch_blames_none(trainer: Any) -> None:
+def test_error_about_shapes_before_there_was_a_batch_blames_none(trainer: Any) -> None:
     class Refused(Regression):
         def configure_optimizers(self) -> Any:
             raise ValueError("this parameter has the wrong shape")
@@ -129,7 +129,7 @@ def test_errors_of_a_dataset_are_not_changed(trainer: Any) -> None:
     assert caught.value.__notes__ == ["It was raised while batch_idx 3 of epoch 0 (train_dataloader) was loaded."]
 
 
-def test_a_run_bounds_its_dataloaders_and_leaves_them_as_they_were(trainer: Any) -> None:
+def test_run_bounds_its_dataloaders_and_leaves_them_as_they_were(trainer: Any) -> None:
     data, seen = loader(lambda: None), []
 
     class Watch(Module):
@@ -384,7 +384,7 @@ def test_errors_about_memory() -> None:
         "Application timeout caused pair closure",
     ],
 )
-def test_an_exchange_that_was_waited_for_in_vain(trainer: Any, stage: RunningStage, is_uneven: bool, said: str) -> None:
+def test_exchange_that_was_waited_for_in_vain(trainer: Any, stage: RunningStage, is_uneven: bool, said: str) -> None:
     error = RuntimeError(said)
     trainer.state.fn, trainer.state.stage = TrainerFn.VALIDATING, stage
     trainer.eval_loops[RunningStage.VALIDATING].distributed_pass = SimpleNamespace(is_uneven=is_uneven)

@@ -60,7 +60,7 @@ def of_module(name: str, call: Any) -> Any:
 
 @pytest.mark.parametrize("issue", [warn, rank_zero_warn])
 @pytest.mark.parametrize("through", [(), ("trainer.loops.fit",), ("contextlib", "lightning.pytorch.core", "torch.nn")])
-def test_a_warning_points_to_the_innermost_line_of_the_user(issue: Any, through: tuple[str, ...]) -> None:
+def test_warning_points_to_the_innermost_line_of_the_user(issue: Any, through: tuple[str, ...]) -> None:
     def call() -> None:
         issue("text", RuntimeWarning)
 
@@ -86,7 +86,7 @@ def test_without_a_line_of_the_user_a_warning_points_to_its_own(monkeypatch: pyt
     assert caught[0].filename == __file__  # the line that calls `warn`
 
 
-def test_a_warning_is_given_once_a_line_and_can_be_ignored_by_module() -> None:
+def test_warning_is_given_once_a_line_and_can_be_ignored_by_module() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(3):

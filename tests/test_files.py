@@ -37,7 +37,7 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, durable: bool) -> None:
     assert path.read_bytes() == b"new"
 
 
-def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+def test_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("kept")
     (tmp_path / "link").symlink_to(tmp_path / "secret")
     write_text(tmp_path / "link", "page")

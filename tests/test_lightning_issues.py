@@ -23,7 +23,7 @@ class Validates(Regression):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_a_validation_inside_a_window_leaves_its_gradients(tmp_path: Path, precision: str) -> None:  # 20346
+def test_validation_inside_a_window_leaves_its_gradients(tmp_path: Path, precision: str) -> None:  # 20346
     weights = []
     for interval in (None, 2):
         module = Validates()
@@ -34,7 +34,7 @@ def test_a_validation_inside_a_window_leaves_its_gradients(tmp_path: Path, preci
     assert all(map(torch.equal, *weights))
 
 
-def test_a_fit_after_an_early_stop_trains(tmp_path: Path) -> None:  # 18727
+def test_fit_after_an_early_stop_trains(tmp_path: Path) -> None:  # 18727
     module, data = Validates(), loader_of(make_batches(3))
     stops = EarlyStopping("val_loss", stopping_threshold=1e9)
     trainer = make_trainer(tmp_path, max_epochs=5, callbacks=[stops])

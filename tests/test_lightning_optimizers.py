@@ -202,7 +202,7 @@ def test_configure_optimizers_for_manual_optimization(configure: Any) -> None:
 
 
 @pytest.mark.parametrize("fn", ["validate", "test", "predict"])
-def test_only_a_fit_makes_optimizers(fn: str) -> None:
+def test_optimizers_are_created_in_fit_only(fn: str) -> None:
     def scenario(make: Callable[..., Any]) -> Any:
         trainer = make()
         getattr(trainer, fn)(Classifier(), data(2))
@@ -226,7 +226,7 @@ def test_lightnings_parser_works_on_our_trainer() -> None:
 
 @pytest.mark.parametrize("arguments", [{"max_steps": 2}, {"max_steps": 4}, {"max_steps": 6}, {"max_epochs": 3}])
 @pytest.mark.parametrize("strict", [True, False])
-def test_only_a_whole_epoch_is_one_for_a_plateau_schedule(arguments: Any, strict: bool) -> None:
+def test_plateau_schedule_steps_after_complete_epochs_only(arguments: Any, strict: bool) -> None:
     configure = scheduled(lr_scheduler.ReduceLROnPlateau, monitor="giraffe", strict=strict)
     assert_same_experience(lambda make: state_of(fitted(make, Configured(configure), **arguments)))
 
@@ -246,7 +246,7 @@ class OwnScheduleStep(Configured):
             super().lr_scheduler_step(scheduler, metric)
 
 
-def test_a_module_steps_schedules_that_are_not_torchs() -> None:
+def test_module_steps_schedules_that_are_not_torchs() -> None:
     def scenario(make: Callable[..., Any]) -> Any:
         module = OwnScheduleStep()
         return state_of(fitted(make, module, max_epochs=3)), module.foreign.epochs

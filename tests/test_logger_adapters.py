@@ -79,7 +79,7 @@ def registered() -> Iterator[None]:
     loggers._ADAPTERS.update(before)
 
 
-def test_its_settings_are_checked_and_completed() -> None:
+def test_settings_of_an_adapter_are_checked_and_completed() -> None:
     assert tracking.complete({"m": NODE}, LoggedRun(Path("a/b"), sweep="s"), {})["m"]["title"] == "s/b"
     assert tracking.is_asked_for({"m": NODE})
     assert not tracking.is_asked_for({"c": {"_target_": "lightning.pytorch.loggers.CSVLogger"}})
@@ -87,7 +87,7 @@ def test_its_settings_are_checked_and_completed() -> None:
         tracking.check({"logger": {"m": NODE | {"title": ""}}, "checkpoint_files": {}})
 
 
-def test_it_logs_images_and_the_settings_of_the_run(tmp_path: Path) -> None:
+def test_adapter_logs_images_and_the_settings_of_the_run(tmp_path: Path) -> None:
     memory, rows = Memory(), CSVLogger(tmp_path, name="csv")
     record = RunRecord.begin(tmp_path / "run", command="fit")
     recorder = RunRecorder(record, settings={"seed": 3})
@@ -102,7 +102,7 @@ def test_it_logs_images_and_the_settings_of_the_run(tmp_path: Path) -> None:
     assert load_run(tmp_path / "run").facts["tracking"] == {"memoryadapter": "7"}
 
 
-def test_it_is_found_by_the_class_of_the_logger_and_of_its_bases(tmp_path: Path) -> None:
+def test_adapter_is_found_by_the_class_of_the_logger_and_its_bases(tmp_path: Path) -> None:
     class Derived(Memory):
         pass
 

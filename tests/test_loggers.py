@@ -93,7 +93,7 @@ class Raises(Callback):
     ],
     ids=str,
 )
-def test_a_loggers_diary(arguments: dict[str, Any], tmp_path: Path) -> None:
+def test_loggers_diary(arguments: dict[str, Any], tmp_path: Path) -> None:
     def scenario(make: Callable[..., Any]) -> Any:
         loggers = [Diary(), Diary()]
         trainer = make(
@@ -123,7 +123,7 @@ def test_a_loggers_diary(arguments: dict[str, Any], tmp_path: Path) -> None:
     assert mine[0][-1] == "success"
 
 
-def test_a_run_that_raised_has_failed() -> None:
+def test_run_that_raised_has_failed() -> None:
     def scenario(make: Callable[..., Any]) -> Any:
         diary = Diary()
         with pytest.raises(ValueError, match=r"^no$"):

@@ -28,7 +28,7 @@ def test_usable_cores(allowed, quota, usable):
     assert Cores(16, allowed, quota).usable == usable
 
 
-def test_the_quota_is_the_narrowest_of_the_groups_above(tmp_path):
+def test_quota_is_the_narrowest_of_the_groups_above(tmp_path):
     root = tree(
         tmp_path,
         {
@@ -60,7 +60,7 @@ def test_quota_and_limit_of_version_one(tmp_path):
     assert machine.memory(root).left == 1_500_000
 
 
-def test_in_a_container_the_group_of_the_host_is_not_there(tmp_path):
+def test_limits_in_a_container_without_the_hosts_group(tmp_path):
     root = tree(
         tmp_path,
         {
@@ -111,14 +111,14 @@ def test_this_machine():
 
 @pytest.mark.whole
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells it in /proc")
-def test_the_peak_is_that_of_this_process_and_grows():
+def test_peak_is_that_of_this_process_and_grows():
     before = machine.peak_memory()
     held = bytearray(os.urandom(1) * (before + 2**26))
     assert machine.peak_memory() > before + 2**25
     del held
 
 
-def test_a_disk_that_one_can_write_to(tmp_path):
+def test_disk_that_one_can_write_to(tmp_path):
     found = machine.disk(tmp_path / "not" / "there")
     assert found.folder == tmp_path.resolve()
     assert 0 < found.free <= found.total
@@ -126,7 +126,7 @@ def test_a_disk_that_one_can_write_to(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk(tmp_path, monkeypatch):
+def test_full_disk(tmp_path, monkeypatch):
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -134,7 +134,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
     assert machine.disk(tmp_path).problem == "No space left on device"
 
 
-def test_a_network_file_system_is_that_of_the_longest_mount(tmp_path):
+def test_network_file_system_is_that_of_the_longest_mount(tmp_path):
     root = tmp_path.resolve()
     (root / "data" / "runs").mkdir(parents=True)
     (root / "data here").mkdir()

@@ -106,12 +106,12 @@ def result_in(folder: Path) -> dict[str, Any]:
     return result
 
 
-def test_the_page_has_these_steps() -> None:
+def test_page_has_these_steps() -> None:
     assert list(steps()) == STEPS
     assert all(any(block.language == "bash" for block in blocks) for blocks in steps().values())
 
 
-def test_it_is_the_wheel(newcomer: Newcomer) -> None:
+def test_installed_package_is_the_wheel(newcomer: Newcomer) -> None:
     (newcomer.folder / "where.py").write_text("import recipes, trainer; print(trainer.__file__, recipes.__file__)")
     where = subprocess.run(
         ["bash", "-c", "python where.py"], cwd=newcomer.folder, capture_output=True, text=True, timeout=60, check=True,

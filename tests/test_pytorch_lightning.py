@@ -144,7 +144,7 @@ NAMES = """
     ("first", "second", "line_first"),
     [("lightning.pytorch", "pytorch_lightning", True), ("pytorch_lightning", "lightning.pytorch", False)],
 )
-def test_both_names_lead_to_one_package(first: str, second: str, line_first: bool, tmp_path: Path) -> None:
+def test_both_names_import_one_package(first: str, second: str, line_first: bool, tmp_path: Path) -> None:
     check(NAMES.format(first=first, second=second, line_first=line_first), tmp_path)
 
 

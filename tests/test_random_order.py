@@ -233,7 +233,7 @@ def kinds(names: Iterable[str]) -> pytest.MarkDecorator:
 
 
 @kinds(TRAIN)
-def test_a_fit_of_any_data(data: str) -> None:
+def test_fit_of_any_data(data: str) -> None:
     check(fit_of(data, reload_dataloaders_every_n_epochs=int("worker" not in data)))
 
 
@@ -277,7 +277,7 @@ def test_steps_that_draw_their_own_batches(data: str) -> None:
     check(fit_of(data), kind=Drawer)
 
 
-def test_a_second_fit_opens_another_pass() -> None:
+def test_second_fit_opens_another_pass() -> None:
     def run(make: Any, model: Any) -> None:
         trainer, source = make(max_epochs=1), Data(TRAIN["shuffled"])
         trainer.fit(model, datamodule=source)
@@ -288,7 +288,7 @@ def test_a_second_fit_opens_another_pass() -> None:
 
 
 @kinds(["shuffled", "workers", "stream"])
-def test_an_estimate_of_the_fits_length_opens_the_first_pass(data: str) -> None:
+def test_estimate_of_the_fits_length_opens_the_first_pass(data: str) -> None:
     check(fit_of(data), estimates=True)
 
 
@@ -314,7 +314,7 @@ class Saving(Checkpoint):
 
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start"])
 @kinds(["shuffled", "its own generator", "stream", "two", "workers", "workers that stay"])
-def test_a_resume_from_before_the_first_batch_is_exact(data: str, hook: str, tmp_path: Path) -> None:
+def test_resume_from_before_the_first_batch_is_exact(data: str, hook: str, tmp_path: Path) -> None:
     whole, options = Noting(), {"max_epochs": 2, "num_sanity_val_steps": 0}  # it would record losses
     torch.manual_seed(1)
     train = {"enable_checkpointing": True, "callbacks": [Saving(hook, tmp_path / "start.ckpt")]}

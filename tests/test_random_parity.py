@@ -263,7 +263,7 @@ def everything_of(make: Any, setup: dict[str, Any], folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("seed", seeds(SETUPS, quick=10, nightly=200))
-def test_a_run_drawn_at_random(seed: int, tmp_path: Path) -> None:
+def test_run_drawn_at_random(seed: int, tmp_path: Path) -> None:
     setup = draw(seed)
     folders = iter([tmp_path / "theirs", tmp_path / "ours"])
     theirs, mine = run_both(lambda make: everything_of(make, setup, next(folders)))
@@ -280,7 +280,7 @@ def test_runs_drawn_at_random_on_pytorch_lightning() -> None:
     # in a separate process in which that package is loaded first, so that the names of `lightning` refer to it
     code = "import pytorch_lightning, trainer.pytorch_lightning, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
     seeds = random.Random(1).sample(range(SETUPS), 8)
-    tests = [f"{__file__}::{test_a_run_drawn_at_random.__name__}[{seed}]" for seed in seeds]
+    tests = [f"{__file__}::{test_run_drawn_at_random.__name__}[{seed}]" for seed in seeds]
     options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-q"]
     command = [sys.executable, "-c", code, *options, *tests]
     done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=250)

@@ -146,7 +146,7 @@ class Raises(Classifier):
         ("predict", "predict_step"),
     ],
 )
-def test_a_run_that_fails_leaves_the_trainer_as_lightnings_is(
+def test_run_that_fails_leaves_the_trainer_as_lightnings_is(
     function: str, where: str, error: type[BaseException]
 ) -> None:
     def scenario(make: Any) -> Any:

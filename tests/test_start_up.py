@@ -51,7 +51,7 @@ def program(tmp_path_factory):
     return last_line_of(PROGRAM, tmp_path_factory.mktemp("program"))
 
 
-def test_a_trainer_imports_nothing_but_the_project_on_top_of_lightning(program):
+def test_trainer_imports_nothing_but_the_project_on_top_of_lightning(program):
     _, added, _ = program
     assert packages(added) == {"trainer"}
     assert len(added) <= MODULES_OF_A_TRAINER
@@ -61,6 +61,6 @@ def test_no_garbage_is_collected_while_a_trainer_is_imported(program):
     assert program[2] <= 1  # the first allocation afterwards
 
 
-def test_a_command_imports_hydra_and_the_recipe_on_top_of_lightning(program, tmp_path):
+def test_command_imports_hydra_and_the_recipe_on_top_of_lightning(program, tmp_path):
     added = packages(last_line_of(COMMAND, tmp_path)) - packages(program[0]) - sys.stdlib_module_names
     assert added <= {"trainer", "recipes", "hydra", "hydra_plugins", "omegaconf", "antlr4", "attr", "yaml", "_yaml"}

@@ -14,7 +14,7 @@ def kept(parameters: Any) -> list[Any]:
     return [one.values for one in parameters if not one.marks]
 
 
-def test_pairwise_keeps_every_pair_of_values_and_leaves_the_rest_to_the_night() -> None:
+def test_pairwise_keeps_every_pair_of_values_and_marks_the_rest_nightly() -> None:
     values = {"a": (1, 2, 3), "b": ("x", "y"), "c": (True, False)}
     names, parameters = pairwise(**values).args
     assert names == "a,b,c"

@@ -78,7 +78,7 @@ def count(module: Any = None, train: Any = None, val: Any = None, **arguments: A
 # --- arguments ----------------------------------------------------------------------------------------------------
 
 
-def test_the_arguments_are_lightnings() -> None:
+def test_arguments_are_lightnings() -> None:
     theirs, mine = (inspect.signature(one.__init__).parameters for one in (LightningTrainer, Trainer))
     ours = [
         ("resume", None),
@@ -95,7 +95,7 @@ def test_the_arguments_are_lightnings() -> None:
 
 
 @pytest.mark.parametrize("method", ["fit", "validate", "test", "predict", "save_checkpoint"])
-def test_the_methods_have_lightnings_signatures(method: str) -> None:
+def test_methods_have_lightnings_signatures(method: str) -> None:
     theirs, mine = (inspect.signature(getattr(kind, method)).parameters for kind in (LightningTrainer, Trainer))
     assert [(p.name, p.default, p.kind) for p in mine.values()] == [
         (p.name, p.default, p.kind) for p in theirs.values()
@@ -144,7 +144,7 @@ def test_impossible_arguments_are_refused_at_construction(name: str) -> None:
         ours(**arguments)
 
 
-def test_an_unknown_argument_is_refused() -> None:
+def test_unknown_argument_is_refused() -> None:
     with pytest.raises(TypeError, match="max_epoch"):
         ours(max_epoch=1)
 
@@ -152,7 +152,7 @@ def test_an_unknown_argument_is_refused() -> None:
 @pytest.mark.parametrize("arguments", [{}, {"max_steps": 5}, {"max_epochs": 3}, {"max_time": "00:00:01:00"},
                                        {"max_epochs": -1, "max_steps": 4}, {"min_steps": 7}, {"fast_dev_run": 3}],
                          ids=str)  # fmt: skip
-def test_the_limits_of_training_are_those_of_lightning(arguments: dict[str, Any]) -> None:
+def test_limits_of_training_are_those_of_lightning(arguments: dict[str, Any]) -> None:
     with lightnings_noise_ignored():
         theirs, mine = lightning(**arguments), ours(**arguments)
     for name in (
@@ -219,7 +219,7 @@ def test_how_many_batches_run(arguments: dict[str, Any], train: int, val: int, v
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(0, 0), (1, 1), (2, 2), (-1, 6), (100, 6), (None, 2)])
-def test_the_sanity_check(steps: Any, expected: int) -> None:
+def test_sanity_check(steps: Any, expected: int) -> None:
     assert count(num_sanity_val_steps=steps).sanity == expected
 
 
@@ -248,12 +248,12 @@ def test_overfit_batches_turns_shuffling_off() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_an_interval_longer_than_the_epoch_is_refused() -> None:
+def test_interval_longer_than_the_epoch_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`val_check_interval` \(20\) must be less than or equal"):
         count(val_check_interval=20)
 
 
-def test_a_share_of_an_unknown_length_is_refused() -> None:
+def test_share_of_an_unknown_length_is_refused() -> None:
     class Stream(IterableDataset):
         def __iter__(self) -> Any:
             yield from data(4)
@@ -357,7 +357,7 @@ def test_fit_then_evaluate() -> None:
     assert (trainer.current_epoch, trainer.global_step) == (1, 4)
 
 
-def test_the_state_of_a_run() -> None:
+def test_state_of_a_run() -> None:
     seen: list[Any] = []
 
     class Look(Callback):
@@ -443,7 +443,7 @@ RAISING_HOOKS = [
 
 
 @pytest.mark.parametrize("hook", RAISING_HOOKS)
-def test_an_exception_in_a_hook(hook: str) -> None:
+def test_exception_in_a_hook(hook: str) -> None:
     class BrokenError(Exception):
         pass
 
@@ -547,7 +547,7 @@ def test_datamodule_by_keyword_or_as_the_dataloaders_argument() -> None:
     assert (batches.test, batches.predict) == (1, 1)
 
 
-def test_a_datamodule_and_dataloaders_are_too_much() -> None:
+def test_datamodule_and_dataloaders_are_too_much() -> None:
     with pytest.raises(ValueError, match=r"You cannot pass both dataloaders and a datamodule to `Trainer\.fit`"):
         ours().fit(Classifier(), data(2), datamodule=Data())
 
@@ -590,7 +590,7 @@ def test_collections_of_dataloaders() -> None:
         lengths(CombinedLoader([data(8), data(4)], "sequential"))
 
 
-def test_a_shuffled_validation_loader_warns() -> None:
+def test_shuffled_validation_loader_warns() -> None:
     with pytest.warns(UserWarning, match="sampler has shuffling enabled"):
         count(val=data(4, shuffle=True))
 
@@ -686,7 +686,7 @@ class CountsSteps(Learner):
 
 # torch's warning at a graph break
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_a_compiled_module_is_accepted() -> None:
+def test_compiled_module_is_accepted() -> None:
     plain, compiled = CountsSteps(), CountsSteps()
     ours(max_epochs=2).fit(plain, data(8))
     trainer = ours(max_epochs=2)
@@ -699,7 +699,7 @@ def test_a_compiled_module_is_accepted() -> None:
     Version(torch.__version__) < Version("2.13"),
     reason="torch 2.10 does not compile a LightningModule's parts in place, under Lightning's own Trainer neither",
 )
-def test_a_module_compiled_in_place_is_used_compiled() -> None:
+def test_module_compiled_in_place_is_used_compiled() -> None:
     calls: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -728,7 +728,7 @@ def test_modes_of_submodules_are_put_back_after_a_validation() -> None:
     ours(max_epochs=2).fit(Frozen(), data(4), data(4))
 
 
-def test_the_module_is_the_users_again_after_the_run() -> None:
+def test_module_is_the_users_again_after_the_run() -> None:
     module = Learner()
     trainer = ours(max_epochs=1)
     trainer.fit(module, data(4))
@@ -741,7 +741,7 @@ def test_the_module_is_the_users_again_after_the_run() -> None:
 # --- what is shown ------------------------------------------------------------------------------------------------
 
 
-def test_the_tables_of_validate_and_test(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_of_validate_and_test(capsys: pytest.CaptureFixture[str]) -> None:
     class Logs(Classifier):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             self.log("loss", 0.5 + dataloader_idx)
@@ -779,7 +779,7 @@ def test_predictions() -> None:
 
 
 @pytest.mark.parametrize("loaders", [1, 2])
-def test_the_sanity_check_loads_no_more_than_it_runs(loaders: int) -> None:
+def test_sanity_check_loads_no_more_than_it_runs(loaders: int) -> None:
     class Counting(torch.utils.data.Dataset[torch.Tensor]):
         def __init__(self) -> None:
             self.loaded = 0
@@ -814,7 +814,7 @@ def test_default_summary_has_the_size_of_mixed_precision_weights() -> None:
         ours(precision="bf16-mixed", max_epochs=1, enable_model_summary=True).fit(Learner(), data(4))
 
 
-def test_a_thousand_epochs_are_not_trained_without_a_word() -> None:
+def test_thousand_epochs_are_not_trained_without_a_word() -> None:
     trainer = ours(max_epochs=None, min_epochs=0)
     module = Learner()
     module.on_train_start = lambda: setattr(trainer, "should_stop", True)  # type: ignore[method-assign]
@@ -825,7 +825,7 @@ def test_a_thousand_epochs_are_not_trained_without_a_word() -> None:
 
 @pytest.mark.parametrize("copied", [lambda trainer: pickle.loads(pickle.dumps(trainer)), deepcopy])
 @pytest.mark.parametrize("arguments", [{}, {"precision": "16-mixed", "gradient_clip_val": 1.0}])
-def test_a_trainer_can_be_copied_before_and_after_a_run(copied: Any, arguments: dict[str, Any], tmp_path: Path) -> None:
+def test_trainer_can_be_copied_before_and_after_a_run(copied: Any, arguments: dict[str, Any], tmp_path: Path) -> None:
     trainer = Trainer(max_epochs=1, accelerator="cpu", devices=1, default_root_dir=tmp_path, **arguments)
     assert copied(trainer).max_epochs == 1
     trainer.fit(Classifier(), data(4), data(2))

@@ -244,7 +244,7 @@ def expected_of(step: Callable[..., Tensor], batches: Any, precision: str) -> Pa
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("precision", MIXED)
-def test_a_step_sees_the_weights_that_it_has_changed(tmp_path, precision, name):
+def test_step_sees_the_weights_that_it_has_changed(tmp_path, precision, name):
     batches, module = make_batches(LATE + 2), Stepping(STEPS[name])
     fit(tmp_path, module, batches, precision)
     assert_equal(module.net, expected_of(STEPS[name], batches, precision))
@@ -364,7 +364,7 @@ def test_weights_that_change_after_their_last_use_keep_the_cache(tmp_path):
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 @pytest.mark.parametrize("precision", MIXED)
-def test_an_evaluation_step_sees_the_weights_that_it_has_changed(tmp_path, precision, stage):
+def test_evaluation_step_sees_the_weights_that_it_has_changed(tmp_path, precision, stage):
     seen: list[Tensor] = []
 
     def step(self: Any, batch: Any, batch_idx: int) -> Tensor:
@@ -473,7 +473,7 @@ def irregular(pair: Pair, batch: Any, clear: Callable[[], None]) -> Tensor:
 
 @pytest.mark.parametrize("step", [irregular, twice(negate_data), through_an_alias], ids=["uses", "negates", "scales"])
 @pytest.mark.parametrize("at", [1, 5, WATCHED_STEPS, LATE])
-def test_a_resumed_run_decides_as_the_uninterrupted_one(tmp_path, step, at):
+def test_resumed_run_decides_as_the_uninterrupted_one(tmp_path, step, at):
     """In the first half of the watched steps no weight is used twice; in the last steps none is, either."""
     gains = {i: 1.0 if 6 < i < 20 else 2.0 for i in range(LATE + 8)}
     batches = make_batches(LATE + 8, gains=gains)

@@ -70,7 +70,7 @@ def test_every_kind_of_file(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_run(tmp_path: Path, sharded: bool) -> None:
+def test_run(tmp_path: Path, sharded: bool) -> None:
     saver = ModelCheckpoint(tmp_path / "run" / "checkpoints", save_last=True)
     plugins = CheckpointFiles(sharded=sharded)
     trained = Regression(make_net())
@@ -185,7 +185,7 @@ def test_names_that_begin_differently(tmp_path: Path, in_file: str, in_module: s
     assert all(torch.equal(found[f"{in_module}{name}"], value) for name, value in source.items())
 
 
-def test_the_same_names_come_first() -> None:
+def test_same_names_come_first() -> None:
     assert paired(["a.b", "b"], ["b"]) == ({"b": "b"}, ("", ""))
     assert paired(["a.b", "a.c", "b"], ["b", "c"]) == ({"b": "a.b", "c": "a.c"}, ("a.", ""))
     assert paired(["a.weight", "b.weight"], ["c.bias", "c.scale"]) == ({}, ("", ""))
@@ -238,7 +238,7 @@ def test_lazy_parameters_take_the_shape_of_the_file(tmp_path: Path) -> None:
     assert module.weight.shape == (3, 4)
 
 
-def test_nothing_that_fits_is_an_error(tmp_path: Path) -> None:
+def test_weights_without_a_match_are_an_error(tmp_path: Path) -> None:
     torch.save({"a.weight": torch.ones(2), "a.bias": torch.ones(2)}, tmp_path / "a.pt")
     with pytest.raises(
         ConfigurationError, match=r"No name in .*a.pt is one of the Small's. It has a.weight, a.bias;"
@@ -368,7 +368,7 @@ class Late(Seen):
                 self.net = make_net()
 
 
-def test_a_module_that_is_made_late(tmp_path: Path) -> None:
+def test_module_created_in_configure_model(tmp_path: Path) -> None:
     file, state = weights_file(tmp_path)
     module = Late()
     with pytest.raises(ConfigurationError, match="configure_model"):

@@ -97,7 +97,7 @@ trainer: {{max_epochs: 1, limit_val_batches: 0}}
 
 
 @pytest.mark.parametrize("package", ["my_module", "recipes.mine", "conf.mine"])
-def test_a_module_and_a_recipe_of_the_users(package, installed_python, tmp_path):
+def test_module_and_a_recipe_of_the_users(package, installed_python, tmp_path):
     """Also in packages named ``recipes`` and ``conf``, like ours; Hydra reads configs from ``conf``."""
     file = tmp_path / f"{package.replace('.', '/')}.py"
     recipe = tmp_path / "conf" / "recipe" / "mine.yaml"

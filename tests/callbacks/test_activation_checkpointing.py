@@ -105,7 +105,7 @@ def test_plain_checkpoint_would_update_the_statistics_twice():
     assert block.norm.num_batches_tracked == 2
 
 
-def test_a_graph_that_is_used_twice_is_computed_the_same_each_time(tmp_path):
+def test_graph_that_is_used_twice_is_computed_the_same_each_time(tmp_path):
     """For second derivatives or retain_graph, each backward pass recomputes from the same buffers."""
 
     class Penalized(Regression):
@@ -151,7 +151,7 @@ class Drops(nn.Module):
 
 
 @pytest.mark.parametrize("hand_over", ["by position", "by keyword", "in an object"])
-def test_the_random_states_of_the_devices_are_kept(monkeypatch, hand_over):
+def test_random_states_of_the_devices_are_kept(monkeypatch, hand_over):
     """torch only finds devices in positional arguments; otherwise the second forward drops other units on a GPU."""
     devices: set[torch.device] = set()
 
@@ -284,7 +284,7 @@ def test_weight_averaging_copies_the_module_meanwhile(tmp_path):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_afterwards_the_modules_are_as_before(tmp_path, fails):
+def test_modules_are_restored(tmp_path, fails):
     class Failing(Regression):
         def training_step(self, batch, batch_idx):
             assert "forward" in vars(self.net.blocks[0])

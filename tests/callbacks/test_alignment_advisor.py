@@ -52,7 +52,7 @@ def test_lazy_layers_have_no_size_yet():
 
 
 @imports_inductor
-def test_a_line_names_the_layer_its_size_and_the_next_multiple():
+def test_line_names_the_layer_its_size_and_the_next_multiple():
     net = nn.ModuleDict({"body": nn.Sequential(nn.Linear(12, 10)), "stem": torch.compile(nn.Conv2d(20, 8, 1))})
     assert [str(each) for each in misaligned(net)] == [
         "body.0 (Linear): in_features 12 -> 16, out_features 10 -> 16",
@@ -87,7 +87,7 @@ def test_number_of_lines_is_limited(tmp_path, caplog):
     assert message.splitlines()[1:] == ["  net.0 (Linear): in_features 6 -> 8", "  and 1 more"]
 
 
-def test_a_single_layer(tmp_path, caplog):
+def test_single_layer(tmp_path, caplog):
     [message] = said(tmp_path, caplog, everywhere=True, module=Regression(nn.Linear(6, 3)))
     assert "1 layer has others; they could be padded" in message
 
@@ -106,7 +106,7 @@ def test_no_warning_for_aligned_sizes(tmp_path, caplog):
     ("precision", "half"),
     [("32-true", 0), ("64-true", 0), ("16-mixed", 1), ("bf16-mixed", 1), ("16-true", 1), ("bf16-true", 1)],
 )
-def test_it_speaks_on_tensor_cores_in_16_bits(tmp_path, caplog, monkeypatch, precision, half, cores):
+def test_advisor_warns_on_tensor_cores_in_16_bits(tmp_path, caplog, monkeypatch, precision, half, cores):
     asked = []
     monkeypatch.setattr(alignment_advisor, "tensor_cores", lambda device: asked.append(device) or cores)
     assert said(tmp_path, caplog, precision=precision) == [MESSAGE] * (half and cores)
@@ -151,7 +151,7 @@ def test_no_default_on_a_cpu(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("precision", "number"), [("16-mixed", 1), ("32-true", 0)])
-def test_the_default_on_a_gpu(tmp_path, caplog, precision, number):
+def test_default_on_a_gpu(tmp_path, caplog, precision, number):
     trainer = make_trainer(tmp_path, accelerator="gpu", devices=1, precision=precision)
     with caplog.at_level(logging.INFO):
         trainer.fit(Regression(make_net()), loader_of(make_batches(1)))

@@ -28,7 +28,7 @@ def test_overflows_do_not_raise(tmp_path):
     assert trace.skipped == [False, True, False, True, False]
 
 
-def test_a_run_is_the_same_with_it(tmp_path):
+def test_run_is_the_same_with_it(tmp_path):
     module = sequential()
     ours = fit(tmp_path, Regression(module))[1]
     theirs = fit(tmp_path, Regression(sequential()), detect_anomaly=False)[1]
@@ -37,7 +37,7 @@ def test_a_run_is_the_same_with_it(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.parametrize("window", [1, 5])
-def test_a_real_nan_stops_the_run_with_the_traceback_of_its_forward(tmp_path, window):
+def test_real_nan_stops_the_run_with_the_traceback_of_its_forward(tmp_path, window):
     with (
         pytest.warns(UserWarning, match=r"(?s)Error detected in SqrtBackward0.*torch.sqrt\(loss - loss\)"),
         pytest.raises(RuntimeError, match="Function 'SqrtBackward0' returned nan values"),
@@ -47,12 +47,12 @@ def test_a_real_nan_stops_the_run_with_the_traceback_of_its_forward(tmp_path, wi
 
 
 @pytest.mark.filterwarnings("ignore:Error detected in", "ignore:Anomaly Detection has been enabled")
-def test_a_nan_at_once_although_steps_may_be_skipped(tmp_path):
+def test_nan_at_once_although_steps_may_be_skipped(tmp_path):
     with pytest.raises(RuntimeError, match="SqrtBackward0"):
         fit(tmp_path, Regression(sequential(Nan(), 3)))
 
 
-def test_an_infinity_is_not_nan(tmp_path):
+def test_infinity_is_not_nan(tmp_path):
     """torch's mode looks for NaN; values that overflow at every scale are reported by OverflowReport."""
     net = torch.nn.Sequential(torch.nn.Linear(6, 3), Amplifier(6e4), Amplifier(6e4))
     _, trace = fit(tmp_path, Regression(net), gains=None)
@@ -60,12 +60,12 @@ def test_an_infinity_is_not_nan(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Error detected in", "ignore:Anomaly Detection has been enabled")
-def test_a_forward_that_overflows_is(tmp_path):
+def test_forward_that_overflows_is(tmp_path):
     with pytest.raises(RuntimeError, match="returned nan values"):
         fit(tmp_path, Regression(sequential(Huge(), 3)))
 
 
-def test_the_mode_of_each_precision(tmp_path):
+def test_mode_of_each_precision(tmp_path):
     for precision, scales in ((native_fp16(), True), (native_fp16(loss_scaling=False), False), ("bf16-mixed", False)):
         seen = []
 

@@ -117,7 +117,7 @@ def test_selected_metric_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-def test_a_resumed_run_keeps_to_the_choice_and_the_best_so_far(tmp_path: Path) -> None:
+def test_resumed_run_keeps_to_the_choice_and_the_best_so_far(tmp_path: Path) -> None:
     values = [0.5, 0.9, 0.7, 0.8]
     fitted(Logs(val_acc=values), tmp_path, 3, save_last=True)
     both = Logs(val_acc=values, val_loss=[1.0, 1.0, 1.0, 0.1])  # from scratch it would be val_loss
@@ -129,7 +129,7 @@ def test_a_resumed_run_keeps_to_the_choice_and_the_best_so_far(tmp_path: Path) -
     assert "'monitor': 'auto'" in key  # one state, before and after the choice
 
 
-def test_a_metric_that_is_named_is_monitored_as_by_lightning(tmp_path: Path) -> None:
+def test_metric_that_is_named_is_monitored_as_by_lightning(tmp_path: Path) -> None:
     values = {"val_loss": [1.0, 3.0, 2.0], "val_acc": [0.1, 0.2, 0.3]}
     _, saver = fitted(Logs(**values), tmp_path, 3, monitor="val_acc", mode="min")
     assert (saver.monitor, Path(saver.best_model_path).name) == ("val_acc", "epoch=0.ckpt")

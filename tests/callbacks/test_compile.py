@@ -120,7 +120,7 @@ PRECISIONS: dict[str, Any] = {"32-true": "32-true", "bf16-mixed": "bf16-mixed", 
 
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("precision", tiered(PRECISIONS, quick=["16-mixed"]))
-def test_the_weights_are_those_of_a_loop_by_hand(tmp_path, replays, precision, window):
+def test_weights_equal_those_of_a_hand_written_loop(tmp_path, replays, precision, window):
     mine, theirs, batches = make_net(), make_net(), make_batches(7)
     clip = 0.1 if window == 3 else None
     _, trace = fit_and_watch(
@@ -314,7 +314,7 @@ def test_settings_that_overwrite_results(settings, device, expected):
     assert compilation.reuses_memory(settings, torch.device(device)) is expected
 
 
-def test_no_step_is_marked_and_nothing_copied_without_cuda_graphs(tmp_path, replays):
+def test_steps_are_not_marked_and_copied_without_cuda_graphs(tmp_path, replays):
     class Looking(Whole):
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
             assert not isinstance(vars(self)["forward"]._compiled, compilation.CopiedOutputs)
@@ -418,7 +418,7 @@ def counting(graphs: list[int]) -> Any:
     return backend
 
 
-def test_a_forward_is_one_graph_with_its_parts_in_it(tmp_path):
+def test_forward_is_one_graph_with_its_parts_in_it(tmp_path):
     class Both(Regression):
         def forward(self, x: Tensor) -> Tensor:
             return self.net(x) * 2
@@ -691,14 +691,14 @@ def test_usual_recompilations_are_not_reported(tmp_path):
     assert any("size mismatch at index 0. expected 4, actual 3" in reason for reason in facts["reasons"])
 
 
-def test_a_second_run_counts_its_own(tmp_path):
+def test_second_run_counts_its_own(tmp_path):
     callback, module = Compile(backend="eager"), Regression()
     for expected in (1, 0):
         make_trainer(tmp_path, callbacks=[callback]).fit(module, loader_of(make_batches(2)))
         assert len(callback.compilations) == expected
 
 
-def test_a_module_that_no_step_calls(tmp_path, monkeypatch):
+def test_module_that_no_step_calls(tmp_path, monkeypatch):
     monkeypatch.setitem(torch._dynamo.utils.counters["stats"], "unique_graphs", 0)
     with pytest.warns(match="Compile has compiled nothing: no step has called 'a'. Steps have to call modules"):
         make_trainer(tmp_path, callbacks=[Compile(backend="eager")]).fit(Parts(a=Custom()), loader_of(make_batches(1)))

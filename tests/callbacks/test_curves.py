@@ -75,7 +75,7 @@ def test_losses_that_are_not_finite():
     assert low < 1 < 3 < high
 
 
-def test_a_loss_over_decades_is_drawn_on_a_log_scale():
+def test_loss_over_decades_is_drawn_on_a_log_scale():
     figure = figure_of(record(losses={step: 10.0**-step for step in range(6)}))
     assert figure.axes[0].get_yscale() == "log"
 
@@ -97,7 +97,7 @@ def fit(folder, *callbacks, **options):
     trainer.fit(Regression(), loader_of(make_batches(4)))
 
 
-def test_a_fit(tmp_path):
+def test_fit(tmp_path):
     curves = Curves(dirpath=tmp_path / "mine", max_points=2)
     fit(tmp_path / "run", curves, RunRecorder())
     assert curves.path == tmp_path / "mine" / "curves.png"
@@ -105,7 +105,7 @@ def test_a_fit(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_picture_that_cannot_be_written_fails_no_fit(tmp_path):
+def test_picture_that_cannot_be_written_fails_no_fit(tmp_path):
     (tmp_path / "file").touch()
     curves = Curves(dirpath=tmp_path / "file")
     with pytest.warns(UserWarning, match="could not be written to .*file"):

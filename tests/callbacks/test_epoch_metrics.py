@@ -35,7 +35,7 @@ def fit(tmp_path: Any, callback: Any, module: type[Module], **arguments: Any) ->
 
 @pytest.mark.parametrize("module", [Module, Validated])
 @pytest.mark.parametrize("leave", [False, True])
-def test_the_line_of_an_epoch(tmp_path, module, leave):
+def test_line_of_an_epoch(tmp_path, module, leave):
     file = io.StringIO()
     console = Console(file=file, width=120, force_terminal=leave)
     fit(tmp_path, ProgressBar(console=console, leave=leave), module, enable_progress_bar=True)
@@ -46,7 +46,7 @@ def test_the_line_of_an_epoch(tmp_path, module, leave):
 
 
 @pytest.mark.parametrize("module", [Module, Validated])
-def test_the_record_of_a_run(tmp_path, module):
+def test_record_of_a_run(tmp_path, module):
     recorder = RunRecorder(writes=False)
     fit(tmp_path, recorder, module)
     assert recorder.metrics["train"]["number"].state_dict()["values"] == [0.0, 1.0, 2.0]
@@ -80,7 +80,7 @@ class Trial:
     ],
 )
 @pytest.mark.parametrize("most", [9, 2])
-def test_the_reports_to_a_study(tmp_path, monkeypatch, module, metric, values, most):
+def test_reports_to_a_study(tmp_path, monkeypatch, module, metric, values, most):
     trial = Trial(most)
     monkeypatch.setattr("trainer.callbacks.optuna_pruning.trial_of", lambda *_: trial)
     pruning = OptunaPruning("storage", "study", 0, metric)

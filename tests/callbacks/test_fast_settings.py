@@ -69,7 +69,7 @@ class Classifier(LightningModule):
 
 @pytest.mark.parametrize("lazily", [False, True])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_the_weights_are_those_of_a_loop_by_hand(tmp_path, precision, lazily):
+def test_weights_equal_those_of_a_hand_written_loop(tmp_path, precision, lazily):
     module, net = Classifier(lazily), convnet().to(memory_format=LAST)
     fast = FastSettings()
     make_trainer(tmp_path, callbacks=[fast], precision=precision, max_epochs=2).fit(module, loader_of(images(4)))
@@ -88,7 +88,7 @@ def test_the_weights_are_those_of_a_loop_by_hand(tmp_path, precision, lazily):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_layout_is_that_of_the_run_alone(tmp_path, fails):
+def test_layout_is_that_of_the_run_alone(tmp_path, fails):
     class Looking(Classifier):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             seen.append([p.stride() for p in self.parameters()])
@@ -176,7 +176,7 @@ def test_parametrized_weights_are_kept(tmp_path):
     assert fast.on == ["channels_last"]
 
 
-def test_a_module_without_convolutions_has_nothing_on(tmp_path):
+def test_module_without_convolutions_has_nothing_on(tmp_path):
     fast = FastSettings()
     make_trainer(tmp_path, callbacks=[fast]).fit(Regression(), loader_of(make_batches(2)))
     assert fast.on == []
@@ -354,6 +354,6 @@ def test_unused_settings_are_reported(module, fast, precision, expected):
     assert missed(module(), None if fast is None else FastSettings(**fast), precision=precision).keys() == expected
 
 
-def test_segments_that_the_environment_expands_are_not_missed(monkeypatch):
+def test_expandable_segments_of_the_environment_are_detected(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64")
     assert missed(Regression(), None, precision="bf16-mixed") == {}

@@ -22,7 +22,7 @@ from trainer.callbacks import GradientAccumulation
 from trainer.errors import ConfigurationError
 
 
-def test_a_number_of_batches(tmp_path):
+def test_number_of_batches(tmp_path):
     ours, theirs, batches = make_net(), make_net(), make_batches(7)
     trainer, trace = fit_and_watch(
         tmp_path, Regression(ours), batches, callbacks=[GradientAccumulation(3)], max_epochs=2
@@ -42,7 +42,7 @@ class Sizes(Callback):
         self.steps.setdefault(trainer.current_epoch, []).append(trainer.global_step)
 
 
-def test_a_schedule(tmp_path):
+def test_schedule(tmp_path):
     sizes = Sizes()
     trainer, trace = fit_and_watch(
         tmp_path,
@@ -60,7 +60,7 @@ def test_a_schedule(tmp_path):
     assert trainer.global_step == len(trace.skipped) == 12
 
 
-def test_the_gradients_of_a_schedule(tmp_path):
+def test_gradients_of_a_schedule(tmp_path):
     """Epochs with windows of 2 and of 3: one optimizer, each window a mean."""
     ours, theirs, batches = make_net(), make_net(), make_batches(6)
     _, trace = fit_and_watch(
@@ -136,7 +136,7 @@ def test_batches_in(epoch, batches):
     assert GradientAccumulation(3).batches_in(epoch) == 3
 
 
-def test_the_first_window_is_known_from_the_start(tmp_path):
+def test_first_window_is_known_from_the_start(tmp_path):
     """The summary, and schedules that read the number of steps, use it before the first epoch starts."""
     trainer = make_trainer(tmp_path, callbacks=[GradientAccumulation(schedule={0: 4, 2: 1})])
     assert trainer.accumulate_grad_batches == 4

@@ -62,7 +62,7 @@ class Logging(Regression):
         return {"loss": loss, "weight": 1.0}
 
 
-def test_a_right_backward_passes_and_nothing_is_disturbed(tmp_path, capsys):
+def test_right_backward_passes_and_nothing_is_disturbed(tmp_path, capsys):
     """Weights, statistics, dropout and logs equal those without the check."""
     callback = GradientCheck()
     outcomes = []
@@ -142,7 +142,7 @@ class Custom(nn.Module):
         ({"input_gain": 0.5}, ["net.first.weight", "net.first.bias"]),
     ],
 )
-def test_the_parameters_with_a_wrong_gradient_are_named(tmp_path, capsys, mistake, wrong):
+def test_parameters_with_a_wrong_gradient_are_named(tmp_path, capsys, mistake, wrong):
     module = Regression(Custom(product(**mistake)))
     if not wrong:
         check(tmp_path, module)
@@ -182,7 +182,7 @@ def test_small_gradients_are_seen(tmp_path):
         check(tmp_path, Small(net))
 
 
-def test_a_detached_parameter_is_wrong_and_an_unused_one_is_not(tmp_path, capsys):
+def test_detached_parameter_is_wrong_and_an_unused_one_is_not(tmp_path, capsys):
     class Detached(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -243,7 +243,7 @@ def test_kink_at_the_evaluated_point_is_accepted(tmp_path):
 # --- inputs of the check ----------------------------------------------------------------------------------------------
 
 
-def test_the_first_samples_and_the_precision_of_the_run(tmp_path):
+def test_first_samples_and_the_precision_of_the_run(tmp_path):
     class Looking(Regression):
         def training_step(self, batch):  # without batch_idx
             x, y, gain = batch["x"]

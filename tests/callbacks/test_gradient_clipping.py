@@ -69,7 +69,7 @@ def test_hooks_before_clipping_receive_unscaled_unclipped_gradients(tmp_path, pr
     assert clipped == pytest.approx([0.3] * 4, rel=1e-4)
 
 
-def test_the_norm_before_clipping_is_logged(tmp_path):
+def test_norm_before_clipping_is_logged(tmp_path):
     logged = []
 
     class Look(Callback):
@@ -84,7 +84,7 @@ def test_the_norm_before_clipping_is_logged(tmp_path):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_norm_of_a_skipped_step_enters_neither_the_logs_nor_the_mean(tmp_path, fused):
+def test_norm_of_a_skipped_step_enters_neither_the_logs_nor_the_mean(tmp_path, fused):
     logged = []
 
     class Look(Callback):
@@ -116,7 +116,7 @@ def test_norm_is_not_logged_if_disabled(tmp_path, clipping):
     assert (trace.norms == []) is ("clip_value" in clipping)  # clipping by norm has measured it anyway
 
 
-def test_two_of_them_clip_one_after_the_other(tmp_path):
+def test_two_clipping_callbacks_run_in_order(tmp_path):
     def clip(parameters):
         parameters = list(parameters)
         norm = nn.utils.get_total_norm([p.grad for p in parameters])
@@ -131,7 +131,7 @@ def test_two_of_them_clip_one_after_the_other(tmp_path):
 
 
 @pytest.mark.parametrize("clipping", [{"max_norm": 0.3}, {"clip_value": 0.1}])
-def test_an_optimizer_without_gradients(tmp_path, clipping):
+def test_optimizer_without_gradients(tmp_path, clipping):
     idle = nn.Linear(2, 2)
     module = Regression(make_net(), lambda parameters: torch.optim.SGD(idle.parameters(), lr=1.0))
     trainer, _ = fit_and_watch(tmp_path, module, make_batches(2), callbacks=[GradientClipping(**clipping)])
@@ -164,7 +164,7 @@ def test_limit_and_algorithm(tmp_path):
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "VALUE", None])
-def test_a_module_that_clips_itself_is_given_the_arguments_by_name(algorithm):
+def test_module_that_clips_itself_gets_keyword_arguments(algorithm):
     given = []
 
     class Own(Learner):

@@ -38,7 +38,7 @@ def logged(folder: Path) -> dict[str, Curve]:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
-def test_they_are_those_of_a_loop_by_hand(tmp_path, precision):
+def test_norms_equal_those_of_a_hand_written_loop(tmp_path, precision):
     """Bitwise equal, for accumulated gradients before clipping, also in skipped steps."""
     scaled = precision == "16-mixed"
     batches = make_batches(16, gains={8: 1e30} if scaled else None)
@@ -116,7 +116,7 @@ def test_without_a_logger_the_last_look_is_kept(tmp_path):
     assert copy.deepcopy(norms).norms == norms.norms
 
 
-def test_a_run_learns_the_same_with_it(tmp_path):
+def test_run_learns_the_same_with_it(tmp_path):
     ends = []
     for callbacks in ([], [LayerNorms(1)]):
         module = Regression()

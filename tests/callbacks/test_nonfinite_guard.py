@@ -46,9 +46,7 @@ def without_it(number: int = 6) -> list[list[Tensor]]:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum-fused", "adam", "adamw-fused"])
 @pytest.mark.parametrize("gain", [NAN, float("inf")])
-def test_skipping_is_as_if_the_batch_had_not_been_there(
-    tmp_path: Path, precision: str, optimizer: str, gain: float
-) -> None:
+def test_skipped_batch_changes_nothing(tmp_path: Path, precision: str, optimizer: str, gain: float) -> None:
     make, how = OPTIMIZERS[optimizer], {"schedule": STEPPED, "interval": "step"}
     dtype = torch.float64 if precision == "64-true" else torch.float32
     module = Regression(make_net().to(dtype), make, **how)
@@ -71,9 +69,7 @@ def test_skipping_is_as_if_the_batch_had_not_been_there(
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("optimizer", [sgd, OPTIMIZERS["adamw-fused"]])
 @pytest.mark.parametrize("window", [1, 2])
-def test_a_guard_that_finds_nothing_changes_nothing(
-    tmp_path: Path, precision: str, optimizer: Any, window: int
-) -> None:
+def test_guard_that_finds_nothing_changes_nothing(tmp_path: Path, precision: str, optimizer: Any, window: int) -> None:
     def train(*callbacks: Any) -> Any:
         arguments = {"precision": precision, "accumulate_grad_batches": window, "callbacks": list(callbacks)}
         return fit_and_watch(tmp_path, Regression(make_net(), optimizer), make_batches(5), **arguments)[1]
@@ -135,7 +131,7 @@ class Breaking(Regression):
         (Root(), "in the backward pass, in 'layer' (Root).", "first output not finite: none: all are finite"),
     ],
 )
-def test_the_layer_is_named(tmp_path: Path, layer: nn.Module, verdict: str, row: str) -> None:
+def test_layer_is_named(tmp_path: Path, layer: nn.Module, verdict: str, row: str) -> None:
     module, trainer = Breaking(layer), make_trainer(tmp_path, callbacks=[NonFiniteGuard()])
     with pytest.raises(NonFiniteError) as caught:
         trainer.fit(module, loader_of(make_batches(3)))
@@ -147,7 +143,7 @@ def test_the_layer_is_named(tmp_path: Path, layer: nn.Module, verdict: str, row:
     assert "gradients not finite: net." in told
 
 
-def test_the_batch_of_a_window_is_named(tmp_path: Path) -> None:
+def test_batch_of_a_window_is_named(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, accumulate_grad_batches=3, callbacks=[NonFiniteGuard()])
     with pytest.raises(
         NonFiniteError, match="step 1 of epoch 0: batch_idx 3, number 1 of the 3 in its window"
@@ -156,7 +152,7 @@ def test_the_batch_of_a_window_is_named(tmp_path: Path) -> None:
     assert (caught.value.step, caught.value.batch_idx) == (1, 3)
 
 
-def test_going_on_looks_at_nothing(tmp_path: Path) -> None:
+def test_unguarded_steps_read_no_gradients(tmp_path: Path) -> None:
     module = Regression()
     trainer, trace = fit_and_watch(tmp_path, module, with_a_bad_one(), callbacks=[NonFiniteGuard("go_on")])
     assert trace.skipped == [False] * 6
@@ -189,7 +185,7 @@ def test_skipping_puts_spoilt_buffers_back(tmp_path: Path, window: int) -> None:
         assert torch.equal(mine, other)
 
 
-def test_skipping_ends_where_nothing_else_happens(tmp_path: Path) -> None:
+def test_skipping_ends_after_consecutive_skips(tmp_path: Path) -> None:
     gains = dict.fromkeys(range(2, 9), NAN)
     trainer = make_trainer(tmp_path, callbacks=[NonFiniteGuard("skip", max_in_a_row=4)])
     with (
@@ -255,7 +251,7 @@ def test_optimizers_that_evaluate_the_loss_are_refused_at_every_step_only(tmp_pa
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
-def test_an_overflow_of_a_scaled_loss_is_none(tmp_path: Path, policy: Any) -> None:
+def test_overflow_of_a_scaled_loss_is_none(tmp_path: Path, policy: Any) -> None:
     precision = native_fp16(init_scale=2.0**40)
     trainer, trace = fit_and_watch(
         tmp_path, Regression(), make_batches(4), precision=precision, callbacks=[NonFiniteGuard(policy)]
@@ -264,7 +260,7 @@ def test_an_overflow_of_a_scaled_loss_is_none(tmp_path: Path, policy: Any) -> No
     assert trainer.scaler.is_enabled()
 
 
-def test_a_loss_that_is_not_finite_stops_a_scaled_run(tmp_path: Path) -> None:
+def test_loss_that_is_not_finite_stops_a_scaled_run(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, precision=native_fp16(init_scale=8.0), callbacks=[NonFiniteGuard()])
     with pytest.raises(NonFiniteError, match="step 3 of epoch 0: batch_idx 3, loss nan"):
         trainer.fit(Regression(), loader_of(with_a_bad_one()))
@@ -296,7 +292,7 @@ def test_weights_that_are_not_finite_do_not_replace_good_ones(tmp_path: Path) ->
         assert all(tensor.isfinite().all() for tensor in checkpoint["state_dict"].values())
 
 
-def test_nor_at_the_end_of_a_validation(tmp_path: Path) -> None:
+def test_weights_are_checked_at_the_end_of_a_validation(tmp_path: Path) -> None:
     class Validated(Regression):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val_loss", loss_of(self.net, batch).nan_to_num(), batch_size=8)
@@ -321,12 +317,12 @@ def test_large_weights_are_finite(tmp_path: Path) -> None:
     assert (tmp_path / "last.ckpt").exists()
 
 
-def test_who_wants_them_gets_them(tmp_path: Path) -> None:
+def test_nonfinite_checkpoints_can_be_enabled(tmp_path: Path) -> None:
     files = checkpoints_of(tmp_path, NonFiniteGuard("go_on"), raises=False)
     assert files["last.ckpt"]["state_dict"]["net.0.weight"].isnan().any()
 
 
-def test_a_guard_leaves_no_trace_in_checkpoints(tmp_path: Path) -> None:
+def test_guard_leaves_no_trace_in_checkpoints(tmp_path: Path) -> None:
     files = []
     for name, callbacks in (("with", [NonFiniteGuard()]), ("without", [])):
         trainer = make_trainer(tmp_path, callbacks=callbacks)
@@ -343,7 +339,7 @@ def test_a_guard_leaves_no_trace_in_checkpoints(tmp_path: Path) -> None:
 # --- the rest -------------------------------------------------------------------------------------------------
 
 
-def test_by_default_only_checkpoints_are_looked_at(tmp_path: Path) -> None:
+def test_only_checkpoints_are_checked_by_default(tmp_path: Path) -> None:
     (guard,) = (one for one in make_trainer(tmp_path).callbacks if isinstance(one, NonFiniteGuard))
     assert (guard.policy, guard.every_step) == ("stop", False)
     assert not any(isinstance(one, NonFiniteGuard) for one in Trainer(accelerator="cpu", barebones=True).callbacks)
@@ -367,7 +363,7 @@ def test_arguments_that_make_no_sense(arguments: dict[str, Any]) -> None:
         NonFiniteGuard(**arguments)
 
 
-def test_it_is_on_for_a_fit_and_off_afterwards(tmp_path: Path) -> None:
+def test_guard_is_enabled_during_a_fit_only(tmp_path: Path) -> None:
     seen = []
 
     class Look(Watch):

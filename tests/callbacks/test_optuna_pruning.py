@@ -40,7 +40,7 @@ def result() -> dict:
     return json.loads(Path("run/run.json").read_text())
 
 
-def test_a_trial_that_is_behind_ends_its_run(study):
+def test_trial_that_is_behind_ends_its_run(study):
     assert main([*LINE, pruning(), "objective.metric=val_loss"]) == 0
     told = study.get_trials()[1]
     assert list(told.intermediate_values) == [0, 1, 2]  # the third validation is the first that counts

@@ -46,7 +46,7 @@ def report_on(folder: Path, module: Any, batches: Any = 3, **arguments: Any) -> 
 
 @pytest.mark.parametrize("layer", [Huge, Amplifier, Nan])
 @pytest.mark.parametrize("place", [1, 3, 4, 6])
-def test_the_layer_is_named(tmp_path, layer, place):
+def test_layer_is_named(tmp_path, layer, place):
     callback, printed = report_on(tmp_path, Regression(sequential(layer(), place)))
     (report,) = callback.reports
     assert report.module == f"net.{place}"
@@ -67,7 +67,7 @@ NESTED = {
 
 @pytest.mark.parametrize("name", NESTED)
 @pytest.mark.parametrize("window", [1, 2])
-def test_the_layer_is_named_in_nested_modules(tmp_path, name, window):
+def test_layer_is_named_in_nested_modules(tmp_path, name, window):
     layer, expected = NESTED[name]
     module = Regression(sequential(layer, 4))
     callback, _ = report_on(tmp_path, module, 3 * window, accumulate_grad_batches=window)
@@ -75,7 +75,7 @@ def test_the_layer_is_named_in_nested_modules(tmp_path, name, window):
     assert (report.module, report.phase) == (expected, name.split(", ")[1])
 
 
-def test_the_loss_is_training_steps(tmp_path):
+def test_loss_is_training_steps(tmp_path):
     class Infinite(Regression):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * math.inf
@@ -88,7 +88,7 @@ def test_the_loss_is_training_steps(tmp_path):
     )
 
 
-def test_a_batch_that_is_not_finite(tmp_path):
+def test_batch_that_is_not_finite(tmp_path):
     batches = make_batches(3)
     for x, *_ in batches:
         x[0, 0] = math.nan
@@ -105,7 +105,7 @@ def test_weights_that_are_not_finite(tmp_path):
     assert callback.reports[0].finding.broken_weights == ["net.0.weight"]
 
 
-def test_a_scale_that_is_only_finding_its_level(tmp_path):
+def test_scale_that_is_only_finding_its_level(tmp_path):
     """The largest scale that the report names is correct: no step is skipped at it, and one at twice that scale."""
     batches, still = make_batches(1, gains={0: 64.0}) * 8, partial(torch.optim.SGD, lr=0.0)
     callback, _ = report_on(tmp_path, Regression(optimizer=still), batches, precision=native_fp16(init_scale=2.0**20))
@@ -183,7 +183,7 @@ def test_on_demand_while_steps_are_skipped(tmp_path):
     assert [(report.step, report.skipped_in_a_row) for report in callback.reports] == [(2, 3)]
 
 
-def test_nothing_is_held_when_nothing_is_skipped(tmp_path):
+def test_batches_are_not_held_without_a_skip(tmp_path):
     """No recorder, no hook, the loop's own training_step."""
     held = []
 
@@ -232,7 +232,7 @@ def test_everything_is_let_go_of_at_the_end(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "window", "steps"), [(Everything, 1, [1, 4, 13]), (Everything, 2, [1]), (ByHand, 1, [2, 8, 26])]
 )
-def test_a_run_with_reports_is_the_run_without(tmp_path, kind, window, steps, arrives, request, monkeypatch):
+def test_run_with_reports_is_the_run_without(tmp_path, kind, window, steps, arrives, request, monkeypatch):
     """Weights, buffers, optimizers, schedules, random numbers, metrics and logs are bitwise equal."""
     if arrives == "late":
         request.getfixturevalue("late")
@@ -250,7 +250,7 @@ def test_a_run_with_reports_is_the_run_without(tmp_path, kind, window, steps, ar
 # --- the file and the table ---------------------------------------------------------------------------------------
 
 
-def test_the_file(tmp_path):
+def test_file(tmp_path):
     callback, _ = report_on(
         tmp_path, Regression(sequential(Amplifier(), 4)), report={"dirpath": tmp_path / "deep" / "er"}
     )
@@ -261,14 +261,14 @@ def test_the_file(tmp_path):
     assert "- precision.fp32_modules=['net.4']" in text
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
+def test_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="could not be written to .*file/overflow_report_step_2.md"):
         report_on(tmp_path, Regression(sequential(Amplifier(), 4)), report={"dirpath": tmp_path / "file"})
 
 
 @pytest.mark.parametrize("logger", [False, "mock", "remote", "none", "csv"])
-def test_where_the_file_is_by_default(tmp_path, logger, monkeypatch):
+def test_default_path_of_the_file(tmp_path, logger, monkeypatch):
     """In the local folder of a logger, or in ``default_root_dir``, never in the working directory."""
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
@@ -285,7 +285,7 @@ def test_where_the_file_is_by_default(tmp_path, logger, monkeypatch):
     assert os.listdir(tmp_path / "cwd") == []
 
 
-def test_a_fast_dev_run_writes_nothing(tmp_path):
+def test_fast_dev_run_writes_nothing(tmp_path):
     callback, _ = report_on(tmp_path, Regression(sequential(Amplifier(), 4)), fast_dev_run=3)
     assert len(callback.reports) == 1
     assert not list(tmp_path.glob("**/*.md"))
@@ -333,7 +333,7 @@ def test_its_limits(tmp_path, option, steps):
     assert collapse(tmp_path, report=option)[1].global_step == 2 + steps
 
 
-def test_a_floor_of_ones_own(tmp_path):
+def test_floor_of_ones_own(tmp_path):
     message, trainer = collapse(tmp_path, precision=native_fp16(init_scale=256.0, min_scale=64.0))
     assert trainer.global_step == 2 + 2 + 10
     assert "min_scale=64." in message
@@ -364,7 +364,7 @@ class Buffered(Regression):
         )
 
 
-def test_the_checkpoint_is_the_one_from_before(tmp_path):
+def test_checkpoint_is_the_one_from_before(tmp_path):
     """Saved after the last good step, and saved at the collapse: the same weights, optimizer, schedule, scale."""
     saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=3, save_top_k=-1, filename="{step}")
     module = Buffered()
@@ -389,7 +389,7 @@ def test_the_checkpoint_is_the_one_from_before(tmp_path):
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.filterwarnings("ignore:.* the number of samples was 80 and is 24")
 @pytest.mark.parametrize(("arrives", "steps"), [("at once", 25), ("late", 24)])  # the current batch is trained again
-def test_a_run_can_go_on_from_it(tmp_path, arrives, steps, request):
+def test_run_can_go_on_from_it(tmp_path, arrives, steps, request):
     if arrives == "late":
         request.getfixturevalue("late")
     saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=100)
@@ -449,7 +449,7 @@ def test_manual_optimization_collapses_too(tmp_path):
 
 
 @pytest.mark.parametrize(("precision", "has_one"), [("16-mixed", True), ("32-true", False), ("bf16-mixed", False)])
-def test_on_by_default_where_the_loss_is_scaled(tmp_path, precision, has_one):
+def test_default_with_loss_scaling(tmp_path, precision, has_one):
     trainer = make_trainer(tmp_path, precision=precision)
     assert any(isinstance(callback, OverflowReport) for callback in trainer.callbacks) is has_one
     own = OverflowReport(after=5)
@@ -457,7 +457,7 @@ def test_on_by_default_where_the_loss_is_scaled(tmp_path, precision, has_one):
     assert [callback for callback in trainer.callbacks if isinstance(callback, OverflowReport)] == [own]
 
 
-def test_the_path_of_the_file_is_in_one_line_however_narrow_the_terminal(tmp_path):
+def test_path_of_the_file_is_in_one_line_however_narrow_the_terminal(tmp_path):
     printed = io.StringIO()
     console = Console(file=printed, width=40, force_terminal=True, color_system=None)
     report_on(tmp_path, Regression(sequential(Huge(), 4)), report={"console": console})
@@ -484,7 +484,7 @@ def test_impossible_arguments(arguments, message):
         OverflowReport(**arguments)
 
 
-def test_a_replay_that_fails_does_not_end_the_run(tmp_path):
+def test_replay_that_fails_does_not_end_the_run(tmp_path):
     class Once(Regression):
         seen: set[int] = set()
 

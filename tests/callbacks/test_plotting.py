@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from trainer.callbacks.plotting import PALETTE, fit_loss_axis, label_ends, smooth, without_spikes
 
 
-def test_a_curve_is_smoothed_over_a_fortieth_of_it():
+def test_curve_is_smoothed_over_a_fortieth_of_it():
     assert smooth([1.0, 5.0, 3.0]) == [1.0, 5.0, 3.0]
     values = [float(i % 2) for i in range(80)]  # a window of three
     assert smooth(values)[1:-1] == pytest.approx([(1 + i % 2 * -1 + 1) / 3 for i in range(1, 79)])
@@ -19,7 +19,7 @@ def test_a_curve_is_smoothed_over_a_fortieth_of_it():
     assert smooth([0.0, math.inf, *[4.0] * 78])[:3] == pytest.approx([0.0, 2.0, 4.0])
 
 
-def test_the_largest_half_percent_is_left_out():
+def test_largest_half_percent_is_left_out():
     assert without_spikes([math.inf, *map(float, range(400)), math.nan]) == list(range(398))
     assert without_spikes([3.0, 1.0]) == [1.0, 3.0]
     assert without_spikes([math.nan]) == []
@@ -35,7 +35,7 @@ def test_the_largest_half_percent_is_left_out():
         ([math.inf], "linear", (0.0, 1.0)),
     ],
 )
-def test_the_axis_of_a_loss(values, scale, limits):
+def test_axis_of_a_loss(values, scale, limits):
     axes = Figure().subplots()
     fit_loss_axis(axes, values)
     assert axes.get_yscale() == scale
@@ -58,6 +58,6 @@ def test_colours_differ():
     assert len(set(PALETTE)) == len(PALETTE) == 6
 
 
-def test_it_imports_no_torch():
+def test_plotting_imports_no_torch():
     program = "import sys, trainer.callbacks.plotting; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

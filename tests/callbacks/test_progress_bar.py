@@ -170,7 +170,7 @@ def test_one_line_per_epoch(clock):
     ]
 
 
-def test_a_line_every_so_often_in_a_long_epoch(clock):
+def test_line_every_so_often_in_a_long_epoch(clock):
     bar = on_lines(seconds_between_lines=30)
     trainer = FakeTrainer(bar, clock, seconds_per_batch=1.0, batches=100, max_epochs=12, scaler=False)
     bar.on_train_start(trainer, None)
@@ -217,7 +217,7 @@ def test_evaluation_is_one_line(clock, stage, fn, label):
     assert written(bar) == f"{label}  batch 4/4{metrics}  50.0 it/s\n"
 
 
-def test_loss_of_the_training_step_stands_in(clock):
+def test_returned_loss_is_the_default_metric(clock):
     bar = on_lines()
     trainer = FakeTrainer(bar, clock, scaler=False)
     trainer.progress_bar_metrics = {"acc": torch.tensor(1)}
@@ -227,7 +227,7 @@ def test_loss_of_the_training_step_stands_in(clock):
     assert written(bar) == "epoch 1/3  batch 4/4  loss 0.5000  acc 1  50.0 it/s\n"
 
 
-def test_a_loss_that_the_next_step_writes_over_is_shown_as_it_was(clock):
+def test_loss_that_the_next_step_writes_over_is_shown_as_it_was(clock):
     bar = on_lines()
     trainer = FakeTrainer(bar, clock, scaler=False)
     bar.on_train_start(trainer, None)
@@ -247,7 +247,7 @@ def test_infinite_data_and_epochs(clock):
     assert written(bar) == "epoch 1  batch 5  train_loss 0.2500  50.0 it/s\n"
 
 
-def test_a_log_file_gets_lines_although_color_is_forced(clock, capsys, monkeypatch):
+def test_log_file_gets_lines_although_color_is_forced(clock, capsys, monkeypatch):
     monkeypatch.setattr("trainer.callbacks.progress_bar.get_console", lambda: Console(_environ={"FORCE_COLOR": "1"}))
     bar = ProgressBar()
     FakeTrainer(bar, clock, max_epochs=1).fit()
@@ -348,7 +348,7 @@ def test_nothing_is_read_before_a_refresh_is_due(clock):
     bar.teardown(trainer, None, "fit")
 
 
-def test_a_slow_terminal_is_written_to_less_often(clock):
+def test_slow_terminal_is_written_to_less_often(clock):
     bar = on_terminal(clock, seconds_per_write=0.05)
     trainer = FakeTrainer(bar, clock, seconds_per_batch=0.01, batches=2000)
     bar.on_train_start(trainer, None)
@@ -424,7 +424,7 @@ def assert_given_back(bar, stdout):
     assert written(bar)[len(before) :] == "next\n"
 
 
-def test_terminal_is_given_back(clock):
+def test_terminal_is_restored(clock):
     stdout = sys.stdout
     bar = on_terminal(clock)
     trainer = FakeTrainer(bar, clock)
@@ -436,7 +436,7 @@ def test_terminal_is_given_back(clock):
 
 
 @pytest.mark.parametrize("stop", ["on_exception", "teardown", "disable"])
-def test_terminal_is_given_back_after_an_accident(clock, stop):
+def test_terminal_is_restored_after_an_error(clock, stop):
     stdout = sys.stdout
     bar = on_terminal(clock)
     trainer = FakeTrainer(bar, clock)
@@ -450,7 +450,7 @@ def test_terminal_is_given_back_after_an_accident(clock, stop):
     assert written(bar).endswith("next\n")
 
 
-def test_prints_and_log_records_come_above_the_bar(clock, monkeypatch):
+def test_prints_and_log_records_are_above_the_bar(clock, monkeypatch):
     stderr = Terminal(clock)
     monkeypatch.setattr(sys, "stderr", stderr)
     logger = logging.getLogger("test_progress_bar")
@@ -502,7 +502,7 @@ class Notebook:
         return output
 
 
-def test_a_notebook_has_a_bar(clock, monkeypatch):
+def test_notebook_has_a_bar(clock, monkeypatch):
     notebook = Notebook()
     monkeypatch.setitem(sys.modules, "IPython.display", notebook)
     monkeypatch.setattr("rich._console", Console(force_jupyter=True, width=100, _environ={}))
@@ -662,7 +662,7 @@ def test_real_runs_on_a_terminal(tmp_path, trainer_class, clock):
     assert frames(bar)[-1].startswith("testing ")
 
 
-def test_a_real_run_shows_the_scale(tmp_path):
+def test_real_run_shows_the_scale(tmp_path):
     bar = on_lines()
 
     class Overflow(Module):
@@ -678,7 +678,7 @@ def test_a_real_run_shows_the_scale(tmp_path):
 
 
 @BOTH_TRAINERS
-def test_a_real_run_that_is_interrupted(tmp_path, trainer_class, clock):
+def test_real_run_that_is_interrupted(tmp_path, trainer_class, clock):
     class Interrupted(Module):
         def training_step(self, batch, batch_idx):
             raise KeyboardInterrupt
@@ -690,7 +690,7 @@ def test_a_real_run_that_is_interrupted(tmp_path, trainer_class, clock):
     assert_given_back(bar, stdout)
 
 
-def test_a_logger_s_version_is_not_shown_and_its_name_is_taken(clock):
+def test_logger_s_version_is_not_shown_and_its_name_is_taken(clock):
     bar = ProgressBar()
     trainer = FakeTrainer(bar, clock)
     trainer.loggers = [SimpleNamespace(version=7)]

@@ -59,7 +59,7 @@ def assert_equal(one: nn.Module, other: nn.Module) -> None:
 @pytest.mark.parametrize(("precision", "window", "optimizer"), [
     ("32-true", 1, momentum), ("32-true", 3, adamw), ("16-mixed", 1, adamw), ("16-mixed", 3, momentum),
 ])  # fmt: skip
-def test_the_run_is_to_the_bit_the_one_without_these_batches(
+def test_run_equals_one_without_these_batches(
     tmp_path: Path, precision: str, window: int, optimizer: Callable[..., Any]
 ) -> None:
     """With checkpoints every 3 steps: the spike is in step 18, or with windows of 3 batches in step 6."""
@@ -126,7 +126,7 @@ def test_random_numbers_buffers_averages_and_metrics_are_those_of_the_checkpoint
 
 
 @pytest.mark.parametrize("step", [12, 18])
-def test_a_run_that_is_resumed_ends_in_the_same_way(tmp_path: Path, step: int) -> None:
+def test_run_that_is_resumed_ends_in_the_same_way(tmp_path: Path, step: int) -> None:
     """From a checkpoint before the spike, which occurs again, and from one after it."""
     batches = make_batches(NUMBER, gains=SPIKES)
     with pytest.warns(UserWarning, match=TELLS):
@@ -192,7 +192,7 @@ def test_number_and_distance_of_roll_backs_are_configurable(tmp_path: Path) -> N
     assert record["rollbacks"][0]["checkpoint"].endswith("step=6.ckpt")
 
 
-def test_a_loss_that_is_not_finite_is_a_spike(tmp_path: Path) -> None:
+def test_loss_that_is_not_finite_is_a_spike(tmp_path: Path) -> None:
     batches = make_batches(NUMBER, gains={SPIKE: float("nan")})
     module, callbacks = Regression(), callbacks_of(tmp_path, 3)
     with pytest.warns(UserWarning, match="The loss of step 17 is nan"):
@@ -211,7 +211,7 @@ def test_run_without_an_earlier_checkpoint_continues(tmp_path: Path) -> None:
     assert_equal(module.net, net)
 
 
-def test_on_a_gpu_the_loss_is_looked_at_an_update_later(cuda: Any, tmp_path: Path) -> None:
+def test_loss_on_a_gpu_is_read_one_step_later(cuda: Any, tmp_path: Path) -> None:
     callbacks = callbacks_of(tmp_path, 3)
     with pytest.warns(UserWarning, match=TELLS):
         trainer = fit(tmp_path, Regression(), make_batches(NUMBER, gains=SPIKES), callbacks, accelerator="gpu")
@@ -226,6 +226,6 @@ def test_numbers_out_of_range_are_refused(options: dict[str, Any]) -> None:
         RollBackOnLossSpike(**options)
 
 
-def test_there_has_to_be_something_to_go_back_to(tmp_path: Path) -> None:
+def test_roll_back_requires_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="without a ModelCheckpoint"):
         fit(tmp_path, Regression(), make_batches(2), [RollBackOnLossSpike()], enable_checkpointing=False)

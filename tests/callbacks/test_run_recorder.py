@@ -162,14 +162,14 @@ def test_record_is_written_during_the_fit(tmp_path, recorder, clock):
         (RuntimeError("no s3://me:pw9@host"), "failed", "RuntimeError: no s3://me:***@host"),
     ],
 )
-def test_a_fit_cut_short(tmp_path, recorder, clock, error, status, told):
+def test_fit_cut_short(tmp_path, recorder, clock, error, status, told):
     Fit(recorder, folder=tmp_path, clock=clock).fit(error)
     facts = written(tmp_path)
     assert (facts["status"], facts["error"]) == (status, told)
     assert (facts["epochs"], facts["samples"], facts["train_seconds"], facts["seconds"]) == (0, 27, 2.0, 2.0)
 
 
-def test_a_fit_that_fails_before_training(tmp_path, recorder):
+def test_fit_that_fails_before_training(tmp_path, recorder):
     trainer = Fit(recorder, folder=tmp_path)
     trainer.hook("setup", "fit")
     trainer.hook("on_exception", ValueError("no data"))
@@ -177,7 +177,7 @@ def test_a_fit_that_fails_before_training(tmp_path, recorder):
     assert (run.status, run.error, run.seconds) == ("failed", "ValueError: no data", None)
 
 
-def test_a_fit_that_fails_after_training(tmp_path, recorder, clock):
+def test_fit_that_fails_after_training(tmp_path, recorder, clock):
     trainer = Fit(recorder, folder=tmp_path, clock=clock)
     trainer.begin()
     clock.now += 3
@@ -188,7 +188,7 @@ def test_a_fit_that_fails_after_training(tmp_path, recorder, clock):
     assert (run.status, run.seconds, run.train_seconds) == ("failed", 3.0, 3.0)
 
 
-def test_a_device_that_has_failed_hides_no_exception(tmp_path, recorder, caplog):
+def test_device_that_has_failed_hides_no_exception(tmp_path, recorder, caplog):
     class Gone:
         def __float__(self):
             raise RuntimeError("the device is gone")
@@ -201,7 +201,7 @@ def test_a_device_that_has_failed_hides_no_exception(tmp_path, recorder, caplog)
     assert load_run(tmp_path).error == "RuntimeError: first"
 
 
-def test_a_folder_that_cannot_be_written(tmp_path, recorder):
+def test_folder_that_cannot_be_written(tmp_path, recorder):
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match="record could not be written to .*file"):
         Fit(recorder, folder=tmp_path / "file").fit()
@@ -227,7 +227,7 @@ def test_validation_alone_is_not_recorded_as_a_fit(tmp_path, recorder):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_new_fit_starts_afresh(tmp_path, recorder, clock):
+def test_new_fit_starts_afresh(tmp_path, recorder, clock):
     Fit(recorder, folder=tmp_path, clock=clock).fit()
     Fit(recorder, folder=tmp_path, clock=clock).fit(epochs=1)
     facts = written(tmp_path)
@@ -257,7 +257,7 @@ def test_points_are_thinned_out(tmp_path, clock):
     assert all(step == count for step, count in points(recorder.skipped).items())  # how many, also of those left out
 
 
-def test_a_loss_on_a_device_is_not_read_until_the_epoch_ends(tmp_path, recorder):
+def test_loss_on_a_device_is_not_read_until_the_epoch_ends(tmp_path, recorder):
     trainer = Fit(recorder, folder=tmp_path)
     trainer.begin()
     loss = torch.tensor(1.0, device="meta")  # has no value: to read it raises
@@ -297,7 +297,7 @@ def test_memory_in_use(monkeypatch):
     assert memory_in_use(torch.device("cuda:1")) == 5
 
 
-def test_a_gpu(tmp_path, recorder, monkeypatch):
+def test_gpu(tmp_path, recorder, monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append("reset"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
@@ -324,7 +324,7 @@ def test_facts_about_a_gpu(monkeypatch, of_products, of_convolutions, tf32):
     assert tensor_cores_of(torch.device("cuda:6")) == {"capability": [8, 6], "tf32": tf32}
 
 
-def test_a_checkpoint_has_the_points_but_no_times(tmp_path, recorder, clock):
+def test_checkpoint_has_the_points_but_no_times(tmp_path, recorder, clock):
     Fit(recorder, folder=tmp_path, clock=clock).fit()
     state = recorder.state_dict()
     torch.save(state, tmp_path / "state.pt")
@@ -375,7 +375,7 @@ def test_values_added_by_other_callbacks(tmp_path, recorder, clock):
 
 
 @pytest.mark.parametrize(("error", "status"), [(None, "pruned"), (ValueError(), "failed")])
-def test_a_pruned_run(tmp_path, recorder, error, status):
+def test_pruned_run(tmp_path, recorder, error, status):
     pruning = OptunaPruning("sqlite://", "study", 0, "val_loss")
     pruning.pruned, pruning.on_fit_start, pruning.on_validation_end = True, lambda *_: None, lambda *_: None
     Fit(recorder, pruning, folder=tmp_path).fit(error)
@@ -438,7 +438,7 @@ def test_no_training_loss(outputs):
     assert training_loss(SimpleNamespace(), outputs) is None
 
 
-def test_a_folder_that_was_given(tmp_path):
+def test_explicit_folder(tmp_path):
     trainer = SimpleNamespace(loggers=[CSVLogger(tmp_path, name="x", version=3)], default_root_dir="root")
     assert folder_of_files(trainer, "given") == (tmp_path.cwd() / "given")
     assert folder_of_files(trainer, None) == tmp_path / "x" / "version_3"
@@ -483,7 +483,7 @@ def real_fit(trainer_class, recorder, folder, model, ckpt_path=None, **options):
 
 
 @BOTH_TRAINERS
-def test_a_real_fit(tmp_path, trainer_class):
+def test_real_fit(tmp_path, trainer_class):
     recorder, model = RunRecorder(), Logging()
     real_fit(trainer_class, recorder, tmp_path, model)
     run = load_run(tmp_path)
@@ -497,7 +497,7 @@ def test_a_real_fit(tmp_path, trainer_class):
 
 
 @BOTH_TRAINERS
-def test_a_real_fit_that_fails(tmp_path, trainer_class):
+def test_real_fit_that_fails(tmp_path, trainer_class):
     class Fails(BoringModel):
         def training_step(self, batch, batch_idx):
             if batch_idx == 2:
@@ -510,7 +510,7 @@ def test_a_real_fit_that_fails(tmp_path, trainer_class):
     assert (run.status, run.error, run.facts["samples"]) == ("failed", "RuntimeError: enough", 8)
 
 
-def test_a_real_fit_with_loss_scaling(tmp_path):
+def test_real_fit_with_loss_scaling(tmp_path):
     class Overflow(BoringModel):
         def training_step(self, batch, batch_idx):
             return self.step(batch) * (float("inf") if batch_idx == 1 else 1.0)
@@ -531,7 +531,7 @@ def test_accumulation_does_not_shrink_the_loss(tmp_path):
     assert recorder.losses.read() == pytest.approx(model.losses)
 
 
-def test_a_resumed_fit(tmp_path):
+def test_resumed_fit(tmp_path):
     recorder, resumed, model = RunRecorder(), RunRecorder(), Logging()
     trainer = real_fit(Trainer, recorder, tmp_path / "one", Logging())
     trainer.save_checkpoint(tmp_path / "end.ckpt")

@@ -135,7 +135,7 @@ def test_logger_in_the_run_folder_has_no_line(tmp_path, summary):
 
 
 @pytest.mark.parametrize("length", [10, 30, 60, 120])
-def test_a_path_is_not_broken_on_a_narrow_terminal(tmp_path, monkeypatch, length):
+def test_path_is_not_broken_on_a_narrow_terminal(tmp_path, monkeypatch, length):
     monkeypatch.chdir(tmp_path)
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     summary = RunSummary(console=console)
@@ -162,14 +162,14 @@ def test_long_paths_are_relative_to_the_run_folder(tmp_path, monkeypatch, length
     assert max(map(len, lines)) <= 80
 
 
-def test_a_path_is_not_broken_in_a_log(tmp_path, summary):
+def test_path_is_not_broken_in_a_log(tmp_path, summary):
     folder = tmp_path / ("x" * 100) / "y"
     summary.show(record(folder))
     assert str(folder / "run.json") in printed(summary)
 
 
 @pytest.mark.parametrize(("status", "error"), [("interrupted", "SystemExit: 143"), ("failed", "a: [b]luck[/b]")])
-def test_a_fit_cut_short(tmp_path, summary, status, error):
+def test_fit_cut_short(tmp_path, summary, status, error):
     summary.show(record(tmp_path, status=status, error=error))
     assert printed(summary).startswith(f"fit {status}: {error}")
 
@@ -196,7 +196,7 @@ def real_fit(trainer_class, summary, folder, module=None, **options):
 
 
 @BOTH_TRAINERS
-def test_a_real_fit(tmp_path, summary, trainer_class):
+def test_real_fit(tmp_path, summary, trainer_class):
     trainer = real_fit(trainer_class, summary, tmp_path)
     values = summary.summary
     assert (values["status"], values["epochs"], values["steps"]) == ("completed", 2, 6)
@@ -211,7 +211,7 @@ def test_a_real_fit(tmp_path, summary, trainer_class):
 
 
 @BOTH_TRAINERS
-def test_a_real_fit_that_fails(tmp_path, summary, trainer_class):
+def test_real_fit_that_fails(tmp_path, summary, trainer_class):
     class Fails(BoringModel):
         def training_step(self, batch, batch_idx):
             raise RuntimeError("enough")

@@ -46,7 +46,7 @@ class Steps:
         return self
 
 
-def test_what_is_logged_with_each_step():
+def test_values_logged_with_each_step():
     steps = Steps(ScaleMonitor(window=4))
     steps(4096.0)
     steps(2048.0, skipped=True)
@@ -58,7 +58,7 @@ def test_what_is_logged_with_each_step():
     ]  # fmt: skip
 
 
-def test_the_skip_rate_looks_back_on_a_window():
+def test_skip_rate_covers_a_window():
     monitor = ScaleMonitor(window=4)
     assert monitor.skip_rate == 0.0
     steps, rates = Steps(monitor), []
@@ -75,12 +75,12 @@ def test_several_optimizers_are_one_step():
     assert len(steps.monitor._recent) == 2
 
 
-def test_nothing_where_the_loss_is_not_scaled():
+def test_monitor_logs_nothing_without_loss_scaling():
     steps = Steps(ScaleMonitor(), enabled=False)(1.0)
     assert (steps.logged, steps.said) == ([], [])
 
 
-def test_the_alarm_rings_once_at_once_with_number_threshold_and_advice():
+def test_alarm_rings_once_at_once_with_number_threshold_and_advice():
     steps = Steps(ScaleMonitor(window=10))
     steps(2048.0, 1024.0)
     steps(128.0, 64.0, 32.0, skipped=True)
@@ -92,17 +92,17 @@ def test_the_alarm_rings_once_at_once_with_number_threshold_and_advice():
     assert len(steps.said) == 1
 
 
-def test_the_alarm_has_its_own_threshold():
+def test_alarm_has_its_own_threshold():
     assert Steps(ScaleMonitor(alarm=10.0))(100.0, 10.0).said == []
     assert "fell to 9.5, below 10:" in Steps(ScaleMonitor(alarm=10.0))(9.5, skipped=True).said[0]
     assert Steps(ScaleMonitor())(100.0, skipped=True).said == []
 
 
-def test_a_scale_that_begins_below_the_alarm_has_not_fallen():
+def test_initial_scale_below_the_threshold_does_not_warn():
     assert Steps(ScaleMonitor())(1.0, 1.0).said == []
 
 
-def test_a_low_scale_for_long():
+def test_low_scale_for_long():
     steps = Steps(ScaleMonitor(patience=3))
     steps(512.0, 512.0, 1000.0)  # back inside: the count starts again
     steps(512.0, 512.0)
@@ -116,7 +116,7 @@ def test_a_low_scale_for_long():
     assert len(steps.said) == 1
 
 
-def test_a_high_scale_for_long():
+def test_high_scale_for_long():
     steps = Steps(ScaleMonitor(healthy=(200.0, 5000.0), patience=2))
     steps(5000.0, 5000.0, 8192.0)
     assert steps.said == []
@@ -161,7 +161,7 @@ def test_in_a_fit(tmp_path):
     assert trainer.skipped_steps == 3
 
 
-def test_a_high_skip_rate():
+def test_high_skip_rate():
     """Not at the start, when the scale is adjusted."""
     steps = Steps(ScaleMonitor(window=4, max_skip_rate=0.3))
     steps(4096.0, 4096.0, 4096.0, 4096.0, skipped=True)
@@ -229,14 +229,14 @@ def test_zeros_and_subnormal_elements_are_two_numbers(tmp_path):
     assert trainer.scaler.before_unscale is None
 
 
-def test_the_gradients_are_seen_as_they_are_while_scaled(tmp_path):
+def test_underflow_is_counted_in_scaled_gradients(tmp_path):
     """With clipping and accumulation; gradients that the scale lifts out of the subnormal range do not count."""
     module, monitor = Slopes(a=[TINY / 2, TINY / 512, TINY / 4096, 2.0]), monitor_of()
     look_at(tmp_path, module, monitor, init_scale=1024.0, accumulate_grad_batches=2, gradient_clip_val=1e-3)
     assert monitor.underflow[0] == Underflow("", 0.0, 1 / 4)
 
 
-def test_the_worst_layers_go_to_the_loggers_one_by_one(tmp_path):
+def test_worst_layers_go_to_the_loggers_one_by_one(tmp_path):
     slopes = {"a": [1.0, 1.0], "b": [TINY, 1.0], "c": [TINY, TINY], "d": [TINY, 1.0, 1.0, 0.0]}
     monitor, logger = monitor_of(every_n_steps=2, worst_layers=2), CSVLogger(tmp_path)
     look_at(tmp_path, Slopes(**slopes), monitor, 5, logger=logger)
@@ -252,7 +252,7 @@ def test_the_worst_layers_go_to_the_loggers_one_by_one(tmp_path):
     assert float(total["1"]) == pytest.approx(4 / 9)
 
 
-def test_a_skipped_step_says_nothing_about_small_gradients(tmp_path):
+def test_skipped_step_says_nothing_about_small_gradients(tmp_path):
     module, monitor = Slopes(a=[TINY, 1.0]), monitor_of(every_n_steps=2)
     look_at(tmp_path, module, monitor, gains={1: float("inf"), 3: float("inf")})
     assert monitor.underflow == []
@@ -288,7 +288,7 @@ def test_zeros_draw_none(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [{"every_n_steps": 0}, {"every_n_steps": 50}])
-def test_looking_costs_nothing_where_nobody_looks(tmp_path, monkeypatch, arguments):
+def test_gradients_are_not_read_if_disabled(tmp_path, monkeypatch, arguments):
     monkeypatch.setattr(UnderflowProbe, "start", None)
     look_at(tmp_path, Slopes(a=[1.0]), monitor_of(**arguments))
 
@@ -297,7 +297,7 @@ def test_looking_costs_nothing_where_nobody_looks(tmp_path, monkeypatch, argumen
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_the_norm_of_steps_that_were_taken(tmp_path, precision):
+def test_norm_of_completed_steps(tmp_path, precision):
     norms = []
 
     class Look(Callback):
@@ -314,7 +314,7 @@ def test_the_norm_of_steps_that_were_taken(tmp_path, precision):
     assert trainer.callback_metrics["grad_norm_epoch"].item() == mean
 
 
-def test_a_nan_stays_a_nan_in_the_logs(tmp_path):
+def test_nan_stays_a_nan_in_the_logs(tmp_path):
     monitor, module = monitor_of(), Slopes(a=[3.0], b=[4.0])
     trainer = look_at(tmp_path, module, monitor, 2, gains={0: float("nan")}, precision="32-true")
     assert trainer.callback_metrics["grad_norm_step"].item() == 5.0
@@ -349,7 +349,7 @@ def test_impossible_arguments(arguments, message):
         ScaleMonitor(**arguments)
 
 
-def test_a_resumed_run_goes_on_counting():
+def test_counts_continue_after_a_resume():
     whole, first, second = (Steps(ScaleMonitor(window=4, max_skip_rate=0.5)) for _ in range(3))
     outcomes = [(4096.0, False), (2048.0, True), (2048.0, False), (1024.0, True), (1024.0, True), (1024.0, False)] * 3
     for i, (scale, skipped) in enumerate(outcomes):

@@ -24,12 +24,12 @@ def test_on_by_default(tmp_path, precision):
     assert len(callbacks_of(make_trainer(tmp_path, precision=precision))) == 1
 
 
-def test_a_users_own_is_not_doubled(tmp_path):
+def test_users_own_is_not_doubled(tmp_path):
     own = ScalerCheckpoint()
     assert callbacks_of(make_trainer(tmp_path, precision="16-mixed", callbacks=[own])) == [own]
 
 
-def test_the_key_is_lightnings():
+def test_key_is_lightnings():
     assert LightningMixed.__qualname__ == KEY
 
 
@@ -50,7 +50,7 @@ def resume(tmp_path, precision, path, epochs=1):
     return [str(w.message) for w in caught if "scaler" in str(w.message)], trainer
 
 
-def test_scale_and_tracker_go_into_every_checkpoint_and_come_back(tmp_path):
+def test_scale_and_tracker_are_saved_and_restored(tmp_path):
     plugin = native_fp16(init_scale=256.0, growth_interval=100)
     trainer, path = fit_and_save(tmp_path, plugin)
     saved = torch.load(path, weights_only=True)[KEY]

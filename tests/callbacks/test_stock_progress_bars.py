@@ -109,7 +109,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_the_screen_is_the_same(kind: type, name: str, tmp_path: Path) -> None:
+def test_screen_is_the_same(kind: type, name: str, tmp_path: Path) -> None:
     arguments = dict(SCENARIOS[name])
     options = {key: arguments.pop(key) for key in ("refresh_rate", "leave") if key in arguments}
     loaders = arguments.pop("loaders", lambda: data(6))
@@ -165,7 +165,7 @@ def test_custom_bar_replaces_the_default() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, -1])
-def test_a_summary_has_the_same_rows(depth: int) -> None:
+def test_summary_has_the_same_rows(depth: int) -> None:
     def scenario(make: Callable[..., Any]) -> Any:
         rows: list[Any] = []
 
@@ -185,7 +185,7 @@ def test_a_summary_has_the_same_rows(depth: int) -> None:
     assert len(mine) == (depth != 0)
 
 
-def test_the_default_summary_is_the_rich_one() -> None:
+def test_default_summary_is_the_rich_one() -> None:
     for make in (lightning, ours):
         (summary,) = [one for one in make(enable_model_summary=True).callbacks if isinstance(one, ModelSummary)]
         assert isinstance(summary, RichModelSummary)

@@ -183,7 +183,7 @@ def test_synchronizing_lines(monkeypatch, line, what):
     assert torch.from_numpy is from_numpy
 
 
-def test_they_are_those_that_wait_on_the_simulated_device(cuda):
+def test_lines_equal_those_of_the_simulated_device(cuda):
     names = names_of("cuda")
     for line in [*WAITING, *QUIET]:
         with cuda.watch() as seen:
@@ -191,7 +191,7 @@ def test_they_are_those_that_wait_on_the_simulated_device(cuda):
         assert bool(seen.waits) is (line in WAITING), (line, seen.waits)
 
 
-def test_a_backward_pass_in_a_thread_of_autograds(monkeypatch):
+def test_backward_pass_in_a_thread_of_autograds(monkeypatch):
     """It runs in a thread on a GPU, but not on a CPU. Other threads do not belong to the step."""
     for name in ("get_sync_debug_mode", "set_sync_debug_mode"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
@@ -248,7 +248,7 @@ def test_nothing_changes(tmp_path):
     assert torch.overrides._get_current_function_mode() is None
 
 
-def test_a_short_fit_and_a_validation_in_between(tmp_path):
+def test_short_fit_and_a_validation_in_between(tmp_path):
     detector = SyncDetector(batches=100, after=0)
 
     class Reading(Clean):
@@ -266,7 +266,7 @@ def test_a_short_fit_and_a_validation_in_between(tmp_path):
     assert (line, count) == (line_of(Reading, "reads"), 6)
 
 
-def test_an_error_ends_the_watch(tmp_path):
+def test_error_ends_the_watch(tmp_path):
     class Failing(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if batch_idx == 2:

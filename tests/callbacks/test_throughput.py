@@ -43,7 +43,7 @@ def test_rate_counts_training_time_only(clock):
     assert callback.waiting == 0.0
 
 
-def test_a_validation_inside_an_epoch_stops_the_clock(clock):
+def test_validation_inside_an_epoch_stops_the_clock(clock):
     callback = Throughput(warmup_batches=0)
     fit(clock, callback, [[1.0] * 4], validate_after=(0, 1, 3))
     assert callback.rates == [8.0]
@@ -53,7 +53,7 @@ def test_a_validation_inside_an_epoch_stops_the_clock(clock):
 @pytest.mark.parametrize(
     ("warmup", "rates", "measured"), [(0, [3.2, 8.0], 8), (1, [8.0, 8.0], 7), (2, [8.0, 8.0], 6), (50, [8.0, 8.0], 6)]
 )
-def test_the_first_batches_do_not_count(clock, warmup, rates, measured):
+def test_first_batches_do_not_count(clock, warmup, rates, measured):
     callback = Throughput(warmup)
     fit(clock, callback, [[7.0, 1.0, 1.0, 1.0], [1.0] * 4])
     assert callback.rates == rates
@@ -61,7 +61,7 @@ def test_the_first_batches_do_not_count(clock, warmup, rates, measured):
     assert callback.train_seconds == 14.0  # this has it all
 
 
-def test_the_warm_up_is_over_once(clock):
+def test_warm_up_is_over_once(clock):
     callback = Throughput(warmup_batches=2)
     fit(clock, callback, [[9.0, 9.0, *[1.0] * 7], [1.0] * 9])
     assert callback.rates == [8.0, 8.0]
@@ -75,7 +75,7 @@ def test_waiting_for_batches_is_part_of_the_time(clock):
     assert callback.waiting == 0.75
 
 
-def test_a_second_fit_starts_afresh(clock):
+def test_second_fit_starts_afresh(clock):
     callback = Throughput(warmup_batches=2)
     fit(clock, callback, [[1.0] * 4, [1.0] * 4])
     fit(clock, callback, [[9.0, 9.0, 2.0, 2.0]])
@@ -91,7 +91,7 @@ def test_nothing_is_known_before_the_first_epoch_ends():
     assert callback.waiting is None
 
 
-def test_a_gpu_is_waited_for_at_the_ends_only(clock, monkeypatch):
+def test_gpu_is_waited_for_at_the_ends_only(clock, monkeypatch):
     waits = []
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
     for batches in (4, 40):
@@ -124,7 +124,7 @@ def test_evaluation_rates_leave_the_first_batch_out(clock):
         assert callback.run_facts()["throughput"][fn] == rate
 
 
-def test_the_sanity_check_is_not_measured(clock):
+def test_sanity_check_is_not_measured(clock):
     callback = Throughput()
     trainer = FakeTrainer(callback, clock=clock, sanity_checking=True)
     trainer.evaluate()
@@ -151,7 +151,7 @@ def test_checksums():
     assert checksums(torch.tensor(True)) != checksums(torch.tensor(False))
 
 
-def test_a_real_fit_sees_the_same_batches_in_every_precision(tmp_path):
+def test_real_fit_sees_the_same_batches_in_every_precision(tmp_path):
     batches = make_batches(6)
     found = []
     for precision in ("32-true", MixedPrecision("float16"), "bf16-mixed", "64-true"):
@@ -186,7 +186,7 @@ FLOPS = 2 * 6 * 16 * 2 + 2 * 16 * 3 * 3
 
 
 @pytest.mark.parametrize(("precision", "peak"), [("bf16-mixed", 989.4e12), ("32-true", 66.9e12)])
-def test_the_share_of_the_peak(h100, tmp_path, precision, peak):
+def test_share_of_the_peak(h100, tmp_path, precision, peak):
     callback = Throughput(warmup_batches=1)
     trainer = make_trainer(tmp_path, accelerator="gpu", precision=precision, max_epochs=2, callbacks=[callback])
     trainer.fit(Regression(), loader_of(make_batches(4)))

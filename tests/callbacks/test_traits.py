@@ -51,13 +51,13 @@ def test_attributes_of_a_foreign_callback_set_its_order(tmp_path: Path) -> None:
     assert module.calls == ["module's batch", "callback's batch", "callback reads 3"]
 
 
-def test_a_foreign_callback_is_refused_with_the_strategies_that_it_names() -> None:
+def test_foreign_callback_is_refused_with_the_strategies_that_it_names() -> None:
     with pytest.raises(UnsupportedError, match="Got Foreign with strategy='fsdp'"):
         ours(strategy="fsdp", devices=2, callbacks=[Foreign()])
     ours(strategy="ddp", devices=2, callbacks=[Foreign()])
 
 
-def test_a_trial_run_leaves_a_foreign_callback_out() -> None:
+def test_trial_run_leaves_a_foreign_callback_out() -> None:
     stays = Callback()
     assert callbacks_that_stay([Foreign(), stays, Timer("00:01:00:00")]) == [stays]
 
@@ -76,7 +76,7 @@ def test_stock_callbacks_are_known() -> None:
     assert traits.unsupported_with(ModelPruning("l1_unstructured")).keys() == {"fsdp", "deepspeed"}
 
 
-def test_the_reasons_follow_the_arguments_of_a_callback() -> None:
+def test_reasons_follow_the_arguments_of_a_callback() -> None:
     assert traits.unsupported_with(GradientClipping(1.0)) == {}
     assert traits.unsupported_with(GradientClipping(clip_value=1.0)).keys() == {"deepspeed"}
     assert traits.unsupported_with(NonFiniteGuard("skip")) == {}

@@ -123,7 +123,7 @@ def fit(folder: Path, seed: int, *callbacks: Any, ckpt: Any = None, kind: Any = 
     ],
 )
 @pytest.mark.filterwarnings(LEAF)
-def test_a_resumed_run_equals_an_uninterrupted_one(
+def test_resumed_run_equals_an_uninterrupted_one(
     tmp_path: Path, steps: int, arguments: dict[str, Any], kind: Any
 ) -> None:
     path = tmp_path / "a.ckpt"
@@ -138,7 +138,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 
 
 @pytest.mark.filterwarnings(LEAF)
-def test_a_compiled_module_is_resumed_as_one_that_is_not(tmp_path: Path) -> None:
+def test_compiled_module_is_resumed_as_one_that_is_not(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     _, whole = fit(tmp_path, 1, Saves(path, 4), kind=Caching)
 
@@ -151,7 +151,7 @@ def test_a_compiled_module_is_resumed_as_one_that_is_not(tmp_path: Path) -> None
     assert_identical(values_of(resumed.cache._orig_mod), values_of(whole.cache))
 
 
-def test_a_run_that_is_rolled_back_has_the_buffers_of_then(tmp_path: Path) -> None:
+def test_run_that_is_rolled_back_has_the_buffers_of_then(tmp_path: Path) -> None:
     class RollsBack(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 0:
@@ -231,7 +231,7 @@ def test_buffer_of_a_missing_module_is_refused(tmp_path: Path) -> None:
     assert module.more.seen == 1
 
 
-def test_a_checkpoint_of_an_older_version_has_none(tmp_path: Path) -> None:
+def test_checkpoint_of_an_older_version_has_none(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     fit(tmp_path, 1, Saves(path, 3))
     checkpoint = torch.load(path, weights_only=True)
@@ -258,7 +258,7 @@ def test_saved_buffers(rank: int) -> None:
     assert buffers.dtypes_of(module)["own"] is torch.float32
 
 
-def test_a_buffer_that_has_no_values_yet_gets_them() -> None:
+def test_buffer_that_has_no_values_yet_gets_them() -> None:
     module = nn.Module()
     module.register_buffer("unknown", nn.UninitializedBuffer(), persistent=False)
     module.register_buffer("mine", nn.Buffer(torch.zeros(1)), persistent=False)

@@ -126,7 +126,7 @@ class Draws(Classifier):
     ("name", "stop", "module"),
     [("plain", 8, Classifier), ("shuffled", 3, Draws), ("workers", 11, Classifier), ("a generator", 5, Draws)],
 )
-def test_a_checkpoint_is_little_larger_than_lightnings(tmp_path: Path, name: str, stop: int, module: Any) -> None:
+def test_checkpoint_is_little_larger_than_lightnings(tmp_path: Path, name: str, stop: int, module: Any) -> None:
     theirs = size_of(LightningTrainer, tmp_path / "theirs.ckpt", LOADERS[name], module(), stop)
     ours = size_of(Trainer, tmp_path / "ours.ckpt", LOADERS[name], module(), stop)
     own = 2 * 2600 if name == "a generator" else 0  # its state at the start of the epoch and now

@@ -291,7 +291,7 @@ except CheckpointWriteError as error:
 
 
 @pytest.mark.parametrize("folder", ["file/below", "file"])
-def test_a_folder_that_cannot_be(tmp_path: Path, folder: str) -> None:
+def test_folder_that_cannot_be(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointWriteError, match=r"was not written: (Not a directory|File exists)"):
         saved(tmp_path / folder / "x.ckpt")
@@ -305,7 +305,7 @@ def aged(path: Path, seconds: float) -> Path:
     return path
 
 
-def test_the_newest_that_is_good(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_newest_that_is_good(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     first = saved(a / "first.ckpt")
     newest = saved(b / "newest.ckpt")
@@ -330,7 +330,7 @@ def test_the_newest_that_is_good(tmp_path: Path, recwarn: pytest.WarningsRecorde
 @pytest.mark.parametrize(
     "damage", [lambda d: d[:-9], lambda d: d[:99] + b"?" + d[100:], lambda d: b"", lambda d: d * 2]
 )
-def test_damaged_ones_are_named_and_passed_over(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_damaged_checkpoints_are_named_and_skipped(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     torch.save(content(), tmp_path / "old.ckpt")
     aged(tmp_path / "old.ckpt", 1000)
     for name in ("newer.ckpt", "newest.ckpt"):

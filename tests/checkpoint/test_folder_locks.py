@@ -53,7 +53,7 @@ def test_lock_is_next_to_the_folder_and_removed(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "a") == ["x.ckpt"]
 
 
-def test_the_same_process_may_hold_it_twice(tmp_path: Path) -> None:
+def test_same_process_may_hold_it_twice(tmp_path: Path) -> None:
     with folders.held(tmp_path / "a"):
         with folders.held(tmp_path / "a" / "." / ""):
             pass
@@ -147,14 +147,14 @@ def test_lock_removed_meanwhile_does_not_count(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("folder", ["file", "file/below", "/proc/nowhere/below"])
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path, folder: str) -> None:
+def test_folder_that_cannot_be_written_to(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointWriteError, match=r"cannot be written to: .* choose another"):
         folders.held(tmp_path / folder).__enter__()
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_folder_that_takes_no_files_is_known_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_takes_no_files_is_known_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").mkdir()
     opened = os.open
 

@@ -220,7 +220,7 @@ def test_stand_in_has_the_name_of_its_class():
     assert isinstance(copy.deepcopy(it), StandIn)
 
 
-def test_the_trial_writes_no_data():
+def test_trial_writes_no_data():
     network = torch.nn.Linear(1000, 1000)
     file = BytesIO()
     write_without_data({"a": network, "b": np.zeros(10**6), "c": torch.zeros(10**6)}, file)

@@ -128,7 +128,7 @@ def test_keys_are_lightnings_and_one_own(tmp_path: Path) -> None:
     assert mine["hyper_parameters"] == theirs["hyper_parameters"]
 
 
-def test_the_counters_are_those_lightning_writes(tmp_path: Path) -> None:
+def test_counters_are_those_lightning_writes(tmp_path: Path) -> None:
     with lightnings_noise_ignored():
         theirs = read(saved(tmp_path, make=lightning, max_epochs=2)[0])["loops"]["fit_loop"]
     mine = read(saved(tmp_path, max_epochs=2)[0])["loops"]["fit_loop"]
@@ -148,7 +148,7 @@ def test_save_weights_only_omits_the_training_state(tmp_path: Path) -> None:
     assert checkpoint["state_dict"].keys() == Fitted().state_dict().keys()
 
 
-def test_the_scaler_is_under_lightnings_key(tmp_path: Path) -> None:
+def test_scaler_is_under_lightnings_key(tmp_path: Path) -> None:
     path, trainer = saved(tmp_path, precision=MixedPrecision("float16", init_scale=512.0))
     assert read(path)["MixedPrecision"]["scale"] == 512.0
     assert read(path)["MixedPrecision"]["_growth_tracker"] == 6
@@ -212,7 +212,7 @@ PRECISIONS = {
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_resumed_run_ends_bit_identical_to_an_uninterrupted_one(
+def test_resumed_run_ends_bit_identical_to_an_uninterrupted_one(
     tmp_path: Path, precision: str, accumulate: int
 ) -> None:
     def make(epochs: int) -> Trainer:
@@ -248,7 +248,7 @@ def test_a_resumed_run_ends_bit_identical_to_an_uninterrupted_one(
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("interval", [2, 6])
-def test_a_checkpoint_that_modelcheckpoint_wrote_resumes_as_well(tmp_path: Path, interval: int) -> None:
+def test_checkpoint_that_modelcheckpoint_wrote_resumes_as_well(tmp_path: Path, interval: int) -> None:
     """ModelCheckpoint writes in ``on_train_epoch_end`` or ``on_validation_end``, when counters are partly updated."""
 
     def make(epochs: int, *callbacks: Any) -> Trainer:
@@ -268,7 +268,7 @@ def test_a_checkpoint_that_modelcheckpoint_wrote_resumes_as_well(tmp_path: Path,
         assert again.callbacks[0].batches == 18
 
 
-def test_the_scaler_object_stays_the_same_over_a_resume(tmp_path: Path) -> None:
+def test_scaler_object_stays_the_same_over_a_resume(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, precision=MixedPrecision("float16", init_scale=128.0))
     trainer = ours(max_epochs=2, precision="16-mixed", callbacks=[Counting()])
     scaler = trainer.scaler
@@ -308,7 +308,7 @@ def test_validate_and_test_load_the_weights_of_a_checkpoint(tmp_path: Path) -> N
     assert fresh.global_step == 0  # an evaluation does not move the counters
 
 
-def test_a_callback_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_callback_that_is_missing_is_named(tmp_path: Path) -> None:
     path, _ = saved(tmp_path)
     with pytest.warns(UserWarning, match=r"add the following callbacks: \['Counting'\]"):
         ours(max_epochs=2).fit(Fitted(), datamodule=Shuffles(), ckpt_path=path)
@@ -551,13 +551,13 @@ def resume(path: Any, module: Any = None, **arguments: Any) -> None:
     trainer.fit(module if module is not None else Fitted(), datamodule=Shuffles(), ckpt_path=path)
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"Checkpoint file not found: .*nothing.ckpt"):
         resume(tmp_path / "nothing.ckpt")
 
 
 @pytest.mark.parametrize("kept", [0, 1, 100, 0.5, 0.99])
-def test_a_truncated_file(tmp_path: Path, kept: float) -> None:
+def test_truncated_file(tmp_path: Path, kept: float) -> None:
     path, _ = saved(tmp_path)
     content = path.read_bytes()
     path.write_bytes(content[: int(kept * len(content)) if isinstance(kept, float) else kept])
@@ -576,14 +576,14 @@ def test_file_that_is_not_a_checkpoint(tmp_path: Path) -> None:
         resume(tmp_path)
 
 
-def test_a_file_of_weights_only(tmp_path: Path) -> None:
+def test_file_of_weights_only(tmp_path: Path) -> None:
     _, trainer = saved(tmp_path)
     trainer.save_checkpoint(tmp_path / "w.ckpt", weights_only=True)
     with pytest.raises(CheckpointError, match="contains only the model"):
         resume(tmp_path / "w.ckpt")
 
 
-def test_a_run_that_is_over_already(tmp_path: Path) -> None:
+def test_run_that_is_over_already(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, max_epochs=2)
     with pytest.raises(ValueError, match=r"current_epoch=2, but you have set Trainer\(max_epochs=1\)"):
         resume(path, max_epochs=1)

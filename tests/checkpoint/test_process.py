@@ -198,7 +198,7 @@ def test_resumed_at_every_chance(name: str, tmp_path: Path) -> None:
             assert same(expected, resumed[what]), (path.stem, what)
 
 
-def test_a_checkpoint_is_written_when_all_about_a_batch_is_over(tmp_path: Path) -> None:
+def test_checkpoint_is_written_when_all_about_a_batch_is_over(tmp_path: Path) -> None:
     """Callbacks that save run after the module's hook and the loggers' row."""
     saving = SavesAlways(tmp_path)
     run(tmp_path, {"trainer": lambda: {"limit_val_batches": 0, "max_epochs": 1}}, saving=[saving])
@@ -258,7 +258,7 @@ def test_checkpoints_of_the_version_before_are_resumed_exactly(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("resume", "epochs"), [("auto", 1), (None, 3)])
-def test_a_run_that_had_decided_to_stop(tmp_path: Path, resume: Any, epochs: int) -> None:
+def test_run_that_had_decided_to_stop(tmp_path: Path, resume: Any, epochs: int) -> None:
     """The same command stops again. With an explicit checkpoint, training continues."""
 
     def trainer_with(more: list[Any]) -> Trainer:

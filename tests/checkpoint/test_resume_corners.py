@@ -258,7 +258,7 @@ def test_gradients_of_a_window_are_saved_inside_a_batch(
 
 
 @pytest.mark.parametrize("place", ["before the backward pass", "after the backward pass"])
-def test_a_checkpoint_that_loses_the_gradients_of_a_window_warns(
+def test_checkpoint_that_loses_the_gradients_of_a_window_warns(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Step, "folder", tmp_path, raising=False)

@@ -134,7 +134,7 @@ def test_both_trainers_resume_checkpoints_of_the_other(tmp_path: Path, name: str
             assert_same_weights(theirs, mine)
 
 
-def test_the_loops_in_a_checkpoint_count_as_lightnings_do(tmp_path: Path) -> None:
+def test_loops_in_a_checkpoint_count_as_lightnings_do(tmp_path: Path) -> None:
     counted = ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.state_dict")
     for name, (module, options, arguments, files) in RUNS.items():
         folder = tmp_path / name
@@ -186,7 +186,7 @@ class Failing(Diary):
 
 @pytest.mark.parametrize("writer", MAKERS)
 @pytest.mark.parametrize(("interval", "steps"), [(0.5, 2), (0.5, 4), (1.0, 4), (0.5, 6)])
-def test_a_validation_that_failed_is_run_again(tmp_path: Path, writer: Any, interval: float, steps: int) -> None:
+def test_validation_that_failed_is_run_again(tmp_path: Path, writer: Any, interval: float, steps: int) -> None:
     arguments = {"max_epochs": 2, "val_check_interval": interval, "num_sanity_val_steps": 0}
     whole, module = ours(**arguments), Diary()
     whole.fit(module, same_batches(4), same_batches(3))
@@ -264,7 +264,7 @@ def test_stateful_dataloaders_resume_at_their_position(tmp_path: Path, loaders: 
     assert len(seen[1][1]) == (0 if loaders is list else 4)
 
 
-def test_a_dataloader_without_a_state_continues_by_its_attributes(tmp_path: Path) -> None:
+def test_dataloader_without_a_state_continues_by_its_attributes(tmp_path: Path) -> None:
     def loaders() -> Any:
         return CombinedLoader([Counter(3), StatefulCounter(1)])
 

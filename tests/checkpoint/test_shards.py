@@ -92,7 +92,7 @@ def test_values_are_restored_in_order(tmp_path: Path) -> None:
     assert_same(shards.read_whole(tmp_path / "a.ckpt"), made)
 
 
-def test_states_of_optimizers_stand_there_by_names(tmp_path: Path) -> None:
+def test_optimizer_states_are_stored_by_name(tmp_path: Path) -> None:
     write(tmp_path / "a.ckpt")
     tree, processes = shards.read(tmp_path / "a.ckpt")
     (state,) = tree["optimizer_states"]
@@ -116,7 +116,7 @@ def test_colliding_names_are_distinguished(tmp_path: Path) -> None:
     assert_same(shards.read_whole(tmp_path / "a.ckpt"), made)
 
 
-def test_a_tensor_without_values_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_tensor_without_values_is_refused_by_its_name(tmp_path: Path) -> None:
     """It could be taken for one of another file, and the checkpoint could not be read."""
     made = checkpoint()
     for place in (made["state_dict"], made["hyper_parameters"], made["loops"][OUR_KEY]["progress"]):
@@ -139,7 +139,7 @@ def test_folder_to_file_and_back(tmp_path: Path) -> None:
     assert_same(shards.read_whole(tmp_path / "c.ckpt"), made)
 
 
-def test_a_foreign_file_has_no_names_of_parameters(tmp_path: Path) -> None:
+def test_foreign_file_has_no_names_of_parameters(tmp_path: Path) -> None:
     made = checkpoint()
     del made["loops"]
     torch.save(made, tmp_path / "b.ckpt")
@@ -196,7 +196,7 @@ def test_damage_is_found(tmp_path: Path, file: str, damage: str) -> None:
         files.verify(tmp_path / "a.ckpt")
 
 
-def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path) -> None:
+def test_damaged_folder_is_named_and_skipped(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         write(tmp_path / f"{name}.ckpt")
     (tmp_path / "b.ckpt" / "__0_0.distcp").write_bytes(b"")
@@ -230,7 +230,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("renames", range(3))
-def test_killed_at_any_rename_the_old_one_or_the_new_one_is_there(
+def test_kill_at_any_rename_keeps_the_old_or_the_new_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
 ) -> None:
     """Renames of DCP's metadata, of the old checkpoint, and of the new one."""
@@ -255,7 +255,7 @@ def test_killed_at_any_rename_the_old_one_or_the_new_one_is_there(
     assert weight[0, 0].item() == pytest.approx({0: 0.9, 1: 0.9, 2: 1.9}[renames], abs=1e-3)
 
 
-def test_killed_while_one_is_removed_it_does_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_during_a_removal_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "c" / "a.ckpt")
     write(tmp_path / "c" / "b.ckpt")
     with monkeypatch.context() as killing:
@@ -266,7 +266,7 @@ def test_killed_while_one_is_removed_it_does_not_come_back(tmp_path: Path, monke
         assert names(tmp_path / "c") == ["b.ckpt"]
 
 
-def test_a_file_takes_a_folders_place_and_the_other_way_round(tmp_path: Path) -> None:
+def test_file_takes_a_folders_place_and_the_other_way_round(tmp_path: Path) -> None:
     write(tmp_path / "a.ckpt")
     files.write(lambda stream: torch.save(checkpoint(), stream), tmp_path / "a.ckpt")
     assert (tmp_path / "a.ckpt").is_file()
@@ -309,7 +309,7 @@ def sealed_again(folder: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("file", [".metadata", "state.ckpt", "process 0", "__0_0.distcp", "__0.metadata"])
-def test_a_strangers_pickle_is_not_run(tmp_path: Path, file: str) -> None:
+def test_strangers_pickle_is_not_run(tmp_path: Path, file: str) -> None:
     folder, mark = tmp_path / "a.ckpt", tmp_path / "ran"
     write(folder, process=Evil(mark) if file == "process 0" else None)
     if file == "__0.metadata":  # torch reads it if there is no other
@@ -436,7 +436,7 @@ def test_run_saves_removes_links_and_is_resumed(tmp_path: Path, asynchronous: bo
         assert all(map(torch.equal, module.parameters(), whole.parameters()))
 
 
-def test_a_run_is_stopped_by_a_full_disk_also_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_is_stopped_by_a_full_disk_also_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "_Stream", Full)
     for asynchronous in (False, True):
         io = CheckpointFiles(sharded=True, asynchronous=asynchronous)

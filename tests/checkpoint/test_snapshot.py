@@ -36,7 +36,7 @@ def state() -> dict[str, Any]:
     }
 
 
-def test_the_copy_is_written_with_the_same_bytes() -> None:
+def test_copy_is_written_with_the_same_bytes() -> None:
     given = state()
     assert written(on_host(given)) == written(given)
 

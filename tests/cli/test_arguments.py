@@ -12,7 +12,7 @@ def test_overrides_go_first_then_the_command_then_the_flags():
     assert arguments.for_hydra() == expected
 
 
-def test_the_rewritten_form_is_read_as_the_same_command_line():
+def test_rewritten_form_is_read_as_the_same_command_line():
     once = read(["validate", "--cfg", "job", "+recipe=a", "precision=16"])
     assert read(once.for_hydra()) == once
     assert once.for_hydra() == ["+recipe=a", "precision=16-mixed", "command=validate", "--cfg", "job"]
@@ -64,12 +64,12 @@ def test_info_takes_only_values_of_hydra(argv, value):
 
 
 @pytest.mark.parametrize("group", ["recipe", "debug", "sweep"])
-def test_the_plus_of_groups_outside_the_default_config_may_be_left_out(group):
+def test_plus_of_groups_outside_the_default_config_may_be_left_out(group):
     assert read([f"{group}=a", "fit"]).overrides == [f"+{group}=a"]
     assert read([f"+{group}=a", "fit"]).overrides == [f"+{group}=a"]
 
 
-def test_a_deletion_is_an_override():
+def test_deletion_is_an_override():
     assert read(["fit", "~callbacks.scale_monitor"]).overrides == ["~callbacks.scale_monitor"]
 
 

@@ -24,7 +24,7 @@ def test_nested_nodes_become_objects_with_plain_containers():
     assert module[0].weight.shape == (3, 2)
 
 
-def test_a_partial_waits_for_the_rest():
+def test_partial_waits_for_the_rest():
     make = build({"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.5, "momentum": 0.9})
     optimizer = make([torch.nn.Parameter(torch.zeros(1))])
     assert isinstance(optimizer, torch.optim.SGD)
@@ -40,7 +40,7 @@ def test_containers_reach_the_constructor_as_dict_and_list():
 
 
 @pytest.mark.parametrize("value", [None, 3, "text"])
-def test_a_scalar_is_itself(value):
+def test_scalar_is_itself(value):
     assert build(value) is value
 
 
@@ -61,7 +61,7 @@ def test_targets_are_found_at_any_depth():
         ("recipes.nothing.Here", "recipes has no 'nothing'."),
     ],
 )
-def test_a_target_that_does_not_exist(target, message):
+def test_target_that_does_not_exist(target, message):
     with pytest.raises(UsageError) as caught:
         build({"_target_": target}, "m")
     assert message in str(caught.value)

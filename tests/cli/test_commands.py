@@ -39,12 +39,12 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sys.modules.pop("pruning", None)
 
 
-def test_a_command_of_another_package_gets_the_arguments(installed, capsys):
+def test_command_of_another_package_gets_the_arguments(installed, capsys):
     assert main(["prune", "a.ckpt", "share=0.5"]) == 5
     assert capsys.readouterr().out == "pruning ['a.ckpt'] with ['share=0.5']\n"
 
 
-def test_a_command_of_another_package_is_in_the_help(installed, capsys):
+def test_command_of_another_package_is_in_the_help(installed, capsys):
     assert main(["--help"]) == 0
     assert "Other packages:\n  prune        Remove small weights\n" in capsys.readouterr().out
     assert main(["prune", "--help"]) == 0
@@ -53,7 +53,7 @@ def test_a_command_of_another_package_is_in_the_help(installed, capsys):
     assert "Did you mean 'prune'?" in capsys.readouterr().err
 
 
-def test_an_entry_point_that_is_not_a_command_is_refused(installed, tmp_path, capsys):
+def test_entry_point_that_is_not_a_command_is_refused(installed, tmp_path, capsys):
     write(tmp_path, {"pruning-1.0.dist-info/entry_points.txt": "[trainer.commands]\nbroken = pruning:NOTHING\n"})
     assert main(["broken"]) == 2
     assert (
@@ -61,7 +61,7 @@ def test_an_entry_point_that_is_not_a_command_is_refused(installed, tmp_path, ca
     )
 
 
-def test_an_entry_point_does_not_replace_a_command_of_this_package(installed):
+def test_entry_point_does_not_replace_a_command_of_this_package(installed):
     assert names().count("fit") == 1
     assert is_run("fit")
 

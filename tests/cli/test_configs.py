@@ -67,7 +67,7 @@ def test_every_recipe_composes_in_every_precision(recipe):
         assert config.model._target_.startswith("recipes.")
 
 
-def test_a_run_starts_from_these_values(project, capsys):
+def test_run_starts_from_these_values(project, capsys):
     config = shown(capsys, "fit", "+recipe=line")
     assert config["command"] == "fit"
     assert config["seed"] == 42
@@ -152,7 +152,7 @@ def test_config_dir_is_searched(project, tmp_path, capsys):
     assert ["far", "Far away."] in [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_recipes_lists_ours_and_the_users_with_a_line_on_each(project, capsys):
+def test_recipes_lists_all_recipes_with_a_line_each(project, capsys):
     assert main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
     told = dict(line.split(maxsplit=1) for line in lines)
@@ -183,13 +183,13 @@ def test_info_prints_the_search_path(project, capsys):
     assert "recipe/line" in capsys.readouterr().out
 
 
-def test_a_part_of_the_config_can_be_shown_resolved(project, capsys):
+def test_part_of_the_config_can_be_shown_resolved(project, capsys):
     assert main(["fit", "--package", "model", "+recipe=line", "--cfg", "job", "--resolve"]) == 0
     model = yaml.safe_load(capsys.readouterr().out)
     assert model["optimizer"]["lr"] == 0.1
 
 
-def test_the_first_screen_names_every_command_and_every_recipe(project, capsys):
+def test_first_screen_names_every_command_and_every_recipe(project, capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     for name in (*names(), *options("recipe")):

@@ -76,7 +76,7 @@ def load(file: Path) -> Any:
 # --- round trips ------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_of_a_run_is_the_file_of_that_run(tmp_path: Path, capsys: Any) -> None:
+def test_folder_of_a_run_is_the_file_of_that_run(tmp_path: Path, capsys: Any) -> None:
     folder, _ = fit(tmp_path / "folder", sharded=True)
     assert folder.name == "epoch=1-step=6.ckpt"  # an = in a name makes it no setting
     assert main(["consolidate", str(folder), str(tmp_path / "new" / "whole.ckpt")]) == 0
@@ -124,7 +124,7 @@ def test_to_a_folder_and_back(tmp_path: Path, weights_only: bool) -> None:
     assert torch.equal(load(second)["state_dict"]["second.weight"], load(second)["state_dict"]["first.weight"])
 
 
-def test_a_file_of_an_old_torch_is_read(tmp_path: Path) -> None:
+def test_file_of_an_old_torch_is_read(tmp_path: Path) -> None:
     state = {"state_dict": {"a": torch.arange(3.0)}}
     torch.save(state, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
     assert main(["shard", str(tmp_path / "old.ckpt"), str(tmp_path / "folder.ckpt")]) == 0

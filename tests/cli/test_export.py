@@ -117,7 +117,7 @@ def test_graph_equals_forward(project: Path, capfd: Any) -> None:
     assert (status, err) == (2, "trainer: out/model.pt2 exists already. Choose another name, or remove it first.")
 
 
-def test_a_checkpoint_with_a_config_and_settings(project: Path, capfd: Any) -> None:
+def test_checkpoint_with_a_config_and_settings(project: Path, capfd: Any) -> None:
     fit()
     last = "run/checkpoints/last.ckpt"
     words = ["+recipe=line", "model._target_=nets.Net", f"ckpt_path={last}", "to=a=b.pt2", "data.batch_size=8"]
@@ -140,7 +140,7 @@ def test_weights_only(project: Path, capfd: Any) -> None:
     assert "got ckpt=run data.batch_size=8, expected" in err
 
 
-def test_a_forward_of_one_size(project: Path, capfd: Any) -> None:
+def test_forward_of_one_size(project: Path, capfd: Any) -> None:
     fit("Fixed")
     status, out, _ = said(capfd, "ckpt=run", "to=model.pt2")
     assert status == 0
@@ -215,7 +215,7 @@ def test_mistakes(project: Path, capfd: Any, kind: str, words: list[str], expect
     assert files(project) == before
 
 
-def test_a_module_without_forward(project: Path, capfd: Any) -> None:
+def test_module_without_forward(project: Path, capfd: Any) -> None:
     assert main(["fit", "+recipe=line", "hydra.run.dir=run", "-q"]) == 0
     status, _, err = said(capfd, "ckpt=run", "to=model.pt2")
     assert (status, "and Line has no forward" in err) == (2, True)
@@ -295,7 +295,7 @@ def test_an_example_of_the_module(example: Any) -> None:
         (Taking(), (X, torch.ones(5)), "RuntimeError: The size of tensor a (3) must match"),
     ],
 )
-def test_a_batch_that_forward_does_not_take(module: Any, batch: Any, expected: str) -> None:
+def test_batch_that_forward_does_not_take(module: Any, batch: Any, expected: str) -> None:
     with pytest.raises(UsageError) as caught:
         inputs_of(module, batch)
     assert expected in str(caught.value)

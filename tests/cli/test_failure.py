@@ -52,7 +52,7 @@ def test_advice_depends_on_the_type_of_the_error(function, said, advice):
     assert rest[-1] == "  --debug prints the full traceback."
 
 
-def test_a_message_of_another_library_is_printed_without_advice():
+def test_message_of_another_library_is_printed_without_advice():
     error = raised(torch.nn.Linear(3, 2), torch.zeros(4, 5))
     first, *rest = failure.paragraph(error).splitlines()
     assert "mat1 and mat2 shapes cannot be multiplied (4x5 and 3x2)" in first
@@ -86,7 +86,7 @@ def own(tmp_path, monkeypatch):
     sys.modules.pop("shapes_of_mine", None)
 
 
-def test_the_innermost_line_of_the_users_own_code(own):
+def test_innermost_line_of_the_users_own_code(own):
     import shapes_of_mine
 
     error = raised(shapes_of_mine.outer, torch.zeros(4, 5))
@@ -107,7 +107,7 @@ class Items(torch.utils.data.Dataset):
 
 
 @pytest.mark.filterwarnings("default")
-def test_an_error_in_a_worker_is_the_datasets_own():
+def test_error_in_a_worker_is_the_datasets_own():
     told = failure.paragraph(raised(next, iter(DataLoader(Items(), num_workers=1)))).splitlines()
     assert told[:2] == ["trainer: KeyError: 'labels'", "  In DataLoader worker process 0."]
     assert told[2].startswith("  Raised in ")
@@ -136,7 +136,7 @@ def test_error_in_a_worker_omits_its_cause():
     assert "raise DamagedError(" in told[2]
 
 
-def test_a_long_message_ends_early(monkeypatch):
+def test_long_message_ends_early(monkeypatch):
     told = failure.paragraph(ValueError("\n".join(["word " * 20] * 100)))
     assert "[...]" in told
     assert len(told) < 800
@@ -152,7 +152,7 @@ def test_errors_without_advice():
     assert "hydra.run.dir=outputs/mine resume=auto" in failure.paragraph(error)
 
 
-def test_the_setting_that_names_a_missing_folder(tmp_path, monkeypatch):
+def test_setting_that_names_a_missing_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = {"data": {"_target_": "a.B", "root": "pictures", "other": ["x"]}, "command": "fit"}
     error = FileNotFoundError("There is no file pictures/train.")

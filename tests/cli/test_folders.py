@@ -33,7 +33,7 @@ def run_here(folder, *python):
 
 
 @pytest.mark.parametrize("init", [True, False], ids=["package", "namespace"])
-def test_a_recipes_folder_of_the_users_and_ours_are_one_package(tmp_path, init):
+def test_recipes_of_the_user_and_ours_are_one_package(tmp_path, init):
     write(tmp_path, {"recipes/mine.py": "NAME = 'mine'\n"} | ({"recipes/__init__.py": ""} if init else {}))
     name, ours = run_here(tmp_path)
     assert name == "mine"
@@ -41,13 +41,13 @@ def test_a_recipes_folder_of_the_users_and_ours_are_one_package(tmp_path, init):
     assert not ours.startswith(str(tmp_path))
 
 
-def test_a_console_script_finds_them_too(tmp_path):
+def test_console_script_finds_them_too(tmp_path):
     write(tmp_path, {"recipes/mine.py": "NAME = 'mine'\n"})
     assert run_here(tmp_path, sys.executable, "-I")[0] == "mine"
 
 
 @pytest.mark.parametrize("name", ["trainer.py", "trainer/__init__.py"])
-def test_a_module_with_the_name_of_the_package_is_reported_and_not_used(tmp_path, name):
+def test_module_with_the_name_of_the_package_is_reported_and_not_used(tmp_path, name):
     here = tmp_path / "here"
     write(here, {name: "raise RuntimeError('the wrong one')\n", "recipes/mine.py": "NAME = 'mine'\n"})
     write(tmp_path, {"bin/script.py": USE_BOTH + "import trainer.errors\n"})
@@ -81,12 +81,12 @@ def test_in_the_checkout_our_conf_is_not_the_users(monkeypatch):
 
 
 @pytest.mark.parametrize("path", [r"C:\runs\a b", r"C:\it's\here", "a/b=c,d", r"\\server\share\run"])
-def test_a_path_of_windows_goes_through_an_override(path):
+def test_path_of_windows_goes_through_an_override(path):
     (override,) = Composer(Arguments()).parse([f"hydra.run.dir={quoted(path)}"])
     assert override.value() == path
 
 
-def test_a_runs_folder_has_a_name_that_windows_takes(project):
+def test_runs_folder_has_a_name_that_windows_takes(project):
     for key in ("run", "sweep"):
         composed = validate(read(["fit", "+recipe=line", "seed=1"]))
         assert not re.search(r'[<>:"|?*]', str(composed.hydra[key].dir))
@@ -102,7 +102,7 @@ def test_a_runs_folder_has_a_name_that_windows_takes(project):
         ("${oc.env:X}", "${oc.env:X}"),
     ],
 )
-def test_a_checkpoints_name_needs_no_quotes(given, value):
+def test_checkpoints_name_needs_no_quotes(given, value):
     (word,) = read(["fit", f"ckpt_path={given}"]).overrides
     (override,) = Composer(Arguments()).parse([word])
     assert str(override.value()) == value

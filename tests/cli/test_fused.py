@@ -67,7 +67,7 @@ def test_other_optimizers_are_not_changed(kind):
 
 
 @pytest.mark.parametrize(("asked", "expected"), [([], True), (["+optimizer.fused=false"], False)])
-def test_a_run_of_the_command_line(cuda, tmp_path, monkeypatch, asked, expected):
+def test_run_of_the_command_line(cuda, tmp_path, monkeypatch, asked, expected):
     monkeypatch.chdir(tmp_path)
     command = ["fit", "+recipe=tabular", "trainer=gpu", "precision=16-mixed", "callbacks=none"]
     settings = plain(validate(read([*command, *asked])), tmp_path)

@@ -33,7 +33,7 @@ def refused(argv, expected, capsys) -> str:
 
 
 @pytest.mark.parametrize(("argv", "expected"), [case[1:] for case in EARLY], ids=[case[0] for case in EARLY])
-def test_before_anything_is_made(malformed_project, capsys, argv, expected):
+def test_malformed_before_torch_is_imported(malformed_project, capsys, argv, expected):
     err = refused(argv, expected, capsys)
     assert err.startswith("trainer: ")
     assert err.count("\n") == 1
@@ -65,7 +65,7 @@ def test_without_torch(malformed_project):
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=240)
 
 
-def test_a_monitor_that_is_never_logged_is_named_after_the_first_validation(project, capsys):
+def test_monitor_that_is_never_logged_is_named_after_the_first_validation(project, capsys):
     argv = ["fit", "+recipe=line", "callbacks.model_checkpoint.monitor=val_los", "hydra.run.dir=run"]
     assert main(argv) == 2
     err = capsys.readouterr().err.splitlines()[-1]

@@ -57,7 +57,7 @@ def test_only_finite_values_are_used(value, told):
     assert run_with(value, status="failed").result is None
 
 
-def test_the_best_of_several():
+def test_best_of_several():
     low, high, failed = run_with(0.25), run_with(0.75), run_with(1.0, status="failed")
     assert Sweep([low, high, failed]).best is high
     assert Sweep([run_with(0.25, mode="min"), run_with(0.75, mode="min")]).best.objective_value == 0.25
@@ -65,7 +65,7 @@ def test_the_best_of_several():
     assert Sweep([failed]).best is None
 
 
-def test_the_value_is_that_of_the_best_checkpoint():
+def test_value_is_that_of_the_best_checkpoint():
     kept = {"monitor": {"metric": "a", "mode": "max"}, "best_score": 0.9}
     early, late = run_with(0.5), run_with(0.75)
     early.facts |= kept
@@ -76,7 +76,7 @@ def test_the_value_is_that_of_the_best_checkpoint():
     assert other.objective_value == 0.5
 
 
-def test_run_prints_the_value_of_its_objective(project, monkeypatch):
+def test_record_has_the_value_of_the_objective(project, monkeypatch):
     from trainer.cli import run
 
     returned = []

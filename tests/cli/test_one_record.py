@@ -44,7 +44,7 @@ def in_a_table() -> dict[str, object]:
     return told
 
 
-def test_a_run_that_overflows_until_it_stops(project, capsys):
+def test_run_that_overflows_until_it_stops(project, capsys):
     """As in the quick start: the scale falls to its floor, every step is skipped, and changed settings are restored."""
     with pytest.warns(UserWarning, match="The loss scale fell to"):
         assert main(["fit", *LINE, "model.start=100000"]) == 1
@@ -77,7 +77,7 @@ def test_a_run_that_overflows_until_it_stops(project, capsys):
     }
 
 
-def test_a_run_that_is_completed(project, capsys):
+def test_run_that_is_completed(project, capsys):
     assert main(["fit", *LINE, "precision.init_scale=1024"]) == 0
     printed = capsys.readouterr().out
     shown, run = summary_in(printed), load_run(RUN)
@@ -102,7 +102,7 @@ def test_a_run_that_is_completed(project, capsys):
     assert f"| completed | 10 | {run.seconds:.1f} s |" in (RUN.parent / "summary.md").read_text()
 
 
-def test_a_quiet_run(project, capsys):
+def test_quiet_run(project, capsys):
     assert main(["fit", *LINE, "trainer.max_epochs=1", "-q"]) == 0
     run = load_run(RUN)
     assert f"fit completed in {run.seconds:.1f} s: val_loss={run.metrics['val_loss']:.4g}." in capsys.readouterr().out

@@ -63,7 +63,7 @@ def compose(words: list[str], number: int | None = None) -> Any:
         ("+token=${oc.env:NOT_SET}", "+token=${oc.env:NOT_SET}"),
     ],
 )
-def test_an_override_has_the_value_of_its_run(
+def test_override_has_the_value_of_its_run(
     project: Any, monkeypatch: pytest.MonkeyPatch, word: str, expected: str
 ) -> None:
     monkeypatch.setenv("A_TOKEN", "hunter2")
@@ -91,7 +91,7 @@ def test_settings_of_files_that_depend_on_the_job_are_added(project: Any) -> Non
     assert with_values(WORDS, compose(WORDS, number=2)) == WORDS
 
 
-def test_the_time_is_that_of_the_run(project: Any) -> None:
+def test_time_is_that_of_the_run(project: Any) -> None:
     words = [*WORDS, "seed=${now:%f}", "+name=at-${now:%H_%M_%S_%f}"]
     config = compose(words)
     seed, name = config.seed, config.name

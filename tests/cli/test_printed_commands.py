@@ -419,7 +419,7 @@ def test_other_messages_do_not_contain_commands() -> None:
         (["{bin}/trainer"], "{bin}/trainer"),
     ],
 )
-def test_the_program_is_the_one_that_the_user_started(words: list[str], program: str, tmp_path: Path) -> None:
+def test_program_is_the_one_that_the_user_started(words: list[str], program: str, tmp_path: Path) -> None:
     folder = Path(sys.executable).parent
     elsewhere = tmp_path / "bin"
     elsewhere.mkdir()

@@ -39,7 +39,7 @@ def test_first_process(monkeypatch, environment, first):
     assert is_first() is first
 
 
-def test_nothing_of_a_process_group_reaches_a_job():
+def test_jobs_do_not_inherit_process_group_variables():
     leaks = ["LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "PL_GLOBAL_SEED"]
     environment = dict.fromkeys([*leaks, "TORCHELASTIC_RUN_ID"], "1") | {
         "HOME": "/home/me",
@@ -104,7 +104,7 @@ def test_explicit_checkpoint_of_a_job_has_precedence(project, monkeypatch):
     assert claim(arguments, validate(arguments)).name.startswith("auto-")
 
 
-def test_a_sweep_under_srun_is_refused(project, monkeypatch):
+def test_sweep_under_srun_is_refused(project, monkeypatch):
     slurm(monkeypatch)
     arguments = read(["fit", "+recipe=line", "-m", "seed=1,2"])
     with pytest.raises(UsageError, match="torchrun or srun"):
@@ -117,7 +117,7 @@ def test_requested_folder_is_kept(project):
         assert str(claim(arguments, validate(arguments))) == "mine"
 
 
-def test_a_run_is_named_after_its_recipe(project):
+def test_run_is_named_after_its_recipe(project):
     arguments = read(["fit", "+recipe=line"])
     assert claim(arguments, validate(arguments)).parent.as_posix() == "outputs/line"
     arguments = read(["fit", "+recipe=line", "+name=lines"])
@@ -138,7 +138,7 @@ def test_another_rank_makes_no_folder_and_writes_no_config(project, monkeypatch)
     ]
 
 
-def test_a_sweep_under_torchrun_is_refused(project, monkeypatch):
+def test_sweep_under_torchrun_is_refused(project, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     arguments = read(["fit", "-m", "+recipe=line", "seed=1,2"])
     with pytest.raises(UsageError, match="torchrun"):
@@ -162,7 +162,7 @@ def test_one_process_reports_a_failure_of_all(project, python):
         assert "RuntimeError: asked to fail" in Path("run", name).read_text()
 
 
-def test_a_run_is_composed_once(project, monkeypatch):
+def test_run_is_composed_once(project, monkeypatch):
     composed = []
     compose = ConfigLoaderImpl.load_configuration
     monkeypatch.setattr(

@@ -102,7 +102,7 @@ def test_recipe_is_shown_composed_with_the_meaning_of_its_keys(listed, capsys):
     assert line_of(lines, "model_checkpoint:")[1].startswith("The best checkpoint")
 
 
-def test_a_copy_goes_by_its_own_name_and_works(listed, capsys):
+def test_copy_has_its_own_name_and_runs(listed, capsys):
     lines = lines_of(capsys, "copy", "noted", "mine")
     assert lines == [
         f"Wrote {Path('conf', 'recipe', 'mine.yaml')}, a copy of conf/recipe/noted.yaml. Edit it, then run:",
@@ -115,7 +115,7 @@ def test_a_copy_goes_by_its_own_name_and_works(listed, capsys):
     assert yaml.safe_load("\n".join(lines_of(capsys, "mine")))["data"]["batch_size"] == 2
 
 
-def test_a_recipe_that_ships_is_copied_into_a_new_folder(tmp_path, monkeypatch, capsys):
+def test_recipe_that_ships_is_copied_into_a_new_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     lines_of(capsys, "copy", "resnet50")
     ours = (packaged_conf() / "recipe" / "resnet50.yaml").read_text()
@@ -150,7 +150,7 @@ def test_nothing_heavy_is_imported():
 
 
 @pytest.mark.parametrize("name", ["nan", "001", "1e5", "true", "null", "Inf"])
-def test_a_recipe_may_have_the_name_of_a_value(project, capsys, name):
+def test_recipe_may_have_the_name_of_a_value(project, capsys, name):
     write(project, {f"conf/recipe/{name}.yaml": "# @package _global_\n# Odd.\ndefaults: [line]\n"})
     assert main(["recipes", name]) == 0
     assert capsys.readouterr().out.startswith("# Odd.\n")
@@ -163,7 +163,7 @@ def test_a_recipe_may_have_the_name_of_a_value(project, capsys, name):
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", ["nan", "null"])
-def test_a_run_of_such_a_recipe_is_tested(project, name):
+def test_run_of_such_a_recipe_is_tested(project, name):
     write(project, {f"conf/recipe/{name}.yaml": "# @package _global_\ndefaults: [line]\n"})
     assert main(["fit", f"+recipe={name}", "callbacks.learning_rate_monitor=null"]) == 0
     (folder,) = Path("outputs", name).iterdir()

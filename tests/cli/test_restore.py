@@ -141,7 +141,7 @@ def test_selected_checkpoint_without_a_record(run):
     assert restore.find(run).name == "epoch=1-step=8.ckpt"  # the only one that is kept is the best
 
 
-def test_the_best_checkpoint_of_an_older_version_is_not_known(run):
+def test_best_checkpoint_of_an_older_version_is_not_known(run):
     (run / "run.json").rename(run / "result.json")
     with pytest.raises(
         ConfigurationError, match=r"written by an older version .*name one, such as ckpt=.*epoch=1-step=8.ckpt"
@@ -198,7 +198,7 @@ STRANGE = [
 
 
 @pytest.mark.parametrize(("change", "message"), STRANGE)
-def test_a_config_of_a_stranger_is_checked_like_any_other(run, change, message, capsys):
+def test_config_of_a_stranger_is_checked_like_any_other(run, change, message, capsys):
     changed(run, change)
     assert main(["test", f"ckpt={run}"]) == 2
     assert message in capsys.readouterr().err
@@ -226,7 +226,7 @@ def test_run_with_classes_from_the_command_line_is_resumed_by_the_printed_comman
     assert main(["test", "ckpt=second", *words[:2]]) == 0  # the names are on the command line
 
 
-def test_a_config_cannot_bring_settings_of_hydras_along(run):
+def test_config_cannot_bring_settings_of_hydras_along(run):
     callbacks = {"mine": {"_target_": "line_fit.Line"}}
     changed(run, lambda c: c.update(hydra={"callbacks": callbacks, "run": {"dir": "/"}}, defaults=[{"model": "line"}]))
     config = composed("test", f"ckpt={run}")
@@ -260,7 +260,7 @@ def test_run_and_later_commands(project, capsys):
     assert result("tested")["metrics"]["test_loss"] < loss
 
 
-def test_a_run_of_an_older_version_has_nothing_to_compile_and_may_be_compiled(run):
+def test_run_of_an_older_version_may_be_compiled(run):
     assert composed("test", f"ckpt={run}").callbacks == {}
     assert composed("fit", f"ckpt={run}", "tuning=fast").callbacks.fast_settings.tf32 is True
     assert composed("fit", f"ckpt={run}", "compile=reduce-overhead").callbacks.compile.mode == "reduce-overhead"

@@ -38,7 +38,7 @@ def result(folder: Path) -> dict:
     return json.loads((folder / "run.json").read_text())
 
 
-def test_the_same_command_has_the_same_folder(capsys):
+def test_same_command_has_the_same_folder(capsys):
     folder = folder_of(*FIT, "optimizer.lr=0.1", "seed=3")
     assert Path(folder).parent == Path("outputs/line")
     assert Path(folder).name.startswith("auto-")

@@ -90,7 +90,7 @@ def test_record_has_the_values_of_a_comparison(monkeypatch):
     assert len(told["throughput"]["batches"]) == 2
 
 
-def test_the_same_seed_and_settings_give_the_same_result():
+def test_same_seed_and_settings_give_the_same_result():
     for folder in "ab":
         assert main(["fit", *LINE, "logger=none", f"hydra.run.dir={folder}"]) == 0
     assert result(Path("a"))["metrics"] == result(Path("b"))["metrics"]
@@ -116,13 +116,13 @@ def test_run_with_only_skipped_steps_has_failed(capsys):
     assert (only("outputs/*/*") / "checkpoints" / "last.ckpt").is_file()
 
 
-def test_a_run_with_a_step_that_was_not_skipped_is_completed():
+def test_run_with_a_step_that_was_not_skipped_is_completed():
     assert main(["fit", *LINE, *SKIPPED, "precision.backoff_factor=1e-28"]) == 0
     assert (result()["status"], result()["skipped_steps"]) == ("completed", 1)
 
 
 @pytest.mark.parametrize("few", ["+debug=fast_dev_run", "trainer.fast_dev_run=3", "trainer.limit_train_batches=2"])
-def test_a_trial_run_may_skip_its_steps(few):
+def test_trial_run_may_skip_its_steps(few):
     assert main(["fit", *LINE, *SKIPPED, few]) == 0
 
 
@@ -143,7 +143,7 @@ def test_modules_that_stay_in_float32_reach_the_plugin():
     assert main(["fit", *LINE, "logger=none", "precision=bf16", "precision.fp32_modules=[net]"]) == 0
 
 
-def test_child_ranks_command_line_runs_as_given():
+def test_command_line_of_child_ranks_is_unchanged():
     words = ["+recipe=line", "logger=none", "command=fit", 'hydra.run.dir="given folder"', "hydra.job.name=train_1"]
     assert main([*words, "hydra.output_subdir=null"]) == 0
     assert result(Path("given folder"))["status"] == "completed"
@@ -172,7 +172,7 @@ def test_fresh_weights_are_warned_of(capsys):
     assert "ckpt=RUN" in err
 
 
-def test_an_error_in_a_run_is_a_paragraph_and_its_traceback_is_in_the_log(capsys):
+def test_error_in_a_run_is_a_paragraph_and_its_traceback_is_in_the_log(capsys):
     assert main(["fit", *LINE, "model.fail_at=2", "hydra.run.dir=run"]) == 1
     assert capsys.readouterr().err == (
         "trainer: RuntimeError: asked to fail\n"
@@ -189,7 +189,7 @@ def test_an_error_in_a_run_is_a_paragraph_and_its_traceback_is_in_the_log(capsys
 @pytest.mark.parametrize(
     ("without", "command"), [("training_step", "fit"), ("configure_optimizers", "fit"), ("test_step", "test")]
 )
-def test_a_missing_method_of_the_module_is_a_usage_error(project, capsys, without, command):
+def test_missing_method_of_the_module_is_a_usage_error(project, capsys, without, command):
     text = (project / "line_fit.py").read_text().replace(f"def {without}(", f"def other_{without}(")
     (project / "line_fit.py").write_text(text)
     assert main([command, *LINE, "logger=none"]) == 2
@@ -197,7 +197,7 @@ def test_a_missing_method_of_the_module_is_a_usage_error(project, capsys, withou
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
-def test_the_last_checkpoint_has_to_exist(command, capsys):
+def test_last_checkpoint_has_to_exist(command, capsys):
     assert main([command, *LINE, "logger=none", "ckpt_path=last", "hydra.run.dir=run"]) == 2
     err = capsys.readouterr().err
     assert re.search(r"ckpt_path is last \S*run/checkpoints\. ", err)
@@ -294,7 +294,7 @@ def test_interrupted(where, monkeypatch, capsys):
     assert result()["status"] == "interrupted"
 
 
-def test_a_dropped_callback_that_a_recipe_configures_stays_away():
+def test_dropped_callback_that_a_recipe_configures_stays_away():
     settings = ["callbacks=none", "++callbacks.model_checkpoint.save_top_k=3", "logger=none"]
     assert main(["fit", "+recipe=line", *settings, "trainer.enable_checkpointing=false"]) == 0
     assert not list(Path().glob("outputs/*/*/checkpoints"))
@@ -352,7 +352,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(("settings", "holds"), SETTINGS, ids=lambda s: " ".join(s) if isinstance(s, dict) else "")
-def test_a_setting_reaches_the_trainer(project, monkeypatch, settings, holds):
+def test_setting_reaches_the_trainer(project, monkeypatch, settings, holds):
     built = []
     monkeypatch.setattr("trainer.cli.run._execute", lambda *parts: built.append(parts[-1]))
     assert main(["fit", *LINE, *(f"trainer.{name}={value}" for name, value in settings.items())]) == 0
@@ -378,7 +378,7 @@ def test_output_without_a_terminal_is_plain(project, monkeypatch, capfd):
     assert not re.search(r"[\x1b\r]", out)
 
 
-def test_the_last_line_names_a_metric_once(monkeypatch):
+def test_last_line_names_a_metric_once(monkeypatch):
     monkeypatch.setattr("trainer.cli.run.is_quiet", lambda: True)
     found = dict.fromkeys(("loss", "loss_epoch", "loss_step", "one_step"), 1.0)
     facts = {"command": "fit", "status": "completed", "seconds": 1.0, "metrics": found}
@@ -419,7 +419,7 @@ def test_run_reports_a_closed_output_pipe(python):
     assert result(Path("run"))["status"] == "interrupted"
 
 
-def test_a_run_is_compiled(project, capsys):
+def test_run_is_compiled(project, capsys):
     assert main(["fit", *LINE, "compile=default", "hydra.run.dir=one"]) != 0  # a single layer is not worth it
     assert "There is nothing to compile in Line: it has no forward, and no part with more" in capsys.readouterr().err
     module = Path("line_fit.py").read_text(encoding="utf-8").replace("self.net(x), y", "self(x), y")

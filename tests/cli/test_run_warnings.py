@@ -23,7 +23,7 @@ with log_warnings():
 """
 
 
-def test_the_terminal_gets_a_line_with_the_users_own_file_in_it(tmp_path):
+def test_terminal_gets_a_line_with_the_users_own_file_in_it(tmp_path):
     (tmp_path / "mine.py").write_text(PROGRAM)
     ran = subprocess.run(
         [sys.executable, "-W", "always", "mine.py"],
@@ -32,7 +32,7 @@ def test_the_terminal_gets_a_line_with_the_users_own_file_in_it(tmp_path):
     assert ran.stderr == "WARNING: Scale is low. (mine.py:6)\nWARNING: Old.\n"
 
 
-def test_the_log_gets_a_line_with_the_place(tmp_path, monkeypatch):
+def test_log_gets_a_line_with_the_place(tmp_path, monkeypatch):
     handler = logging.FileHandler(tmp_path / "fit.log")
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
     monkeypatch.setattr(logging.getLogger(), "handlers", [handler])  # runs of other tests may have left theirs

@@ -70,9 +70,7 @@ def test_interrupted_run_prints_the_resume_command(stopped: Path, capfd: pytest.
     assert json.loads((folder / "run.json").read_text())["steps"] == 8
 
 
-def test_the_command_that_resumes_has_the_values_and_the_configs_of_the_run(
-    stopped: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_command_has_the_values_and_configs_of_the_run(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write(stopped, {"far/recipe/far.yaml": "# @package _global_\ndefaults: [line]\n"})
     words = ["+recipe=far", *LINE[1:], "model.number=15", "+name=run-${now:%f}", "data.batch_size=${oc.decode:'8'}"]
     assert main(["fit", "--config-dir", "far", *words]) == 143
@@ -87,7 +85,7 @@ def test_the_command_that_resumes_has_the_values_and_the_configs_of_the_run(
 
 
 @pytest.mark.whole
-def test_a_sweep_passes_the_signal_on_to_its_job_and_ends(stopped: Path, python: WarmPython) -> None:
+def test_sweep_passes_the_signal_on_to_its_job_and_ends(stopped: Path, python: WarmPython) -> None:
     done = sweep(python, "fit", "-m", *LINE, "model.to_sweep=true", "seed=1,2", "hydra.sweep.dir=jobs")
     assert done.returncode == 143, done.stderr
     (job,) = json.loads(Path("jobs/summary.json").read_text())

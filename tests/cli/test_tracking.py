@@ -114,7 +114,7 @@ def approximately(points: list[tuple[int, float]]) -> list[tuple[int, Any]]:
     return [(step, pytest.approx(value)) for step, value in points]
 
 
-def test_a_run_in_all_loggers_at_once(project: Path) -> None:
+def test_run_in_all_loggers_at_once(project: Path) -> None:
     before = {file.name for file in project.iterdir()}
     assert main([*FIT, *BOTH, "hydra.run.dir=run"]) == 0
     wandb, mlflow, facts = Wandb("run"), Mlflow(), recorded()
@@ -161,7 +161,7 @@ def test_same_command_resumes_the_same_runs(project: Path) -> None:
     assert recorded()["tracking"] == {"wandb": first, "mlflow": mlflow.id}
 
 
-def test_a_test_belongs_to_the_run_that_is_tested(project: Path) -> None:
+def test_test_belongs_to_the_run_that_is_tested(project: Path) -> None:
     assert main([*FIT, *BOTH, "hydra.run.dir=run"]) == 0
     assert main(["test", "ckpt=run", "hydra.run.dir=tested"]) == 0
     tested, mlflow = Wandb("tested"), Mlflow()
@@ -183,7 +183,7 @@ def test_checkpoints_as_artifacts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(artifact.type, artifact.name) for artifact in sent] == [("model", f"model-{Wandb('run').id}")] * len(saved)
 
 
-def test_a_job_of_a_sweep_has_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_of_a_sweep_has_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main([*FIT, *BOTH, "trainer.max_epochs=1", "hydra.run.dir=multirun/line/today/3", "hydra.job.num=3"]) == 0
     wandb, mlflow = Wandb("multirun/line/today/3"), Mlflow()
     assert (wandb.run.display_name, wandb.run.run_group) == ("today/3", "today")
@@ -208,7 +208,7 @@ def test_parallel_jobs_create_one_database() -> None:
         assert sorted(database.execute("select name from experiments")) == [("Default",), ("line",)]
 
 
-def test_a_failed_run_has_failed_there_too() -> None:
+def test_failed_run_has_failed_there_too() -> None:
     assert main([*FIT, *BOTH, "model.fail_at=2", "hydra.run.dir=run"]) == 1
     assert (Wandb("run").exit_code, Mlflow().status) == (1, "FAILED")
 
@@ -257,7 +257,7 @@ def test_mistakes(words: list[str], absent: str, complaint: str, monkeypatch: py
     assert complaint in str(caught.value)
 
 
-def test_the_words_of_the_packages_themselves_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_of_the_packages_themselves_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     node = {"_target_": "lightning.pytorch.loggers.WandbLogger", "project": None, "name": None, "id": "mine"}
     completed = tracking.complete({"w": node, "csv": {}}, LoggedRun(tmp_path / "a", "line"), {"wandb": "x"})
@@ -274,7 +274,7 @@ def test_the_words_of_the_packages_themselves_count(tmp_path: Path, monkeypatch:
     assert "artifact_location" not in completed
 
 
-def test_a_run_that_ckpt_restores_takes_other_loggers() -> None:
+def test_run_that_ckpt_restores_takes_other_loggers() -> None:
     assert main([*FIT, "hydra.run.dir=run", "trainer.max_epochs=1"]) == 0
     config = validate(read(["fit", "+recipe=line", *BOTH]))
     assert set(config.logger) == {"csv", "wandb", "mlflow"}

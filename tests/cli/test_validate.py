@@ -140,7 +140,7 @@ def test_mistakes_on_the_command_line(project, capsys, argv, message):
     assert not (project / "multirun").exists()
 
 
-def test_a_missing_recipe_names_those_there_are(project, capsys):
+def test_missing_recipe_names_those_there_are(project, capsys):
     message = complaint(["test"], capsys)
     assert "`python -m trainer test +recipe=line`" in message
     assert "`python -m trainer test ckpt=RUN_FOLDER`" in message
@@ -173,7 +173,7 @@ def test_mistakes_in_a_file(project, capsys, text, message):
     assert message in complaint(["fit", "+recipe=bad"], capsys)
 
 
-def test_a_recipe_without_its_first_line(project, capsys):
+def test_recipe_without_its_first_line(project, capsys):
     write(project, {"conf/recipe/bad.yaml": "model: {_target_: line_fit.Line}\n"})
     message = complaint(["fit", "+recipe=bad"], capsys)
     assert "conf/recipe/bad.yaml has no effect" in message
@@ -223,7 +223,7 @@ def test_values_that_are_fine(project, settings):
     assert validate(read([*FIT, "precision=16", *settings])).command == "fit"
 
 
-def test_a_typo_help_and_recipes_import_neither_torch_nor_lightning(project):
+def test_typo_help_and_recipes_import_neither_torch_nor_lightning(project):
     lines = [
         (["--help"], 0), (["fit", "--help"], 0), (["--version"], 0), (["recipes"], 0), ([], 0),
         (["fitt"], 2), ([*FIT, "trainer.max_epoch=1"], 2), ([*FIT, "precision=1"], 2),
@@ -250,7 +250,7 @@ def test_closed_pipe_of_a_help_is_not_an_error(project):
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
-def test_the_exit_status_reaches_the_shell(project):
+def test_exit_status_reaches_the_shell(project):
     done = subprocess.run([sys.executable, "-m", "trainer", "fitt"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (

@@ -151,7 +151,7 @@ def test_average_before_its_first_update_is_the_current_weights(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("use_buffers", [True, False])
-def test_an_average_that_begins_late_is_torchs_from_there_on(tmp_path: Path, use_buffers: bool) -> None:
+def test_late_average_equals_torchs(tmp_path: Path, use_buffers: bool) -> None:
     """The first 6 of 12 steps are left out: one validation before, two after."""
     callback = Custom(6, use_buffers=use_buffers, avg_fn=get_ema_avg_fn(0.5))
     _, module, trained, _ = fit(tmp_path, callback, saves=False)
@@ -169,7 +169,7 @@ def test_an_average_that_begins_late_is_torchs_from_there_on(tmp_path: Path, use
 
 
 @pytest.mark.parametrize("kind", ["late", "never"])
-def test_a_resume_from_before_the_average_begins_is_exact(tmp_path: Path, kind: str) -> None:
+def test_resume_before_the_first_update_of_the_average_is_exact(tmp_path: Path, kind: str) -> None:
     """Weights and validations equal those of the uninterrupted run bit for bit, from each checkpoint."""
     first = {"late": 6, "never": 99}[kind]
     _, whole, _, saver = fit(tmp_path / "whole", Custom(first, avg_fn=get_ema_avg_fn(0.5)))
@@ -184,7 +184,7 @@ def test_a_resume_from_before_the_average_begins_is_exact(tmp_path: Path, kind: 
                 assert_equal(mine, expected, path.name)
 
 
-def test_a_checkpoint_of_lightnings_from_before_the_average_begins(tmp_path: Path) -> None:
+def test_checkpoint_of_lightning_before_the_first_update_of_the_average(tmp_path: Path) -> None:
     """Its ``state_dict`` holds the initial weights, which are not the average."""
     saver, loaders = Saver(tmp_path), [loader_of(make_batches(number)) for number in (BATCHES, 1)]
     saver.on_train_batch_end = saver.on_validation_batch_end = saver.on_validation_end = lambda *_: None  # type: ignore[method-assign]
@@ -202,7 +202,7 @@ def test_a_checkpoint_of_lightnings_from_before_the_average_begins(tmp_path: Pat
         assert_equal(mine, expected)
 
 
-def test_an_interrupted_run_is_saved_with_its_current_weights(tmp_path: Path) -> None:
+def test_interrupted_run_is_saved_with_its_current_weights(tmp_path: Path) -> None:
     class Fails(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 2:
@@ -227,9 +227,7 @@ SWA: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore:Swapping scheduler")
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("kind", SWA)
-def test_stochastic_weight_averaging_that_never_begins_leaves_the_weights(
-    tmp_path: Path, kind: str, norm: bool
-) -> None:
+def test_stochastic_weight_averaging_without_an_update_keeps_the_weights(tmp_path: Path, kind: str, norm: bool) -> None:
     arguments = {"max_epochs": EPOCHS, **SWA[kind]}
     swa = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=arguments.pop("swa_epoch_start"))
     module, trained = Module(), Trained()

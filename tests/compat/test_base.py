@@ -205,7 +205,7 @@ def test_only_rank_zero_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "hello!"
 
 
-def test_every_attribute_that_our_classes_declare_is_there_after_construction() -> None:
+def test_declared_attributes_exist_after_construction() -> None:
     ours_alone = Trainer.__mro__[1 : Trainer.__mro__.index(LightningTrainer)]
     declared = {name for kind in ours_alone for name in vars(kind).get("__annotations__", {})}
     trainer = ours()
@@ -213,7 +213,7 @@ def test_every_attribute_that_our_classes_declare_is_there_after_construction() 
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-true", "64-true"])
-def test_modules_are_made_in_the_dtype_of_the_precision(precision: str) -> None:
+def test_modules_are_created_in_the_dtype_of_the_precision(precision: str) -> None:
     def scenario(make: Any) -> Any:
         with make(precision=precision).init_module():
             return nn.Linear(2, 2).weight.dtype
@@ -223,7 +223,7 @@ def test_modules_are_made_in_the_dtype_of_the_precision(precision: str) -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_modules_are_made_on_the_device_and_may_be_left_as_they_are() -> None:
+def test_modules_are_created_on_the_device_with_and_without_initialization() -> None:
     class Meta(SingleDeviceStrategy): ...
 
     with Trainer(strategy=Meta(torch.device("meta")), logger=False).init_module():
@@ -235,7 +235,7 @@ def test_modules_are_made_on_the_device_and_may_be_left_as_they_are() -> None:
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
-def test_modules_that_keep_float32_are_made_in_it() -> None:
+def test_fp32_modules_are_created_in_float32() -> None:
     with ours(precision=HalfPrecision("bfloat16", fp32_modules="head")).init_module():
         assert nn.Linear(2, 2).weight.dtype is torch.float32
 

@@ -62,7 +62,7 @@ def test_any_iterable_is_a_batch_sampler(tmp_path, what, kind):
 
 @pytest.mark.parametrize("count", range(6))
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_the_shares_of_all_ranks_are_all_batches_once(count, replicas):
+def test_shares_of_all_ranks_are_all_batches_once(count, replicas):
     batches = [[i] for i in range(count)]
     shares = [BatchShare(batches, replicas, rank) for rank in range(replicas)]
     assert sorted(batch for share in shares for batch in share) == batches

@@ -31,7 +31,7 @@ class Inherits(Own):
     pass
 
 
-def test_overrides_looks_at_classes_and_instances() -> None:
+def test_overrides_checks_classes_and_instances() -> None:
     assert overrides(Own(), "on_train_start")
     assert overrides(Inherits(), "on_train_start")
     assert not overrides(Own(), "on_train_end")
@@ -75,7 +75,7 @@ def test_epoch_end_callbacks_run_after_the_module() -> None:
     assert not reads_epoch_metrics(Own())
 
 
-def test_the_modules_callbacks_run() -> None:
+def test_modules_callbacks_run() -> None:
     seen: list[str] = []
 
     class Sees(Callback):
@@ -140,7 +140,7 @@ CONFIGURED: dict[str, tuple[list[Any], Any]] = {
 
 
 @pytest.mark.parametrize(("given", "own"), CONFIGURED.values(), ids=CONFIGURED.keys())
-def test_the_modules_callbacks_replace_the_same_ones_as_with_lightning(given: list[Any], own: Any) -> None:
+def test_modules_callbacks_replace_the_same_ones_as_with_lightning(given: list[Any], own: Any) -> None:
     def scenario(make: Any) -> list[str]:
         module = Learner()
         module.configure_callbacks = lambda: own  # type: ignore[method-assign]

@@ -156,7 +156,7 @@ def test_ckpt_path(tmp_path: Path, what: str) -> None:
     assert mine == theirs
 
 
-def test_a_pre_release_checkpoint_is_brought_up_to_date(tmp_path: Path) -> None:
+def test_pre_release_checkpoint_is_brought_up_to_date(tmp_path: Path) -> None:
     def work(make: Any, folder: Path) -> Any:
         fit(make, folder).save_checkpoint(folder / "old.ckpt")
         checkpoint = torch.load(folder / "old.ckpt", weights_only=True)
@@ -197,7 +197,7 @@ def test_checkpoint_from_before_the_first_fit_does_not_warn(tmp_path: Path, befo
     assert trainer.global_step == 4
 
 
-def test_a_url_of_a_file_system_is_a_path_like_any_other() -> None:
+def test_url_of_a_file_system_is_a_path_like_any_other() -> None:
     saver = ModelCheckpoint("memory://here", filename="{epoch}")
     fit(ours, Path("memory://here"), saver)
     assert saver.best_model_path == "memory://here/epoch=1.ckpt"

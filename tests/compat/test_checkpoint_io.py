@@ -59,7 +59,7 @@ def flip(path: str | Path) -> None:
 # ------------------------------------------------------------------------------------------------------
 
 
-def test_it_is_the_default_and_nothing_else_is_replaced(tmp_path: Path) -> None:
+def test_checkpoint_files_is_the_default_io_only(tmp_path: Path) -> None:
     assert trainer.CheckpointFiles is CheckpointFiles
     assert type(make_trainer(tmp_path).strategy.checkpoint_io) is CheckpointFiles
     given = TorchCheckpointIO()
@@ -76,14 +76,14 @@ def test_it_is_the_default_and_nothing_else_is_replaced(tmp_path: Path) -> None:
     assert wrapping.checkpoint_io is given
 
 
-def test_its_arguments_are_checked() -> None:
+def test_arguments_of_checkpoint_files_are_checked() -> None:
     with pytest.raises(ConfigurationError, match="Got when_full='ignore', expected 'stop' or 'continue'"):
         CheckpointFiles(when_full="ignore")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`storage_options`.*`CheckpointFiles`"):
         CheckpointFiles().save_checkpoint({}, "x.ckpt", storage_options={})
 
 
-def test_it_can_be_sent_to_another_process(tmp_path: Path) -> None:
+def test_checkpoint_files_can_be_pickled(tmp_path: Path) -> None:
     copy = pickle.loads(pickle.dumps(CheckpointFiles(when_full="continue")))
     copy.save_checkpoint({"state_dict": {}}, tmp_path / "x.ckpt")
     assert copy.when_full == "continue"
@@ -94,7 +94,7 @@ def test_it_can_be_sent_to_another_process(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_fits_checkpoints_have_manifests_and_load_anywhere(tmp_path: Path) -> None:
+def test_fits_checkpoints_have_manifests_and_load_anywhere(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path / "c", save_last=True)
     module = Regression()
     fit(tmp_path, saver, module=module)
@@ -115,7 +115,7 @@ def test_file_without_training_state_is_not_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("run", ["fit", "validate", "test", "predict"])
-def test_a_damaged_file_is_refused_by_every_run(tmp_path: Path, run: str) -> None:
+def test_damaged_file_is_refused_by_every_run(tmp_path: Path, run: str) -> None:
     saver = ModelCheckpoint(tmp_path / "c")
     fit(tmp_path, saver)
     flip(saver.best_model_path)
@@ -225,7 +225,7 @@ def test_replaced_default_io_of_lightning_is_called(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["local", "memory://encrypted"])
-def test_an_encrypted_file_is_written_and_read(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encrypted_file_is_written_and_read(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "save", save_encrypted)
     monkeypatch.setattr(torch, "load", load_encrypted)
     folder = str(tmp_path) if where == "local" else where
@@ -236,7 +236,7 @@ def test_an_encrypted_file_is_written_and_read(tmp_path: Path, where: str, monke
     assert again.global_step == 12
 
 
-def test_a_file_that_its_reader_does_not_know_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_its_reader_does_not_know_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", save_encrypted)
         fit(tmp_path, enable_checkpointing=False).save_checkpoint(tmp_path / "x.ckpt")
@@ -265,7 +265,7 @@ def kept(io: CheckpointFiles, path: Path, why: str) -> None:
     assert os.path.lexists(path)
 
 
-def test_the_last_good_one_is_kept(tmp_path: Path, io: CheckpointFiles) -> None:
+def test_last_good_one_is_kept(tmp_path: Path, io: CheckpointFiles) -> None:
     first, second = tmp_path / "c" / "1.ckpt", tmp_path / "c" / "2.ckpt"
     io.save_checkpoint(FULL, first)
     kept(io, first, "there is no other good one")
@@ -291,7 +291,7 @@ def test_checkpoint_of_an_earlier_process_is_verified(tmp_path: Path, io: Checkp
     assert names(tmp_path / "c") == ["1.ckpt"]
 
 
-def test_nothing_outside_of_the_runs_folders_is_removed(tmp_path: Path, io: CheckpointFiles) -> None:
+def test_files_outside_the_runs_folders_are_not_removed(tmp_path: Path, io: CheckpointFiles) -> None:
     io.save_checkpoint(FULL, tmp_path / "c" / "1.ckpt")
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "file").touch()
@@ -336,7 +336,7 @@ def test_lightnings_asynchronous_io_leaves_the_same_files(tmp_path: Path) -> Non
     assert names(tmp_path / "c") == ["epoch=1-step=8.ckpt"]
 
 
-def test_a_strangers_checkpoint_removes_nothing(tmp_path: Path) -> None:
+def test_strangers_checkpoint_removes_nothing(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
     saver = ModelCheckpoint(tmp_path / "c", monitor="loss", filename="{epoch}")
@@ -381,7 +381,7 @@ def test_files_written_by_lightning_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("save_last", [True, "link"])
-def test_last_is_right_while_others_come_and_go(tmp_path: Path, save_last: Any) -> None:
+def test_last_checkpoint_is_kept_while_others_are_removed(tmp_path: Path, save_last: Any) -> None:
     seen = []
 
     class Look(Callback):
@@ -404,7 +404,7 @@ def test_last_is_right_while_others_come_and_go(tmp_path: Path, save_last: Any) 
 # --------------------------------------------------------------------------------------------------
 
 
-def test_a_fit_has_its_folders_alone_while_it_lasts(tmp_path: Path) -> None:
+def test_fit_has_its_folders_alone_while_it_lasts(tmp_path: Path) -> None:
     def look(where: list[str], *_: Any) -> None:
         where.extend([*names(tmp_path / "a"), *names(tmp_path / "b"), *names(tmp_path)])
 
@@ -423,7 +423,7 @@ def test_a_fit_has_its_folders_alone_while_it_lasts(tmp_path: Path) -> None:
     assert names(tmp_path / "b") == ["epoch=1-step=8.ckpt"]
 
 
-def test_it_is_free_after_a_fit_that_raises(tmp_path: Path) -> None:
+def test_folder_is_released_after_a_fit_that_raises(tmp_path: Path) -> None:
     class Fails(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise RuntimeError("enough")
@@ -450,14 +450,14 @@ def test_folder_of_another_run_is_refused_before_data_is_loaded(
         fit(tmp_path, ModelCheckpoint(tmp_path / "a"), module=NoData())
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused_before_data_is_loaded(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_written_to_is_refused_before_data_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointWriteError, match=f"checkpoint folder {tmp_path}/file/c cannot be written to"):
         fit(tmp_path, ModelCheckpoint(tmp_path / "file" / "c"), module=NoData())
     assert names(tmp_path) == ["file"]
 
 
-def test_a_fast_run_touches_nothing(tmp_path: Path) -> None:
+def test_fast_run_touches_nothing(tmp_path: Path) -> None:
     fit(tmp_path, ModelCheckpoint(tmp_path / "a"), fast_dev_run=True)
     assert names(tmp_path) == []
 
@@ -498,7 +498,7 @@ class FillsUp(Callback):
 
 @pytest.mark.filterwarnings("ignore:.*was to be removed as an old checkpoint")
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_stops_the_run_and_the_old_file_is_there(tmp_path: Path, disk: Disk, asynchronous: bool) -> None:
+def test_full_disk_stops_the_run_and_keeps_the_old_file(tmp_path: Path, disk: Disk, asynchronous: bool) -> None:
     io = CheckpointFiles(asynchronous=asynchronous)
     saver = ModelCheckpoint(tmp_path / "c", filename="{epoch}")
     with pytest.raises(CheckpointWriteError, match=r"epoch=1.ckpt was not written: No space .* It takes .* bytes free"):
@@ -586,7 +586,9 @@ def test_never_two_at_once_and_in_order(tmp_path: Path, slow: Slow) -> None:
     assert names(tmp_path) == ["4.ckpt", "again.ckpt"]
 
 
-def test_its_files_are_those_of_a_save_that_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_an_asynchronous_save_equal_those_of_a_blocking_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Both(CheckpointFiles):
         def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
             CheckpointFiles().save_checkpoint(checkpoint, tmp_path / "sync" / Path(path).name)

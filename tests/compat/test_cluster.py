@@ -77,7 +77,7 @@ def test_other_counts_are_refused_before_processes_wait(
     assert "Expected devices=2 and num_nodes=2" in str(raised.value)
 
 
-def test_more_processes_than_devices_here_are_refused_when_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_devices_are_refused_by_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ClusterError, match="Expected devices=2 and num_nodes=2"):
         build(monkeypatch, TORCHRUN | {"LOCAL_RANK": "1", "RANK": "1"}, devices=1, strategy="ddp")
 
@@ -97,7 +97,7 @@ def test_process_without_a_device_raises() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_worker_of_ray_train_needs_its_plugin(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_of_ray_train_needs_its_plugin(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = ModuleType("ray.train")
     ray.get_context = lambda: SimpleNamespace(get_world_size=lambda: workers)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ray.train", ray)
@@ -116,7 +116,7 @@ def test_a_worker_of_ray_train_needs_its_plugin(workers: int, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("environment", [TORCHRUN, SRUN])
-def test_the_same_counts_are_not(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_counts_are_not(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = build(monkeypatch, environment, devices=2, num_nodes=2, strategy="ddp")
     assert callable(trainer.engine.launch)
 
@@ -160,7 +160,7 @@ def test_environment_with_all_variables_is_accepted(monkeypatch: pytest.MonkeyPa
     cluster.check_addresses(LightningEnvironment(), 2, 4)
 
 
-def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     error = torch.distributed.DistNetworkError("... port: 80, code: -98, name: EADDRINUSE, ...")
     assert cluster.explained(error) is error, "nobody has chosen a port"
     monkeypatch.setenv("MASTER_PORT", "80")
@@ -171,7 +171,7 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cluster.explained(other) is other
 
 
-def test_a_port_is_held_until_spawned_processes_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_is_reserved_until_spawned_processes_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(launcher: Any, function: Any, *args: Any, trainer: Any) -> None:
         port = trainer.strategy.cluster_environment.main_port
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
@@ -231,7 +231,7 @@ def test_files_may_appear_late(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(seen, None) is None
 
 
-def test_hosts_that_have_one_folder_read_who_holds_it(tmp_path: Path) -> None:
+def test_hosts_with_a_shared_folder_read_the_lock(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     with held(folder):
         assert f'"pid": {os.getpid()}' in owner(folder)

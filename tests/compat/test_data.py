@@ -38,7 +38,7 @@ def set_of(iterables: Any, mode: Any = "sequential", *limits: float) -> LoaderSe
     return LoaderSet(combined, list(limits) or [float(len(loader)) for loader in combined.flattened], has_length=True)
 
 
-def test_one_plain_loader_is_iterated_as_it_is() -> None:
+def test_plain_loader_is_iterated_unchanged() -> None:
     loader = data(6)
     loaders = set_of(loader)
     assert loaders.num_batches() == 3
@@ -73,7 +73,7 @@ def test_limits_of_an_evaluation_hold_in_every_mode(mode: Any) -> None:
     assert mine == theirs
 
 
-def test_a_limit_of_an_unknown_length_promises_no_batches() -> None:
+def test_limit_of_an_unknown_length_promises_no_batches() -> None:
     """Ranks exchange the number of batches that all of them have."""
 
     class Unsized(IterableDataset[Any]):
@@ -185,7 +185,7 @@ def test_set_epoch_of_a_sampler_is_called_once(anew: int) -> None:
     assert Sampler.epochs == [0, 1, 2]
 
 
-def test_dataloaders_are_asked_for_once_a_run() -> None:
+def test_dataloaders_are_requested_once_per_run() -> None:
     class Counts(Classifier):
         asked: list[str] = []
 
@@ -242,7 +242,7 @@ class Reloads(Classifier):
     ],
     ids=str,
 )
-def test_data_is_asked_for_when_lightning_asks(sanity: int, arguments: dict[str, Any]) -> None:
+def test_data_is_requested_at_the_same_points_as_in_lightning(sanity: int, arguments: dict[str, Any]) -> None:
     def scenario(make: Any) -> Any:
         module = Reloads()
         trainer = make(max_epochs=6, num_sanity_val_steps=sanity, **arguments)
@@ -318,9 +318,7 @@ def test_pinned_memory_and_workers_that_stay_do_not_go_with_reloading() -> None:
         ({"num_workers": 2}, None),
     ],
 )
-def test_the_same_advice_on_workers(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], advice: str | None
-) -> None:
+def test_same_advice_on_workers(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], advice: str | None) -> None:
     source = "lightning.pytorch.trainer.connectors.data_connector"
     monkeypatch.setattr(f"{source}.suggested_max_num_workers", lambda devices: 4)
 
@@ -405,7 +403,7 @@ def test_missing_data_is_named() -> None:
     assert trainer.data.ready(RunningStage.TESTING) is None
 
 
-def test_the_order_of_a_shuffled_loader_follows_the_seed() -> None:
+def test_order_of_a_shuffled_loader_follows_the_seed() -> None:
     class Sees(Learner):
         def __init__(self) -> None:
             super().__init__()
@@ -488,7 +486,7 @@ def test_epochs_too_short_for_a_row_in_the_loggers(arguments: dict[str, Any], wa
 
 
 @pytest.mark.parametrize("overrides", [(), ("module",), ("datamodule",), ("module", "datamodule")], ids=str)
-def test_transfer_hooks_are_looked_for_in_the_datamodule_first(overrides: tuple[str, ...]) -> None:
+def test_transfer_hooks_of_the_datamodule_have_precedence(overrides: tuple[str, ...]) -> None:
     def scenario(make: Any) -> Any:
         module, datamodule, trainer = Learner(), LightningDataModule(), make()
         for name, owner in (("module", module), ("datamodule", datamodule)):

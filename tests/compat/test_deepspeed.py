@@ -66,7 +66,7 @@ def test_names_are_lightnings(name: str, stage: int, optimizer: bool, parameters
     assert trainer.pad_evaluation is (stage == 3)
 
 
-def test_a_config_file_is_completed_by_the_trainer(tmp_path: Path) -> None:
+def test_config_file_is_completed_by_the_trainer(tmp_path: Path) -> None:
     given = {
         "train_batch_size": "auto", "gradient_accumulation_steps": 2, "gradient_clipping": "auto", "steps_per_print": 5,
         "fp16": {"enabled": "auto", "loss_scale_window": 7, "hysteresis": "auto"},
@@ -91,7 +91,7 @@ def test_a_config_file_is_completed_by_the_trainer(tmp_path: Path) -> None:
     assert (scaler.is_enabled(), scaler.get_scale(), scaler.get_growth_interval()) == (True, 16.0, 7)
 
 
-def test_lightnings_object_is_taken_with_its_settings() -> None:
+def test_lightnings_strategy_is_accepted_with_its_settings() -> None:
     theirs = LightningDeepSpeedStrategy.__new__(LightningDeepSpeedStrategy)  # the object requires the package
     super(LightningDeepSpeedStrategy, theirs).__init__(process_group_backend="gloo")
     theirs.config = {"zero_optimization": {"stage": 1, "overlap_comm": True}, "zero_allow_untested_optimizer": True}
@@ -156,7 +156,7 @@ def test_lightnings_object_is_taken_with_its_settings() -> None:
         ),
     ],
 )
-def test_a_contradiction_is_an_error_with_both_values(
+def test_contradiction_is_an_error_with_both_values(
     strategy: dict[str, Any], arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):

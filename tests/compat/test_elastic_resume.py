@@ -193,7 +193,7 @@ def test_inexact_resume_is_refused_with_the_fix(tmp_path: Path, name: str) -> No
         resumed(path, **made(second))
 
 
-def test_the_number_of_processes_is_in_the_refusal(tmp_path: Path) -> None:
+def test_number_of_processes_is_in_the_refusal(tmp_path: Path) -> None:
     with pytest.raises(ResumeError, match=r"by a run of 2 processes, this one has 1: each update would get other"):
         resumed(written(tmp_path), loader(3))
 
@@ -207,7 +207,7 @@ def test_inexact_resume_works_with_exact_resume_false(tmp_path: Path) -> None:
     assert trainer.train_dataloader.drop_last is False
 
 
-def test_a_resume_that_can_be_exact_is_so_with_and_without_being_asked(tmp_path: Path) -> None:
+def test_resume_is_exact_if_possible_with_each_setting(tmp_path: Path) -> None:
     path = written(tmp_path)
     for exact in (True, False):
         _, module = resumed(path, loader(2), exact_resume=exact)
@@ -237,7 +237,7 @@ class Asks(Net):
         return super().configure_optimizers()
 
 
-def test_a_module_that_asks_for_the_number_of_updates_gets_the_same(tmp_path: Path) -> None:
+def test_estimated_stepping_batches_are_equal_after_an_elastic_resume(tmp_path: Path) -> None:
     first = Asks()
     path = written(tmp_path, module=first)
     trainer, module = resumed(path, loader(1), Asks())
@@ -264,7 +264,7 @@ def test_with_workers(tmp_path: Path, persistent: bool) -> None:
             assert seen == expected
 
 
-def test_own_settings_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_settings_of_the_resumed_run_are_kept(tmp_path: Path) -> None:
     path = written(tmp_path, val_check_interval=2)
     trainer = make_trainer(
         path.parent, max_epochs=2, val_check_interval=3, accumulate_grad_batches=2, limit_train_batches=8
@@ -306,7 +306,7 @@ def test_checkpoint_of_a_version_without_sample_order(tmp_path: Path) -> None:
         resumed(path)
 
 
-def test_an_elastic_job_has_a_checkpoint_before_it_trains(tmp_path: Path) -> None:
+def test_elastic_job_has_a_checkpoint_before_it_trains(tmp_path: Path) -> None:
     def fit(**options: Any) -> list[str]:
         saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_epochs=1, save_top_k=-1, filename="{epoch}")
         given = {"callbacks": [saver], "enable_checkpointing": True} | options

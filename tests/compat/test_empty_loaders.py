@@ -73,7 +73,7 @@ TOO_SHORT = DataLoader(TensorDataset(torch.ones(2, 1)), batch_size=4, drop_last=
         (lambda: CombinedLoader([stream(Stream, 2), stream(Stream, 0)], "min_size"), r"`train_dataloader\[1\]`"),
     ],
 )
-def test_a_fit_without_a_batch_names_the_empty_dataloader(tmp_path, make, named):
+def test_fit_without_a_batch_names_the_empty_dataloader(tmp_path, make, named):
     module = First()
     trainer = make_trainer(tmp_path, max_epochs=2)
     with pytest.raises(ConfigurationError, match=named + ".*There is nothing to train on"):
@@ -102,7 +102,7 @@ def test_empty_member_of_a_max_size_collection(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 @pytest.mark.parametrize("kind", [Stream, Sized])
-def test_an_epoch_without_a_batch_warns_and_two_in_succession_are_an_error(tmp_path, kind):
+def test_epoch_without_a_batch_warns_and_two_in_succession_are_an_error(tmp_path, kind):
     trainer = make_trainer(tmp_path, max_epochs=4)
     with pytest.warns(UserWarning, match="yielded no batch in epoch 1. The epoch ends without training"):
         trainer.fit(Regression(), stream(kind, 2, 0, 3, 1))

@@ -58,7 +58,7 @@ def test_ddp_by_name_and_by_object(strategy: Any) -> None:
         assert engine.strategy is strategy
 
 
-def test_a_strategy_object_keeps_its_settings() -> None:
+def test_strategy_object_keeps_its_settings() -> None:
     strategy = DDPStrategy(find_unused_parameters=True, gradient_as_bucket_view=True)
     assert engine_of(strategy=strategy, devices=2).strategy._ddp_kwargs == {
         "find_unused_parameters": True,
@@ -76,7 +76,7 @@ def test_a_strategy_object_keeps_its_settings() -> None:
     ],
     ids=["plugin", "plugins", "strategy", "precision"],
 )
-def test_lightnings_precision_is_refused_wherever_it_comes_from(options: dict[str, Any]) -> None:
+def test_lightnings_precision_is_refused_in_each_argument(options: dict[str, Any]) -> None:
     with pytest.raises(PrecisionError, match=r"trainer\.precision"):
         ours(**options)
 
@@ -96,7 +96,7 @@ def test_checkpoint_io_plugins_are_used(tmp_path: Path) -> None:
     assert (tmp_path / "a.ckpt").exists()
 
 
-def test_an_asynchronous_checkpoint_io_works(tmp_path: Path) -> None:
+def test_asynchronous_checkpoint_io_works(tmp_path: Path) -> None:
     trainer = ours(max_epochs=1, plugins=AsyncCheckpointIO())
     trainer.fit(Learner(), data(4))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
@@ -104,7 +104,7 @@ def test_an_asynchronous_checkpoint_io_works(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "a.ckpt", weights_only=True)["global_step"] == 2
 
 
-def test_a_step_that_takes_no_batch_idx_gets_none() -> None:
+def test_step_that_takes_no_batch_idx_gets_none() -> None:
     class Bare(Learner):
         def training_step(self, batch: Any) -> Any:
             return self.loss(batch)
@@ -114,7 +114,7 @@ def test_a_step_that_takes_no_batch_idx_gets_none() -> None:
     assert trainer.global_step == 2
 
 
-def test_the_optimizers_are_bare_and_live() -> None:
+def test_optimizers_are_bare_and_live() -> None:
     trainer = ours(max_epochs=1)
     assert trainer.optimizers == []
 
@@ -165,7 +165,7 @@ def test_lightnings_float32_plugin_is_refused_with_another_precision() -> None:
     assert ours(plugins=[LightningPrecision()]).precision == "32-true"
 
 
-def test_a_strategy_object_may_serve_two_trainers() -> None:
+def test_strategy_object_may_serve_two_trainers() -> None:
     strategy = SingleDeviceStrategy(torch.device("cpu"))
     for precision in ("16-mixed", "32-true"):
         trainer = Trainer(strategy=strategy, precision=precision, barebones=True)
@@ -173,7 +173,7 @@ def test_a_strategy_object_may_serve_two_trainers() -> None:
     assert strategy.precision_plugin.precision == "32-true"
 
 
-def test_a_strategy_object_may_serve_two_trainers_in_turn() -> None:
+def test_strategy_object_may_serve_two_trainers_in_turn() -> None:
     class ByHand(Learner):
         def __init__(self) -> None:
             super().__init__()
@@ -357,7 +357,7 @@ def test_custom_engine_does_all_gradient_operations() -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights(module), weights(other), strict=True))
 
 
-def test_a_batch_that_another_process_lacks_cannot_wait_for_it() -> None:
+def test_batch_that_another_process_lacks_cannot_wait_for_it() -> None:
     trainer, error = Trainer(**QUIET), ConfigurationError("there is nobody")
     with trainer.engine.forbid_collectives(error):
         for name in ("all_gather", "barrier", "broadcast", "reduce_boolean_decision"):

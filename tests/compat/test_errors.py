@@ -10,7 +10,7 @@ from trainer.errors import ConfigurationError, PrecisionError, UnsupportedError
 
 @pytest.mark.parametrize("kind", [ConfigurationError, PrecisionError, UnsupportedError])
 @pytest.mark.parametrize("caught_as", [MisconfigurationException, ValueError])
-def test_a_configuration_error_is_caught_as_lightnings_and_as_pythons(
+def test_configuration_error_is_caught_as_lightnings_and_as_pythons(
     kind: type[Exception], caught_as: type[Exception]
 ) -> None:
     with pytest.raises(caught_as, match="given"):
@@ -23,7 +23,7 @@ def test_adopting_twice_changes_nothing_more() -> None:
     assert ConfigurationError.__mro__ == before
 
 
-def test_an_error_still_travels_between_processes() -> None:
+def test_error_still_travels_between_processes() -> None:
     error = pickle.loads(pickle.dumps(PrecisionError("given")))
     assert type(error) is PrecisionError
     assert error.args == ("given",)

@@ -84,7 +84,7 @@ def assert_same_rates(resumed: Scheduled, whole: Scheduled) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_of_a_longer_run_continues_at_its_position(tmp_path: Path, name: str, caplog: Any) -> None:
+def test_schedule_of_a_longer_run_continues_at_its_position(tmp_path: Path, name: str, caplog: Any) -> None:
     whole, first, second = (Scheduled(SCHEDULES[name]) for _ in range(3))
     fit(tmp_path, whole, 3)
     fit(tmp_path, first, 2)
@@ -97,7 +97,7 @@ def test_a_schedule_of_a_longer_run_continues_at_its_position(tmp_path: Path, na
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_run_of_the_same_length_restores_the_saved_schedule(tmp_path: Path, name: str, caplog: Any) -> None:
+def test_run_of_the_same_length_restores_the_saved_schedule(tmp_path: Path, name: str, caplog: Any) -> None:
     def stop(module: Scheduled, epochs: int, ckpt_path: Path | None = None) -> None:
         trainer = make_trainer(tmp_path, max_epochs=2)
         trainer.fit_loop.max_epochs = 2
@@ -120,7 +120,7 @@ def test_a_run_of_the_same_length_restores_the_saved_schedule(tmp_path: Path, na
     assert not any("another length" in one.getMessage() for one in caplog.records)
 
 
-def test_a_horizon_that_the_user_has_fixed_stays(tmp_path: Path) -> None:
+def test_horizon_that_the_user_has_fixed_stays(tmp_path: Path) -> None:
     for make in (lambda o, _: CosineAnnealingLR(o, 5), lambda o, _: StepLR(o, 3, 0.5)):
         whole, first, second = (Scheduled(make) for _ in range(3))
         fit(tmp_path, whole, 3)
@@ -129,7 +129,7 @@ def test_a_horizon_that_the_user_has_fixed_stays(tmp_path: Path) -> None:
         assert second.seen == whole.seen[2 * BATCHES :]
 
 
-def test_a_fixed_horizon_that_torch_cannot_exceed_is_refused(tmp_path: Path) -> None:
+def test_fixed_horizon_that_torch_cannot_exceed_is_refused(tmp_path: Path) -> None:
     fixed = Scheduled(lambda optimizer, _: OneCycleLR(optimizer, 0.1, total_steps=2 * BATCHES))
     fit(tmp_path, fixed, 2)
     with pytest.raises(
@@ -138,7 +138,7 @@ def test_a_fixed_horizon_that_torch_cannot_exceed_is_refused(tmp_path: Path) -> 
         fit(tmp_path, Scheduled(fixed.make), 3, tmp_path / "last.ckpt")
 
 
-def test_a_rate_that_was_found_stays(tmp_path: Path) -> None:
+def test_rate_that_was_found_stays(tmp_path: Path) -> None:
     found, again = Scheduled(SCHEDULES["cosine"], lr=0.2), Scheduled(SCHEDULES["cosine"], lr=0.1)
     whole = Scheduled(SCHEDULES["cosine"], lr=0.2)
     fit(tmp_path, whole, 3)

@@ -145,7 +145,7 @@ def fingerprint(value: Any) -> Any:
     return type(value), value
 
 
-def test_they_come_back_as_lightnings_do(tmp_path):
+def test_hyperparameters_are_restored_as_in_lightning(tmp_path):
     kinds = {name: value for name, value in KINDS.items() if name not in ("distribution", "exception", "method")}
     made = []
     for make in (lightnings, make_trainer):
@@ -161,7 +161,7 @@ def test_they_come_back_as_lightnings_do(tmp_path):
 
 
 @pytest.mark.parametrize("make", [lightnings, make_trainer])
-def test_a_file_with_objects_is_resumed_tested_and_evaluated_without_running_any(tmp_path, make, caplog):
+def test_file_with_objects_is_resumed_tested_and_evaluated_without_running_any(tmp_path, make, caplog):
     file = saved(tmp_path, Many(things=Telltale(3), loss=torch.nn.HuberLoss()), make)
     Telltale.made.clear()
     module = Many()
@@ -205,7 +205,7 @@ def test_resume_auto_finds_a_file_with_objects(tmp_path):
     assert str(trainer.ckpt_path).startswith(str(tmp_path / "c"))
 
 
-def test_a_file_elsewhere_and_one_written_in_the_background(tmp_path):
+def test_file_elsewhere_and_one_written_in_the_background(tmp_path):
     module = Many(loss=torch.nn.HuberLoss(delta=3.0))
     module.hparams["things"] = Uncopied()
     options = {"plugins": [CheckpointFiles(asynchronous=True)]}
@@ -365,7 +365,7 @@ def test_error_without_weights_only_names_the_argument(tmp_path):
     assert said[0] == said[1]
 
 
-def test_those_of_a_datamodule_too(tmp_path):
+def test_hyperparameters_of_a_datamodule(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.fit(Many(), datamodule=Batches(Path("x/y")))
     trainer.datamodule.hparams["make"] = lambda: 1
@@ -405,7 +405,7 @@ def token(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     redaction.forget()
 
 
-def test_a_config_of_omegaconf_comes_back_unresolved(tmp_path, token):
+def test_config_of_omegaconf_comes_back_unresolved(tmp_path, token):
     config = OmegaConf.create({"width": "${more.size}", "more": {"size": 8}, "token": "${oc.env:A_TOKEN}"})
     config.url = "${token}"
     file = saved(tmp_path, ByConfig(config))
@@ -419,7 +419,7 @@ def test_a_config_of_omegaconf_comes_back_unresolved(tmp_path, token):
     make_trainer(tmp_path, max_epochs=2).fit(ByConfig(config), data(2), ckpt_path=file)
 
 
-def test_a_config_that_holds_a_secret_is_saved_as_plain_containers(tmp_path, token, caplog):
+def test_config_with_a_secret_is_saved_as_plain_containers(tmp_path, token, caplog):
     config = OmegaConf.create({"width": "${more.size}", "more": {"size": 8}, "token": token})
     with caplog.at_level(logging.INFO):
         file = saved(tmp_path, ByConfig(config))
@@ -432,7 +432,7 @@ def test_a_config_that_holds_a_secret_is_saved_as_plain_containers(tmp_path, tok
     assert ByConfig.load_from_checkpoint(file, weights_only=True).width == 8
 
 
-def test_an_object_that_holds_a_secret_is_saved_in_its_plain_form_or_not(tmp_path, token):
+def test_object_with_a_secret_is_saved_in_its_plain_form_or_omitted(tmp_path, token):
     things = {
         "space": Namespace(deep=[{"token": f"Bearer {token}"}]),
         "config": OmegaConf.create({"token": "${oc.env:A_TOKEN}"}),
@@ -475,7 +475,7 @@ class Forecaster(Classifier):
         checkpoint["hyper_parameters"].update(metrics=self.parts)
 
 
-def test_a_module_made_from_a_dataset(tmp_path):
+def test_module_made_from_a_dataset(tmp_path):
     loss, parts = torch.nn.HuberLoss(delta=3.0), torch.nn.ModuleList([torch.nn.MSELoss()])
     module = Forecaster.from_dataset({"size": 8, "scaler": Sizes(5)}, loss=loss, metrics=parts)
     file = saved(tmp_path, module)

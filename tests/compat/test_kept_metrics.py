@@ -42,7 +42,7 @@ def kept_of(trainer: Any) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("then", ["fit", "validate", "test", "predict"])
 @pytest.mark.parametrize("first", ["fit", "validate", "test"])
-def test_a_run_leaves_the_metrics_of_the_run_before_as_they_were(tmp_path, first, then):
+def test_run_leaves_the_metrics_of_the_run_before_as_they_were(tmp_path, first, then):
     trainer, module = make_trainer(tmp_path, logger=CSVLogger(tmp_path), log_every_n_steps=1), Module()
 
     def run(what: str) -> None:
@@ -66,7 +66,7 @@ def test_a_run_leaves_the_metrics_of_the_run_before_as_they_were(tmp_path, first
 
 
 @pytest.mark.parametrize("make", [ours, lightning])
-def test_the_pattern_of_hydra_templates(tmp_path, make):
+def test_pattern_of_hydra_templates(tmp_path, make):
     module = Module()
     with lightnings_noise_ignored():
         trainer = make(max_epochs=1, default_root_dir=tmp_path)
@@ -93,7 +93,7 @@ class Holds(Callback):
         assert {"mine", "train_loss", "val_loss", "lr-SGD"} <= self.held["callback_metrics"].keys()
 
 
-def test_the_mappings_are_live_in_a_run(tmp_path):
+def test_mappings_are_live_in_a_run(tmp_path):
     holds, monitor = Holds(), LearningRateMonitor("step")
     trainer = make_trainer(
         tmp_path, max_epochs=2, callbacks=[holds, monitor], logger=CSVLogger(tmp_path), log_every_n_steps=1
@@ -102,7 +102,7 @@ def test_the_mappings_are_live_in_a_run(tmp_path):
     assert all(getattr(trainer, name) is metrics for name, metrics in holds.held.items())
 
 
-def test_a_run_that_is_refused_leaves_the_metrics_as_they_are(tmp_path):
+def test_refused_run_keeps_the_metrics(tmp_path):
     trainer, module = make_trainer(tmp_path), Module()
     trainer.validate(module, batches(), verbose=False)
     kept = trainer.callback_metrics

@@ -66,7 +66,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.filterwarnings(
     "ignore:.*will be overridden by .LightningCLI", "ignore:.*isinstance.treespec", "ignore:The dirpath"
 )
-def test_fit_then_validate_from_what_fit_has_saved(call: Any, tmp_path: Path) -> None:
+def test_fit_then_validate_from_the_checkpoint(call: Any, tmp_path: Path) -> None:
     early = {"class_path": "EarlyStopping", "init_args": {"monitor": "train_loss", "check_on_train_epoch_end": True}}
     clipping = {"class_path": "trainer.callbacks.GradientClipping", "init_args": {"max_norm": 1.0}}
     fit = call(
@@ -110,7 +110,7 @@ def test_times_are_written_as_text_or_as_nodes(call: Any) -> None:
     assert text.loop.limits.val_check_seconds == 600
 
 
-def test_a_config_is_printed_as_for_lightnings_trainer(call: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_is_printed_as_for_lightnings_trainer(call: Any, capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
     for trainer_class in (LightningTrainer, Trainer):
         with pytest.raises(SystemExit) as end:

@@ -112,7 +112,7 @@ LOADERS: dict[str, Any] = {
 @pytest.mark.parametrize("how", [{}, {"catches": True}, {"manual": True}], ids=str)
 @pytest.mark.parametrize("at_once", [1, 2])
 @pytest.mark.parametrize("loader", ["sized", "unsized"])
-def test_a_fit(loader: str, at_once: int, how: dict[str, bool], arguments: dict[str, Any]) -> None:
+def test_fit(loader: str, at_once: int, how: dict[str, bool], arguments: dict[str, Any]) -> None:
     def scenario(make: Any) -> Any:
         module, says = Draws(at_once, **how), Says()
         trainer = make(max_epochs=2, callbacks=[says], **arguments)
@@ -127,7 +127,7 @@ def test_a_fit(loader: str, at_once: int, how: dict[str, bool], arguments: dict[
 @pytest.mark.parametrize("fn", ["validate", "test", "predict"])
 @pytest.mark.parametrize("loader", ["sized", "unsized"])
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_an_evaluation(fn: str, loader: str, at_once: int) -> None:
+def test_evaluation(fn: str, loader: str, at_once: int) -> None:
     def scenario(make: Any) -> Any:
         module, says = Draws(at_once), Says()
         trainer = make(callbacks=[says])
@@ -176,7 +176,7 @@ def test_profilers_time_batches_drawn_by_a_step() -> None:
     assert len(trainer.profiler.recorded_durations["[_TrainingEpochLoop].train_dataloader_next"]) == 4
 
 
-def test_an_accumulation_window_ends_with_the_batches() -> None:
+def test_accumulation_window_ends_with_the_batches() -> None:
     trainer = ours(max_epochs=2, accumulate_grad_batches=4)
     trainer.fit(Draws(at_once=2), data(12))  # three steps
     assert trainer.global_step == 2

@@ -39,7 +39,7 @@ def test_scope_has_the_current_and_previous_hook() -> None:
     assert scope.enter(None) == "on_train_start"
 
 
-def test_a_value_is_stored_under_its_hook_with_the_batch_size() -> None:
+def test_value_is_stored_under_its_hook_with_the_batch_size() -> None:
     module = Learner()
     trainer = stand_in(module)
     log = ModuleLog(module, trainer)
@@ -66,7 +66,7 @@ def test_numbers_and_tensors_become_scalars(value: Any) -> None:
     assert entry.step_value.is_floating_point()
 
 
-def test_the_defaults_depend_on_the_hook() -> None:
+def test_defaults_depend_on_the_hook() -> None:
     module = Learner()
     trainer = stand_in(module)
     log = ModuleLog(module, trainer)
@@ -106,7 +106,7 @@ def test_epoch_values_on_several_processes_should_be_synchronised() -> None:
     log("step", torch.tensor(1.0))
 
 
-def test_synchronising_alone_is_no_reduction() -> None:
+def test_sync_dist_alone_does_not_reduce_over_the_epoch() -> None:
     module = Learner()
     trainer = stand_in(module)
     ModuleLog(module, trainer)("x", 1.0, sync_dist=True)
@@ -160,7 +160,7 @@ def test_copies_are_detached_from_the_trainer(duplicate: Any) -> None:
     assert not trainer.active_metrics.entries
 
 
-def test_a_collection_of_devices_is_reduced_on_one() -> None:
+def test_collection_of_devices_is_reduced_on_one() -> None:
     """0-dim values of one name may be on several devices."""
     module = Learner()
     trainer = stand_in(module)

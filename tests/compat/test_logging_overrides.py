@@ -108,7 +108,7 @@ OVERRIDES: dict[str, Callable[[], Logs]] = {
 
 
 @pytest.mark.parametrize("kind", OVERRIDES)
-def test_a_module_that_overrides_log_and_clips(kind: str) -> None:
+def test_module_that_overrides_log_and_clips(kind: str) -> None:
     """Ours also logs the norm, without a call of the module's own `log`."""
 
     def program(make: Any) -> Any:
@@ -127,7 +127,7 @@ def test_a_module_that_overrides_log_and_clips(kind: str) -> None:
     assert mine[2] == theirs[2]
 
 
-def test_an_override_on_the_instance_is_there_after_the_run() -> None:
+def test_override_on_the_instance_is_there_after_the_run() -> None:
     module = on_the_instance()
     own = module.log
     ours(max_epochs=1).fit(module, data(4), data(4))
@@ -135,14 +135,14 @@ def test_an_override_on_the_instance_is_there_after_the_run() -> None:
     assert set(module.seen) == {"loss", "a", "b", "val"}
 
 
-def test_a_log_that_a_test_has_replaced_is_called() -> None:
+def test_log_that_a_test_has_replaced_is_called() -> None:
     for target in (LightningModule, Logs()):
         with mock.patch.object(target, "log") as log:
             ours(max_epochs=1).fit(target if isinstance(target, Logs) else Logs(), data(2))
         assert [call.args[0] if call.args else call.kwargs["name"] for call in log.mock_calls] == ["loss", "a", "b"]
 
 
-def test_a_copy_of_a_module_that_was_logging_logs_when_it_is_trained() -> None:
+def test_copy_of_a_module_that_was_logging_logs_when_it_is_trained() -> None:
     class Copies(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
             self.copy = copy.deepcopy(module)
@@ -180,7 +180,7 @@ def test_log_in_on_after_optimizer_step(base: type[Logs]) -> None:
     assert base is Logs or {"of the module", "of the callback", "through the module"} <= set(module.seen)
 
 
-def test_the_scale_monitor_logs_past_an_override() -> None:
+def test_scale_monitor_logs_past_an_override() -> None:
     module = Nothing()
     ours(max_epochs=1, precision="16-mixed", callbacks=ScaleMonitor(every_n_steps=1)).fit(module, data(4))
     trainer = module.trainer

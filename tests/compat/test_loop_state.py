@@ -117,7 +117,7 @@ def counts(fit_loop: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*(previous `fit` call will be used|there is no last checkpoint)")
-def test_a_failed_runs_checkpoint_counts_as_lightnings(module: Any, accumulate: int, tmp_path: Path) -> None:
+def test_failed_runs_checkpoint_counts_as_lightnings(module: Any, accumulate: int, tmp_path: Path) -> None:
     def scenario(make: Any) -> Any:
         folder = tmp_path / make.__name__
         trainer = make(
@@ -146,7 +146,7 @@ def test_a_failed_runs_checkpoint_counts_as_lightnings(module: Any, accumulate: 
     assert mine == theirs
 
 
-def test_a_finished_runs_counts_are_lightnings() -> None:
+def test_finished_runs_counts_are_lightnings() -> None:
     def scenario(make: Any) -> Any:
         trainer = make(max_epochs=2, val_check_interval=2)
         trainer.fit(Scheduled(), data(8), data(4, seed=1))

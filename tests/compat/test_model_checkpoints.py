@@ -89,7 +89,7 @@ def test_kill_leaves_no_additional_files(tmp_path: Path, killed: int, save_last:
     assert train(tmp_path / "run", saver(tmp_path / "run" / "kept"), max_epochs=3) == whole
 
 
-def test_a_checkpoint_that_was_named_is_kept(tmp_path: Path) -> None:
+def test_checkpoint_that_was_named_is_kept(tmp_path: Path) -> None:
     train(tmp_path, ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2), max_epochs=1)
     (named,) = (tmp_path / "kept").iterdir()
     trainer = make_trainer(
@@ -229,7 +229,7 @@ EVERY = pytest.mark.parametrize(
 
 @EVERY
 @pytest.mark.parametrize("kind", [ModelCheckpoint, Counts])
-def test_a_score_is_that_of_the_validation_after_the_same_batch(
+def test_score_is_that_of_the_validation_after_the_same_batch(
     tmp_path: Path, kind: Any, every: int, manual: bool, arguments: dict[str, Any]
 ) -> None:
     saver = kind(tmp_path / "kept", monitor="val_loss", save_top_k=-1, every_n_train_steps=every, filename="{step}")
@@ -243,7 +243,7 @@ def test_a_score_is_that_of_the_validation_after_the_same_batch(
     assert bool(expected) == ("limit_val_batches" not in arguments)
 
 
-def test_the_best_weights_are_kept(tmp_path: Path) -> None:
+def test_best_weights_are_kept(tmp_path: Path) -> None:
     class Example(Scored):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log(
@@ -272,7 +272,9 @@ def test_the_best_weights_are_kept(tmp_path: Path) -> None:
         ({"train_time_interval": timedelta(0), "monitor": "loss"}, False),
     ],
 )
-def test_only_monitored_saves_by_steps_wait(tmp_path: Path, options: dict[str, Any], waits: bool, manual: bool) -> None:
+def test_only_monitored_saves_by_steps_are_postponed(
+    tmp_path: Path, options: dict[str, Any], waits: bool, manual: bool
+) -> None:
     saver = ModelCheckpoint(tmp_path / "kept", save_top_k=-1, **options)
     events = fit(tmp_path, saver, manual=manual, batches=4, val_check_interval=2, max_epochs=2).events
     saved = [before for before, event in pairwise(events) if event[0] == "save"]
@@ -280,7 +282,7 @@ def test_only_monitored_saves_by_steps_wait(tmp_path: Path, options: dict[str, A
     assert saved == [("validation" if waits else "batch", step) for step in steps]
 
 
-def test_the_score_of_a_training_metric_is_that_of_its_batch(tmp_path: Path) -> None:
+def test_score_of_a_training_metric_is_that_of_its_batch(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path / "kept", monitor="loss", save_top_k=-1, every_n_train_steps=2, filename="{step}")
     module = fit(tmp_path, saver, val_check_interval=2, check_val_every_n_epoch=None)
     scores = {int(Path(path).stem.removeprefix("step=")): value.item() for path, value in saver.best_k_models.items()}
@@ -309,7 +311,7 @@ def savers(folder: Path, order: str) -> list[ModelCheckpoint]:
         ("w", False, 3, {"val_check_interval": 4}),
     ],
 )
-def test_a_kill_in_a_validation_changes_no_file(
+def test_kill_in_a_validation_changes_no_file(
     tmp_path: Path, order: str, manual: bool, killed: int, arguments: dict[str, Any]
 ) -> None:
     options: dict[str, Any] = {"manual": manual, "batches": 6, "resume": "auto", **arguments}

@@ -118,7 +118,7 @@ def test_in_fit_validation_tracks_no_gradients_but_may_train_on() -> None:
         *product(SET_ONCE, ["on_train_start", "on_train_epoch_start"]),
     ],
 )
-def test_a_step_that_is_set_during_a_fit_is_used_or_refused(what: str, when: str) -> None:
+def test_step_that_is_set_during_a_fit_is_used_or_refused(what: str, when: str) -> None:
     class Phases(Classifier):
         def __init__(self) -> None:
             super().__init__()

@@ -47,7 +47,7 @@ def test_each_steps_on_the_gradients_of_the_one_loss(tmp_path, precision):
         assert torch.equal(a, b)
 
 
-def test_the_norm_is_that_of_all_of_them(tmp_path):
+def test_norm_is_that_of_all_of_them(tmp_path):
     norms = []
 
     class Norms(Callback):

@@ -386,7 +386,7 @@ OVERFLOWS = make_batches(5, gains={1: 1e6, 3: 1e6})
      ("optimizer_step", "post_backward", "post_training_step", "setup_optimizers")],
     ids=",".join,
 )  # fmt: skip
-def test_an_override_that_calls_the_base_class_changes_nothing(
+def test_override_that_calls_the_base_class_changes_nothing(
     setup: dict[str, Any], batches: Any, methods: tuple[str, ...]
 ) -> None:
     usual, expected = trained(setup, batches=batches)
@@ -397,7 +397,7 @@ def test_an_override_that_calls_the_base_class_changes_nothing(
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_the_loss_arrives_unscaled_and_the_step_outside_of_autocast() -> None:
+def test_loss_arrives_unscaled_and_the_step_outside_of_autocast() -> None:
     """As in Lightning, scaling and autocast are in the methods of the base class."""
     seen: list[tuple[float, bool, bool]] = []
 
@@ -424,7 +424,7 @@ def test_the_loss_arrives_unscaled_and_the_step_outside_of_autocast() -> None:
     assert [inside for _, *inside in seen] == [[False, False]] * 4
 
 
-def test_a_step_of_a_strategy_may_return_something_else() -> None:
+def test_step_of_a_strategy_may_return_something_else() -> None:
     class Doubled(SingleDeviceStrategy):
         def training_step(self, *args: Any) -> Any:
             return 2 * super().training_step(*args)
@@ -447,7 +447,7 @@ def test_a_step_of_a_strategy_may_return_something_else() -> None:
 # --- patches ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_patch_of_the_base_class_counts_each_backward() -> None:
+def test_patch_of_the_base_class_counts_each_backward() -> None:
     """Patched as in Lightning's tests of StochasticWeightAveraging."""
     for make in (lightning, ours):
         trainer = make(max_epochs=4, callbacks=[StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=2)])
@@ -475,7 +475,7 @@ def test_patches_of_the_default_checkpoint_io_count(tmp_path: Path) -> None:
     assert {f"io.{name}" for name in names} == set(called[0])
 
 
-def test_a_patch_counts_while_it_lasts() -> None:
+def test_patch_counts_while_it_lasts() -> None:
     trainer = ours(max_epochs=1)
     for epochs in (1, 2, 3):
         trainer.fit_loop.max_epochs = epochs
@@ -489,7 +489,7 @@ def test_a_patch_counts_while_it_lasts() -> None:
 
 
 @pytest.mark.parametrize("base", [Callback, LightningModule])
-def test_a_patch_of_a_base_class_counts(base: type) -> None:
+def test_patch_of_a_base_class_is_called(base: type) -> None:
     counts = []
     for make in (lightning, ours):
         original, calls = base.on_train_batch_start, []  # type: ignore[attr-defined]
@@ -506,7 +506,7 @@ def test_a_patch_of_a_base_class_counts(base: type) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_precision_of_ours_converts_batches_however_it_is_overridden(way: str) -> None:
+def test_own_precision_converts_batches_with_each_kind_of_override(way: str) -> None:
     def halve(*args: Any) -> Any:
         features, labels = args[-1]
         return features[:1], labels[:1]
@@ -545,7 +545,7 @@ def test_subclass_of_the_pass_through_profiler_is_called() -> None:
     assert len(seen[1]) > 4
 
 
-def test_a_step_that_draws_its_own_batches_goes_through_the_strategy() -> None:
+def test_step_that_draws_its_own_batches_goes_through_the_strategy() -> None:
     class Draws(Learner):
         def training_step(self, dataloader_iter: Any) -> Any:
             return self.loss(next(dataloader_iter)[0])
@@ -565,7 +565,7 @@ def test_a_step_that_draws_its_own_batches_goes_through_the_strategy() -> None:
 
 @needs_fsdp2
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_a_step_of_a_sharding_strategy_changes_nothing(precision: str) -> None:
+def test_step_of_a_sharding_strategy_changes_nothing(precision: str) -> None:
     names = ("optimizer_step", "batch_to_device", "setup_optimizers", "on_train_batch_start", "on_train_end")
     found, log = [], list[Event]()
     for wanted in ((), names):
@@ -602,7 +602,7 @@ def test_subclass_of_a_lightning_precision_is_refused() -> None:
         trainer.fit(Learner(), data(2))
 
 
-def test_a_strategy_that_accumulates_by_itself_is_refused() -> None:
+def test_strategy_that_accumulates_by_itself_is_refused() -> None:
     class Accumulates(SingleDeviceStrategy):
         @property
         def handles_gradient_accumulation(self) -> bool:

@@ -77,7 +77,7 @@ def test_two_callbacks_of_a_kind_have_two_names() -> None:
         )
 
 
-def test_a_second_fit_counts_on_and_nothing_twice() -> None:
+def test_second_fit_counts_on_and_nothing_twice() -> None:
     trainer = ours(max_epochs=2, profiler="simple")
     for _ in range(2):
         trainer.fit(Learner(), data(6))
@@ -133,7 +133,7 @@ def test_pytorch_profiler_warns_about_a_short_run(function: str, tmp_path: Path)
     assert told[ours] == told[lightning] == 1
 
 
-def test_no_profiler_leaves_every_call_bare() -> None:
+def test_run_without_a_profiler_wraps_no_call() -> None:
     trainer = ours(max_epochs=1)
     trainer.fit(Learner(), data(4))
     assert type(trainer.profiler) is PassThroughProfiler

@@ -57,11 +57,11 @@ def log_all(module: Any, batch: Any, dataloader_idx: int, number: int) -> None:
 
 
 @pytest.mark.parametrize("numbers", [[1, 2, 1], [2, 1, 3], [3, 3, 2]])
-def test_a_name_of_one_dataloader_follows_it_if_their_number_changes(tmp_path, numbers):
+def test_name_of_one_dataloader_follows_it_if_their_number_changes(tmp_path, numbers):
     assert run(tmp_path, numbers, log_last) == [{"w": number - 1.0} for number in numbers]
 
 
-def test_a_name_may_move_to_another_dataloader_between_passes(tmp_path):
+def test_name_may_move_to_another_dataloader_between_passes(tmp_path):
     def log(module: Any, batch: Any, dataloader_idx: int, number: int) -> None:
         if dataloader_idx == module.trainer.current_epoch % 2:
             module.log("w", batch, add_dataloader_idx=False, batch_size=1)
@@ -69,7 +69,7 @@ def test_a_name_may_move_to_another_dataloader_between_passes(tmp_path):
     assert run(tmp_path, [2, 2, 2], log) == [{"w": 0.0}, {"w": 1.0}, {"w": 0.0}]
 
 
-def test_a_name_of_two_dataloaders_in_one_pass_is_still_an_error(tmp_path):
+def test_name_of_two_dataloaders_in_one_pass_is_still_an_error(tmp_path):
     def log(module: Any, batch: Any, dataloader_idx: int, number: int) -> None:
         module.log("w", batch, add_dataloader_idx=False, batch_size=1)
 
@@ -84,6 +84,6 @@ def test_metrics_of_dataloaders_that_are_gone_are_not_read(tmp_path):
     assert second == {"v": 0.0}
 
 
-def test_a_monitor_that_is_gone_is_an_error(tmp_path):
+def test_monitor_that_is_gone_is_an_error(tmp_path):
     with pytest.raises(RuntimeError, match="conditioned on metric `v/dataloader_idx_1` which is not available"):
         run(tmp_path, [2, 1], log_all, EarlyStopping("v/dataloader_idx_1"))

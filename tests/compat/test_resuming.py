@@ -210,7 +210,7 @@ def test_damaged_checkpoints_are_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("can_read", [True, False])
-def test_files_of_another_form_are_taken_if_they_can_be_read(
+def test_files_of_another_format_are_used_if_readable(
     tmp_path: Path, can_read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both ``torch.save`` and ``torch.load`` may be replaced."""

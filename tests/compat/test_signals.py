@@ -81,7 +81,7 @@ def interrupt() -> None:
     ("stage", "fn", "batches"),
     [("train", "fit", 3), ("train", "fit", 6), ("validation", "fit", 6), ("test", "test", 6)],
 )
-def test_the_run_ends(action: Any, stage: str, fn: str, batches: int, handlers: list[int]) -> None:
+def test_run_ends(action: Any, stage: str, fn: str, batches: int, handlers: list[int]) -> None:
     def scenario(make: Any) -> Any:
         handlers.clear()
         does = Does(stage, action)
@@ -127,7 +127,7 @@ def fit(folder: Path, does: Callback, *, path: Path | None = None, **arguments: 
 
 @pytest.mark.parametrize(("number", "error", "code"), ENDS)
 @pytest.mark.parametrize("stage", ["train", "validation"])
-def test_a_signal_finishes_the_step_saves_and_ends_the_fit(
+def test_signal_finishes_the_step_saves_and_ends_the_fit(
     tmp_path: Path, number: int, error: type[BaseException], code: int, stage: str, caplog: Any, capfd: Any
 ) -> None:
     caplog.set_level("INFO")
@@ -180,7 +180,7 @@ def test_ctrl_c_in_a_notebook_returns_from_fit(
         ours(callbacks=[Does("test", interrupt)]).test(Classifier(), data(12))
 
 
-def test_a_second_ctrl_c_ends_the_fit_at_once(tmp_path: Path) -> None:
+def test_second_ctrl_c_ends_the_fit_at_once(tmp_path: Path) -> None:
     does = Does("train", lambda: send(signal.SIGINT, signal.SIGINT))
     with pytest.raises(SystemExit) as raised:
         fit(tmp_path, does)
@@ -189,7 +189,7 @@ def test_a_second_ctrl_c_ends_the_fit_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoints" / "interrupted.ckpt").exists()
 
 
-def test_of_several_signals_sigterm_counts(tmp_path: Path) -> None:
+def test_sigterm_has_precedence_over_other_signals(tmp_path: Path) -> None:
     for order in ([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], [signal.SIGTERM, signal.SIGINT, signal.SIGTERM]):
         with pytest.raises(SIGTERMException) as raised:
             fit(tmp_path, Does("train", lambda order=order: send(*order)))  # type: ignore[misc]
@@ -325,7 +325,7 @@ def test_signal_with_a_user_handler_is_left_to_it(number: int) -> None:
     assert received == [number]
 
 
-def test_a_forked_worker_is_not_the_run(tmp_path: Path) -> None:
+def test_forked_worker_is_not_the_run(tmp_path: Path) -> None:
     def fork() -> None:
         if (child := os.fork()) == 0:
             send(signal.SIGINT, signal.SIGINT, signal.SIGTERM)
@@ -340,7 +340,7 @@ def test_a_forked_worker_is_not_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_to_everything_does_not_end_the_workers(tmp_path: Path, number: int) -> None:
+def test_signal_to_everything_does_not_end_the_workers(tmp_path: Path, number: int) -> None:
     def to_all() -> None:
         pids = [str(process.pid) for process in multiprocessing.active_children()]
         # from another process, because a signal of the parent is not ignored
@@ -358,7 +358,7 @@ def test_a_signal_to_everything_does_not_end_the_workers(tmp_path: Path, number:
     assert multiprocessing.active_children() == []
 
 
-def test_the_main_process_can_still_end_a_worker() -> None:
+def test_main_process_can_still_end_a_worker() -> None:
     called: list[int] = []
     if (child := os.fork()) == 0:
         SurviveSignals(called.append)(3)
@@ -388,7 +388,7 @@ def test_signal_during_a_finder_ends_the_fit(tmp_path: Path) -> None:
     assert "interrupted.ckpt" not in {path.name for path in tmp_path.iterdir()}
 
 
-def test_a_ctrl_c_kills_the_processes_of_the_launcher() -> None:
+def test_ctrl_c_kills_the_processes_of_the_launcher() -> None:
     trainer: Any = ours(max_epochs=1, callbacks=[Does("train", interrupt)])
     launcher = trainer.strategy._launcher = Mock(spec=_SubprocessScriptLauncher)
     launcher.launch = lambda function, *args, trainer: function(*args)
@@ -409,7 +409,7 @@ def test_second_ctrl_c_before_the_start_is_ignored() -> None:
         ours(max_epochs=1, callbacks=[Impatient()]).fit(Learner(), data(8))
 
 
-def test_a_run_in_another_thread() -> None:
+def test_run_in_another_thread() -> None:
     trainer = ours(max_epochs=1)
     thread = threading.Thread(target=trainer.fit, args=(Learner(), data(8)))
     thread.start()
@@ -437,7 +437,7 @@ def slurm(folder: Path, number: int = signal.SIGUSR1, plugins: Any = (), **optio
     return ours(max_epochs=1, callbacks=[does], plugins=plugins, default_root_dir=folder / "run")
 
 
-def test_a_job_of_slurms_is_requeued(tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_of_slurms_is_requeued(tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "run"
     slurm(tmp_path).fit(Learner(), data(8))  # continues until Slurm ends it
     assert (scontrol.parent / "calls").read_text() == "requeue 12345\n"
@@ -473,7 +473,7 @@ def test_asynchronous_save_completes_before_the_job_is_requeued(
     assert (again.ckpt_path, again.global_step) == (str(path), 4)
 
 
-def test_a_job_of_an_array_and_another_signal(tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_of_an_array_and_another_signal(tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     slurm(tmp_path, signal.SIGUSR2, requeue_signal=signal.SIGUSR2).fit(Learner(), data(8))
@@ -481,7 +481,7 @@ def test_a_job_of_an_array_and_another_signal(tmp_path: Path, scontrol: Path, mo
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
 
 
-def test_a_job_that_slurm_does_not_requeue_fails_loudly(
+def test_job_that_slurm_does_not_requeue_fails_loudly(
     tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = tmp_path / "run" / "hpc_ckpt_{}.ckpt"

@@ -149,7 +149,7 @@ def test_stochastic_weight_averaging(tmp_path: Any, norm: bool, endless: bool, c
     assert theirs == mine
 
 
-def test_the_extra_epoch_for_batch_norm_changes_no_weight() -> None:
+def test_extra_epoch_for_batch_norm_changes_no_weight() -> None:
     class Watch(Callback):
         def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
             self.before = [p.detach().clone() for p in module.parameters()], trainer.global_step
@@ -351,7 +351,7 @@ def test_timer(options: dict[str, Any], arguments: dict[str, Any]) -> None:
     assert theirs == mine
 
 
-def test_a_timer_that_a_checkpoint_says_has_run_out(tmp_path: Any) -> None:
+def test_timer_that_a_checkpoint_says_has_run_out(tmp_path: Any) -> None:
     module = Net()
     arguments: dict[str, Any] = {"default_root_dir": tmp_path, "enable_checkpointing": True, "max_epochs": 2}
     ours(callbacks=[Timer()], **arguments).fit(module)
@@ -509,7 +509,7 @@ def test_on_exception_is_not_called_without_a_module(what: str, tmp_path: Any) -
 # -------------------------------------------------------------------------------------------
 
 
-def test_a_strategys_own_backward_is_called() -> None:
+def test_strategys_own_backward_is_called() -> None:
     class Counting(SingleDeviceStrategy):
         def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             seen.append(type(optimizer).__name__)

@@ -60,7 +60,7 @@ def test_model_parallel_is_accepted_with_its_settings() -> None:
         ({"activation_checkpointing_policy": {nn.Linear}}, "ActivationCheckpointing"),
     ],
 )
-def test_the_first_fsdp_is_refused_with_the_line_to_use(given: dict[str, Any], line: str) -> None:
+def test_first_fsdp_is_refused_with_the_line_to_use(given: dict[str, Any], line: str) -> None:
     with pytest.raises(UnsupportedError, match=line):
         ours(strategy=FSDPStrategy(**given), devices=2)
 
@@ -89,7 +89,7 @@ def registered() -> Iterator[str]:
         {"accumulate_grad_batches": 2, "devices": 1},
     ],
 )
-def test_a_static_graph_with_accumulation_is_refused(arguments: dict[str, Any], registered: str) -> None:
+def test_static_graph_with_accumulation_is_refused(arguments: dict[str, Any], registered: str) -> None:
     """pytorch #143580: the first backward pass would fail with an internal assertion."""
     message = r"accumulate_grad_batches=2 with DDPStrategy\(static_graph=True\), expected.*=1.*Use strategy='ddp'"
     for strategy in (DDPStrategy(static_graph=True), registered):
@@ -98,7 +98,7 @@ def test_a_static_graph_with_accumulation_is_refused(arguments: dict[str, Any], 
     ours(**{"devices": 2, "strategy": "ddp", **arguments})
 
 
-def test_a_static_graph_refuses_accumulation_that_is_set_later() -> None:
+def test_static_graph_refuses_accumulation_that_is_set_later() -> None:
     trainer = ours(strategy=DDPStrategy(static_graph=True), devices=2)
     trainer.accumulate_grad_batches = 1
     with pytest.raises(UnsupportedError, match="accumulate_grad_batches=4"):
@@ -119,7 +119,7 @@ def test_fused_sgd_is_refused() -> None:
         _refuse_fused_sgd(torch.optim.SGD(parameters, lr=0.1, fused=True))
 
 
-def test_a_run_leaves_no_states_of_optimizers_on_the_gpu(cuda: Any) -> None:
+def test_run_leaves_no_states_of_optimizers_on_the_gpu(cuda: Any) -> None:
     """As with Lightning's strategies. Sharded tensors are not simulated there: these are plain ones."""
     strategy = FSDP2Strategy(accelerator=CPUAccelerator(), cluster_environment=LightningEnvironment())
     weight = nn.Parameter(torch.ones(2, device="cuda"))

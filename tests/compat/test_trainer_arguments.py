@@ -13,7 +13,7 @@ from trainer import Trainer
 
 
 @pytest.mark.parametrize("kind", [LightningTrainer, Trainer])
-def test_the_environment_fills_in_what_is_not_given(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_are_defaults_of_arguments(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_TRAINER_MAX_STEPS", "7")
     monkeypatch.setenv("PL_TRAINER_LIMIT_VAL_BATCHES", "0.5")
     monkeypatch.setenv("PL_TRAINER_PRECISION", "bf16-mixed")
@@ -32,7 +32,7 @@ def test_invalid_environment_variables_are_refused(monkeypatch: pytest.MonkeyPat
         ours()
 
 
-def test_a_subclass_passes_its_arguments_on() -> None:
+def test_subclass_passes_its_arguments_on() -> None:
     class Mine(Trainer):
         def __init__(self, extra: int, *args: Any, **arguments: Any) -> None:
             super().__init__(*args, **arguments)
@@ -56,7 +56,7 @@ def test_messages_of_the_constructor(arguments: dict[str, Any], caplog: pytest.L
     assert "GPU available: False, used: False" in said[1]
 
 
-def test_a_gpu_that_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_that_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning.pytorch.accelerators.CUDAAccelerator.is_available", lambda: True)
     with pytest.warns(UserWarning, match="GPU available but not used"):
         ours()

@@ -80,7 +80,7 @@ def loaders_of(trainer: Any) -> list[Any]:
     ],
     ids=str,
 )
-def test_the_same_learning_rate(tmp_path: Any, options: dict[str, Any], arguments: dict[str, Any]) -> None:
+def test_same_learning_rate(tmp_path: Any, options: dict[str, Any], arguments: dict[str, Any]) -> None:
     def scenario(make: Any) -> Any:
         module = Tunable()
         trainer = make(max_epochs=2, default_root_dir=tmp_path, **arguments)
@@ -96,7 +96,7 @@ def test_the_same_learning_rate(tmp_path: Any, options: dict[str, Any], argument
 @pytest.mark.filterwarnings("ignore:.*in eval mode at the start")  # as in Lightning
 @pytest.mark.parametrize("mode", ["power", "binsearch"])
 @pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
-def test_the_same_batch_size(tmp_path: Any, method: str, mode: str) -> None:
+def test_same_batch_size(tmp_path: Any, method: str, mode: str) -> None:
     def scenario(make: Any) -> Any:
         module = Tunable()
         trainer = make(max_epochs=2, default_root_dir=tmp_path)
@@ -112,7 +112,7 @@ def test_the_same_batch_size(tmp_path: Any, method: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["power", "binsearch"])
-def test_the_same_batch_size_where_memory_ends(tmp_path: Any, mode: str) -> None:
+def test_same_batch_size_at_an_out_of_memory_error(tmp_path: Any, mode: str) -> None:
     def scenario(make: Any) -> Any:
         module = Tunable()
         module.memory = 5
@@ -124,7 +124,7 @@ def test_the_same_batch_size_where_memory_ends(tmp_path: Any, mode: str) -> None
 
 
 @pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
-def test_a_batch_size_finder_among_the_callbacks(tmp_path: Any, method: str) -> None:
+def test_batch_size_finder_among_the_callbacks(tmp_path: Any, method: str) -> None:
     def scenario(make: Any) -> Any:
         module = Tunable()
         finder = BatchSizeFinder(max_trials=2, steps_per_trial=1)
@@ -139,7 +139,7 @@ def test_a_batch_size_finder_among_the_callbacks(tmp_path: Any, method: str) -> 
     assert theirs == mine
 
 
-def test_a_learning_rate_finder_among_the_callbacks(tmp_path: Any) -> None:
+def test_learning_rate_finder_among_the_callbacks(tmp_path: Any) -> None:
     def scenario(make: Any) -> Any:
         module = Tunable()
         finder = LearningRateFinder(num_training_steps=20)
@@ -194,7 +194,7 @@ def test_finders_inside_a_training_restore_its_loop(tmp_path: Any) -> None:
     assert all(map(torch.equal, module.parameters(), undisturbed.parameters()))
 
 
-def test_a_batch_size_found_in_the_middle_of_a_training_is_used(tmp_path: Any) -> None:
+def test_batch_size_found_in_the_middle_of_a_training_is_used(tmp_path: Any) -> None:
     sizes: list[int] = []
 
     class Watched(Tunable):
@@ -208,7 +208,7 @@ def test_a_batch_size_found_in_the_middle_of_a_training_is_used(tmp_path: Any) -
     assert trainer.global_step == 8 + 4
 
 
-def test_a_run_validates_though_a_finder_has_made_the_dataloaders_before_its_time() -> None:
+def test_run_validates_after_a_finder_created_the_dataloaders_early() -> None:
     def scenario(make: Any) -> Any:
         validated: list[int] = []
 
@@ -226,7 +226,7 @@ def test_a_run_validates_though_a_finder_has_made_the_dataloaders_before_its_tim
 
 
 @pytest.mark.parametrize("has_schedule", [False, True])
-def test_a_finder_that_fails_tidies_up(tmp_path: Any, has_schedule: bool) -> None:
+def test_finder_that_fails_tidies_up(tmp_path: Any, has_schedule: bool) -> None:
     class Failing(Tunable):
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()
@@ -398,7 +398,7 @@ def test_tuner_and_fit_equal_a_fit_with_the_found_rate(tmp_path: Path, kind: str
 
 
 @pytest.mark.parametrize("kind", ["LambdaLR", "SequentialLR", "LinearLR", "ChainedScheduler", "StepLR"])
-def test_a_module_that_does_not_take_its_rate_from_the_attribute(tmp_path: Path, kind: str) -> None:
+def test_module_that_does_not_take_its_rate_from_the_attribute(tmp_path: Path, kind: str) -> None:
     """The rate found replaces the configured one in both groups and in all parts of the schedule."""
     finder = LearningRateFinder(num_training_steps=20, early_stop_threshold=None)
     module = Scheduled(kind, uses=False)
@@ -423,7 +423,7 @@ class Later(LearningRateFinder):
 
 
 @pytest.mark.parametrize("kind", ["LambdaLR", "SequentialLR", "StepLR"])
-def test_a_rate_found_in_the_middle_of_a_training_stays(tmp_path: Path, kind: str) -> None:
+def test_rate_found_in_the_middle_of_a_training_stays(tmp_path: Path, kind: str) -> None:
     """It is used at the next step; schedules that compute rates from the configured one continue from it."""
     finder, module = Later(num_training_steps=20, early_stop_threshold=None), Scheduled(kind)
     trainer = ours(max_epochs=2, default_root_dir=tmp_path, callbacks=[finder])
@@ -445,14 +445,14 @@ def test_a_rate_found_in_the_middle_of_a_training_stays(tmp_path: Path, kind: st
     assert all(part.base_lrs == [rate, rate] for part in parts if hasattr(part, "base_lrs"))
 
 
-def test_a_schedule_with_rates_of_its_own_is_named_if_a_rate_is_found_too_late(tmp_path: Path) -> None:
+def test_schedule_with_its_own_rates_is_named_if_a_rate_is_found_too_late(tmp_path: Path) -> None:
     finder, module = Later(num_training_steps=20, early_stop_threshold=None), Scheduled("OneCycleLR")
     with pytest.warns(UserWarning, match=r"found [\d.e-]+, but OneCycleLR sets the rates that it was given"):
         ours(max_epochs=2, default_root_dir=tmp_path, callbacks=[finder]).fit(module)
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_a_resumed_fit_with_a_finder_is_the_uninterrupted_one(tmp_path: Path) -> None:
+def test_resumed_fit_with_a_finder_is_the_uninterrupted_one(tmp_path: Path) -> None:
     def fit(ckpt_path: Any = None) -> Scheduled:
         module = Scheduled("SequentialLR")
         callbacks = [LearningRateFinder(num_training_steps=20, early_stop_threshold=None)]
@@ -528,7 +528,7 @@ def test_files_of_requeued_jobs_are_found_as_lightning_does(tmp_path: Path, file
     assert theirs[0] == (str(folder / "hpc_ckpt_12.ckpt") if len(files) == 4 else None)
 
 
-def test_a_program_saves_and_finds_files_of_requeued_jobs(tmp_path: Path) -> None:
+def test_program_saves_and_finds_files_of_requeued_jobs(tmp_path: Path) -> None:
     """As in Lightning's tests: ``trainer.save_checkpoint(connector.hpc_save_path(folder))``, several times."""
 
     def scenario(make_trainer: Any) -> Any:
@@ -564,7 +564,7 @@ class Counts(Callback):
 
 
 @pytest.mark.parametrize("in_one", [True, False])
-def test_a_checkpoint_is_put_back_part_by_part(tmp_path: Path, in_one: bool) -> None:
+def test_checkpoint_is_put_back_part_by_part(tmp_path: Path, in_one: bool) -> None:
     def scenario(make_trainer: Any) -> Any:
         path = tmp_path / f"{make_trainer.__name__}.ckpt"
         counts, module = Counts(), Classifier()
@@ -598,7 +598,7 @@ def test_a_checkpoint_is_put_back_part_by_part(tmp_path: Path, in_one: bool) -> 
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
-def test_dataloaders_left_out_for_a_limit_are_made_when_it_is_lifted(stage: str) -> None:
+def test_dataloaders_omitted_for_a_limit_are_created_without_it(stage: str) -> None:
     def scenario(make: Any) -> list[Any]:
         prefix = {"fit": "train", "validate": "val"}.get(stage, stage)
         trainer, module = make(**{f"limit_{prefix}_batches": 0}), Tunable()

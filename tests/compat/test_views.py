@@ -80,7 +80,7 @@ ARGUMENTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
-def test_the_views_agree_with_lightnings_loops(arguments: dict[str, Any]) -> None:
+def test_views_agree_with_lightnings_loops(arguments: dict[str, Any]) -> None:
     def scenario(make: Any) -> list[Any]:
         looks = Looks()
         make(callbacks=[looks], **arguments).fit(Classifier(), data(8), data(4))
@@ -210,7 +210,7 @@ def test_passes_and_steps_of_an_evaluation_can_be_counted_and_replaced() -> None
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_batch_can_be_trained_by_hand(accumulate: int) -> None:
+def test_batch_can_be_trained_through_the_view(accumulate: int) -> None:
     class SkipsOne(Learner):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None if batch_idx == 9 else super().training_step(batch, batch_idx)
@@ -251,7 +251,7 @@ def test_optimizer_stepped_by_the_user_in_automatic_optimization(precision: str)
             trainer.fit(StepsItself(), data(4))
 
 
-def test_the_counts_of_loops_are_those_of_checkpoints(tmp_path: Path) -> None:
+def test_counts_of_loops_are_those_of_checkpoints(tmp_path: Path) -> None:
     def scenario(make: Any) -> dict[str, Any]:
         trainer = make(max_epochs=2)
         trainer.fit(Classifier(), data(6), data(4))
@@ -269,7 +269,7 @@ def test_loops_have_a_trainer_attribute() -> None:
     assert all(loop.trainer is trainer for loop in loops)
 
 
-def test_a_modules_callbacks_can_be_attached_by_hand() -> None:
+def test_callbacks_of_a_module_can_be_attached_through_the_connector() -> None:
     given = {name: EarlyStopping(name) for name in ("theirs", "the module's")}
     summary, timer = ModelSummary(), Timer()
 

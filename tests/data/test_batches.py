@@ -76,7 +76,7 @@ def test_passes_are_opened_when_iterated():
     assert opened == [0, 1, 2]
 
 
-def test_the_state_before_the_first_batch_is_that_of_the_pass_that_was_opened():
+def test_state_before_the_first_batch_is_that_of_the_opened_pass():
     assert TrainingBatches(Counted(3)).state_dict() == {}
     state = TrainingBatches(Counted(3), opened_for=0).state_dict()
     assert state == {"epoch": 0, "batches": 0, "is_over": False, "made_in": 0, "loaders": [0]}
@@ -86,7 +86,7 @@ def test_the_state_before_the_first_batch_is_that_of_the_pass_that_was_opened():
     assert resumed.loaders.loaded == [{**state, "inside": False}]
 
 
-def test_a_pass_over_batches_of_known_number():
+def test_pass_over_batches_of_known_number():
     loaders = Counted(3)
     batches = TrainingBatches(loaders)
     assert batches
@@ -97,7 +97,7 @@ def test_a_pass_over_batches_of_known_number():
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_limit_draws_no_batch_too_many(known):
+def test_limit_draws_no_batch_too_many(known):
     loaders = Counted(5, limit=2, known=known)
     batches = TrainingBatches(loaders)
     batches.start_epoch(0, skip=0)
@@ -125,7 +125,7 @@ def test_batches_are_drawn_one_by_one_if_the_length_is_known():
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])
-def test_the_last_of_an_unknown_number_is_known_by_looking_one_ahead(length):
+def test_last_of_an_unknown_number_is_known_by_looking_one_ahead(length):
     loaders = Counted(length, known=False)
     batches = TrainingBatches(loaders)
     assert batches.num_batches == float("inf")
@@ -151,7 +151,7 @@ def test_fetching_ahead_reports_the_time(now):
 
 
 @pytest.mark.parametrize(("limit", "last"), [(2, 1), (3, 2), (10, 2)])
-def test_a_limit_on_an_unknown_number(limit, last):
+def test_limit_on_an_unknown_number(limit, last):
     batches = TrainingBatches(Counted(3, known=False, limit=limit))
     assert batches.num_batches == limit
     batches.start_epoch(0, skip=0)
@@ -205,7 +205,7 @@ def test_pass_is_resumed_without_drawing():
     assert len(list(batches)) == 5
 
 
-def test_the_epoch_after_one_that_was_over():
+def test_epoch_after_one_that_was_over():
     batches = TrainingBatches(loaders := Counted(2))
     batches.load_state_dict(after(3).state_dict())  # however many it had
     batches.start_epoch(4, skip=0)
@@ -226,7 +226,7 @@ def test_states_of_replaced_dataloaders_are_not_used():
     assert renewed.loaded == []
 
 
-def test_a_pass_that_has_had_its_last_batch_is_over():
+def test_pass_that_has_had_its_last_batch_is_over():
     state, loaders = after(5).state_dict(), Counted(5)
     batches = TrainingBatches(loaders)
     batches.load_state_dict(state)
@@ -293,7 +293,7 @@ def test_everything_else_is_moved(batch):
     assert moved == [(batch, META)]
 
 
-def test_the_users_hooks_and_their_order():
+def test_users_hooks_and_their_order():
     calls = []
 
     def note(name, result):

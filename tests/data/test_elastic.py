@@ -204,7 +204,7 @@ def test_limits_count_the_batches_of_the_run_that_was_begun(
     assert counted(list(Run(ordered(data, second, order), second).updates(0))) == counted(whole)
 
 
-def test_a_thousand_samples_on_two_times_six_and_then_three_times_four() -> None:
+def test_thousand_samples_on_two_times_six_and_then_three_times_four() -> None:
     data, first, second = Data(1000, True, False), Layout(2, 6, 1), Layout(3, 4, 1)
     (whole,) = whole_run(data, first, 1)
     order = SampleOrder.of(loaders_of(data, first)[0], 1.0, {0: 1}, 2)
@@ -228,7 +228,7 @@ def test_unconvertible_short_step_is_detected() -> None:
     assert ordered(data, Layout(4, 1, 2), order)[0].sampler.keeps_shares(0)  # type: ignore[attr-defined]
 
 
-def test_a_process_without_a_sample_of_the_last_update_repeats_one_that_does_not_count() -> None:
+def test_rank_without_a_sample_of_the_last_step_repeats_one_with_weight_zero() -> None:
     data, first, second = Data(14, False, False), Layout(2, 6, 1), Layout(3, 4, 1)
     order = SampleOrder.of(loaders_of(data, first)[0], 1.0, {0: 1}, 2)
     assert isinstance(order, SampleOrder)

@@ -154,7 +154,7 @@ def test_weights_equal_those_of_a_hand_written_loop(tmp_path, precision, optimiz
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-def test_a_copy_waits_for_the_step_before_the_last_and_the_host_for_nothing(cuda, tmp_path, precision):
+def test_copy_waits_for_the_step_before_the_last_and_the_host_for_nothing(cuda, tmp_path, precision):
     waits = {}
     for on in (True, False):
         with cuda.watch() as seen:
@@ -172,7 +172,7 @@ def test_a_copy_waits_for_the_step_before_the_last_and_the_host_for_nothing(cuda
 
 
 @pytest.mark.gpu
-def test_a_batch_is_there_while_the_device_works_at_the_step_before(tmp_path):
+def test_batch_is_there_while_the_device_works_at_the_step_before(tmp_path):
     class Busy(Probe):
         """Occupies the device for a second in the step of batch 3, and records whether batch 4 arrives meanwhile."""
 
@@ -199,7 +199,7 @@ def test_a_batch_is_there_while_the_device_works_at_the_step_before(tmp_path):
     assert module.arrived_meanwhile
 
 
-def test_an_evaluation_is_prefetched_too(cuda, tmp_path):
+def test_evaluation_is_prefetched_too(cuda, tmp_path):
     batches, predictions, sums = make_batches(), {}, {}
     for on in (True, False):
         trainer, module = make(tmp_path, on=on), Validated()
@@ -222,7 +222,7 @@ def test_small_tensors_take_the_usual_way(cuda, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [list, tuple, dict, Tensor, Samples])
-def test_a_batch_of_any_kind_is_sent_if_it_has_a_large_tensor(cuda, kind):
+def test_batch_of_any_kind_is_sent_if_it_has_a_large_tensor(cuda, kind):
     ways = {
         list: lambda x, y: [y, x],
         tuple: lambda x, y: (y, x),
@@ -246,7 +246,7 @@ def test_tensors_of_other_kinds_take_the_usual_way(cuda, monkeypatch):
     assert [copy.stream > 0 for copy in seen.copies] == [False, False, True]
 
 
-def test_batches_that_are_on_the_device_stay_there(cuda, tmp_path):
+def test_batches_on_the_device_are_not_copied(cuda, tmp_path):
     batches = [[part.cuda() for part in batch] for batch in make_batches()]
     trainer = make(tmp_path)
     with cuda.watch() as seen:
@@ -359,7 +359,7 @@ def bytes_held() -> int:
     return sum(block.nbytes for block in DEVICE.watched if block.is_taken(DEVICE.done))
 
 
-def test_a_validation_and_the_time_after_a_run_have_the_memory_for_themselves(cuda, tmp_path):
+def test_batches_are_freed_for_a_validation_and_after_a_run(cuda, tmp_path):
     held = []
 
     class Look(Callback):
@@ -378,7 +378,7 @@ def test_a_validation_and_the_time_after_a_run_have_the_memory_for_themselves(cu
     assert [copy.alive // NBYTES for copy in copies_of_batches(seen)] == [1, 1, 2, 2, 1, 2]
 
 
-def test_nothing_is_held_after_a_run_that_has_failed(cuda, tmp_path):
+def test_memory_is_released_after_a_failed_run(cuda, tmp_path):
     class Failing(Probe):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             raise ValueError("on purpose")
@@ -531,7 +531,7 @@ def test_batch_is_fetched_after_the_previous_step_with_its_error(cuda, tmp_path)
     assert account == [(0, 1, 1), (1, 2, 2), (2, 3, 3)]
 
 
-def test_nothing_is_fetched_beyond_a_limit(cuda, tmp_path):
+def test_batches_beyond_a_limit_are_not_fetched(cuda, tmp_path):
     for options in ({"limit_train_batches": 2}, {"max_steps": 2}):
         source = Fetched(make_batches(5))
         make(tmp_path, **options).fit(Probe(), source)
@@ -567,7 +567,7 @@ class Killed(Callback):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("resumes_with", [True, False])
-def test_a_killed_run_is_resumed_exactly(tmp_path, resumes_with):
+def test_killed_run_is_resumed_exactly(tmp_path, resumes_with):
     def run(on: bool, path: Any = None, **options: Any) -> list[Tensor]:
         torch.manual_seed(3)
         module = Hooked("usual")

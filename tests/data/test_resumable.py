@@ -350,11 +350,11 @@ SAMPLED: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("kind", SAMPLED)
-def test_a_map_style_loader(kind: str) -> None:
+def test_map_style_loader(kind: str) -> None:
     assert check(SAMPLED[kind], epochs=3) == by_hand(SAMPLED[kind], 3)
 
 
-def test_a_limit_on_the_batches_of_an_epoch() -> None:
+def test_limit_on_the_batches_of_an_epoch() -> None:
     make = SAMPLED["own generator"]
     assert check(make, epochs=3, limit=3) == by_hand(make, 3, limit=3)
 
@@ -377,7 +377,7 @@ def test_workers_that_are_spawned() -> None:
 
 
 @pytest.mark.parametrize("limit", [inf, 3])
-def test_workers_that_stay_have_their_random_states_from_one_epoch_to_the_next(limit: float) -> None:
+def test_persistent_workers_keep_their_random_states_between_epochs(limit: float) -> None:
     """Includes numbers drawn for batches beyond a limit."""
     make = lambda: SAMPLED["shuffled"](num_workers=2, persistent_workers=True, prefetch_factor=1)  # noqa: E731
     assert check(make, epochs=3, limit=limit, only=slice(2, 8)) == by_hand(make, 3, limit)
@@ -392,7 +392,7 @@ def test_workers_that_stay_have_their_random_states_from_one_epoch_to_the_next(l
     ],
     ids=["one", "several", "workers that stay"],
 )
-def test_a_run_that_was_resumed_is_resumed_again(make: Any) -> None:
+def test_run_that_was_resumed_is_resumed_again(make: Any) -> None:
     steps, checkpoints = trained(make, 2)
     for _ in range(3):
         number, checkpoint = checkpoints[1]
@@ -507,7 +507,7 @@ def test_batches_that_have_to_be_loaded_again_are_announced_once(has_length: boo
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "own generator"])
-def test_a_stateful_dataloader(kind: str) -> None:
+def test_stateful_dataloader(kind: str) -> None:
     def make() -> Any:
         generator = seeded() if kind == "own generator" else None
         return StatefulDataLoader(Noisy(), 2, shuffle=True, generator=generator)
@@ -523,7 +523,7 @@ def test_a_stateful_dataloader(kind: str) -> None:
     ],
     ids=["map-style", "iterable"],
 )
-def test_the_workers_of_a_stateful_dataloader(make: Any) -> None:
+def test_workers_of_a_stateful_dataloader(make: Any) -> None:
     check(make, only=slice(1, 3))
 
 
@@ -659,7 +659,7 @@ def test_attributes_that_load_state_dict_sets_for_the_next_pass_are_kept(make: A
     check(make)
 
 
-def test_a_sampler_that_a_stateful_dataloader_iterates_too_often_is_refused_inside_an_epoch() -> None:
+def test_sampler_iterated_too_often_by_a_stateful_dataloader_is_refused_inside_an_epoch() -> None:
     make = lambda: StatefulDataLoader(Noisy(), 2, sampler=CountsEpochs())  # noqa: E731
     _, checkpoints = trained(make, 1)
     with pytest.raises(ResumeError, match="its sampler changes whenever it is iterated"):
@@ -809,7 +809,7 @@ class Counted(Draws):
 
 
 @pytest.mark.parametrize(("workers", "prefetched", "in_order"), [(1, 1, True), (2, 3, True), (1, 2, False)], ids=str)
-def test_states_are_those_after_the_last_batch_however_far_ahead_the_workers_are(
+def test_states_are_those_after_the_last_batch_despite_prefetching_workers(
     workers: int, prefetched: int, in_order: bool
 ) -> None:
     dataset = Counted(20)
@@ -917,13 +917,13 @@ def test_loader_without_a_sampler_is_refused_with_another_batch_size(loader: Any
         resumed(loader(Bookmarked(8), 3), checkpoints[1][1], 1)
 
 
-def test_generators_that_are_not_there_any_more_are_missed() -> None:
+def test_missing_generators_are_refused() -> None:
     _, checkpoints = trained(lambda: SAMPLED["own augmentation"](), 1)
     with pytest.raises(ResumeError, match="had 4 random generators of its own and has 0"):
         resumed(SAMPLED["shuffled"](), checkpoints[1][1], 1)
 
 
-def test_attributes_that_are_not_there_any_more_are_missed() -> None:
+def test_missing_attributes_are_refused() -> None:
     make = lambda sampler: DataLoader(list(range(8)), 2, sampler=sampler)  # noqa: E731
     _, checkpoints = trained(lambda: make(CountsEpochs()), 1)
     same_order = torch.randperm(7, generator=seeded(1)).tolist()
@@ -931,13 +931,13 @@ def test_attributes_that_are_not_there_any_more_are_missed() -> None:
         resumed(make(same_order), checkpoints[1][1], 1)
 
 
-def test_a_seed_that_changed_is_seen_in_the_samples() -> None:
+def test_seed_that_changed_is_seen_in_the_samples() -> None:
     _, checkpoints = trained(lambda: DataLoader(Noisy(), 2, sampler=SubsetRandomSampler([1, 2, 3, 4, 5])), 1)
     with pytest.raises(ResumeError, match="the first trained batch"):
         resumed(DataLoader(Noisy(), 2, sampler=SubsetRandomSampler([2, 3, 4, 5, 6])), checkpoints[1][1], 1)
 
 
-def test_an_order_that_is_another_one_later_is_seen() -> None:
+def test_order_that_is_another_one_later_is_seen() -> None:
     def loader(*indices: int) -> DataLoader[Any]:
         return DataLoader(Noisy(), 1, sampler=list(indices))
 
@@ -966,7 +966,7 @@ def test_another_number_of_workers_is_exact_without_random_numbers(dataset: Any,
     assert resumed(shuffled(dataset, num_workers=after), checkpoint, 2) == steps[number:]
 
 
-def test_a_checkpoint_from_inside_a_batch() -> None:
+def test_checkpoint_from_inside_a_batch() -> None:
     def resumed_inside(dataset: Any) -> list[Any]:
         _, checkpoints = trained(lambda: shuffled(dataset), 1)
         epoch, done, state, random_state = torch.load(io.BytesIO(checkpoints[2][1]), weights_only=True)

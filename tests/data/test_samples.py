@@ -62,7 +62,7 @@ def test_two_columns_of_two_samples_are_columns() -> None:
     assert torch.equal(y, Y[:1])
 
 
-def test_a_mapping_that_cannot_be_changed() -> None:
+def test_mapping_that_cannot_be_changed() -> None:
     part = part_of(MappingProxyType({"x": X}), 1, 3)
     assert torch.equal(part["x"], X[1:3])
 
@@ -83,7 +83,7 @@ def test_batch_size(batch: Any, size: int) -> None:
     assert batch_size(batch) == size
 
 
-def test_the_tensors_in_a_batch_have_names() -> None:
+def test_tensors_in_a_batch_have_names() -> None:
     @dataclass
     class Item:
         x: Tensor

@@ -68,7 +68,7 @@ def test_generators_of_the_process_are_restored() -> None:
     assert [list(UnpaddedSampler(sampler, 3, 0, seed=9))] != [expected[0]]
 
 
-def test_a_sampler_without_a_length_is_refused() -> None:
+def test_sampler_without_a_length_is_refused() -> None:
     class Endless(Sampler[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(range(9))
@@ -77,7 +77,7 @@ def test_a_sampler_without_a_length_is_refused() -> None:
         UnpaddedSampler(Endless(), 2, 0)
 
 
-def test_a_dataloader_makes_batches_of_it() -> None:
+def test_dataloader_makes_batches_of_it() -> None:
     loader = DataLoader(range(7), batch_size=2, sampler=UnpaddedSampler(SequentialSampler(range(7)), 2, 1))
     assert [batch.tolist() for batch in loader] == [[1, 3], [5]]
     assert len(loader) == 2

@@ -107,7 +107,7 @@ def test_random_numbers_of_user_functions_are_included() -> None:
     assert {number: list(changed) for number, changed in states.state_dict().items()} == {7: ["python"]}
 
 
-def test_an_unrandom_batch_costs_next_to_nothing_on_its_way() -> None:
+def test_unrandom_batch_costs_next_to_nothing_on_its_way() -> None:
     assert len(pickle.dumps(started().collate(0))) < 100
 
 
@@ -119,7 +119,7 @@ def test_random_batch_with_shared_states_sends_no_more_bytes() -> None:
 
 
 @pytest.mark.parametrize("ahead", [1, 4])
-def test_a_worker_that_is_ahead_leaves_the_last_states_that_were_taken(ahead: int) -> None:
+def test_worker_that_is_ahead_keeps_the_last_taken_states(ahead: int) -> None:
     states = WorkerStates({}, 3, ahead)
     worker = started(memory=states.memory)
     for _ in range(2 * ahead + 3):
@@ -143,7 +143,7 @@ def test_states_that_are_too_large_for_the_memory_are_sent(monkeypatch: pytest.M
         assert states.state_dict() == {2: {"own": random_states.states_of(own)}}
 
 
-def test_a_batch_is_pinned_on_its_way() -> None:
+def test_batch_is_pinned_on_its_way() -> None:
     class Batch:
         def pin_memory(self) -> str:
             return "pinned"

@@ -33,7 +33,7 @@ def test_dataloaders_that_are_not_bounded() -> None:
         assert "_get_iterator" not in vars(free)
 
 
-def test_an_iterator_that_is_bounded_ends_its_workers_with_itself(no_gc: None) -> None:
+def test_iterator_that_is_bounded_ends_its_workers_with_itself(no_gc: None) -> None:
     data = loader()
     with bounded([data], 5):
         iterator = iter(data)
@@ -71,7 +71,7 @@ def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock == [145.5]
 
 
-def test_one_that_dies_while_its_batch_is_on_the_way() -> None:
+def test_worker_that_dies_while_its_batch_is_sent() -> None:
     killed: list[int] = []
 
     class Broken:
@@ -90,7 +90,7 @@ def test_one_that_dies_while_its_batch_is_on_the_way() -> None:
         workers._BoundedGet(broken, 36)()
 
 
-def test_who_hangs_is_not_waited_for_at_the_end_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_worker_is_not_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(workers.time, "monotonic", lambda: clock[0])
     slow, killed = Slow(clock, [False]), []

@@ -40,7 +40,7 @@ def test_torchs_batch_sampler_keeps_its_batch_size_and_its_order(ranks: Ranks, w
 
 
 @pytest.mark.parametrize("what", ["fit", "predict"])
-def test_a_batch_sampler_that_cannot_be_divided_is_refused(ranks: Ranks, what: str) -> None:
+def test_batch_sampler_that_cannot_be_divided_is_refused(ranks: Ranks, what: str) -> None:
     named = "Pass a list of batches" if what == "predict" else "use_distributed_sampler=False"
     with pytest.raises(RankError, match=named):
         ranks.call(RUN, what, "own")

@@ -80,7 +80,7 @@ def test_states_of_all_optimizers(ranks: list[dict[str, Any]], name: str) -> Non
         assert not torch.equal(found["end"]["weights"]["gain"], found["saved"]["weights"]["gain"])
 
 
-def test_a_sharded_checkpoint_is_a_folder_of_both(ranks: list[dict[str, Any]]) -> None:
+def test_sharded_checkpoint_is_a_folder_of_both(ranks: list[dict[str, Any]]) -> None:
     path = Path(ranks[0]["fsdp folder later"]["best"])
     manifest = files.read_manifest(path)
     assert manifest is not None
@@ -104,20 +104,20 @@ def test_buffers_that_have_grown_in_each_process(ranks: list[dict[str, Any]], na
 
 
 @pytest.mark.parametrize("name", worker.SAVED)
-def test_the_best_one_is_tested(ranks: list[dict[str, Any]], single: dict[str, Any], name: str) -> None:
+def test_best_one_is_tested(ranks: list[dict[str, Any]], single: dict[str, Any], name: str) -> None:
     found = {**single, **ranks[0]}
     assert found[name]["tested"]["loss"] == pytest.approx(found["single file"]["tested"]["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", [f"window {form} {each} {bool(none_at)}" for form, none_at, each in worker.WINDOWS])
-def test_a_window_that_was_open_is_gone_on_with(ranks: list[dict[str, Any]], name: str) -> None:
+def test_window_that_was_open_is_gone_on_with(ranks: list[dict[str, Any]], name: str) -> None:
     for rank in ranks:
         found = rank[name]
         assert_equal(found["resumed"]["end"], found["whole"]["end"])
         assert not torch.equal(found["resumed"]["end"]["weights"]["gain"], found["resumed"]["start"]["weights"]["gain"])
 
 
-def test_an_uninterrupted_run_is_gone_on_with(ranks: list[dict[str, Any]]) -> None:
+def test_uninterrupted_run_is_gone_on_with(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert_equal(rank["fsdp folder -> fsdp"]["end"], rank["fsdp file -> fsdp"]["end"])
         assert_equal(rank["fsdp folder later -> fsdp"]["end"], rank["fsdp file -> fsdp"]["end"])
@@ -131,7 +131,7 @@ def test_converted_checkpoints_are_resumed(ranks: list[dict[str, Any]], name: st
 
 
 @pytest.mark.parametrize("name", ["fsdp folder", "fsdp folder later", "ddp folder"])
-def test_a_folder_of_two_processes_in_other_forms(ranks: list[dict[str, Any]], name: str, tmp_path: Path) -> None:
+def test_folder_of_two_processes_in_other_forms(ranks: list[dict[str, Any]], name: str, tmp_path: Path) -> None:
     saved = ranks[0][name]
     first, folder, second, weights = (str(tmp_path / n) for n in ("a.ckpt", "b.ckpt", "c.ckpt", "w.safetensors"))
     for words in (

@@ -27,7 +27,7 @@ def ranks(python: WarmPython, folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", worker.EXACT)
-def test_a_resumed_run_equals_an_uninterrupted_one(ranks: list[dict[str, Any]], name: str) -> None:
+def test_resumed_run_equals_an_uninterrupted_one(ranks: list[dict[str, Any]], name: str) -> None:
     for rank in ranks:
         assert_identical(rank[name]["resumed"], rank[name]["whole"])
 

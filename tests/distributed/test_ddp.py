@@ -120,7 +120,7 @@ def test_two_ranks_equal_one_process_on_the_same_batches(ranks: list[dict[str, A
     assert max(alone["norms"]) > 0.5  # something was clipped
 
 
-def test_a_net_in_float32_trains_as_without_autocast(ranks: list[dict[str, Any]]) -> None:
+def test_net_in_float32_trains_as_without_autocast(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         for name, value in rank["plain"]["weights"].items():
             assert torch.equal(value, rank["fp32_modules"]["weights"][name])
@@ -195,7 +195,7 @@ def test_weighted_windows_over_ranks_with_unequal_counts_are_one_big_batch(
     assert_close({"weights": module.state_dict()}, ranks[0][f"weighted {precision}"], TOLERANCES[precision])
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_both(ranks: list[dict[str, Any]]) -> None:
+def test_overflow_on_one_rank_skips_the_step_on_both(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         found = rank["overflow"]
         assert found["outcomes"] == [False, False, True, False, False] * 2
@@ -239,14 +239,14 @@ def test_validate_gives_every_rank_the_same_results(ranks: list[dict[str, Any]])
     assert results[0]["val_loss"] == pytest.approx(ranks[0]["checkpoint"]["metrics"]["val_loss"], rel=0.5)
 
 
-def test_a_resumed_run_ends_as_an_uninterrupted_one(ranks: list[dict[str, Any]]) -> None:
+def test_resumed_run_ends_as_an_uninterrupted_one(ranks: list[dict[str, Any]]) -> None:
     for name, value in ranks[0]["plain"]["weights"].items():
         assert torch.equal(value, ranks[0]["resumed"]["weights"][name])
     assert ranks[0]["resumed"]["global_step"] == 10
 
 
 @pytest.mark.parametrize("batch_idx", [1, 2, 4])
-def test_a_run_resumed_inside_an_epoch_is_to_the_bit_the_whole_one(ranks: list[dict[str, Any]], batch_idx: int) -> None:
+def test_run_resumed_inside_an_epoch_equals_the_uninterrupted_run(ranks: list[dict[str, Any]], batch_idx: int) -> None:
     for rank in ranks:
         whole, resumed = rank["whole"], rank[f"resumed after {batch_idx}"]
         assert {"net.1.running_mean", "net.3.weight"} <= whole["weights"].keys()
@@ -256,9 +256,7 @@ def test_a_run_resumed_inside_an_epoch_is_to_the_bit_the_whole_one(ranks: list[d
     assert not torch.equal(*(rank["whole"]["weights"]["net.1.running_mean"] for rank in ranks))
 
 
-def test_a_run_of_one_process_is_resumed_on_two(
-    alone: tuple[Path, dict[str, Any]], ranks: list[dict[str, Any]]
-) -> None:
+def test_run_of_one_process_is_resumed_on_two(alone: tuple[Path, dict[str, Any]], ranks: list[dict[str, Any]]) -> None:
     expected = alone[1]
     assert (expected["scale"], expected["tracker"]) == (512.0, 8)  # 1024, halved in the second batch of ten
     for rank in ranks:
@@ -267,7 +265,7 @@ def test_a_run_of_one_process_is_resumed_on_two(
         assert_close(expected, found, TOLERANCES["16-mixed"])
 
 
-def test_nothing_of_ours_warns(launched: tuple[str, Path]) -> None:
+def test_no_warnings_of_this_package(launched: tuple[str, Path]) -> None:
     for line in launched[0].splitlines():
         if "Warning" in line:
             meant = ("val_dataloader", "DistributedSampler", "find_unused_parameters=True", "step` returned `None`")
@@ -283,7 +281,7 @@ def test_torchrun_equals_the_built_in_launcher(python: WarmPython, tmp_path: Pat
             assert torch.equal(value, own["automatic 32-true"]["weights"][name])
 
 
-def test_a_rank_that_fails_ends_the_other(python: WarmPython, tmp_path: Path) -> None:
+def test_rank_that_fails_ends_the_other(python: WarmPython, tmp_path: Path) -> None:
     output, folder = run(python, tmp_path, "fails", fails=True)
     assert "rank 1 has had enough" in output
     assert not list(folder.glob("rank_*.pt"))

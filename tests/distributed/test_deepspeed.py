@@ -58,7 +58,7 @@ def by_ddp(ranks: Ranks) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("number", range(len(SETUPS)))
-def test_the_weights_are_those_of_ddp(ranks: Ranks, by_ddp: list[Any], number: int, strategy: dict[str, Any]) -> None:
+def test_weights_are_those_of_ddp(ranks: Ranks, by_ddp: list[Any], number: int, strategy: dict[str, Any]) -> None:
     (setup, arguments), ddp = SETUPS[number], by_ddp[number]
     for rank in fit(ranks, setup, strategy, **arguments):
         for name, value in ddp["weights"].items():
@@ -74,7 +74,7 @@ def test_the_weights_are_those_of_ddp(ranks: Ranks, by_ddp: list[Any], number: i
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[:3], ids=str)
-def test_an_overflow_on_one_process_skips_on_both(ranks: Ranks, strategy: dict[str, Any]) -> None:
+def test_overflow_on_one_process_skips_on_both(ranks: Ranks, strategy: dict[str, Any]) -> None:
     setup = Setup(optimizer="adamw", schedule="step", overflow=(1, 0, 3))
     first, second = fit(ranks, setup, strategy, precision="16-mixed", gradient_clip_val=100.0)
     skipped, scales, next_scales, rates = zip(*first["outcomes"], strict=True)
@@ -96,7 +96,7 @@ def test_an_overflow_on_one_process_skips_on_both(ranks: Ranks, strategy: dict[s
 
 
 @pytest.mark.representative
-def test_a_scale_that_changes_changes_nothing_else(ranks: Ranks) -> None:
+def test_scale_that_changes_changes_nothing_else(ranks: Ranks) -> None:
     """DeepSpeed would halve the gradients (and the norm at stage 3) of each step that doubles the scale."""
     setup = Setup(optimizer="sgd")
     changing, fixed = (
@@ -174,7 +174,7 @@ def assert_goes_on(resumed: list[dict[str, Any]], whole: list[dict[str, Any]], t
 
 
 @pytest.mark.parametrize("name", ["stage 2 file", "stage 3 file", *AS_FOLDER])
-def test_a_resumed_run_ends_as_the_whole_one(ranks: Ranks, saved: dict[str, Saved], name: str) -> None:
+def test_resumed_run_ends_as_the_whole_one(ranks: Ranks, saved: dict[str, Saved], name: str) -> None:
     setup, strategy, arguments = setup_of(name)
     resumed = fit(ranks, setup, strategy, ckpt_path=str(saved[name].place), **arguments)
     assert_goes_on(resumed, saved[name].seen)
@@ -207,7 +207,7 @@ def test_another_stage_resumes_from_a_folder(ranks: Ranks, saved: dict[str, Save
 
 
 @pytest.mark.parametrize("name", AS_FOLDER)
-def test_a_folder_becomes_one_file_and_back(ranks: Ranks, saved: dict[str, Saved], tmp_path: Path, name: str) -> None:
+def test_folder_becomes_one_file_and_back(ranks: Ranks, saved: dict[str, Saved], tmp_path: Path, name: str) -> None:
     folder, file = saved[name].place, tmp_path / "whole.ckpt"
     assert {"manifest.json", "state.ckpt", "latest", "zero_to_fp32.py"} <= {path.name for path in folder.iterdir()}
     assert main(["consolidate", str(folder), str(file)]) == 0
@@ -219,7 +219,7 @@ def test_a_folder_becomes_one_file_and_back(ranks: Ranks, saved: dict[str, Saved
 
 
 @pytest.mark.parametrize("name", AS_FOLDER)
-def test_a_strangers_folder_runs_no_code(ranks: Ranks, saved: dict[str, Saved], tmp_path: Path, name: str) -> None:
+def test_strangers_folder_runs_no_code(ranks: Ranks, saved: dict[str, Saved], tmp_path: Path, name: str) -> None:
     folder = tmp_path / "a.ckpt"
     shutil.copytree(saved[name].place, folder)
     damaged = next(folder.glob("*_optim_states.pt"))
@@ -295,7 +295,7 @@ def test_evaluation_counts_each_sample_once(ranks: Ranks) -> None:
     assert "Got 1 to 3 batches of validation in a process. At stage 3 of DeepSpeed's ZeRO" in third[0]
 
 
-def test_a_signal_ends_both_at_the_same_batch_and_saves(ranks: Ranks, tmp_path: Path) -> None:
+def test_signal_ends_both_at_the_same_batch_and_saves(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks.call("tests.distributed.deepspeed_worker:end_by_signal", str(tmp_path))
     assert 2 <= first == second < 5  # which would be an epoch
     (saved,) = tmp_path.glob("*.ckpt")
@@ -312,7 +312,7 @@ def test_open_window_is_restarted(ranks: Ranks, tmp_path: Path) -> None:
     assert any("begins another one" in said for said in resumed["warned"])
 
 
-def test_a_module_of_the_meta_device_is_filled(ranks: Ranks) -> None:
+def test_module_of_the_meta_device_is_filled(ranks: Ranks) -> None:
     first, second = ranks.call("tests.distributed.deepspeed_worker:fit_on_meta", {"stage": 3})
     (expected, _) = ranks.call("tests.distributed.deepspeed_worker:fit_on_meta", "ddp")
     for name, value in expected.items():

@@ -57,7 +57,7 @@ def test_runs_that_need_as_many_batches_in_each_process(
 
 
 @pytest.mark.parametrize("length", [8, None])
-def test_an_epoch_without_a_batch_on_any_rank_is_an_error_on_all(ranks: Ranks, length: int | None) -> None:
+def test_epoch_without_a_batch_on_any_rank_is_an_error_on_all(ranks: Ranks, length: int | None) -> None:
     with pytest.raises(RankError) as error:
         ranks.call(FIT, "ddp", length, [[0], [0]])
     assert str(error.value).count("yielded no batch in epoch 0. There is nothing to train on") >= 2
@@ -67,7 +67,7 @@ def test_an_epoch_without_a_batch_on_any_rank_is_an_error_on_all(ranks: Ranks, l
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
-def test_a_window_that_stops_early_is_used(ranks: Ranks, engine: str) -> None:
+def test_window_that_stops_early_is_used(ranks: Ranks, engine: str) -> None:
     stopped = ranks.call(FIT, engine, "exact", [[8], [8]], 4, (), 5)
     for mine, whole in zip(stopped, ranks.call(FIT, engine, "exact", [[6], [6]], 4), strict=True):
         assert mine["counts"] == whole["counts"] == (2, 2, 6)

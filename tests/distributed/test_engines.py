@@ -81,7 +81,7 @@ def tolerance_of(setup: Setup, engine: str) -> float:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.representative), *SEEDS[1:]])
-def test_a_fit_drawn_at_random_is_the_one_by_hand(ranks: Ranks, seed: int, engine: str) -> None:
+def test_random_fit_equals_the_hand_written_loop(ranks: Ranks, seed: int, engine: str) -> None:
     setup = draw(seed)
     ours, theirs = traces(ranks, setup, engine)
     for mine, other in zip(ours, theirs, strict=True):
@@ -101,7 +101,7 @@ def test_float8_is_that_of_one_device(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)
-def test_fused_sgd_under_ddp_is_the_one_by_hand(ranks: Ranks, precision: str) -> None:
+def test_fused_sgd_under_ddp_equals_the_hand_written_loop(ranks: Ranks, precision: str) -> None:
     setup = Setup(precision, "sgd-fused", windows=(2, 1), clip="norm", schedule="step", overflow=(1, 0, 2), guard=True)
     for mine, other in zip(*traces(ranks, setup, "ddp"), strict=True):
         assert mine.skipped.count(True) == 1
@@ -118,7 +118,7 @@ def test_weights_of_thousands_do_not_overflow_in_the_first_window(ranks: Ranks, 
 
 @needs_fsdp2
 @pytest.mark.parametrize("late", [False, True])
-def test_a_first_batch_without_a_loss_after_a_sanity_check_is_not_waited_for(ranks: Ranks, late: bool) -> None:
+def test_first_batch_without_a_loss_after_a_sanity_check_does_not_hang(ranks: Ranks, late: bool) -> None:
     """Under FSDP2, this rank has only seen forwards without a backward pass."""
     setup = Setup(val_every=3, none=frozenset({(1, 0, 0)}), late=late)
     for mine, other in zip(*traces(ranks, setup, "fsdp"), strict=True):
@@ -183,7 +183,7 @@ def test_uneven_inputs_train_all_batches(ranks: Ranks, engine: str) -> None:
     assert (first[1]["number_step"], second[1]["number_step"]) == (1.0, 4.0)
 
 
-def test_a_process_without_a_batch_takes_part_in_ddps_forward_on_a_gpu_too(ranks: Ranks) -> None:
+def test_process_without_a_batch_takes_part_in_ddps_forward_on_a_gpu_too(ranks: Ranks) -> None:
     assert ranks.call("tests.distributed.setups:forward_nothing_on_a_gpu") == [[1.0], [1.0]]  # the first one's buffer
 
 
@@ -239,7 +239,9 @@ SHARES = {"hsdp": 4, "2d": 2}
 )
 @needs_fsdp2
 @pytest.mark.parametrize("engine", ["hsdp", "2d"])
-def test_a_fit_on_four_processes_is_the_one_by_hand(four: Ranks, setup: Setup, tolerance: float, engine: str) -> None:
+def test_fit_on_four_ranks_equals_the_hand_written_loop(
+    four: Ranks, setup: Setup, tolerance: float, engine: str
+) -> None:
     """One parameter has an infinite gradient in the batch of one rank. Clipping uses one norm for all ranks."""
     ours = four.call("tests.distributed.setups:fit", setup, engine, SHARES[engine])
     theirs = four.call("tests.distributed.by_hand:train", setup, engine, SHARES[engine])

@@ -86,7 +86,7 @@ def test_hooks_run_for_the_batches_of_a_process(ranks: list[dict[str, Any]]) -> 
     assert ranks[1]["one"]["hooks"] == []
 
 
-def test_the_number_of_batches_is_that_of_the_process_that_has_the_most(ranks: list[dict[str, Any]]) -> None:
+def test_number_of_batches_is_that_of_the_process_that_has_the_most(ranks: list[dict[str, Any]]) -> None:
     """Callbacks use it to decide whether there is a validation."""
     for rank in ranks:
         assert rank["five"]["num_val_batches"] == [3]
@@ -130,7 +130,7 @@ def test_predictions_are_those_of_each_process(ranks: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.parametrize("name", ["fit 5", "fit 1"])
-def test_a_fit_chooses_its_checkpoint_by_the_whole_data(
+def test_fit_chooses_its_checkpoint_by_the_whole_data(
     ranks: list[dict[str, Any]], alone: dict[str, Any], name: str
 ) -> None:
     first, second = (rank[name] for rank in ranks)
@@ -145,9 +145,7 @@ def test_a_fit_chooses_its_checkpoint_by_the_whole_data(
     assert_same(first["metrics"], second["metrics"])
 
 
-def test_processes_agree_on_signals_while_they_are_at_different_batches(
-    ranks: list[dict[str, Any]], alone: dict[str, Any]
-) -> None:
+def test_ranks_agree_on_signals_at_different_batches(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     """Checked before each batch of three dataloaders. In each of them, one rank has one batch more."""
     for rank in ranks:
         assert rank["fit several"]["score"] == alone["fit several"]["score"] == 2.0
@@ -199,7 +197,7 @@ def test_lists_of_different_lengths_are_refused(ranks: list[dict[str, Any]]) -> 
         assert rank["failure lists, even"]["results"]
 
 
-def test_an_exchange_in_the_first_batch_is_warned_of(ranks: list[dict[str, Any]]) -> None:
+def test_exchange_in_the_first_batch_is_warned_of(ranks: list[dict[str, Any]]) -> None:
     for number, rank in enumerate(ranks):
         found = rank["failure gather in the first"]
         assert found["results"][0]["mean"] == 2.0
@@ -214,7 +212,7 @@ def test_collectives_in_each_batch_work_with_even_inputs(ranks: list[dict[str, A
         assert not [text for text in rank[f"failure {name}"]["warned"] if "different numbers" in text]
 
 
-def test_nothing_of_ours_warns(launched: tuple[str, list[dict[str, Any]]]) -> None:
+def test_no_warnings_of_this_package(launched: tuple[str, list[dict[str, Any]]]) -> None:
     """Lightning's warning about ``sync_dist`` appears once, if the data is padded."""
     meant = ("'of_rank'", "samples in targets", "shuffling enabled", "is deprecated")
     warned = [
@@ -225,7 +223,7 @@ def test_nothing_of_ours_warns(launched: tuple[str, list[dict[str, Any]]]) -> No
 
 
 @pytest.mark.parametrize("name", worker.SHARDED)
-def test_a_sharded_engine_is_kept_in_step(ranks: list[dict[str, Any]], alone: dict[str, Any], name: str) -> None:
+def test_sharded_engine_is_kept_in_step(ranks: list[dict[str, Any]], alone: dict[str, Any], name: str) -> None:
     if f"sharded {name}" not in ranks[0]:
         pytest.skip("of torch 2.13")
     for rank in ranks:
@@ -236,7 +234,7 @@ def test_a_sharded_engine_is_kept_in_step(ranks: list[dict[str, Any]], alone: di
 
 
 @pytest.mark.parametrize("count", [5, 1])
-def test_a_sharded_fit_chooses_as_any_other(ranks: list[dict[str, Any]], count: int) -> None:
+def test_sharded_fit_chooses_as_any_other(ranks: list[dict[str, Any]], count: int) -> None:
     if "sharded fit 5" not in ranks[0]:
         pytest.skip("of torch 2.13")
     for rank in ranks:

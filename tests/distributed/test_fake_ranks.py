@@ -24,7 +24,7 @@ def run(python: WarmPython, worker: Any, folder: Path, *words: str) -> None:
 
 
 @pytest.mark.parametrize("size", [8, 64])
-def test_a_step_of_many_processes(python: WarmPython, tmp_path: Path, size: int) -> None:
+def test_step_of_many_processes(python: WarmPython, tmp_path: Path, size: int) -> None:
     run(python, fake_worker, tmp_path, str(size), str(tmp_path / "found"))
     found = json.loads((tmp_path / "found").read_text())
     assert found["counts"] == {"all-gather": 10, "all-reduce": 2, "reduce-scatter": 5}

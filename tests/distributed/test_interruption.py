@@ -21,7 +21,7 @@ def ranks(python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 
 @pytest.mark.parametrize("name", ["slow 0", "slow 1"])
-def test_a_signal_to_one_rank_stops_both_at_the_batch_after_it(ranks: list[dict[str, Any]], name: str) -> None:
+def test_signal_to_one_rank_stops_both_at_the_batch_after_it(ranks: list[dict[str, Any]], name: str) -> None:
     assert [rank[name] for rank in ranks] == [{"code": 143, "steps": [3], "saved": 3}] * 2
 
 
@@ -42,7 +42,7 @@ def test_one_during_the_last_batch(ranks: list[dict[str, Any]]) -> None:
     assert [rank["last"] for rank in ranks] == [{"code": 138, "steps": [5], "saved": 5}] * 2
 
 
-def test_a_validation_is_broken_off_at_the_same_batch(ranks: list[dict[str, Any]]) -> None:
+def test_validation_is_broken_off_at_the_same_batch(ranks: list[dict[str, Any]]) -> None:
     assert [rank["validation"] for rank in ranks] == [{"code": 143, "steps": [5], "saved": 5, "validated": 2}] * 2
 
 

@@ -22,7 +22,7 @@ from tests.distributed.ranks import Ranks
     ],
     ids=str,
 )
-def test_weights_are_averaged_as_by_hand(ranks: Ranks, setup: LocalSGD) -> None:
+def test_averaged_weights_equal_those_of_a_hand_written_loop(ranks: Ranks, setup: LocalSGD) -> None:
     expected = ranks.call("tests.distributed.local_sgd:by_hand", setup)
     found = ranks.call("tests.distributed.local_sgd:fit", setup)
     for mine, by_hand in zip(found, expected, strict=True):

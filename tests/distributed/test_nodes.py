@@ -47,7 +47,7 @@ def test_job_with_a_lost_node_continues_on_the_others(bench: Bench) -> None:
 
 
 @needs_fsdp2
-def test_a_signal_to_one_of_two_that_hold_shards_ends_both_and_is_gone_on_from(bench: Bench) -> None:
+def test_signal_to_one_of_two_sharded_ranks_ends_both_and_is_resumed(bench: Bench) -> None:
     outcome = sigterm_one_rank(SHORT, trainer={"strategy": "fsdp"}, files={"sharded": True})(bench, "ours")
     assert outcome.good, str(outcome)
 

@@ -34,7 +34,7 @@ def test_all_ranks_report_the_rank_that_overflowed(ranks: list[dict[str, Any]]) 
     assert ranks[0]["first"]["reports"] == ranks[1]["first"]["reports"]
 
 
-def test_the_batch_of_a_window_is_found_on_the_other_rank(ranks: list[dict[str, Any]]) -> None:
+def test_batch_of_a_window_is_found_on_the_other_rank(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         (report,) = rank["window"]["reports"]
         assert (report["step"], report["rank"]) == (3, 1)
@@ -42,7 +42,7 @@ def test_the_batch_of_a_window_is_found_on_the_other_rank(ranks: list[dict[str, 
         assert (report["module"], report["error"]) == ("net.3", "")
 
 
-def test_a_step_that_does_not_fail(ranks: list[dict[str, Any]]) -> None:
+def test_step_that_does_not_fail(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         (report,) = rank["healthy"]["reports"]
         assert (report["step"], report["fails"], report["error"]) == (1, False, "")
@@ -50,7 +50,7 @@ def test_a_step_that_does_not_fail(ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(("with_reports", "without"), [("window", "without"), ("healthy", "healthy without")])
-def test_the_run_is_the_same(ranks: list[dict[str, Any]], with_reports: str, without: str) -> None:
+def test_run_is_the_same(ranks: list[dict[str, Any]], with_reports: str, without: str) -> None:
     for rank in ranks:
         one, other = rank[with_reports], rank[without]
         for name, value in one["weights"].items():

@@ -44,7 +44,7 @@ def assert_equal(weights: dict[str, torch.Tensor], others: dict[str, torch.Tenso
     torch.testing.assert_close(weights, others, rtol=0, atol=0)
 
 
-def test_two_workers_train_one_model_to_the_bit_as_under_lightning(folder: Path) -> None:
+def test_two_workers_train_bitwise_the_model_of_lightning(folder: Path) -> None:
     first, second = weights_of(folder, 0), weights_of(folder, 1)
     assert_equal(first["ours"], first["lightning"])
     assert_equal(first["ours"], second["ours"])

@@ -48,7 +48,7 @@ def test_sharded_engine_equals_ddp(ranks: list[dict[str, Any]], name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["overflow on rank 0", "overflow on rank 1", "guard"])
-def test_an_infinity_that_one_process_holds_skips_the_step_on_both(ranks: list[dict[str, Any]], name: str) -> None:
+def test_infinite_gradient_on_one_rank_skips_the_step_on_both(ranks: list[dict[str, Any]], name: str) -> None:
     for rank in ranks:
         found = rank[name]["sharded"]
         assert found["outcomes"] == [False, False, True, False, False] * 2

@@ -66,13 +66,13 @@ def test_all_is_as_under_ddp(ranks: list[dict[str, Any]], folder: Path, name: st
 
 
 @pytest.mark.parametrize("name", ["guard skips a loss", "guard skips a gradient"])
-def test_the_guard_skips_on_all(ranks: list[dict[str, Any]], name: str) -> None:
+def test_guard_skips_on_all(ranks: list[dict[str, Any]], name: str) -> None:
     for rank in ranks:
         assert rank[name]["fsdp"]["outcomes"] == [False, False, True, False, False] * 2
         assert all(one.isfinite().all() for one in rank[name]["fsdp"]["weights"].values())
 
 
-def test_the_guard_names_rank_and_layer_on_all(ranks: list[dict[str, Any]]) -> None:
+def test_guard_names_rank_and_layer_on_all(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert "batch_idx 2, on rank 1 of 2, loss nan" in rank["guard stops at a loss"]["fsdp"]["error"]
         said = rank["guard stops at a gradient"]["fsdp"]["error"]
@@ -140,7 +140,7 @@ def test_reports_name_the_layer(ranks: list[dict[str, Any]]) -> None:
         assert "Nothing overflowed." in rank["report on demand"]["fsdp"]["reports"][0]
 
 
-def test_a_collapse_stops_all(ranks: list[dict[str, Any]], folder: Path) -> None:
+def test_collapse_stops_all(ranks: list[dict[str, Any]], folder: Path) -> None:
     for rank in ranks:
         assert rank["collapse"]["fsdp"]["error"].startswith("4 optimizer steps in a row were skipped")
     saved = torch.load(folder / "fsdp" / "checkpoints" / "before_collapse.ckpt", weights_only=True)
@@ -199,7 +199,7 @@ def test_averages_are_parts_and_validations_see_them(ranks: list[dict[str, Any]]
         assert len(found["gains"]) == (7 if name == "SWA" else 5)
 
 
-def test_an_average_that_has_not_begun_is_the_current_weights(ranks: list[dict[str, Any]]) -> None:
+def test_average_that_has_not_begun_is_the_current_weights(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         for kind in worker.KINDS:
             found = rank["EMA, not begun"][kind]
@@ -224,7 +224,7 @@ def test_stock_callbacks_see_whole_weights_and_end_a_fit(ranks: list[dict[str, A
     assert "train/samples" in log
 
 
-def test_the_same_learning_rate_is_found(ranks: list[dict[str, Any]]) -> None:
+def test_same_learning_rate_is_found(ranks: list[dict[str, Any]]) -> None:
     assert len({rank["learning rate found"][kind]["found"] for rank in ranks for kind in worker.KINDS} - {1e-3}) == 1
 
 

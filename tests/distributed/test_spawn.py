@@ -80,7 +80,7 @@ def test_spawned_and_forked_ranks_equal_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
-def test_the_process_that_has_started_them_saves_checkpoints(tmp_path: Path, strategy: str) -> None:
+def test_process_that_has_started_them_saves_checkpoints(tmp_path: Path, strategy: str) -> None:
     def scenario(make_trainer: Any) -> Any:
         folder = tmp_path / make_trainer.__name__
         arguments = {**QUIET, "enable_checkpointing": True, "devices": 2, "strategy": strategy}

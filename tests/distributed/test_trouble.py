@@ -16,9 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
-def test_all_go_back_when_the_loss_of_one_jumps_and_are_as_if_the_batches_had_not_been(
-    ranks: Ranks, tmp_path: Path, engine: str
-) -> None:
+def test_all_ranks_roll_back_when_the_loss_of_one_spikes(ranks: Ranks, tmp_path: Path, engine: str) -> None:
     """Under DDP in 16-mixed with its scaler, and under FSDP from a sharded checkpoint."""
     found = ranks.call("tests.distributed.trouble_worker:spike", tmp_path, engine, None)
     oracle = ranks.call("tests.distributed.trouble_worker:spike", tmp_path, engine, (8, 12))
@@ -31,9 +29,7 @@ def test_all_go_back_when_the_loss_of_one_jumps_and_are_as_if_the_batches_had_no
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("deepspeed", marks=needs_deepspeed)])
-def test_the_process_that_does_not_come_is_named_with_the_layer_that_it_is_in(
-    ranks: Ranks, tmp_path: Path, engine: str
-) -> None:
+def test_missing_rank_is_named_with_its_layer(ranks: Ranks, tmp_path: Path, engine: str) -> None:
     (said, weight), (more, same) = ranks.call("tests.distributed.trouble_worker:stall", tmp_path, engine, 1, 9.0)
     (text,) = [one for one in said + more if "net.1" in one]  # a set-up may take longer than the patience, too
     first, late, *stack, other, file = text.splitlines()

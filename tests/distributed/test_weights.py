@@ -39,7 +39,7 @@ def saved(folder: Path, form: str) -> tuple[Path, dict[str, Any]]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("form", ["checkpoint", "folder", "safetensors", "other names"])
-def test_both_begin_with_the_file(ranks: Ranks, tmp_path: Path, form: str, strategy: str) -> None:
+def test_both_ranks_start_with_the_weights_of_the_file(ranks: Ranks, tmp_path: Path, form: str, strategy: str) -> None:
     file, state = saved(tmp_path, form)
     for late in (False, True):
         found = ranks.call("tests.distributed.weights_worker:fit", str(file), strategy, late)
@@ -52,7 +52,7 @@ def test_both_begin_with_the_file(ranks: Ranks, tmp_path: Path, form: str, strat
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_head_of_another_size_stays(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+def test_head_of_another_size_stays(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
     file, state = saved(tmp_path, "folder")
     for rank in ranks.call("tests.distributed.weights_worker:fit", str(file), strategy, False, 7):
         assert rank["facts"]["differing"] == {

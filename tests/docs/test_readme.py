@@ -12,13 +12,13 @@ from tests.docs.pages import ROOT, read
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_tables_of_commands_and_recipes():
+def test_tables_of_commands_and_recipes():
     assert with_tables(README) == README, "Run scripts/make_api_reference."
     assert "| `fit` | Train a model, with validation |" in README
     assert "| `resnet50` | ResNet-50 on scanned digits" in README
 
 
-def test_the_example():
+def test_example():
     (example,) = [block for block in read(ROOT / "README.md") if block.markers.get("file") == "tabular.py"]
     assert example.text == (ROOT / "docs" / "examples" / "tabular.py").read_text(encoding="utf-8")
 
@@ -29,7 +29,7 @@ def test_custom_recipe_takes_ten_lines():
     assert len(recipe.text.splitlines()) == 10
 
 
-def test_the_measured_comparison_is_that_of_the_benchmarks():
+def test_measured_comparison_is_that_of_the_benchmarks():
     marked = re.compile(r"<!-- benchmark_overhead: start -->.*<!-- benchmark_overhead: end -->", re.DOTALL)
     (ours,) = marked.findall(README)
     assert ours in (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")

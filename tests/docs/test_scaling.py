@@ -29,7 +29,7 @@ def table() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", table())
-def test_a_cell_names_a_test_that_is_there(name: str) -> None:
+def test_cells_name_existing_tests(name: str) -> None:
     cells = table()[name]
     assert len(cells) == len(ENGINES)
     for engine, cell in zip(ENGINES, cells, strict=True):

@@ -55,7 +55,7 @@ LBFGS = {"lr": 0.1, "max_iter": 3}
         ((torch.optim.LBFGS, LBFGS), (torch.optim.LBFGS, {**LBFGS, "max_iter": 2})),
     ],
 )
-def test_an_optimizer_is_exchanged_between_epochs(before: Any, after: Any) -> None:
+def test_optimizer_is_exchanged_between_epochs(before: Any, after: Any) -> None:
     def scenario(make: Any) -> Any:
         module = Scheduled(before[0], **before[1])
         trainer = make(max_epochs=3, callbacks=[SwitchOptimizer(after[0], **after[1])])
@@ -66,7 +66,7 @@ def test_an_optimizer_is_exchanged_between_epochs(before: Any, after: Any) -> No
     assert mine == theirs
 
 
-def test_a_schedule_is_exchanged_between_epochs() -> None:
+def test_schedule_is_exchanged_between_epochs() -> None:
     def scenario(make: Any) -> Any:
         module = Scheduled()
         trainer = make(max_epochs=3, callbacks=[SwitchSchedule()])
@@ -77,7 +77,7 @@ def test_a_schedule_is_exchanged_between_epochs() -> None:
     assert mine == theirs
 
 
-def test_an_optimizer_that_evaluates_the_loss_cannot_come_in_the_middle_of_a_batch() -> None:
+def test_optimizer_that_evaluates_the_loss_cannot_be_set_inside_a_batch() -> None:
     class Switches(Scheduled):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             self.trainer.strategy.optimizers = [torch.optim.LBFGS(self.parameters())]
@@ -86,7 +86,7 @@ def test_an_optimizer_that_evaluates_the_loss_cannot_come_in_the_middle_of_a_bat
         ours(max_epochs=1).fit(Switches(), data(2))
 
 
-def test_an_optimizer_of_the_same_kind_may_come_in_the_middle_of_an_epoch() -> None:
+def test_optimizer_of_the_same_kind_may_be_set_inside_an_epoch() -> None:
     class Renews(Learner):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             self.trainer.strategy.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1 / (1 + batch_idx))]

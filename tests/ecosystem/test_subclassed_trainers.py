@@ -88,7 +88,7 @@ class Solver(Learner):
 
 
 @pytest.mark.parametrize("batch_size", [None, 2])
-def test_a_subclass_that_holds_module_and_data(batch_size: int | None) -> None:
+def test_subclass_with_module_and_data(batch_size: int | None) -> None:
     def scenario(make: Any) -> Any:
         base = type(make())
         trainer = physics_trainer(base)(Solver(), batch_size, max_epochs=2, **QUIET)
@@ -197,7 +197,7 @@ class Search(Learner):
 
 
 @pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
-def test_an_optimizer_that_is_made_in_a_hook_before_each_batch() -> None:
+def test_optimizer_created_in_a_hook_before_each_batch() -> None:
     def scenario(make: Any) -> Any:
         module, trainer = Search(), make(max_epochs=5)
         trainer.fit(module, data(6))
@@ -249,7 +249,7 @@ def test_loop_with_its_own_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("place", ["test_loop", "validate_loop", "fit_loop"])
-def test_a_loop_that_would_not_run_is_refused(place: str) -> None:
+def test_loop_that_would_not_run_is_refused(place: str) -> None:
     class OwnFitLoop(_FitLoop):
         def advance(self) -> None:
             pass
@@ -261,7 +261,7 @@ def test_a_loop_that_would_not_run_is_refused(place: str) -> None:
         setattr(trainer, place, loop)
 
 
-def test_a_loop_of_lightnings_that_changes_nothing_is_welcome() -> None:
+def test_loop_of_lightnings_that_changes_nothing_is_welcome() -> None:
     trainer = Trainer(**QUIET)
     view = trainer.test_loop
     trainer.test_loop = _EvaluationLoop(trainer, TrainerFn.TESTING, RunningStage.TESTING)  # type: ignore[arg-type, assignment]
@@ -421,7 +421,7 @@ class ZeroShot(MemoryBank):
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
 @pytest.mark.parametrize("kind", [MemoryBank, ZeroShot])
-def test_an_engine_with_models_that_take_no_step(kind: type, tmp_path: Path) -> None:
+def test_engine_with_models_that_take_no_step(kind: type, tmp_path: Path) -> None:
     def scenario(make: Any) -> Any:
         folder = tmp_path / type(make()).__module__
         engine, module = Engine(make), kind()
@@ -475,7 +475,7 @@ class Forecaster(Classifier):
         return torch.vstack(self._pred_trainer.predict(self, data(4))).tolist()
 
 
-def test_a_model_that_builds_a_trainer_for_each_fit_and_keeps_one_for_predictions() -> None:
+def test_model_that_builds_a_trainer_for_each_fit_and_keeps_one_for_predictions() -> None:
     def scenario(make: Any) -> Any:
         module = Forecaster(make, gradient_clip_val=None)
         seen = []

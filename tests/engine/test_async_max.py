@@ -39,7 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     return Clock
 
 
-def test_the_answer_is_read_a_batch_later(clock: Any) -> None:
+def test_answer_is_read_a_batch_later(clock: Any) -> None:
     others = Others()
     asked = AsyncMax(others, 2)  # type: ignore[arg-type]
     clock.now += 10.0
@@ -51,7 +51,7 @@ def test_the_answer_is_read_a_batch_later(clock: Any) -> None:
     assert [question[:2] for question in others.questions] == [[0, 1], [0, 0]]
 
 
-def test_slow_batches_ask_each_time_and_fast_ones_now_and_then(clock: Any) -> None:
+def test_exchange_happens_at_each_slow_batch_and_at_some_fast_ones(clock: Any) -> None:
     others = Others()
     asked = AsyncMax(others, 2)  # type: ignore[arg-type]
     for seconds, questions in ((2 * SECONDS, 10), (SECONDS / 9.5, 1), (SECONDS / 1e6, 0)):

@@ -34,7 +34,7 @@ def test_how_a_process_has_ended() -> None:
     assert _how(3).startswith("has ended with exit status 3")
 
 
-def test_who_fails_is_named_once(children: ChildProcesses, capfd: Any) -> None:
+def test_failed_rank_is_named_once(children: ChildProcesses, capfd: Any) -> None:
     assert not children._any_has_failed()
     children.send(signal.SIGTERM)
     children._processes[1].wait()
@@ -53,9 +53,7 @@ def test_other_ranks_continue_after_a_successful_end(children: ChildProcesses) -
     assert children._processes[1].poll() is None
 
 
-def test_at_the_end_of_one_that_failed_they_end(
-    children: ChildProcesses, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_other_ranks_end_after_a_failure(children: ChildProcesses, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     left: list[int] = []
     monkeypatch.setattr(processes, "_exit", left.append)
     with deadline_after(SystemExit(7), waited_for=True):

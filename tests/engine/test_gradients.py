@@ -58,7 +58,7 @@ def test_clear(gradients):
     assert other.grad is None
 
 
-def test_an_optimizer_that_clears_its_gradients_itself(gradients):
+def test_optimizer_that_clears_its_gradients_itself(gradients):
     class Own(torch.optim.SGD):
         def zero_grad(self, set_to_none=True):
             calls.append(self)
@@ -103,13 +103,13 @@ def test_clipping_without_gradients(gradients, algorithm):
     assert gradients.norm(sgd(parameters_with(None))) is None
 
 
-def test_a_norm_of_sparse_gradients(gradients):
+def test_norm_of_sparse_gradients(gradients):
     table = nn.Embedding(4, 1, sparse=True)
     table(torch.tensor([1, 1, 3])).sum().backward()
     assert gradients.norm(torch.optim.SGD(table.parameters(), lr=0.1)).item() == pytest.approx(5**0.5)  # 2 and 1
 
 
-def test_gradients_set_aside_come_back(gradients):
+def test_gradients_set_aside_are_restored(gradients):
     one, none = parameters_with([1.0], None)
     before = one.grad
     with gradients.set_aside([one, none]):
@@ -119,7 +119,7 @@ def test_gradients_set_aside_come_back(gradients):
     assert none.grad is None
 
 
-def test_the_state_of_an_open_window():
+def test_state_of_an_open_window():
     one, other, frozen, again = parameters_with([1.0], [2.0], None, [0.0])
     again.grad = None
     names = {"one": one, "other": other, "frozen": frozen}
@@ -132,7 +132,7 @@ def test_the_state_of_an_open_window():
     assert torch.equal(again.grad, torch.tensor([0.25]))
 
 
-def test_a_gradient_from_a_file_is_laid_out_like_its_parameter():
+def test_gradient_from_a_file_is_laid_out_like_its_parameter():
     weight = nn.Parameter(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last))
     gradient = torch.randn(2, 3, 4, 4)
     Gradients(LossScaler("cpu", enabled=False)).load_state_dict([("weight", weight)], {"weight": gradient})

@@ -22,7 +22,7 @@ def on_meta(make: type[nn.Module]) -> nn.Module:
         return make()
 
 
-def test_each_module_fills_itself_as_when_it_was_made() -> None:
+def test_modules_are_initialized_as_by_their_constructors() -> None:
     torch.manual_seed(0)
     expected = build()
     with torch.device("meta"):
@@ -85,7 +85,7 @@ class Pretrained(nn.Module):
             nn.init.ones_(module.scale)
 
 
-def test_a_module_around_may_fill_its_parts() -> None:
+def test_module_around_may_fill_its_parts() -> None:
     model = on_meta(Pretrained)
     initialise(model, CPU)
     assert (model.layer.weight == 0.5).all()

@@ -86,7 +86,7 @@ def test_whether_segments_expand(monkeypatch: pytest.MonkeyPatch, name: str) -> 
     assert expands_segments()
 
 
-def test_a_snapshot_is_torchs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshot_is_torchs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "run" / "memory.pickle"
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda name: Path(name).write_text("blocks"))
     assert not write_snapshot(CPU, file)

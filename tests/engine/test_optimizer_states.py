@@ -85,7 +85,7 @@ def end_of(trainer: Any, module: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
     precision = "bf16-true" if name != "LBFGS" else "32-true"
     whole = end_of(*fit(tmp_path, OPTIMIZERS[name], precision, Stops(tmp_path / "3.ckpt")))
     assert_identical(end_of(*fit(tmp_path, OPTIMIZERS[name], precision, ckpt=tmp_path / "3.ckpt")), whole)
@@ -181,7 +181,7 @@ def test_weights_that_are_saved_in_another_dtype(tmp_path: Path) -> None:
     assert_identical(end_of(again, again.lightning_module), saved)
 
 
-def test_a_run_that_is_rolled_back_keeps_the_dtypes(tmp_path: Path) -> None:
+def test_run_that_is_rolled_back_keeps_the_dtypes(tmp_path: Path) -> None:
     class RollsBack(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 4:
@@ -198,7 +198,7 @@ def test_a_run_that_is_rolled_back_keeps_the_dtypes(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_an_optimizer_with_quantized_states(tmp_path: Path) -> None:
+def test_optimizer_with_quantized_states(tmp_path: Path) -> None:
     """Its states are tensors of a subclass, which torch loads on a named device only."""
     optimizers = pytest.importorskip("torchao.optim")
 
@@ -219,7 +219,7 @@ def test_an_optimizer_with_quantized_states(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["step", "other"])
 @pytest.mark.parametrize("kind", [torch.int32, torch.float64, torch.float32])
 @pytest.mark.parametrize("options", [{}, {"capturable": True}, {"fused": True}])
-def test_a_step_is_loaded_as_torch_loads_it_and_whole_numbers_stay_that(
+def test_step_is_loaded_as_torch_loads_it_and_whole_numbers_stay_that(
     key: str, kind: torch.dtype, options: dict[str, bool]
 ) -> None:
     parameter = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
@@ -271,7 +271,7 @@ def test_hooks_of_the_user_see_the_saved_dtypes_and_have_the_last_word() -> None
     assert not optimizer._optimizer_load_state_dict_post_hooks
 
 
-def test_the_dtype_of_a_state() -> None:
+def test_dtype_of_a_state() -> None:
     half, single, byte = torch.bfloat16, torch.float32, torch.uint8
     assert dtype_to_load(torch.zeros(1), single, half) is half
     assert dtype_to_load(torch.zeros(1), half, half) is single

@@ -37,7 +37,7 @@ def test_each_start_has_its_own_store() -> None:
     assert [store.get("where") for store in second] == [b"there"] * 3
 
 
-def test_a_question_of_a_process_that_has_died_is_not_taken_for_one_of_this_start() -> None:
+def test_entries_of_a_dead_process_are_ignored() -> None:
     served = HashStore()
     served.set("amp_trainer/asks/1", "died before it was answered")
     stores = together(lambda: meet(served, 0, 2, LONG), lambda: meet(served, 1, 2, LONG))
@@ -45,7 +45,7 @@ def test_a_question_of_a_process_that_has_died_is_not_taken_for_one_of_this_star
     assert stores[1].get("a") == b"b"
 
 
-def test_the_ranks_that_do_not_come_are_named() -> None:
+def test_missing_ranks_are_named() -> None:
     served = HashStore()
     served.set_timeout(SHORT)
     with pytest.raises(ClusterError, match="of 3, rank 1, 2 did not come"):

@@ -64,14 +64,14 @@ def test_another_training_is_seen(bench: Bench) -> None:
     assert bench.verdict(bench.new_folder("empty"), reference) == Outcome("lost", "no result")
 
 
-def test_a_run_that_hangs_is_an_outcome(bench: Bench) -> None:
+def test_run_that_hangs_is_an_outcome(bench: Bench) -> None:
     run = bench.train("ours", bench.new_folder("slow"), setup=Setup(batches=3, pace=60.0))
     with pytest.raises(tools.HungError):
         run.wait(2)
     assert run.status == -9
 
 
-def test_the_script(tmp_path: Path, python: WarmPython) -> None:
+def test_script(tmp_path: Path, python: WarmPython) -> None:
     page, table = tmp_path / "page.md", tmp_path / "rows.json"
     page.write_text("<!-- fault_suite: start -->\nold\n<!-- fault_suite: end -->\n")
     command = [str(ROOT / "scripts" / "fault_suite"), "--only", "unwritable", "--folder", str(tmp_path)]
@@ -119,7 +119,7 @@ def test_rows_of_a_run_in_two_files(tmp_path: Path) -> None:
     }
 
 
-def test_a_table() -> None:
+def test_table() -> None:
     rows = [
         Row("a", "A", {"ours": Outcome("exact", "here"), "lightning": Outcome("lost", "a | b\nc")}),
         Row("b", "B", {"ours": Outcome("refused", good=True)}),

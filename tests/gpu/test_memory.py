@@ -156,7 +156,7 @@ def test_peak_memory_of_a_step_equals_a_hand_written_loop(cuda, tmp_path, precis
         assert hand <= ours <= hand + 4 * kept, what
 
 
-def test_a_validation_has_the_memory_for_itself(cuda, tmp_path):
+def test_validation_has_the_memory_for_itself(cuda, tmp_path):
     samples, width = 64, 32
 
     class Validates(Fits):
@@ -180,7 +180,7 @@ def test_a_validation_has_the_memory_for_itself(cuda, tmp_path):
     assert module.now == [weights + momentum] * 2
 
 
-def test_the_count_sees_a_batch_that_is_held(cuda, tmp_path):
+def test_count_sees_a_batch_that_is_held(cuda, tmp_path):
     class Holds(Fits):
         last: list[Any] = []
 

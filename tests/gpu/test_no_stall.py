@@ -89,7 +89,7 @@ def fit(folder: Any, optimizer: str, watch: Callback, batches: int, device: str 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("optimizer", ["momentum-fused", "adamw-fused"])
-def test_a_steady_state_step_synchronizes_nothing(tmp_path, optimizer):
+def test_steady_state_step_synchronizes_nothing(tmp_path, optimizer):
     watch = ForbidSynchronization()
     fit(tmp_path, optimizer, watch, BATCHES)
     assert watch.watched == LAST - FIRST + 1
@@ -97,7 +97,7 @@ def test_a_steady_state_step_synchronizes_nothing(tmp_path, optimizer):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_the_watch_sees_the_synchronization_of_a_plain_optimizer(tmp_path):
+def test_watch_sees_the_synchronization_of_a_plain_optimizer(tmp_path):
     with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
         fit(tmp_path, "momentum", ForbidSynchronization(), BATCHES)
 
@@ -106,7 +106,7 @@ def test_the_watch_sees_the_synchronization_of_a_plain_optimizer(tmp_path):
 @pytest.mark.parametrize(
     ("optimizer", "ahead"), [("momentum-fused", True), ("adamw-fused", True), ("momentum", False), ("adamw", False)]
 )
-def test_the_host_issues_the_next_batch_while_the_device_still_works(tmp_path, optimizer, ahead):
+def test_host_issues_the_next_batch_while_the_device_still_works(tmp_path, optimizer, ahead):
     watch = KeepBusy()
     fit(tmp_path, optimizer, watch, 12 * WINDOW)
     assert watch.host_is_ahead is ahead

@@ -142,7 +142,7 @@ def test_equals_the_hand_written_loop(tmp_path, device, optimizer, window, asks)
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("optimizer", ["momentum-fused", "adamw-fused"])
-def test_an_overflow_at_the_very_first_step_leaves_no_trace(tmp_path, device, optimizer):
+def test_overflow_at_the_very_first_step_leaves_no_trace(tmp_path, device, optimizer):
     batches = make_batches(6, gains={0: INF})
     poison = [torch.full_like(p, torch.nan, device=device) for p in make_net().parameters() for _ in range(8)]
     del poison  # uninitialized allocations from here on are likely to contain NaN

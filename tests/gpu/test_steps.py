@@ -151,7 +151,7 @@ def added(ours: Seen, theirs: Seen) -> Counter[str]:
 
 
 @pairwise(precision=PRECISIONS, optimizer=OPTIMIZERS, clips=[False, True], window=[1, 2])
-def test_a_step_waits_for_nothing_and_computes_nothing_more(cuda, tmp_path, precision, optimizer, clips, window):
+def test_step_waits_for_nothing_and_computes_nothing_more(cuda, tmp_path, precision, optimizer, clips, window):
     hand = by_hand(precision, optimizer, clips, window)
     clipping = {"gradient_clip_val": LIMIT} if clips else {}
     for callbacks, records in product((False, True), (False, True)):

@@ -84,7 +84,7 @@ def test_reset_window_starts_again():
     assert window.is_first
 
 
-def test_a_new_number_of_batches_holds_from_the_next_window_on():
+def test_new_number_of_batches_applies_from_the_next_window():
     window = AccumulationWindow(2)
     window.advance(9, False)
     window.batches = 4
@@ -178,7 +178,7 @@ def test_batches_without_a_loss_are_not_counted(missing, known, weigh):
 
 
 @pytest.mark.parametrize("unit", [1.0, 512.0, 1e6, 1e-3])
-def test_the_loss_keeps_its_size_whatever_the_unit_of_the_weights(unit):
+def test_loss_is_independent_of_the_unit_of_the_weights(unit):
     batches = [torch.ones(n, 3) for n in (4, 8, 2)]
     gradient, shares, _ = accumulate(batches, size=3, weigh=lambda n: n * unit)
     assert shares[:2] == pytest.approx([3 / 3, 3 * 2 / 3])
@@ -255,7 +255,7 @@ def test_weights_for_all_batches_or_for_none(weights):
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 
-def test_the_mean_goes_over_the_processes_too():
+def test_mean_includes_all_ranks():
     """DDP averages the gradients of two ranks, so that this rank's factor is twice its share."""
     mine, theirs = [torch.randn(n, 3) for n in (3, 5)], [torch.randn(n, 3) for n in (1, 8)]
     gradients, corrections = [], []
@@ -289,7 +289,7 @@ def test_weights_are_measured_by_the_mean_of_the_last_window():
     assert restored.factor == window.factor
 
 
-def test_a_first_window_is_measured_by_the_first_batches_of_all():
+def test_first_window_is_measured_by_the_first_batches_of_all():
     """One of the ranks may have no loss. If none has one, the next batches are used."""
     window, loss = AccumulationWindow(3), torch.tensor(1.0)
     window.start_run(3)
@@ -314,7 +314,7 @@ def test_complete_windows_are_not_corrected_on_several_processes_either():
 
 
 @pytest.mark.parametrize("on_a_device", [False, True])
-def test_a_window_of_one_batch_is_corrected_by_its_loss(monkeypatch, on_a_device):
+def test_window_of_one_batch_is_corrected_by_its_loss(monkeypatch, on_a_device):
     """One number is multiplied instead of all gradients."""
     multiplied = []
     engine = Processes([9.0])
@@ -334,7 +334,7 @@ def test_a_window_of_one_batch_is_corrected_by_its_loss(monkeypatch, on_a_device
     assert window.correction == 1.0
 
 
-def test_a_half_precision_loss_is_multiplied_once():
+def test_half_precision_loss_is_multiplied_once():
     """The weight, which may be 100,000 tokens, is not multiplied first."""
     engine = Processes([1e5])
     window = AccumulationWindow(1)

@@ -35,7 +35,7 @@ def test_only_loops_assign_to_the_path_of_a_batch() -> None:
         assert not assigned_to_loops(file) & names, file
 
 
-def test_a_path_cannot_be_changed() -> None:
+def test_path_cannot_be_changed() -> None:
     with pytest.raises(FrozenInstanceError):
         NO_PATH.step = print  # type: ignore[misc]
 
@@ -57,7 +57,7 @@ def test_wrappers_apply_from_the_inside_to_the_outside() -> None:
     assert calls == ["outer", "inner"]
 
 
-def test_a_wrapper_lasts_until_it_is_removed_or_the_run_ends(tmp_path: Path) -> None:
+def test_wrapper_lasts_until_it_is_removed_or_the_run_ends(tmp_path: Path) -> None:
     class Wrapped(Regression):
         seen: list[int]
 

@@ -113,7 +113,7 @@ KINDS = [SharpnessAware, Perturbing, Insisting, Usual, Wrapper]
 @pytest.mark.parametrize("arguments", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 3}], ids=str)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_optimizer_of_another_library_is_lightnings_to_the_bit(
+def test_optimizer_of_another_library_equals_lightnings(
     kind: type[Optimizer], precision: Any, arguments: dict[str, Any]
 ) -> None:
     def train(make: Any) -> Any:
@@ -127,7 +127,7 @@ def test_an_optimizer_of_another_library_is_lightnings_to_the_bit(
     assert all(map(torch.equal, theirs, mine))
 
 
-def test_who_is_given_a_closure() -> None:
+def test_optimizers_that_get_a_closure() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(1))]
 
     class Same(Adam):
@@ -183,7 +183,7 @@ class StepsItself(Learner):
 
 
 @pytest.mark.parametrize("automatic", [True, False])
-def test_a_step_of_the_bare_optimizer_with_scaled_gradients_is_refused(automatic: bool) -> None:
+def test_step_of_the_bare_optimizer_with_scaled_gradients_is_refused(automatic: bool) -> None:
     module = StepsItself()
     module.automatic_optimization = automatic
     before = weights(module)
@@ -194,7 +194,7 @@ def test_a_step_of_the_bare_optimizer_with_scaled_gradients_is_refused(automatic
     trainer.optimizers[0].step()  # after the run, nothing is refused
 
 
-def test_a_step_of_the_bare_optimizer_with_unscaled_gradients_is_allowed() -> None:
+def test_step_of_the_bare_optimizer_with_unscaled_gradients_is_allowed() -> None:
     module = StepsItself()
     module.automatic_optimization = module.scales = False
     before = weights(module)

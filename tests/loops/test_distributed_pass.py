@@ -86,7 +86,7 @@ def test_ddp_exchanges_lengths_at_the_start_of_a_pass_only() -> None:
     assert engine.done == ["idle", "batch", "batch"]
 
 
-def test_a_process_without_a_batch_takes_part_in_forwards_that_exchange() -> None:
+def test_process_without_a_batch_takes_part_in_forwards_that_exchange() -> None:
     engine = Engine(forward_runs_collectives=True)
     run(engine, pace_of(engine, Span(1, 3), Span(0, 1), watches=False), 1, 0)
     assert engine.done == ["idle", "batch", "idle", "idle", "idle"]
@@ -111,7 +111,7 @@ def test_values_of_a_batch_are_reduced_if_all_ranks_have_it() -> None:
 
 
 @pytest.mark.parametrize("forward_runs_collectives", [False, True])
-def test_an_exchange_in_each_batch_is_an_error_in_the_last_that_all_have(forward_runs_collectives: bool) -> None:
+def test_exchange_in_each_batch_is_an_error_in_the_last_that_all_have(forward_runs_collectives: bool) -> None:
     engine = Engine(forward_runs_collectives)
     pace = pace_of(engine, Span(2, 3))
     with pytest.warns(UserWarning, match=r"\(2 to 3\)"):
@@ -120,7 +120,7 @@ def test_an_exchange_in_each_batch_is_an_error_in_the_last_that_all_have(forward
         pace.run(0, lambda: [engine.exchange() for _ in range(3)])  # type: ignore[arg-type]
 
 
-def test_a_sanity_check_of_equal_length_warns() -> None:
+def test_sanity_check_of_equal_length_warns() -> None:
     engine = Engine()
     pace = pace_of(engine, Span(1, 1), whole=(Span(2, 3),))
     with pytest.warns(UserWarning, match=r"\(2 to 3\)"):
@@ -135,7 +135,7 @@ def test_collectives_are_accepted_with_even_or_unknown_inputs(spans: tuple[Span,
         run(engine, pace_of(engine, *spans), 2, step=lambda index: engine.exchange())
 
 
-def test_a_metric_that_exchanges_at_each_batch_is_refused_before_the_first() -> None:
+def test_metric_that_exchanges_at_each_batch_is_refused_before_the_first() -> None:
     module = nn.Module()
     module.eager = MeanMetric(dist_sync_on_step=True)
     with pytest.raises(ConfigurationError, match="'eager', with dist_sync_on_step=True"):

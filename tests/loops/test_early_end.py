@@ -194,7 +194,7 @@ every_step = partial(StepLR, step_size=1, gamma=0.5)
         ("IterableDataset", Module, {"callbacks": [GradientAccumulation(4, straddles_epochs=True)]}),
     ],
 )  # fmt: skip
-def test_the_end_of_the_data_is_the_end_of_the_epoch(tmp_path, loader, make_module, arguments):
+def test_end_of_the_data_is_the_end_of_the_epoch(tmp_path, loader, make_module, arguments):
     seen = assert_as_with_the_right_length(tmp_path, LOADERS[loader], make_module, 12, 6, **arguments)
     assert seen["validations"]
 
@@ -279,7 +279,7 @@ def test_validations_that_were_due_by_the_end_of_an_epoch(tmp_path, loader, argu
     assert all(is_last for _, is_last, _ in events.epochs)
 
 
-def test_one_more_validation_if_the_window_was_open_at_that_of_the_last_batch(tmp_path):
+def test_additional_validation_if_the_window_was_open_at_the_last_one(tmp_path):
     events = Events()
     trainer = make_trainer(tmp_path, callbacks=[events], val_check_interval=2, accumulate_grad_batches=4)
     trainer.fit(Module(), iterable_dataset(make_batches(12), 12, [6]), loader_of(make_batches(1)))
@@ -287,13 +287,13 @@ def test_one_more_validation_if_the_window_was_open_at_that_of_the_last_batch(tm
     assert events.validations[-1][-1] != events.validations[-2][-1]
 
 
-def test_the_length_that_is_shown_stays(tmp_path):
+def test_length_that_is_shown_stays(tmp_path):
     trainer = make_trainer(tmp_path, max_epochs=2)
     trainer.fit(Trained(), iterable_dataset(make_batches(12), 12, [6]))
     assert (trainer.num_training_batches, trainer.global_step, trainer.is_last_batch) == (12, 12, True)
 
 
-def test_an_epoch_has_no_more_batches_than_its_length(tmp_path):
+def test_epoch_has_no_more_batches_than_its_length(tmp_path):
     trainer = make_trainer(tmp_path, max_epochs=2)
     trainer.fit(Trained(), iterable_dataset(make_batches(12), 5, [12]))
     assert trainer.global_step == 10
@@ -332,7 +332,7 @@ class SavesEverywhere(Callback):
         ("IterableDataset", lambda: Halves(schedule=every_step), {"accumulate_grad_batches": 4}),
     ],
 )
-def test_a_resume_around_an_early_end_is_exact(tmp_path, loader, make_module, arguments):
+def test_resume_around_an_early_end_is_exact(tmp_path, loader, make_module, arguments):
     def run(*callbacks: Callback, ckpt: Path | None = None) -> tuple[Events, Any, Any]:
         events, module = Events(), make_module()
         data = LOADERS[loader](make_batches(8), 8, [5])
@@ -370,7 +370,7 @@ class Draws(Module):
 @pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
 @pytest.mark.parametrize("window", [1, 4])
 @pytest.mark.parametrize("count", [6, 7])
-def test_a_step_that_draws_its_own_batches(tmp_path, count, window):
+def test_step_that_draws_its_own_batches(tmp_path, count, window):
     arguments = {"accumulate_grad_batches": window, "max_epochs": 2}
     batches = make_batches(12)
     drawn = ran(tmp_path / "drawn", iterable_dataset(batches, 12, [count]), Draws(schedule=every_step), **arguments)

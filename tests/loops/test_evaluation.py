@@ -127,7 +127,7 @@ def test_dataloader_idx_is_passed_with_several_dataloaders() -> None:
     assert [call[1:] for call in calls if call[0] == "validation_step"] == [(0, 0), (0, 1), (1, 1)]
 
 
-def test_a_limit_is_of_each_dataloader() -> None:
+def test_limit_is_of_each_dataloader() -> None:
     calls: list[Any] = []
     loop_of(calls, Loaders(3, 1, 2)).run(limit=1)
     assert [call[1:] for call in calls if call[0] == "validation_step"] == [(0, 0), (0, 1), (0, 2)]
@@ -140,7 +140,7 @@ def test_without_data_nothing_happens(loaders: Any) -> None:
     assert calls == []
 
 
-def test_the_results_of_each_dataloader() -> None:
+def test_results_of_each_dataloader() -> None:
     loop: EvalLoop
 
     def step(batch: Any, batch_idx: int, dataloader_idx: int) -> None:
@@ -207,7 +207,7 @@ def test_no_gradients_are_recorded(inference_mode: bool) -> None:
     assert torch.is_grad_enabled()
 
 
-def test_the_step_and_nothing_else_runs_under_autocast() -> None:
+def test_step_and_nothing_else_runs_under_autocast() -> None:
     seen: list[Any] = []
     precision = MixedPrecision("bfloat16")
     loop = loop_of(
@@ -233,7 +233,7 @@ def test_modes_are_put_back_part_by_part() -> None:
     assert loop.module.part.training  # type: ignore[union-attr]
 
 
-def test_a_module_may_put_its_modes_back_itself() -> None:
+def test_module_may_put_its_modes_back_itself() -> None:
     calls: list[Any] = []
     loop = loop_of(calls, Loaders(1), own=("on_validation_model_train",))
     loop.run()
@@ -251,7 +251,7 @@ def test_predictions_are_returned_if_requested() -> None:
     assert loop.predictions == [[(0, 0), (1, 0)], [(0, 1)]]
 
 
-def test_a_predict_step_that_returns_none_is_warned_of_once() -> None:
+def test_predict_step_that_returns_none_is_warned_of_once() -> None:
     class PredictsNothing(Classifier):
         def predict_step(self, batch: Any, batch_idx: int) -> None:
             return None

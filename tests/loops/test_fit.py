@@ -167,7 +167,7 @@ def test_short_last_window_is_the_mean_of_its_batches(tmp_path, batches, window,
     assert trainer.global_step == 2 * steps
 
 
-def test_a_window_equals_one_large_batch(tmp_path):
+def test_window_equals_one_large_batch(tmp_path):
     ours, theirs, batches = make_net(), make_net(), make_batches(5)
     fit_and_watch(tmp_path, Regression(ours), batches, accumulate_grad_batches=3)
     merged = [
@@ -206,9 +206,7 @@ def test_loss_scaling_is_independent_of_the_dtype(tmp_path, dtype, scaling):
 
 @pytest.mark.parametrize("dampening", [0.0, 0.3])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_fused_momentum_that_overflows_on_the_first_step_starts_as_if_the_batch_had_not_been(
-    tmp_path, dampening, nesterov
-):
+def test_fused_momentum_is_not_affected_by_an_overflow_in_the_first_step(tmp_path, dampening, nesterov):
     if nesterov and dampening:
         pytest.skip("torch refuses it")
 
@@ -290,7 +288,7 @@ def test_outcome_is_none_before_the_first_step_and_norm_is_none_without_clipping
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_an_optimizer_without_gradients_is_a_no_op(tmp_path, precision):
+def test_optimizer_without_gradients_is_a_no_op(tmp_path, precision):
     idle = nn.Linear(2, 2)
     before = [p.clone() for p in idle.parameters()]
     module = Regression(make_net(), lambda parameters: torch.optim.AdamW(idle.parameters(), lr=1.0, weight_decay=1.0))
@@ -322,7 +320,7 @@ def test_no_optimizer_at_all(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
 
-def test_a_fit_after_an_interrupted_one_unscales_its_gradients(tmp_path):
+def test_fit_after_an_interrupted_one_unscales_its_gradients(tmp_path):
     optimizer = sgd(make_net().parameters())
     norms = []
 
@@ -405,7 +403,7 @@ def test_none_leaves_a_window_to_its_other_batches(tmp_path, precision, none_in)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_a_window_of_none_only_changes_nothing(tmp_path, precision):
+def test_window_of_none_only_changes_nothing(tmp_path, precision):
     module = WithNone(
         make_net(), none_in=(0, 1, 4, 5), schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 1), interval="step"
     )
@@ -419,7 +417,7 @@ def test_a_window_of_none_only_changes_nothing(tmp_path, precision):
     assert trace.rates == pytest.approx([0.1] * 3 + [0.01] * 3)
 
 
-def test_a_dict_brings_its_other_items_to_the_end_of_the_batch(tmp_path):
+def test_dict_brings_its_other_items_to_the_end_of_the_batch(tmp_path):
     seen = []
 
     class Speaking(Regression):
@@ -472,7 +470,7 @@ def test_training_step_without_batch_idx(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_a_module_may_override_backward_zero_grad_clipping_and_the_schedules_step(tmp_path, precision):
+def test_module_may_override_backward_zero_grad_clipping_and_the_schedules_step(tmp_path, precision):
     calls = []
 
     class Own(Regression):
@@ -545,7 +543,7 @@ def test_gradients_clipped_within_a_window_are_added_to_unclipped_ones_of_the_sa
         assert torch.equal(ours_now, expected)
 
 
-def test_an_optimizers_own_zero_grad_is_called(tmp_path):
+def test_optimizers_own_zero_grad_is_called(tmp_path):
     cleared = []
 
     class Own(torch.optim.SGD):
@@ -608,13 +606,13 @@ def test_gradients_are_freed_before_the_first_forward_of_a_window(tmp_path):
     assert module.seen == [False, True, False, True]
 
 
-def test_a_hook_that_sees_gradients_cleared_sees_them_after_the_forward_pass(tmp_path):
+def test_hook_for_cleared_gradients_runs_after_the_forward_pass(tmp_path):
     module = OwnZeroGrad()
     make_trainer(tmp_path).fit(module, loader_of(make_batches(2)))
     assert module.seen == [False, "cleared", True, "cleared"]
 
 
-def test_a_validation_has_the_memory_of_the_last_batch(tmp_path):
+def test_validation_has_the_memory_of_the_last_batch(tmp_path):
     alive = []
 
     class Watches(Regression):
@@ -642,7 +640,7 @@ class Unsized(IterableDataset):
 
 @pytest.mark.parametrize("limit", [None, 20, 6, 7])
 @pytest.mark.parametrize("window", [1, 3, 4])
-def test_a_loader_of_unknown_length(tmp_path, window, limit):
+def test_loader_of_unknown_length(tmp_path, window, limit):
     """The last window is short, whether the data or the limit ends it."""
     ours, theirs, batches = make_net(), make_net(), make_batches(8)
     used = batches[: limit or 8]
@@ -843,7 +841,7 @@ WEIGHTS = {
 @pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize("sized", [True, False])
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
-def test_a_weighted_window_is_one_big_batch(tmp_path, precision, sized, weight):
+def test_weighted_window_is_one_big_batch(tmp_path, precision, sized, weight):
     """Equal up to rounding for unequal and empty micro-batches, and loaders with and without a length."""
     batches = masked_batches(7)
     assert min(int(mask.sum()) for *_, mask in batches) < max(int(mask.sum()) for *_, mask in batches)
@@ -872,7 +870,7 @@ def test_a_weighted_window_is_one_big_batch(tmp_path, precision, sized, weight):
 
 
 @pytest.mark.parametrize("batch", range(3))
-def test_an_infinity_in_one_micro_batch_skips_the_window_once(tmp_path, batch):
+def test_infinity_in_one_micro_batch_skips_the_window_once(tmp_path, batch):
     ours, theirs, batches = make_net(), make_net(), make_batches(9, gains={3 + batch: float("inf")})
     trainer, trace = fit_and_watch(
         tmp_path, Regression(ours), batches, precision=native_fp16(**SMALL), accumulate_grad_batches=3

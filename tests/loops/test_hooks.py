@@ -171,7 +171,7 @@ def test_two_fits_and_a_validation_call_the_same_hooks_as_lightnings() -> None:
     assert_same(theirs, mine)
 
 
-def test_a_resumed_fit_calls_the_same_hooks_as_lightnings(tmp_path: Any) -> None:
+def test_resumed_fit_calls_the_same_hooks_as_lightnings(tmp_path: Any) -> None:
     def scenario(make: Any) -> Calls:
         path = tmp_path / f"{make.__name__}.ckpt"
         trainer = make(max_epochs=1)
@@ -216,7 +216,7 @@ def test_on_after_optimizer_step_receives_the_outcome() -> None:
     ]  # fmt: skip
 
 
-def test_a_module_may_have_on_after_optimizer_step_too() -> None:
+def test_module_may_have_on_after_optimizer_step_too() -> None:
     class Watching(Learner):
         outcomes: list[Any] = []
 
@@ -243,7 +243,7 @@ NOT_IN_THE_LOOP = {
 
 
 @pytest.mark.parametrize("owner", [Callback, LightningModule, LightningDataModule])
-def test_the_annotated_loop_names_every_hook(owner: type) -> None:
+def test_annotated_loop_names_every_hook(owner: type) -> None:
     known = {Callback: CALLBACK_HOOKS, LightningModule: MODULE_HOOKS, LightningDataModule: DATAMODULE_HOOKS}[owner]
     written = set(re.findall(r"\w+", hooks.__doc__ or ""))
     as_validation = {f"{a}test{b}" for a, b in (w.split("validation") for w in written if w.count("validation") == 1)}
@@ -253,13 +253,13 @@ def test_the_annotated_loop_names_every_hook(owner: type) -> None:
     assert not missing
 
 
-def test_the_annotated_loop_names_no_hook_that_does_not_exist() -> None:
+def test_annotated_loop_names_no_hook_that_does_not_exist() -> None:
     written = set(re.findall(r"\bon_\w+", hooks.__doc__ or ""))
     known = {*CALLBACK_HOOKS, *MODULE_HOOKS, *DATAMODULE_HOOKS, "on_after_optimizer_step"}
     assert written <= known
 
 
-def test_the_hooks_of_the_loop_are_lightnings_and_ours() -> None:
+def test_hooks_of_the_loop_are_lightnings_and_ours() -> None:
     around_a_run = {"on_exception", "on_save_checkpoint", "on_load_checkpoint"}
     of_callbacks = {name for name in CALLBACK_HOOKS if name.startswith("on_")} - around_a_run
     assert set(hooks.CALLBACK_HOOKS) == of_callbacks | {"on_after_optimizer_step"}
@@ -292,7 +292,7 @@ def test_hook_runs_its_parts_in_order_and_returns_the_modules_value() -> None:
     assert scope.entered == [None, "on_x", None]
 
 
-def test_an_empty_hook_does_nothing() -> None:
+def test_empty_hook_does_nothing() -> None:
     scope = Scope()
     hook = hooks.Hook("on_x", scope)
     assert hook.is_empty
@@ -400,7 +400,7 @@ def test_clipping_may_change_between_epochs() -> None:
     assert moved[2] > 1e-4
 
 
-def test_the_modules_on_train_batch_start_may_end_the_epoch() -> None:
+def test_modules_on_train_batch_start_may_end_the_epoch() -> None:
     class Short(Classifier):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
             return -1 if batch_idx == 2 else None

@@ -144,7 +144,7 @@ def test_two_optimizers_one_update_a_batch(tmp_path, precision, optimizer):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_overflow_in_one_loss_leaves_the_others_update_exact(tmp_path, fused):
+def test_overflow_in_one_loss_leaves_the_others_update_exact(tmp_path, fused):
     """torch's ``update`` after each optimizer, as in Lightning, would unscale the second with another scale."""
     make, (batch,) = partial(sgd, fused=fused), make_batches(1)
     module = Pair(lambda i: (0, 1), make, {(0, 0): 1e30})
@@ -184,7 +184,7 @@ class InOrder(Pair):
 
 @pytest.mark.parametrize("order", [("b0", "b1", "s0", "s1"), ("b0", "b1", "s1", "s0"), ("b1", "b0", "s0", "s1")])
 @pytest.mark.parametrize("optimizer", ["momentum", "adam-fused"])
-def test_the_order_of_backward_passes_and_steps_is_the_modules(tmp_path, optimizer, order):
+def test_order_of_backward_passes_and_steps_is_the_modules(tmp_path, optimizer, order):
     """An overflow in one loss does not change the other's steps in any order."""
     gains, make, batches = {(2, 0): 1e30, (5, 1): 1e30}, OPTIMIZERS[optimizer], make_batches(8)
     module, watch = InOrder(order, make, gains), Outcomes()
@@ -199,7 +199,7 @@ def test_the_order_of_backward_passes_and_steps_is_the_modules(tmp_path, optimiz
 
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused", "adam", "adam-fused"])
 @pytest.mark.parametrize("overflow", [None, 0, 1, 2])
-def test_an_optimizer_that_steps_several_times_a_batch(tmp_path, optimizer, overflow):
+def test_optimizer_that_steps_several_times_a_batch(tmp_path, optimizer, overflow):
     """n-critic. torch refuses a second ``step`` before ``update``: the hand-written loop resets the state itself."""
     make, batches = OPTIMIZERS[optimizer], make_batches(6)
     gains = {} if overflow is None else {(2, overflow): 1e30}
@@ -268,7 +268,7 @@ def test_manual_equals_a_hand_written_loop(tmp_path, precision, optimizer):
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_a_forward_after_a_step_sees_the_new_weights(tmp_path, precision):
+def test_forward_after_a_step_sees_the_new_weights(tmp_path, precision):
     """``training_step`` runs in one autocast; its cache of weights must be cleared by a step."""
     losses = []
 
@@ -296,7 +296,7 @@ def test_a_forward_after_a_step_sees_the_new_weights(tmp_path, precision):
     assert_equal_nets(ours, theirs)
 
 
-def test_a_forward_after_a_step_with_a_closure_sees_the_new_weights(tmp_path):
+def test_forward_after_a_step_with_a_closure_sees_the_new_weights(tmp_path):
     class Closing(Manual):
         def training_step(self, batch, batch_idx):
             def closure():
@@ -320,7 +320,7 @@ def test_a_forward_after_a_step_with_a_closure_sees_the_new_weights(tmp_path):
     assert trace.losses == expected
 
 
-def test_a_norm_belongs_to_the_step_it_was_measured_in(tmp_path):
+def test_norm_belongs_to_the_step_it_was_measured_in(tmp_path):
     norms = []
 
     class Sometimes(Manual):
@@ -392,7 +392,7 @@ def test_manual_accumulation(tmp_path):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_closure_in_manual_optimization(tmp_path, precision):
+def test_closure_in_manual_optimization(tmp_path, precision):
     class Closing(Manual):
         def training_step(self, batch, batch_idx):
             optimizer = self.optimizers()
@@ -530,7 +530,7 @@ def test_arguments_unsupported_in_manual_optimization_are_refused(tmp_path, argu
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("optimizer", ["adam", "adam-fused"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_an_own_optimizer_step(tmp_path, precision, optimizer, window):
+def test_own_optimizer_step(tmp_path, precision, optimizer, window):
     """The warm-up of Lightning's documentation, with clipping, a schedule and an overflow."""
     order = []
 
@@ -570,7 +570,7 @@ def test_an_own_optimizer_step(tmp_path, precision, optimizer, window):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_an_own_optimizer_step_may_evaluate_the_closure_itself(tmp_path, precision):
+def test_own_optimizer_step_may_evaluate_the_closure_itself(tmp_path, precision):
     class Own(Regression):
         def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
             optimizer_closure()
@@ -582,7 +582,7 @@ def test_an_own_optimizer_step_may_evaluate_the_closure_itself(tmp_path, precisi
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_an_own_optimizer_step_may_leave_a_step_out(tmp_path, precision):
+def test_own_optimizer_step_may_leave_a_step_out(tmp_path, precision):
     """Schedules wait, and `global_step` counts the calls of `optimizer_step`, as in Lightning."""
 
     class Every(Regression):

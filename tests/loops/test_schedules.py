@@ -280,7 +280,7 @@ def test_frequency_continues_from_a_checkpoint_without_the_count(tmp_path, write
     assert watch.rates == [0.05, 0.05, 0.025, 0.025, 0.025, 0.0125, 0.0125, 0.0125]
 
 
-def test_a_plateau_schedule_with_a_frequency_reads_every_validation(tmp_path):
+def test_plateau_schedule_with_a_frequency_reads_every_validation(tmp_path):
     """One validation for every two updates, with windows of two batches and three batches an epoch."""
     read, logged = [], []
 
@@ -305,7 +305,7 @@ def test_a_plateau_schedule_with_a_frequency_reads_every_validation(tmp_path):
     assert read == logged == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_a_plateau_schedule_counts_the_update_of_a_window_that_is_closed_early(tmp_path):
+def test_plateau_schedule_counts_the_step_of_a_window_closed_early(tmp_path):
     """Otherwise the schedule would miss this step."""
     read = []
 
@@ -331,7 +331,7 @@ def test_a_plateau_schedule_counts_the_update_of_a_window_that_is_closed_early(t
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize(("frequency", "expected"), [(1, [4, 3, 2, 1, 0.5]), (2, [8, 4, 4, 2, 2])])
-def test_a_schedule_may_count_batches(tmp_path, frequency, expected):
+def test_schedule_may_count_batches(tmp_path, frequency, expected):
     """``"step"`` counts optimizer steps, and ``"batch"`` batches."""
     schedule = partial(lr_scheduler.LambdaLR, lr_lambda=lambda n: [80, 40, 30, 20, 10, 5][n])
     if frequency == 2:
@@ -362,14 +362,14 @@ class Plateau(Regression):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_plateau_schedule_by_epochs(tmp_path):
+def test_plateau_schedule_by_epochs(tmp_path):
     module = Plateau([3.0, 2.0, 2.5, 1.0, 1.5], interval="epoch")
     _, trace = fit_and_watch(tmp_path, module, make_batches(2), max_epochs=5)
     assert trace.rates == [0.1] * 6 + [0.05] * 4
     assert module.lr_schedulers is not None
 
 
-def test_a_plateau_schedule_watches_validation(tmp_path):
+def test_plateau_schedule_watches_validation(tmp_path):
     class Validated(Plateau):
         def on_train_epoch_end(self):
             pass
@@ -394,13 +394,13 @@ def test_plateau_schedule_by_steps_ignores_a_skipped_step(tmp_path):
 
 
 @pytest.mark.parametrize("frequency", [0, -1])
-def test_a_frequency_below_one_is_refused(tmp_path, frequency):
+def test_frequency_below_one_is_refused(tmp_path, frequency):
     module = Regression(make_net(), schedule=halve, interval="step", frequency=frequency)
     with pytest.raises(ConfigurationError, match=rf"'frequency': {frequency} for the schedule StepLR, expected"):
         make_trainer(tmp_path).fit(module, loader_of(make_batches(1)))
 
 
-def test_a_plateau_schedule_without_its_metric(tmp_path):
+def test_plateau_schedule_without_its_metric(tmp_path):
     module = Plateau([1.0] * 3, interval="epoch", monitor="nothing")
     with pytest.raises(ConfigurationError, match="ReduceLROnPlateau conditioned on metric nothing"):
         make_trainer(tmp_path).fit(module, loader_of(make_batches(1)))

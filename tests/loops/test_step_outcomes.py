@@ -130,7 +130,7 @@ class Account(Regression):
         self.account.append("update")
 
 
-def test_the_host_waits_for_an_update_when_the_next_backward_pass_is_queued(tmp_path, late):
+def test_host_waits_for_a_step_after_queuing_the_next_backward_pass(tmp_path, late):
     module = Account(late, optimizer=OPTIMIZERS["adamw-fused"])
     trainer = make_trainer(
         tmp_path,
@@ -145,7 +145,7 @@ def test_the_host_waits_for_an_update_when_the_next_backward_pass_is_queued(tmp_
 
 
 @pytest.mark.parametrize("optimizer", ["momentum-fused", "adam-fused", "adamw-fused"])
-def test_a_steady_step_reads_nothing_from_the_device(tmp_path, late, monkeypatch, optimizer):
+def test_steady_step_reads_nothing_from_the_device(tmp_path, late, monkeypatch, optimizer):
     """With clipping, accumulation and the monitor, the only read is that of ``Readback``."""
     reads: list[str] = []
 
@@ -219,7 +219,7 @@ def test_readers_get_the_outcome_immediately(tmp_path, late, ask):
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3
 
 
-def test_a_checkpoint_holds_the_rates_that_the_next_update_will_use(tmp_path, late):
+def test_checkpoint_has_the_rates_of_the_next_step(tmp_path, late):
     """Saved after a skipped update, by a callback, in ``on_train_batch_end``."""
     every = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     module = Regression(optimizer=OPTIMIZERS["sgd-fused"], schedule=SCHEDULES["linear"], interval="step")
@@ -233,7 +233,7 @@ def test_a_checkpoint_holds_the_rates_that_the_next_update_will_use(tmp_path, la
     assert [state["loops"]["amp_trainer"]["progress"]["skipped_steps"] for state in states] == [0, 1, 1]
 
 
-def test_rows_for_the_loggers_are_of_the_step_they_stand_for(tmp_path, late):
+def test_rows_of_loggers_belong_to_their_step(tmp_path, late):
     rows = []
     for version, arrives in enumerate(("late", "at once")):
         if arrives == "at once":
@@ -307,7 +307,7 @@ class TwoOfEach(Regression):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("frequency", [1, 2])
-def test_only_the_schedule_of_the_optimizer_that_skipped_stays(tmp_path, late, fused, frequency):
+def test_only_the_schedule_of_the_skipped_optimizer_waits(tmp_path, late, fused, frequency):
     module = TwoOfEach(optimizer=partial(torch.optim.SGD, lr=1e-3, fused=fused), frequency=frequency)
     watch = Outcomes()
     trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), callbacks=[watch], **UNIMPORTANT)
@@ -420,7 +420,7 @@ def test_reading_the_scale_keeps_the_outcome_for_others(tmp_path, late, hook):
     assert (trainer.skipped_steps, trainer.lr_scheduler_configs[0].scheduler.last_epoch) == (2, 6)
 
 
-def test_an_interrupted_run_is_settled(tmp_path, late):
+def test_interrupted_run_is_settled(tmp_path, late):
     """A save after an interruption has the outcome, and skipped steps are counted."""
 
     class Interrupt(Watch):

@@ -144,7 +144,7 @@ def test_no_weight(output):
 
 
 @pytest.mark.parametrize("weight", [3, 3.0, torch.tensor(3), torch.tensor([[3.0]], dtype=torch.float64)])
-def test_a_weight_is_a_number_on_the_host(weight):
+def test_weight_is_a_number_on_the_host(weight):
     read = weight_in({"weight": weight})
     assert read == 3.0
     assert type(read) is float

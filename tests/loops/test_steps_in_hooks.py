@@ -197,7 +197,7 @@ def all_state(trainer: Any, module: StepsIn) -> dict[str, Any]:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam-fused"])
 @pytest.mark.parametrize("hook", [*AFTER_BATCH, "module.on_train_batch_start", "module.on_validation_end"])
-def test_an_average_holds_every_step_and_no_skipped_one(tmp_path, hook, optimizer):
+def test_average_includes_every_step_except_skipped_ones(tmp_path, hook, optimizer):
     _, module = fit(tmp_path, hook, EMAWeightAveraging(decay=0.5), optimizer=OPTIMIZERS[optimizer])
     *_, average = train_by_hand(hook, "16-mixed", OPTIMIZERS[optimizer], POISON)
     assert_equal_nets(module.net, average)
@@ -223,7 +223,7 @@ def test_each_checkpoint_resumes_exactly(tmp_path, hook):
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("hook", [*AFTER_BATCH, "module.on_train_epoch_end", "module.on_train_end"])
-def test_a_step_is_finished_when_its_outcome_is_read_in_the_same_hook(tmp_path, request, hook, late):
+def test_step_is_finished_when_its_outcome_is_read_in_the_same_hook(tmp_path, request, hook, late):
     if late:
         request.getfixturevalue("late")
     read = []
@@ -370,7 +370,7 @@ def test_clipped_gradient_without_a_step_is_unscaled_again(tmp_path, precision):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused"])
-def test_a_backward_pass_in_a_hook_has_the_scale_of_after_the_step(tmp_path, optimizer):
+def test_backward_pass_in_a_hook_has_the_scale_of_after_the_step(tmp_path, optimizer):
     """The hook ``on_train_batch_end`` of a GAN trains its second net after the first one's step."""
 
     class TrainsInHook(Pair):

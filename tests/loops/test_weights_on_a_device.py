@@ -101,7 +101,7 @@ def test_weight_on_a_device_equals_one_on_the_host(cuda, tmp_path, precision, op
     assert on_host["steps"][1] == 0
 
 
-def test_a_window_of_unknown_length_may_end_with_a_weight_of_0(cuda, tmp_path):
+def test_window_of_unknown_length_may_end_with_a_weight_of_0(cuda, tmp_path):
     on_host, on_device = (fit(tmp_path, kind, "16-mixed", "adam-fused", 2, sized=False) for kind in ("float", "tensor"))
     assert on_device == on_host
 
@@ -146,14 +146,14 @@ def test_how_a_weight_on_a_device_is_read(cuda, tmp_path, precision, window, wai
 
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
-def test_an_impossible_weight_on_a_device_is_refused(cuda, tmp_path, weight, window):
+def test_impossible_weight_on_a_device_is_refused(cuda, tmp_path, weight, window):
     data = [[x, y, torch.tensor(weight)] for x, y, _ in make_batches(2)]
     trainer = make_trainer(tmp_path, accelerator="gpu", devices=1, accumulate_grad_batches=window)
     with pytest.raises(ConfigurationError, match=r"Got 'weight': .*expected one number, at least 0"):
         trainer.fit(Weighted(make_net(), OPTIMIZERS["sgd"]), loader_of(data))
 
 
-def test_a_batch_that_an_elastic_order_leaves_out_contributes_nothing(tmp_path, monkeypatch):
+def test_batch_that_an_elastic_order_leaves_out_contributes_nothing(tmp_path, monkeypatch):
     """Its weight is 0 for any result of ``training_step``, and its gradients may be NaN."""
     nets = []
     for left_out in (False, True):

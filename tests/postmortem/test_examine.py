@@ -35,7 +35,7 @@ def examined(folder, module, batches, scale=2.0**16, window=1, **arguments):
 
 
 @pytest.mark.parametrize("exponent", [-127, -20, 0, 10, 127])
-def test_the_largest_power_is_found_in_eight_tries(exponent):
+def test_largest_power_is_found_in_eight_tries(exponent):
     asked = []
 
     def fits(scale):
@@ -81,7 +81,7 @@ def test_largest_scale_equals_that_of_an_exhaustive_search(tmp_path, gain):
     assert finding.origin is not None
 
 
-def test_a_step_that_does_not_fail(tmp_path):
+def test_step_that_does_not_fail(tmp_path):
     finding = examined(tmp_path, Regression(), make_batches(1), scale=1.0)
     assert not finding.fails
     assert (finding.first_output, finding.first_gradient, finding.origin, finding.parameters) == (None, None, None, [])
@@ -103,7 +103,7 @@ def test_scale_with_vanishing_gradients_does_not_fit(tmp_path):
 
 
 @pytest.mark.parametrize("place", range(3))
-def test_the_batch_of_a_window_that_fails(tmp_path, place):
+def test_batch_of_a_window_that_fails(tmp_path, place):
     finding = examined(tmp_path, Regression(), make_batches(3, gains={place: 1e30}), window=3)
     assert (finding.batch_idx, finding.position, finding.window) == (place, place, 3)
     assert finding.fails
@@ -175,7 +175,7 @@ class OwnLoss(Regression):
 
 
 @pytest.mark.parametrize("batch", [0, 1])
-def test_an_overflow_that_cudas_autocast_avoids(tmp_path, batch):
+def test_overflow_that_cudas_autocast_avoids(tmp_path, batch):
     batches = make_batches(1)
     batches[0][0] *= 1.0 if batch == 0 else float("inf")
     finding = examined(tmp_path, OwnLoss(), batches)

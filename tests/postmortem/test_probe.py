@@ -28,13 +28,13 @@ def probed(net: nn.Module, x: Tensor | None = None, scale: float = 1.0) -> Probe
 # --- magnitudes ---------------------------------------------------------------------------------------------------
 
 
-def test_the_magnitude_of_a_tensor():
+def test_magnitude_of_a_tensor():
     tensor = torch.tensor([1.0, -3.0, math.inf, math.nan, -math.inf], dtype=torch.float16)
     assert measure([tensor]) == Magnitude(3.0, 3, 5, "float16")
     assert measure([torch.full((2,), math.nan)]) == Magnitude(0.0, 2, 2, "float32")
 
 
-def test_the_magnitude_of_several():
+def test_magnitude_of_several():
     finite, broken = torch.tensor([2.0, -8.0]), torch.tensor([math.inf, 4.0], dtype=torch.float16)
     assert measure([finite, broken]) == Magnitude(8.0, 1, 4, "float16")
     assert measure([broken, finite]) == Magnitude(8.0, 1, 4, "float16")
@@ -49,7 +49,7 @@ def test_tensors_without_a_magnitude():
 
 
 @pytest.mark.parametrize("place", range(1, 7))
-def test_an_infinity_forward(place):
+def test_infinity_forward(place):
     probe = probed(sequential(Huge(), place))
     assert probe.first_output is not None
     assert (probe.first_output.name, probe.first_output.kind) == (str(place), "Huge")
@@ -60,7 +60,7 @@ def test_an_infinity_forward(place):
 
 
 @pytest.mark.parametrize("place", range(1, 7))
-def test_an_infinity_backward(place):
+def test_infinity_backward(place):
     probe = probed(sequential(Amplifier(), place), scale=1024.0)
     origin = probe.origin()
     assert probe.first_output is None
@@ -88,7 +88,7 @@ def test_no_finding_for_finite_values():
     assert (probe.first_output, probe.first_gradient, probe.origin(), probe.parameters) == (None, None, None, [])
 
 
-def test_a_weight_gradient_that_overflows_by_itself():
+def test_weight_gradient_that_overflows_by_itself():
     """The gradient of the weight is a sum over the batch; those of the inputs are not."""
     net = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 1, bias=False))
     for layer in net:
@@ -107,7 +107,7 @@ def test_a_weight_gradient_that_overflows_by_itself():
 
 
 @pytest.mark.parametrize("forward", [True, False])
-def test_the_code_between_layers(forward):
+def test_code_between_layers(forward):
     net = sequential(OwnCode(forward), 5)
     probe = probed(net, scale=1024.0)
     if forward:
@@ -124,7 +124,7 @@ def test_the_code_between_layers(forward):
         assert (origin.call.name, origin.after.name) == ("5", "5.first")
 
 
-def test_an_input_with_two_users_blames_the_right_one():
+def test_input_with_two_users_blames_the_right_one():
     net = nn.Sequential(nn.Linear(6, 16), Residual(nn.Linear(16, 16), Amplifier(), nn.Linear(16, 16)), nn.Linear(16, 3))
     origin = probed(net, scale=1024.0).origin()
     assert origin is not None

@@ -87,7 +87,7 @@ def test_windows():
     assert [recorded.window.is_first for recorded in recorder.take()] == [True, False, False]
 
 
-def test_a_window_that_was_not_recorded_from_the_first_on():
+def test_window_that_was_not_recorded_from_the_first_on():
     fit = Fit(size=2)
     fit.batch("a")
     recorder = Recorder(fit.trainer)
@@ -97,7 +97,7 @@ def test_a_window_that_was_not_recorded_from_the_first_on():
     assert names(recorder.take()) == ["c", "d"]
 
 
-def test_a_window_without_an_update():
+def test_window_without_an_update():
     fit = Fit(size=2)
     recorder = Recorder(fit.trainer)
     fit.batch("a")
@@ -151,7 +151,7 @@ def test_two_recorders_stop_in_any_order():
         assert names(recorders[0].take()) == names(recorders[1].take()) == []
 
 
-def test_a_run_records_only_while_steps_are_skipped(tmp_path):
+def test_run_records_only_while_steps_are_skipped(tmp_path):
     seen = []
 
     class Look(Regression):

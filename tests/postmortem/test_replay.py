@@ -146,7 +146,7 @@ def assert_equal(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("arrives", ["at once", "late"])
 @pytest.mark.parametrize(("kind", "window"), [(Everything, 1), (Everything, 2), (ByHand, 1)])
-def test_a_run_with_replays_is_the_run_without(tmp_path, kind, window, arrives, request, monkeypatch):
+def test_run_with_replays_is_the_run_without(tmp_path, kind, window, arrives, request, monkeypatch):
     """Also with late outcomes as on a GPU: after the gradients of the next batch, or inside its step."""
     if arrives == "late":
         request.getfixturevalue("late")
@@ -179,7 +179,7 @@ def recorded_fit(folder: Any, module: LightningModule, look: Any, batches: Any =
     trainer.fit(module, loader_of(batches or make_batches(1)))
 
 
-def test_the_forward_is_the_same_to_the_bit(tmp_path):
+def test_forward_is_bitwise_equal(tmp_path):
     """With dropout, BatchNorm and a generator of the module, from their states before the batch."""
     losses: list[float] = []
 
@@ -220,7 +220,7 @@ def test_random_numbers_of_other_hooks_do_not_matter(tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_an_error_leaves_no_trace_either(tmp_path):
+def test_error_leaves_no_trace_either(tmp_path):
     class Fails(Everything):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             output = super().training_step(batch, batch_idx)
@@ -248,7 +248,7 @@ def test_an_error_leaves_no_trace_either(tmp_path):
     recorded_fit(tmp_path, module, look)
 
 
-def test_each_backward_of_a_manual_step_is_looked_at(tmp_path):
+def test_each_backward_of_a_manual_step_is_examined(tmp_path):
     class Gan(Regression):
         """The second loss overflows; the optimizer of the first steps, that of the second does not."""
 

@@ -29,7 +29,7 @@ def backward(**found):
     return report(origin=Origin(layer(gradient_in=FINITE, gradient_out=BROKEN)), **found)
 
 
-def test_a_backward_that_the_scaler_will_fit():
+def test_backward_that_the_scaler_will_fit():
     it = backward()
     assert (it.module, it.phase) == ("net.blocks.3.norm", "backward")
     assert it.verdict == (
@@ -44,7 +44,7 @@ def test_a_backward_that_the_scaler_will_fit():
     ]
 
 
-def test_a_backward_that_takes_a_low_scale():
+def test_backward_that_takes_a_low_scale():
     it = backward(largest_scale=64.0)
     assert it.verdict.endswith("A loss scale of 64 fits: so low a one that small gradients vanish in float16.")
     assert it.advice[0].startswith("precision.fp32_modules=")
@@ -52,20 +52,20 @@ def test_a_backward_that_takes_a_low_scale():
     assert backward(largest_scale=128.0).is_harmless
 
 
-def test_a_backward_below_the_floor():
+def test_backward_below_the_floor():
     it = backward(largest_scale=2.0**-12)
     assert it.verdict.endswith("a loss scale of 2^-12, which is below min_scale=1: the scaler never gets there.")
     assert it.advice[0].startswith("precision.fp32_modules=")
     assert it.advice[-1].startswith("A lower learning rate")
 
 
-def test_a_backward_at_every_scale():
+def test_backward_at_every_scale():
     it = backward(largest_scale=0.0)
     assert "at every loss scale at which it makes anything but zeros" in it.verdict
     assert ("largest scale that fits", "none") in it.rows()
 
 
-def test_a_weight_gradient():
+def test_weight_gradient():
     it = report(origin=Origin(layer(), parameter="net.blocks.3.norm.weight"))
     assert "'net.blocks.3.norm' (LayerNorm), in the gradient of net.blocks.3.norm.weight." in it.verdict
 
@@ -80,7 +80,7 @@ def test_code_between_modules():
     assert it.advice[1].startswith("Compute the loss in float32")
 
 
-def test_a_forward():
+def test_forward():
     it = report(loss=math.nan, largest_scale=0.0, first_output=layer(outputs=BROKEN), origin=Origin(BLOCK))
     assert (it.module, it.phase) == ("net.blocks.3.norm", "forward")
     assert it.verdict == "The forward overflows in 'net.blocks.3.norm' (LayerNorm); no loss scale helps."
@@ -94,7 +94,7 @@ def test_overflow_in_the_forward_with_a_finite_loss():
     assert report(first_output=layer(outputs=BROKEN), origin=Origin(BLOCK)).phase == "backward"
 
 
-def test_a_forward_in_code_between_modules():
+def test_forward_in_code_between_modules():
     came_in = layer(inputs=BROKEN, outputs=BROKEN)
     it = report(loss=math.nan, largest_scale=0.0, first_output=came_in)
     assert it.module == "net.blocks.3"
@@ -105,7 +105,7 @@ def test_a_forward_in_code_between_modules():
     assert "in training_step, before 'net.blocks.3.norm' (LayerNorm, call 2);" in it.verdict
 
 
-def test_a_loss():
+def test_loss():
     it = report(loss=math.inf, largest_scale=0.0)
     assert it.verdict == "The forward overflows in training_step itself, after the last module; no loss scale helps."
 
@@ -138,7 +138,7 @@ def test_nothing_found():
     assert report(fails=False, error="RuntimeError: no").verdict == "The replay broke off: RuntimeError: no"
 
 
-def test_the_rows_of_a_window_and_of_ranks():
+def test_rows_of_a_window_and_of_ranks():
     finding = Finding(7, 1, 4, 2, 4096.0, fails=True, largest_scale=2.0**30, parameters=list("abcdefghi"))
     rows = dict(Report(12, 3, "16-mixed", 1.0, 8, finding).rows())
     assert rows["batch"] == "batch_idx 7, number 2 of the 4 in its window, on rank 2 of 8"
@@ -174,7 +174,7 @@ def test_overflow_fixed_by_the_scaler_has_a_short_report():
 
 
 @pytest.mark.parametrize("width", [60, 200])
-def test_the_table_has_all_of_it(width):
+def test_table_has_all_of_it(width):
     out = io.StringIO()
     it = backward(largest_scale=2.0**-3)
     Console(file=out, width=width).print(it.table().drawn())

@@ -149,7 +149,7 @@ def test_schedules_and_parameter_groups():
     assert optimizer.param_groups[0]["params"][0] is parameter
 
 
-def test_a_dict_keeps_its_kind_and_order():
+def test_dict_keeps_its_kind_and_order():
     holder = nn.Module()
     holder.table = OrderedDict(b=1, a=2)
     state, table = ObjectState([holder]), holder.table

@@ -67,7 +67,7 @@ def test_trainer_logs_the_selected_name_once(tmp_path, hardware, caplog, bfloat1
     assert seen == {torch.bfloat16 if bfloat16 else torch.float32}
 
 
-def test_only_the_first_process_speaks(hardware, caplog, monkeypatch):
+def test_only_rank_zero_logs(hardware, caplog, monkeypatch):
     hardware(True, True)
     monkeypatch.setattr(auto.rank_zero.rank_zero_only, "rank", 1, raising=False)
     with caplog.at_level(logging.INFO):
@@ -112,7 +112,7 @@ def test_on_this_gpu(tmp_path):
     trainer.fit(Regression(), loader_of(make_batches(2)))
 
 
-def test_the_former_name_of_the_description_is_deprecated():
+def test_former_name_of_the_description_is_deprecated():
     plugin = AutoPrecision()
     plugin.for_device(torch.device("cpu"))
     with pytest.warns(FutureWarning, match=r"use AutoPrecision\.description"):

@@ -271,7 +271,7 @@ def is_of_named_dimensions(name: str) -> bool:
     return "names" in name or "dimname" in name.lower()
 
 
-def test_the_lists_are_those_of_torchs_header():
+def test_lists_are_those_of_torchs_header():
     theirs = lists_of_torch()
     assert set(autocast_ops._IN_16_BITS.split()) == theirs["LOWER_PRECISION_FP"] - OF_CUDA_ALONE
     assert set(autocast_ops._IN_FLOAT32.split()) >= theirs["FP32"]
@@ -280,7 +280,7 @@ def test_the_lists_are_those_of_torchs_header():
     assert set(autocast_ops._IN_THE_WIDEST.split()) == theirs["PROMOTE"]
 
 
-def test_no_operation_of_the_lists_is_untested():
+def test_all_operations_of_the_lists_are_tested():
     """torch lists the operations with a CUDA autocast kernel; our lists omit those of cuDNN, and of CPUs only."""
     tested = set(ARGUMENTS) | {"linalg_matrix_sqrth"}  # the last: in 16 bits on both
     cudnn = {"cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn"}
@@ -292,7 +292,7 @@ MIXED = {"addcmul": 3, "atan2": 2, "dot": 2, "tensordot": 2}
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_a_mixture_becomes_float32(name):
+def test_mixture_becomes_float32(name):
     halves, floats = arguments(HALF)[name], arguments(FLOAT)[name]
     args = (halves[0], *floats[1:])
     with cuda_autocast_ops(), torch.autocast("cpu", HALF):
@@ -323,7 +323,7 @@ HALF_WEIGHTS = {name: weight.detach().half() for name, weight in GRU.named_param
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_values_are_those_of_the_casts_by_hand(name):
+def test_values_equal_those_of_explicit_casts(name):
     with_lists, by_hand = VALUES[name]
     with cuda_autocast_ops(), torch.autocast("cpu", HALF):
         result = with_lists(x16)
@@ -454,7 +454,7 @@ def plugin(**options: Any) -> MixedPrecision:
     return MixedPrecision("float16", autocast_ops="cuda", cpu_kernels="native", **options)
 
 
-def test_a_run_is_the_loop_by_hand_to_the_bit(tmp_path):
+def test_run_equals_a_hand_written_loop(tmp_path):
     batches = make_batches(6)
     _, ours = fit_and_watch(tmp_path, Regression(Squares()), batches, precision=plugin())
     with cuda_autocast_ops():
@@ -464,7 +464,7 @@ def test_a_run_is_the_loop_by_hand_to_the_bit(tmp_path):
     assert any(not torch.equal(a, b) for a, b in zip(ours.weights[-1], native.weights[-1], strict=True))
 
 
-def test_a_first_step_is_not_skipped_for_no_reason(tmp_path):
+def test_first_step_is_not_skipped_for_no_reason(tmp_path):
     class OwnLoss(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return (self.net(batch[0]) - batch[1].half()).pow(2).mean() / 16

@@ -82,7 +82,7 @@ BATCH = ["convert_batch", "autocast in", "training_step", "autocast out", "backw
 EVAL = ["convert_batch", "autocast in", "validation_step", "autocast out"]
 
 
-def test_the_order_of_a_fit(tmp_path):
+def test_order_of_a_fit(tmp_path):
     plugin, batches = Noting(), loader_of(make_batches(2))
     trainer = make_trainer(tmp_path, precision=plugin, num_sanity_val_steps=1)
     assert plugin.calls == [("for_device", "cpu"), ("check", "cpu"), ("build_scaler", "cpu")]
@@ -97,7 +97,7 @@ def test_the_order_of_a_fit(tmp_path):
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_the_order_of_an_evaluation(tmp_path, stage):
+def test_order_of_an_evaluation(tmp_path, stage):
     plugin = Noting()
     trainer = make_trainer(tmp_path, precision=plugin)
     plugin.calls.clear()
@@ -126,7 +126,7 @@ def test_session_ends_if_a_run_fails(tmp_path):
     assert ended == [True]
 
 
-def test_the_worked_example(tmp_path):
+def test_worked_example(tmp_path):
     """The example in the module's docstring."""
     example = inspect.getdoc(base).partition("if the GPU has them::")[2]
     names = {"Precision": Precision, "contextmanager": contextmanager, "torch": torch, "Trainer": lambda **kwargs: None}
@@ -148,7 +148,7 @@ def test_the_worked_example(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "hook"), [("convert_bach", "convert_batch"), ("build_scalar", "build_scaler")])
-def test_a_misspelt_hook_is_refused(name, hook):
+def test_misspelt_hook_is_refused(name, hook):
     with pytest.raises(PrecisionError, match=f"{name!r}.* Did you mean {hook!r}"):
         type("Own", (Precision,), {name: lambda self, batch: batch})
     helper = {
@@ -160,7 +160,7 @@ def test_a_misspelt_hook_is_refused(name, hook):
     type("Derived", (own,), {"round_weights": lambda self: None})
 
 
-def test_the_base_class_is_32_bit_training():
+def test_base_class_is_32_bit_training():
     plugin, device = Precision(), torch.device("cpu")
     assert plugin.for_device(device) is plugin
     plugin.check(device)

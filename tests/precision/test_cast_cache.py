@@ -75,7 +75,7 @@ def test_cache_is_cleared_when_gradients_are_enabled(clearings):
         assert not torch.is_autocast_enabled("cpu")
 
 
-def test_it_ends_with_an_error(clearings):
+def test_watch_ends_with_an_error(clearings):
     with pytest.raises(KeyError), with_trusted_cache(autocast()):
         raise KeyError
     assert not torch.is_autocast_enabled("cpu")
@@ -119,7 +119,7 @@ def negate(net: nn.Module) -> None:
         (2, negate, 1, "uncached"),
     ],
 )
-def test_the_first_steps_decide(uses, change, watched, then):
+def test_first_steps_decide(uses, change, watched, then):
     steps = Steps(nn.Linear(2, 2))
     with steps.plugin.session(steps.net, torch.device("cpu")):
         steps.plugin.watch_weights()
@@ -170,7 +170,7 @@ def test_changes_of_modules_and_torch_are_undone():
         assert not net[0]._load_state_dict_post_hooks
 
 
-def test_a_step_that_fails_is_not_counted():
+def test_step_that_fails_is_not_counted():
     steps = Steps(nn.Linear(2, 2))
     with steps.plugin.session(steps.net, torch.device("cpu")):
         for _ in range(WATCHED_STEPS):
@@ -200,7 +200,7 @@ def test_tensors_without_storage_or_version_are_accepted():
         }  # fmt: skip
 
 
-def test_the_user_decides_across_a_resume():
+def test_user_decides_across_a_resume():
     saved = Steps(nn.Linear(2, 2))
     with saved.plugin.session(saved.net, torch.device("cpu")):
         for _ in range(WATCHED_STEPS):

@@ -127,7 +127,7 @@ def test_callbacks_that_read_gradients_support_complex_ones(tmp_path, precision)
 @pytest.mark.parametrize("part", [0, 1], ids=["real", "imaginary"])
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 @pytest.mark.parametrize("make", [lambda: LossScaler("cpu", init_scale=8.0), lambda: StepGuard("cpu")])
-def test_an_element_that_is_not_finite_skips_the_step(make, dtype, part, value):
+def test_element_that_is_not_finite_skips_the_step(make, dtype, part, value):
     scaler, p, real = make(), nn.Parameter(torch.ones(3, dtype=dtype)), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([p, real], lr=1.0)
     for gradient, moves in ((value, False), (1.0, True)):

@@ -107,7 +107,7 @@ class TestValues:
     }
 
     @pytest.mark.parametrize("name", OPS)
-    def test_equals_the_definition_to_the_bit(self, fast: None, name: str) -> None:
+    def test_products_equal_their_definition(self, fast: None, name: str) -> None:
         op, shapes = self.OPS[name]
         inputs = [rand(*shape) for shape in shapes]
         with autocast():
@@ -495,7 +495,7 @@ class TestWhatMustNotChange:
             F.conv2d(torch.randn(1, 1, 3, 3).half(), torch.randn(1, 1, 3, 3))
 
     @pytest.mark.parametrize("op", [torch.mm, lambda a, b: torch.mv(a, b[0]), torch.dot])
-    def test_errors_name_the_dtypes_that_were_given(self, op: Op) -> None:
+    def test_errors_name_the_given_dtypes(self, op: Op) -> None:
         inputs = [torch.randn(2, 2).half(), torch.ones(2, 2, dtype=torch.int64)]
         if op is torch.dot:
             inputs = [tensor[0] for tensor in inputs]

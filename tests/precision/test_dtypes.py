@@ -48,7 +48,7 @@ def test_data_without_widening_is_returned_unchanged(data):
     assert widen(data) is data
 
 
-def test_default_dtypes_nest_and_come_back():
+def test_default_dtypes_nest_and_are_restored():
     half = DefaultDtype(torch.bfloat16)
     for _ in range(2):
         with half:

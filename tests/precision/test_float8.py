@@ -117,7 +117,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_the_weights_are_those_of_a_loop_with_torchaos_own_layers(recipe: str) -> None:
+def test_weights_are_those_of_a_loop_with_torchaos_own_layers(recipe: str) -> None:
     _, module = fitted(Float8Precision(recipe))
     assert module.kinds == FLOAT8
     assert_same(module.net, by_hand(recipe))
@@ -130,7 +130,7 @@ def test_windows_clipping_and_fp32_layers_equal_a_hand_written_loop() -> None:
     assert_same(module.net, by_hand("tensorwise", window=2, clip=0.1, keep=frozenset({"blocks.0.2"})))
 
 
-def test_it_is_another_arithmetic_than_bfloat16s() -> None:
+def test_float8_differs_from_bfloat16() -> None:
     _, eight = fitted()
     _, sixteen = fitted("bf16-mixed")
     difference = eight.net.blocks[0][0].weight - sixteen.net.blocks[0][0].weight
@@ -151,7 +151,7 @@ class Looks(Callback):
             self.copied = copied(x)
 
 
-def test_a_layer_is_the_same_object_before_during_and_after_a_run() -> None:
+def test_layer_is_the_same_object_before_during_and_after_a_run() -> None:
     module = Classifier()
     layer, attributes = module.net.blocks[0][0], set(vars(module.net.blocks[0][0]))
     fitted("fp8-mixed", module, looks := Looks())
@@ -231,7 +231,7 @@ def test_invalid_arguments_are_refused() -> None:
         Float8Precision().check(torch.device("mps"))
 
 
-def test_an_old_gpu_and_a_machine_without_torchao_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_gpu_and_a_machine_without_torchao_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(PrecisionError, match=r"compute capability 8\.6, expected 8.9 or newer"):
         Float8Precision().check(torch.device("cuda", 0))

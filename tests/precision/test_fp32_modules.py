@@ -107,7 +107,7 @@ def head_dtype(net: nn.Module) -> torch.dtype:
     ids=str,
 )
 @pytest.mark.parametrize("kernels", ["bf16", "native", "fast"])
-def test_the_weights_are_those_of_a_loop_written_by_hand(tmp_path, kernels, patterns, chosen, optimizer):
+def test_weights_equal_a_hand_written_loop(tmp_path, kernels, patterns, chosen, optimizer):
     name, dtype = ("bf16-mixed", "bfloat16") if kernels == "bf16" else ("16-mixed", "float16")
     plugin = MixedPrecision(dtype, fp32_modules=patterns, cpu_kernels="native" if kernels == "bf16" else kernels)
     batches = make_batches(6, gains={3: 1e9} if name == "16-mixed" else None)  # an overflow
@@ -133,7 +133,7 @@ def test_inside_everything_is_float32(precision):
 
 
 @pytest.mark.parametrize("kernels", ["native", "fast"])
-def test_nothing_is_rounded_inside_of_a_float16_run_on_a_cpu(kernels):
+def test_fp32_modules_do_not_round_in_a_float16_run_on_a_cpu(kernels):
     """Values that overflow in float16, in a product that the fast kernels would otherwise compute."""
     net, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(8, 64) * 1e6
     plugin = MixedPrecision("float16", fp32_modules=["1"], cpu_kernels=kernels)
@@ -224,7 +224,7 @@ def test_evaluation_and_prediction_too(tmp_path):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_run_leaves_nothing_behind(tmp_path, fails):
+def test_run_leaves_nothing_behind(tmp_path, fails):
     class Failing(Regression):
         def training_step(self, batch, batch_idx):
             assert "forward" in vars(self.net[4])
@@ -262,7 +262,7 @@ def test_forward_replaced_during_the_run_is_kept():
     assert net[0].forward is theirs
 
 
-def test_a_second_run_may_choose_others(tmp_path):
+def test_second_run_may_choose_others(tmp_path):
     module, data = Regression(), loader_of(make_batches(2))
     for patterns, expected in ((["net.4"], torch.float32), ([], torch.bfloat16), (["net.0"], torch.bfloat16)):
         seen = []
@@ -306,7 +306,7 @@ def test_copy_made_during_a_run_has_its_own_weights():
     assert torch.equal(twin(torch.ones(1, 4)), torch.full((1, 4), 7.0))  # and works outside
 
 
-def test_a_module_pickled_during_a_run():
+def test_module_pickled_during_a_run():
     net, file = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), io.BytesIO()
     with session(net, "1"):
         torch.save(net, file)
@@ -360,7 +360,7 @@ COMPILER_LOOKS = "ignore:The .grad attribute of a Tensor that is not a leaf"
 
 @pytest.mark.parametrize("precision", BOTH)
 @pytest.mark.parametrize("recomputed", [["net.4"], ["net"], ["net.0", "net.4"]], ids=str)
-def test_the_callback_that_recomputes(tmp_path, precision, recomputed):
+def test_callback_that_recomputes(tmp_path, precision, recomputed):
     """It wraps our forward in its own."""
     batches, module = make_batches(4), Regression()
     plugin = MixedPrecision(BOTH[precision], fp32_modules=["net.4", "net.1"], cpu_kernels="native")
@@ -387,7 +387,7 @@ def test_forward_restored_after_the_run_equals_the_class():
         assert net(x).dtype is torch.bfloat16
 
 
-def test_a_run_inside_of_a_run():
+def test_run_inside_of_a_run():
     net, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(1, 4)
     with session(net, "0"):
         with session(net, "0"):
@@ -462,7 +462,7 @@ def test_compiled_modules(compiled, has_hook, warm):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_a_compiled_lightning_module(tmp_path):
+def test_compiled_lightning_module(tmp_path):
     class Learner(Regression):
         def training_step(self, batch, batch_idx):
             output = self.net(batch[0])
@@ -580,11 +580,11 @@ def test_matching_modules(patterns, expected):
     assert found(Model(), *patterns) == expected
 
 
-def test_a_star_is_every_module_that_is_called():
+def test_star_is_every_module_that_is_called():
     assert set(found(Model(), "*")) == {*found(Model(), "blocks"), "norm", "head", "end"}
 
 
-def test_a_module_with_two_names_is_found_by_either():
+def test_module_with_two_names_is_found_by_either():
     net = nn.ModuleDict({"a": nn.Linear(1, 1)})
     net["b"] = net["a"]
     assert find_modules(net, ["b"]) == find_modules(net, ["a"]) == [net["a"]]
@@ -625,14 +625,14 @@ def test_invalid_patterns(kind, given):
 
 
 @pytest.mark.parametrize("kind", [MixedPrecision, HalfPrecision])
-def test_a_single_string_is_one_pattern(kind):
+def test_single_string_is_one_pattern(kind):
     assert kind("bfloat16", fp32_modules="head").fp32_modules == ("head",)
     assert kind("bfloat16", fp32_modules=["a", "b"]).fp32_modules == ("a", "b")
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate"])
 @pytest.mark.parametrize("kind", [MixedPrecision, HalfPrecision])
-def test_a_pattern_without_a_match_ends_a_run_before_its_first_batch(tmp_path, kind, stage):
+def test_pattern_without_a_match_ends_a_run_before_its_first_batch(tmp_path, kind, stage):
     def never(*_):
         raise AssertionError
 
@@ -655,7 +655,7 @@ def test_scripted_modules_are_refused(recwarn):
     assert find_modules(net, ["head"]) == [net["head"]]
 
 
-def test_who_runs_in_float32_now():
+def test_modules_that_run_in_float32():
     net = Net(head=nn.Sequential(nn.Linear(4, 4)))
     with in_float32(find_modules(net, ["head"]), "cpu"):
         assert running_in_float32(net) == {net.head, net.head[0]}

@@ -65,7 +65,7 @@ def test_double_makes_new_tensors_double_inside_the_forward_only(tmp_path):
     assert torch.get_default_dtype() is torch.float32
 
 
-def test_the_default_dtype_survives_an_exception(tmp_path):
+def test_default_dtype_survives_an_exception(tmp_path):
     class Failing(Regression):
         def training_step(self, batch, batch_idx):
             raise KeyError("in the forward")

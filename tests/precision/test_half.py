@@ -63,7 +63,7 @@ def by_hand(net: nn.Module, batches: Any, dtype: torch.dtype, optimizer: Any = s
 @both
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum-fused", "adamw"])
 @pytest.mark.parametrize("kernels", ["native", "fast"])
-def test_the_weights_are_those_of_a_loop_written_by_hand(tmp_path, precision, optimizer, kernels):
+def test_weights_equal_a_hand_written_loop(tmp_path, precision, optimizer, kernels):
     if (precision, optimizer) == ("16-true", "adamw"):
         make = partial(OPTIMIZERS[optimizer], eps=1e-4)
     else:
@@ -116,7 +116,7 @@ def test_new_tensors_have_the_dtype_inside_the_forward_only(tmp_path, precision)
     assert seen == {"training_step": dtype, "validation_step": dtype, "on_before_backward": torch.float32}
 
 
-def test_the_default_dtype_survives_an_exception(tmp_path):
+def test_default_dtype_survives_an_exception(tmp_path):
     class Failing(Regression):
         def training_step(self, batch, batch_idx):
             raise KeyError("in the forward")
@@ -212,7 +212,7 @@ class ByHand(nn.Sequential):
 @both
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("optimizer", ["momentum", "sgd-fused"])
-def test_fp32_modules_are_those_of_a_loop_written_by_hand(tmp_path, precision, recomputes, optimizer):
+def test_fp32_modules_equal_a_hand_written_loop(tmp_path, precision, recomputes, optimizer):
     class Recomputed(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(super().forward, x, use_reentrant=False) if recomputes else super().forward(x)
@@ -254,7 +254,7 @@ def test_inside_of_an_fp32_module_nothing_is_rounded():
     assert seen == [torch.float32] * 3
 
 
-def test_an_embedding_in_float32_feeds_layers_in_bfloat16():
+def test_embedding_in_float32_feeds_layers_in_bfloat16():
     net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
     plugin = HalfPrecision("bfloat16", fp32_modules="0")
     plugin.convert_module(net)
@@ -301,7 +301,7 @@ def test_float16_weights_are_warned_of_once(tmp_path):
         (sgd, None),
     ],
 )
-def test_an_eps_that_float16_cannot_hold(tmp_path, optimizer, warns):
+def test_eps_that_float16_cannot_hold(tmp_path, optimizer, warns):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for precision in ("16-true", "bf16-true", "16-mixed"):
@@ -347,7 +347,7 @@ def test_emulated_bfloat16_is_a_warning(monkeypatch):
 
 
 @pytest.mark.parametrize(("kernels", "users"), [("auto", 1), ("fast", 1), ("native", 0)])
-def test_the_kernels_of_a_cpu(monkeypatch, kernels, users):
+def test_kernels_of_a_cpu(monkeypatch, kernels, users):
     monkeypatch.setattr(cpu_fp16, "native_fp16", lambda: False)
     monkeypatch.setattr(cpu_fp16, "pays", lambda module: True)
     with HalfPrecision("float16", cpu_kernels=kernels).session(make_net(), CPU):
@@ -366,7 +366,7 @@ def saved_by(folder: Any, precision: str) -> dict[str, Any]:
     return torch.load(folder / f"{precision}.ckpt", weights_only=True)
 
 
-def test_a_checkpoint_continues_to_the_bit(tmp_path):
+def test_resumed_run_is_bitwise_equal(tmp_path):
     batches, straight = loader_of(make_batches(4)), Regression(optimizer=momentum)
     make_trainer(tmp_path, precision="bf16-true", max_epochs=2).fit(straight, batches)
     first = make_trainer(tmp_path, precision="bf16-true")

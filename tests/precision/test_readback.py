@@ -6,7 +6,7 @@ import torch
 from trainer.precision.readback import Readback
 
 
-def test_the_numbers_are_those_of_the_start():
+def test_numbers_are_those_of_the_start():
     readback = Readback("cpu")
     readback.start([torch.tensor([1.5]), torch.tensor(2, dtype=torch.int64)])
     assert readback.wait() == [1.5, 2.0]
@@ -18,13 +18,13 @@ def test_readback_is_empty_before_the_first_step():
     assert Readback("cpu").wait() == []
 
 
-def test_only_a_cpus_numbers_are_there_at_once():
+def test_only_values_of_a_cpu_arrive_immediately():
     assert Readback("cpu").arrives_at_once
     assert not Readback("cuda").arrives_at_once
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_device():
+def test_readback_does_not_synchronize():
     number, readback = torch.ones(1, device="cuda"), Readback("cuda")
     readback.start([number, number])  # makes its buffer
     torch.cuda.synchronize()

@@ -33,7 +33,7 @@ from trainer.precision.registry import PLUGINS
         ("auto", AutoPrecision, "auto", False),
     ],
 )
-def test_a_name_becomes_a_plugin(given, kind, name, scales):
+def test_name_becomes_a_plugin(given, kind, name, scales):
     plugin = resolve_precision(given)
     assert (type(plugin), plugin.name) == (kind, name)
     assert plugin.build_scaler(torch.device("cpu")).is_enabled() is scales
@@ -57,7 +57,7 @@ def test_properties(name, dtype, is_half, scales_loss):
     assert (plugin.dtype, plugin.is_half, plugin.scales_loss) == (dtype, is_half, scales_loss)
 
 
-def test_a_name_that_is_taken_is_refused():
+def test_registered_name_is_refused():
     with pytest.raises(PrecisionError, match="'16-mixed' for Mine, but it is that of MixedPrecision"):
         type("Mine", (Precision,), {"names": {"16-mixed": {}}, "__qualname__": "Mine"})
     assert type(resolve_precision("16-mixed")) is MixedPrecision
@@ -104,7 +104,7 @@ def test_lightnings_plugin_inside_a_strategy(tmp_path):
         make_trainer(tmp_path, strategy=DDPStrategy(precision_plugin=lightnings()))
 
 
-def test_the_name_on_the_trainer(tmp_path):
+def test_name_on_the_trainer(tmp_path):
     class Own(Precision):
         name = "own"
 

@@ -125,7 +125,7 @@ def test_copies_and_pickles():
 # --- floor and ceiling ----------------------------------------------------------------------------------------------
 
 
-def test_the_scale_has_a_floor():
+def test_scale_has_a_floor():
     scaler, p = LossScaler("cpu", init_scale=4.0), parameter()
     optimizer = sgd(p)
     scales = []
@@ -266,7 +266,7 @@ def test_fused_momentum_is_initialized(monkeypatch, dampening, steps_at_once, la
         assert torch.equal(mine, other)
 
 
-def test_a_running_momentum_is_kept_by_a_skipped_step():
+def test_running_momentum_is_kept_by_a_skipped_step():
     scaler, p = LossScaler("cpu", init_scale=8.0), parameter()
     optimizer = sgd(p, momentum=0.9, fused=True)
     for slope in (1.0, INF, 1.0):
@@ -274,7 +274,7 @@ def test_a_running_momentum_is_kept_by_a_skipped_step():
     assert torch.equal(p, torch.tensor([1.0, 1.0]) - 1.0 - 1.9)
 
 
-def test_gradients_that_were_looked_at_but_not_stepped_count_as_in_torch():
+def test_unscaled_gradients_without_a_step_lower_the_scale_as_in_torch():
     """The scale falls with them; no step was skipped."""
     scaler, p = LossScaler("cpu", init_scale=8.0), parameter()
     optimizer = sgd(p)
@@ -312,7 +312,7 @@ def test_update_does_not_read_the_outcome_of_a_fused_optimizer(monkeypatch):
     assert scaler.knows_outcome
 
 
-def test_a_plain_optimizer_is_settled_at_once():
+def test_plain_optimizer_is_settled_at_once():
     scaler, p = late_scaler(init_scale=8.0), parameter()
     optimizer = sgd(p)
     backward(scaler, p, INF)
@@ -322,7 +322,7 @@ def test_a_plain_optimizer_is_settled_at_once():
     assert scaler.resolve_outcome() == ((optimizer,), 8.0, 4.0)
 
 
-def test_asking_for_the_scale_takes_nothing_from_who_settles():
+def test_reading_the_scale_keeps_the_outcome():
     scaler, p = late_scaler(init_scale=8.0), parameter()
     optimizer = sgd(p, fused=True)
     backward(scaler, p, INF)
@@ -410,7 +410,7 @@ def test_steps_of_an_interrupted_run_are_discarded():
 # --- state ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_state_restores_scale_and_tracker_but_not_settings():
+def test_state_restores_scale_and_tracker_but_not_settings():
     scaler, p = LossScaler("cpu", init_scale=8.0, growth_interval=4), parameter()
     optimizer = sgd(p)
     for slope in (INF, 1.0, 1.0):
@@ -429,7 +429,7 @@ def test_a_state_restores_scale_and_tracker_but_not_settings():
 
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("tracker", [5, 6, 1000])
-def test_a_tracker_past_the_interval_still_leads_to_growth(tracker, used):
+def test_tracker_past_the_interval_still_leads_to_growth(tracker, used):
     scaler, p = LossScaler("cpu", init_scale=8.0, growth_interval=5), parameter()
     if used:
         train(scaler, p, sgd(p))
@@ -439,13 +439,13 @@ def test_a_tracker_past_the_interval_still_leads_to_growth(tracker, used):
 
 
 @pytest.mark.parametrize(("saved", "restored"), [(0.25, 1.0), (1e9, 128.0), (64.0, 64.0)])
-def test_a_restored_scale_keeps_to_floor_and_ceiling(saved, restored):
+def test_restored_scale_keeps_to_floor_and_ceiling(saved, restored):
     scaler = LossScaler("cpu", init_scale=8.0, max_scale=128.0)
     scaler.load_state_dict({"scale": saved, "_growth_tracker": 0})
     assert scaler.current_scale == scaler.get_scale() == restored
 
 
-def test_the_empty_state_of_a_disabled_scaler_is_refused():
+def test_empty_state_of_a_disabled_scaler_is_refused():
     with pytest.raises(ValueError, match=r"empty state.*without loss scaling"):
         LossScaler("cpu").load_state_dict({})
 
@@ -500,7 +500,7 @@ def test_half_precision_weights_are_refused_as_by_torch():
         scaler.unscale_(sgd(p))
 
 
-def test_a_closure_is_refused_while_the_loss_is_scaled():
+def test_closure_is_refused_while_the_loss_is_scaled():
     (weight,) = weights = [torch.ones(2, requires_grad=True)]
     optimizer = torch.optim.SGD(weights, lr=0.1)
 

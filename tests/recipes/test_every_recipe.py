@@ -125,7 +125,7 @@ def test_gradients_are_right(name, parameters, number, tmp_path, monkeypatch, ca
 
 
 @pytest.mark.whole
-def test_the_gradients_of_a_smaller_resnet_are_right(tmp_path, monkeypatch, capsys):
+def test_gradients_of_a_smaller_resnet_are_right(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     smaller = ["model.net._target_=torchvision.models.resnet18", "data.image_size=16"]
     some = "callbacks.gradient_check.parameters=[net.bn1.*,net.layer1.1.bn2.*,net.fc.*]"

@@ -43,7 +43,7 @@ def distance(module, other) -> float:
     return max((a - b).abs().max().item() for a, b in zip(module.parameters(), other.parameters(), strict=True))
 
 
-def test_it_is_the_model_of_the_folder(folder):
+def test_model_equals_that_of_the_folder(folder):
     from transformers import AutoModelForCausalLM
 
     theirs, tokens = AutoModelForCausalLM.from_pretrained(folder), torch.arange(10).unsqueeze(0)
@@ -57,7 +57,7 @@ def test_it_is_the_model_of_the_folder(folder):
     assert output["weight"] == 9
 
 
-def test_an_accumulated_step_is_that_of_one_big_batch(folder, tmp_path):
+def test_accumulated_step_is_that_of_one_big_batch(folder, tmp_path):
     sgd = partial(torch.optim.SGD, lr=0.5)
     big, accumulated = tuner(folder, sgd), tuner(folder, sgd)
     data = sequences()
@@ -126,7 +126,7 @@ def test_classes(folder, tmp_path):
     assert torch.allclose(again(texts), logits, atol=1e-6)
 
 
-def test_what_it_writes(folder, tmp_path, capsys):
+def test_written_files(folder, tmp_path, capsys):
     module = tuner(folder, sample_length=5).eval()
     trainer = make_trainer(tmp_path, callbacks=[TextWriter(str(tmp_path))])
     ((text,),) = trainer.predict(module, DataLoader(["The "], batch_size=1))

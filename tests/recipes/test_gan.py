@@ -135,7 +135,7 @@ def test_weights_may_be_of_another_dtype(precision, scans, tmp_path):
     assert images.dtype == torch.float32
 
 
-def test_the_same_seed_trains_the_same_gan(tmp_path):
+def test_same_seed_trains_the_same_gan(tmp_path):
     (gan, first), (twin, second) = (trained(tmp_path / name, epochs=1, limit_train_batches=5) for name in "ab")
     assert first.callback_metrics["val_frechet"] == second.callback_metrics["val_frechet"]
     assert torch.equal(gan.sample(4), twin.sample(4))
@@ -158,7 +158,7 @@ def test_samples_depend_on_their_seed_only():
     assert not gan.generator.training
 
 
-def test_a_picture_is_written_for_every_epoch(tmp_path):
+def test_picture_is_written_for_every_epoch(tmp_path):
     logger = TensorBoardLogger(tmp_path / "logs")
     pictures = SamplePictures(str(tmp_path / "samples"), count=6, columns=3, zoom=2)
     gan, _ = trained(
@@ -177,7 +177,7 @@ def test_a_picture_is_written_for_every_epoch(tmp_path):
     assert [event.step for event in events.Images("samples")] == [4, 8]
 
 
-def test_the_frechet_distance_is_that_of_the_formula():
+def test_frechet_distance_is_that_of_the_formula():
     torch.manual_seed(0)
     images, others = torch.randn(40, 1, 2, 3), torch.rand(50, 1, 2, 3) * 2
     a, b = images.flatten(1).double(), others.flatten(1).double()
@@ -224,7 +224,7 @@ def test_two_processes_know_the_same_distance_and_draw_different_images(tmp_path
     assert len(drawn.unique(dim=0)) == len(drawn) == 270
 
 
-def test_a_validation_that_was_broken_off_leaves_no_images_behind(scans, tmp_path):
+def test_validation_that_was_broken_off_leaves_no_images_behind(scans, tmp_path):
     gan = GAN(ADAM, width=16)
     (expected,) = make_trainer(tmp_path).validate(gan, datamodule=scans, verbose=False)
     gan.validation_step((torch.ones(5, 1, 8, 8), None), 0)
@@ -232,7 +232,7 @@ def test_a_validation_that_was_broken_off_leaves_no_images_behind(scans, tmp_pat
     assert metrics == expected
 
 
-def test_the_scans_are_those_of_scikit_learn(scans):
+def test_scans_are_those_of_scikit_learn(scans):
     assert {name: len(split) for name, split in scans.splits.items()} == {"train": 1257, "val": 270, "test": 270}
     images = torch.cat([split.images for split in scans.splits.values()])
     assert (images.min(), images.max(), images.dtype) == (-1, 1, torch.float32)

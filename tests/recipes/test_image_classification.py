@@ -52,7 +52,7 @@ def trainer(root: Path, **options: object) -> Trainer:
     return Trainer(accelerator="cpu", default_root_dir=root, **{**defaults, **options})
 
 
-def test_a_torchvision_model_trains_and_logs_by_the_documented_names(tmp_path: Path):
+def test_torchvision_model_trains_and_logs_by_the_documented_names(tmp_path: Path):
     torch.manual_seed(0)
     module = ImageClassifier(resnet18(num_classes=CLASSES), SGD, partial(onecycle, pct_start=0.5), num_classes=CLASSES)
     before = copy.deepcopy(module.net.state_dict())
@@ -66,7 +66,7 @@ def test_a_torchvision_model_trains_and_logs_by_the_documented_names(tmp_path: P
     assert fit.global_step == 2
 
 
-def test_the_accuracy_and_loss_of_an_epoch_are_over_images(tmp_path: Path):
+def test_accuracy_and_loss_of_an_epoch_are_over_images(tmp_path: Path):
     module = ImageClassifier(FirstPixels(), SGD, num_classes=CLASSES, label_smoothing=0.3)
     module.net.weight.data.fill_(2.0)  # logits 10 for the label of the image, 0 for the others
     right, wrong = torch.tensor([10.0, 0, 0, 0]), torch.tensor([0.0, 10, 0, 0])
@@ -79,7 +79,7 @@ def test_the_accuracy_and_loss_of_an_epoch_are_over_images(tmp_path: Path):
     assert metrics == {"test_loss": pytest.approx(expected), "test_acc": pytest.approx(5 / 6)}
 
 
-def test_a_test_leaves_a_confusion_matrix_and_samples(tmp_path: Path):
+def test_test_leaves_a_confusion_matrix_and_samples(tmp_path: Path):
     module = ImageClassifier(FirstPixels(), SGD, num_classes=CLASSES)
     module.net.weight.data.fill_(2.0)
     tested = trainer(tmp_path, logger=CSVLogger(tmp_path, name="", version=""))
@@ -110,7 +110,7 @@ def test_predictions_are_probabilities(tmp_path: Path):
     assert torch.allclose(first, (torch.eye(CLASSES) * 5).softmax(dim=1))
 
 
-def test_the_schedule_spans_the_run_and_steps_with_the_optimizer(tmp_path: Path):
+def test_schedule_spans_the_run_and_steps_with_the_optimizer(tmp_path: Path):
     module = ImageClassifier(FirstPixels(), SGD, partial(warmup_cosine, warmup=0.0), num_classes=CLASSES)
     fit = trainer(tmp_path, max_epochs=3)
     fit.fit(module, loader(), loader())
@@ -129,7 +129,7 @@ def test_without_a_schedule_the_rate_stays(tmp_path: Path):
     assert fit.optimizers[0].param_groups[0]["lr"] == 0.1
 
 
-def test_a_schedule_for_a_run_without_end_is_refused(tmp_path: Path):
+def test_schedule_for_a_run_without_end_is_refused(tmp_path: Path):
     module = ImageClassifier(FirstPixels(), SGD, onecycle, num_classes=CLASSES)
     with pytest.raises(ValueError, match=r"this run has no end. Set trainer.max_epochs"):
         trainer(tmp_path, max_epochs=-1).fit(module, loader(), loader())
@@ -176,7 +176,7 @@ def test_channels_last_changes_the_layout_and_not_the_result():
         assert probe.net.memory_formats == [channels_last]
 
 
-def test_a_checkpoint_loads_with_weights_only(tmp_path: Path):
+def test_checkpoint_loads_with_weights_only(tmp_path: Path):
     module = ImageClassifier(FirstPixels(), SGD, partial(onecycle), num_classes=CLASSES, label_smoothing=0.1)
     fit = trainer(tmp_path)
     fit.fit(module, loader(), loader())
@@ -190,7 +190,7 @@ def test_a_checkpoint_loads_with_weights_only(tmp_path: Path):
     assert torch.equal(loaded.net.weight, module.net.weight)
 
 
-def test_it_can_be_copied():
+def test_classifier_can_be_copied():
     module = ImageClassifier(resnet18(num_classes=CLASSES), SGD, onecycle, num_classes=CLASSES, channels_last=True)
     clone = copy.deepcopy(module)
     assert torch.equal(clone.net.conv1.weight, module.net.conv1.weight)

@@ -37,7 +37,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_folder_of_classes_is_all_that_a_training_needs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_of_classes_is_all_that_a_training_needs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = Path("resnet18.pth")
     pretrained = models.resnet18()
     torch.save(pretrained.state_dict(), weights)
@@ -74,7 +74,7 @@ def test_a_folder_of_classes_is_all_that_a_training_needs(root: Path, capsys: py
     assert "001.bow" in capsys.readouterr().err
 
 
-def test_a_number_of_classes_is_needed_unless_the_head_can_be_replaced() -> None:
+def test_number_of_classes_is_needed_unless_the_head_can_be_replaced() -> None:
     with pytest.raises(ValueError, match="num_classes"):
         ImageClassifier(models.resnet18(num_classes=3), torch.optim.SGD)
     module = ImageClassifier(TransferNet("resnet18", None), torch.optim.SGD, classes=["cat", "dog"])
@@ -84,7 +84,7 @@ def test_a_number_of_classes_is_needed_unless_the_head_can_be_replaced() -> None
         ImageClassifier(TransferNet("resnet18", 2), torch.optim.SGD, num_classes=2, classes=["a", "b", "c"])
 
 
-def test_a_new_head_has_the_dtype_of_the_old_one() -> None:
+def test_new_head_has_the_dtype_of_the_old_one() -> None:
     net = TransferNet("resnet18", None).to(torch.bfloat16)
     net.set_num_classes(2)
     assert net.head.weight.dtype is torch.bfloat16

@@ -116,7 +116,7 @@ def test_only_matrices_decay():
 
 
 @pytest.mark.parametrize("parts", [[4, 4], [2, 2, 2, 2], [1] * 8, [3, 5]])
-def test_an_accumulated_step_is_that_of_one_big_batch(parts, tmp_path):
+def test_accumulated_step_is_that_of_one_big_batch(parts, tmp_path):
     data = sequences()
     whole = model(SGD)
     big = copy.deepcopy(whole)
@@ -251,7 +251,7 @@ def test_no_text_of_another_process_is_lost(tmp_path, monkeypatch):
     assert (tmp_path / "samples_1.txt").read_text(encoding="utf-8") == "two\n"
 
 
-def test_a_checkpoint_loads_with_weights_only(tmp_path):
+def test_checkpoint_loads_with_weights_only(tmp_path):
     module = model(temperature=0.5)
     trainer = fit(module, sequences(), tmp_path)
     trainer.save_checkpoint(tmp_path / "last.ckpt")

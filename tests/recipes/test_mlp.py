@@ -18,7 +18,7 @@ def data() -> RandomVectors:
     return RandomVectors(batch_size=12, num_batches=5, in_features=16, out_features=8)
 
 
-def test_the_net_is_linear_layers_with_relu_between():
+def test_net_is_linear_layers_with_relu_between():
     net = mlp(5, 2, width=7, layers=3)
     assert [type(part) for part in net] == [nn.Linear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear]
     assert [tuple(part.weight.shape) for part in net[::2]] == [(7, 5), (7, 7), (2, 7)]
@@ -30,7 +30,7 @@ def test_the_net_is_linear_layers_with_relu_between():
         mlp(5, 2, width=7, layers=0)
 
 
-def test_the_articles_model_has_fifty_million_weights():
+def test_articles_model_has_fifty_million_weights():
     with torch.device("meta"):
         net = mlp(4096, 4096, width=4096, layers=3)
     assert sum(p.numel() for p in net.parameters()) == 3 * (4096 * 4096 + 4096)
@@ -90,7 +90,7 @@ def test_schedule_is_used_if_configured(tmp_path):
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0)
 
 
-def test_a_checkpoint_loads_with_weights_only(tmp_path):
+def test_checkpoint_loads_with_weights_only(tmp_path):
     module = MLPRegressor(SGD, **SIZES)
     trainer = make_trainer(tmp_path)
     trainer.fit(module, datamodule=data())

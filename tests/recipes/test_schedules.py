@@ -97,7 +97,7 @@ def test_warmup_cosine_leaves_a_step_to_fall():
 
 @pytest.mark.parametrize("schedule", [onecycle, cosine, warmup_cosine])
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_the_shortest_runs_have_a_schedule(schedule, steps: int):
+def test_shortest_runs_have_a_schedule(schedule, steps: int):
     optimizer = sgd(0.5)
     rates = rates_of(optimizer, schedule(optimizer, steps), steps)
     assert all(0.0 <= rate <= 0.5 for rate in rates)
@@ -118,13 +118,13 @@ def test_schedule_can_be_pickled_and_restored(schedule):
 
 
 @pytest.mark.parametrize("schedule", [onecycle, cosine, warmup_cosine])
-def test_a_run_without_steps_is_refused(schedule):
+def test_run_without_steps_is_refused(schedule):
     with pytest.raises(ValueError, match="total_steps is 0, expected at least 1"):
         schedule(sgd(0.5), 0)
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0, 500])
-def test_a_fraction_out_of_range_is_refused(fraction: float):
+def test_fraction_out_of_range_is_refused(fraction: float):
     with pytest.raises(ValueError, match=f"pct_start is {fraction}"):
         onecycle(sgd(0.5), 10, pct_start=fraction)
     with pytest.raises(ValueError, match=f"warmup is {fraction}"):

@@ -46,7 +46,7 @@ def halves(count: int, names: bool = False) -> list[Any]:
 
 
 @pytest.mark.parametrize(("width", "depth", "size"), [(4, 0, 5), (4, 2, 12), (6, 3, 16)])
-def test_a_mask_is_as_large_as_its_image(width: int, depth: int, size: int):
+def test_mask_is_as_large_as_its_image(width: int, depth: int, size: int):
     net = UNet(3, width=width, depth=depth)
     assert net(torch.zeros(2, 3, size, 2 * size if depth else size)).shape[:3] == (2, 3, size)
     assert net.classify.in_channels == width
@@ -65,7 +65,7 @@ def test_images_that_cannot_be_halved_are_refused():
         UNet(2, depth=3)(torch.zeros(1, 3, 12, 20))
 
 
-def test_the_loss_is_cross_entropy_plus_dice():
+def test_loss_is_cross_entropy_plus_dice():
     masks = torch.tensor([[[0, 0], [1, 1]]])
     logits = torch.zeros(1, 3, 2, 2)
     third = 1 / 3
@@ -78,7 +78,7 @@ def test_the_loss_is_cross_entropy_plus_dice():
     assert segmentation_loss(right, masks).item() == pytest.approx(0.0, abs=1e-6)
 
 
-def test_the_loss_of_many_pixels_does_not_overflow_in_float16():
+def test_loss_of_many_pixels_does_not_overflow_in_float16():
     masks = torch.ones(2, 300, 300, dtype=torch.int64)  # more than float16's largest number, 65,504
     logits = torch.zeros(2, 2, 300, 300, dtype=torch.float16)
     loss = segmentation_loss(logits, masks)
@@ -98,7 +98,7 @@ def test_metrics_are_over_the_epoch(tmp_path: Path):
     assert metrics["test_dice"] == 1.0
 
 
-def test_a_test_leaves_a_confusion_matrix_and_samples(tmp_path: Path):
+def test_test_leaves_a_confusion_matrix_and_samples(tmp_path: Path):
     images, masks = halves(1)[0]
     wrong = masks.clone()
     wrong[0] = 1 - masks[0]
@@ -117,7 +117,7 @@ def test_a_test_leaves_a_confusion_matrix_and_samples(tmp_path: Path):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
-def test_it_learns(precision: str, tmp_path: Path):
+def test_segmentation_learns(precision: str, tmp_path: Path):
     torch.manual_seed(0)
     module = Segmenter(UNet(2, width=4, depth=1), ADAMW, partial(onecycle), num_classes=2)
     trainer = make_trainer(tmp_path, precision=precision, max_epochs=2)
@@ -127,7 +127,7 @@ def test_it_learns(precision: str, tmp_path: Path):
 
 
 @unknown_indices
-def test_a_mask_is_written_for_each_image_and_nothing_is_kept(tmp_path: Path):
+def test_mask_is_written_for_each_image_and_nothing_is_kept(tmp_path: Path):
     writer = MaskWriter(tmp_path / "masks", overview=3)
     trainer = make_trainer(tmp_path, callbacks=[writer])
     module = Segmenter(Brightness(), ADAMW, num_classes=2)
@@ -172,7 +172,7 @@ def test_overview_is_not_written_if_disabled(tmp_path: Path):
 
 
 @unknown_indices
-def test_a_name_leads_out_of_no_folder(tmp_path: Path):
+def test_name_leads_out_of_no_folder(tmp_path: Path):
     batch = (halves(1)[0][0], ["fine", "../out"])
     trainer = make_trainer(tmp_path, callbacks=[MaskWriter(tmp_path / "masks")])
     with pytest.raises(ValueError, match=r"'../out', expected a name"):
@@ -197,7 +197,7 @@ SMALL = [
 
 
 @pytest.mark.whole
-def test_the_recipe_finds_digits_and_writes_masks(
+def test_recipe_finds_digits_and_writes_masks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)

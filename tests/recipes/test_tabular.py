@@ -56,7 +56,7 @@ def test_splits_are_disjoint_complete_stratified_and_fixed():
     assert not torch.equal(data.splits["test"].tensors[0], other.splits["test"].tensors[0])
 
 
-def test_a_regression_has_targets_of_every_size_in_every_split():
+def test_regression_has_targets_of_every_size_in_every_split():
     data = table("diabetes")
     data.setup("fit")
     targets = {name: split.tensors[1] for name, split in data.splits.items()}
@@ -100,7 +100,7 @@ def test_learns_every_table_in_every_precision(name, metric, least, precision, t
     assert set(tested) == {each.replace("val", "test") for each in names}
 
 
-def test_a_regression_speaks_in_the_targets_unit(tmp_path):
+def test_regression_speaks_in_the_targets_unit(tmp_path):
     seed_everything(0, verbose=False)
     module, data = model("diabetes"), table("diabetes")
     trainer = make_trainer(tmp_path, max_epochs=4)
@@ -119,7 +119,7 @@ def test_a_regression_speaks_in_the_targets_unit(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_targets_unit_may_be_too_large_or_too_fine_for_16_bits(dtype):
+def test_targets_unit_may_be_too_large_or_too_fine_for_16_bits(dtype):
     module, features = model("diabetes"), torch.randn(50, 10)
     module.target_mean.fill_(250_000.0)
     module.target_std.fill_(10.0)
@@ -130,7 +130,7 @@ def test_the_targets_unit_may_be_too_large_or_too_fine_for_16_bits(dtype):
     assert torch.equal(numbers, outputs.float() * 10.0 + 250_000.0)
 
 
-def test_a_classification_predicts_probabilities(tmp_path):
+def test_classification_predicts_probabilities(tmp_path):
     seed_everything(0, verbose=False)
     module, data = model("wine", dropout=0.5), table("wine")
     trainer = make_trainer(tmp_path, max_epochs=2)
@@ -145,7 +145,7 @@ def test_a_classification_predicts_probabilities(tmp_path):
     assert tested["test_acc"] == pytest.approx(right)
 
 
-def test_the_example_for_newcomers_runs_and_is_right(tmp_path, monkeypatch, capsys):
+def test_example_for_newcomers_runs_and_is_right(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(EXAMPLE), run_name="__main__")  # warnings are errors here
     said = capsys.readouterr().out.splitlines()[-1]

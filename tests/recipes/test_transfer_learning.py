@@ -27,7 +27,7 @@ def weights(tmp_path: Path) -> Path:
     return file
 
 
-def test_the_weights_are_those_of_the_file_but_for_a_new_head(weights: Path):
+def test_weights_are_those_of_the_file_but_for_a_new_head(weights: Path):
     stored = torch.load(weights, weights_only=True)
     net = TransferNet("resnet18", 5, weights=str(weights))
     loaded = net.net.state_dict()
@@ -38,13 +38,13 @@ def test_the_weights_are_those_of_the_file_but_for_a_new_head(weights: Path):
     assert all(torch.equal(stored[name], loaded[name]) for name in rest)
 
 
-def test_the_number_of_classes_in_the_file_does_not_matter(tmp_path: Path):
+def test_number_of_classes_in_the_file_does_not_matter(tmp_path: Path):
     torch.save(models.resnet18(num_classes=7).state_dict(), tmp_path / "seven.pth")
     assert TransferNet("resnet18", 3, weights=str(tmp_path / "seven.pth")).head.out_features == 3
 
 
 @pytest.mark.parametrize(("architecture", "head"), [("resnet18", "fc"), ("mobilenet_v3_small", "classifier.3")])
-def test_the_head_is_the_last_linear_layer(architecture: str, head: str):
+def test_head_is_the_last_linear_layer(architecture: str, head: str):
     net = TransferNet(architecture, 5, frozen=True)
     assert net.net.get_submodule(head) is net.head
     assert {name for name, p in net.net.named_parameters() if p.requires_grad} == {f"{head}.weight", f"{head}.bias"}
@@ -74,7 +74,7 @@ class Modes(Callback):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
-def test_a_frozen_net_trains_its_head_and_nothing_else(weights: Path, tmp_path: Path, precision: str):
+def test_frozen_net_trains_its_head_and_nothing_else(weights: Path, tmp_path: Path, precision: str):
     torch.manual_seed(0)
     module = transfer_classifier("resnet18", ADAM, num_classes=2, weights=str(weights), frozen=True)
     before = {name: value.clone() for name, value in module.net.state_dict().items()}
@@ -131,7 +131,7 @@ def test_error_without_a_network_names_the_download_and_its_place(tmp_path: Path
     assert "model.weights" in message
 
 
-def test_a_name_that_is_neither_file_nor_weights_is_refused():
+def test_name_that_is_neither_file_nor_weights_is_refused():
     with pytest.raises(FileNotFoundError, match=r"no such file .* one of IMAGENET1K_V1, DEFAULT, or to null"):
         load_weights("resnet18", "IMAGENET1K_V3")
 
@@ -152,7 +152,7 @@ class Runs:
 
 
 @pytest.mark.parametrize("content", ["damaged", "code", "checkpoint"])
-def test_a_file_that_holds_something_else_is_refused(weights: Path, tmp_path: Path, content: str):
+def test_file_with_other_contents_is_refused(weights: Path, tmp_path: Path, content: str):
     if content == "damaged":
         weights.write_bytes(weights.read_bytes()[:-1000])
     elif content == "code":

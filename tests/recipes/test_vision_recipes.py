@@ -36,7 +36,7 @@ def test_resnet_learns_generated_images_in_the_format_of_cifar10(tmp_path: Path,
     assert result["metrics"]["val_loss"] < 1.2  # 2.3 by guessing
 
 
-def test_the_new_layer_of_a_frozen_net_learns_photographs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_new_layer_of_a_frozen_net_learns_photographs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # Random weights suffice to separate discs from bars, and blue from red.
     monkeypatch.chdir(tmp_path)
     smaller = ["model.architecture=resnet18", "data.batch_size=8", "data.image_size=48", "optimizer.lr=0.01"]

@@ -21,7 +21,7 @@ def test_thinning_keeps_ends_and_extremes():
     assert [values[int(step)] for step in thinned.steps] == list(thinned.values)
 
 
-def test_few_points_stay_as_they_are():
+def test_few_points_are_kept():
     curve = Curve([1, 2, 3], [3.0, math.nan, 1.0])
     assert thin(curve, 3) is curve
 

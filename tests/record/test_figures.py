@@ -30,7 +30,7 @@ class Evaluated(Regression):
         write_confusion_matrix(self.trainer, "test", metric.compute(), ["cat", "dog"])
 
 
-def test_a_module_writes_a_matrix_into_the_folder_of_its_run(tmp_path):
+def test_module_writes_a_matrix_into_the_folder_of_its_run(tmp_path):
     trainer = make_trainer(tmp_path / "default", callbacks=[RunRecorder(dirpath=tmp_path / "run")])
     trainer.test(Evaluated(), loader_of(make_batches(1)))
     told = json.loads((tmp_path / "run" / "figures" / "test.json").read_text())
@@ -60,13 +60,13 @@ def test_other_processes_write_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nor_does_a_run_without_a_folder_on_this_machine(tmp_path):
+def test_run_without_a_local_folder_writes_no_figures(tmp_path):
     trainer = stand_in("s3://bucket")
     assert figures_of(trainer) is None
     write_confusion_matrix(trainer, "test", COUNTS)
 
 
-def test_nor_does_one_that_leaves_no_record(tmp_path, monkeypatch):
+def test_run_without_a_record_writes_no_figures(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trainer = make_trainer(tmp_path, callbacks=[RunRecorder(writes=False)], logger=False)
     trainer.test(Evaluated(), loader_of(make_batches(1)))
@@ -90,7 +90,7 @@ def test_invalid_matrices(tmp_path):
         write_confusion_matrix(stand_in(tmp_path), "test", COUNTS, ["a", "b", "c"])
 
 
-def test_pictures_are_enlarged_and_stand_side_by_side(tmp_path):
+def test_small_pictures_are_enlarged_and_placed_in_a_row(tmp_path):
     images = torch.stack([torch.tensor([[[-1.0, 3.0], [1.0, 3.0]]]), *[torch.ones(1, 2, 2)] * 8])
     write_pictures(stand_in(tmp_path), "nine", images, ["3", "5, not 6"])
     pixels = np.asarray(Image.open(tmp_path / "figures" / "nine.png"))
@@ -101,7 +101,7 @@ def test_pictures_are_enlarged_and_stand_side_by_side(tmp_path):
     assert not pixels[74:90, 160:, 3].any()
 
 
-def test_pictures_in_colour_of_uint8_stay_as_they_are(tmp_path):
+def test_uint8_color_pictures_are_kept(tmp_path):
     images = torch.arange(3 * 80 * 100, dtype=torch.int64).remainder(256).to(torch.uint8).reshape(1, 3, 80, 100)
     write_pictures(stand_in(tmp_path), "one", images)
     pixels = np.asarray(Image.open(tmp_path / "figures" / "one.png"))

@@ -112,7 +112,7 @@ def test_flex_attention_has_no_formula_and_runs() -> None:
     assert counter.total == 2 * 128 * 128 * 16
 
 
-def test_a_function_within_may_be_compiled() -> None:
+def test_function_within_may_be_compiled() -> None:
     x = torch.ones(4, 6)
     with FlopCounter():
         double = torch.compile(lambda x: x * 2, backend="eager", fullgraph=True)

@@ -33,7 +33,7 @@ def test_recorded_environment(tmp_path, monkeypatch):
     assert "mine" not in text
 
 
-def test_no_secret_of_a_config_is_in_it(monkeypatch):
+def test_environment_contains_no_secrets(monkeypatch):
     redaction.remember("TOKEN", "hunter2hunter2")
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "key=hunter2hunter2", "s3://me:pass@host/x"])
     try:
@@ -43,7 +43,7 @@ def test_no_secret_of_a_config_is_in_it(monkeypatch):
 
 
 @pytest.mark.skipif(module.shutil.which("git") is None, reason="needs git")
-def test_the_commit(tmp_path, monkeypatch):
+def test_commit(tmp_path, monkeypatch):
     def git(*words):
         who = ["-c", "user.name=a", "-c", "user.email=a@b"]
         return subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
@@ -64,7 +64,7 @@ def test_the_commit(tmp_path, monkeypatch):
     assert environment()["git"] is None
 
 
-def test_a_disk_that_answers_too_late(tmp_path, monkeypatch):
+def test_disk_that_answers_too_late(tmp_path, monkeypatch):
     (tmp_path / ".git").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module.shutil, "which", lambda name: "git")

@@ -27,7 +27,7 @@ def write(folder: Path, job: int, value: float, **more: Any) -> None:
     RunRecord(facts | more, folder / str(job)).write()
 
 
-def test_a_sweep_has_a_table_and_a_best_run(tmp_path: Path) -> None:
+def test_sweep_has_a_table_and_a_best_run(tmp_path: Path) -> None:
     for job, value in ((10, 0.5), (2, 0.25)):
         write(tmp_path, job, value)
     sweep = load_sweep(str(tmp_path))
@@ -57,7 +57,7 @@ def test_best_run_is_selected_by_the_best_checkpoint(tmp_path: Path) -> None:
     assert (best.job, best.objective_value) == (1, 0.0503)
 
 
-def test_the_folder_of_a_sweep_names_the_best_checkpoint_of_its_best_job(tmp_path: Path) -> None:
+def test_folder_of_a_sweep_names_the_best_checkpoint_of_its_best_job(tmp_path: Path) -> None:
     for job, value in ((0, 0.5), (1, 0.25)):
         write(tmp_path, job, value, paths={"best_checkpoint": "elsewhere/best.ckpt"})
         (tmp_path / str(job) / "checkpoints").mkdir()
@@ -94,6 +94,6 @@ def test_equal_labels_get_the_folder(tmp_path: Path) -> None:
     assert [run.label for run in sweep.runs] == ["0 [1]", "0 [2]"]
 
 
-def test_a_folder_without_runs(tmp_path: Path) -> None:
+def test_folder_without_runs(tmp_path: Path) -> None:
     assert load_sweep(tmp_path / "missing").best is None
     assert load_run(tmp_path).metrics == {}

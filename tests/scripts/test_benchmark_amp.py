@@ -72,7 +72,7 @@ def test_both_loops_train_the_same(benchmark, precision, optimizer, fused):
     assert weights[0] == weights[1] != untrained
 
 
-def test_the_watch_sees_all_epochs_but_the_first(benchmark):
+def test_watch_sees_all_epochs_but_the_first(benchmark):
     calls = []
 
     class Watch:
@@ -150,7 +150,7 @@ def test_processor_time_is_that_of_one_thread(benchmark, capsys):
     assert benchmark.parse(["--device", "cpu", "--clock", "cpu", "--threads", "1"]).clock == "cpu"
 
 
-def test_a_page_without_the_marks_is_refused(benchmark, tmp_path):
+def test_page_without_the_marks_is_refused(benchmark, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("nothing here")
     with pytest.raises(SystemExit, match=r"expected a file with the lines <!-- benchmark_amp cpu: start -->"):

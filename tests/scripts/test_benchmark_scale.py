@@ -21,7 +21,7 @@ def counted(ranks: Ranks) -> dict[Any, list[dict[str, Any]]]:
     }
 
 
-def test_a_sharded_step_exchanges_once_to_unscale_and_once_to_clip(counted: dict[Any, Any]) -> None:
+def test_sharded_step_exchanges_once_to_unscale_and_once_to_clip(counted: dict[Any, Any]) -> None:
     for rank in counted["fsdp", "16-mixed", True]:
         assert rank["during"] == {"unscale_": 1, "clip_": 1, "step": 0, "update": 0}
     for rank in counted["fsdp", "32-true", False]:

@@ -157,7 +157,7 @@ def test_plain_numbers_are_known_in_checkpoints_only():
         assert not one.known
 
 
-def test_a_plateau_schedule_is_known_in_resumed_runs_only():
+def test_plateau_schedule_is_known_in_resumed_runs_only():
     theirs, ours = ({"schedules/0": {"best": 1.0, "num_bad_epochs": 0, "last_epoch": last}} for last in (2, 3))
     (one,) = differences(record(resume=theirs), record(resume=ours))
     assert (one.where, one.kind, bool(one.known)) == ("schedules/0/last_epoch", "plateau", True)

@@ -16,7 +16,7 @@ def pages() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", [*reference.PAGES, "index"])
-def test_the_pages_are_current(name: str, pages: dict[str, str]):
+def test_pages_are_current(name: str, pages: dict[str, str]):
     committed = (reference.FOLDER / f"{name}.md").read_text(encoding="utf-8")
     assert committed == pages[name], "Run scripts/make_api_reference."
 
@@ -25,7 +25,7 @@ def test_api_pages_are_complete(pages: dict[str, str]):
     assert {path.stem for path in reference.FOLDER.glob("*.md")} == pages.keys()
 
 
-def test_every_public_name_is_there(pages: dict[str, str]):
+def test_every_public_name_is_documented(pages: dict[str, str]):
     for name in set(trainer.__all__) - {"__version__"}:
         assert f"\n## {name}\n" in pages["trainer"]
     for name in callbacks.__all__:

@@ -44,7 +44,7 @@ def test_long_command_is_wrapped(pictures):
     assert text == f"{'a' * 60} \\\n    {'b' * 60} c"
 
 
-def test_the_pictures_are_small():
+def test_pictures_are_small():
     files = {file.name: file.stat().st_size for file in (ROOT / "docs" / "pictures").iterdir()}
     assert {"fit.svg", "report.png", "report-dark.png"} <= set(files)
     assert max(files.values()) < 300_000

@@ -63,7 +63,7 @@ def test_each_fault_changes_its_lines_only() -> None:
         assert {line for line, (old, new) in enumerate(pairs, 1) if old != new} <= {fault.line, fault.line + 1}
 
 
-def test_a_fault_is_found_again_in_another_version() -> None:
+def test_fault_is_found_again_in_another_version() -> None:
     first = next(faults.candidates(SOURCE, "sum.py"))
     moved = faults.same_in("\n\n" + SOURCE, first)
     assert moved is not None
@@ -87,7 +87,7 @@ def test_probes_stand_before_the_statements_of_faults(monkeypatch: pytest.Monkey
     assert lines == {8, 9}
 
 
-def test_the_same_faults_are_drawn_again_from_all_rooms() -> None:
+def test_same_faults_are_drawn_again_from_all_rooms() -> None:
     root = Path(faults.__file__).parents[2]
     first, second = (faults.draw(root, 60, seed=36) for _ in range(2))
     assert first == second

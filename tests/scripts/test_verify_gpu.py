@@ -80,7 +80,7 @@ def test_rows_of_a_part_that_fails_or_exceeds_its_time_limit_are_kept(script, re
     assert "Not measured: fp8." in page
 
 
-def test_a_part_repeated_on_the_same_machine_keeps_the_others(script, results, tmp_path):
+def test_part_repeated_on_the_same_machine_keeps_the_others(script, results, tmp_path):
     assert script.main(["--folder", str(tmp_path / "out"), "--only", "tests"]) == 1  # the others still differ
     assert set(json.loads(results.read_text())["parts"]) == {"tests", "amp"}
 
@@ -110,13 +110,13 @@ def test_publish_writes_the_verdicts_and_the_tables(script, results, tmp_path):
         script.main(words)
 
 
-def test_the_documentation_has_the_places_of_all_tables(script):
+def test_documentation_has_the_places_of_all_tables(script):
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     for marker in ("verify_gpu", "benchmark_amp cuda", "benchmark_amp cuda compiled"):
         assert f"<!-- {marker}: start -->\n" in text
 
 
-def test_a_missing_package_and_a_missing_gpu_are_errors(script, monkeypatch, tmp_path):
+def test_missing_package_and_a_missing_gpu_are_errors(script, monkeypatch, tmp_path):
     monkeypatch.setattr(script, "installed", lambda name: None if name == "hydra-core" else "1")
     with pytest.raises(SystemExit, match="pip install hydra-core"):
         script.main(["--folder", str(tmp_path)])

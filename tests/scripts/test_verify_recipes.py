@@ -146,7 +146,7 @@ def test_downloads_require_the_option(script, tmp_path, monkeypatch):
     assert got == [file, file]  # then it is there
 
 
-def test_a_download_is_whole_or_not_at_all(script, tmp_path, monkeypatch):
+def test_download_is_whole_or_not_at_all(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("source").write_bytes(b"a text")
     file, other = Path("data/text.txt"), Path("data/other.txt")
@@ -163,14 +163,14 @@ def test_a_download_is_whole_or_not_at_all(script, tmp_path, monkeypatch):
     assert not other.exists()
 
 
-def test_the_checksum_is_that_of_the_recipe(script):
+def test_checksum_is_that_of_the_recipe(script):
     from recipes.data import caltech256
 
     assert script.CALTECH256_MD5 == caltech256.MD5
     assert [place.name for place in script.CALTECH.places()] == [caltech256.FOLDER, caltech256.ARCHIVE]
 
 
-def test_the_best_is_that_of_its_direction(script):
+def test_best_is_that_of_its_direction(script):
     def record(mode):
         series = {"steps": [1, 2, 3], "values": [0.2, 0.9, 0.5]}
         facts = {

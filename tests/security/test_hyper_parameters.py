@@ -181,7 +181,7 @@ def attempt(file: BytesIO) -> Any:
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_nothing_runs(attack, monkeypatch):
+def test_pickles_run_no_code(attack, monkeypatch):
     for registry, key, value in (
         ("_extension_registry", (__name__, "boom"), 240),
         ("_inverted_registry", 240, (__name__, "boom")),
@@ -201,7 +201,7 @@ def test_nothing_runs(attack, monkeypatch):
 
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_nothing_runs_in_any_protocol(protocol):
+def test_pickles_of_each_protocol_run_no_code(protocol):
     file = BytesIO()
 
     class Called:
@@ -212,7 +212,7 @@ def test_nothing_runs_in_any_protocol(protocol):
     attempt(file)
 
 
-def test_a_stand_in_does_not_get_out_of_the_hyper_parameters():
+def test_stand_ins_are_only_in_hyperparameters():
     taken_out = pickled(EVIL + b")\x81q\x07", state_dict=b"}")[:-2] + text("callbacks") + b"h\x07u."
     assert attempt(archive(taken_out)) is None
     made_before = pickled(b"h\x07", state_dict=EVIL + b")\x81q\x07")
@@ -256,7 +256,7 @@ def legacy() -> BytesIO:
     return file
 
 
-def test_an_outline_that_is_wrong_does_no_harm(monkeypatch):
+def test_outline_that_is_wrong_does_no_harm(monkeypatch):
     """A malicious file shows the scan another content than torch; all names are replaced by stand-ins."""
     outline = module_of_inert._Outline.__init__
 
@@ -286,7 +286,7 @@ class Reads(Classifier):
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-def test_a_trainer_passes_them_over(tmp_path: Path):
+def test_trainer_passes_them_over(tmp_path: Path):
     trainer = make_trainer(tmp_path)
     trainer.fit(Reads(), data(2))
 

@@ -131,7 +131,7 @@ def test_old_paths_of_a_checkpoint_are_not_removed(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_the_best_one_of_the_resumed_run_is_read_as_ever(tmp_path):
+def test_best_one_of_the_resumed_run_is_read_as_ever(tmp_path):
     file = checkpoint_of(tmp_path / "run", lambda state: None)
     saver = ModelCheckpoint(tmp_path / "run", save_top_k=1)
     trainer = make_trainer(tmp_path, callbacks=[saver], enable_checkpointing=True)

@@ -67,7 +67,7 @@ LINKED = ["fit.log", ".hydra/config.yaml", "overflow_report_step_3.md", "run.jso
 
 
 @pytest.mark.parametrize("name", LINKED)
-def test_a_link_that_leads_out_is_not_read(given, tmp_path, name):
+def test_link_that_leads_out_is_not_read(given, tmp_path, name):
     secret = "a: the-secret\n# the-secret\n[x][WARNING] - the-secret\n"
     if name.endswith(".json"):
         secret = json.dumps({"status": "the-secret", "error": "the-secret", "environment": {"host": "the-secret"}})
@@ -77,7 +77,7 @@ def test_a_link_that_leads_out_is_not_read(given, tmp_path, name):
     assert "the-secret" not in page_of(given)
 
 
-def test_nor_is_a_log_by_its_way_there(given, tmp_path):
+def test_log_paths_outside_the_folder_are_not_read(given, tmp_path):
     (tmp_path / "other.log").write_text("the-secret\n")
     write(given, {"run.json": '{"command": "../other"}'})
     assert "the-secret" not in page_of(given)

@@ -98,7 +98,7 @@ def test_error_messages_do_not_contain_the_secret(project, capsys):
     assert "trainer.strategy is ${oc.env:A_TOKEN}" in err
 
 
-def test_nor_has_a_password_in_an_address_a_file(project, capsys):
+def test_no_file_contains_a_password_of_an_address(project, capsys):
     address = "s3x://me:hunter3@localhost/${oc.env:A_TOKEN}.ckpt"
     assert main(["fit", "+recipe=line", f"ckpt_path='{address}'", "hydra.run.dir=run"]) == 1
     out, err = capsys.readouterr()

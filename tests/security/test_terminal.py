@@ -18,7 +18,7 @@ def test_printable():
 @pytest.mark.parametrize(
     "text", ["trainer: {strategy: EVIL}", "seed: EVIL", "name: EVIL", "hydra: {job: {name: EVIL}}"]
 )
-def test_nothing_from_a_config_reaches_it_raw(project, capsys, text):
+def test_control_characters_of_a_config_are_escaped(project, capsys, text):
     text = text.replace("EVIL", '"\\e]52;c;cHduZWQ=\\a\\e[2J"')
     write(project, {"conf/recipe/evil.yaml": f"# @package _global_\ndefaults: [line]\n{text}\n"})
     assert main(["fit", "+recipe=evil"]) == 2
@@ -27,7 +27,7 @@ def test_nothing_from_a_config_reaches_it_raw(project, capsys, text):
     assert "\x1b]" not in err
 
 
-def test_nor_from_the_comment_that_describes_a_recipe(project, capsys):
+def test_control_characters_of_a_recipes_comment_are_escaped(project, capsys):
     write(project, {"conf/recipe/evil.yaml": f"# @package _global_\n# See {EVIL}\ndefaults: [line]\n"})
     assert main(["recipes"]) == 0
     out = capsys.readouterr().out

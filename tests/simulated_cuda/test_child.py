@@ -43,7 +43,7 @@ def test_tests_are_skipped_with_the_reason_if_cuda_cannot_be_simulated(python, m
     assert text.startswith("CUDA cannot be simulated with this build of torch: AssertionError: ")
 
 
-def test_the_pinned_torch_can_simulate(python):
+def test_pinned_torch_can_simulate(python):
     pinned = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned is not None
     if torch.__version__.partition("+")[0] != pinned[1] or os.uname().sysname != "Linux" or torch.version.cuda is None:

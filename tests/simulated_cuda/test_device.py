@@ -6,7 +6,7 @@ import torch
 from tests.simulated_cuda import device
 
 
-def test_the_probe_passes(cuda):
+def test_probe_passes(cuda):
     device.probe()
 
 
@@ -46,7 +46,7 @@ def test_errors_of_cuda_are_raised(cuda):
     assert (torch.ones(3, device="cuda") + torch.tensor(1.0)).tolist() == [2.0] * 3
 
 
-def test_a_host_that_has_not_waited_is_ahead_of_long_work(cuda):
+def test_host_that_has_not_waited_is_ahead_of_long_work(cuda):
     torch.cuda._sleep(10)
     before = torch.cuda.Event()
     before.record()
@@ -60,7 +60,7 @@ def test_a_host_that_has_not_waited_is_ahead_of_long_work(cuda):
     assert after.query()
 
 
-def test_the_sync_debug_mode_raises(cuda):
+def test_sync_debug_mode_raises(cuda):
     torch.cuda.set_sync_debug_mode("error")
     with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
         torch.ones(1, device="cuda").item()
@@ -117,7 +117,7 @@ def test_writing_data_read_by_another_stream_raises(cuda):
 
 
 @pytest.mark.parametrize("frees", ["the tensor", "a view of it", "a graph"])
-def test_memory_is_not_given_to_another_copy_while_it_is_used(cuda, frees):
+def test_memory_in_use_is_not_reused_by_another_copy(cuda, frees):
     copy, side = sent_beside()
     torch.cuda.current_stream().wait_stream(side)
     weight = torch.ones(3, device="cuda").requires_grad_()
@@ -165,7 +165,7 @@ def test_copy_has_the_number_of_earlier_kernels(cuda):
     assert [(copy.stream > 0, copy.after) for copy in seen.copies] == [(True, 0), (True, 1), (False, 2)]
 
 
-def test_the_host_waits_for_one_stream_and_not_for_the_other(cuda):
+def test_host_waits_for_one_stream_and_not_for_the_other(cuda):
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         torch.cuda._sleep(10)

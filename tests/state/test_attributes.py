@@ -102,7 +102,7 @@ def test_object_with_other_changes_is_not_restored(value: Any) -> None:
     assert other.number == 1
 
 
-def test_its_own_state_is_used_if_it_has_one() -> None:
+def test_state_dict_is_used_if_there_is_one() -> None:
     thing, other = Stored(), Stored()
     watched = Attributes([thing])
     thing.handle = object()

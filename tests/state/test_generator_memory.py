@@ -53,7 +53,7 @@ def test_state_equals_that_of_the_public_api(kind: Any, seed: int) -> None:
     assert reader() == last
 
 
-def test_the_generators_of_the_process_are_read() -> None:
+def test_generators_of_the_process_are_read() -> None:
     random.gauss(0, 1)
     np.random.randn()
     for name in ("python", "numpy"):

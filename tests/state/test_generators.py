@@ -46,7 +46,7 @@ def test_generator_continues_from_a_saved_state(kind, drawn):
     assert draw(other, 3) == following
 
 
-def test_they_are_found_by_attributes_and_in_short_containers_once_each():
+def test_generators_are_found_in_attributes_and_short_containers_once():
     first, second, third, hidden = (random.Random(i) for i in range(4))
     inner = SimpleNamespace(rng=first, transforms=[SimpleNamespace(rng=second), {"rng": third}])
     outer = SimpleNamespace(inner=inner, again=first, data=[hidden] * 65, name="x", tensor=torch.zeros(2))
@@ -66,7 +66,7 @@ class Mixes:
         raise RuntimeError("a proxy that is not ready")
 
 
-def test_they_are_found_behind_functions_that_are_bound():
+def test_generators_are_found_in_bound_functions():
     generator = random.Random(1)
     assert generators.find(partial(Mixes(generator).collate, strength=SimpleNamespace()))[:-1] == [generator]
     assert generators.find(Mixes.collate, lambda: generator) == []

@@ -50,7 +50,7 @@ def test_epoch_reductions(reduce_fx: str, expected: float) -> None:
     assert logged([2.0, 1.0, 4.0, 2.0], reduce_fx=reduce_fx).epoch_value() == expected
 
 
-def test_the_mean_is_weighted_by_batch_size() -> None:
+def test_mean_is_weighted_by_batch_size() -> None:
     assert logged([1.0, 4.0], [3, 1]).epoch_value() == 1.75
 
 
@@ -82,7 +82,7 @@ BATCH_SIZES: dict[str, Callable[[random.Random], Any]] = {
 @pytest.mark.parametrize("sizes", BATCH_SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, None], ids=str)
 @pytest.mark.parametrize("reduce_fx", ["mean", "sum", "max"])
-def test_epoch_reductions_are_lightnings_to_the_bit(reduce_fx: str, dtype: torch.dtype | None, sizes: str) -> None:
+def test_epoch_reductions_equal_lightnings(reduce_fx: str, dtype: torch.dtype | None, sizes: str) -> None:
     """EarlyStopping depends on ties. None stands for dtypes that change within the epoch."""
     draws = random.Random(f"{reduce_fx} {dtype} {sizes}")
     for number in (1, 256, 257, 520):
@@ -164,7 +164,7 @@ def test_epoch_means_of_half_precision_losses_in_a_run(dtype: torch.dtype) -> No
     assert metrics["train_step"] == values[-1]
 
 
-def test_the_step_value_is_the_last_one() -> None:
+def test_step_value_is_the_last_one() -> None:
     value = logged([1.0, 5.0], on_step=True)
     assert value.step_value == 5.0
     assert value.epoch_value() == 3.0
@@ -214,7 +214,7 @@ def test_value_of_a_metric_object_is_detached() -> None:
 
 
 @pytest.mark.parametrize("on_step", [False, True])
-def test_a_metric_object_that_computes_no_tensor_is_refused(on_step: bool) -> None:
+def test_metric_object_that_computes_no_tensor_is_refused(on_step: bool) -> None:
     class Odd:
         _forward_cache = {"a": 1}
 
@@ -403,7 +403,7 @@ def hooks_that_may_log(make: Any) -> dict[str, bool]:
     return allowed
 
 
-def test_the_same_hooks_may_log_as_in_lightning() -> None:
+def test_same_hooks_may_log_as_in_lightning() -> None:
     with lightnings_noise_ignored():
         theirs = hooks_that_may_log(lightning)
     mine = hooks_that_may_log(ours)
@@ -416,7 +416,7 @@ def test_logging_without_a_trainer_warns() -> None:
         Learner().log("x", 1.0)
 
 
-def test_logging_after_a_run_is_as_before_it() -> None:
+def test_logging_outside_a_run_is_restored() -> None:
     module = Learner()
     trainer = ours(max_epochs=1)
     trainer.fit(module, data(2))
@@ -430,7 +430,7 @@ def test_logger_true_without_a_logger_warns() -> None:
         ours(max_epochs=1).fit(Wrong(lambda m: m.log("x", 1.0, logger=True)), data(2), data(2))
 
 
-def test_an_integer_tensor_is_converted_with_a_warning() -> None:
+def test_integer_tensor_is_converted_with_a_warning() -> None:
     trainer = ours(max_epochs=1)
     with pytest.warns(UserWarning, match="needs to be floating to be reduced"):
         trainer.fit(Wrong(lambda m: m.log("x", torch.tensor(3), on_epoch=True)), data(2), data(2))
@@ -481,7 +481,7 @@ def test_one_name_from_two_hooks_is_two_values() -> None:
         assert trainer.callback_metrics["x"] == 5.0
 
 
-def test_a_child_module_logs_through_its_parents_trainer() -> None:
+def test_child_module_logs_through_its_parents_trainer() -> None:
     class Child(Learner):
         def forward(self, features: Tensor) -> Tensor:
             self.log("from_child", 3.0)
@@ -514,7 +514,7 @@ def test_callbacks_may_call_log_themselves() -> None:
     assert not hasattr(callback, "log")
 
 
-def test_a_copy_of_a_running_module_does_not_take_the_trainer_along() -> None:
+def test_copy_of_a_running_module_does_not_take_the_trainer_along() -> None:
     copies: list[Any] = []
 
     class Copied(Learner):
@@ -533,7 +533,7 @@ def test_a_copy_of_a_running_module_does_not_take_the_trainer_along() -> None:
         copies[-1].log("x", 1.0)
 
 
-def test_the_log_of_a_running_module_pickles() -> None:
+def test_log_of_a_running_module_pickles() -> None:
     pickled: list[bytes] = []
 
     class Pickled(Learner):
@@ -566,7 +566,7 @@ def test_metrics_stay_readable_after_the_run_and_are_cleared_by_the_next() -> No
     assert trainer.callback_metrics == {}
 
 
-def test_the_sanity_check_leaves_no_metrics_behind() -> None:
+def test_sanity_check_leaves_no_metrics_behind() -> None:
     class Looks(Classifier):
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("val", 2.0)

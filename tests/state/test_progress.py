@@ -66,7 +66,7 @@ def test_every_counter_of_a_fit(tmp_path):
     assert (trainer.current_epoch, trainer.global_step, trainer.skipped_steps) == (2, 6, 2)
 
 
-def test_the_state_inside_an_epoch():
+def test_state_inside_an_epoch():
     progress = FitProgress(
         epoch=3, epochs_trained=3, batch_idx=6, batches=37, optimizer_steps=18, own_steps=3, skipped_steps=2,
         completed_steps=Counter({0: 16}), updates=17, in_batch=True, closing=True, is_last_batch=True,
@@ -96,7 +96,7 @@ def test_the_state_inside_an_epoch():
     assert restored.batches_this_epoch == 7
 
 
-def test_the_state_at_an_epochs_end_is_that_of_the_next_epochs_start():
+def test_state_at_an_epochs_end_is_that_of_the_next_epochs_start():
     """Checkpoints are written in ``on_train_epoch_end``."""
     progress = FitProgress(epoch=3, epochs_trained=4, batch_idx=9, batches=40, optimizer_steps=20, updates=20)
     restored = FitProgress()
@@ -107,7 +107,7 @@ def test_the_state_at_an_epochs_end_is_that_of_the_next_epochs_start():
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
-def test_a_batch_that_failed_is_trained_again_after_a_resume(tmp_path):
+def test_batch_that_failed_is_trained_again_after_a_resume(tmp_path):
     """Its checkpoint is written during the batch."""
     trained = []
 

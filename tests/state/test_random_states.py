@@ -17,7 +17,7 @@ def draw() -> tuple[float, ...]:
 
 
 @pytest.mark.parametrize("device", [None, CPU])
-def test_random_numbers_come_again(device: torch.device | None) -> None:
+def test_random_states_are_restored(device: torch.device | None) -> None:
     draw()  # an odd number of normal numbers: the generators keep the other half
     state = random_states.capture(device)
     first = draw()
@@ -26,7 +26,7 @@ def test_random_numbers_come_again(device: torch.device | None) -> None:
     assert draw() == first
 
 
-def test_a_state_is_plain_data(tmp_path) -> None:
+def test_state_is_plain_data(tmp_path) -> None:
     state = random_states.capture()
     torch.save(state, tmp_path / "state.pt")
     first = draw()

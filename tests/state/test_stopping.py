@@ -24,7 +24,7 @@ def test_time_decides_when_to_validate() -> None:
         assert [limits.validation_is_due(), limits.validation_is_due()] == [False, True]
 
 
-def test_the_decision_after_a_batch_is_kept() -> None:
+def test_decision_after_a_batch_is_kept() -> None:
     """Callbacks that save read it before the loop does; ranks agree on it once."""
     limits = StoppingConditions(FitProgress(), max_epochs=1, val_check_seconds=5.0)
     asked = []

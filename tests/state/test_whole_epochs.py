@@ -47,7 +47,7 @@ def exchange(*processes: Process) -> None:
         process.store.current(on_step=False)
 
 
-def test_a_process_that_has_logged_nothing_adds_nothing() -> None:
+def test_process_that_has_logged_nothing_adds_nothing() -> None:
     first, second = Process(), Process()
     first.log("mean", 1.0, 3.0)
     first.log("sum", 1.0, 3.0, reduce_fx="sum")
@@ -133,7 +133,7 @@ def objects_of(*modules: nn.Module) -> list[MetricObjects]:
     return objects
 
 
-def test_a_metric_without_updates_has_empty_states_of_the_others_kind() -> None:
+def test_metric_without_updates_has_empty_states_of_the_others_kind() -> None:
     first, second = Metrics(), Metrics()
     first.mean.update(1.0)
     first.lists.value.append(torch.zeros(3, 4, dtype=torch.int64))
@@ -148,7 +148,7 @@ def test_a_metric_without_updates_has_empty_states_of_the_others_kind() -> None:
     assert second.unused.value == []
 
 
-def test_a_value_of_before_another_process_s_update_is_computed_again() -> None:
+def test_value_of_before_another_process_s_update_is_computed_again() -> None:
     first, second = Metrics(), Metrics()
     for module in (first, second):
         module.mean.update(1.0)

@@ -56,7 +56,7 @@ def test_printed_report(capsys, monkeypatch):
     assert list(Path().iterdir()) == []
 
 
-def test_the_numbers(capsys):
+def test_numbers(capsys):
     found = facts(capsys)
     assert found["problems"] == []
     assert found["versions"]["torch"].startswith(torch.__version__)
@@ -88,13 +88,13 @@ def test_measurement_slower_than_the_hardware_suggests(measured, monkeypatch):
     assert checks.verdict(torch.device("cpu"), mixed).startswith("Use precision=bf16-mixed here")
 
 
-def test_a_cpu_without_16_bits(monkeypatch):
+def test_cpu_without_16_bits(monkeypatch):
     monkeypatch.setattr(devices, "_cpu_has_bfloat16", lambda: False)
     text = checks.verdict(torch.device("cpu"), {"float32": {"matmul": 1.0}})
     assert text.startswith("Use precision=32 here: this CPU has no bfloat16 instructions that torch uses. precision=16")
 
 
-def test_a_gpu(capsys, monkeypatch, measured):
+def test_gpu(capsys, monkeypatch, measured):
     measured[1].ratios = {"matmul": 3.9, "convolution": 3.1}
 
     class Properties:
@@ -128,7 +128,7 @@ def test_speed_of_a_busy_machine_is_not_a_finding(capsys, monkeypatch):
     assert "measured" not in found["verdict"]
 
 
-def test_a_driver_that_torch_cannot_use(capsys, monkeypatch):
+def test_driver_that_torch_cannot_use(capsys, monkeypatch):
     monkeypatch.setattr(checks, "nvidia_driver", lambda: "570.86.15")
     monkeypatch.setattr(torch.version, "cuda", None)
     found = facts(capsys)
@@ -137,7 +137,7 @@ def test_a_driver_that_torch_cannot_use(capsys, monkeypatch):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the program is a shell script")
-def test_the_version_of_the_driver(tmp_path, monkeypatch):
+def test_version_of_the_driver(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert checks.nvidia_driver() is None
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 570.86.15\necho 570.86.15\n")
@@ -186,7 +186,7 @@ def test_torch_that_cannot_be_imported(tmp_path):
         (["json", "-m"], "Got --multirun with checks, which does not support it"),
     ],
 )
-def test_unknown_facts_are_omitted(capsys, words, message):
+def test_invalid_arguments(capsys, words, message):
     assert main(["checks", *words]) == 2
     assert message in capsys.readouterr().err
 
@@ -204,7 +204,7 @@ def test_quiet_prints_the_verdict_and_problems(capsys, monkeypatch):
     assert "Versions" in capsys.readouterr().out
 
 
-def test_a_check_is_a_function_that_is_listed(capsys, monkeypatch):
+def test_check_is_a_function_that_is_listed(capsys, monkeypatch):
     def check_coffee(found: checks.Findings) -> None:
         found.facts["coffee"] = "none"
         found.tables.append(checks.Table("Kitchen", ("what", "cups"), [["coffee", "0"]], ["cups"]))

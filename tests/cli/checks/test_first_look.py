@@ -389,7 +389,7 @@ def test_manual_optimization_is_shown_without_a_memory_prediction(capsys):
 # --- batches --------------------------------------------------------------------------------------------------
 
 
-def test_the_contents_of_tensors():
+def test_contents_of_tensors():
     batch = {
         "mask": torch.tensor([True, False, True]),
         "scores": torch.tensor([1.0, float("nan"), 3.0, float("-inf")], dtype=torch.bfloat16),
@@ -432,7 +432,7 @@ def test_labels_out_of_range(labels, classes, said):
     assert labels_out_of_range([torch.tensor(labels), torch.tensor(labels)], classes) == ""  # which of them?
 
 
-def test_the_number_of_classes():
+def test_number_of_classes():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert classes_of(module) is None
     module[0].num_classes = 5
@@ -457,7 +457,7 @@ def test_image_like_tensors(tensor, shape):
     assert (None if images is None else tuple(images.shape)) == shape
 
 
-def test_a_picture_of_the_images(tmp_path, monkeypatch):
+def test_picture_of_the_images(tmp_path, monkeypatch):
     image = pytest.importorskip("PIL.Image")
     file = tmp_path / "new" / "batch.png"
     batch = torch.zeros(9, 1, 8, 8)
@@ -474,7 +474,7 @@ def test_a_picture_of_the_images(tmp_path, monkeypatch):
 # --- layers, steps and loading --------------------------------------------------------------------------------
 
 
-def test_the_layers_that_are_shown_matter_most():
+def test_layers_that_are_shown_matter_most():
     layers = [Layer(str(number), "Linear", 10 * number, outputs=1, activation=1.0) for number in range(10)]
     layers[3].activation = 9.0
     layers[4].outputs = 50
@@ -519,7 +519,7 @@ def test_batch_size_of_the_trial_step():
     assert "too many for a quick check on a CPU" in why
 
 
-def test_a_step_may_change_its_batch():
+def test_step_may_change_its_batch():
     batch = [torch.zeros(2)]
     for _, given in zip(range(3), steps._RepeatBatch(batch), strict=False):
         given[0].add_(1)
@@ -576,7 +576,7 @@ def test_no_batch():
         (0, None, 3.0, 1, ""),
     ],
 )
-def test_the_bottleneck(workers, loading, step, gpus, said, monkeypatch):
+def test_bottleneck(workers, loading, step, gpus, said, monkeypatch):
     monkeypatch.setattr("trainer.machine.cores", lambda: SimpleNamespace(usable=4))
     loaded = Loaded(None, 1.0, loading, 10, workers)
     told = first_look.bottleneck(recipe(None), loaded, Step(step, 1, "32-true", "cuda"), gpus)

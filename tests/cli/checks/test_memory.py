@@ -50,7 +50,7 @@ def nothing(module: Any) -> None:
 
 @pytest.mark.whole
 @needs_fsdp2
-def test_a_billion_parameters():
+def test_billion_parameters():
     number = parameters()
     assert number == pytest.approx(1.04e9, rel=0.01)
     single = measure(gpt, tokens(1, 1024), BF16, nothing, None)
@@ -113,7 +113,7 @@ def test_counted_tensors():
         assert living.now == 0
 
 
-def test_the_optimizer_of_a_gpu_has_a_copy_while_it_steps():
+def test_optimizer_of_a_gpu_has_a_copy_while_it_steps():
     def net(**options: Any) -> LanguageModel:
         return LanguageModel(partial(torch.optim.AdamW, lr=1e-3, **options), context=4, width=512, heads=4, layers=4)
 
@@ -159,7 +159,7 @@ TINY = ["+recipe=gpt", "data.context=32", "precision=bf16-mixed", NO_STEPS]
 
 @pytest.mark.whole
 @needs_fsdp2
-def test_the_command(capsys):
+def test_command(capsys):
     assert main(["checks", "json", *TINY, "checks.gpu_memory=1040MiB", "checks.devices=4", "callbacks=none"]) == 0
     facts = json.loads(capsys.readouterr().out)
     told = facts["memory_of_recipe"]
@@ -245,13 +245,13 @@ def test_unused_settings_of_a_run(settings, expected, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", ["mlp", "unet"])
-def test_a_training_step_that_calls_the_module(recipe, capsys):
+def test_training_step_that_calls_the_module(recipe, capsys):
     assert main(["checks", "json", f"+recipe={recipe}", "checks.gpu_memory=8GiB", NO_STEPS]) == 0
     needs = json.loads(capsys.readouterr().out)["memory_of_recipe"]["needs"]
     assert all(need["peak"] > need["after"] > 0 for need in needs)
 
 
-def test_a_training_step_without_an_index():
+def test_training_step_without_an_index():
     class Bare(LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -284,7 +284,7 @@ def test_what_is_refused(settings, said, capsys):
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-def test_the_verdict():
+def test_verdict():
     needs = [Need("single", 1, 50, 40), Need("fsdp", 8, 20, 10)]
     assert Prediction(None, needs=needs).fitting == []
     assert "checks.gpu_memory=80GiB" in Prediction(None, needs=needs).verdict

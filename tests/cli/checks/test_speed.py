@@ -41,7 +41,7 @@ def rows(found: list[speed.Speed]) -> dict[str, speed.Speed]:
     return {row.name: row for row in found}
 
 
-def test_the_rates_of_a_cpu_with_float16_instructions(monkeypatch):
+def test_rates_of_a_cpu_with_float16_instructions(monkeypatch):
     monkeypatch.setattr(cpu_fp16, "native_fp16", lambda: True)
     machine = Machine(monkeypatch, {torch.float32: 1e11, torch.float16: 4e11, torch.bfloat16: 2e9})
     found = rows(speed.measure(CPU, 2.0, machine.clock))

@@ -60,7 +60,7 @@ def leave(*results: dict) -> list[RunRecord]:
 
 
 @pytest.mark.draws
-def test_the_report(folder, capsys):
+def test_report(folder, capsys):
     leave(result(0, "32-true"), result(1, "16-mixed"))
     assert report(folder, Thresholds(), ["+recipe=a", "precision=32-true,16-mixed", "hydra.sweep.dir='x y'"]) == 0
     text = (folder / "compare.md").read_text()
@@ -101,7 +101,7 @@ def test_high_rate_is_not_a_power_of_ten(folder, capsys):
     assert "| 66,960 |" in (folder / "compare.md").read_text()
 
 
-def test_the_numbers(folder, capsys):
+def test_numbers(folder, capsys):
     leave(result(0, "32-true"), result(1, "bf16-mixed"))
     report(folder, Thresholds(strict=True), ["+recipe=a"])
     numbers = json.loads((folder / "compare.json").read_text())
@@ -128,7 +128,7 @@ def test_the_numbers(folder, capsys):
     assert second["verdict"]["met"] is False
 
 
-def test_only_strict_makes_a_missed_threshold_count(folder, capsys):
+def test_missed_threshold_fails_with_strict_only(folder, capsys):
     leave(result(0, "32-true"), result(1, "16-mixed"), result(2, "bf16-mixed"))  # 25% and 50% less memory
     assert report(folder, Thresholds()) == 0
     assert report(folder, Thresholds(strict=True)) == 1
@@ -136,7 +136,7 @@ def test_only_strict_makes_a_missed_threshold_count(folder, capsys):
     assert report(folder, Thresholds(strict=True, min_memory_saving=None)) == 0
 
 
-def test_a_run_that_failed_is_a_row(folder, capsys):
+def test_run_that_failed_is_a_row(folder, capsys):
     nothing = {"throughput": None, "samples_per_second": None, "metrics": {}}
     failed = result(1, "16-mixed", status="failed", error="LossScaleCollapse: [b]1[/b]", **nothing)
     leave(result(0, "32-true"), failed, result(2, "bf16-mixed"))

@@ -71,7 +71,7 @@ def test_sentence_of_the_verdict():
         (ACC, 0.9, math.nan, "val_acc is 0.9 (32-true: nan)", True),
     ],
 )
-def test_the_metric(metric, value, reference, clause, met):
+def test_metric(metric, value, reference, clause, met):
     first = run(metrics={metric.name: reference}, gpu=False)
     verdict = assess(run("16-mixed", metrics={metric.name: value}, gpu=False), first, metric, Thresholds())
     assert verdict.text == f"{clause}, as fast."
@@ -79,7 +79,7 @@ def test_the_metric(metric, value, reference, clause, met):
     assert len(verdict.advice) == (not met)
 
 
-def test_the_tolerance_is_the_users():
+def test_tolerance_is_the_users():
     first, other = run(gpu=False, metrics={"val_acc": 0.9}), run("16-mixed", gpu=False, metrics={"val_acc": 0.87})
     missed = assess(other, first, ACC, Thresholds(accuracy_tolerance=2.0))
     assert not missed.met
@@ -93,7 +93,7 @@ def test_the_tolerance_is_the_users():
     )
 
 
-def test_a_metric_that_a_run_did_not_log():
+def test_metric_that_a_run_did_not_log():
     verdict = assess(run("16-mixed", metrics={}, rate=200.0, memory=5 * GB), run(), ACC, Thresholds())
     assert verdict.text == "no val_acc to compare, 2.0x faster, 50% less memory."
     assert not verdict.met  # undecidable
@@ -177,13 +177,13 @@ def test_why_a_gpu_is_not_faster(of_run, of_first, reason):
     assert advice.count("Usual reasons") == (of_run.get("capability") != (6, 1))
 
 
-def test_a_run_without_measurements():
+def test_run_without_measurements():
     verdict = assess(run("16-mixed", rate=None, throughput=None, peak_memory={}), run(), None, Thresholds())
     assert verdict.text == "no figure was measured in both runs."
     assert (verdict.met, verdict.speedup, verdict.memory_saving) == (True, None, None)
 
 
-def test_the_final_loss_is_the_mean_of_the_last_tenth():
+def test_final_loss_is_the_mean_of_the_last_tenth():
     def with_losses(losses):
         return run(curves={"losses": {"steps": list(range(len(losses))), "values": losses}})
 

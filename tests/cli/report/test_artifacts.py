@@ -33,7 +33,7 @@ def matrix(counts: object = COUNTS, **more: object) -> dict[str, object]:
     return {"kind": "confusion matrix", "classes": ["cat", "dog", "<owl>"], "counts": counts} | more
 
 
-def test_a_confusion_matrix(make_run):
+def test_confusion_matrix(make_run):
     folder = make_run()
     put(folder, "test.json", matrix())
     page = report(folder)
@@ -57,7 +57,7 @@ def test_pictures_are_in_the_page(make_run):
     assert "img-src data:" in page.html
 
 
-def test_a_test_shows_its_results_first_and_no_curves_of_one_point(make_run):
+def test_test_shows_its_results_first_and_no_curves_of_one_point(make_run):
     folder = make_run(told=facts(command="test", metrics={"test_acc": 0.5}, curves={}), files={
         "csv/metrics.csv": "epoch,step,test_acc\n0,0,0.5\n",
     })  # fmt: skip
@@ -114,7 +114,7 @@ def test_links_out_of_the_folder_are_not_followed(make_run, tmp_path):
     assert "bad.png cannot be shown" in page.text
 
 
-def test_no_more_than_a_dozen(make_run):
+def test_number_of_pictures_is_limited(make_run):
     folder = make_run()
     for number in range(15):
         put(folder, f"{number:02}.png", png(number))

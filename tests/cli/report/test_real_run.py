@@ -30,7 +30,7 @@ def the_page(capsys, *words: str) -> Page:
     return Page(Path(file).read_text(encoding="utf-8"))
 
 
-def test_a_fit(capsys, monkeypatch):
+def test_fit(capsys, monkeypatch):
     monkeypatch.setattr("trainer.cli.report.charts._SHORTEST", 0.0)  # these runs take no longer
     assert main(["fit", *LINE]) == 0
     page = the_page(capsys)
@@ -45,7 +45,7 @@ def test_a_fit(capsys, monkeypatch):
     assert "python -m trainer fit +recipe=line trainer.max_epochs=3 precision=16-mixed" in page.sections["settings"]
 
 
-def test_a_fit_that_warns(capsys, project):
+def test_fit_that_warns(capsys, project):
     text = (project / "line_fit.py").read_text()
     assert text.count("    def training_step") == 1
     warning = "    def on_train_end(self): __import__('warnings').warn('It is <late>.')\n\n"
@@ -55,7 +55,7 @@ def test_a_fit_that_warns(capsys, project):
     assert "It is <late>. (line_fit.py:" in the_page(capsys).sections["warnings"]
 
 
-def test_a_fit_that_fails(capsys):
+def test_fit_that_fails(capsys):
     assert main(["fit", *LINE, "model.fail_at=5"]) == 1
     page = the_page(capsys, "outputs")
     assert "line Failed" in page.text
@@ -64,7 +64,7 @@ def test_a_fit_that_fails(capsys):
     assert len(page.lines("Loss")["train"]["x"]) == 5
 
 
-def test_a_fit_that_logs_nothing(capsys):
+def test_fit_that_logs_nothing(capsys):
     assert main(["fit", *LINE, "logger=none"]) == 0
     page = the_page(capsys)
     assert page.titles[:2] == ["Loss", "Loss scale"]  # the recorder's own

@@ -51,7 +51,7 @@ def test_contents_of_the_charts(make_run):
     assert "skipped step" in page.sections["curves"]
 
 
-def test_an_overflow_report(make_run):
+def test_overflow_report(make_run):
     text = report(make_run()).sections["overflow"]
     assert text.startswith("Overflow reports Overflow report: optimizer step 2 (skipped, 3 in a row)")
     assert "A loss scale of 131072 fits" in text
@@ -66,14 +66,14 @@ def test_half_of_an_overflow_report(make_run):
     assert page.sections["overflow"] == "Overflow reports Overflow rep"
 
 
-def test_a_run_that_failed(make_run):
+def test_run_that_failed(make_run):
     told = facts(status="failed", error="NonFiniteError: loss nan.\nTry: another way.")
     page = report(make_run(told=told))
     assert "digits Failed" in page.text
     assert "Why it failed NonFiniteError: loss nan. Try: another way." in page.text
 
 
-def test_an_interrupted_run(make_run):
+def test_interrupted_run(make_run):
     assert "digits Interrupted" in report(make_run(told=facts(status="interrupted"))).text
 
 
@@ -106,7 +106,7 @@ def test_run_with_a_lost_process(make_run):
     assert "Last seen: step 4" in page.text
 
 
-def test_a_run_on_another_machine(make_run):
+def test_run_on_another_machine(make_run):
     elsewhere = facts(status="running", environment=ENVIRONMENT | {"host": "elsewhere"})
     assert "digits Not finished" in report(make_run(told=elsewhere)).text
 
@@ -150,7 +150,7 @@ def test_files_of_another_format_are_accepted(make_run, name, content):
     assert report(make_run(files={name: content})).sections["environment"]
 
 
-def test_nothing_but_a_record(make_run):
+def test_run_with_only_a_record(make_run):
     others = ("csv/metrics.csv", ".hydra/config.yaml", ".hydra/overrides.yaml", "fit.log")
     told = facts(environment={}, curves={})
     page = report(make_run(told=told, files=dict.fromkeys([*others, "csv/overflow_report_step_2.md"])))
@@ -219,7 +219,7 @@ def test_large_scales_and_small_losses_have_powers_at_their_axes(make_run):
     assert "2^16" not in html
 
 
-def test_an_axis_without_values_has_no_ticks(make_run):
+def test_axis_without_values_has_no_ticks(make_run):
     rows = "step,val_acc\n1,nan\n3,inf\n"
     html = report(make_run(told=facts(curves={}, skipped_steps=0, scale=None), files={"csv/metrics.csv": rows})).html
     chart = html[html.index("<h4>val_acc") :]
@@ -249,7 +249,7 @@ def test_other_values_that_were_logged(make_run):
     assert set(page.lines("f1")) == {"train_f1_epoch", "val_f1"}  # that of the step is drawn below, without a name
 
 
-def test_a_run_of_another_command(make_run):
+def test_run_of_another_command(make_run):
     told = facts(command="test", metrics={"test_acc": 0.5}, curves={}, skipped_steps=0)
     page = report(make_run(told=told, files={"csv/metrics.csv": None}))
     assert "This was a test, which draws no curves." in page.sections["curves"]
@@ -336,7 +336,7 @@ def test_secrets_are_not_in_the_page(make_run):
         assert told in page.sections["settings"]
 
 
-def test_a_long_run_makes_a_page_of_moderate_size(make_run):
+def test_long_run_makes_a_page_of_moderate_size(make_run):
     names = [f"val_{index}" for index in range(8)]
     rows = [
         f"{step % 7},{step}," + ",".join(f"{(step * 37 % 101) / 101:.6f}" for _ in names) for step in range(100_000)
@@ -350,7 +350,7 @@ def test_a_long_run_makes_a_page_of_moderate_size(make_run):
     assert (line["x"][0], line["x"][-1], line["x"][line["y"].index(9.5)]) == (0, 99_999, 70_000)
 
 
-def test_a_fit_in_a_script(make_run):
+def test_fit_in_a_script(make_run):
     """A fit of a Trainer without the command line: no configs, all files in the logger's folder."""
     told = {
         "status": "completed",

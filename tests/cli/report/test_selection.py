@@ -50,13 +50,13 @@ def test_folder_without_a_run(make_run, capsys, tmp_path):
     assert os.path.join("outputs", "a", "1") in error
 
 
-def test_a_file(make_run, capsys):
+def test_file(make_run, capsys):
     folder = make_run()
     error = told(capsys, str(folder / "run.json"))
     assert f"is a file, expected the folder of a run. There are:\n  python -m trainer report {folder}\n" in error
 
 
-def test_the_only_run_below(make_run, capsys):
+def test_only_run_below(make_run, capsys):
     folder = make_run("outputs/a/1")
     assert main(["report", "outputs"]) == 0
     assert (folder / "report.html").is_file()
@@ -72,7 +72,7 @@ def test_newest_fit_has_precedence_over_a_later_test(make_run):
     assert selection.chosen([]).folder == other
 
 
-def test_a_sweep_is_one_thing(make_run):
+def test_sweep_is_one_thing(make_run):
     for job in (0, 1):
         make_run(f"multirun/a/1/{job}", told={"status": "completed", "job": job, "overrides": []})
     (sweep,) = selection.below(selection.Path("multirun"))
@@ -80,14 +80,14 @@ def test_a_sweep_is_one_thing(make_run):
     assert [job.name for job in selection.jobs_of(sweep)] == ["0", "1"]
 
 
-def test_the_page_overwrites_nothing_else(make_run, capsys):
+def test_page_overwrites_nothing_else(make_run, capsys):
     folder = make_run()
     assert "expected the name of an .html file" in told(capsys, str(folder), "page.txt")
     (folder.parent / "page.html").mkdir()
     assert "expected the name of an .html file" in told(capsys, str(folder), str(folder.parent / "page.html"))
 
 
-def test_a_folder_that_cannot_be_written(make_run, capsys):
+def test_folder_that_cannot_be_written(make_run, capsys):
     folder = make_run()
     (folder / "report.html").mkdir()
     assert "expected the name of an .html file" in told(capsys, str(folder))
@@ -99,7 +99,7 @@ def test_too_many_words(make_run, capsys):
 
 
 @pytest.mark.parametrize("name", ["result.json", "curves.json", "environment.json"])
-def test_a_folder_of_an_older_version(make_run, capsys, name):
+def test_folder_of_an_older_version(make_run, capsys, name):
     folder = make_run(files={"run.json": None, name: "{}"})
     for words in ([], [str(folder)], ["outputs"]):
         error = told(capsys, *words)
@@ -108,7 +108,7 @@ def test_a_folder_of_an_older_version(make_run, capsys, name):
         assert error.count("\n") == 1
 
 
-def test_a_sweep_of_an_older_version(make_run, capsys):
+def test_sweep_of_an_older_version(make_run, capsys):
     job = make_run("multirun/a/1/0", files={"run.json": None, "result.json": "{}"})
     (job.parent / "multirun.yaml").touch()
     assert "was written by an older version" in told(capsys, str(job.parent))

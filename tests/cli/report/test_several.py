@@ -81,7 +81,7 @@ def test_optimizers_of_different_names_share_a_chart(make_run):
     assert set(page.lines("Learning rate")) == {"16-mixed (1)", "16-mixed (2)"}  # without another difference
 
 
-def test_a_folder_with_several_runs(two, make_run):
+def test_folder_with_several_runs(two, make_run):
     make_run("outputs/mine/a/1")
     make_run("outputs/mine/b/2")
     for number in (0, 1):
@@ -121,7 +121,7 @@ def test_one_bad_run_does_not_spoil_the_report(two, make_run, capsys, tmp_path):
     assert told.count("Left out: ") == 5
 
 
-def test_nothing_but_bad_runs(make_run, capsys):
+def test_only_unreadable_runs(make_run, capsys):
     odd = make_run("odd/1", told=facts(seconds="long"))
     assert main(["report", str(odd), "nowhere"]) == 2
     assert "say something that a run does not write" in capsys.readouterr().err
@@ -132,7 +132,7 @@ def test_nothing_but_bad_runs(make_run, capsys):
     assert not Path("report.html").exists()
 
 
-def test_a_sweep_with_one_job_of_an_older_version(make_run, capsys):
+def test_sweep_with_one_job_of_an_older_version(make_run, capsys):
     make_run("multirun/a/1/0", told=facts(job=0))
     make_run("multirun/a/1/1", files={"run.json": None, "result.json": "{}"})
     page = several("multirun/a/1")

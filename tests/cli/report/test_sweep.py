@@ -75,7 +75,7 @@ def test_pruned_jobs(sweep):
     assert "Highest val_acc at the end 0.5 optimizer.lr=0.0" in page.text  # a pruned job has not come to its end
 
 
-def test_a_job_that_has_not_ended(sweep, make_run):
+def test_job_that_has_not_ended(sweep, make_run):
     folder = sweep(job(0, 0.5))
     make_run(str(folder / "1"), told=facts(status="running"))
     page = report(folder)
@@ -114,7 +114,7 @@ def test_many_long_jobs_make_a_page_of_moderate_size(sweep, make_run):
     assert len(page.html) < 900_000
 
 
-def test_a_comparison(sweep):
+def test_comparison(sweep):
     folder = sweep(job(0, 0.5), job(1, 0.75))
     verdict = {"text": "val_acc within 0.1 points, 1.6x faster.", "advice": ["Try <more>."], "met": True}
     runs = [{"run_dir": "elsewhere/0", "verdict": None}, {"run_dir": "elsewhere/1", "verdict": verdict}]
@@ -125,7 +125,7 @@ def test_a_comparison(sweep):
     assert "Equal in all runs: seed 42." in page.sections["jobs"]
 
 
-def test_a_sweep_without_curves(make_run):
+def test_sweep_without_curves(make_run):
     folder = make_run(
         str(FOLDER / "0"), told=job(0, 0.5, curves={}, skipped_steps=0), files={"csv/metrics.csv": None}
     ).parent

@@ -99,7 +99,7 @@ def test_trials_are_jobs_and_the_study_has_their_results(trials, capsys):
 
 
 @pytest.mark.whole
-def test_a_seed_makes_the_same_trials(trials, capsys):
+def test_seed_makes_the_same_trials(trials, capsys):
     assert main([*SWEEP, LR, "hydra.sweeper.n_trials=4", "+hydra.sweeper.sampler.n_startup_trials=2"]) == 0
     first = rates()
     Trial.started.clear()
@@ -171,7 +171,7 @@ def test_every_kind_of_value(trials, capsys):
 
 
 @pytest.mark.whole
-def test_a_space_in_a_config_a_grid_and_a_batch(trials, capsys):
+def test_space_in_a_config_a_grid_and_a_batch(trials, capsys):
     write(Path(), {"conf/sweep/mine.yaml": """
         # @package _global_
         # My space.
@@ -218,7 +218,7 @@ def test_mistakes(trials, capsys, words, complaint):
     assert not Trial.started
 
 
-def test_a_metric_that_no_job_logs_ends_the_sweep_after_the_first_one(trials, capsys):
+def test_metric_that_no_job_logs_ends_the_sweep_after_the_first_one(trials, capsys):
     assert main([*SWEEP, LR, "objective={metric: val_acc, mode: max}", "hydra.sweeper.n_trials=5"]) == 2
     assert len(Trial.started) == 1
     assert "objective.metric is val_acc, which job 0 did not log." in capsys.readouterr().err

@@ -22,7 +22,7 @@ LINE = ["+recipe=line", "callbacks=none", "logger=none", "trainer.enable_checkpo
 
 
 @pytest.mark.whole
-def test_a_sweep_loses_only_the_job_that_fails(project, python, monkeypatch):
+def test_sweep_loses_only_the_job_that_fails(project, python, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")  # left behind by something else in this shell
     monkeypatch.setenv("MASTER_PORT", "1")
     settings = ["precision=16", "precision.init_scale=1024", "model.fail_at=1,null", "hydra.sweep.dir=jobs"]
@@ -65,7 +65,7 @@ def test_job_with_only_skipped_steps_has_failed_and_is_not_the_best(project, pyt
 
 
 @pytest.mark.whole
-def test_the_printed_command_repeats_the_best_job(project, python):
+def test_printed_command_repeats_the_best_job(project, python):
     numbered = (
         "# @package _global_\ndefaults: [line]\nmodel:\n  start: ${hydra:job.num}\nobjective:\n  metric: val_loss\n"
     )
@@ -212,7 +212,7 @@ def test_sweep_without_a_best_job_prints_the_reason(tmp_path, capsys, jobs, said
         (80, "job overrides status time test_acc val_acc val_loss"),
     ],
 )
-def test_a_narrow_terminal_gets_fewer_columns_and_no_broken_words(tmp_path, monkeypatch, capsys, columns, shown):
+def test_narrow_terminal_gets_fewer_columns_and_no_broken_words(tmp_path, monkeypatch, capsys, columns, shown):
     monkeypatch.setattr("trainer.terminal.console", lambda: Console(width=columns))
     write(tmp_path, {f"{job}/run.json": json.dumps(result(job)) for job in (0, 1)})
     report(tmp_path)
@@ -229,7 +229,7 @@ def test_earlier_sweep_in_the_same_folder_is_ignored(tmp_path, capsys):
     assert [job["job"] for job in json.loads((tmp_path / "summary.json").read_text())] == [0]
 
 
-def test_a_sweep_without_jobs_has_no_table(tmp_path, capsys):
+def test_sweep_without_jobs_has_no_table(tmp_path, capsys):
     assert report(tmp_path) == 0
     assert capsys.readouterr().out == ""
 
@@ -284,7 +284,7 @@ def test_each_job_is_a_separate_command(project, jobs, monkeypatch, capsys):
     assert all("LOCAL_RANK" not in env for _, env in jobs.started)
 
 
-def test_a_sweep_written_in_a_config(project, jobs, capsys):
+def test_sweep_written_in_a_config(project, jobs, capsys):
     assert main(["fit", "+recipe=line", "+sweep=precision", "optimizer.lr=0.1,0.2"]) == 0
     words = [command[3:8] for command, _ in jobs.started]
     assert [(word[0], word[3]) for word in words] == [
@@ -296,7 +296,7 @@ def test_a_sweep_written_in_a_config(project, jobs, capsys):
     assert main([*command[3:], "--cfg", "job"]) == 0
 
 
-def test_a_sweep_in_a_file_of_yours_may_use_short_names(project, jobs):
+def test_sweep_in_a_file_of_yours_may_use_short_names(project, jobs):
     sweep = "hydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      precision: 32,16,bf16\n"
     write(project, {"conf/sweep/mine.yaml": f"# @package _global_\n{sweep}"})
     assert main(["fit", "+recipe=line", "+sweep=mine"]) == 0
@@ -330,7 +330,7 @@ def test_job_that_crashes_silently_has_failed(project, jobs, monkeypatch, capsys
     assert [(job["status"], job["error"]) for job in results] == [("failed", error)] * 2
 
 
-def test_an_interrupt_ends_the_sweep_with_its_table(project, jobs, monkeypatch, capsys):
+def test_interrupt_ends_the_sweep_with_its_table(project, jobs, monkeypatch, capsys):
     waits = iter([KeyboardInterrupt(), -2])
 
     def wait(self):

@@ -54,7 +54,7 @@ def tried(settings: dict[str, Any], memory: int | None = None):
     return told(try_batch_size, settings, steps=3, memory=memory)
 
 
-def test_a_try(settings):
+def test_try(settings):
     message = tried(settings("data.batch_size=8", "optimizer=adam"))
     assert message["status"] == "ok"
     assert (message["batch"], message["samples"], message["skipped"]) == (8, 16, 0)
@@ -89,7 +89,7 @@ def test_out_of_memory_errors_are_distinguished(settings, capsys):
     assert "raise kinds[self.error]" in capsys.readouterr().err  # the traceback goes to the log
 
 
-def test_a_config_that_cannot_be_built_is_the_users(settings):
+def test_config_that_cannot_be_built_is_the_users(settings):
     made = settings()
     made["data"]["batch_sise"] = 4
     message = tried(made)
@@ -97,21 +97,21 @@ def test_a_config_that_cannot_be_built_is_the_users(settings):
     assert "batch_sise" in message["error"]
 
 
-def test_a_peak_beyond_the_budget_is_out_of_memory(settings, monkeypatch):
+def test_peak_beyond_the_budget_is_out_of_memory(settings, monkeypatch):
     monkeypatch.setattr(attempt, "watch_memory", lambda budget, tell: None)
     message = tried(settings(), memory=2**20)
     assert (message["status"], message["error"]) == ("out of memory", "the process exceeded the budget")
     assert message["memory"] > 2**26
 
 
-def test_the_watch_ends_the_process_while_it_grows(monkeypatch):
+def test_watch_ends_the_process_while_it_grows(monkeypatch):
     peaks, said = iter([10, 50, 200]), []
     monkeypatch.setattr(machine, "peak_memory", lambda: next(peaks))
     watch_memory(100, said.append)  # reporting ends the process
     assert [(message["status"], message["memory"]) for message in said] == [("out of memory", 200)]
 
 
-def test_the_budget_of_a_gpu_is_its_allocators(monkeypatch):
+def test_budget_of_a_gpu_is_its_allocators(monkeypatch):
     given = []
     total = SimpleNamespace(total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
@@ -182,13 +182,13 @@ DATA = TensorDataset(torch.zeros(20, 1))
         ({"a": DataLoader(DATA)}, None),
     ],
 )
-def test_the_number_of_samples_in_the_training_set(loader, samples):
+def test_number_of_samples_in_the_training_set(loader, samples):
     meter = Meter(print, 4)
     meter.on_train_start(SimpleNamespace(train_dataloader=loader), None)
     assert meter.found()["samples"] == samples
 
 
-def test_a_range_test_leaves_nothing_behind(settings):
+def test_range_test_leaves_nothing_behind(settings):
     made = settings("optimizer.momentum=0", "data.batch_size=16", "callbacks=default")
     before = copy.deepcopy(made)
     message = told(run_range_test, made, min_lr=1e-4, max_lr=0.3, steps=20)
@@ -201,7 +201,7 @@ def test_a_range_test_leaves_nothing_behind(settings):
     assert not any(file.suffix == ".ckpt" for file in Path().rglob("*"))
 
 
-def test_a_range_test_that_is_refused(settings):
+def test_range_test_that_is_refused(settings):
     write(
         Path(),
         {"manual.py": "from line_fit import Line\n\n\nclass Manual(Line):\n    automatic_optimization = False\n"},

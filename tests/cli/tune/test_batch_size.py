@@ -38,7 +38,7 @@ def sizes(found: Finding) -> list[int]:
     return [one["size"] for one in found.tried]
 
 
-def test_the_largest_size_is_found():
+def test_largest_size_is_found():
     found = run(lambda size: answer(size) if size <= 300 else out_of_memory(size), multiple_of=1)
     assert found.largest == 300
     assert sizes(found)[:4] == [64, 128, 256, 512]
@@ -46,7 +46,7 @@ def test_the_largest_size_is_found():
     assert at(found, 300)["memory"] == 300 * 2**20
 
 
-def test_a_process_that_the_system_kills_did_not_fit():
+def test_process_that_the_system_kills_did_not_fit():
     killed = {"status": "out of memory", "error": "killed by the system"}
     found = run(lambda size: answer(size) if size <= 70 else killed, multiple_of=1)
     assert found.largest == 70
@@ -65,7 +65,7 @@ def test_dataset_without_a_length_ends_when_batches_stop_growing():
     assert (found.largest, sizes(found)) == (200, [64, 128, 256])
 
 
-def test_a_setting_that_is_not_the_batch_size():
+def test_setting_that_is_not_the_batch_size():
     with pytest.raises(UsageError, match=r"data\.batch_size is 64, but the batches have 32 samples"):
         run(lambda size: answer(32))
 
@@ -177,7 +177,7 @@ def test_out_of_memory_above_ten_samples_finds_ten(hungry, capfd):
 
 
 @pytest.mark.whole
-def test_the_budget_is_kept(hungry, capfd):
+def test_budget_is_kept(hungry, capfd):
     """128 MiB a sample: one fits next to Python and torch, sixteen do not."""
     settings = ["model.each=134217728", "model.capacity=1000", "precision=32", "tune.multiple_of=4"]
     write(Path(), {"conf/data/points.yaml": "_target_: line_fit.Points\nbatch_size: 4"})
@@ -201,7 +201,7 @@ def test_another_error_ends_it(hungry, capfd):
     assert "ValueError: the labels are wrong" in log.read_text()
 
 
-def test_the_table(project, capsys, monkeypatch):
+def test_table(project, capsys, monkeypatch):
     answers = {"32-true": 10, "16-mixed": 14, "bf16-mixed": 0}
 
     def attempt(config, settings, folder, limits, size: int) -> dict[str, Any]:

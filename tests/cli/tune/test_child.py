@@ -66,7 +66,7 @@ def test_results_and_exit_status_of_processes(tmp_path):
 
 @pytest.mark.whole
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_they_do_not_outlive_the_one_that_started_them(tmp_path):
+def test_processes_end_with_their_parent(tmp_path):
     code = (
         "from pathlib import Path; from trainer.cli.tune import child; child._PRELOADED = 'json';"
         f"child.run_in_child('{HERE}:leaves_its_number', Path('{tmp_path}/log'), file=Path('{tmp_path}/number'))"

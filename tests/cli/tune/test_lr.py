@@ -25,7 +25,7 @@ def message(points: list[tuple[float, float]], **changes: Any) -> dict[str, Any]
     return {"status": "ok", "points": points, **usual, **changes}
 
 
-def test_a_suggestion(config, tmp_path, capsys):
+def test_suggestion(config, tmp_path, capsys):
     assert report(message(sigmoid(1e-3)), *config, tmp_path) == 0
     result = json.loads((tmp_path / "tune.json").read_text())
     assert result["suggestion"] == pytest.approx(1e-3, rel=0.2)
@@ -38,7 +38,7 @@ def test_a_suggestion(config, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("own", "told"), [([0.025, 0.1], False), ([0.1000000001], False), ([0.3], True), ([], False)])
-def test_a_rate_that_the_module_does_not_take_from_there(config, tmp_path, capsys, own, told):
+def test_rate_that_is_not_read_from_the_setting(config, tmp_path, capsys, own, told):
     report(message(sigmoid(1e-3), own_rates=own), *config, tmp_path)
     out = capsys.readouterr().out
     assert ("optimizer.lr is 0.1, but the learning rate of the optimizer is 0.3." in out) is told
@@ -55,7 +55,7 @@ def test_no_suggestion(config, tmp_path, capsys):
 
 
 @pytest.mark.whole
-def test_a_whole_run(project, capfd):
+def test_whole_run(project, capfd):
     plain = ["optimizer.momentum=0", "data.batch_size=16", "callbacks=default"]
     assert main(["tune", "lr", "+recipe=line", *plain, "tune.min_lr=1e-3", "tune.max_lr=100"]) == 0
     (file,) = Path("outputs").rglob("tune.json")

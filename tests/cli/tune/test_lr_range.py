@@ -61,7 +61,7 @@ def known(curvature: float, first: float, last: float, steps: int) -> list[tuple
     return curve
 
 
-def test_the_curve_of_a_quadratic():
+def test_curve_of_a_quadratic():
     found = sweep(Quadratic(), 1e-4, 0.4, 40)
     expected = known(4.0, 1e-4, 0.4, 40)
     assert [rate for rate, _ in found.points] == pytest.approx([rate for rate, _ in expected])
@@ -72,7 +72,7 @@ def test_the_curve_of_a_quadratic():
     assert suggest(found.points).lr == pytest.approx(steepest, rel=0.35)
 
 
-def test_it_ends_when_the_loss_diverges():
+def test_range_test_ends_when_the_loss_diverges():
     """SGD on a quadratic diverges above 2 / curvature."""
     found = sweep(Quadratic(curvature=4.0), 0.3, 300.0, 100)
     assert found.ended_by == "divergence"
@@ -81,7 +81,7 @@ def test_it_ends_when_the_loss_diverges():
     assert found.points[-1][1] > found.first_loss
 
 
-def test_a_loss_that_is_not_finite_is_divergence():
+def test_loss_that_is_not_finite_is_divergence():
     class Breaks(Quadratic):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             loss = super().training_step(batch, batch_idx)
@@ -91,7 +91,7 @@ def test_a_loss_that_is_not_finite_is_divergence():
     assert (found.ended_by, len(found.points)) == ("divergence", 4)
 
 
-def test_a_window_is_one_point():
+def test_window_is_one_point():
     class Varies(Quadratic):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             return super().training_step(batch, batch_idx) + (batch_idx % 2)
@@ -117,7 +117,7 @@ def test_skipped_steps_are_not_points_and_their_rate_is_repeated():
     assert found.found()["skipped"] == 2
 
 
-def test_nothing_but_overflows():
+def test_only_overflows():
     class Always(Quadratic):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             loss = super().training_step(batch, batch_idx)
@@ -150,7 +150,7 @@ def test_groups_keep_their_proportions_and_schedules_are_gone():
     assert found.found()["own_rates"] == [0.01, 0.1]
 
 
-def test_the_rate_that_was_given_is_known_under_one_cycle():
+def test_configured_rate_is_found_under_one_cycle():
     def configure(module: Quadratic) -> Any:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=100)  # begins at 0.004
@@ -159,7 +159,7 @@ def test_the_rate_that_was_given_is_known_under_one_cycle():
     assert sweep(Quadratic(configure=configure), 1e-3, 1e-1, 10).found()["own_rates"] == pytest.approx([0.004, 0.1])
 
 
-def test_a_rate_in_a_tensor():
+def test_rate_in_a_tensor():
     configure = lambda module: torch.optim.Adam([module.w], lr=torch.tensor(0.1), foreach=False)  # noqa: E731
     found = sweep(Quadratic(configure=configure), 1e-3, 1e-1, 10)
     assert len(found.points) == 10

@@ -33,7 +33,7 @@ def test_suggestion_is_at_the_steepest_descent(steepest, noise):
     assert len(found.smoothed) == 100
 
 
-def test_the_slope_is_over_the_logarithm_of_the_rate():
+def test_slope_is_over_the_logarithm_of_the_rate():
     """Over the rate itself both curves would be steepest at the first."""
     square = [(rate, (1 - math.log10(rate)) ** 2) for rate in RATES]  # falls fastest at the left
     root = [(rate, math.sqrt(max(0.0, 1 - math.log10(rate)))) for rate in RATES]  # and this at the right
@@ -55,14 +55,14 @@ def test_noise_rarely_leads_to_a_suggestion():
     assert found <= 4
 
 
-def test_a_loss_that_only_rises():
+def test_loss_that_only_rises():
     draw = random.Random(0)
     rising = suggest([(rate, 2.3 + step / 20 + draw.gauss(0, 0.1)) for step, rate in enumerate(RATES)])
     assert rising.lr is None
     assert "does not decrease clearly" in rising.why
 
 
-def test_a_flat_curve():
+def test_flat_curve():
     found = suggest([(rate, 1.0) for rate in RATES])
     assert (found.lr, found.lowest) == (None, RATES[6])  # the first with a whole mean
 

@@ -27,13 +27,13 @@ def search(capacity: int, start: int = 64, most: int | None = None, multiple_of:
 
 @pytest.mark.parametrize("start", [1, 7, 64, 1000])
 @pytest.mark.parametrize("capacity", [0, 1, 2, 3, 63, 64, 65, 100, 1023, 1024, 1025])
-def test_it_is_exact(capacity, start):
+def test_search_is_exact(capacity, start):
     found, tried = search(capacity, start)
     assert found == capacity
     assert len(tried) <= 24
 
 
-def test_the_order_of_the_tries():
+def test_order_of_the_tries():
     assert search(100, 16) == (100, [16, 32, 64, 128, 96, 112, 104, 100, 102, 101])
     assert search(5, 64) == (5, [64, 32, 16, 8, 4, 6, 5])
 

@@ -106,7 +106,7 @@ def test_torchrun_is_refused(project, capsys, monkeypatch):
     assert "Got tune under torchrun" in capsys.readouterr().err
 
 
-def test_the_defaults_are_those_of_the_config(project):
+def test_defaults_are_those_of_the_config(project):
     _, settings = tune.composed(read(["tune", "lr", *LINE]))
     assert settings == Settings()
 
@@ -138,7 +138,7 @@ def test_configs_of_the_processes(project, capsys):
     assert "The config has several devices" in capsys.readouterr().out
 
 
-def test_a_run_without_an_end_stays_one(project, capsys):
+def test_run_without_an_end_stays_one(project, capsys):
     arguments = read(["tune", "lr", *LINE, "trainer.max_epochs=-1"])
     config, _ = tune.composed(arguments)
     trainer = tune.plain(config, Path("x"))["trainer"]

@@ -45,7 +45,7 @@ def test_rows_that_will_be_written_again_are_dropped(tmp_path: Path) -> None:
     assert lines(tmp_path) == ["epoch,loss,new,step,val", ",0.0,,0,", f",{1 / 3},,1,", ",7.0,,2,", ",,8.0,3,"]
 
 
-def test_rows_are_counted_rather_than_looked_at_where_that_is_known(tmp_path: Path) -> None:
+def test_rows_are_counted_without_reading_if_possible(tmp_path: Path) -> None:
     first_run(tmp_path)
     before = lines(tmp_path)
     logger = second_run(tmp_path, 2, count=4)
@@ -74,7 +74,7 @@ def test_half_a_line_is_dropped(tmp_path: Path) -> None:
     assert lines(tmp_path) == before
 
 
-def test_there_may_be_no_file_yet_or_an_empty_one(tmp_path: Path) -> None:
+def test_missing_and_empty_files_are_accepted(tmp_path: Path) -> None:
     for content in (None, "", "epoch,lo"):
         if content is not None:
             file_of(tmp_path).write_text(content)
@@ -84,7 +84,7 @@ def test_there_may_be_no_file_yet_or_an_empty_one(tmp_path: Path) -> None:
         assert lines(tmp_path) == ["loss,step", "1.0,3"]
 
 
-def test_the_newest_version_with_what_is_wanted(tmp_path: Path) -> None:
+def test_newest_version_with_matching_files(tmp_path: Path) -> None:
     for name in (
         "version_0/checkpoints/a.ckpt",
         "version_10/checkpoints/b.ckpt",

@@ -17,7 +17,7 @@ from trainer.errors import ConfigurationError, UnsupportedError
 pytestmark = needs_fsdp2
 
 
-def test_the_defaults() -> None:
+def test_defaults() -> None:
     settings = FSDP2Strategy().settings
     assert settings.blocks is None
     assert settings.policy == MixedPrecisionPolicy()
@@ -36,7 +36,7 @@ def test_policy_from_a_config() -> None:
     assert FSDP2Strategy(mixed_precision=given).settings.policy == expected
 
 
-def test_the_time_may_be_seconds() -> None:
+def test_time_may_be_seconds() -> None:
     assert FSDP2Strategy(timeout=90)._timeout == timedelta(seconds=90)
 
 
@@ -62,7 +62,7 @@ def test_mistakes(given: dict[str, Any], words: str) -> None:
         FSDP2Strategy(**given)
 
 
-def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.compat.fsdp.IS_SUPPORTED", False)
     with pytest.raises(UnsupportedError, match=r"expected 2\.13 or newer.*strategy='ddp'"):
         FSDP2Strategy()

@@ -59,12 +59,12 @@ def names(module: nn.Module, blocks: list[nn.Module]) -> set[str]:
     return {name for name, part in module.named_modules() if part in blocks}
 
 
-def test_the_outermost_members_of_lists() -> None:
+def test_outermost_members_of_lists() -> None:
     model = Model()
     assert names(model, find_blocks(model, None)) == {"parts.0", "parts.1", "parts.2"}
 
 
-def test_a_member_with_most_of_the_parameters_is_opened() -> None:
+def test_member_with_most_of_the_parameters_is_opened() -> None:
     model = nn.Sequential(Model(), nn.Linear(4, 2))
     assert names(model, find_blocks(model, None)) == {"0.parts.0", "0.parts.1", "0.parts.2", "1"}
 
@@ -109,7 +109,7 @@ def test_restore_returns_the_original_module() -> None:
 
 
 @pytest.mark.usefixtures("one_process")
-def test_the_buffers_that_are_sent_are_those_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_current_buffers_are_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
     model, sent = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), []
     sharded = ShardedModule(model, init_device_mesh("cpu", (1,)), torch.device("cpu"), Sharding())
     model[1].running_mean = torch.full((4,), 7.0)  # as StochasticWeightAveraging does

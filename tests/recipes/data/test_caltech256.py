@@ -104,7 +104,7 @@ def test_images_can_be_mirrored_and_nothing_else(root: Path):
     assert torch.allclose(changed, plain.flip(2), atol=1e-5)
 
 
-def test_the_archive_is_unpacked_once(root: Path, tmp_path: Path):
+def test_archive_is_unpacked_once(root: Path, tmp_path: Path):
     other = tmp_path / "other"
     other.mkdir()
     with tarfile.open(other / "256_ObjectCategories.tar", "w") as tar:
@@ -118,7 +118,7 @@ def test_the_archive_is_unpacked_once(root: Path, tmp_path: Path):
     module.prepare_data()
 
 
-def test_a_damaged_archive_leaves_nothing_behind(tmp_path: Path):
+def test_damaged_archive_leaves_nothing_behind(tmp_path: Path):
     whole = tmp_path / "whole"
     caltech256(whole)
     archive = tmp_path / "256_ObjectCategories.tar"
@@ -165,7 +165,7 @@ def test_classes_of_a_single_image_are_named(root: Path):
         data(root, num_classes=5).setup("fit")
 
 
-def test_a_damaged_photograph_is_named(root: Path):
+def test_damaged_photograph_is_named(root: Path):
     file = root / "256_ObjectCategories" / THINGS[0] / "001_0001.jpg"
     file.write_bytes(file.read_bytes()[:100])
     module = data(root)

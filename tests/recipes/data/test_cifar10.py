@@ -112,7 +112,7 @@ def test_another_number_of_classes_is_refused():
         CIFAR10(num_classes=100)
 
 
-def test_the_first_images_are_trained_on_and_later_ones_validated(root: Path):
+def test_first_images_are_trained_on_and_later_ones_validated(root: Path):
     module = CIFAR10(root, limit=30, val_size=20, augment=False)
     module.setup("fit")
     train, val = module.splits["train"], module.splits["val"]
@@ -166,7 +166,7 @@ class Runs:
         return Path.touch, (self.file,)
 
 
-def test_a_file_cannot_run_code(tmp_path: Path):
+def test_file_cannot_run_code(tmp_path: Path):
     cifar10(tmp_path)
     batch = tmp_path / "cifar-10-batches-py" / "data_batch_2"
     batch.write_bytes(pickle.dumps({"data": Runs(tmp_path / "ran"), "labels": []}))

@@ -65,7 +65,7 @@ def test_images_are_normalised():
     assert torch.allclose(train[0][0], (train.images[0] / 255 - MEAN) / STD)
 
 
-def test_a_mask_is_where_the_digit_is():
+def test_masks_cover_the_digit():
     # A fully black scan, on a photo without contrast, so that only the digit differs.
     photo = np.full((64, 64, 3), 60, dtype=np.uint8)
     painter = Painter(np.ones((1, 8, 8)), np.array([7]), [photo], np.random.default_rng(0))

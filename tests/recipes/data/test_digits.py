@@ -92,7 +92,7 @@ def test_loaders(digits: Digits):
         assert [len(labels) for _, labels in loader] == [64, 64, 64, 64, 14]
 
 
-def test_the_seed_decides_order_and_augmentation():
+def test_seed_decides_order_and_augmentation():
     def first_batch(seed: int) -> torch.Tensor:
         module = Digits(batch_size=8)
         module.setup("fit")
@@ -121,7 +121,7 @@ def test_workers_give_the_same_images(digits: Digits):
         assert torch.equal(labels, expected_labels)
 
 
-def test_a_second_setup_keeps_the_data(digits: Digits):
+def test_second_setup_keeps_the_data(digits: Digits):
     before = digits.splits["train"]
     digits.setup("test")
     assert digits.splits["train"] is before

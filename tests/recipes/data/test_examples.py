@@ -37,7 +37,7 @@ def test_batches_are_padded_to_their_longest(tmp_path):
             assert (targets[:, 0] == ord("x")).all()
 
 
-def test_a_long_prompt_loses_its_beginning(tmp_path):
+def test_long_prompt_loses_its_beginning(tmp_path):
     data = examples(tmp_path, [{"prompt": "a" * 30, "completion": "bc"}] * 4, context=6)
     tokens, targets = data.splits["train"][0]
     assert tokens == [*b"aaaabc"]

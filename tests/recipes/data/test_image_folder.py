@@ -75,7 +75,7 @@ def test_any_kind_of_image_has_three_channels_of_8_bits(tmp_path: Path):
     assert read_image(tmp_path / "glass.png").getpixel((0, 0)) == (100, 100, 100)
 
 
-def test_a_class_without_images_is_named_with_its_folder(root: Path):
+def test_class_without_images_is_named_with_its_folder(root: Path):
     shutil.rmtree(root / "val" / "green")
     (root / "val" / "green").mkdir()
     with pytest.raises(FileNotFoundError, match="val has no images of green"):
@@ -129,7 +129,7 @@ def test_predict_needs_no_classes_and_numbers_the_images(root: Path):
 
 
 @pytest.mark.parametrize("has_train", [True, False])
-def test_a_fraction_is_held_out_of_each_class(root: Path, has_train: bool):
+def test_fraction_is_held_out_of_each_class(root: Path, has_train: bool):
     for split in ("val", "test"):
         shutil.rmtree(root / split)
     module, again = (folder(root if has_train else root / "train", val_fraction=0.25) for _ in range(2))
@@ -147,7 +147,7 @@ def test_a_fraction_is_held_out_of_each_class(root: Path, has_train: bool):
         assert module.splits["test"].samples == val
 
 
-def test_a_class_may_have_the_name_of_a_split(root: Path):
+def test_class_may_have_the_name_of_a_split(root: Path):
     vehicles = root / "vehicles"
     for name in ("train", "plane"):
         shutil.copytree(root / "train" / "red", vehicles / name)
@@ -157,7 +157,7 @@ def test_a_class_may_have_the_name_of_a_split(root: Path):
 
 
 @pytest.mark.parametrize(("missing", "stage"), [("train", "fit"), ("test", "test")])
-def test_a_missing_folder_is_named(root: Path, missing: str, stage: str):
+def test_missing_folder_is_named(root: Path, missing: str, stage: str):
     shutil.rmtree(root / missing)
     with pytest.raises(FileNotFoundError, match=f"There is no folder {root / missing}") as caught:
         folder(root).setup(stage)
@@ -167,12 +167,12 @@ def test_a_missing_folder_is_named(root: Path, missing: str, stage: str):
 
 
 @pytest.mark.parametrize("val_fraction", [0, 1, 1.5])
-def test_a_fraction_outside_of_0_and_1_is_refused(root: Path, val_fraction: float):
+def test_fraction_outside_of_0_and_1_is_refused(root: Path, val_fraction: float):
     with pytest.raises(ValueError, match=f"val_fraction={val_fraction}"):
         folder(root, val_fraction=val_fraction)
 
 
-def test_a_class_that_one_split_lacks_is_named(root: Path):
+def test_class_that_one_split_lacks_is_named(root: Path):
     shutil.rmtree(root / "val" / "green")
     (root / "val" / "pink").mkdir()
     shutil.copy(root / "val" / "red" / "0.png", root / "val" / "pink")
@@ -180,7 +180,7 @@ def test_a_class_that_one_split_lacks_is_named(root: Path):
         folder(root).setup("fit")
 
 
-def test_a_wrong_number_of_classes_is_refused(root: Path):
+def test_wrong_number_of_classes_is_refused(root: Path):
     with pytest.raises(ValueError, match=r"num_classes is 10.*data.num_classes=3"):
         folder(root, num_classes=10).setup("fit")
 
@@ -222,7 +222,7 @@ def test_unreadable_image_is_named(root: Path, spoil: Callable[[Path], None]):
 
 
 @pytest.mark.parametrize("spoil", [cut_short, empty, a_text, a_broken_png])
-def test_it_can_be_left_out(root: Path, spoil: Callable[[Path], None]):
+def test_unreadable_image_can_be_skipped(root: Path, spoil: Callable[[Path], None]):
     spoil(root / "val" / "green" / "bad.jpg")
     module = folder(root, on_error="skip")
     module.setup("validate")
@@ -246,7 +246,7 @@ def test_errors_of_the_system_always_raise(root: Path):
         list(module.val_dataloader())
 
 
-def test_an_unknown_policy_is_refused(root: Path):
+def test_unknown_policy_is_refused(root: Path):
     with pytest.raises(ValueError, match="on_error='ignore', expected 'raise' or 'skip'"):
         folder(root, on_error="ignore")
 
@@ -270,7 +270,7 @@ class Pixels(LightningModule):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_run_lists_once_which_were_left_out(root: Path, num_workers: int):
+def test_run_lists_once_which_were_left_out(root: Path, num_workers: int):
     bad = [root / "train" / "blue" / "3.png", root / "train" / "red" / "1.png", root / "val" / "green" / "x.jpg"]
     for path in bad[:2]:
         a_text(path)
@@ -286,7 +286,7 @@ def test_a_run_lists_once_which_were_left_out(root: Path, num_workers: int):
     assert sum(module.sizes) == 20
 
 
-def test_a_run_that_meets_one_names_it(root: Path):
+def test_run_that_meets_one_names_it(root: Path):
     a_text(bad := root / "train" / "red" / "1.png")
     with pytest.raises(UnreadableImageError) as caught:
         make_trainer(root, num_sanity_val_steps=0).fit(Pixels(), datamodule=folder(root, num_workers=1))

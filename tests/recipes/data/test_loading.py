@@ -53,7 +53,7 @@ def test_image_tensors_augment_a_copy():
     assert torch.equal(dataset.images, images)
 
 
-def test_a_training_loader_shuffles_and_drops_the_short_batch_and_others_do_neither():
+def test_training_loader_shuffles_and_drops_the_short_batch_and_others_do_neither():
     dataset = TensorDataset(torch.arange(10))
     training = make_loader(dataset, batch_size=4, num_workers=0, training=True)
     assert isinstance(training.sampler, RandomSampler)
@@ -64,7 +64,7 @@ def test_a_training_loader_shuffles_and_drops_the_short_batch_and_others_do_neit
     assert torch.cat([batch[0] for batch in evaluation]).tolist() == list(range(10))
 
 
-def test_a_training_batch_larger_than_the_data_is_refused():
+def test_training_batch_larger_than_the_data_is_refused():
     dataset = TensorDataset(torch.arange(10))
     with pytest.raises(ValueError, match=r"batch_size is 16.* at most 10"):
         make_loader(dataset, batch_size=16, num_workers=0, training=True)
@@ -73,7 +73,7 @@ def test_a_training_batch_larger_than_the_data_is_refused():
     assert len(make_loader(dataset, batch_size=16, num_workers=0, training=False)) == 1
 
 
-def test_a_batch_must_fit_into_the_share_of_a_process(monkeypatch):
+def test_batch_must_fit_into_the_share_of_a_process(monkeypatch):
     dataset = TensorDataset(torch.arange(10))
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
@@ -90,7 +90,7 @@ def test_image_to_tensor_scales_then_normalises():
     assert tensor[:, 0, 0].tolist() == pytest.approx([1.0, -2.0, 0.0], abs=1e-6)
 
 
-def test_a_wrong_number_of_classes_is_refused_with_the_right_one():
+def test_wrong_number_of_classes_is_refused_with_the_right_one():
     check_num_classes(3, 3, "here")
     with pytest.raises(ValueError, match=r"num_classes is 4.*data.num_classes=3"):
         check_num_classes(4, 3, "here")

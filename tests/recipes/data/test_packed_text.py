@@ -50,7 +50,7 @@ def test_every_token_is_a_target_once():
         assert split[0][0].shape == (8,)
 
 
-def test_the_last_sequence_is_padded():
+def test_last_sequence_is_padded():
     Path("text.txt").write_text("\n\n\n".join(["abc", "de", "fgh"]))
     data = ready("text.txt", context=100, held_out=0.4)
     (row,) = data.splits["train"]
@@ -60,7 +60,7 @@ def test_the_last_sequence_is_padded():
     assert (row[1][count:] == NO_TARGET).all()
 
 
-def test_the_text_that_comes_with_python():
+def test_text_that_comes_with_python():
     data = ready(context=256)
     assert sum(len(targets_of(data, split)) for split in data.splits) > 300_000
     assert len(next(iter(data.train_dataloader()))[0]) == 4
@@ -110,7 +110,7 @@ def test_lines_and_folders():
         ready("nowhere")
 
 
-def test_a_data_set_of_the_library_datasets(monkeypatch):
+def test_data_set_of_the_library_datasets(monkeypatch):
     Path("set").mkdir()
     Path("set/state.json").write_text("{}")
     Path("set/data-0.arrow").write_text("")
@@ -135,7 +135,7 @@ def test_a_data_set_of_the_library_datasets(monkeypatch):
 
 @pytest.mark.whole
 @needs_tokenizers
-def test_a_tokenizer_of_a_model():
+def test_tokenizer_of_a_model():
     folder = tiny_llama(Path("model"))
     tokenizer = load_tokenizer(str(folder))
     (ids,) = tokenizer.encode(["The statement"])

@@ -14,7 +14,7 @@ def bytes_of(tokens: torch.Tensor, targets: torch.Tensor) -> list[tuple[bytes, b
     return [(bytes(row[:length]), bytes(following[:length])) for row, following, length in rows]
 
 
-def test_a_document_is_cut_where_lines_end():
+def test_documents_are_cut_at_line_ends():
     tokens, targets = cut([b"one\ntwo\nthree\n\nfour"], context=10)
     assert bytes_of(tokens, targets) == [
         (b"\0one\ntwo", b"one\ntwo\n"),
@@ -30,7 +30,7 @@ def test_a_document_is_cut_where_lines_end():
 
 
 @pytest.mark.parametrize("context", [1, 7, 64])
-def test_every_byte_is_a_target_once_whatever_the_text(context):
+def test_every_byte_is_a_target_once(context):
     draw = random.Random(context)
     documents = [bytes(draw.choices(b"ab\n", k=draw.randint(1, 200))) for _ in range(30)]
     pieces = bytes_of(*cut(documents, context))
@@ -104,5 +104,5 @@ def test_zeros_of_a_file_end_no_document(tmp_path):
     assert sum(len(split) for split in data.splits.values()) == 30
 
 
-def test_a_prompt_may_be_a_single_one():
+def test_prompt_may_be_a_single_one():
     assert ByteText(prompts="Once").prompts == ["Once"]
