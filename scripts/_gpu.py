@@ -223,7 +223,7 @@ def tests(part: Part) -> None:
         )
         output, ended = done.stdout, True
     except subprocess.TimeoutExpired as error:
-        printed = error.stdout or ""  # bytes, whatever `text` is
+        printed = error.stdout or ""  # bytes, also with text=True
         output, ended = printed.decode(errors="replace") if isinstance(printed, bytes) else printed, False
     found = re.findall(r"^(tests/\S+\.py)::(.*?) (PASSED|FAILED|ERROR|SKIPPED)", output, re.MULTILINE)
     if not found:

@@ -142,7 +142,7 @@ def step(engine: str, ranks: int, width: int, heads: int, layers: int) -> dict[s
     logging.disable(logging.CRITICAL)
     pretend(ranks)
     plain: Any = DDPStrategy
-    plain.model_to_device = lambda self: None  # it is there
+    plain.model_to_device = lambda self: None  # imported already
     plain._setup_model = lambda self, model: Buckets(model)
     policy = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
     options: dict[str, Any] = {"hsdp": {"replicas": ranks // 8}, "policy": {"mixed_precision": policy}}

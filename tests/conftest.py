@@ -117,7 +117,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(torch.cuda, "device_count", lambda: 0)
         patch.setattr(torch.accelerator, "is_available", lambda: False)
-        patch.setattr(torch.backends.mps, "is_available", cache(lambda: False))  # Dynamo looks for `__wrapped__`
+        patch.setattr(torch.backends.mps, "is_available", cache(lambda: False))  # Dynamo reads `__wrapped__`
         return (yield)
 
 

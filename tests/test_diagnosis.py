@@ -53,7 +53,7 @@ def raise_mistake() -> None:
 
 class Module(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        time.sleep(0.02)  # the workers' deaths come between batches, too
+        time.sleep(0.02)  # workers may also die between batches
         x, y, gain = batch
         return super().training_step([x, y, gain.mean()], batch_idx)
 

@@ -49,7 +49,7 @@ NODE = {"_target_": f"{__name__}.Memory", "title": None}
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    adapter(None)  # the built-in ones are there first
+    adapter(None)  # the built-in adapters come first
     before = dict(loggers._ADAPTERS)
 
     class MemoryAdapter(LoggerAdapter):

@@ -114,7 +114,7 @@ def test_loggers_diary(arguments: dict[str, Any], tmp_path: Path) -> None:
         trainer.validate(module, data(4), verbose=False)
         trainer.test(module, data(4), verbose=False)
         assert loggers[0].told == loggers[1].told
-        told = [what for what in loggers[0].told if what != "checkpoint"]  # ours comes after an epoch's row, not before
+        told = [what for what in loggers[0].told if what != "checkpoint"]  # our row follows that of the epoch
         return told, loggers[0].told.count("checkpoint"), plain(dict(trainer.logged_metrics)), trainer.log_dir
 
     theirs, mine = run_both(scenario)

@@ -42,7 +42,8 @@ from trainer.errors import ConfigurationError
 from trainer.precision import MixedPrecision
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # dynamo's own look at its inputs
+    # warning of Dynamo when it inspects its inputs
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
     imports_inductor,
 ]
 
@@ -379,7 +380,7 @@ class WithForward(Parts):
 def test_compiled_parts(tmp_path, module, modules, expected):
     callback = Compile(modules, backend="eager")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nothing of it is called
+        warnings.simplefilter("ignore")  # not called
         make_trainer(tmp_path, callbacks=[callback]).fit(module(), loader_of(make_batches(1)))
     assert callback.compiled == expected
 

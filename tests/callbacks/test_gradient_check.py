@@ -234,7 +234,7 @@ def test_kink_at_the_evaluated_point_is_accepted(tmp_path):
     biases: list[Tensor] = []
     kink = torch.full((3,), 1e9, dtype=torch.float64)  # far away
     check(tmp_path, Regression(Kinked()), attempts=1)
-    kink = biases[2]  # the first point: before it come two evaluations that must agree
+    kink = biases[2]  # the first point, after two evaluations that must be equal
     with pytest.raises(GradientCheckError, match=r"net\.linear\.bias: "):
         check(tmp_path, Regression(Kinked()), attempts=1)
     assert check(tmp_path, Regression(Kinked()), attempts=2).problems == {}

@@ -113,7 +113,7 @@ def test_norm_is_not_logged_if_disabled(tmp_path, clipping):
         tmp_path, Regression(), make_batches(2), callbacks=[GradientClipping(**clipping, log_norm=False)]
     )
     assert not [name for name in trainer.callback_metrics if "grad_norm" in name]
-    assert (trace.norms == []) is ("clip_value" in clipping)  # clipping by norm has measured it anyway
+    assert (trace.norms == []) is ("clip_value" in clipping)  # clipping by norm measures it in any case
 
 
 def test_two_clipping_callbacks_run_in_order(tmp_path):

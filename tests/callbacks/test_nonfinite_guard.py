@@ -103,7 +103,7 @@ class Log(nn.Module):
 
 
 class Root(nn.Module):
-    """Its value is finite and its derivative is not."""
+    """A square root at 0: a finite value with an infinite derivative."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + (x * 0.0).sqrt().sum()

@@ -19,7 +19,7 @@ LINE = ["fit", "+recipe=line", "logger=none", "callbacks=none", "hydra.run.dir=r
 
 @pytest.fixture
 def study(project):  # noqa: F811
-    """One trial that could hardly be better, and one that has begun."""
+    """A study with one excellent trial, and one that has started."""
     study = optuna.create_study(storage=STORAGE, study_name="s", direction="minimize")
     good = study.ask()
     for step in range(4):

@@ -454,7 +454,7 @@ def test_prints_and_log_records_are_above_the_bar(clock, monkeypatch):
     stderr = Terminal(clock)
     monkeypatch.setattr(sys, "stderr", stderr)
     logger = logging.getLogger("test_progress_bar")
-    handler = logging.StreamHandler()  # holds on to stderr as it is now
+    handler = logging.StreamHandler()  # keeps a reference to the current stderr
     monkeypatch.setattr(logger, "handlers", [handler])
     bar = on_terminal(clock)
     trainer = FakeTrainer(bar, clock)

@@ -149,7 +149,7 @@ def check(setup: Setup, interruptions: list[int]) -> None:
             rows = last.rows[last.places[place] :]  # rows that a killed run had not sent yet
             note(f"interrupted after {place}")
             start, folder = folder / f"{place}.ckpt", Path(name) / f"resumed {i}"
-            last = train(setup, folder, i, start)  # another seed: all of it is in the checkpoint
+            last = train(setup, folder, i, start)  # with another seed, because the checkpoint has all random states
             assert last.batches == whole.batches[len(whole.batches) - len(last.batches) :]
             assert int(place.split()[1]) + len(last.batches) == len(whole.batches)
             assert training.differences(last.state, whole.state) == []

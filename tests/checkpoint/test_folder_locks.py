@@ -79,7 +79,7 @@ def test_lock_of_another_process_ends_with_its_kill(tmp_path: Path, how: str) ->
         assert os.listdir(folder) == []
         process.kill()
         process.wait(10)
-        with folders.held(folder):  # at once, though a process that it forked is there still
+        with folders.held(folder):  # immediately, although its fork is still running
             assert json.loads(lock_of(folder).read_text())["pid"] == os.getpid()
     finally:
         process.kill()

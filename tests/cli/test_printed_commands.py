@@ -173,7 +173,7 @@ def no_model(shell: Shell) -> None:
 
 
 def three_interruptions(shell: Shell) -> None:
-    """The folder stays that of the first run, whatever the user began with."""
+    """The folder stays that of the first run for each start."""
     for number, words in enumerate(([], ["resume=auto"], ["hydra.run.dir=run dir"], ["+name=own"], ["ckpt=run"])):
         made_run(shell)
         Path("interrupts").write_text("1 3 5" if words != ["ckpt=run"] else "9 10 13")
@@ -363,7 +363,7 @@ SCENARIOS: dict[str, Callable[[Shell], None]] = {
 
 
 def printed_in_source() -> dict[str, set[int]]:
-    """For each function of the package that calls `command_line`, the lines of the calls."""
+    """Return the lines of the calls of `command_line` for each function of the package."""
     found = dict[str, set[int]]()
     for file in PACKAGE.rglob("*.py"):
         for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

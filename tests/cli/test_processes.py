@@ -180,7 +180,7 @@ def test_no_garbage_is_collected_while_torch_is_imported(monkeypatch):
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
     monkeypatch.setattr(atexit, "register", lambda function: frozen.append(function))
     with imports_only():
-        assert gc.isenabled()  # torch is there already
+        assert gc.isenabled()  # torch is imported already
     assert frozen == []
     monkeypatch.delitem(sys.modules, "torch")
     with imports_only():

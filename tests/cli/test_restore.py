@@ -1,4 +1,4 @@
-"""``ckpt=RUN``: the config of a run comes back with its checkpoint."""
+"""``ckpt=RUN`` restores the config of a run with its checkpoint."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ PARTS = (
     "cli.py",
 )
 TRAINERS = {"trainer", "_trainer"}
-"""Names of a Trainer, as a variable or as an attribute of anything but a package."""
+"""Names of variables and attributes that refer to a Trainer, except attributes of packages."""
 PACKAGES = {"pl", "lightning", "torch"}
 
 

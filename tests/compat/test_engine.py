@@ -148,7 +148,7 @@ def test_strategy_decides_when_weights_are_restored(late: bool, tmp_path: Any) -
         first.fit(trained, data(8))
         first.save_checkpoint(tmp_path / "some.ckpt")
         order.clear()
-        # Lightning's base class of precision plugins stands for float32: as ours, so it may come along
+        # Lightning's base class of precision plugins means float32, like ours, and is accepted
         strategy = Ordered(torch.device("cpu"), precision_plugin=LightningPrecision())
         second = make(strategy=strategy, max_steps=3)
         second.fit(restored, data(8), ckpt_path=tmp_path / "some.ckpt")

@@ -172,7 +172,7 @@ class KilledIn(Callback):
 
 
 def fit(folder: Path, *callbacks: Callback, manual: bool = False, batches: int = 5, **arguments: Any) -> Scored:
-    """Fit in ``folder``, from ``ckpt_path`` if it is given; after a kill, return the module as it is."""
+    """Fit in ``folder``, from ``ckpt_path`` if it is given. After a kill, return the module in its current state."""
     ckpt_path, module = arguments.pop("ckpt_path", None), Scored(manual)
     torch.manual_seed(1)
     trainer = make_trainer(

@@ -1,4 +1,4 @@
-"""A batch goes to the GPU while the step before it runs, and nothing else changes."""
+"""A batch is copied to the GPU during the previous step, without other changes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 
 class Marks(Callback):
-    """How many kernels there were when each batch had been copied, and before that."""
+    """Numbers of kernels before and after the copy of each batch."""
 
     def __init__(self, seen: Any) -> None:
         self.seen = seen
@@ -115,7 +115,7 @@ class Samples:
 
 
 def prefetched_by_hand(precision: str, optimizer: str, batches: list[Any]) -> list[Tensor]:
-    """The loop that one writes by hand: it copies a batch ahead."""
+    """The hand-written loop with a copy of the next batch."""
     net = make_net().cuda()
     stepper, dtype = OPTIMIZERS[optimizer](net.parameters()), AUTOCAST_DTYPES.get(precision)
     scaler = torch.amp.GradScaler("cuda", SCALE, enabled=precision == "16-mixed")

@@ -105,7 +105,7 @@ class Stream(IterableDataset[torch.Tensor]):
 
 
 class Bookmarked(Stream):
-    """Keeps its place."""
+    """Restores its position."""
 
     at = 0
 

@@ -1,4 +1,4 @@
-"""How the samples of an evaluation are divided among processes."""
+"""Division of the samples of an evaluation among ranks."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from tests.warm_python import ROOT, WarmPython
 
 
 class RankError(Exception):
-    """A call raised in some process, or a process did not come back from it."""
+    """A call raised on some rank, or a rank did not return."""
 
 
 class Ranks:

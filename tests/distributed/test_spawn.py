@@ -44,7 +44,7 @@ class Threads(Callback):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        atexit.register(self._write)  # before any other, so it comes last
+        atexit.register(self._write)  # registered first, so that it runs last
 
     def _write(self) -> None:
         names = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]

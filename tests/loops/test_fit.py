@@ -727,7 +727,7 @@ def test_max_steps_counts_skipped_steps(tmp_path):
 
 
 class StopAt(Callback):
-    """Asks the Trainer to stop in one batch."""
+    """Sets ``trainer.should_stop`` in one batch."""
 
     def __init__(self, batch):
         self.batch = batch

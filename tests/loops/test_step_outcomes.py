@@ -70,7 +70,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("optimizer", ["sgd-fused", "adam-fused", "adamw-fused", "momentum-fused", "sgd"])
 def test_everything_but_the_moment_is_the_same(tmp_path, late, optimizer, window, schedule):
-    """Weights, norms, scales and the learning rate of every update are those of a loop that looks at once."""
+    """Weights, norms, scales and learning rates equal those of a loop that reads each outcome immediately."""
     make = OPTIMIZERS[optimizer]
     poison = {i: gain for i, gain in POISON.items() if i > 2 or optimizer != "momentum-fused"}
     batches = make_batches(20, gains=poison)
@@ -117,7 +117,7 @@ def test_everything_but_the_moment_is_the_same(tmp_path, late, optimizer, window
 
 
 class Account(Regression):
-    """Writes down when a backward pass is over."""
+    """Records the end of each backward pass."""
 
     def __init__(self, account: list[str], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -71,7 +71,7 @@ def test_started_when_the_next_forward_has_run():
     fit.batch("a")
     fit.window.advance(100, False)
     fit.loop.path.step("b", 1)
-    recorder = Recorder(fit.trainer)  # the outcome of a has come
+    recorder = Recorder(fit.trainer)  # the outcome of a is known
     fit.progress.optimizer_steps += 1
     fit.batch("c")
     assert names(recorder.take()) == []  # b was not recorded

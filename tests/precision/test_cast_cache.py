@@ -35,7 +35,7 @@ def clearings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_torch_2_10_needs_it_and_torch_2_11_does_not():
     loses_gradients.cache_clear()
-    with torch.inference_mode():  # asked from wherever
+    with torch.inference_mode():  # from any caller
         assert loses_gradients() is (Version(torch.__version__) < Version("2.11"))
 
 

@@ -15,7 +15,8 @@ from tests.support import Regression, fit_and_watch, loader_of, make_batches, ma
 from trainer.callbacks import Compile
 from trainer.precision import MixedPrecision
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own look at its inputs
+# warning of Dynamo when it inspects its inputs
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 
 @pytest.fixture(autouse=True)

@@ -288,7 +288,7 @@ def test_rotary_positions_depend_on_distance_only():
 def test_weights_depend_on_the_seed_only():
     first = model().state_dict()
     torch.rand(5)
-    again = built(LanguageModel(ADAMW, **TINY))  # the seed is that of manual_seed, whatever was drawn since
+    again = built(LanguageModel(ADAMW, **TINY))  # the seed is that of manual_seed, independent of earlier draws
     assert all(torch.equal(value, first[f"net.{name}"]) for name, value in again.net.state_dict().items())
     torch.manual_seed(1)
     other = built(LanguageModel(ADAMW, **TINY))
@@ -314,7 +314,7 @@ def test_perplexity_is_torchmetrics(tmp_path):
     assert set(metrics) == {"val_loss", "val_perplexity"}  # without byte tokens, bits per character are unknown
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at the inputs
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # warning of Dynamo when it inspects its inputs
 def test_blocks_share_their_compilations(tmp_path):
     numbers = []
     for layers in (2, 4):

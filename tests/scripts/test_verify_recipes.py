@@ -143,7 +143,7 @@ def test_downloads_require_the_option(script, tmp_path, monkeypatch):
     )
     assert r"failed: \|trained\| |" in first_row("--with-network")
     assert r"failed: \|trained\| |" in first_row("--with-network")
-    assert got == [file, file]  # then it is there
+    assert got == [file, file]  # downloaded by the first run
 
 
 def test_download_is_whole_or_not_at_all(script, tmp_path, monkeypatch):

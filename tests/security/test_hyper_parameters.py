@@ -192,7 +192,7 @@ def test_pickles_run_no_code(attack, monkeypatch):
     assert checkpoint is None or checkpoint["state_dict"] == {}
     assert ran == []
     assert "antigravity" not in __import__("sys").modules
-    # and elsewhere it is refused, as without stand-ins
+    # other places refuse it, as without stand-ins
     file = archive(pickled(b"}", state_dict=ATTACKS[attack]))
     with pytest.raises(Exception):  # noqa: B017, PT011
         torch.load(file, weights_only=True)

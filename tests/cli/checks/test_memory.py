@@ -45,7 +45,7 @@ def parameters(**sizes: Any) -> int:
 
 
 def nothing(module: Any) -> None:
-    """To prepare."""
+    """Do nothing."""
 
 
 @pytest.mark.whole
@@ -150,7 +150,7 @@ def test_differences_of_a_step_on_a_gpu(precision):
         (__file__, "self.seen = loss.item()", "item", 1),
     }
     assert look(Waiting, batch, Precision(), {}) == {}  # no autocast, no lists
-    assert measure(Waiting, batch, precision, nothing, None).peak > 0  # whoever looks at a value gets a 1
+    assert measure(Waiting, batch, precision, nothing, None).peak > 0  # a value that is read is 1
 
 
 NO_STEPS = "checks.steps=false"  # their messages are in test_first_look.py

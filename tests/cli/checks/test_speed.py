@@ -66,7 +66,7 @@ def test_without_float16_instructions_the_trainers_and_torchs_own_are_measured(m
     used, original = [], cpu_fp16.fast_fp16_kernels
     monkeypatch.setattr(cpu_fp16, "fast_fp16_kernels", lambda: used.append(1) or original())
     ticks = count()
-    found = rows(speed.measure(CPU, 0.01, lambda: next(ticks) * 1e-3))  # every look at the clock is a millisecond
+    found = rows(speed.measure(CPU, 0.01, lambda: next(ticks) * 1e-3))  # every read of the clock takes a millisecond
     assert list(found) == ["float32", "float16", "bfloat16", "float16 (torch's own)"]
     assert all(row.matmul and row.convolution for row in found.values())
     assert used == [1]

@@ -353,7 +353,7 @@ def test_real_training_that_fails_does_not_affect_others(project, python):
         ("model.fail_at=3", "failed"),
     ]
     assert "model.fail_at=3: failed: RuntimeError: asked to fail" in done.stdout
-    assert len(load_run(Path("jobs/1")).losses) == 3  # as far as it came
+    assert len(load_run(Path("jobs/1")).losses) == 3  # the last step
 
 
 @pytest.mark.gpu(simulated=False)  # processes with their own memory

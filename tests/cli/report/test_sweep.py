@@ -72,7 +72,7 @@ def test_pruned_jobs(sweep):
     page = report(sweep(job(0, 0.5), job(1, 0.9, status="pruned"), job(2, 0.4)))
     assert "Pruned 1" in page.text
     assert "Jobs 3 3 ended well" in page.text
-    assert "Highest val_acc at the end 0.5 optimizer.lr=0.0" in page.text  # a pruned job has not come to its end
+    assert "Highest val_acc at the end 0.5 optimizer.lr=0.0" in page.text  # a pruned job is not completed
 
 
 def test_job_that_has_not_ended(sweep, make_run):

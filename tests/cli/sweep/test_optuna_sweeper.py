@@ -138,7 +138,7 @@ def test_another_sweep_may_share_the_study(trials, capsys):
         "hydra.sweeper.study_name=both",
     ]
     assert main([*SWEEP, LR, *storage, "hydra.sweeper.n_trials=2"]) == 0
-    theirs = study("sqlite:///shared.db", "both").ask()  # of a third one, which is at it
+    theirs = study("sqlite:///shared.db", "both").ask()  # of a third, running trial
     assert main([*SWEEP, LR, *storage, "hydra.sweeper.n_trials=5", "hydra.sweep.dir=other"]) == 0
     told = study("sqlite:///shared.db", "both").get_trials()
     assert [trial.state.name for trial in told] == ["COMPLETE", "COMPLETE", "RUNNING", "COMPLETE", "COMPLETE"]
@@ -151,7 +151,7 @@ def test_every_kind_of_value(trials, capsys):
         LR, "data.batch_size=tag(log,int(interval(2,64)))", "seed=range(1,10,3)", "precision=32,bf16",
         "+model.start=choice(0.5,-0.5)", "trainer.gradient_clip_val=interval(0,1)", "logger=glob(c*)",
     ]  # fmt: skip
-    assert main([*SWEEP, *space, "hydra.sweeper.n_trials=1"]) == 2  # model.start is there already
+    assert main([*SWEEP, *space, "hydra.sweeper.n_trials=1"]) == 2  # the pickle reads model.start
     space[4] = "model.start=choice(0.5,-0.5)"
     assert main([*SWEEP, *space, "hydra.sweeper.n_trials=1"]) == 0
     (trial,) = study().get_trials()

@@ -86,7 +86,7 @@ def test_out_of_memory_errors_are_distinguished(settings, capsys):
     assert message["error"].startswith("OutOfMemoryError: CUDA out of memory")
     message = tried(settings("model=fails"))
     assert message == {"status": "failed", "error": "ValueError: no way", "is_usage": False, "is_precision": False}
-    assert "raise kinds[self.error]" in capsys.readouterr().err  # the traceback goes to the log
+    assert "raise kinds[self.error]" in capsys.readouterr().err  # the traceback is in the log
 
 
 def test_config_that_cannot_be_built_is_the_users(settings):
