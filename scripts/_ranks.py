@@ -40,7 +40,7 @@ def pretend(ranks: int) -> None:
     ours.num_collectives = lambda self: 0  # a fake group does not count them
     ours.async_max = lambda self, count, purpose: None  # a group of gloo's
     ours.any_rank_on_host = lambda self, *flags: list(flags)
-    DataSource._over_processes = lambda self, batches: [Span(n, n) for n in batches]  # type: ignore[method-assign]
+    DataSource._spans_over_ranks = lambda self, batches: [Span(n, n) for n in batches]  # type: ignore[method-assign]
 
 
 class Buckets(nn.Module):

@@ -124,7 +124,7 @@ def memory(root: Path = Path("/")) -> Memory:
     Args:
         root: root of the file system; for tests.
     """
-    total, available = _of_system(root)
+    total, available = _system_memory(root)
     narrowest: tuple[int, int] | None = None
     for folder in _control_groups(root, "memory"):
         limit = _one(folder / "memory.max") or _one(folder / "memory.limit_in_bytes")
@@ -261,7 +261,7 @@ def _cached(folder: Path) -> int:
     return int(found.get("total_inactive_file", found.get("inactive_file", "0")))
 
 
-def _of_system(root: Path) -> tuple[int | None, int | None]:
+def _system_memory(root: Path) -> tuple[int | None, int | None]:
     """Return total and available memory in bytes; the latter is unknown on macOS."""
     found = {line.partition(":")[0]: line.split() for line in _lines(root / "proc/meminfo")}
     sizes = [int(found[name][1]) * 1024 if name in found else None for name in ("MemTotal", "MemAvailable")]

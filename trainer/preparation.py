@@ -221,7 +221,7 @@ class Preparation:
             clippers = [partial(_clip_by_module, own, self._trainer)]
         if not clippers:
             return None
-        return clippers[0] if len(clippers) == 1 else partial(_clip_in_turn, clippers)
+        return clippers[0] if len(clippers) == 1 else partial(_clip_with_all, clippers)
 
     def renewed_loaders(self) -> Loaders | None:
         """Return new training dataloaders for the epoch that begins. None if they are not due to be created again."""
@@ -417,6 +417,6 @@ def _clip_by_module(clip: Hook, trainer: Trainer, optimizer: Optimizer) -> None:
     clip.of_module(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=algorithm)
 
 
-def _clip_in_turn(clippers: list[Clip], optimizer: Optimizer) -> Tensor | None:
+def _clip_with_all(clippers: list[Clip], optimizer: Optimizer) -> Tensor | None:
     norms = [clip(optimizer) for clip in clippers]
     return norms[0]  # before any clipping

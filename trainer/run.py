@@ -113,7 +113,7 @@ class Run:
             raise
         state = self._trainer.state  # a launcher that spawns processes replaces it
         state.status, state.stage = TrainerStatus.FINISHED, None
-        self._signals.end_late()
+        self._signals.end_after_run()
 
     def attach(
         self,

@@ -152,7 +152,7 @@ def load_into(
     }
     chosen = {mine: weights[theirs] for mine, theirs in names.items() if mine not in differing}
     if not chosen:
-        raise ConfigurationError(_of_nothing(file, weights, wanted, differing, module))
+        raise ConfigurationError(_no_match_error(file, weights, wanted, differing, module))
     converted = Counter(
         f"{_kind(weights[theirs])} to {_kind(wanted[mine])}"
         for mine, theirs in names.items()
@@ -246,7 +246,7 @@ def _kind(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _of_nothing(
+def _no_match_error(
     file: Path, weights: Mapping[str, Any], wanted: Mapping[str, Any], differing: Mapping[str, str], module: nn.Module
 ) -> str:
     if not wanted:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trainer.engine import child_processes as processes
-from trainer.engine.child_processes import ChildProcesses, _how, deadline_after
+from trainer.engine.child_processes import ChildProcesses, _exit_description, deadline_after
 
 
 @pytest.fixture
@@ -29,9 +29,9 @@ def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChildProcesses]:
 
 
 def test_how_a_process_has_ended() -> None:
-    assert _how(-signal.SIGKILL) == "was killed by SIGKILL"
-    assert _how(-200) == "was killed by signal 200"
-    assert _how(3).startswith("has ended with exit status 3")
+    assert _exit_description(-signal.SIGKILL) == "was killed by SIGKILL"
+    assert _exit_description(-200) == "was killed by signal 200"
+    assert _exit_description(3).startswith("has ended with exit status 3")
 
 
 def test_failed_rank_is_named_once(children: ChildProcesses, capfd: Any) -> None:

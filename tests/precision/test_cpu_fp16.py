@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.precision.cpu_fp16 import fast_fp16_kernels, native_fp16, pays
+from trainer.precision.cpu_fp16 import fast_fp16_kernels, is_faster, native_fp16
 
 Op = Callable[..., Tensor]
 
@@ -620,13 +620,13 @@ class TestPays:
         ],
     )
     def test_rule(self, build: Callable[[], nn.Module], expected: bool) -> None:
-        assert pays(build()) is expected
+        assert is_faster(build()) is expected
 
     @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
     def test_resnets(self, name: str) -> None:
         models = pytest.importorskip("torchvision.models")
         with torch.device("meta"):
-            assert pays(getattr(models, name)())
+            assert is_faster(getattr(models, name)())
 
 
 class TestNativeFp16:

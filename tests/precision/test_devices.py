@@ -136,7 +136,7 @@ def test_emulation_is_warned_of_on_gpus_only(gpu):
 )
 def test_which_kernels(monkeypatch, choice, dtype, device, native, pays, fast):
     monkeypatch.setattr(cpu_fp16, "native_fp16", lambda: native)
-    monkeypatch.setattr(cpu_fp16, "pays", lambda module: pays)
+    monkeypatch.setattr(cpu_fp16, "is_faster", lambda module: pays)
     with float16_kernels(choice, dtype, make_net(), torch.device(device)):
         assert (cpu_fp16._replacement.users > 0) is fast
     assert cpu_fp16._replacement.users == 0

@@ -349,7 +349,7 @@ def test_emulated_bfloat16_is_a_warning(monkeypatch):
 @pytest.mark.parametrize(("kernels", "users"), [("auto", 1), ("fast", 1), ("native", 0)])
 def test_kernels_of_a_cpu(monkeypatch, kernels, users):
     monkeypatch.setattr(cpu_fp16, "native_fp16", lambda: False)
-    monkeypatch.setattr(cpu_fp16, "pays", lambda module: True)
+    monkeypatch.setattr(cpu_fp16, "is_faster", lambda module: True)
     with HalfPrecision("float16", cpu_kernels=kernels).session(make_net(), CPU):
         assert cpu_fp16._replacement.users == users
     assert cpu_fp16._replacement.users == 0

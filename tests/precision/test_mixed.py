@@ -142,7 +142,7 @@ def test_autocast_sees_weights_that_changed_between_forwards():
 )
 def test_which_kernels(monkeypatch, kernels, native, pays, dtype, expected):
     monkeypatch.setattr(cpu_fp16, "native_fp16", lambda: native)
-    monkeypatch.setattr(cpu_fp16, "pays", lambda module: pays)
+    monkeypatch.setattr(cpu_fp16, "is_faster", lambda module: pays)
     with MixedPrecision(dtype, cpu_kernels=kernels).session(nn.Linear(2, 2), CPU):
         assert (cpu_fp16._replacement.users > 0) is expected
     assert cpu_fp16._replacement.users == 0

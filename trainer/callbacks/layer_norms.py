@@ -96,12 +96,12 @@ class LayerNorms(RunCallback):
         parts: dict[str, list[float]] = {name: [] for name in dict.fromkeys(self._layers.values())}
         for layer, number in zip(seen, numbers, strict=True):
             parts.setdefault(layer, []).append(number)
-        self.norms = {layer: _together(norms, wide) for layer, norms in parts.items() if norms}
+        self.norms = {layer: _total_norm(norms, wide) for layer, norms in parts.items() if norms}
         rows = {f"{LOGGED}{layer or type(pl_module).__name__}": norm for layer, norm in self.norms.items()}
         for logger in trainer.loggers:  # not self.log, which would create an entry for each layer and each epoch
             logger.log_metrics(rows, step=self._seen_at)
 
 
-def _together(norms: list[float], dtype: torch.dtype) -> float:
+def _total_norm(norms: list[float], dtype: torch.dtype) -> float:
     """Return the norm of a vector from the norms of its parts, as ``torch.nn.utils.get_total_norm`` does."""
     return norms[0] if len(norms) == 1 else float(torch.linalg.vector_norm(torch.tensor(norms, dtype=dtype)))

@@ -29,7 +29,7 @@ from trainer.record.measures import training_loss
 # `refresh_rate`.
 _MAX_SHARE = 0.02
 # Span of the moving average behind the rate, in seconds.
-_RATE_MEMORY = 5.0
+_RATE_WINDOW = 5.0
 
 # The description of a stage and its number of batches in Lightning's base class.
 _STAGE_ATTRIBUTES = {
@@ -380,7 +380,7 @@ class _Row:
         if seconds <= 0 or batches == 0:
             return
         self._measured += seconds
-        share = min(1.0, seconds / min(self._measured, _RATE_MEMORY))  # the plain mean at first
+        share = min(1.0, seconds / min(self._measured, _RATE_WINDOW))  # the plain mean at first
         self.rate = (1 - share) * (self.rate or 0.0) + share * batches / seconds
         self.resume(now)
 

@@ -106,7 +106,7 @@ class RollBackOnLossSpike(RunCallback):
         if trainer.loop.window.is_open:
             return
         total, self._sum, step, self._step = self._sum, None, self._step, trainer.global_step
-        before = self._take()  # on a GPU, the previous update
+        before = self._read_loss()  # on a GPU, the previous update
         engine = trainer.engine
         numbers: list[Any] = [] if total is None else [total]
         if engine.data_parallel_size > 1:
@@ -114,11 +114,11 @@ class RollBackOnLossSpike(RunCallback):
         if numbers:
             self._readback.start([torch.as_tensor(number) for number in numbers])
             self._last = step, None
-            before = self._take() if self._readback.arrives_at_once else before
+            before = self._read_loss() if self._readback.arrives_at_once else before
         if before is not None:
-            self._judge(trainer, batch_idx, *before)
+            self._check_spike(trainer, batch_idx, *before)
 
-    def _take(self) -> tuple[int, float] | None:
+    def _read_loss(self) -> tuple[int, float] | None:
         """Return the step and the loss of the update to check next. None without such an update, or without a loss."""
         if self._last is None:
             return None
@@ -130,7 +130,7 @@ class RollBackOnLossSpike(RunCallback):
             loss = total / count[0] if count else total
         return step, loss
 
-    def _judge(self, trainer: Trainer, batch_idx: int, step: int, loss: float) -> None:
+    def _check_spike(self, trainer: Trainer, batch_idx: int, step: int, loss: float) -> None:
         """Record the loss of the update that began at ``step``, or roll back if it is a spike."""
         is_known, is_finite = len(self._losses) == self.window, math.isfinite(loss)
         middle = median(self._losses) if is_known else math.inf
@@ -178,7 +178,7 @@ class RollBackOnLossSpike(RunCallback):
 
         A host-device synchronization if the loss is on a GPU.
         """
-        if (last := self._take()) is not None:
+        if (last := self._read_loss()) is not None:
             self._last = last
         total = None if self._sum is None else float(self._sum)
         return {"losses": list(self._losses), "last": last, "sum": total, "rollbacks": self.rollbacks}

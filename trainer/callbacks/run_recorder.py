@@ -219,7 +219,7 @@ class RunRecorder(Callback):
         if not self._keeps_curves or batches % self.losses.stride:
             return
         if not batches % self.seconds.stride:  # equal, or a multiple if some batches have no loss
-            self._note_pace(trainer)
+            self._count_batch(trainer)
         loss = training_loss(trainer, outputs, keep=self._on_device)
         if loss is not None:
             # `item` would synchronize with a GPU
@@ -240,7 +240,7 @@ class RunRecorder(Callback):
             self.scales.append(trainer.global_step + 1, outcome.next_scale)
         self._scale = outcome.next_scale
 
-    def _note_pace(self, trainer: Trainer) -> None:
+    def _count_batch(self, trainer: Trainer) -> None:
         seconds = self._clock() - self._zero
         self.seconds.append(trainer.global_step, seconds)
         if seconds >= self._next_reading and (memory := memory_in_use(trainer.strategy.root_device)):
@@ -264,7 +264,7 @@ class RunRecorder(Callback):
         if self._began is None or not self._is_fitting:
             return
         self._record_metrics(trainer, "val")
-        self._write_now_and_then(trainer)
+        self._write_periodically(trainer)
         if self._paused is not None:
             self._zero += now(trainer.strategy.root_device, self._clock) - self._paused
             self._paused = None
@@ -274,7 +274,7 @@ class RunRecorder(Callback):
         self._end_epoch()
         self._record_metrics(trainer, "train")
         self.losses.read()
-        self._write_now_and_then(trainer)
+        self._write_periodically(trainer)
 
     # --- the fit ends -----------------------------------------------------------------------------------------
 
@@ -371,7 +371,7 @@ class RunRecorder(Callback):
         for view in self._views:
             view.show(self.record)
 
-    def _write_now_and_then(self, trainer: Trainer) -> None:
+    def _write_periodically(self, trainer: Trainer) -> None:
         if trainer.is_global_zero and time.monotonic() - self._written >= _SECONDS_BETWEEN_WRITES:
             self._update(trainer, "running", None, facts_of(trainer))
             self._write_if_possible()

@@ -230,14 +230,14 @@ class HostWaits:
             self._stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Synchronization debug mode")
             warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
-            warnings.showwarning = self._take(warnings.showwarning)
+            warnings.showwarning = self._record_warnings(warnings.showwarning)
             self._stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
             torch.cuda.set_sync_debug_mode("warn")
         else:
             self._stack.enter_context(_Operations(self))
             for name in ("from_numpy", "frombuffer"):  # invisible to modes
                 make = getattr(torch, name)
-                setattr(torch, name, _tagging(make))
+                setattr(torch, name, _tag_host_tensors(make))
                 self._stack.callback(setattr, torch, name, make)
         self._stack.enter_context(_Functions(self))
         return self
@@ -262,7 +262,7 @@ class HostWaits:
         code = linecache.getline(file, number).strip()
         self._found.setdefault((*line, what), Wait(file, number, code, what)).count += 1
 
-    def _take(self, show: Callable[..., None]) -> Callable[..., None]:
+    def _record_warnings(self, show: Callable[..., None]) -> Callable[..., None]:
         def showwarning(message: Any, *args: Any, **kwargs: Any) -> None:
             if "synchronizing CUDA operation" in str(message):
                 self.mark("")
@@ -292,7 +292,7 @@ class _Functions(TorchFunctionMode):
             if copies:
                 watch.mark(copies)
             result = func(*args, **kwargs)
-            if copies or not (of_host or _waits_on_a_cpu_only(name, args, kwargs)):
+            if copies or not (of_host or _synchronizes_only_on_cpu(name, args, kwargs)):
                 for line, what in watch.marked.items():
                     watch.add(line, copies or _named(name, what))
         finally:
@@ -304,7 +304,7 @@ class _Functions(TorchFunctionMode):
             of_host = name == "cpu" or _is_on_cpu(_device_argument(args, kwargs))
         elif not tensors:
             of_host = kwargs.get("device") is None
-        return _of_host(result) if of_host else result
+        return _tag_host(result) if of_host else result
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -400,7 +400,7 @@ def _named(name: str, what: str) -> str:
     return name if name in _INSTEAD else what
 
 
-def _waits_on_a_cpu_only(name: str, args: Any, kwargs: Any) -> bool:
+def _synchronizes_only_on_cpu(name: str, args: Any, kwargs: Any) -> bool:
     """Return whether only a CPU reads the value here.
 
     ``one_hot`` with a number of classes checks the labels on a CPU only; setting a number under a mask
@@ -428,14 +428,14 @@ def _is_host(value: Any) -> bool:
     return isinstance(value, Tensor) and hasattr(value, _HOST)
 
 
-def _of_host(tensor: Tensor) -> Tensor:
+def _tag_host(tensor: Tensor) -> Tensor:
     setattr(tensor, _HOST, True)
     return tensor
 
 
-def _tagging(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _tag_host_tensors(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap a function that creates tensors on the host, so that they are recognized later."""
-    return lambda *args, **kwargs: _of_host(make(*args, **kwargs))
+    return lambda *args, **kwargs: _tag_host(make(*args, **kwargs))
 
 
 def _is_mask(index: Any) -> bool:

@@ -59,7 +59,7 @@ def defer_copies(trainer: Trainer) -> None:
     for callback in trainer.callbacks:
         for kind in (WeightAveraging, StochasticWeightAveraging):
             if isinstance(callback, kind) and type(callback).setup is kind.setup:
-                vars(callback)["setup"] = _copy_nothing
+                vars(callback)["setup"] = _skip_copy
 
 
 def attach_averaging(trainer: Trainer) -> None:
@@ -191,7 +191,7 @@ def _unless_skipped(
 # --- sharded weights ----------------------------------------------------------------------------------------
 
 
-def _copy_nothing(trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+def _skip_copy(trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
     """Replace ``setup`` by a no-op: see :func:`_make_average`."""
 
 

@@ -28,7 +28,7 @@ from trainer.checkpoint.manifest import facts_of
 from trainer.checkpoint.snapshot import on_host
 from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError, expect, rank_zero_warn
 
-_HANDED_OVER = ".temp.ckpt"  # file that Lightning's launchers use to return weights to the main process
+_LAUNCHER_FILE = ".temp.ckpt"  # file that Lightning's launchers use to return weights to the main process
 
 _LIGHTNINGS = {
     name: getattr(TorchCheckpointIO, name) for name in ("save_checkpoint", "load_checkpoint", "remove_checkpoint")
@@ -75,7 +75,7 @@ class CheckpointFiles(TorchCheckpointIO):
         self._urls: tuple[str, ...] = ()
         self._own: set[str] = set()  # files of the run in any folder
         self._good: dict[Path, Identity] = {}  # files that were verified, with their identities at that time
-        self._lacks = False  # the last save failed because the disk was full
+        self._disk_full = False  # the last save failed because the disk was full
         self._saver: int | None = None  # the thread of the last save
         self._due: set[str | Path] = set()  # files to remove once there is another good one
         self._writer: ThreadPoolExecutor | None = None
@@ -244,14 +244,14 @@ class CheckpointFiles(TorchCheckpointIO):
         return self._note_saved(path, local)
 
     def _note_failure(self, error: CheckpointWriteError) -> list[str]:
-        self._lacks = True
+        self._disk_full = True
         if error.errno not in files.FULL or self.when_full == "stop":
             raise error
         return [f"{error} Training goes on without it."]
 
     def _note_saved(self, path: str | Path, local: Path | None) -> list[str]:
         with _removing:
-            self._lacks, self._saver = False, threading.get_ident()
+            self._disk_full, self._saver = False, threading.get_ident()
             self._own.add(_name(path))
             self._due.discard(path)
             if local is not None:
@@ -323,7 +323,7 @@ class CheckpointFiles(TorchCheckpointIO):
             inside = any(name.startswith(f"{folder.rstrip('/')}/") for folder in self._urls) and "/../" not in name
         else:
             inside = any(folder in Path(name).parents for folder in self._folders)
-        if not inside and name not in self._own and not name.endswith(f"/{_HANDED_OVER}"):
+        if not inside and name not in self._own and not name.endswith(f"/{_LAUNCHER_FILE}"):
             return (
                 "it is not in a folder that this run writes checkpoints to. A checkpoint that the run was resumed from"
                 " may have named it."
@@ -334,7 +334,7 @@ class CheckpointFiles(TorchCheckpointIO):
             return "it is a folder, and no checkpoint."
         if not inside or local.name.startswith("."):
             return ""
-        if self._lacks:
+        if self._disk_full:
             return "the one that should have taken its place could not be written."
         return _LAST if self._is_last(Path(name)) else ""
 

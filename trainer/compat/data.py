@@ -97,7 +97,7 @@ class _Connector(_DataConnector):
                 " or divide the batches in it and set Trainer(use_distributed_sampler=False)."
             )
         if divides and type(batches) is BatchSampler and dataloader.batch_size is None:
-            dataloader = _as_if_made_with_a_batch_size(dataloader, batches)
+            dataloader = _with_batch_size(dataloader, batches)
             shuffle = mode is RunningStage.TRAINING and _is_dataloader_shuffled(dataloader)
         if not is_list and (hasattr(batches, "__dict__") or not predicts):
             return super()._prepare_dataloader(dataloader, shuffle, mode)
@@ -125,7 +125,7 @@ class _Connector(_DataConnector):
         self.attach_data(model, datamodule=datamodule)
 
 
-def _as_if_made_with_a_batch_size(dataloader: DataLoader[Any], batches: BatchSampler) -> DataLoader[Any]:
+def _with_batch_size(dataloader: DataLoader[Any], batches: BatchSampler) -> DataLoader[Any]:
     """Return a view of a ``DataLoader(batch_sampler=BatchSampler(...))`` with the sampler and the size of its batches.
 
     Lightning divides ``dataloader.sampler`` and keeps ``dataloader.batch_size``, which are not those of the batches.
@@ -323,7 +323,7 @@ class DataSource:
                 warnings.filterwarnings("ignore", message="Total length of `(?!list`)")
             lengths = self._lengths(combined, training)
         own = not training or all(map(has_exact_length, combined.flattened))
-        *spans, exact = self._over_processes([*lengths, float(own)])
+        *spans, exact = self._spans_over_ranks([*lengths, float(own)])
         are_exact = exact.fewest > 0 or trainer.engine.world_size == 1
         if self.elastic_state is not None and samplers and self.elastic_state.keeps_limit:
             limit = 1.0
@@ -337,7 +337,7 @@ class DataSource:
         )
         made.most = most
         unknown = [span.most == float("inf") for span in spans]  # unknown, whatever the limit
-        known = self._over_processes(limits if made.is_sequential else [made.num_batches()])
+        known = self._spans_over_ranks(limits if made.is_sequential else [made.num_batches()])
         unknown = unknown if made.is_sequential else [any(unknown)]
         if not training:
             made.spans = [Span(0, span.most) if is_open else span for span, is_open in zip(known, unknown, strict=True)]
@@ -371,7 +371,7 @@ class DataSource:
         owners = self._trainer.lightning_module, self.datamodule
         return any(getattr(one, "allow_zero_length_dataloader_with_multiple_devices", False) for one in owners)
 
-    def _over_processes(self, batches: list[float]) -> list[Span]:
+    def _spans_over_ranks(self, batches: list[float]) -> list[Span]:
         """Return the smallest and largest of these numbers over the processes. Takes one collective."""
         engine = self._trainer.engine
         if engine.world_size == 1:

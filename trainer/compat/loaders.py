@@ -75,7 +75,7 @@ class LoaderSet:
         self._epoch = 0
         self._generators: list[list[random_states.Generator]] | None = None
         self._loaders: list[ResumableLoader] = []
-        self._together = combined
+        self._limited = combined
         self._pass: Iterator[Any] | None = None
         self._look_ahead: LookAhead | None = None
         self._ahead: dict[str, Any] = {}
@@ -129,7 +129,7 @@ class LoaderSet:
         self._note_generators()
         count, combined = self._count(limits), self.combined
         if self._persists:  # their workers send their states
-            combined = self._together if self.loaders else combined
+            combined = self._limited if self.loaders else combined
             combined.limits = limits
         source = iter(combined.flattened[0] if self._is_plain else _begun(combined))
         batches = _first(iter(self._watch(LookAhead(source) if count == float("inf") else source)), count)
@@ -177,8 +177,8 @@ class LoaderSet:
         """The dataloaders in resumable form."""
         if not self._loaders:
             self._loaders = [resumable(one, self._epoch) for one in self.combined.flattened]
-            self._together = copy(self.combined)
-            self._together.limits, self._together.flattened = self.limits, list(self._loaders)
+            self._limited = copy(self.combined)
+            self._limited.limits, self._limited.flattened = self.limits, list(self._loaders)
         return self._loaders
 
     def open(self, done: int = 0) -> None:
@@ -188,7 +188,7 @@ class LoaderSet:
         self._pass = left = _first(source, max(count - done, 0))  # below 0 if a resumed run has a lower limit
         nothing, number = IDLE if self._is_plain else (IDLE,), max(self.num_batches() - done, 0)
         if self.any_rank_on_host is not None:
-            self._pass = left = _first(_in_step(left, self.any_rank_on_host, nothing), number)
+            self._pass = left = _first(_synchronized(left, self.any_rank_on_host, nothing), number)
         elif self.idle:
             self._pass = left = chain(left, repeat(nothing, int(min(number, self.idle))))
         if self.announce is not None:
@@ -196,9 +196,9 @@ class LoaderSet:
         if not self.has_length:
             self._pass = self._look_ahead = LookAhead(left, self._mark, now=count == float("inf"))
         if self.any_rank_on_host is not None:
-            self._pass = map(self._hand_out, self._pass)
+            self._pass = map(self._yield_batch, self._pass)
 
-    def _hand_out(self, item: tuple[Any, bool]) -> Any:
+    def _yield_batch(self, item: tuple[Any, bool]) -> Any:
         self.on_batch(item[1])
         return item[0]
 
@@ -206,13 +206,13 @@ class LoaderSet:
         if self._is_plain:
             self._resumed = {}
             return iter(loaders[0])
-        iter(self._together)
+        iter(self._limited)
         self._move_to_resumed()
-        return iter(self._together.__next__, object())
+        return iter(self._limited.__next__, object())
 
     def _move_to_resumed(self) -> None:
         resumed, self._resumed = self._resumed, {}
-        iterator = self._together._iterator
+        iterator = self._limited._iterator
         assert iterator is not None
         iterator._idx = resumed.get("index", 0)
         if isinstance(iterator, _MaxSizeCycle) and "exhausted" in resumed:
@@ -220,7 +220,7 @@ class LoaderSet:
 
     def _mark(self) -> None:
         """Record the position of the pass and the random states before a batch is fetched ahead."""
-        self._ahead = {**self._here(), "random": random_states.capture()}
+        self._ahead = {**self._position_state(), "random": random_states.capture()}
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate the training pass that was opened, or else a new one."""
@@ -238,16 +238,16 @@ class LoaderSet:
     def close(self) -> None:
         """Drop the pass, and shut down the workers."""
         self._pass = self._look_ahead = None
-        self._together.reset()
+        self._limited.reset()
         self.combined.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the training pass; ``ahead`` is the position before a batch was fetched ahead."""
-        return {**self._here(), "ahead": self._ahead}
+        return {**self._position_state(), "ahead": self._ahead}
 
-    def _here(self) -> dict[str, Any]:
+    def _position_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"loaders": [loader.state_dict() for loader in self.loaders]}
-        if (iterator := self._together._iterator) is not None:
+        if (iterator := self._limited._iterator) is not None:
             state["index"], state["exhausted"] = iterator._idx, list(getattr(iterator, "_consumed", ()))
         return state
 
@@ -391,7 +391,7 @@ class DrawnLoaderSet(LoaderSet):
 
     def _begin(self, loaders: list[ResumableLoader]) -> Iterator[Any]:
         fetcher, drawn = self.fetcher, int(self._resumed.get("drawn", 0))
-        fetcher.setup(self._together)
+        fetcher.setup(self._limited)
         iter(fetcher)
         self._move_to_resumed()
         fetcher.fetched = drawn
@@ -399,8 +399,8 @@ class DrawnLoaderSet(LoaderSet):
         # a loop would take None for a missing batch
         return (((), *where) if batch is None else (batch, *where) for batch, *where in self._steps())
 
-    def _here(self) -> dict[str, Any]:
-        return {**super()._here(), "drawn": self.fetcher.fetched}
+    def _position_state(self) -> dict[str, Any]:
+        return {**super()._position_state(), "drawn": self.fetcher.fetched}
 
     def _resume(self, state: dict[str, Any], position: dict[str, Any]) -> list[str]:
         inside = ["it was written inside a step, which had drawn batches already"] if state["inside"] else []
@@ -432,7 +432,7 @@ def _first(source: Iterator[Any], count: float) -> Iterator[Any]:
     return islice(source, None if count == float("inf") else int(count))
 
 
-def _in_step(
+def _synchronized(
     source: Iterator[Any], any_rank_on_host: Callable[..., list[bool]], nothing: Any
 ) -> Iterator[tuple[Any, bool]]:
     """Yield the items of ``source``, then ``nothing`` while another process has items.

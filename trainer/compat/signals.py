@@ -139,7 +139,7 @@ class Signals:
                 self._holds = False
                 self.teardown()
 
-    def end_late(self) -> None:
+    def end_after_run(self) -> None:
         """End the program after a run that has ended normally although a signal had arrived.
 
         Except for a SIGTERM if the program has its own handler, which was called already.

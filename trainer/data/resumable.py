@@ -108,7 +108,7 @@ class ResumableLoader:
 
     def state_dict(self) -> State:
         """Return the position in the pass: tensors and plain containers. {} before the first pass."""
-        state = self._finished or (self._here() if self._begun else {})
+        state = self._finished or (self._position_state() if self._begun else {})
         return {**state, "own": random_states.states_of(self.generators), "epoch": self.epoch} if state else {}
 
     def load_state_dict(self, state: State) -> list[str]:
@@ -170,12 +170,12 @@ class ResumableLoader:
         """
         return []
 
-    def _here(self) -> State:
+    def _position_state(self) -> State:
         return {
             "kind": self.kind,
             "batches": self._batches,
             "begun": self._begun,
-            "set_up": _set_up_of(self.loader) if isinstance(self.loader, DataLoader) else {},
+            "set_up": _settings_of(self.loader) if isinstance(self.loader, DataLoader) else {},
             "prefetch_factor": self._prefetch_factor,
         }
 
@@ -190,7 +190,7 @@ def resumable(loader: Any, epoch: int = 0) -> ResumableLoader:
     made: ResumableLoader
     if _has_state(loader):
         made = StatefulLoader(loader)
-    elif _iterates_as_usual(loader) and not isinstance(loader.dataset, IterableDataset):
+    elif _uses_default_iteration(loader) and not isinstance(loader.dataset, IterableDataset):
         made = MapStyleLoader(loader)
     else:
         made = ReplayedLoader(loader)
@@ -208,7 +208,7 @@ def generators_of(loader: Any) -> list[Generator]:
     return random_states.find(*samplers, loader.dataset, loader.collate_fn)
 
 
-def _iterates_as_usual(loader: Any) -> bool:
+def _uses_default_iteration(loader: Any) -> bool:
     return (
         isinstance(loader, DataLoader)
         and type(loader).__iter__ is DataLoader.__iter__
@@ -233,7 +233,7 @@ class ReplayedLoader(ResumableLoader):
         super().__init__(loader, random_states.find(loader))
         self.replays = not isinstance(loader, Sequence)  # a list has its batches in memory
         self._persists = isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
-        self._may_know_workers = self._persists and _iterates_as_usual(loader)
+        self._may_know_workers = self._persists and _uses_default_iteration(loader)
         self._started: State = {}  # the random states when the workers were started: in this pass, or an earlier one
 
     def begin_pass(self, *, with_old_workers: bool = False) -> None:
@@ -282,7 +282,7 @@ class ReplayedLoader(ResumableLoader):
         return iterator
 
     def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
-        reasons += self._unknown_of_workers(state, "at_start")
+        reasons += self._unknown_worker_states(state, "at_start")
         random_states.restore(state.get("started") or state["begun"], own=self.generators)
         iterator = self._skip(state["batches"], state.get("at_start"))
         self._begun, self._started = state["begun"], state.get("started", {})
@@ -309,11 +309,11 @@ class ReplayedLoader(ResumableLoader):
 
         Batches that they had prepared, and that were not used, are prepared again.
         """
-        if not (unknown := self._unknown_of_workers(state, "at_start")):
+        if not (unknown := self._unknown_worker_states(state, "at_start")):
             self._resume(state, reasons)
         reasons += unknown
 
-    def _unknown_of_workers(self, state: State, which: str) -> list[str]:
+    def _unknown_worker_states(self, state: State, which: str) -> list[str]:
         """Return why the states of persistent workers cannot be restored; empty if they can be.
 
         Args:
@@ -334,8 +334,8 @@ class ReplayedLoader(ResumableLoader):
             " or give the dataset `state_dict` and `load_state_dict`"
         ]
 
-    def _here(self) -> State:
-        state = super()._here()
+    def _position_state(self) -> State:
+        state = super()._position_state()
         if self._persists:
             state["is_first"] = self._started == self._begun  # the workers were started for this pass
         if self._knows_workers:
@@ -374,7 +374,7 @@ class StatefulLoader(ReplayedLoader):
         random_states.restore(state["begun"], own=self.generators)
         if self._may_know_workers:
             self._knows_workers = True
-            iterator = self._start_workers(starts, partial(_as_in_a_later_pass(state), iter))
+            iterator = self._start_workers(starts, partial(_attributes_of_later_pass(state), iter))
         else:
             iterator = self._begin()
         self._continue_from(state)
@@ -387,7 +387,7 @@ class StatefulLoader(ReplayedLoader):
         if state.get("inside"):
             reasons.append(_INSIDE_A_BATCH)
         replayed, is_from_start = _replayed_by_workers(state["state"])
-        reasons += self._unknown_of_workers(state, "at_start" if is_from_start else "workers")
+        reasons += self._unknown_worker_states(state, "at_start" if is_from_start else "workers")
         if self._may_know_workers and replayed and not is_from_start and not _is_deterministic(self.loader):
             reasons.append(f"its snapshot_every_n_steps has workers prepare {replayed} batches again; 1 would not")
         self.loader.load_state_dict(state["state"])
@@ -402,7 +402,7 @@ class StatefulLoader(ReplayedLoader):
     def _restart_workers(self, state: State, reasons: list[str]) -> None:
         loader, starts = self.loader, self._load(state, reasons)
         random_states.restore(state["begun"], own=self.generators)
-        make = partial(_as_in_a_later_pass(state), type(loader)._get_iterator)
+        make = partial(_attributes_of_later_pass(state), type(loader)._get_iterator)
         loader._iterator = bounded_like(loader, self._start_workers(starts, make))
         self._continue_from(state)
 
@@ -413,8 +413,8 @@ class StatefulLoader(ReplayedLoader):
         random_states.set_states(self._attributes, state.get("attributes", []))
         return reasons
 
-    def _here(self) -> State:
-        state = {**super()._here(), "state": self.loader.state_dict()}
+    def _position_state(self) -> State:
+        state = {**super()._position_state(), "state": self.loader.state_dict()}
         state["sampler"] = random_states.states_of(self._sampler_attributes)
         state["attributes"] = random_states.states_of(self._attributes)
         if self._lasting is not None:
@@ -422,7 +422,7 @@ class StatefulLoader(ReplayedLoader):
         return state
 
 
-def _as_in_a_later_pass(state: State) -> Callable[[Callable[[Any], Any], Any], Any]:
+def _attributes_of_later_pass(state: State) -> Callable[[Callable[[Any], Any], Any], Any]:
     """Return a function that makes an iterator of a loader as in the pass of ``state``.
 
     An iterator that starts workers draws their seed. A later pass of persistent workers does not: here, the seed, which
@@ -493,7 +493,7 @@ class MapStyleLoader(ResumableLoader):
             "asked": first["asked"],  # the first process draws the order
             "own": first["own"],
             "prefetch_factor": -1,  # the generators of the order are not restored
-            "set_up": {**_set_up_of(self.loader), "samples": first["set_up"]["samples"]},
+            "set_up": {**_settings_of(self.loader), "samples": first["set_up"]["samples"]},
             "workers": {},
             "first": None,
             "last": None,
@@ -552,12 +552,12 @@ class MapStyleLoader(ResumableLoader):
             loader._iterator = iterator
         return iterator
 
-    def _here(self) -> State:
+    def _position_state(self) -> State:
         sampler, loader = self._sampler, self.loader
         if not loader.num_workers:
             self._batches = sampler.drawn
         state = {
-            **super()._here(),
+            **super()._position_state(),
             "started": self._started,
             "asked": sampler.asked,
             "first": sampler.proof_of(0),
@@ -602,9 +602,9 @@ class MapStyleLoader(ResumableLoader):
         for which, number in {"first": 0, "last": batches - 1}.items() if batches else ():
             saved, current = state[which], self._sampler.proof_of(number)
             if saved is not None and saved != current and not (which == "last" and state.get("inside")):
-                reasons.append(_other_order(which, saved, current))
+                reasons.append(_order_message(which, saved, current))
                 break
-        reasons += _other_row(loader, state.get("former", []))[:1]
+        reasons += _order_differences(loader, state.get("former", []))[:1]
         if not loader.in_order and loader.num_workers > 1:
             reasons.append("with in_order=False the order of batches depends on how fast the workers are")
         return iterator
@@ -784,7 +784,7 @@ class _WorkerIterator(_OwnedIterator, _MultiProcessingDataLoaderIter):
 _INSIDE_A_BATCH = "it was written inside a batch, which had been prepared already"
 
 
-def _other_order(which: str, saved: State, current: State | None) -> str:
+def _order_message(which: str, saved: State, current: State | None) -> str:
     def text(proof: State) -> str:
         more = proof["count"] - len(proof["head"])
         return f"{proof['head']}" + (f" and {more} more" if more > 0 else "")
@@ -796,7 +796,7 @@ def _other_order(which: str, saved: State, current: State | None) -> str:
     )
 
 
-def _other_row(loader: DataLoader[Any], former: list[State]) -> list[str]:
+def _order_differences(loader: DataLoader[Any], former: list[State]) -> list[str]:
     """Return the reasons why an epoch of another number of processes had other samples; empty if it had the same."""
     sampler, reasons = getattr(loader.batch_sampler, "sampler", None), []
     for rank, state in enumerate(former):
@@ -806,11 +806,11 @@ def _other_row(loader: DataLoader[Any], former: list[State]) -> list[str]:
         for which, number in ("first", 0), ("last", state["batches"] - 1):
             saved, current = state[which], _proof(sampler.batch_of(number, rank, processes, batch_size))
             if saved is not None and saved != current:
-                reasons.append(_other_order(which, saved, current))
+                reasons.append(_order_message(which, saved, current))
     return reasons
 
 
-def _set_up_of(loader: DataLoader[Any]) -> State:
+def _settings_of(loader: DataLoader[Any]) -> State:
     """Return the settings that determine the order and content of batches."""
     dataset: Any = loader.dataset
     sampler = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
@@ -837,7 +837,7 @@ def _changes(saved: State, loader: Any) -> list[str]:
     """Return the changed settings that lead to other batches."""
     if not isinstance(loader, DataLoader):
         return []
-    current = _set_up_of(loader)
+    current = _settings_of(loader)
     names = {"samples": "the number of samples", "world_size": "the world size"}
     harmless = {"num_workers", "in_order"} if _is_deterministic(loader) else set()
     return [

@@ -107,7 +107,9 @@ class ChildProcesses:
         for rank, process in failed.items():
             if rank not in self._reported:
                 self._reported.add(rank)
-                write_stderr(f"Rank {rank} (process {process.pid}) {_how(process.returncode)}. The others end, too.")
+                write_stderr(
+                    f"Rank {rank} (process {process.pid}) {_exit_description(process.returncode)}. The others end, too."
+                )
         return bool(failed)
 
 
@@ -197,7 +199,7 @@ def _end_without(parent: int) -> None:
     _exit(1)
 
 
-def _how(code: int) -> str:
+def _exit_description(code: int) -> str:
     """Return how a process ended, as the end of a sentence."""
     if code >= 0:
         return f"has ended with exit status {code}; what it said is above"

@@ -106,7 +106,7 @@ def ops_that_differ() -> Iterator[dict[str, tuple[str, str]]]:
 
 
 _record: dict[str, tuple[str, str]] | None = None
-_is_on_its_own = False  # while an operation is computed with the CPU's lists, for the record
+_runs_own_kernel = False  # while an operation is computed with the CPU's lists, for the record
 
 
 def _replaced() -> dict[str, Replaced]:
@@ -116,7 +116,7 @@ def _replaced() -> dict[str, Replaced]:
     policies: dict[str, Policy] = {
         **dict.fromkeys(set(_IN_16_BITS.split()) - of_cpu, _casting(_lowest)),
         **dict.fromkeys(set(_IN_FLOAT32.split()) - of_cpu, _casting(_float32)),
-        **dict.fromkeys(_TO_FLOAT32.split(), _asking),
+        **dict.fromkeys(_TO_FLOAT32.split(), _passing_float32),
         **dict.fromkeys(_IN_THE_WIDEST.split(), _casting(_widest)),
         **dict.fromkeys(of_cpu_alone, _passing),
         _ROUNDED: _rounding,
@@ -152,22 +152,22 @@ def _recorded(name: str, own: Kernel, ours: Kernel) -> Kernel:
     short = name.partition(".")[0]
 
     def kernel(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        global _record, _is_on_its_own
-        if _is_on_its_own:
+        global _record, _runs_own_kernel
+        if _runs_own_kernel:
             return own(keys, *args, **kwargs)
         if _record is None:
             return ours(keys, *args, **kwargs)
         record, _record = _record, None  # operations that this one calls are not recorded
         here = there = "an error"
         try:
-            _is_on_its_own = True
+            _runs_own_kernel = True
             here = _dtype_of(own(keys, *args, **kwargs))
-            _is_on_its_own = False
+            _runs_own_kernel = False
             result = ours(keys, *args, **kwargs)
             there = _dtype_of(result)
             return result
         finally:
-            _is_on_its_own = False
+            _runs_own_kernel = False
             if there != here:
                 record[short] = here, there
             _record = record
@@ -210,7 +210,7 @@ def _casting(to: Callable[[tuple[Any, ...]], torch.dtype]) -> Policy:
     return policy
 
 
-def _asking(name: str) -> Kernel:
+def _passing_float32(name: str) -> Kernel:
     """Return a kernel that adds ``dtype=float32`` if the first argument is eligible and the caller sets no dtype."""
     op, with_dtype = _overload(name), _overload(_WITH_DTYPE.get(name, name))
     by_place = [one for one in op._schema.arguments if not one.kwarg_only and one.name != "dtype"]

@@ -16,7 +16,7 @@ an error. Any other dtype (fp32, bf16, fp64, integers, or a mixture, which is an
 had registered.
 
 Whether it is faster depends on the size: a replaced kernel costs about ten microseconds of Python per call.
-:func:`pays` decides from the module; models below the break-even keep torch's kernels and their exact results.
+:func:`is_faster` decides from the module; models below the break-even keep torch's kernels and their exact results.
 
 Known differences from a GPU: ``nn.LSTM`` keeps its state in fp32 between the time steps of a layer, and attention keeps
 its scores in fp32; both round their outputs. Kernels that are not matrix products stay torch's.
@@ -35,7 +35,7 @@ from torch.nn.parameter import is_lazy
 
 from trainer.precision.kernels import Kernel, Replaced, Replacement
 
-__all__ = ["fast_fp16_kernels", "native_fp16", "pays"]
+__all__ = ["fast_fp16_kernels", "is_faster", "native_fp16"]
 
 # Every matrix product under fp16 autocast ends in one of these: `linear`, `matmul`, `einsum`, `conv1d`,
 # `conv_transpose3d`, ... are composites of them, and autograd's formulas consist of them.
@@ -61,10 +61,10 @@ _WITH_OUT = ("mm", "bmm", "addmm", "baddbmm")
 _IN_PLACE = ("addmm", "addmv", "addbmm", "baddbmm")
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
-# Break-even of `pays`, measured forward and backward on one AVX512 core: below about 50,000 multiplications per layer
-# and batch, torch's slow arithmetic costs less than our calls. That is a linear layer of 80 x 80 at batch size 8, or a
-# 3x3 convolution of 3 to 8 channels with 250 outputs per channel. The number of uses of a weight is not known before
-# the first batch; these are estimates for a small one.
+# Break-even of `is_faster`, measured forward and backward on one AVX512 core: below about 50,000 multiplications per
+# layer and batch, torch's slow arithmetic costs less than our calls. That is a linear layer of 80 x 80 at batch size 8,
+# or a 3x3 convolution of 3 to 8 channels with 250 outputs per channel. The number of uses of a weight is not known
+# before the first batch; these are estimates for a small one.
 _BREAK_EVEN = 50_000
 _USES_IN_MATRIX = 8
 _USES_IN_CONVOLUTION = 256
@@ -82,7 +82,7 @@ def native_fp16() -> bool:
         return False
 
 
-def pays(module: nn.Module) -> bool:
+def is_faster(module: nn.Module) -> bool:
     """Return whether the replaced kernels are faster than torch's for this model. Reads only the module, in under 1 ms.
 
     The rule: add up, over all layers, the multiplications of one small batch minus the 50,000 at which a layer breaks

@@ -105,7 +105,7 @@ def float16_kernels(
     """
     if device.type != "cpu" or dtype is not torch.float16 or choice == "native":
         return nullcontext()
-    if choice == "fast" or (not cpu_fp16.native_fp16() and cpu_fp16.pays(module)):
+    if choice == "fast" or (not cpu_fp16.native_fp16() and cpu_fp16.is_faster(module)):
         return cpu_fp16.fast_fp16_kernels()
     return nullcontext()
 
