@@ -151,7 +151,7 @@ def test_every_kind_of_value(trials, capsys):
         LR, "data.batch_size=tag(log,int(interval(2,64)))", "seed=range(1,10,3)", "precision=32,bf16",
         "+model.start=choice(0.5,-0.5)", "trainer.gradient_clip_val=interval(0,1)", "logger=glob(c*)",
     ]  # fmt: skip
-    assert main([*SWEEP, *space, "hydra.sweeper.n_trials=1"]) == 2  # the pickle reads model.start
+    assert main([*SWEEP, *space, "hydra.sweeper.n_trials=1"]) == 2  # model.start is set already
     space[4] = "model.start=choice(0.5,-0.5)"
     assert main([*SWEEP, *space, "hydra.sweeper.n_trials=1"]) == 0
     (trial,) = study().get_trials()
