@@ -172,9 +172,15 @@ class Run:
         if fitting:
             self._check_sanity(preparation)
             self._prepare_fit(preparation)
+            steps = trainer.global_step
             with self._signals.saving():
                 trainer.loop.run()
             _ = trainer.fit_loop.done  # logs the reason for the end of the fit
+            if 0 < steps == trainer.global_step:
+                rank_zero_info(
+                    f"Nothing to do: this Trainer has already trained {steps} optimizer steps, to its end. To train"
+                    " longer, set a larger trainer.fit_loop.max_epochs (or max_steps) before fit."
+                )
             if problem := reason_without_updates(trainer):
                 rank_zero_info(problem)  # not a warning, because a test of one step is legitimate
         else:

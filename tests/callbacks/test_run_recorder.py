@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from itertools import pairwise
 from types import SimpleNamespace
@@ -539,3 +540,26 @@ def test_resumed_fit(tmp_path):
     assert points(resumed.losses) == points(recorder.losses) | dict(enumerate(model.losses, start=7))
     assert points(resumed.metrics["val"]["val_acc"]) == {3: 0.5, 6: 0.75, 9: 1.0}
     assert resumed.seconds.steps == [7, 8, 9]  # the run before in another folder is unknown
+
+
+def test_a_second_fit_with_nothing_left_to_do_keeps_the_record_of_the_first(tmp_path, capsys, caplog):
+    caplog.set_level(logging.INFO)
+    summary = RunSummary()
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, callbacks=[RunRecorder(), summary], default_root_dir=tmp_path,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    model = BoringModel()
+    trainer.fit(model)
+    first, shown = (tmp_path / "run.json").read_text(), dict(summary.summary)
+    capsys.readouterr()
+    trainer.fit(model)
+    assert (tmp_path / "run.json").read_text() == first
+    assert summary.summary == shown
+    assert "fit completed" not in capsys.readouterr().out
+    (said,) = [message for message in caplog.messages if "Nothing to do" in message]
+    assert f"{trainer.global_step} optimizer steps" in said
+    trainer.fit_loop.max_epochs = 3  # the advice of the message
+    trainer.fit(model)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert (record["status"], record["epochs"], record["steps"]) == ("completed", 3, 192)

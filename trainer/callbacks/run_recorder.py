@@ -283,9 +283,15 @@ class RunRecorder(Callback):
         self._stop(now(trainer.strategy.root_device, self._clock))
 
     def on_fit_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
-        """Complete the record of a successful fit. Its status is failed if no weight was ever updated."""
+        """Complete the record of a successful fit. Its status is failed if no weight was ever updated.
+
+        A second fit of a Trainer that has nothing left to do leaves the record of the first.
+        """
         self._is_fitting = False
-        if trainer.is_global_zero:
+        if self.record is not None and self._began is None and self._is_complete(trainer, self.record.former):
+            self.record.facts = self.record.former
+            self._write_if_possible()
+        elif trainer.is_global_zero:
             problem = reason_without_updates(trainer)
             self._update(trainer, "failed" if problem else "completed", problem, facts_of(trainer))
             self._complete()
@@ -370,6 +376,10 @@ class RunRecorder(Callback):
                 warn(f"The run's record could not be written to {folder}: {problem}")
         for view in self._views:
             view.show(self.record)
+
+    def _is_complete(self, trainer: Trainer, former: Mapping[str, Any]) -> bool:
+        """Return whether ``former`` is the record of a fit that ended at the current step."""
+        return former.get("status") == "completed" and former.get("steps") == trainer.global_step
 
     def _write_periodically(self, trainer: Trainer) -> None:
         if trainer.is_global_zero and time.monotonic() - self._written >= _SECONDS_BETWEEN_WRITES:
