@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.conftest import write
 from trainer.cli import main
-from trainer.cli.arguments import read
+from trainer.cli.arguments import UsageError, read
 from trainer.cli.commands import names
 from trainer.cli.validate import validate
 
@@ -165,7 +165,7 @@ def test_missing_recipe_names_those_there_are(project, capsys):
         ("defaults: [line]\ntrainr: {max_epochs: 3}", "There is no setting 'trainr'. Did you mean 'trainer'?"),
         ("defaults: [line]\nmax_epochs: 3", "There is no setting 'max_epochs'. Did you mean 'trainer.max_epochs'?"),
         ("defaults: [line]\nlogger: {cvs: {name: a}}", "logger.cvs has no _target_. Did you mean 'csv'?"),
-        ("seed: 3", "There is no model to fit. With +recipe=bad model is null."),
+        ("seed: 3", "There is no model to fit. With +recipe=bad, model is null."),
     ],
 )
 def test_mistakes_in_a_file(project, capsys, text, message):
@@ -256,3 +256,47 @@ def test_exit_status_reaches_the_shell(project):
     assert done.stderr == (
         f"trainer: There is no command 'fitt'. Did you mean 'fit'? The commands are {', '.join(names())}.\n"
     )
+
+
+REPLACED = {
+    "conf/model/steep.yaml": "_target_: line_fit.Line\noptimizer: ${optimizer}\nnet: ???\n",
+    "conf/model/any.yaml": "_target_: line_fit.Line\noptimizer: ${optimizer}\n",
+    "conf/recipe/own.yaml": """
+        # @package _global_
+        defaults: [line]
+        model: {start: 0.5, net: {_target_: torch.nn.Linear, in_features: 1}}
+        optimizer: {momentum: 0.9, nesterov: true}
+    """,
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        (["model=any"], "~model.start ~model.net"),
+        (["model=steep"], "~model.start"),  # the recipe fills in net
+        (["optimizer=adam"], "~optimizer.nesterov ~optimizer.momentum"),
+        (["optimizer=adam", "optimizer.momentum=0.5"], "~optimizer.nesterov"),
+        (["model=any", "model.start=1", "~model.net"], ""),  # given again
+        (["model=line", "optimizer=sgd"], ""),  # those of the recipe
+        (["trainer=default", "callbacks=default"], ""),
+        (["scheduler=none"], ""),
+    ],
+)
+def test_settings_of_a_replaced_option_are_named_with_their_removal(project, words, left):
+    write(project, REPLACED)
+    argv = ["fit", "+recipe=own", *words, "--cfg", "job"]
+    if not left:
+        validate(read(argv))
+        return
+    with pytest.raises(UsageError, match=r"replaces (model=line|optimizer=sgd), but the config keeps") as caught:
+        validate(read(argv))
+    removal = str(caught.value).partition("To remove them: ")[2].split()
+    assert sorted(removal) == sorted(left.split())
+    validate(read([*argv, *removal]))  # to the letter
+
+
+def test_an_option_of_a_sweep_that_lacks_settings_of_the_recipe_is_refused(project):
+    write(project, REPLACED)
+    with pytest.raises(UsageError, match=r"~optimizer\.nesterov"):
+        validate(read(["fit", "-m", "+recipe=own", "optimizer=sgd,adam"]))

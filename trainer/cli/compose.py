@@ -141,7 +141,8 @@ class Composer:
         """Return the settings of an option of ``group``; {} if it cannot be composed without the rest of the config."""
         try:
             config = self.loader.load_configuration(f"{group}/{option}", [], RunMode.RUN)
-            node = OmegaConf.to_container(OmegaConf.select(config, group.replace("/", ".")) or {}, resolve=False)
+            found = OmegaConf.select(config, group.replace("/", "."))
+            node = None if found is None else OmegaConf.to_container(found, resolve=False)
         except (HydraException, OmegaConfBaseException, YAMLError):
             return {}
         return {str(name): value for name, value in node.items()} if isinstance(node, dict) else {}

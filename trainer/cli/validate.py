@@ -49,6 +49,8 @@ _MOST_JOBS = 50
 _ALWAYS = (
     "allowed_packages", "callbacks", "checkpoint_files", "checks", "compare", "logger", "objective", "seed", "tune",
 )  # fmt: skip
+_REPLACEABLE = ("data", "model", "optimizer", "scheduler")
+"""Groups with options that are classes with their arguments."""
 _NEEDED = ("precision", "trainer")
 """Config groups that cannot be removed."""
 _NAMED_CHECKPOINTS = ("last", "best", "hpc")
@@ -217,6 +219,7 @@ def _compose(composer: Composer, job: Sequence[str]) -> DictConfig:
     def check(config: dict[str, Any], chosen: dict[str, str]) -> None:
         known = {entry.key: entry.value for entry in walk(config, into_lists=False)}
         _check_settings(composer, known, chosen, job)
+        _check_replaced_options(composer, known, job)
 
     return composer.compose(job, check)
 
@@ -248,6 +251,39 @@ def _check_settings(composer: Composer, known: dict[str, Any], chosen: dict[str,
             _check_unknown_key(known, chosen, override, composer)
         elif not override.is_delete():
             _check_value(key, override.value(), known[key])
+
+
+def _check_replaced_options(composer: Composer, known: dict[str, Any], job: Sequence[str]) -> None:
+    """Refuse settings of a recipe for an option that the command line replaces, if the new option lacks them.
+
+    Args:
+        composer: reads the options.
+        known: values by key in the config before settings of ``job`` change it.
+        job: overrides of one job.
+    """
+    overrides = composer.parse(job)
+    keys = {override.key_or_group for override in overrides}
+    for override in overrides:
+        group = override.key_or_group
+        if group not in _REPLACEABLE or not composer.chooses(override) or override.is_delete():
+            continue
+        option = str(override.value()).strip("'\"")
+        others = [str(one.input_line) for one in overrides if one is not override]
+        usual = [file.stem for file, of, _ in composer.files(others) if of == group]
+        own = {f"{group}.{entry.key}": entry.value for entry in walk(composer.option(group, option), into_lists=False)}
+        if not own or usual[-1:] in ([], [option]):
+            continue
+        left = list[str]()
+        for key in known:
+            above = [key[:place] for place, letter in enumerate(key) if letter == "."]
+            is_filled = any(one in own and not isinstance(own[one], dict) for one in above)
+            if key.startswith(f"{group}.") and not (key in own or is_filled or keys.intersection((key, *above[1:]))):
+                left += [] if any(one in left for one in above) else [key]
+        if left:
+            raise UsageError(
+                f"{group}={option} replaces {group}={usual[-1]}, but the config keeps settings for the latter, which"
+                f" {option} does not have: {', '.join(left)}. To remove them: {' '.join(f'~{key}' for key in left)}"
+            )
 
 
 def _setting(key: str) -> str | None:
