@@ -92,7 +92,9 @@ class Shell:
         self.capfd.readouterr()
         status = main(words)
         printed = "".join(self.capfd.readouterr())
-        for path in re.findall(r"(?<![\w.\[/])(?:outputs|multirun|run|jobs|conf|/tmp)/[\w./=-]*[\w/-]", printed):
+        for path in re.findall(
+            r"(?<![\w.\[/])(?<!package's )(?:outputs|multirun|run|jobs|conf|/tmp)/[\w./=-]*[\w/-]", printed
+        ):
             is_template = re.search(r"\b[A-Z]{3,}", path)
             assert status == 2 or Path(path).exists() or is_template, (path, printed)  # 2: it may be the mistake
         return status, printed

@@ -14,8 +14,11 @@ import yaml
 from tests.cli.conftest import write
 from trainer.cli import main, restore
 from trainer.cli.arguments import UsageError, read
+from trainer.cli.report.selection import chosen
 from trainer.cli.validate import validate
 from trainer.errors import ConfigurationError
+from trainer.record.find_checkpoint import find
+from trainer.record.run_record import load_run
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -143,9 +146,7 @@ def test_selected_checkpoint_without_a_record(run):
 
 def test_best_checkpoint_of_an_older_version_is_not_known(run):
     (run / "run.json").rename(run / "result.json")
-    with pytest.raises(
-        ConfigurationError, match=r"written by an older version .*name one, such as ckpt=.*epoch=1-step=8.ckpt"
-    ):
+    with pytest.raises(ConfigurationError, match=r"written by an older version .*such as ckpt=.*epoch=1-step=8.ckpt"):
         restore.find(run)
     assert restore.find(run, latest=True).name == "last.ckpt"
 
@@ -290,3 +291,32 @@ def test_checkpoint_not_selected_by_a_metric_is_the_last_one(project, monitor, e
     assert told["objective"] == (None if goal is None else goal | {"value": told["best_score"]})
     assert torch.load(restore.find(Path("run")), weights_only=True)["epoch"] == epoch
     assert torch.load("run/checkpoints/last.ckpt", weights_only=True)["epoch"] == 2
+
+
+def test_an_evaluation_is_below_the_run_that_it_uses(project, monkeypatch, capsys):
+    line, run = ["+recipe=line", "callbacks.learning_rate_monitor=null"], Path("a run")
+    assert main(["fit", *line, f"hydra.run.dir={run}"]) == 0
+    last = f"ckpt_path={run}/checkpoints/last.ckpt"
+    for command, words in (("test", [f"ckpt={run}"]), ("validate", [f"ckpt={run}"]), ("predict", [*line, last])):
+        assert main([command, *words]) == 0
+        (below,) = (run / command).iterdir()
+        assert load_run(below).command == command
+        assert str(below) in capsys.readouterr().out
+    assert main(["test", f"ckpt={run}"]) == 0
+    assert len(list((run / "test").iterdir())) == 2
+    assert not Path("outputs").exists()
+    assert find(run) == run / "checkpoints" / load_run(run).best_checkpoint
+    assert load_run(run).status == "completed"
+    assert chosen([str(run)]).runs == [run]
+    assert chosen([str(run / "test")]).kind == "runs"
+
+    assert main(["test", f"ckpt={run}", "hydra.run.dir=there"]) == 0  # a folder that the user chooses
+    assert main(["test", f"ckpt={run}", "+name=own"]) == 0
+    assert Path("there/run.json").is_file()
+    assert len(list(Path("outputs/own").iterdir())) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr("os.access", lambda path, mode: path != run)
+        assert main(["test", f"ckpt={run}"]) == 0  # of another user
+    (run / "run.json").unlink()  # of another program with Hydra
+    assert main(["test", f"ckpt={run}"]) == 0
+    assert len(list((run / "test").iterdir())) == 2

@@ -21,14 +21,9 @@ from trainer.cli.failure import printable
 from trainer.cli.folders import packaged_conf
 from trainer.cli.processes import is_first
 from trainer.cli.workdir import quoted
-from trainer.files import from_here
-from trainer.record.find_checkpoint import find
+from trainer.record.find_checkpoint import CONFIG, find, run_of
 from trainer.record.run_record import load_run
 from trainer.terminal import command_line, is_quiet
-
-_CONFIG = Path(".hydra", "config.yaml")
-_MAX_DEPTH = 4
-"""Largest number of folders between the folder of a run and its checkpoint."""
 
 _NOT_RESTORED = ("allowed_packages", "defaults", "hydra", "ckpt", "ckpt_path", "weights", "resume")
 """Keys of a saved config that are ignored."""
@@ -52,7 +47,7 @@ def apply(arguments: Arguments) -> None:
     run = run_of(checkpoint)
     if run is None:
         raise UsageError(
-            f"ckpt is {asked}, expected a checkpoint in the folder of a run: there is no {_CONFIG} in the folders above"
+            f"ckpt is {asked}, expected a checkpoint in the folder of a run: there is no {CONFIG} in the folders above"
             f" it. Choose its config: `{command_line(arguments.command, '+recipe=NAME', f'ckpt_path={asked}')}`"
         )
     arguments.overrides = [word for word in arguments.overrides if word not in given]
@@ -65,14 +60,6 @@ def apply(arguments: Arguments) -> None:
         started = _started_in(run)
         elsewhere = f" It was started in {started}." if started not in (None, str(Path.cwd())) else ""
         print(printable(f"{arguments.command} with {checkpoint.name} and the config of {run}.{elsewhere}"), flush=True)
-
-
-def run_of(checkpoint: Path) -> Path | None:
-    """Return the folder of the run that wrote ``checkpoint``; None if it is not in the folder of a run."""
-    for folder in checkpoint.absolute().parents[:_MAX_DEPTH]:
-        if (folder / _CONFIG).is_file():
-            return from_here(folder)
-    return None
 
 
 def recipe_of(checkpoint: str | None) -> str | None:
@@ -113,7 +100,7 @@ def _config(run: Path, checkpoint: Path, groups: dict[str, str]) -> dict[str, An
     base = yaml.safe_load((packaged_conf() / f"{CONFIG_NAME}.yaml").read_text(encoding="utf-8"))
     del base["defaults"]
     left_out = (*_NOT_RESTORED, *_COMMAND_GROUPS)
-    saved = {name: value for name, value in _read(run / _CONFIG).items() if name not in left_out}
+    saved = {name: value for name, value in _read(run / CONFIG).items() if name not in left_out}
     if isinstance(callbacks := saved.get("callbacks"), dict):  # the run is not a trial of this command's study
         saved["callbacks"] = {
             name: node

@@ -24,13 +24,14 @@ from trainer.cli.compose import resolve
 from trainer.cli.folders import merge_recipes
 from trainer.cli.objective import choose, monitored
 from trainer.cli.processes import PARENT, end_with_parent, imports_only, is_first
-from trainer.cli.restore import recipe_of, run_of
+from trainer.cli.restore import recipe_of
 from trainer.cli.run_warnings import log_warnings
 from trainer.cli.targets import Allowlist
 from trainer.cli.workdir import resume_command, words_of_run
 from trainer.errors import ConfigurationError, FolderInUseError, TrainerError, did_you_mean, memory_at
 from trainer.files import from_here
 from trainer.loggers import LoggedRun
+from trainer.record.find_checkpoint import run_of
 from trainer.record.provenance import environment
 from trainer.record.run_record import ENDED_WELL, RunRecord, read_json
 from trainer.record.sweep import worth_showing

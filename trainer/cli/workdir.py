@@ -22,8 +22,13 @@ from trainer.cli.failure import forget_last
 from trainer.cli.folders import packaged_conf
 from trainer.cli.overrides import with_values
 from trainer.cli.processes import broadcast_folder, is_first, slurm_step, under_torchrun
+from trainer.record.find_checkpoint import run_of
+from trainer.record.run_record import RUN
 from trainer.terminal import command_line, is_quiet
 
+_EVALUATIONS = ("validate", "test", "predict")
+_DEFAULT_FOLDER = "outputs/${oc.select:name,"
+"""Beginning of hydra.run.dir in conf/amp_trainer.yaml."""
 _RESUME_SETTINGS = ("resume", "exact_resume", "trainer.resume", "trainer.exact_resume")
 _DEVICE_SETTINGS = ("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy")
 
@@ -52,6 +57,7 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
     A number is appended to a folder with the time in its name if another run started in the same second. With
     ``resume=auto``, a hash of the command replaces the time, so that the same command finds the folder again. If srun
     started the processes, the job and step of Slurm replace it, so that all tasks and a requeued job find the folder.
+    ``validate``, ``test`` and ``predict`` get a folder below that of the run that they use.
 
     Raises:
         UsageError: if ``resume=auto`` is given to a command that does not train, the folder cannot be created, or a
@@ -74,6 +80,8 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
             " the weights of a run, use ckpt_path=RUN/checkpoints/last.ckpt."
         )
     step = slurm_step()
+    if not (chosen or sweeping) and arguments.command in _EVALUATIONS:
+        config = _below_its_run(arguments, config)
     if not chosen and (resumes or step):
         by_job = step and (arguments.requeued or not resumes)
         config = _named_after(arguments, config, key, f"slurm-{step}" if by_job else "auto")
@@ -139,6 +147,29 @@ def config_flags(hydra: Any) -> dict[str, str]:
     return flags
 
 
+def _below_its_run(arguments: Arguments, config: DictConfig) -> DictConfig:
+    """Return ``config`` with a folder of this run below the folder of the run that wrote its checkpoint.
+
+    Unchanged without such a checkpoint, if the folder cannot be written, and if a name or a config sets the folder.
+    """
+    checkpoint = config.get("ckpt_path")
+    run = run_of(Path(str(checkpoint))) if checkpoint is not None and Path(str(checkpoint)).exists() else None
+    written: Any = OmegaConf.to_container(config.hydra.run, resolve=False)
+    is_named = any(word.lstrip("+").startswith("name=") for word in arguments.overrides)
+    is_default = str(written["dir"]).startswith(_DEFAULT_FOLDER) and not is_named
+    if run is None or not (is_default and (run / RUN).is_file() and os.access(run, os.W_OK)):
+        return config
+    place = str(run).replace("${", "\\${")
+    return _with_folder(config, "hydra.run.dir", f"{place}/{arguments.command}/${{now:%Y-%m-%d_%H-%M-%S}}")
+
+
+def _with_folder(config: DictConfig, key: str, folder: str) -> DictConfig:
+    config = copy.deepcopy(config)
+    OmegaConf.set_readonly(config.hydra, False)
+    OmegaConf.update(config, key, folder)
+    return config
+
+
 def _named_after(arguments: Arguments, config: DictConfig, key: str, kind: str) -> DictConfig:
     """Return ``config`` with a folder named after ``kind`` and a hash of the command instead of the time.
 
@@ -152,10 +183,7 @@ def _named_after(arguments: Arguments, config: DictConfig, key: str, kind: str) 
     name = f"{kind}-{hashlib.sha256(json.dumps(counted).encode()).hexdigest()[:8]}"
     section = key.rpartition(".")[0]
     written: Any = OmegaConf.to_container(OmegaConf.select(config, section), resolve=False)
-    config = copy.deepcopy(config)
-    OmegaConf.set_readonly(config.hydra, False)
-    OmegaConf.update(config, key, re.sub(r"\$\{now:[^}]*\}", name, str(written["dir"])))
-    return config
+    return _with_folder(config, key, re.sub(r"\$\{now:[^}]*\}", name, str(written["dir"])))
 
 
 def _is_about_devices(word: str) -> bool:

@@ -6,8 +6,14 @@ from pathlib import Path
 
 from trainer.checkpoint.sharded_files import MANIFEST
 from trainer.errors import ConfigurationError, did_you_mean
+from trainer.files import from_here
 from trainer.record.run_record import load_run, of_older_version
 from trainer.record.sweep import load_sweep
+
+CONFIG = Path(".hydra", "config.yaml")
+"""The config of a run, in its folder."""
+_MAX_DEPTH = 4
+"""Largest number of folders between the folder of a run and its checkpoint."""
 
 
 def is_checkpoint_folder(path: Path) -> bool:
@@ -60,6 +66,14 @@ def find_weights(path: str | Path) -> Path:
     return find(Path(path).expanduser(), key="weights")
 
 
+def run_of(checkpoint: Path) -> Path | None:
+    """Return the folder of the run that wrote ``checkpoint``; None if it is not in the folder of a run."""
+    for folder in checkpoint.absolute().parents[:_MAX_DEPTH]:
+        if (folder / CONFIG).is_file():
+            return from_here(folder)
+    return None
+
+
 def _best(run: Path, files: list[Path], key: str) -> Path | None:
     """Return the best checkpoint according to the run's record; without a record, the only file, or None."""
     name = load_run(run).best_checkpoint
@@ -74,7 +88,7 @@ def _best(run: Path, files: list[Path], key: str) -> Path | None:
 
 def _runs_in(folder: Path, key: str) -> str:
     """Return a hint if ``folder`` contains runs, as the folder of a sweep does, otherwise an empty text."""
-    runs = sorted(one.parent.parent for one in folder.glob("*/.hydra/config.yaml"))
+    runs = sorted(one.parent.parent for one in folder.glob(f"*/{CONFIG}"))
     if not runs:
         return ""
     return f" It has {len(runs)} runs in it: name one, such as {key}={runs[-1]}"

@@ -338,7 +338,8 @@ class RunRecord:
     def changed(self) -> float:
         """The time (of `time.time`) at which the run last wrote a file."""
         files = [*self.folder.glob("*"), *self.folder.glob("*/*")]
-        return max((changed(file) for file in files if not file.name.startswith("report")), default=0.0)
+        own = (file for file in files if file.is_file() and not file.name.startswith("report"))  # not of later tests
+        return max(map(changed, own), default=0.0)
 
     @property
     def duration(self) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -130,3 +131,18 @@ def test_figures_of_several_runs(make_run):
     page = Page(Path("report.html").read_text(encoding="utf-8"))
     assert "Confusion matrix: test" in page.sections["job-1"]
     assert "Confusion matrix" not in page.sections["job-0"]
+
+
+def test_figures_of_the_newest_test_below_a_run_are_shown(make_run):
+    folder = make_run("outputs/a/1")
+    for name, time in (("newer", 2e9), ("older", 1e9)):
+        below = folder / "test" / name
+        below.mkdir(parents=True)
+        put(below, f"{name}.json", matrix())
+        (below / "run.json").write_text(json.dumps({"command": "test", "status": "completed"}))
+        os.utime(below / "run.json", (time, time))
+    put(folder, "own.json", matrix())
+    shown = report(folder).sections["results"]
+    assert "newer" in shown
+    assert "own" in shown
+    assert "older" not in shown

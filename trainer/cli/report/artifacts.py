@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import redaction
-from trainer.record.run_record import RunRecord
+from trainer.record.run_record import RUN, RunRecord, changed
 
 _OVERFLOWS = "overflow_report_step_*.md"
 _LOG_LINES = 400
@@ -145,8 +145,14 @@ class Matrix:
 
 
 def figures_of(run: RunRecord) -> tuple[list[Matrix], list[Picture], list[str]]:
-    """Return the matrices and the pictures of a run, and messages about files that cannot be shown."""
-    files = sorted({*run.folder.glob("figures/*"), *run.folder.glob("*/figures/*"), *run.folder.glob("*/*/figures/*")})
+    """Return the matrices and the pictures of a run, and messages about files that cannot be shown.
+
+    Of the tests of the run, in folders below it, the newest counts.
+    """
+    drawn = {file for place in ("", "*/", "*/*/") for file in run.folder.glob(f"{place}figures/*")}
+    tests = {file.parents[1] for file in drawn if file.parents[1] != run.folder and (file.parents[1] / RUN).is_file()}
+    older = sorted(tests, key=lambda folder: changed(folder / RUN))[:-1]
+    files = sorted(file for file in drawn if file.parents[1] not in older)
     matrices, pictures, notes = list[Matrix](), list[Picture](), list[str]()
     for file in files:
         inside, kind, size = run.inside(file), file.suffix.lower(), 0
