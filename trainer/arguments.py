@@ -254,7 +254,7 @@ _TABLE = (
     ),
     Argument("precision", None, "of the arithmetic: 32-true, 16-mixed, bf16-mixed, ..."),
     Argument("logger", None, "what records the logged values"),
-    Argument("callbacks", None, "callbacks beside the default ones"),
+    Argument("callbacks", None, "callbacks in addition to the default ones"),
     Argument("fast_dev_run", False, "true: one batch of everything, and nothing is written", (*SWITCH, COUNT, None)),
     Argument("max_epochs", None, "epochs to train; -1 for no end", (ENDLESS, None)),
     Argument("min_epochs", None, "epochs to train before anything may stop the run", (COUNT, None)),

@@ -128,7 +128,7 @@ class Run:
         Args:
             model: the module. None for the module of an earlier run.
             given: dataloaders by stage. The first value may be a datamodule.
-            datamodule: the datamodule, instead of dataloaders. None if there is none.
+            datamodule: the datamodule, or None. Excludes dataloaders.
             ckpt_path: the argument of ``fit``, ``validate``, ``test`` or ``predict``.
             weights: the argument of ``fit``. Default: None.
 

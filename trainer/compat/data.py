@@ -248,7 +248,7 @@ class DataSource:
         self._outdated.add(stage)
 
     def loaders(self, stage: RunningStage, recreate: bool = False) -> LoaderSet | None:
-        """Return the dataloaders of ``stage``, created at the first call. None if there are none or their limit is 0.
+        """Return the dataloaders of ``stage``, created at the first call; None without any, or if their limit is 0.
 
         Args:
             stage: the stage.

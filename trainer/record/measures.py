@@ -139,7 +139,7 @@ def folder_of_files(trainer: pl.Trainer, given: str | os.PathLike[str] | None) -
 
 
 def folder_of_run(trainer: Trainer) -> Path | None:
-    """Return the folder of ``run.json``, else that of the first logger, or None if there is none on this machine.
+    """Return the folder of ``run.json``, else that of the first logger, or None without a folder on this machine.
 
     On ranks above zero, loggers do not count, because only rank zero opens them. No communication.
     """
