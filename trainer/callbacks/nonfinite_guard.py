@@ -289,7 +289,7 @@ def _verdict(report: Report) -> str:
 
 
 def _broken(module: LightningModule, engine: Engine) -> list[str]:
-    """The names of trained parameters that are not finite. One host-device synchronisation, where there are none.
+    """Return the names of nonfinite trained parameters. One host-device synchronization if all are finite.
 
     Where processes hold parts of the parameters, all of them come here, and are told the same.
     """

@@ -59,7 +59,7 @@ class ScaleMonitor(RunCallback):
         underflow: what the last look found: all together, then each parameter, the worst first.
 
     Raises:
-        ConfigurationError: bounds out of order, a share that is none, or a number of steps below 1.
+        ConfigurationError: bounds out of order, a share outside of 0 to 1, or a number of steps below 1.
     """
 
     observes_only: ClassVar = True

@@ -36,7 +36,7 @@ class Finding:
         rank: of the process.
         scale: what the loss was multiplied by.
         fails: whether a gradient of a parameter is not finite.
-        loss: before it is scaled; nan where there was none.
+        loss: before it is scaled; NaN without a loss.
         first_output: the first call of a module whose output is not finite.
         first_gradient: the first call, in the order of the backward pass, whose incoming gradient is not finite.
         origin: where the first gradient that is not finite was made.

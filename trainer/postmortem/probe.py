@@ -26,7 +26,7 @@ class Magnitude(NamedTuple):
     """The elements of one tensor, or of several together.
 
     Attributes:
-        largest: largest absolute value of the finite ones; 0 where there is none.
+        largest: largest absolute value of the finite ones; 0 without finite ones.
         not_finite: how many are inf or nan.
         elements: how many there are.
         dtype: such as ``"float16"``; of several tensors, of the first with an element that is not finite.
@@ -230,7 +230,7 @@ class Probe:
 
 
 def measure(tensors: Iterable[Tensor]) -> Magnitude | None:
-    """Measure the elements of the floating-point and complex tensors among these, or return None if there are none.
+    """Measure the elements of the floating-point and complex tensors among these. Returns None without such a tensor.
 
     Synchronizes. A complex tensor counts as a real one of shape (..., 2).
     """

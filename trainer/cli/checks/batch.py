@@ -65,7 +65,7 @@ def suspicious(batch: Any) -> list[str]:
 
 
 def labels_out_of_range(batch: Any, classes: int | None) -> str:
-    """Return a sentence about labels out of range; "" if there are none, or if the labels cannot be identified.
+    """Return a sentence about labels out of range; "" if all are valid or the labels cannot be identified.
 
     Args:
         batch: on the host.

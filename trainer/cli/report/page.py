@@ -140,7 +140,7 @@ def tiles_of(run: RunRecord, goal: tuple[str, str] | None) -> list[Tile]:
 
 
 def _metric_tiles(run: RunRecord, goal: tuple[str, str] | None) -> list[Tile]:
-    """Return the tile of the metric that the run is judged by, and those of validation and test metrics."""
+    """Return the tile of the metric of the objective, and those of validation and test metrics."""
     tiles, metrics, reached = list[Tile](), run.latest, run.reached(goal)
     if goal is not None and goal[0] in metrics:
         last = format_number(metrics[goal[0]])

@@ -154,7 +154,7 @@ def _readable(folders: Sequence[Path]) -> tuple[list[RunRecord], list[str]]:
 
 
 def _goal(runs: Sequence[RunRecord]) -> tuple[str, str] | None:
-    """Return the metric that most of the runs are judged by, and its direction, or None without one."""
+    """Return the metric of most objectives, and its direction, or None without one."""
     if goals := Counter(run.objective for run in runs if run.objective):
         return goals.most_common(1)[0][0]
     names = worth_showing({name for run in runs for name in run.latest})
