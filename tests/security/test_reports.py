@@ -111,7 +111,7 @@ def test_malformed_records_raise_a_short_error(given, capsys, said: dict[str, An
     write(given, {"run.json": json.dumps({"command": "fit", "status": "completed", **said})})
     assert main(["report", str(given)]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"trainer: The files in {given} say something that a run does not write")
+    assert err.startswith(f"trainer: The files in {given} have contents that no run writes")
     assert err.count("\n") == 1
 
 

@@ -39,9 +39,9 @@ def test_confusion_matrix(make_run):
     put(folder, "test.json", matrix())
     page = report(folder)
     said = page.sections["results"]
-    assert "Confusion matrix: test 20 in all, 85.0% right." in said
-    assert "cat dog <owl> found cat 8 2 80.0% dog 1 9 90.0% <owl> Most" in said
-    assert "Most frequent mistakes: cat taken for dog 2 , dog taken for cat 1" in said.replace(" 2,", " 2 ,")
+    assert "Confusion matrix: test 20 samples, 85.0% correct." in said
+    assert "cat dog <owl> recall cat 8 2 80.0% dog 1 9 90.0% <owl> Most" in said
+    assert "Most frequent mistakes: cat predicted as dog 2 , dog predicted as cat 1" in said.replace(" 2,", " 2 ,")
     assert page.html.count("--share:0.800") == page.html.count("--share:0.200") == 1
     assert "#results" in page.having("a", "href")
     assert page.text.index("Learning rate") < page.text.index("Confusion matrix")
@@ -65,7 +65,7 @@ def test_test_shows_its_results_first_and_no_curves_of_one_point(make_run):
     put(folder, "test.json", matrix(classes=None))
     page = report(folder)
     assert page.titles == ["Confusion matrix: test"]
-    assert page.text.index("Confusion matrix") < page.text.index("This was a test, which draws no curves.")
+    assert page.text.index("Confusion matrix") < page.text.index("There are no curves for the command test.")
     assert "Optimizer steps" not in page.text
     assert "test_acc 0.5" in page.text
 
@@ -76,8 +76,8 @@ def test_most_confused_of_many_classes(make_run):
     counts[37][3] = 9
     put(folder, "test.json", matrix(counts, classes=[f"c{i}" for i in range(40)]))
     said = report(folder).sections["results"]
-    assert "The 24 classes with the most mistakes, of 40." in said
-    assert "c37 taken for c3 9" in said
+    assert "Shows the 24 classes with the most mistakes of 40." in said
+    assert "c37 predicted as c3 9" in said
     assert "c37 9 5 35.7%" in said
     assert "c30" not in said
 
@@ -86,12 +86,12 @@ def test_most_confused_of_many_classes(make_run):
     ("name", "content", "told"),
     [
         ("a.json", b"{", "a.json cannot be shown: JSONDecodeError"),
-        ("a.json", {"kind": "scatter"}, "it is no confusion matrix"),
-        ("a.json", matrix([[1, 2]]), "its counts are not square"),
-        ("a.json", matrix([[1]]), "it has 3 names for 1 classes"),
+        ("a.json", {"kind": "scatter"}, "expected 'confusion matrix'"),
+        ("a.json", matrix([[1, 2]]), "the counts are not a square matrix"),
+        ("a.json", matrix([[1]]), "got 3 names for 1 classes"),
         ("a.json", matrix([["x"]]), "a.json cannot be shown: ValueError"),
         ("a.json", [3], "a.json cannot be shown: TypeError"),
-        ("a.png", b"<script>alert(1)</script>", "a.png cannot be shown: ValueError: it is no PNG"),
+        ("a.png", b"<script>alert(1)</script>", "a.png cannot be shown: ValueError: not a PNG file"),
         ("a.png", png() + bytes(2**21), "a.png cannot be shown: larger than 2 MiB"),
     ],
 )
@@ -121,7 +121,7 @@ def test_number_of_pictures_is_limited(make_run):
         put(folder, f"{number:02}.png", png(number))
     page = report(folder)
     assert len(page.having("img", "src")) == 12
-    assert "More than 12 figures: the others are in" in page.text
+    assert "The page shows the first 12 figures. The others are in" in page.text
 
 
 def test_figures_of_several_runs(make_run):

@@ -68,4 +68,4 @@ def test_fit_that_logs_nothing(capsys):
     assert main(["fit", *LINE, "logger=none"]) == 0
     page = the_page(capsys)
     assert page.titles[:2] == ["Loss", "Loss scale"]  # the recorder's own
-    assert "This run logged nothing (logger=none)." in page.sections["curves"]
+    assert "The run had no logger (logger=none)." in page.sections["curves"]

@@ -84,7 +84,7 @@ def running(pid: int, **more: object) -> dict:
 def test_running_run(make_run):
     page = report(make_run(told=running(os.getpid(), epochs=1)))
     assert "digits Running" in page.text
-    assert "The run goes on: step 4, written" in page.text
+    assert "The run is in progress: step 4, written" in page.text
     assert "Optimizer steps 4 1 of 2 epochs" in page.text
     assert page.titles[:3] == ["Loss", "val_acc", "Learning rate"]
 
@@ -103,7 +103,7 @@ def test_run_with_a_lost_process(make_run):
     process.wait(60)
     page = report(make_run(told=running(process.pid)))
     assert "digits Killed" in page.text
-    assert "Last seen: step 4" in page.text
+    assert "Last: step 4" in page.text
 
 
 def test_run_on_another_machine(make_run):
@@ -163,8 +163,8 @@ def test_run_with_only_a_record(make_run):
 @pytest.mark.parametrize(
     ("logger", "told"),
     [
-        ("{}", "This run logged nothing (logger=none)."),
-        ("{tensorboard: {_target_: a}}", "the run was logged by tensorboard alone. With logger=csv"),
+        ("{}", "The run had no logger (logger=none)."),
+        ("{tensorboard: {_target_: a}}", "the run was logged only by tensorboard. logger=csv"),
         ("{csv: {_target_: a}}", "the run ended before its first rows were written"),
     ],
 )
@@ -195,9 +195,9 @@ def test_speed_is_averaged(make_run):
 @pytest.mark.parametrize(
     ("callbacks", "told"),
     [
-        ("{scale_monitor: {_target_: a}}", "the run was too short for it (trainer.log_every_n_steps, callbacks.scale_"),
-        ("{scale_monitor: {every_n_steps: 4}}", "that is ScaleMonitor's (callbacks=default has it)"),  # of a recipe
-        ("null", "that is ScaleMonitor's (callbacks=default has it)"),
+        ("{scale_monitor: {_target_: a}}", "the run was too short (trainer.log_every_n_steps, callbacks.scale_"),
+        ("{scale_monitor: {every_n_steps: 4}}", "add ScaleMonitor, which is in callbacks=default"),  # of a recipe
+        ("null", "add ScaleMonitor, which is in callbacks=default"),
     ],
 )
 def test_page_without_scale_values_has_the_reason(make_run, callbacks, told):
@@ -208,7 +208,7 @@ def test_page_without_scale_values_has_the_reason(make_run, callbacks, told):
             files=files | {".hydra/config.yaml": f"callbacks: {callbacks}\n"},
         )
     )
-    assert f"Nothing was logged of scale and gradients: {told}" in page.sections["curves"]
+    assert f"Loss scale and gradients were not logged: {told}" in page.sections["curves"]
 
 
 def test_large_scales_and_small_losses_have_powers_at_their_axes(make_run):
@@ -252,7 +252,7 @@ def test_other_values_that_were_logged(make_run):
 def test_run_of_another_command(make_run):
     told = facts(command="test", metrics={"test_acc": 0.5}, curves={}, skipped_steps=0)
     page = report(make_run(told=told, files={"csv/metrics.csv": None}))
-    assert "This was a test, which draws no curves." in page.sections["curves"]
+    assert "There are no curves for the command test." in page.sections["curves"]
     assert "test_acc 0.5" in page.text
 
 
@@ -422,7 +422,7 @@ def test_heat_map_of_many_layers_has_a_limited_size(make_run):
     peak = shown["values"][shown["names"].index("net.1")]
     assert [value for value in peak if value > 1] == [99.0]
     assert abs(shown["steps"][peak.index(99.0)] - 2010) < 30
-    assert "The 100 layers with the largest values, of 300." in page.text
+    assert "Shows the 100 layers with the largest values of 300." in page.text
     assert len(page.html) < 400_000
 
 

@@ -32,7 +32,7 @@ def test_newest_run_by_default(make_run, capsys):
 
 def test_no_run_in_the_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert "there is no run below outputs/, multirun/" in told(capsys)
+    assert "there is no run in outputs/, multirun/" in told(capsys)
 
 
 def test_no_such_folder(make_run, capsys):
@@ -46,7 +46,7 @@ def test_folder_without_a_run(make_run, capsys, tmp_path):
     make_run("outputs/a/1")
     (tmp_path / "empty").mkdir()
     error = told(capsys, "empty")
-    assert "empty is not the folder of a run or a sweep. A run's folder contains run.json" in error
+    assert "empty is not the folder of a run or a sweep: the folder of a run contains run.json" in error
     assert os.path.join("outputs", "a", "1") in error
 
 
@@ -82,15 +82,15 @@ def test_sweep_is_one_thing(make_run):
 
 def test_page_overwrites_nothing_else(make_run, capsys):
     folder = make_run()
-    assert "expected the name of an .html file" in told(capsys, str(folder), "page.txt")
+    assert "expected a name that ends in .html" in told(capsys, str(folder), "page.txt")
     (folder.parent / "page.html").mkdir()
-    assert "expected the name of an .html file" in told(capsys, str(folder), str(folder.parent / "page.html"))
+    assert "expected a name that ends in .html" in told(capsys, str(folder), str(folder.parent / "page.html"))
 
 
 def test_folder_that_cannot_be_written(make_run, capsys):
     folder = make_run()
     (folder / "report.html").mkdir()
-    assert "expected the name of an .html file" in told(capsys, str(folder))
+    assert "expected a name that ends in .html" in told(capsys, str(folder))
     assert "Cannot write" in told(capsys, str(folder), str(folder / "run.json" / "page.html"))
 
 
@@ -104,7 +104,7 @@ def test_folder_of_an_older_version(make_run, capsys, name):
     for words in ([], [str(folder)], ["outputs"]):
         error = told(capsys, *words)
         assert f"was written by an older version (it has {name}, expected run.json)" in error
-        assert "Make the run again" in error
+        assert "Start the run again" in error
         assert error.count("\n") == 1
 
 

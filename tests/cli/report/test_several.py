@@ -37,7 +37,7 @@ def two(make_run):
 
 def test_differing_settings_come_first(two):
     page = several(*two)
-    assert page.text.index("What differs") < page.text.index("Best val_acc") < page.text.index("Over the optimizer")
+    assert page.text.index("Differences") < page.text.index("Best val_acc") < page.text.index("The x-axis")
     said = page.sections["differences"]
     assert "recipe 1digits 2scans" in said
     assert "optimizer.lr 10.1 20.5" in said
@@ -46,12 +46,12 @@ def test_differing_settings_come_first(two):
     assert said.index("optimizer.lr") < said.index("trainer.max_epochs")  # overrides of the user come first
     for same in ("seed", "precision", "callbacks.model_checkpoint.monitor"):
         assert same not in said
-    assert "Code, machine and versions differ in 1 point 1 2 torch 12.15.0 22.16.0" in said
+    assert "1 difference in code, machine and versions 1 2 torch 12.15.0 22.16.0" in said
 
 
 def test_best_values_and_their_steps(two):
     page = several(*two)
-    assert "2 runs, side by side digits, scans" in page.text
+    assert "2 runs digits, scans" in page.text
     assert "Highest val_acc 0.875 at step 1, scans optimizer.lr=0.5" in page.text
     table = page.sections["jobs"]
     assert "Run Settings Status Best val_acc at step val_loss Time Samples/s Memory Skipped" in table
@@ -87,7 +87,7 @@ def test_folder_with_several_runs(two, make_run):
     for number in (0, 1):
         make_run(f"outputs/mine/sweep/{number}", told=facts(job=number))
     page = several("outputs/mine")
-    assert "4 runs, side by side" in page.text
+    assert "4 runs" in page.text
     assert "outputs/mine" in page.text
     assert "No setting differs" in page.sections["differences"]
     assert page.having("a", "href").count("#job-3") == 1
@@ -97,7 +97,7 @@ def test_sweeps_and_runs_together_each_once(two, make_run):
     for number in (0, 1):
         make_run(f"multirun/x/1/{number}", told=facts(job=number, overrides=["+recipe=digits", f"seed={number}"]))
     page = several(two[0], "multirun/x/1", "multirun/x/1/1", two[0])
-    assert "3 runs, side by side" in page.text
+    assert "3 runs" in page.text
     assert several(two[0], two[0].parent / "one" / "csv" / "..").titles  # the same run twice is one
     assert "digits Completed" in Page((two[0] / "report.html").read_text()).text
 
@@ -108,13 +108,13 @@ def test_one_bad_run_does_not_spoil_the_report(two, make_run, capsys, tmp_path):
     odd = make_run("odd/1", told=facts(seconds="long"))
     page = several(*two, "empty", "nowhere", two[0] / "fit.log", old, odd)
     told = capsys.readouterr().err
-    assert "2 runs, side by side" in page.text
+    assert "2 runs" in page.text
     for words in (
-        "empty is not the folder of a run or a sweep. A run's folder contains run.json",
+        "empty is not the folder of a run or a sweep: the folder of a run contains run.json",
         "There is no folder nowhere.",
         "fit.log is a file, expected the folder of a run",
         f"{old} was written by an older version (it has result.json, expected run.json)",
-        f"The files in {odd} say something that a run does not write (ValueError",
+        f"The files in {odd} have contents that no run writes (ValueError",
     ):
         assert told.count(f"Left out: {words}") + told.count(f"{os.sep}{words}") == 1, told
         assert words in page.text
@@ -124,7 +124,7 @@ def test_one_bad_run_does_not_spoil_the_report(two, make_run, capsys, tmp_path):
 def test_only_unreadable_runs(make_run, capsys):
     odd = make_run("odd/1", told=facts(seconds="long"))
     assert main(["report", str(odd), "nowhere"]) == 2
-    assert "say something that a run does not write" in capsys.readouterr().err
+    assert "have contents that no run writes" in capsys.readouterr().err
     assert main(["report", "here", "nowhere"]) == 2
     told = capsys.readouterr().err
     assert "There is no folder here." in told
@@ -146,9 +146,9 @@ def test_runs_without_curves_without_settings_and_still_going(two, make_run):
     test = make_run("t/1", told=facts(command="test", curves={}, metrics={"test_acc": 0.5}), files=others)
     going = make_run("g/1", told=facts(status="running", steps=None, overrides=["+recipe=digits", "seed=3"]))
     page = several(*two, test, going)
-    assert "has no curves: it was a test." in page.sections["curves"]
-    assert "are not known: there is no .hydra/config.yaml" in page.sections["differences"]
-    assert "The run goes on: step 4, written" in page.text
+    assert "has no curves: its command was test." in page.sections["curves"]
+    assert "are unknown: there is no .hydra/config.yaml" in page.sections["differences"]
+    assert "The run is in progress: step 4, written" in page.text
     assert "Running 1" in page.text
 
 
@@ -157,7 +157,7 @@ def test_runs_that_cannot_be_compared(make_run):
     runs = [make_run(f"a/{number}", told=told, files={"csv/metrics.csv": None}) for number in (1, 2)]
     page = several(*runs)
     assert "best" not in page.sections["jobs"]
-    assert "No run has left curves" in page.sections["curves"]
+    assert "No run has curves" in page.sections["curves"]
 
 
 def test_name_of_the_page_is_the_last_argument(two, capsys):
@@ -165,7 +165,7 @@ def test_name_of_the_page_is_the_last_argument(two, capsys):
     assert capsys.readouterr().out == f"The report is {Path('pages/two.html')}\n"
     assert "2 runs" in Page(Path("pages/two.html").read_text()).text
     assert main(["report", "two.html", *map(str, two)]) == 2
-    assert "after the name of the page, two.html, expected that name as the last word" in capsys.readouterr().err
+    assert "after the name of the page, two.html, expected" in capsys.readouterr().err
 
 
 def test_secrets_and_markup_are_not_in_the_page(make_run):

@@ -38,7 +38,7 @@ def test_jobs_and_curves(sweep):
     assert "Failed 1" in page.text
     assert "Highest val_acc at the end 0.875 optimizer.lr=0.2" in page.text
     jobs = page.sections["jobs"]
-    assert "The same in all: +recipe=digits precision=16-mixed" in jobs
+    assert "Equal in all: +recipe=digits precision=16-mixed" in jobs
     assert "Job Settings Status Last val_acc at step val_loss Time Samples/s Memory Skipped" in jobs
     assert "2 optimizer.lr=0.2 best Completed 0.875 3 1.5 1 min 02 s 123.4 3.0 GiB 1" in jobs
     assert jobs.index("optimizer.lr=0.2") < jobs.index("optimizer.lr=1.0")  # by number, not by name
@@ -71,7 +71,7 @@ def test_labels_stay_apart(sweep):
 def test_pruned_jobs(sweep):
     page = report(sweep(job(0, 0.5), job(1, 0.9, status="pruned"), job(2, 0.4)))
     assert "Pruned 1" in page.text
-    assert "Jobs 3 3 ended well" in page.text
+    assert "Jobs 3 3 completed" in page.text
     assert "Highest val_acc at the end 0.5 optimizer.lr=0.0" in page.text  # a pruned job is not completed
 
 
@@ -129,7 +129,7 @@ def test_sweep_without_curves(make_run):
     folder = make_run(
         str(FOLDER / "0"), told=job(0, 0.5, curves={}, skipped_steps=0), files={"csv/metrics.csv": None}
     ).parent
-    assert "No job has left curves" in report(folder).sections["curves"]
+    assert "No job has curves" in report(folder).sections["curves"]
 
 
 def test_sweep_that_has_just_started(make_run):

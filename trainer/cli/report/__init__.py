@@ -1,7 +1,7 @@
-"""``trainer report``: one HTML page of a run, a sweep or any runs, from the files in their folders. Imports no torch.
+"""``trainer report``: write an HTML report of a run, a sweep or several runs, from their files. Imports no torch.
 
-``selection`` finds the runs, ``artifacts`` reads their files, ``charts`` chooses the charts, ``drawing`` draws them,
-and ``page``, or ``several`` for more than one run, fills the template. The page is one file and needs no network.
+``selection`` finds the runs, ``artifacts`` reads their files, ``charts`` selects the charts, ``drawing`` draws them,
+and ``page`` (``several`` for more than one run) fills the template. The page is one file and needs no network.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["PAGE", "command", "write_report"]
 
 PAGE = "report.html"
-"""The name of the page, in the folder it is about."""
+"""Default name of the page, in the folder of the run or sweep."""
 
 
 def command(arguments: Arguments) -> int:
-    """``trainer report [RUN_DIR ...] [OUT.html]``."""
+    """Run ``trainer report [RUN_DIR ...] [OUT.html]``."""
     from trainer.cli.report.selection import chosen
 
     if problem := packages.missing("report"):
@@ -43,18 +43,18 @@ def command(arguments: Arguments) -> int:
 
 
 def _taken_apart(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """The folders, and the page's name."""
+    """Return the folders and the name of the page among the words."""
     *folders, last = words or [""]
     if not _is_name_of_page(last):
         folders, last = list(words), ""
     if misplaced := next((word for word in folders if _is_name_of_page(word) and not Path(word).is_dir()), None):
         behind = words[list(words).index(misplaced) + 1]
         raise UsageError(
-            f"Got {behind!r} after the name of the page, {misplaced}, expected that name as the last word."
+            f"Got {behind!r} after the name of the page, {misplaced}, expected the name of the page as the last word."
         )
     if len(folders) > 1 and Path(folders[-1]).suffix and not Path(folders[-1]).exists():
         raise UsageError(
-            f"There is no folder {folders[-1]}; as the name of the page, expected the name of an .html file."
+            f"There is no folder {folders[-1]}. If it is the name of the page, expected a name that ends in .html."
         )
     return folders, last or None
 
@@ -64,24 +64,24 @@ def _is_name_of_page(word: str) -> bool:
 
 
 def write_report(about: Chosen, out: Path) -> list[str]:
-    """Write the page on a run, a sweep, or several runs.
+    """Write the page of a run, a sweep, or several runs.
 
     Args:
-        about: which.
-        out: the file; overwritten if it is there.
+        about: the runs.
+        out: the file. An existing file is overwritten.
 
     Returns:
-        What was left out, and why: of several runs one that cannot be read does not spoil the page.
+        Messages about runs that are left out because they cannot be read.
 
     Raises:
-        UsageError: the page cannot be written, or nothing that it is about can be read.
+        UsageError: if the page cannot be written, or no run can be read.
     """
     from trainer.cli.report.page import run_page
     from trainer.cli.report.several import NOT_A_RUNS, several_page, unreadable
 
     if not _is_name_of_page(str(out)) or out.is_dir():
         raise UsageError(
-            f"The page was to be {out}, expected the name of an .html file, such as {out.with_name(PAGE)}."
+            f"Got {out} as the name of the page, expected a name that ends in .html, such as {out.with_name(PAGE)}."
         )
     left_out: list[str] = []
     if about.kind == "run":
@@ -92,7 +92,7 @@ def write_report(about: Chosen, out: Path) -> list[str]:
     else:
         text, left_out = several_page(about, out)
     try:
-        write_text(out, text)  # where there is a link of that name, the page takes its place
+        write_text(out, text)  # replaces a link of that name
     except OSError as error:
         folders = about.runs if about.kind == "runs" else [about.folder]
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The files in a run's folder that its page shows: overflow reports, figures and the log. Imports no torch."""
+"""Read the files in a run's folder that its page shows: overflow reports, figures and the log. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _PICTURES = {
     ".jpeg": (b"\xff\xd8\xff", "jpeg"),
 }
 _MOST = 12
-_LARGEST = 2**21  # bytes, of a file: the page has it in itself
-_MOST_CLASSES = 24  # that a table shows; of more there are the classes that are mistaken most
+_LARGEST = 2**21  # bytes of a file, because files are embedded in the page
+_MOST_CLASSES = 24  # largest number of classes in a table; those with the most mistakes are shown
 _MOST_MISTAKES = 12
 
 
@@ -91,7 +91,7 @@ def warnings_in(log: Iterable[str]) -> list[str]:
     """Return the warnings and errors in a log, without the time in front."""
     marks = ("[WARNING] - ", "[ERROR] - ", "[CRITICAL] - ")
     found = dict.fromkeys(line.partition(mark)[2] for line in log for mark in marks if mark in line)
-    return [text for text in found if text != "The run failed."]  # the page shows its error above
+    return [text for text in found if text != "The run failed."]  # the page shows the error itself
 
 
 def files_of(run: RunRecord) -> list[tuple[Path, int]]:
@@ -111,8 +111,8 @@ class Picture:
     """A picture.
 
     Args:
-        name: of the file, without its ending.
-        address: the picture itself, as a ``data:`` address.
+        name: of the file, without its suffix.
+        address: the picture as a ``data:`` URL.
     """
 
     name: str
@@ -124,14 +124,14 @@ class Matrix:
     """A confusion matrix.
 
     Args:
-        name: of the file, without its ending.
-        classes: names, of those that are shown.
-        rows: of each true class the counts by predicted class, and their shares of the row, from 0 to 1.
-        recalls: of each true class the share that was found, from 0 to 1; None for one that is not there.
-        mistakes: true class, predicted class, how often; the most frequent first.
-        total: of all counts.
-        right: of those on the diagonal.
-        of_all: number of classes.
+        name: of the file, without its suffix.
+        classes: names of the classes that are shown.
+        rows: for each true class, counts by predicted class and their shares of the row, from 0 to 1.
+        recalls: recall of each true class, from 0 to 1; None for a class without samples.
+        mistakes: true class, predicted class and count; the most frequent first.
+        total: sum of all counts.
+        right: sum of the counts on the diagonal.
+        of_all: number of all classes.
     """
 
     name: str
@@ -159,7 +159,7 @@ def figures_of(run: RunRecord) -> tuple[list[Matrix], list[Picture], list[str]]:
         if kind not in (*_PICTURES, ".json"):
             continue
         if len(matrices) + len(pictures) == _MOST:
-            notes.append(f"More than {_MOST} figures: the others are in {file.parent}.")
+            notes.append(f"The page shows the first {_MOST} figures. The others are in {file.parent}.")
             break
         try:
             size = inside.stat().st_size
@@ -179,20 +179,20 @@ def figures_of(run: RunRecord) -> tuple[list[Matrix], list[Picture], list[str]]:
 def _picture(file: Path, content: bytes) -> Picture:
     begin, kind = _PICTURES[file.suffix.lower()]
     if not content.startswith(begin):
-        raise ValueError(f"it is no {kind.upper()}")
+        raise ValueError(f"not a {kind.upper()} file")
     return Picture(file.stem, f"data:image/{kind};base64,{base64.b64encode(content).decode()}")
 
 
 def _matrix(name: str, content: Any) -> Matrix:
     if content["kind"] != "confusion matrix":
-        raise ValueError("it is no confusion matrix, the one kind of .json that is known")
+        raise ValueError(f"kind is {content['kind']!r}, expected 'confusion matrix'")
     counts = [[float(count) for count in row] for row in content["counts"]]
     size = len(counts)
     if {len(row) for row in counts} != {size}:
-        raise ValueError("its counts are not square")
+        raise ValueError("the counts are not a square matrix")
     classes = [redaction.text(str(one)) for one in content.get("classes") or range(size)]
     if len(classes) != size:
-        raise ValueError(f"it has {len(classes)} names for {size} classes")
+        raise ValueError(f"got {len(classes)} names for {size} classes")
     sums = [sum(row) for row in counts]
     wrong = [sums[i] - counts[i][i] + sum(row[i] for row in counts) - counts[i][i] for i in range(size)]
     shown = sorted(sorted(range(size), key=lambda i: -wrong[i])[:_MOST_CLASSES])

@@ -1,4 +1,4 @@
-"""Which charts a run, or a sweep, gets, and what is drawn in them."""
+"""Select the charts of a run or several runs, and their curves."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trainer.record.run_record import RunRecord
 _STAGE = re.compile(r"^(train|training|val|valid|validation|test)[_/.\-](.+)$")
 _PACE_POINTS = 60
 _SHORTEST = 0.1
-"""Seconds of training that a rate is taken over, at least: in less of it chance is all that one sees."""
+"""Shortest training time in seconds to compute a rate over, because rates over shorter times are noise."""
 _MOST_OTHERS = 24
 _COLORS = {"tra": 0, "val": 1, "tes": 2}
-"""Of the stages, by the first letters of their names."""
+"""Color of each stage, by the first three letters of its name."""
 _LAYERS = 3
 _LAYER_NORM = "grad_norm/"
-"""What `trainer.callbacks.LayerNorms` logs begins so."""
+"""Prefix of the metrics of `trainer.callbacks.LayerNorms`."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Line:
     """A curve in a chart.
 
     Args:
-        label: in the legend.
+        label: label in the legend.
         curve: its points.
-        color: its number in the palette; the same label has the same in all charts of a sweep.
-        faint: whether it is only the ground on which another one is drawn, and not in the legend.
-        steps: whether the value holds until the next point.
-        name: the title of a chart with this line alone. Default: the chart's title, or the label if it has several.
-        is_detail: whether the charts of several runs leave it out.
+        color: index in the palette; equal labels have equal colors in all charts of a sweep.
+        faint: whether it is drawn in the background of another line, without an entry in the legend.
+        steps: whether the value is constant until the next point.
+        name: title of a chart with only this line. Default: the chart's title, or the label if it has several lines.
+        is_detail: whether charts of several runs leave it out.
     """
 
     label: str
@@ -48,15 +48,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture.
+    """A chart.
 
     Args:
-        title: above it.
-        lines: what is drawn.
-        scale: of the y-axis: "auto" is logarithmic for more than two decades; "log2".
+        title: title of the chart.
+        lines: its lines.
+        scale: scale of the y-axis: "linear", "log2", or "auto" for a logarithmic scale above two decades.
         crosses: points of skipped steps.
-        note: below the title, such as the unit.
-        is_map: whether it is a heat map: a row for each line, which is dark where the value is large.
+        note: text below the title, such as the unit.
+        is_map: whether it is a heat map with a row for each line, in which large values are dark.
     """
 
     title: str
@@ -69,7 +69,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Section:
-    """Charts under one headline, and what is to be said where one is missing."""
+    """Charts under one heading, with notes such as the reason for a missing chart."""
 
     title: str
     charts: Sequence[Chart]
@@ -102,11 +102,11 @@ def overlay(runs: Sequence[RunRecord], colors: Sequence[int | None], winner: Run
 
     Args:
         runs: the runs, with their labels.
-        colors: the number in the palette of each; None for one among too many to tell apart.
+        colors: index in the palette of each run; None for runs without a color.
         winner: the best run, drawn on top.
     """
     gathered: dict[str, dict[tuple[str, str], Chart]] = {}
-    # the coloured ones on top, and the best one on top of them
+    # colored lines are drawn on top, and the best run on top of all
     drawn = sorted(zip(runs, colors, strict=True), key=lambda each: (each[1] is not None, each[0] is winner))
     for run, color in drawn:
         for section in sections_of(run):
@@ -124,7 +124,7 @@ def overlay(runs: Sequence[RunRecord], colors: Sequence[int | None], winner: Run
 
 
 def _metrics(run: RunRecord, rows: dict[str, Curve]) -> tuple[list[Chart], list[Chart]]:
-    """What was logged for a stage, those of one name together, the loss first; and what is left."""
+    """Return charts of the metrics of stages, grouped by name with the loss first, and charts of other values."""
     rows |= {name: curve for name, curve in run.stages.get("val", {}).items() if curve and name not in rows}
     groups: dict[str, list[str]] = {}
     for name in rows:
@@ -154,7 +154,7 @@ def _metrics(run: RunRecord, rows: dict[str, Curve]) -> tuple[list[Chart], list[
 
 
 def _base(name: str) -> str:
-    """What is measured, whatever the stage: "acc" for "val_acc", "loss" for "train/loss_epoch"."""
+    """Return the name without its stage: "acc" for "val_acc", "loss" for "train/loss_epoch"."""
     plain = name.removesuffix("_step").removesuffix("_epoch")
     found = _STAGE.match(plain)
     return found[2] if found else plain
@@ -166,7 +166,7 @@ def _is_training(name: str) -> bool:
 
 
 def _lines(names: Iterable[str], rows: dict[str, Curve]) -> Iterable[Line]:
-    """A line each; a value of each step is only the ground for that of the epoch."""
+    """Iterate over a line for each name. Values per step are drawn faintly if there is a mean per epoch."""
     listed = sorted(names, key=lambda name: (not _is_training(name), name))
     free = [*range(8)]
     colors: dict[str, int] = {}
@@ -176,30 +176,30 @@ def _lines(names: Iterable[str], rows: dict[str, Curve]) -> Iterable[Line]:
         colors[name] = usual if usual in free else next(iter(free), 0)
         free = [color for color in free if color != colors[name]]
     for name in listed:
-        is_ground = name not in colors
-        yield Line(name, rows[name], colors[_epoch_of(name) if is_ground else name], faint=is_ground)
+        is_faint = name not in colors
+        yield Line(name, rows[name], colors[_epoch_of(name) if is_faint else name], faint=is_faint)
 
 
 def _epoch_of(name: str) -> str:
-    """The name that the mean over the epoch has, of a value that is logged for each step; "" of any other."""
+    """Return the name of the epoch mean of a value that is logged per step; "" for other values."""
     return f"{name.removesuffix('_step')}_epoch" if name.endswith("_step") else ""
 
 
 def _training_loss(losses: Curve) -> Iterable[Line]:
     smoothed = smooth(list(losses.values))
-    if len(losses) >= 80:  # fewer are left as they are
+    if len(losses) >= 80:  # fewer values are not smoothed
         yield Line("each batch", losses, 0, faint=True)
     yield Line("train", Curve(losses.steps, smoothed), 0, name="Training loss")
 
 
 def _learning_rate(rows: dict[str, Curve]) -> list[Chart]:
-    """Those of LearningRateMonitor: one for each optimizer and parameter group."""
+    """Return a chart of the learning rates of LearningRateMonitor, with a line per optimizer and parameter group."""
     names = [name for name in rows if name.startswith("lr-") and not name.endswith(("-momentum", "-weight_decay"))]
     found = {name: rows.pop(name) for name in names}
     groups = list(found.items())
     if groups and all(curve == groups[0][1] for _, curve in groups):
         groups = groups[:1]
-    alone = "Learning rate" if len(groups) == 1 else ""  # whatever the optimizer is called
+    alone = "Learning rate" if len(groups) == 1 else ""  # so that runs with different optimizers share a chart
     lines = [Line(name.removeprefix("lr-"), curve, number, name=alone) for number, (name, curve) in enumerate(groups)]
     return [Chart("Learning rate", lines, "linear")] if lines else []
 
@@ -218,18 +218,18 @@ def _mixed_precision(run: RunRecord, rows: dict[str, Curve]) -> tuple[list[Chart
     elif scale and not run.skipped_steps:
         notes.append("No step was skipped.")
     norms = [rows.pop(name, Curve()) for name in ("grad_norm_step", "grad_norm", "grad_norm_epoch")]
-    named = zip(("step", "grad_norm", "epoch mean"), norms, strict=True)
+    named = zip(("step", "grad_norm", "epoch mean"), norms, strict=True)  # labels of the lines
     lines = [
         Line(name, curve, number, name=f"Gradient norm ({name})") for number, (name, curve) in enumerate(named) if curve
     ]
     if lines:
-        charts.append(Chart("Gradient norm", lines[:2], note="of all true gradients, before clipping"))
+        charts.append(Chart("Gradient norm", lines[:2], note="of all unscaled gradients, before clipping"))
     if layers := {name: rows.pop(name) for name in [*rows] if name.startswith(_LAYER_NORM)}:
         lines = [Line(name.removeprefix(_LAYER_NORM), curve) for name, curve in layers.items()]
-        note = "from the first layer, at the top, to the last one; of true gradients, before clipping"
+        note = "from the first layer (top) to the last; of unscaled gradients, before clipping"
         charts.append(Chart("Gradient norm by layer", lines, note=note, is_map=True))
     for kind, title, note in (
-        ("underflow", "Underflow", "share of the non-zero gradient elements that are subnormal in float16"),
+        ("underflow", "Underflow", "share of the nonzero gradient elements that are subnormal in float16"),
         ("zeros", "Zeros", "share of the gradient elements that are exactly zero"),
     ):
         whole = rows.pop(f"amp/{kind}", Curve())
@@ -247,15 +247,15 @@ def _mixed_precision(run: RunRecord, rows: dict[str, Curve]) -> tuple[list[Chart
         callbacks = run.config.get("callbacks")
         monitor = callbacks.get("scale_monitor") if isinstance(callbacks, dict) else None
         if isinstance(monitor, dict) and "_target_" in monitor:
-            why = "the run was too short for it (trainer.log_every_n_steps, callbacks.scale_monitor.every_n_steps)"
+            why = "the run was too short (trainer.log_every_n_steps, callbacks.scale_monitor.every_n_steps)"
         else:
-            why = "that is ScaleMonitor's (callbacks=default has it)"
-        notes.append(f"Nothing was logged of scale and gradients: {why}.")
+            why = "add ScaleMonitor, which is in callbacks=default"
+        notes.append(f"Loss scale and gradients were not logged: {why}.")
     return charts, notes
 
 
 def _continued(curve: Curve, logged: Curve) -> Curve:
-    """``curve``, and what was logged after it: while a run goes on, rows are written sooner than ``run.json``."""
+    """Return ``curve`` with later points of ``logged``, because a running fit writes rows earlier than ``run.json``."""
     end = curve.steps[-1] if curve else -math.inf
     later = [(step, value) for step, value in zip(logged.steps, logged.values, strict=True) if step > end]
     return Curve([*curve.steps, *(step for step, _ in later)], [*curve.values, *(value for _, value in later)])
@@ -263,20 +263,20 @@ def _continued(curve: Curve, logged: Curve) -> Curve:
 
 def _pace(run: RunRecord) -> tuple[list[Chart], list[str]]:
     charts = list[Chart]()
-    if len(rate := speed(run)) > 1:  # a single value is a tile above the curves
+    if len(rate := speed(run)) > 1:  # a single value is already in a tile
         unit = "training samples per second" if run.samples_per_step else "optimizer steps per second"
         charts.append(Chart("Throughput", [Line("rate", rate, 2)], "linear", note=f"{unit}, without validation"))
     if len(memory := run.memory) > 1:
         in_mib = Curve(memory.steps, [value / 2**20 for value in memory.values])
-        what = "reserved on the GPU" if run.memory_is_the_gpus else "of the whole process"
-        charts.append(Chart("Memory", [Line("memory", in_mib, 3)], "linear", note=f"MiB, {what}"))
+        kind = "reserved on the GPU" if run.memory_is_the_gpus else "of the whole process"
+        charts.append(Chart("Memory", [Line("memory", in_mib, 3)], "linear", note=f"MiB, {kind}"))
     if charts or run.elapsed or run.command != "fit" or not run.rows:
         return charts, []
-    return [], ["Time and memory over the steps come with run.json, which does not have them yet."]
+    return [], ["run.json has no time and memory of the steps yet."]
 
 
 def speed(run: RunRecord) -> Curve:
-    """Training samples per second (steps, where a batch's size is not known) in up to 60 stretches of the training."""
+    """Return training samples per second, or steps per second if the batch size is unknown, in up to 60 intervals."""
     seconds, points = run.elapsed, list[tuple[float, float]]()
     if not seconds:
         return seconds
@@ -290,23 +290,23 @@ def speed(run: RunRecord) -> Curve:
 
 
 def _without_rows(run: RunRecord) -> str:
-    """Why there are fewer curves than could be."""
-    what = "learning rate, gradient norm, underflow and whatever else the module logs"
+    """Return a sentence about the missing metrics.csv."""
+    contents = "learning rate, gradient norm, underflow and all values that the module logs"
     if run.status == "running":
-        return f"No metrics.csv yet: it is written every 100 steps and at the end of an epoch. It has {what}."
+        return f"There is no metrics.csv yet: it is written every 100 steps and after each epoch. It has {contents}."
     if run.command != "fit":
-        return f"This was a {run.command}, which draws no curves."
+        return f"There are no curves for the command {run.command}."
     chosen = run.config.get("logger")
     names = sorted(chosen) if isinstance(chosen, dict) else []
     if chosen is not None and not names:
-        return f"This run logged nothing (logger=none). The default logger writes {what}."
+        return f"The run had no logger (logger=none). The default logger writes {contents}."
     if "csv" in names:
         every = (run.config.get("trainer") or {}).get("log_every_n_steps")
         if run.completed and isinstance(every, int) and (run.step or 0) < every:
             return (
                 f"There is no metrics.csv: rows are written every {every} steps (trainer.log_every_n_steps), and the"
-                f" run had {run.step}. They have {what}."
+                f" run had {run.step}. Rows have {contents}."
             )
-        return f"There is no metrics.csv: the run ended before its first rows were written. They have {what}."
-    by = f" by {' and '.join(names)} alone" if names else ""
-    return f"There is no metrics.csv: the run was logged{by}. With logger=csv, or the default, there are also {what}."
+        return f"There is no metrics.csv: the run ended before its first rows were written. Rows have {contents}."
+    by = f" only by {' and '.join(names)}" if names else ""
+    return f"There is no metrics.csv: the run was logged{by}. logger=csv and the default logger write {contents}."

@@ -1,7 +1,7 @@
-"""A chart as SVG in the page: drawn by matplotlib, coloured by the page, so that one picture does for light and dark.
+"""Draw charts as SVG with matplotlib, with colors from the page's style sheet for its light and dark mode.
 
-matplotlib draws in colours that stand for names; these become ``var(--name)``, which the page's style sheet defines.
-The numbers that are shown under the pointer go along as data, thinned out as the lines are.
+matplotlib draws with placeholder colors, which are replaced by ``var(--name)`` of the style sheet. The values for the
+tooltips are added as data, downsampled like the lines.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
 
 PALETTE = 8
-"""Colours that the style sheet has for lines: --s0 to --s7."""
+"""Number of line colors in the style sheet: --s0 to --s7."""
 
-_WIDTH, _HEIGHT = 384, 208  # CSS pixels, which are the units of the drawing
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 32  # around the axes
+_WIDTH, _HEIGHT = 384, 208  # in CSS pixels, the units of the drawing
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 32  # margins around the axes
 _BOX = [_LEFT, _TOP, _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM]
 _MOST_ROWS, _MOST_COLUMNS = 100, 80  # of a heat map
-_FAINTEST = 1e-6  # of the largest value: where the colours of a heat map end
+_FAINTEST = 1e-6  # lower end of the colors of a heat map, as a share of the largest value
 _INK, _GRID, _BAD, _PALE = "#010101", "#020202", "#030303", "#040404"
 _NAMES = {_INK: "axis", _GRID: "grid", _BAD: "bad", _PALE: "pale"}
-_POINTS = 400  # of a line; about what can be told apart in the width
-_ALL_POINTS = 3600  # of the lines of a chart together
+_POINTS = 400  # largest number of points of a line; more cannot be distinguished at this width
+_ALL_POINTS = 3600  # largest number of points of all lines of a chart
 _FEWEST = 48
 _DECADES = 100.0
 _SUPERSCRIPT = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
@@ -40,15 +40,15 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u207
 
 @dataclass(frozen=True)
 class Drawn:
-    """A chart in the page.
+    """A drawn chart.
 
     Args:
-        chart: what it shows.
-        legend: label, number of the colour, and last value, of each line that has a name.
+        chart: its content.
+        legend: label, index of the color and last value of each line in the legend.
         svg: the picture.
-        data: what the page's script needs to tell values.
-        remark: what the picture cannot show; empty mostly.
-        ramp: of a heat map, the values at the ends of its colours; else empty.
+        data: values for the tooltips.
+        remark: a remark such as about values that are not finite, or "".
+        ramp: for a heat map, the values at both ends of its color scale; otherwise empty.
     """
 
     chart: Chart
@@ -63,8 +63,8 @@ def draw(chart: Chart, last_step: float = 0) -> Drawn:
     """Draw a chart.
 
     Args:
-        chart: what to draw.
-        last_step: where the x-axis ends, if no line goes further: so that all charts of a page have the same.
+        chart: its content.
+        last_step: lower limit for the end of the x-axis, so that all charts of a page have the same axis.
     """
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -80,15 +80,15 @@ def draw(chart: Chart, last_step: float = 0) -> Drawn:
     broken = [step for line in chart.lines for step, value in _points(line.curve) if not math.isfinite(value)]
     if broken:
         marks = "red" if chart.is_map else "red marks"
-        said = f"{len(broken):,} values are not finite, the first at step {min(broken):,.0f} ({marks})."
-        remark = f"{said} {remark}".strip()
+        count = f"{len(broken):,} values are not finite, the first at step {min(broken):,.0f} ({marks})."
+        remark = f"{count} {remark}".strip()
     legend = [(line.label, line.color, format_number(line.curve.last)) for line in shown]
     return Drawn(chart, legend, _in_page(written.getvalue(), chart), data, remark, ramp)
 
 
 @contextmanager
 def _axes(chart: Chart) -> Iterator[tuple[Axes, io.StringIO]]:
-    """Axes to draw in, and the file that has the picture as SVG afterwards."""
+    """Yield axes to draw in, and a file that contains the picture as SVG after the context exits."""
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -108,7 +108,7 @@ _Ramp = tuple[str, str] | tuple[()]
 
 
 def _draw_map(axes: Axes, chart: Chart, last_step: float) -> tuple[dict[str, Any], Sequence[Line], str, _Ramp]:
-    """A row for each line, in colours on a logarithmic scale; red where a value is not finite."""
+    """Draw a row for each line with a logarithmic color scale; values that are not finite are red."""
     import numpy as np
     from matplotlib import colormaps
 
@@ -150,7 +150,7 @@ def _draw_map(axes: Axes, chart: Chart, last_step: float) -> tuple[dict[str, Any
             ["not finite" if bad else None if math.isnan(v) else float(f"{v:.3g}") for v, bad in row] for row in cells
         ],
     }
-    few = f"The {len(lines)} layers with the largest values, of {len(chart.lines)}."
+    few = f"Shows the {len(lines)} layers with the largest values of {len(chart.lines)}."
     largest = sorted(lines, key=lambda line: -(line.curve.finite or [0.0])[-1])[:3]
     return (
         {"map": data},
@@ -161,7 +161,7 @@ def _draw_map(axes: Axes, chart: Chart, last_step: float) -> tuple[dict[str, Any
 
 
 def format_number(value: float | None) -> str:
-    """Return a number as text: four digits, or all of a whole number; "-" for None."""
+    """Return a number as text, with four digits or all digits of a whole number; "-" for None."""
     if value is None:
         return "-"
     if not math.isfinite(value):
@@ -191,10 +191,10 @@ def _draw(axes: Axes, chart: Chart, last_step: float) -> tuple[dict[str, Any], S
             marker="o" if lonely and not line.steps and not line.faint else None,
             markersize=3.4,
         )  # fmt: skip
-    # the pale ones are there for comparison: one of them that diverges is not to flatten the others
-    judged = [curve for line, curve in lines if line.color >= 0] or [curve for _, curve in lines]
-    scale = _scale(chart, judged)
-    _limit(axes, chart, scale, judged)
+    # pale lines do not affect the axes, so that one that diverges does not flatten the others
+    relevant = [curve for line, curve in lines if line.color >= 0] or [curve for _, curve in lines]
+    scale = _scale(chart, relevant)
+    _limit(axes, chart, scale, relevant)
     steps = [step for _, curve in lines for step in ((curve.steps[0], curve.steps[-1]) if curve else ())]
     end = max([*steps, last_step, 1])
     axes.set_xlim(-0.015 * end, 1.015 * end)
@@ -213,7 +213,7 @@ def _draw(axes: Axes, chart: Chart, last_step: float) -> tuple[dict[str, Any], S
             chart.crosses.steps, chart.crosses.values, "x", color=_BAD, markersize=6, markeredgewidth=1.6, zorder=3
         )
     if not any(curve.finite for _, curve in lines):
-        axes.set_yticks([])  # nothing can be read from them
+        axes.set_yticks([])  # there is no value to read
     _mark_broken(axes, [curve for _, curve in lines])
     named = [(line, curve) for line, curve in lines if not line.faint]
     data = {
@@ -234,7 +234,7 @@ def _draw(axes: Axes, chart: Chart, last_step: float) -> tuple[dict[str, Any], S
 
 
 def _scale(chart: Chart, curves: Iterable[Curve]) -> str:
-    """``linear``, ``log`` or ``log2``."""
+    """Return the scale of the y-axis: ``linear``, ``log`` or ``log2``."""
     values = [value for curve in curves for value in curve.finite]
     if not values or min(values) <= 0 or chart.scale == "linear":
         return "linear"
@@ -245,7 +245,7 @@ def _scale(chart: Chart, curves: Iterable[Curve]) -> str:
 
 
 def _limit(axes: Axes, chart: Chart, scale: str, curves: Sequence[Curve]) -> None:
-    """The range of the y-axis: all of it, but for a few spikes that would flatten the rest."""
+    """Set the limits of the y-axis to the range of the values without a few spikes that would flatten the lines."""
     shown = [value for curve in curves for value in without_spikes(curve.values)]
     if not shown:
         return
@@ -257,7 +257,7 @@ def _limit(axes: Axes, chart: Chart, scale: str, curves: Sequence[Curve]) -> Non
         axes.set_yscale("log")
         axes.set_ylim(low / 1.3, high * 1.3)
     else:
-        if chart.scale == "linear" and low >= 0:  # rates, shares and counts are read against zero
+        if chart.scale == "linear" and low >= 0:  # axes of rates, shares and counts start at zero
             axes.set_ylim(0, 1.08 * high or 1)
         else:
             margin = 0.06 * (high - low) or 0.06 * abs(high) or 0.5
@@ -265,7 +265,7 @@ def _limit(axes: Axes, chart: Chart, scale: str, curves: Sequence[Curve]) -> Non
 
 
 def _mark_broken(axes: Axes, curves: Iterable[Curve]) -> None:
-    """Marks on the lower edge where a value is not finite."""
+    """Draw marks on the lower edge at values that are not finite."""
     steps = sorted({step for curve in curves for step, value in _points(curve) if not math.isfinite(value)})
     if steps:
         axes.plot(
@@ -279,7 +279,7 @@ def _points(curve: Curve) -> Iterable[tuple[float, float]]:
 
 
 def _in_page(svg: str, chart: Chart) -> str:
-    """The drawing for the page: its colours named, its fonts the page's, nothing in it that only a file needs."""
+    """Return the SVG for the page: with colors of the style sheet and without fonts, unused ids and file attributes."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)
     for color, name in _NAMES.items():
@@ -299,7 +299,7 @@ def _in_page(svg: str, chart: Chart) -> str:
 
 
 def _rounded(value: float) -> float | None:
-    """Five digits, which is more than can be seen; all of a whole number, such as a loss scale. None: not finite."""
+    """Round to five digits, except whole numbers such as a loss scale. Return None if the value is not finite."""
     if not math.isfinite(value):
         return None
     return value if value == int(value) and abs(value) < 2**53 else float(f"{value:.5g}")

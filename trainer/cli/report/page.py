@@ -1,4 +1,4 @@
-"""The page of a run: what is said of it, in which order, and the template that says it."""
+"""Build the page of a run: collect its content and fill the template."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.record.run_record import RunRecord, load_run
 from trainer.record.sweep import worth_showing
 
 _TEMPLATE = Path(__file__).parent / "template"
-SAYS = {
+STATUS_LABELS = {
     "completed": "Completed",
     "running": "Running",
     "interrupted": "Interrupted",
@@ -39,7 +39,7 @@ _METRICS = 3
 
 @dataclass(frozen=True)
 class Tile:
-    """A number that one looks for first."""
+    """An important number, shown at the top of the page."""
 
     label: str
     value: str
@@ -52,7 +52,7 @@ def run_page(folder: Path, out: Path) -> str:
 
     Args:
         folder: of the run.
-        out: the file of the page, to which its links are relative.
+        out: the file of the page. Links are relative to it.
     """
     run = load_run(folder)
     log = log_of(run)
@@ -76,7 +76,7 @@ def run_page(folder: Path, out: Path) -> str:
 
 
 def render(template: str, out: Path, **context: Any) -> str:
-    """A template with what it is to say; style, script and policy of the page go along."""
+    """Render a template, with the style, the script and the content security policy of the page."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -95,7 +95,7 @@ def render(template: str, out: Path, **context: Any) -> str:
         script=script,
         policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}';"
         " base-uri 'none'; form-action 'none'",
-        says=SAYS,
+        status_labels=STATUS_LABELS,
         now=time.time(),
         versions=versions().splitlines()[0],
         link=lambda file: _link(Path(file), out),
@@ -108,7 +108,7 @@ def tiles_of(run: RunRecord, goal: tuple[str, str] | None) -> list[Tile]:
 
     Args:
         run: the run.
-        goal: the metric that comes first, and the direction in which it is better.
+        goal: metric and mode (``"min"`` or ``"max"``) of the first tile.
     """
     trainer = run.config.get("trainer")
     total = trainer.get("max_epochs") if isinstance(trainer, dict) else None
@@ -116,31 +116,29 @@ def tiles_of(run: RunRecord, goal: tuple[str, str] | None) -> list[Tile]:
     if run.step is not None and run.command == "fit":
         of_all = f" of {total}" if isinstance(total, int) and total > 0 else ""
         epochs = (
-            f"{run.epochs}{of_all} epochs" if run.epochs is not None else f"of {total} epochs in all" if of_all else ""
+            f"{run.epochs}{of_all} epochs" if run.epochs is not None else f"{total} epochs in total" if of_all else ""
         )
         tiles.append(Tile("Optimizer steps", f"{run.step:,}", epochs))
         if run.skipped_steps is not None and (run.scale is not None or run.skipped_steps):
-            share = f"{run.skipped_steps / run.step:.1%} of all" if run.step and run.skipped_steps else ""
+            share = f"{run.skipped_steps / run.step:.1%} of all steps" if run.step and run.skipped_steps else ""
             tiles.append(Tile("Skipped steps", f"{run.skipped_steps:,}", share))
         if run.scale is not None:
             tiles.append(Tile("Loss scale", format_number(run.scale), "at the end"))
     if run.duration is not None:
         train = run.train_seconds
-        tiles.append(
-            Tile("Time", format_duration(run.duration), f"{format_duration(train)} of training" if train else "")
-        )
+        tiles.append(Tile("Time", format_duration(run.duration), f"{format_duration(train)} training" if train else ""))
     if run.samples_per_second is not None:
         mfu = run.throughput.get("mfu")
         note = "samples per second" if mfu is None else f"samples per second, MFU {mfu:.1%}"
         tiles.append(Tile("Throughput", format_rate(run.samples_per_second), note))
     if run.peak_memory is not None:
-        where = "on the GPU" if run.memory_is_the_gpus else "of the process"
-        tiles.append(Tile("Peak memory", readable(run.peak_memory), where))
+        kind = "on the GPU" if run.memory_is_the_gpus else "of the process"
+        tiles.append(Tile("Peak memory", readable(run.peak_memory), kind))
     return tiles
 
 
 def _metric_tiles(run: RunRecord, goal: tuple[str, str] | None) -> list[Tile]:
-    """Return the tile of the metric of the objective, and those of validation and test metrics."""
+    """Return the tile of the objective, and those of validation and test metrics."""
     tiles, metrics, reached = list[Tile](), run.latest, run.reached(goal)
     if goal is not None and goal[0] in metrics:
         last = format_number(metrics[goal[0]])
@@ -162,22 +160,22 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def note_of(run: RunRecord) -> str:
-    """What there is to say of a run that has not said how it ended."""
+    """Return a sentence about a run without a final status; "" for other runs."""
     at = f"step {run.step:,}" if run.step is not None else "no step yet"
     seen = f"{at}, written {format_duration(max(0.0, time.time() - run.changed))} ago"
     match run.status:
         case "running":
-            return f"The run goes on: {seen}. Make the page again, and reload it, for what has come since."
+            return f"The run is in progress: {seen}. To update the page, run the command again and reload."
         case "killed":
-            return f"The process is gone and has not said why: killed, or the machine went down. Last seen: {seen}."
+            return f"The process exited without writing a status: it was killed, or the machine failed. Last: {seen}."
         case "unfinished":
-            return f"The run has not said that it ended, and its process cannot be seen from here. Last seen: {seen}."
+            return f"The run has no final status, and its process is on another machine. Last: {seen}."
     return ""
 
 
 def _settings(run: RunRecord) -> list[tuple[str, list[tuple[str, str, bool]]]]:
     """Return groups of settings: key, value, and whether the command line set it."""
-    said = {word.lstrip("+~").partition("=")[0] for word in run.chosen}
+    chosen = {word.lstrip("+~").partition("=")[0] for word in run.chosen}
     groups: dict[str, dict[str, Any]] = {"run": {}}
     for key, value in run.config.items():
         if isinstance(value, dict):
@@ -186,7 +184,11 @@ def _settings(run: RunRecord) -> list[tuple[str, list[tuple[str, str, bool]]]]:
             groups["run"][str(key)] = value
     found = {
         group: [
-            (key, value, (key if group == "run" else f"{group}.{key}") in said or (key == "_target_" and group in said))
+            (
+                key,
+                value,
+                (key if group == "run" else f"{group}.{key}") in chosen or (key == "_target_" and group in chosen),
+            )
             for key, value in flat(settings)
         ]
         for group, settings in groups.items()
@@ -195,7 +197,7 @@ def _settings(run: RunRecord) -> list[tuple[str, list[tuple[str, str, bool]]]]:
 
 
 def flat(settings: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """Keys with dots in them, and what they are set to, as text."""
+    """Iterate over dotted keys and their values as text."""
     for key, _, value, _ in walk(dict(settings), into_lists=False):
         if key and not (isinstance(value, dict) and value):
             yield key, value if isinstance(value, str) else json.dumps(value)
@@ -236,10 +238,10 @@ def draw_sections(sections: Sequence[Section], last_step: float) -> list[tuple[s
 
 
 def _link(file: Path, out: Path) -> str:
-    """From the page to a file, as an address relative to the page."""
+    """Return the URL of a file relative to the page."""
     try:
         relative = os.path.relpath(file.resolve(), out.resolve().parent)
-    except ValueError:  # on another drive of Windows
+    except ValueError:  # on another Windows drive
         return file.resolve().as_uri()
     return "./" + quote(Path(relative).as_posix())
 
@@ -254,7 +256,7 @@ def _when(moment: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a time as text."""
+    """Return a duration in seconds as text, such as ``3 min 05 s``."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""Which folder is a run, which a sweep, and which ones are meant."""
+"""Find the folders of runs and sweeps for a report."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from trainer.record.run_record import RUN, of_older_version, read_json
 from trainer.record.run_record import changed as written
 from trainer.terminal import command_line
 
-_OF_A_RUN = (RUN, "metrics.csv", "csv/metrics.csv", ".hydra/config.yaml")
-_OF_A_SWEEP = ("multirun.yaml", "summary.md", "compare.json", "optimization_results.yaml")
+_RUN_FILES = (RUN, "metrics.csv", "csv/metrics.csv", ".hydra/config.yaml")
+_SWEEP_FILES = ("multirun.yaml", "summary.md", "compare.json", "optimization_results.yaml")
 _TOPS = ("outputs", "multirun", "lightning_logs")
 _MOST_NEAR = 5
 _DEPTH = 4
-"""Levels below a folder that runs are looked for in: outputs/RECIPE/DATE_TIME, and a name with a slash or two."""
+"""Number of levels to search below a folder: outputs/RECIPE/DATE_TIME, with up to two slashes in the name."""
 
 
 def is_sweep(folder: Path) -> bool:
-    """Whether ``folder`` holds the jobs of one sweep, or comparison."""
-    if any((folder / name).is_file() for name in _OF_A_SWEEP):
+    """Return whether ``folder`` contains the jobs of a sweep or comparison."""
+    if any((folder / name).is_file() for name in _SWEEP_FILES):
         return True
     return any("job" in read_json(child) for child in _children(folder))
 
 
 def is_run(folder: Path) -> bool:
-    """Whether ``folder`` is what one run has left, or is writing into."""
-    return any((folder / name).is_file() for name in _OF_A_RUN)
+    """Return whether ``folder`` is the folder of a run, which may still be running."""
+    return any((folder / name).is_file() for name in _RUN_FILES)
 
 
 def jobs_of(sweep: Path) -> list[Path]:
-    """The folders of a sweep's jobs."""
+    """Return the folders of a sweep's jobs."""
     return [folder for child in _children(sweep) for folder in _found(child, _DEPTH, is_run)]
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a report is about.
+    """The subject of a report.
 
     Args:
-        kind: ``"run"``, ``"sweep"`` or ``"runs"``: several that need not belong together.
-        folder: of the run or the sweep; of several the one that was named, or the working directory.
-        runs: the folders of the runs, in the order in which they were named.
-        left_out: what is not on the page, and why.
+        kind: ``"run"``, ``"sweep"``, or ``"runs"`` for several independent runs.
+        folder: of the run or the sweep; for several runs the given folder, or the working directory.
+        runs: folders of the runs in the given order.
+        left_out: messages about folders that are not on the page.
     """
 
     kind: str
@@ -55,20 +55,20 @@ class Chosen:
 
 
 def chosen(given: Sequence[str]) -> Chosen:
-    """The run, the sweep, or the runs that are meant.
+    """Return the runs or the sweep in the given folders.
 
     Args:
-        given: folders, as on the command line: runs, sweeps, and folders that hold some. None for the newest fit or
-            sweep below ``outputs``, ``multirun`` and ``lightning_logs``, or the newest run if there is no fit.
+        given: folders of runs and sweeps, and folders that contain some. If empty, the newest fit or sweep in
+            ``outputs``, ``multirun`` and ``lightning_logs`` is returned, or the newest run if there is no fit.
 
     Raises:
-        UsageError: there is no run in any of them, or all are of an older version.
+        UsageError: if there is no run in any of them, or all runs are of an older version.
     """
     if not given:
         found = [folder for top in _TOPS for folder in below(Path(top))]
         if not found:
             raise UsageError(
-                "Got no folder, and there is no run below outputs/, multirun/ or lightning_logs/ here. Name the folder"
+                "Got no folder, and there is no run in outputs/, multirun/ or lightning_logs/. Name the folder"
                 f" of a run, or train first: `{command_line('fit', f'+recipe={example_recipe()}')}`."
             )
         fits = [folder for folder in found if is_sweep(folder) or read_json(folder).get("command", "fit") == "fit"]
@@ -87,10 +87,10 @@ def chosen(given: Sequence[str]) -> Chosen:
 
 
 def _runs_and_sweeps(given: str) -> list[Path]:
-    """What a word names: a run, a sweep, or all that are in a folder.
+    """Return the run or sweep in ``given``, or all runs and sweeps below it.
 
     Raises:
-        UsageError: there is no such folder, or none in it.
+        UsageError: if there is no such folder, or no run in it.
     """
     folder = Path(given)
     if not folder.exists():
@@ -100,39 +100,39 @@ def _runs_and_sweeps(given: str) -> list[Path]:
     found = [folder] if of_older_version(folder) else below(folder)
     if not found:
         raise UsageError(
-            f"{given} is not the folder of a run or a sweep. A run's folder contains {RUN} or metrics.csv. In Python,"
-            f" Trainer(callbacks=[RunRecorder()]) writes {RUN}.{_near(folder)}"
+            f"{given} is not the folder of a run or a sweep: the folder of a run contains {RUN} or metrics.csv. In"
+            f" Python, Trainer(callbacks=[RunRecorder()]) writes {RUN}.{_near(folder)}"
         )
     return found
 
 
 def _chosen(folders: Sequence[Path], problems: Sequence[str] = (), holder: Path | None = None) -> Chosen:
-    """The report on these runs and sweeps, without what an older version has written.
+    """Return the subject of the report, without runs of an older version.
 
     Raises:
-        UsageError: an older version has written all of it.
+        UsageError: if all runs are of an older version.
     """
     runs, old = list[Path](), list[str]()
     for folder in folders:
-        said = {place: told for place in (folder, *_children(folder)) if (told := of_older_version(place))}
-        runs += [run for run in (jobs_of(folder) if is_sweep(folder) else [folder]) if run not in said]
-        old += said.values()
+        messages = {place: message for place in (folder, *_children(folder)) if (message := of_older_version(place))}
+        runs += [run for run in (jobs_of(folder) if is_sweep(folder) else [folder]) if run not in messages]
+        old += messages.values()
     if old and not runs:
         raise UsageError("\n".join([*problems, *old]))
     if len(folders) > 1 or problems:
-        runs = list({run.resolve(): run for run in runs}.values())  # a sweep may have been named, and a job of it
+        runs = list({run.resolve(): run for run in runs}.values())  # the words may name a sweep and one of its jobs
         return Chosen("runs", holder or Path(), runs, [*problems, *old])
     return Chosen("sweep" if is_sweep(folders[0]) else "run", folders[0], runs, old)
 
 
 def below(folder: Path) -> list[Path]:
-    """The runs and the sweeps below ``folder``; those in a sweep are part of it."""
+    """Return the runs and sweeps below ``folder``, without the jobs of sweeps."""
     return _found(folder, _DEPTH, lambda place: is_sweep(place) or is_run(place)) if folder.is_dir() else []
 
 
 def changed(folder: Path) -> float:
-    """When something was last written into the folder of a run or a sweep, as a time (of `time.time`)."""
-    names = (*_OF_A_RUN, *_OF_A_SWEEP)
+    """Return the time (of `time.time`) of the last change in the folder of a run or a sweep."""
+    names = (*_RUN_FILES, *_SWEEP_FILES)
     times = [written(place / name) for place in (folder, *_children(folder)) for name in names]
     return max(times, default=0.0)
 
@@ -152,7 +152,7 @@ def _children(folder: Path) -> Iterator[Path]:
 
 
 def _near(folder: Path) -> str:
-    """Runs beside the one that was asked for, or where runs usually are."""
+    """Return commands for the newest runs next to ``folder``, or in the default folders."""
     beside = [place for place in (folder.parent, *_children(folder.parent)) if is_sweep(place) or is_run(place)]
     found = beside or [place for top in _TOPS for place in below(Path(top))]
     newest = sorted(found, key=changed, reverse=True)[:_MOST_NEAR]

@@ -1,4 +1,4 @@
-"""The page of several runs: of a sweep, a comparison, or any runs side by side."""
+"""Build the page of several runs: a sweep, a comparison, or any runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.cli.report.artifacts import figures_of, overflows_of
 from trainer.cli.report.charts import overlay, sections_of
 from trainer.cli.report.drawing import PALETTE, format_number
 from trainer.cli.report.page import (
-    SAYS,
+    STATUS_LABELS,
     Tile,
     draw_sections,
     environment_of,
@@ -32,24 +32,24 @@ from trainer.record.run_record import ENDED_WELL, RunRecord, direction_of, load_
 from trainer.record.sweep import Sweep, best_of, worth_showing
 
 NOT_A_RUNS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""The exceptions of reading files with a content that no run writes."""
+"""Exceptions when reading files with contents that no run writes."""
 
 _DIFFERENCES = 16
-_ALWAYS_ITS_OWN = ("command", "directory", "SLURM_JOB_ID")
+_ALWAYS_DIFFERENT = ("command", "directory", "SLURM_JOB_ID")
 """Facts that differ between any two runs."""
 
 
 def unreadable(folder: Path, error: Exception) -> str:
     """Return the message for a folder that raised one of `NOT_A_RUNS` when it was read."""
     return (
-        f"The files in {folder} say something that a run does not write ({type(error).__name__}: {error}). They were"
-        " changed, or come from another version."
+        f"The files in {folder} have contents that no run writes ({type(error).__name__}: {error}). They were changed,"
+        " or are from another version."
     )
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run among others, as the template shows it."""
+    """A run on a page with several runs."""
 
     anchor: str
     number: str
@@ -66,17 +66,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting that is not the same in all runs.
+    """A setting that differs between runs.
 
     Args:
         name: of the setting.
         values: one per run; "" if the run has no such setting.
-        said: whether a command line has set it.
+        chosen: whether a command line set it.
     """
 
     name: str
     values: Sequence[str]
-    said: bool = False
+    chosen: bool = False
 
 
 def several_page(about: Chosen, out: Path) -> tuple[str, list[str]]:
@@ -84,13 +84,13 @@ def several_page(about: Chosen, out: Path) -> tuple[str, list[str]]:
 
     Args:
         about: the runs.
-        out: the file of the page, to which its links are relative.
+        out: the file of the page. Links are relative to it.
 
     Returns:
-        The page, and the runs that could not be read, with the reason.
+        The page, and messages about runs that could not be read.
 
     Raises:
-        UsageError: no run could be read.
+        UsageError: if no run could be read.
     """
     is_sweep = about.kind == "sweep"
     runs, left_out = _readable(about.runs)
@@ -102,7 +102,7 @@ def several_page(about: Chosen, out: Path) -> tuple[str, list[str]]:
     goal = sweep.goal if is_sweep else _goal(runs)
     winner = best_of([run for run in runs if run.completed or not is_sweep], goal) if len(runs) > 1 else None
     jobs, header = _jobs(sweep, is_sweep, winner, goal, comparison)
-    counts = {status: sum(run.status == status for run in runs) for status in SAYS}
+    counts = {status: sum(run.status == status for run in runs) for status in STATUS_LABELS}
     names = list(dict.fromkeys(run.name for run in runs))
     settings, elsewhere = ([], []) if is_sweep else _differences(runs)
     text = render(
@@ -114,7 +114,7 @@ def several_page(about: Chosen, out: Path) -> tuple[str, list[str]]:
         noun="job" if is_sweep else "run",
         jobs=jobs,
         header=header,
-        counts=[(SAYS[status], count, status) for status, count in counts.items() if count],
+        counts=[(STATUS_LABELS[status], count, status) for status, count in counts.items() if count],
         tiles=_tiles(runs, winner, goal, "Jobs" if is_sweep else "Runs"),
         common=sweep.common,
         differences=settings,
@@ -137,7 +137,7 @@ def _readable(folders: Sequence[Path]) -> tuple[list[RunRecord], list[str]]:
     """Return the runs, and messages about those that cannot be shown.
 
     Raises:
-        UsageError: no run can be shown.
+        UsageError: if no run can be shown.
     """
     runs, left_out = [], []
     for folder in folders:
@@ -154,7 +154,7 @@ def _readable(folders: Sequence[Path]) -> tuple[list[RunRecord], list[str]]:
 
 
 def _goal(runs: Sequence[RunRecord]) -> tuple[str, str] | None:
-    """Return the metric of most objectives, and its direction, or None without one."""
+    """Return metric and mode of the most common objective of the runs, or None."""
     if goals := Counter(run.objective for run in runs if run.objective):
         return goals.most_common(1)[0][0]
     names = worth_showing({name for run in runs for name in run.latest})
@@ -168,7 +168,7 @@ def _jobs(
     goal: tuple[str, str] | None,
     comparison: Mapping[str, Any],
 ) -> tuple[list[Job], list[str]]:
-    """Return the rows of the table, in their order, and the header of its columns."""
+    """Return the rows of the table, and the header of its columns."""
     colors = _colors(sweep.runs, winner, goal)
     metrics = [name for name in sweep.metrics if goal is None or name != goal[0]]
     verdicts = {
@@ -203,8 +203,8 @@ def _jobs(
 def _differences(runs: Sequence[RunRecord]) -> tuple[list[Difference], list[Difference]]:
     """Return the settings that differ, the important ones first, and the facts about code and machine that differ.
 
-    Important are those of a command line, and the class of a part; if it differs, its settings follow from it.
-    A run without a config, such as that of a script, has no settings.
+    Settings of the command line come first, then classes, then settings of a class that differs. A run without a
+    config, such as that of a script, has no settings.
     """
     settings = [
         {"recipe": run.name, "precision": run.precision or "", "seed": run.seed or "", **dict(flat(run.config))}
@@ -212,34 +212,34 @@ def _differences(runs: Sequence[RunRecord]) -> tuple[list[Difference], list[Diff
         else {}
         for run in runs
     ]
-    where = [
-        {label: value for _, rows in environment_of(run) for label, value in rows if label not in _ALWAYS_ITS_OWN}
+    environments = [
+        {label: value for _, rows in environment_of(run) for label, value in rows if label not in _ALWAYS_DIFFERENT}
         for run in runs
     ]
-    said = {word.lstrip("+~").partition("=")[0] for run in runs for word in run.chosen}
-    differing = _differing(settings, said)
+    chosen = {word.lstrip("+~").partition("=")[0] for run in runs for word in run.chosen}
+    differing = _differing(settings, chosen)
     parts = tuple(one.name.removesuffix("_target_") for one in differing if one.name.endswith("._target_"))
 
     def rank(one: Difference) -> int:
-        if one.said or one.name in ("recipe", "precision"):
+        if one.chosen or one.name in ("recipe", "precision"):
             return 0
         return 2 if one.name.startswith(parts) and not one.name.endswith("_target_") else 1
 
-    return sorted(differing, key=rank), _differing(where, set())
+    return sorted(differing, key=rank), _differing(environments, set())
 
 
-def _differing(settings: Sequence[Mapping[str, str]], said: set[str]) -> list[Difference]:
+def _differing(settings: Sequence[Mapping[str, str]], chosen: set[str]) -> list[Difference]:
     known = [of_run for of_run in settings if of_run]
     names = dict.fromkeys(name for of_run in known for name in of_run)
     return [
-        Difference(name, [of_run.get(name, "") for of_run in settings], name in said)
+        Difference(name, [of_run.get(name, "") for of_run in settings], name in chosen)
         for name in names
         if len({of_run.get(name) for of_run in known}) > 1
     ]
 
 
 def _colors(runs: Sequence[RunRecord], winner: RunRecord | None, goal: tuple[str, str] | None) -> list[int | None]:
-    """Return a color for each run, or for the best of them if there are more runs than colors."""
+    """Return a color for each run; None for all but the best if there are more runs than colors."""
     order = list(range(len(runs)))
     if len(runs) > PALETTE and winner is not None and goal is not None:
         sign = -1.0 if goal[1] == "max" else 1.0
@@ -256,12 +256,13 @@ def _tiles(runs: Sequence[RunRecord], winner: RunRecord | None, goal: tuple[str,
         way, last = "Lowest" if goal[1] == "min" else "Highest", "" if reached.is_best else " at the end"
         at = "" if reached.step is None or not reached.is_best else f"at step {reached.step:,.0f}, "
         tiles.append(Tile(f"{way} {goal[0]}{last}", format_number(reached.value), f"{at}{winner.label}", strong=True))
-    ended = sum(run.status in ENDED_WELL for run in runs)
-    tiles.append(Tile(noun, f"{len(runs)}", f"{ended} ended well"))
+    done = sum(run.status in ENDED_WELL for run in runs)
+    pruned = sum(run.status == "pruned" for run in runs)
+    tiles.append(Tile(noun, f"{len(runs)}", f"{done} completed{' or pruned' if pruned else ''}"))
     if times := [run.duration for run in runs if run.duration is not None]:
-        tiles.append(Tile("Time", format_duration(sum(times)), "of all together"))
+        tiles.append(Tile("Time", format_duration(sum(times)), "in total"))
     if skipped := sum(run.skipped_steps or 0 for run in runs):
-        tiles.append(Tile("Skipped steps", f"{skipped:,}", "in all of them"))
+        tiles.append(Tile("Skipped steps", f"{skipped:,}", "in total"))
     return tiles
 
 

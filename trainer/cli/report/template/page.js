@@ -1,9 +1,9 @@
 "use strict";
-// Values under the pointer, and everything unfolded on paper. The page is whole without it.
+// Tooltips with values, and unfolding of all details for printing. The page works without this script.
 const NS = "http://www.w3.org/2000/svg";
 const number = new Intl.NumberFormat("en", { maximumSignificantDigits: 5 });
 
-function told(value) {
+function format(value) {
   if (value === null) return "not finite";
   const size = Math.abs(value);
   if (Number.isInteger(value) && size < 1e9) return value.toLocaleString("en");
@@ -68,7 +68,7 @@ function follow(plot) {
           points.push(dot);
         }
       }
-      tell(each.line.name, told(each.value), color);
+      addRow(each.line.name, format(each.value), color);
     }
     place(x * unit);
   }
@@ -79,7 +79,7 @@ function follow(plot) {
     const values = data.map.values[row], found = values && values[Math.floor(column)];
     if (found === undefined || found === null) return;
     begin(data.map.steps[Math.floor(column)]);
-    tell(names[row], typeof found === "string" ? found : told(found));
+    addRow(names[row], typeof found === "string" ? found : format(found));
     place(there);
   }
 
@@ -89,7 +89,7 @@ function follow(plot) {
     tip.append(`step ${step.toLocaleString("en")}`);
   }
 
-  function tell(name, value, color) {
+  function addRow(name, value, color) {
     const row = document.createElement("div"), chip = document.createElement("i"), shown = document.createElement("b");
     shown.textContent = value;
     row.append(shown);
