@@ -36,11 +36,12 @@ MARKS = {
     "docs/scaling.md": needs_fsdp2,
 }
 SEARCHED = (
-    "Accelerate", "accumulate", "branch", "callback", "class weights", "clip", "confusion matrix", "datasets", "DDP",
-    "discriminative learning rates", "early", "EMA", "export", "freeze", "FSDP", "GAN", "Hugging Face", "images",
-    "imbalanced", "hyperparameters", "k-fold", "Keras", "learning-rate schedule", "LoRA", "MLflow", "NaN", "ONNX",
-    "Optuna", "out of memory", "profile", "quantize", "resume", "samplers", "Slurm", "SWA", "SyncDetector",
-    "torch.export", "torchrun", "transformers", "two GPUs", "validation sets", "W&B", "WeightedRandomSampler",
+    "Accelerate", "accumulate", "branch", "callback", "class weights", "clip", "confusion matrix", "datasets",
+    "DDP", "discriminative learning rates", "early", "EMA", "export", "freeze", "FSDP", "GAN", "Hugging Face",
+    "images", "imbalanced", "hyperparameters", "k-fold", "Keras", "learning-rate schedule", "load_run",
+    "load_sweep", "LoRA", "MLflow", "NaN", "ONNX", "Optuna", "out of memory", "profile", "quantize", "resume",
+    "samplers", "Slurm", "SWA", "SyncDetector", "torch.export", "torchrun", "transformers", "two GPUs",
+    "validation sets", "W&B", "WeightedRandomSampler",
 )  # fmt: skip
 """Search terms that must occur in a heading of a guide, or in the paragraph below it."""
 
