@@ -51,7 +51,7 @@ NOT_COMPARED: dict[str, str] = {
     r"data\._made_in\[.*VALIDATING": "only read if there are no dataloaders; otherwise, theirs is",
     r"eval_loops.*progress\.(epoch|total_done|total_batches)$": "Lightning's counters, set when a validation begins",
     r"eval_loops.*(metrics\.shared_hooks(\[\d\])?|sampler\.epoch)$": "set when a validation begins",
-    r"'OverflowReport'\]\.(_before|_history|_skips)": "documented: counts of failures in a row begin again",
+    r"'OverflowReport'\]\._": "evidence for a diagnosis, which no step reads",
     r"'StochasticWeightAveraging'\]\._(init_n_averaged|scheduler_state)\b": "read when it begins to average",
     r"'LearningRateMonitor'\]\.(lrs|last)": "stock callback without a state",
     r"engine\._reductions$": "number of collectives so far in this process",

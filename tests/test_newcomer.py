@@ -177,9 +177,10 @@ def test_opens_the_report(newcomer: Newcomer) -> None:
 def test_overflowing_layer_is_reported(newcomer: Newcomer) -> None:
     newcomer.write()
     said = newcomer.follow("Debug an overflow")
-    assert "The forward overflows in 'second' (Linear)" in said
+    assert "Verdict: forward pass overflows in 16 bits" in said
+    assert "in 'second' (Linear) overflows float16" in said
     broken, mended = sorted(newcomer.folder.glob("outputs/mine/*"), key=lambda path: path.name)
-    assert "The forward overflows in 'second' (Linear)" in next(broken.rglob("overflow_report_step_2.md")).read_text()
+    assert "in 'second' (Linear) overflows float16" in next(broken.rglob("diagnosis_step_*.md")).read_text()
     assert result_in(broken)["status"] == "failed"
     assert result_in(mended)["status"] == "completed"
     assert result_in(mended)["skipped_steps"] == 0

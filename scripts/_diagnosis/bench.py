@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import rich
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
@@ -20,7 +19,7 @@ from _diagnosis.programs import EPOCHS, PROGRAMS, Program
 from trainer import Trainer
 from trainer.precision import MixedPrecision
 
-VERDICTS = ("data", "model", "forward", "backward", "underflow", "weights", "divergence", "healthy")
+VERDICTS = ("data", "model", "forward", "backward", "underflow", "weights", "divergence", "unknown", "healthy")
 
 PHRASES = {
     "weights": r"weights were not finite before",
@@ -66,9 +65,15 @@ class Losses(Callback):
 
 
 def run(
-    program: type[Program], folder: Path, *, lr: float | None = None, batches: Any = None, **arguments: Any
+    program: type[Program],
+    folder: Path,
+    *,
+    lr: float | None = None,
+    batches: Any = None,
+    change: Any = None,
+    **arguments: Any,
 ) -> Result:
-    """Train the program. ``arguments`` are of the Trainer; the rest replaces parts of the program."""
+    """Train the program with ``arguments`` for the Trainer, after calling ``change`` with the module."""
     heard, losses = io.StringIO(), Losses()
     precision: Any = program.precision
     if program.scaling:
@@ -76,28 +81,26 @@ def run(
     given = {
         "accelerator": "cpu", "precision": precision, "max_epochs": EPOCHS, "logger": False,
         "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
-        "log_every_n_steps": 10, "default_root_dir": str(folder), "callbacks": [losses],
+        "log_every_n_steps": 10, "default_root_dir": str(folder),
     } | program.arguments | arguments  # fmt: skip
+    given["callbacks"] = [losses, *given.pop("callbacks", [])]
     handler, error = logging.StreamHandler(heard), None
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero")]
     for logger in loggers:
         logger.addHandler(handler)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
-    own = rich.get_console()
-    before = own.file
     with redirect_stdout(heard), redirect_stderr(heard), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        own.file = heard
         try:
             module = program(lr)
+            if change is not None:
+                change(module)
             loader = DataLoader(program.batches() if batches is None else batches, batch_size=None)
             Trainer(**given).fit(module, loader)
         except Exception as problem:
             error = problem
         finally:
-            own.file = before
-    for logger in loggers:
-        logger.removeHandler(handler)
+            for logger in loggers:
+                logger.removeHandler(handler)
     text = heard.getvalue() + "".join(f"{one.message}\n" for one in caught)
     if error is not None:
         text += f"{type(error).__name__}: {error}\n"

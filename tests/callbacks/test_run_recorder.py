@@ -387,6 +387,8 @@ def test_paths(tmp_path, recorder, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpoints = ModelCheckpoint(monitor="val_acc", mode="max")
     checkpoints.best_model_path = "run/best[1].ckpt"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "best[1].ckpt").touch()
     loggers = [CSVLogger("run/logs", name="x", version=3), CSVLogger("run/logs", name="x", version=3)]
     Fit(recorder, folder=tmp_path / "run", checkpoint_callback=checkpoints, loggers=loggers).fit()
     folder = tmp_path / "run" / "logs" / "x" / "version_3"

@@ -64,7 +64,7 @@ def fit(module: Any, **options: Any) -> dict[str, Any]:
     found.pop("trainer")
     fields = ("rank", "batch_idx", "position", "window", "largest_scale", "error", "fails")
     found["reports"] = [
-        {"step": one.step, "module": one.module, "phase": one.phase, "verdict": one.verdict}
+        {"step": one.step, "module": one.module, "kind": one.kind, "count": one.count}
         | {name: getattr(one.finding, name) for name in fields}
         for one in report.reports
     ]

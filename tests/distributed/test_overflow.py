@@ -28,8 +28,8 @@ def ranks(launched: tuple[str, Path]) -> list[dict[str, Any]]:
 def test_all_ranks_report_the_rank_that_overflowed(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         (report,) = rank["first"]["reports"]
-        assert (report["step"], report["rank"], report["batch_idx"], report["window"]) == (2, 1, 4, 1)
-        assert (report["module"], report["phase"]) == ("net.3", "forward")
+        assert (report["step"], report["rank"], report["batch_idx"], report["window"]) == (0, 1, 1, 2)
+        assert (report["module"], report["kind"]) == ("net.3", "forward")
         assert (report["fails"], report["largest_scale"], report["error"]) == (True, 0.0, "")
     assert ranks[0]["first"]["reports"] == ranks[1]["first"]["reports"]
 
@@ -37,7 +37,7 @@ def test_all_ranks_report_the_rank_that_overflowed(ranks: list[dict[str, Any]]) 
 def test_batch_of_a_window_is_found_on_the_other_rank(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         (report,) = rank["window"]["reports"]
-        assert (report["step"], report["rank"]) == (3, 1)
+        assert (report["step"], report["rank"]) == (0, 1)
         assert (report["batch_idx"], report["position"], report["window"]) == (1, 1, 2)
         assert (report["module"], report["error"]) == ("net.3", "")
 
@@ -61,13 +61,14 @@ def test_run_is_the_same(ranks: list[dict[str, Any]], with_reports: str, without
 
 def test_one_rank_prints_and_writes(launched: tuple[str, Path]) -> None:
     output, folder = launched
-    assert output.count("Overflow report: optimizer step 2 (skipped, 3 in a row)") == 2  # that of the collapse, too
-    text = (folder / "overflow_report_step_3.md").read_text()
-    assert "on rank 1 of 2" in text
+    assert output.count("Verdict: forward pass overflows in 16 bits (step 0, batch 1)") >= 1
+    text = (folder / "diagnosis_step_0.md").read_text()
+    assert "rank 1 |" in text
 
 
 def test_all_ranks_stop_when_the_scale_collapses(launched: tuple[str, Path], ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["collapse"].startswith("4 optimizer steps in a row were skipped, from step 0 to step 3")
-        assert "The forward overflows in 'net.3' (Overflow)" in rank["collapse"]
+        assert "Verdict: forward pass overflows in 16 bits" in rank["collapse"]
+        assert "'net.3' (Overflow)" in rank["collapse"]
     assert (launched[1] / "checkpoints" / "before_collapse.ckpt").exists()

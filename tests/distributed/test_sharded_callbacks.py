@@ -133,11 +133,13 @@ def test_reports_name_the_layer(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         for name in ("report", "report, none on rank 0"):
             (report,) = rank[name]["fsdp"]["reports"]
-            assert "The forward overflows in 'net.2' (Overflow)" in report
-            assert "on rank 1 of 2" in report
-        report, _ = rank["report of the backward"]["fsdp"]["reports"]  # one for each row of skips
-        assert "The backward makes inf or nan in 'net.2' (Overflow), in the gradient of net.2.weight" in report
-        assert "Nothing overflowed." in rank["report on demand"]["fsdp"]["reports"][0]
+            assert "# Verdict: forward pass overflows in 16 bits" in report
+            assert "mul in 'net.2' (Overflow)" in report
+            assert "rank 1 |" in report
+        report, *_ = rank["report of the backward"]["fsdp"]["reports"]
+        assert "'net.2' (Overflow)" in report
+        assert "net.2.weight" in report
+        assert "# Verdict: none: nothing overflowed" in rank["report on demand"]["fsdp"]["reports"][0]
 
 
 def test_collapse_stops_all(ranks: list[dict[str, Any]], folder: Path) -> None:

@@ -166,6 +166,7 @@ def test_step_waits_for_nothing_and_computes_nothing_more(cuda, tmp_path, precis
             known_late = closes and "fused" in optimizer
             is_logged = number >= WARM_UP + PHASE
             expected = Counter({"clone": int(is_logged)})  # of the value that is logged
+            expected["clone"] += precision != "16-mixed"  # of the loss, which `OverflowReport` reads later
             if records and not (is_logged and window == 1):
                 expected[KEPT_OF_A_LOSS[window]] += 1
             at = f"batch {number}, callbacks={callbacks}, records={records}"

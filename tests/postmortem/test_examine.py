@@ -8,11 +8,10 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
 
-from tests.postmortem.layers import Amplifier, Nan, sequential
+from tests.postmortem.layers import Amplifier, Huge, Nan, sequential
 from tests.support import Regression, loader_of, make_batches, make_trainer, native_fp16
-from trainer.postmortem.examine import examine, largest_power
+from trainer.postmortem.examine import AS_IT_IS, Variant, examine, largest_power
 from trainer.postmortem.recording import Recorder
-from trainer.postmortem.report import Report
 
 
 class _Recording(Callback):
@@ -20,13 +19,13 @@ class _Recording(Callback):
         self.recorder = Recorder(trainer)
 
 
-def examined(folder, module, batches, scale=2.0**16, window=1, **arguments):
-    """Return the finding on the first window of a fit, examined right after its step."""
+def examined(folder, module, batches, scale=2.0**16, window=1, variant=AS_IT_IS, **arguments):
+    """The finding on the first window of a fit, looked into right after its update."""
     findings = []
 
     def look(self, trainer, pl_module, optimizer, outcome):
         if not findings:
-            findings.append(examine(trainer, self.recorder.take(), scale))
+            findings.append(examine(trainer, self.recorder.take(), scale, variant))
 
     callback = type("Examine", (_Recording,), {"on_after_optimizer_step": look})()
     arguments = {"precision": native_fp16(init_scale=scale), "accumulate_grad_batches": window} | arguments
@@ -78,13 +77,13 @@ def test_largest_scale_equals_that_of_an_exhaustive_search(tmp_path, gain):
     assert finding.largest_scale == 2.0**expected
     assert finding.fails
     assert finding.scale == 2.0**24
-    assert finding.origin is not None
+    assert finding.birth is not None
 
 
 def test_step_that_does_not_fail(tmp_path):
     finding = examined(tmp_path, Regression(), make_batches(1), scale=1.0)
     assert not finding.fails
-    assert (finding.first_output, finding.first_gradient, finding.origin, finding.parameters) == (None, None, None, [])
+    assert (finding.birth, finding.parameters) == (None, [])
     assert 1.0 < finding.largest_scale < 2.0**40
     assert math.isfinite(finding.loss)
 
@@ -92,8 +91,8 @@ def test_step_that_does_not_fail(tmp_path):
 def test_nan_fits_no_scale(tmp_path):
     finding = examined(tmp_path, Regression(sequential(Nan(), 3)), make_batches(1))
     assert (finding.fails, finding.largest_scale) == (True, 0.0)
-    assert finding.origin is not None
-    assert finding.origin.call.name == "net.3"
+    assert finding.birth is not None
+    assert (finding.birth.module, finding.birth.phase) == ("net.3", "backward")
 
 
 def test_scale_with_vanishing_gradients_does_not_fit(tmp_path):
@@ -123,12 +122,10 @@ def test_values_that_were_not_finite_before(tmp_path):
     batch[0][0, 0] = math.nan
     module = Regression(sequential())
     with torch.no_grad():
-        module.net[1].running_var[3] = math.inf
         module.net[4].bias[0] = math.nan
     finding = examined(tmp_path, module, [batch])
-    assert finding.broken_batch == ["batch[0]"]
+    assert finding.broken_batch == {"batch[0]": [0]}
     assert finding.broken_weights == ["net.4.bias"]
-    assert finding.broken_buffers == ["net.1.running_var"]
 
 
 def test_parameters_that_no_optimizer_has_do_not_count(tmp_path):
@@ -174,17 +171,35 @@ class OwnLoss(Regression):
         return (self.net(batch[0]) - batch[1].half()).pow(2).mean() / 16
 
 
-@pytest.mark.parametrize("batch", [0, 1])
-def test_overflow_that_cudas_autocast_avoids(tmp_path, batch):
+def test_a_value_without_samples_belongs_to_all_of_them(tmp_path):
+    finding = examined(tmp_path, Regression(), make_batches(1, gains={0: math.nan}))
+    assert finding.broken_batch == {"batch[2]": [*range(len(make_batches(1)[0][0]))]}
+
+
+@pytest.mark.parametrize(
+    ("variant", "fails"),
+    [
+        (Variant(), True),
+        (Variant(dtype=torch.float32), True),  # the batch itself has an inf
+        (Variant(without=(1,)), False),
+        (Variant(without=(0,)), True),
+        (Variant(without=tuple(range(8))), False),  # zeros in their place
+    ],
+)
+def test_a_replay_without_samples(tmp_path, variant, fails):
     batches = make_batches(1)
-    batches[0][0] *= 1.0 if batch == 0 else float("inf")
-    finding = examined(tmp_path, OwnLoss(), batches)
-    assert finding.fails
-    assert ("pow" in finding.in_float32_on_cuda) is (batch == 0)
-    advice = Report(0, 1, "16-mixed", 1.0, 1, finding).advice
-    assert any("CUDA's autocast computes" in line and "autocast_ops=cuda" in line for line in advice) is (batch == 0)
+    batches[0][0][1, 2] = math.inf
+    assert examined(tmp_path, Regression(), batches, scale=1.0, variant=variant).fails is fails
 
 
-def test_no_advice_without_an_overflow(tmp_path):
-    finding = examined(tmp_path, OwnLoss(), make_batches(1), scale=2.0**5)
-    assert (finding.fails, finding.in_float32_on_cuda) == (False, [])
+@pytest.mark.parametrize("variant", [Variant(torch.float32), Variant(torch.bfloat16), Variant(modules=("net",))])
+def test_a_replay_in_another_precision(tmp_path, variant):
+    finding = examined(tmp_path, Regression(sequential(Huge(), 3)), make_batches(1), scale=1.0, variant=variant)
+    assert not finding.fails
+    assert math.isfinite(finding.loss)
+
+
+def test_a_replay_with_the_operations_of_cuda(tmp_path):
+    batches = make_batches(1)
+    assert examined(tmp_path, OwnLoss(), batches).fails
+    assert not examined(tmp_path, OwnLoss(), batches, variant=Variant(cuda=True)).fails

@@ -38,7 +38,7 @@ def page_of(folder: Path) -> str:
 
 
 def test_names_are_texts_in_the_page(given):
-    """Metrics, settings, overrides, variables, the log, an overflow report, and the folder itself."""
+    """Metrics, settings, overrides, variables, the log, a diagnosis, and the folder itself."""
     folder = given.rename(given.with_name(EVIL.replace("/", "_")))
     where = {"command": [EVIL], "versions": {EVIL: EVIL}, "variables": {EVIL: EVIL}, "git": {"branch": EVIL}}
     result = {"recipe": EVIL, "overrides": [f"+a={EVIL}"], "error": EVIL, "status": EVIL, "metrics": {EVIL: 1.0}}
@@ -51,7 +51,7 @@ def test_names_are_texts_in_the_page(given):
             ".hydra/config.yaml": json.dumps({EVIL: {EVIL: [EVIL]}, "trainer": {"max_epochs": EVIL}}),
             "csv/metrics.csv": f"step,{EVIL.replace(chr(34), '')},$x^{{\n0,1,2\n1,2,3\n",
             "fit.log": f"[2026-01-01 00:00:00][a][WARNING] - {EVIL}\n{EVIL}\n",
-            "overflow_report_step_3.md": f"# {EVIL}\n\n{EVIL}\n\n- {EVIL}\n\n| {EVIL} | {EVIL} |\n",
+            "diagnosis_step_3.md": f"# {EVIL}\n\n{EVIL}\n\n- {EVIL}\n\n| {EVIL} | {EVIL} |\n",
         },
     )
     html = page_of(folder)
@@ -63,7 +63,7 @@ def test_names_are_texts_in_the_page(given):
     assert "'unsafe-inline'" not in policy[1].partition("script-src")[2]
 
 
-LINKED = ["fit.log", ".hydra/config.yaml", "overflow_report_step_3.md", "run.json"]
+LINKED = ["fit.log", ".hydra/config.yaml", "diagnosis_step_3.md", "run.json"]
 
 
 @pytest.mark.parametrize("name", LINKED)

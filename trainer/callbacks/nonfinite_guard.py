@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from trainer.callbacks.run_callback import RunCallback
 from trainer.engine.optimizer_calls import needs_closure
 from trainer.engine.protocol import Engine
-from trainer.errors import ConfigurationError, NonFiniteError, expect, is_count, rank_zero_warn
-from trainer.postmortem.examine import examine
+from trainer.errors import ConfigurationError, NonFiniteError, expect, is_count, rank_zero_warn, some
+from trainer.postmortem.diagnose import Case, diagnose
 from trainer.postmortem.recording import RecordedBatch, Recorder
-from trainer.postmortem.report import Report, names_of
 from trainer.postmortem.state import ObjectState
 from trainer.precision.guard import StepGuard
+from trainer.record.measures import last_diagnosis
 from trainer.state import random_states
 from trainer.state.outcome import StepOutcome
 
@@ -142,12 +142,11 @@ class NonFiniteGuard(RunCallback):
         if self.policy == "go_on" or trainer.state.fn != "fit" or trainer.state.status != "running":
             return
         if broken := _broken(pl_module, trainer.engine):
+            report = last_diagnosis(trainer)
             raise NonFiniteError(
                 f"The weights are not finite at step {trainer.global_step} of epoch {trainer.current_epoch}, so they"
-                f" were not saved, and the checkpoints from before are as they were: {names_of(broken)}."
-                " Go on from one of these with a lower learning rate or gradient clipping. To know which step and"
-                " layer it was, train with callbacks=[NonFiniteGuard('stop')]; NonFiniteGuard('go_on') saves such"
-                " weights.",
+                f" were not saved, and the checkpoints from before are as they were: {some(broken, 6)}."
+                " NonFiniteGuard('go_on') saves such weights.\n" + "\n".join([] if report is None else report.lines()),
                 step=trainer.global_step,
             )
 
@@ -250,42 +249,18 @@ class _Watch(Recorder):
 
 
 def _error(trainer: Trainer, step: int, outcome: StepOutcome, batches: list[RecordedBatch]) -> NonFiniteError:
-    """Replay the step, and say what was found. To be called on all ranks."""
-    lines = [f"Gradients were not finite at optimizer step {step} of epoch {trainer.current_epoch}."]
-    report = None
-    finding = examine(trainer, batches, outcome.scale)
-    if finding is not None:
-        report = Report(step, 1, trainer.precision, trainer.scaler.min_scale, trainer.world_size, finding)
-        rows = dict(report.rows())
-        lines = [
-            f"Gradients were not finite at optimizer step {step} of epoch {trainer.current_epoch}:"
-            f" {rows['batch']}, loss {rows['loss']}, precision={trainer.precision!r}.",
-            _verdict(report),
-        ]
-        told = ("first output not finite", "first gradient not finite", "gradients not finite", "batch not finite")
-        lines += [f"{label}: {rows[label]}." for label in told if label in rows]
-        lines += [f"Try: {advice}" for advice in report.advice]
-    lines.append(
+    """Return the error, with the diagnosis of the step. All ranks call this together."""
+    case = Case(step, batches, outcome.scale, in_a_row=1)
+    report = diagnose(trainer, case) if batches or trainer.world_size > 1 else None
+    lines = [] if report is None else report.lines()
+    lines = [
+        f"Gradients were not finite at optimizer step {step} of epoch {trainer.current_epoch}.",
+        *lines,
         "The step was skipped: weights, optimizers and schedules are those of the last good step."
-        " NonFiniteGuard('skip') leaves such steps out."
-    )
+        " NonFiniteGuard('skip') leaves such steps out.",
+    ]
     batch_idx = None if report is None else report.finding.batch_idx
     return NonFiniteError("\n".join(lines), step=step, batch_idx=batch_idx, report=report)
-
-
-def _verdict(report: Report) -> str:
-    finding = report.finding
-    if finding.broken_weights:
-        return f"Weights were not finite before the step: {names_of(finding.broken_weights)}."
-    if report.place is None:
-        why = f": {finding.error}" if finding.error else ""
-        return (
-            f"A second run of the batch has found no number that is not finite{why}. Perhaps it comes from a sum over"
-            " the window or the processes, from a hook that changes gradients, or with other random numbers."
-        )
-    if report.phase == "forward" and finding.broken_batch:
-        return f"The batch was not finite when it came: {names_of(finding.broken_batch)}."
-    return f"The first number that is not finite was made in the {report.phase} pass, in {report.place}."
 
 
 def _broken(module: LightningModule, engine: Engine) -> list[str]:

@@ -1,26 +1,38 @@
-"""Why steps are skipped: the post-mortem of an overflow, and the end of a run that only skips."""
+"""Why training breaks: detects it in every precision, has it explained, and ends a run that only skips."""
 
 from __future__ import annotations
 
+import math
 import os
+import statistics
+import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
+from copy import copy
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from lightning.pytorch import LightningModule
 from rich.console import Console
 from rich.text import Text
+from torch import Tensor
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from trainer import terminal
 from trainer.callbacks.run_callback import RunCallback
+from trainer.data.samples import tensors_in
 from trainer.errors import LossScaleCollapse, expect, warn
 from trainer.files import from_here, write_text
+from trainer.postmortem.diagnose import MUCH, Case, diagnose, out_of_range
 from trainer.postmortem.examine import examine
 from trainer.postmortem.recording import RecordedBatch, Recorder
-from trainer.postmortem.report import Report, names_of
+from trainer.postmortem.report import Diagnosis
+from trainer.precision.underflow import UnderflowProbe
 from trainer.record.measures import folder_of_reports
 from trainer.state.outcome import StepOutcome
 
@@ -29,40 +41,49 @@ if TYPE_CHECKING:
 
 _HISTORY = 40
 """Changes of the scale that are remembered: more than it takes from 2**24 down to 1."""
+_BYTES = 2**26
+"""Of recent batches, and of weights, that are kept."""
+_GROWN = 10.0
+"""Times the loss has to be larger than in the best part of the run, to have it examined."""
+_EXAMINED = 4
+"""Examinations for one kind of trigger in a run."""
 
 
 class OverflowReport(RunCallback):
-    """Says which layer overflows when steps are skipped, and stops a run that does nothing but skip.
+    """Diagnose a training that breaks: one verdict and one remedy, tried before it is printed.
 
-    On by default where the loss is scaled. After ``after`` skipped steps in a row the batch is run again, with the
-    same random numbers and a hook on every module. The report names the first module whose output is not
-    finite and the first whose incoming gradient is not; how large the finite numbers around it are, and in which
-    dtype; the largest loss scale that would have fit; and what to try. It is printed and written to
-    ``overflow_report_step_N.md``. The replay leaves the run as it was, to the bit: weights, gradients, buffers,
-    random states, metrics, logs (``trainer.postmortem`` says how, and where the limits are).
+    On by default in every precision. Triggers: a skipped step with a loss that was not finite; ``after`` skipped steps
+    in a row; a loss that is not finite without loss scaling; a loss that grows without bound; gradients that vanish in
+    float16; an index that is out of range. Then the batch is replayed, in the run's precision and in float32, and
+    :func:`~trainer.postmortem.diagnose.diagnose` explains it. The verdict is printed in a few lines, once for each
+    cause, and written with its details to ``diagnosis_step_N.md``. A replay leaves the run as it was, to the bit:
+    weights, gradients, buffers, random states, metrics, logs.
 
-    While no step is skipped nothing is kept, copied or hooked. After ``after - 2`` skips in a row, batches
-    are kept until their outcome is known: by reference, with the random states and a copy of the buffers.
+    Costs one small kernel per batch on a GPU, and no host-device synchronization except every ``log_every_n_steps``
+    updates and before a validation or a checkpoint. Keeps up to 64 MiB of recent batches by reference, and a copy of
+    weights of up to 64 MiB.
 
     Args:
-        after: skipped steps in a row that draw a report, one for each such row; at least 3, because fewer are
-            how a loss scale finds its level. None for no such report.
+        after: skipped steps in a row with finite losses that are explained; at least 3, because fewer are how a loss
+            scale finds its level. None for no such report.
         at_step: report on this optimizer step as well (``trainer.global_step`` when it begins, or the next one that
             comes), skipped or not, and in any precision: how far is it from overflowing? Copies the weights, once.
-        collapse_after: skipped steps in a row that stop the run; None to go on. 50 is past the 16 skips that it takes
-            from the default scale, 2**16, down to 1, three times over.
+        collapse_after: skipped steps in a row that stop the run; None to continue. 50 is past the 16 skips that it
+            takes from the default scale, 2**16, down to 1, three times over.
         at_floor: skipped steps in a row, all at the scaler's ``min_scale``, that stop the run: the scale
-            cannot fall any further. None to go on.
-        dirpath: folder of the files. Default: that of the first logger, or ``trainer.default_root_dir``; on the command
-            line the run's folder.
+            cannot fall any further. None to continue.
+        dirpath: folder of the files. Default: that of the run, or of the first logger, or the ``default_root_dir`` that
+            the Trainer was given; without any of these no file is written.
         console: where to print. Default: rich's global console, which writes to ``sys.stdout``.
 
     Attributes:
-        reports: the reports of this run (:class:`~trainer.postmortem.report.Report`), the same on all ranks.
+        reports: the diagnoses of this run (:class:`~trainer.postmortem.report.Diagnosis`), the same on all ranks.
+        nonfinite_losses: number of skipped steps of this fit with a loss that was not finite on some rank: no loss
+            scale avoids these. ``trainer.skipped_steps`` counts them as well.
 
     Raises:
         ConfigurationError: a number out of range.
-        LossScaleCollapse: while training; see ``collapse_after`` and ``at_floor``. Where the Trainer writes
+        LossScaleCollapse: while training; see ``collapse_after`` and ``at_floor``. If the Trainer writes
             checkpoints, ``before_collapse.ckpt`` is written before, with the buffers and the scale from before the
             skipped steps; weights, optimizers and schedules have not changed since.
     """
@@ -71,7 +92,15 @@ class OverflowReport(RunCallback):
         "deepspeed": "runs the batches of a skipped step again, for gradients that DeepSpeed keeps to itself."
     }
     observes_only: ClassVar = True
-    reset_in_copies: ClassVar = {"_demand": None, "_recorder": None, "_before": None}
+    reset_in_copies: ClassVar = {
+        "_demand": None,
+        "_recorder": None,
+        "_skipping": None,
+        "_recent": deque(),
+        "_before": {},
+        "_loop": None,
+        "_probe": None,
+    }
 
     def __init__(
         self,
@@ -90,7 +119,8 @@ class OverflowReport(RunCallback):
         self.at_step = at_step
         self.collapse_after = collapse_after
         self.at_floor = at_floor
-        self.reports: list[Report] = []
+        self.reports: list[Diagnosis] = []
+        self.nonfinite_losses = 0
         self.dirpath = dirpath
         self._console = console
         self._demand: Recorder | None = None  # for at_step
@@ -98,31 +128,83 @@ class OverflowReport(RunCallback):
         self._history: deque[tuple[int, float]] = deque(maxlen=_HISTORY)
         self._skips = 0  # in a row, up to now
         self._skips_at_floor = 0
-        self._has_reported = False  # on this row of skips
-        self._before: _BeforeSkips | None = None
+        self._skipping: _BeforeSkips | None = None
         # with a fused optimizer on a GPU, the outcome of a step comes one step late
         limits = [limit for limit in (after, collapse_after, at_floor) if limit is not None]
         self._record_from = max(1, min(limits) - 2) if limits else None
+        self._asked: Counter[str] = Counter()
+        self._latest: dict[str, Diagnosis] = {}  # by trigger
+        self._recent: deque[RecordedBatch] = deque(maxlen=1)
+        self._before: dict[str, Tensor] = {}  # the weights when all was last known to be finite
+        self._known = 0  # the step at which that was
+        self._losses: list[tuple[int, Tensor]] = []  # since then, with their steps; still scaled
+        self._skipped: set[int] = set()  # skipped steps since then
+        self._every, self._updates = 50, 0  # updates between two looks; and since the last one
+        self._lowest = math.inf  # median of the losses between two looks
+        self._probe: UnderflowProbe | None = None
+        self._looks = 0  # in this fit, every `log_every_n_steps` updates
+        self._first_norm: Tensor | None = None  # of weights that are not kept, when the fit began
+        self._loop: Any = None
+        self._is_broken = self._tries_scale = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget an earlier run."""
         self._clean_up(trainer)
-        self.reports = []
+        self.reports, self._latest, self.nonfinite_losses = [], {}, 0
+        self._asked.clear()
         self._history.clear()
         self._history.append((trainer.global_step, trainer.scaler.current_scale))
         if self.at_step is not None and trainer.global_step <= self.at_step:
             self._demand = Recorder(trainer, self.at_step, parameters=True)
+        self._loop, self._lowest, self._is_broken = trainer.loop, math.inf, False
+        self._every, self._updates, self._looks = trainer.log_every_n_steps or 50, 0, 0
+        self._recent, self._losses = deque(maxlen=0), []
+        self._keep_weights(trainer)
+        if not self._before:
+            part = trainer.engine.gradients.part
+            self._first_norm = get_total_norm([part(p.detach()) for p in pl_module.parameters() if p.numel()])
+        if trainer.scaler.is_enabled():
+            self._probe = UnderflowProbe(trainer.engine.device.type)
+            trainer.scaler.before_unscale.append(self._count_small)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Keep the batch and its loss, without reading it."""
+        loop = self._loop
+        if not self._recent.maxlen:
+            size = sum(tensor.nbytes for tensor in tensors_in(loop.metrics.batch))
+            number = self._every * loop.window.size
+            self._recent = deque(maxlen=max(1, min(_BYTES // max(size, 1), number)))
+        window, progress, loss = loop.window, loop.progress, loss.detach()
+        mark = window if window.batches == 1 else copy(window)
+        loss = loss if loop.gradients.scaler.is_enabled() else loss.clone()  # CUDA graphs reuse their outputs
+        steps = progress.optimizer_steps
+        self._recent.append(RecordedBatch(loop.metrics.batch, progress.batch_idx, steps, mark, {}, None, True, loss))
+        self._losses.append((steps, loss))
 
     def on_after_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
-        """Count skipped steps. A few comparisons where none is, and none has just been."""
-        if not (outcome.skipped or self._skips or self._demand or outcome.scale != outcome.next_scale):
+        """Count skipped steps, and look at the losses every ``log_every_n_steps`` updates."""
+        if optimizer is not trainer.optimizers[outcome.optimizers[0]]:  # several optimizers are one update
             return
-        if optimizer is not trainer.optimizers[outcome.optimizers[0]]:  # several optimizers are one step
+        self._follow(trainer, outcome)
+        self._updates += 1
+        if self._updates >= self._every:
+            self._look(trainer)
+            self._looks += 1
+            if self._probe is not None:
+                self._judge_gradients(trainer, trainer.global_step - len(outcome.optimizers), outcome)
+
+    def _follow(self, trainer: Trainer, outcome: StepOutcome) -> None:
+        changes = outcome.scale != outcome.next_scale
+        if not (outcome.skipped or self._skips or self._demand or changes):
             return
         step, at_step = trainer.global_step - len(outcome.optimizers), self.at_step
-        if outcome.scale != outcome.next_scale:
+        if changes:
+            last = self._history[-1]  # the scale of this step was just raised, to see if it fits
+            self._tries_scale = (
+                outcome.skipped and step <= last[0] and len(self._history) > 1 and last[1] > self._history[-2][1]
+            )
             self._history.append((trainer.global_step, outcome.next_scale))
         demanded = self._demand.take() if self._demand is not None else []
         if outcome.skipped:
@@ -131,22 +213,166 @@ class OverflowReport(RunCallback):
             self._end_skips()
         if self._demand is None or at_step is None or step < at_step:
             return
-        if any(report.step == step for report in self.reports) or self._report(trainer, step, outcome, demanded):
+        if any(report.step == step for report in self.reports) or self._answer(trainer, step, outcome, demanded):
             self._demand.stop()
             self._demand = None
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look at the losses so far."""
+        if trainer.training or self._losses:
+            self._look(trainer)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Look at the losses so far."""
+        self._look(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look at the last losses."""
+        self._look(trainer)
+        for report in {id(one): one for one in self._latest.values()}.values():
+            if report.count > 1:
+                self._write(trainer, report)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Explain an index that is out of range, or a number that float16 does not have."""
+        self._explain_error(trainer, exception)
+        super().on_exception(trainer, pl_module, exception)
+
+    def run_facts(self) -> dict[str, Any]:
+        """Return the number of losses that were not finite, for the run's record, if there were any."""
+        return {"nonfinite_losses": self.nonfinite_losses} if self.nonfinite_losses else {}
+
+    def _explain(
+        self,
+        trainer: Trainer,
+        trigger: str,
+        batches: Sequence[RecordedBatch],
+        step: int,
+        scale: float,
+        asks: str = "failure",
+    ) -> Diagnosis | None:
+        """Return the diagnosis of a step, new or that of an earlier one with the same cause. All ranks call this.
+
+        Args:
+            trainer: the Trainer.
+            trigger: the kind of event. Only the first few of one kind are examined.
+            batches: of the window; [] if they are gone.
+            step: ``trainer.global_step`` when the weight update began.
+            scale: the loss scale of the update.
+            asks: see :class:`~trainer.postmortem.diagnose.Case`.
+        """
+        latest = self._latest.get(trigger)
+        self._asked[trigger] += 1
+        times = self._asked[trigger]
+        if times > 2 ** (_EXAMINED - 1) or times & (times - 1):  # the 1st, 2nd, 4th and 8th time
+            if latest is not None:
+                latest.count += 1
+            return latest
+        first = min((one.step for one in batches), default=step)
+        recent = [one for one in self._recent if one.step < first][-8:]
+        norm = self._first_norm  # a host-device synchronization
+        since = self._known if norm is None or not trainer.engine.any_rank(not norm.isfinite()) else -1
+        case = Case(step, batches, scale, recent, self._before, since, self._skips, asks, known=self.reports)
+        found = diagnose(trainer, case)
+        if found is None:
+            return None
+        for known in self.reports:
+            if (known.kind, known.key) == (found.kind, found.key):
+                known.count += 1
+                self._latest[trigger] = known
+                return known
+        self.reports.append(found)
+        self._latest[trigger] = found
+        self._tell(trainer, found)
+        return found
+
+    # --- losses and gradients -------------------------------------------------------------------------------------
+
+    def _look(self, trainer: Trainer) -> None:
+        """Read the losses since the last look. A host-device synchronization."""
+        engine, scaled, is_alone = trainer.engine, trainer.scaler.skips_steps, trainer.world_size == 1
+        ripe = [one for one in self._losses if not scaled or one[0] < trainer.global_step]  # skipped or not: known
+        self._losses, self._updates = self._losses[len(ripe) :], 0
+        if self._is_broken or not (ripe or not is_alone) or self._loop is None:
+            return
+        values: list[float] = []
+        if ripe:
+            values = torch.stack([loss.to(engine.device).float().reshape(()) for _, loss in ripe]).tolist()
+        steps = [step for (step, _), value in zip(ripe, values, strict=True) if not math.isfinite(value)]
+        broken = [step for step in steps if step not in self._skipped]
+        self._skipped.clear()
+        if engine.any_rank(bool(broken)):
+            self._is_broken = not scaled
+            own = torch.tensor(broken[0] if broken else sys.maxsize, device=engine.device)
+            step = int(engine.reduce(own, "min"))  # the first of all ranks
+            self._explain(trainer, "loss", self._batches_of(step), step, trainer.scaler.current_scale)
+            return
+        finite = [value / trainer.scaler.current_scale for value in values if math.isfinite(value)]
+        is_comparable = is_alone and trainer.lightning_module.automatic_optimization
+        if is_comparable and len(finite) >= 6 and self._has_grown(finite):
+            self._explain(
+                trainer, "growth", [self._recent[-1]], trainer.global_step, trainer.scaler.current_scale, "growth"
+            )
+        elif not steps:
+            self._keep_weights(trainer)
+
+    def _has_grown(self, losses: list[float]) -> bool:
+        third = max(3, len(losses) // 3)
+        first, last = min(losses[:3]), statistics.median(losses[-third:])
+        lowest = min(self._lowest, first) if math.isinf(self._lowest) else self._lowest
+        self._lowest = min(lowest, last)
+        return last - lowest > _GROWN * abs(lowest)
+
+    def _keep_weights(self, trainer: Trainer) -> None:
+        named = dict(trainer.lightning_module.named_parameters())
+        self._known = trainer.global_step
+        is_small = sum(parameter.nbytes for parameter in named.values()) <= _BYTES
+        if trainer.world_size > 1 or trainer.engine.gradients.are_parts or not is_small:
+            return
+        if self._before.keys() == named.keys():
+            torch._foreach_copy_(list(self._before.values()), [parameter.detach() for parameter in named.values()])
+        else:
+            self._before = {name: parameter.detach().clone() for name, parameter in named.items()}
+
+    def _count_small(self, optimizer: Optimizer) -> None:
+        """Count gradient elements that are subnormal in float16, before the 1st, 2nd, 4th look and so on."""
+        if self._updates + 1 < self._every or self._looks & (self._looks + 1) or self._probe is None:
+            return
+        gradients = self._loop.gradients
+        local = gradients.local(optimizer)
+        total = partial(gradients.total, of=[p for p, _ in local]) if gradients.are_parts else None
+        self._probe.start((("", p.numel() * (1 + p.is_complex()), gradient) for p, gradient in local), total)
+
+    def _judge_gradients(self, trainer: Trainer, step: int, outcome: StepOutcome) -> None:
+        found = self._probe.finish() if self._probe is not None else []
+        if found and not outcome.skipped and (found[0].subnormal > MUCH or found[0].zeros == 1.0):
+            self._explain(trainer, "underflow", self._batches_of(step), step, outcome.scale, "underflow")
+
+    def _batches_of(self, step: int) -> list[RecordedBatch]:
+        return [one for one in self._recent if one.step == step]
+
+    # --- skipped steps --------------------------------------------------------------------------------------------
+
     def _take_skip(self, trainer: Trainer, step: int, outcome: StepOutcome) -> None:
-        """Count one skipped step; report, and end the run, where it is time to."""
+        """Count one skipped step; explain it, and end the run, if it is time to."""
         at_floor = outcome.scale <= trainer.scaler.min_scale
         self._skips += 1
         self._skips_at_floor = self._skips_at_floor + 1 if at_floor else 0
-        if self._before is None:
-            self._before = _BeforeSkips(trainer, step, outcome.scale)
-        batches = self._recorder.take() if self._recorder is not None else []
+        if self._skipping is None:
+            self._skipping = _BeforeSkips(trainer, step, outcome.scale)
+        own = self._batches_of(step)
+        self._skipped.update(range(step, trainer.global_step))
+        batches = (self._recorder.take() if self._recorder is not None else []) or own
         collapses = self._skips == self.collapse_after or self._skips_at_floor == self.at_floor
-        is_due = self.after is not None and self._skips >= self.after and not self._has_reported
-        if self._recorder is not None and (is_due or collapses):
-            self._has_reported |= self._report(trainer, step, outcome, batches)
+        # a host-device synchronization, after a skipped step
+        is_broken = any(one.loss is not None and not one.loss.isfinite().all() for one in own)
+        if trainer.engine.any_rank(is_broken):
+            self.nonfinite_losses += 1
+            self._explain(trainer, "loss", batches, step, outcome.scale)
+        elif self._skips == 1 and trainer.progress.has_learned and not self._tries_scale:
+            self._explain(trainer, "isolated skip", batches, step, outcome.scale)
+        elif collapses or (self.after is not None and self._skips >= self.after):
+            self._explain(trainer, "skips", batches, step, outcome.scale)
         if collapses:
             self._collapse(trainer, step)
         if self._recorder is None and self._record_from is not None and self._skips >= self._record_from:
@@ -154,42 +380,80 @@ class OverflowReport(RunCallback):
 
     def _end_skips(self) -> None:
         self._skips = self._skips_at_floor = 0
-        self._has_reported = False
-        self._before = None
+        self._skipping = None
         if self._recorder is not None:
             self._recorder.stop()
             self._recorder = None
 
     def _clean_up(self, trainer: Trainer) -> None:
-        """Drop the recorded batches."""
+        """Drop the recorded batches and weights."""
         self._end_skips()
+        self._recent, self._before, self._losses, self._loop = deque(maxlen=1), {}, [], None
+        self._first_norm = None
+        if self._count_small in trainer.scaler.before_unscale:
+            trainer.scaler.before_unscale.remove(self._count_small)
         if self._demand is not None:
             self._demand.stop()
             self._demand = None
 
-    def _report(self, trainer: Trainer, step: int, outcome: StepOutcome, batches: Sequence[RecordedBatch]) -> bool:
-        """Replay the step, and say what was found: on rank 0 of them all. False where no rank has recorded it."""
+    def _answer(self, trainer: Trainer, step: int, outcome: StepOutcome, batches: Sequence[RecordedBatch]) -> bool:
+        """Report on the step that was asked for. False if no rank has recorded it."""
         finding = examine(trainer, batches, outcome.scale)
         if finding is None:
             return False
-        floor, world_size = trainer.scaler.min_scale, trainer.world_size
-        report = Report(step, self._skips, trainer.precision, floor, world_size, finding)
+        case = Case(step, batches, outcome.scale, in_a_row=self._skips)
+        report = diagnose(trainer, case) if finding.fails else None
+        cause = f"The largest loss scale that fits is {finding.largest_scale:g}."
+        report = report or Diagnosis("none", cause, "", finding=finding, step=step, in_a_row=self._skips)
         self.reports.append(report)
-        folder = self._folder(trainer)
-        if not trainer.is_global_zero:
-            return True
-        console = terminal.console(self._console)
-        path = None if trainer.fast_dev_run or folder is None else folder / f"overflow_report_step_{step}.md"
-        if path is not None:
-            _write(path, report.markdown())
-        if not self._has_reported:  # once on a row of skips is enough; the file is there of both
-            console.print(report.table().drawn())
-            if path is not None:  # a line of its own, good to paste
-                console.print(Text(f" report        {from_here(path)}\n"), soft_wrap=True)
+        self._tell(trainer, report)
         return True
 
+    # --- telling --------------------------------------------------------------------------------------------------
+
+    def _tell(self, trainer: Trainer, report: Diagnosis) -> None:
+        if not trainer.is_global_zero:
+            return
+        console = terminal.console(self._console)
+        path = self._write(trainer, report)
+        for line in report.lines():
+            console.print(Text(line), soft_wrap=True)
+        if path is not None:
+            console.print(Text(f"  Details: {from_here(path)}"), soft_wrap=True)
+
+    def _write(self, trainer: Trainer, report: Diagnosis) -> Path | None:
+        folder = Path(self.dirpath).absolute() if self.dirpath else folder_of_reports(trainer)
+        if trainer.fast_dev_run or folder is None or not trainer.is_global_zero:
+            return None
+        path = folder / f"diagnosis_step_{report.step}.md"
+        try:
+            write_text(path, report.markdown())
+        except OSError as problem:  # no reason to end a run
+            warn(f"The diagnosis could not be written to {path}: {problem}")
+        return path
+
+    def _explain_error(self, trainer: Trainer, exception: BaseException) -> None:
+        """Explain an exception that a step has raised, from the variables of its frames."""
+        if trainer.world_size > 1 or self._loop is None or not isinstance(exception, (IndexError, RuntimeError)):
+            return
+        batch, progress = self._loop.metrics.batch, self._loop.progress
+        if batch is None or not self._loop.metrics.in_batch:
+            return
+        step, scale = trainer.global_step, trainer.scaler.current_scale
+        one = RecordedBatch(batch, progress.batch_idx, step, copy(self._loop.window), {})
+        case = Case(step, [one], scale, list(self._recent)[-8:], self._before, self._known, raised=True)
+        found: Diagnosis | None = None
+        index = _index_out_of_range(exception.__traceback__)
+        if index is not None:
+            found = out_of_range(trainer, case, *index, error=str(exception))
+        elif "without overflow" in str(exception):
+            found = diagnose(trainer, case)
+        if found is not None:
+            self.reports.append(found)
+            self._tell(trainer, found)
+
     def _collapse(self, trainer: Trainer, step: int) -> None:
-        before, module = self._before, trainer.lightning_module
+        before, module = self._skipping, trainer.lightning_module
         assert before is not None
         before.restore(trainer)
         lines = [
@@ -198,33 +462,43 @@ class OverflowReport(RunCallback):
             f" min_scale={trainer.scaler.min_scale:g}.",
             f"Loss scale: {_told(self._history, len(trainer.optimizers))}.",
         ]
-        if self.reports and self.reports[-1].step >= before.step:
-            report = self.reports[-1]
-            lines.append(report.verdict)
-            if report.finding.parameters:
-                lines.append(f"Gradients that are not finite: {names_of(report.finding.parameters)}.")
-            lines += [f"Try: {advice}" for advice in report.advice]
-        if trainer.checkpoint_callbacks and not trainer.fast_dev_run:
-            folder = getattr(trainer.checkpoint_callback, "dirpath", None) or self._folder(trainer)
+        if self.reports:
+            lines += self.reports[-1].lines()
+        weights_are_finite = all(bool(parameter.isfinite().all()) for parameter in module.parameters())
+        if trainer.checkpoint_callbacks and not trainer.fast_dev_run and weights_are_finite:
+            folder = getattr(trainer.checkpoint_callback, "dirpath", None) or folder_of_reports(trainer)
             folder = folder or trainer.default_root_dir
             path = os.path.join(folder, "before_collapse.ckpt")  # no Path: it may be a URL
             trainer.save_checkpoint(path)
             lines.append(
                 f"Weights, optimizers, schedules, buffers and the loss scale from before step {before.step} are in"
-                f" {path}; a run that resumes from it begins with the batch that is under way."
+                f" {path}; a run that resumes from it begins with the current batch."
             )
         if broken := [name for name, buffer in module.named_buffers() if not buffer.isfinite().all()]:
-            lines.append(
-                f"These buffers were not finite after step {before.step} already: {names_of(broken)}. Reset them, or"
-                " take them from an older checkpoint."
-            )
+            lines.append(f"Buffers that were not finite after step {before.step} already: {', '.join(broken[:6])}.")
         if older := _newest_checkpoint(trainer, before.time):
             lines.append(f"The newest checkpoint from before: {older}.")
-        lines.append("OverflowReport(collapse_after=None, at_floor=None) lets such a run go on.")
+        lines.append("OverflowReport(collapse_after=None, at_floor=None) lets such a run continue.")
         raise LossScaleCollapse("\n".join(lines))
 
-    def _folder(self, trainer: Trainer) -> Path | None:
-        return Path(self.dirpath).absolute() if self.dirpath else folder_of_reports(trainer)
+
+def _index_out_of_range(trace: TracebackType | None) -> tuple[Tensor, int] | None:
+    """Return the index that torch refused and the number of rows or classes, from the frames of the exception."""
+    found: tuple[Tensor, int] | None = None
+    while trace is not None:
+        values, name = trace.tb_frame.f_locals, trace.tb_frame.f_code.co_name
+        given, weight, target = values.get("input"), values.get("weight"), values.get("target")
+        if name == "embedding" and isinstance(given, Tensor) and isinstance(weight, Tensor):
+            found = given, len(weight)
+        elif name in ("cross_entropy", "nll_loss") and isinstance(given, Tensor) and isinstance(target, Tensor):
+            found = (
+                target.masked_fill(target == values.get("ignore_index", -100), 0),
+                given.shape[min(1, given.dim() - 1)],
+            )
+        trace = trace.tb_next
+    if found is None or found[0].is_floating_point() or not ((found[0] < 0) | (found[0] >= found[1])).any():
+        return None
+    return found
 
 
 class _BeforeSkips:
@@ -274,10 +548,3 @@ def _newest_checkpoint(trainer: Trainer, before: float) -> Path | None:
     folders = {getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks}
     files = [path for folder in folders if folder for path in Path(folder).glob("*.ckpt")]
     return max((p for p in files if p.stat().st_mtime <= before), key=lambda p: p.stat().st_mtime, default=None)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_text(path, text)
-    except OSError as problem:  # no reason to end a run
-        warn(f"The overflow report could not be written to {path}: {problem}")

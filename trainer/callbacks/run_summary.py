@@ -48,6 +48,8 @@ class RunSummary(RecordView):
               while the step before them ran. Else it is not there.
             - ``epochs``: Completed epochs, those before a resume included.
             - ``steps``, ``skipped_steps``: Optimizer steps attempted, and how many of these were skipped.
+            - ``nonfinite_losses``: Number of skipped steps of this fit with a loss that was not finite, if there were
+              any.
             - ``scale``: The loss scale after the last step; None without loss scaling.
             - ``seconds``: Wall time of training in this fit, validation included.
             - ``train_seconds``: The same without validation.
@@ -121,6 +123,7 @@ def _counters(record: RunRecord) -> dict[str, Any]:
         "compiled": _compiled(record.compile) if record.compile else None,
         "scale": None if record.scale is None else f"{record.scale:,.10g}",
         "skipped steps": record.skipped_steps,
+        "of these, losses not finite": record.nonfinite_losses,
     }
 
 

@@ -149,7 +149,7 @@ def build_callbacks(
     scales_loss, uses_tensor_cores = scales_loss and not barebones, uses_tensor_cores and not barebones
     defaults: list[tuple[bool, type, Callable[[], Any]]] = [
         (True, ScalerCheckpoint, ScalerCheckpoint),  # in every precision, because it reports a changed precision
-        (scales_loss and exposes_gradients, OverflowReport, OverflowReport),
+        (exposes_gradients and (scales_loss or not barebones), OverflowReport, OverflowReport),
         (not barebones, NonFiniteGuard, partial(NonFiniteGuard, every_step=False)),
         (scales_loss and given["detect_anomaly"], AnomalyDetection, AnomalyDetection),
         (uses_tensor_cores, AlignmentAdvisor, AlignmentAdvisor),

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainer.data.samples import named_tensors_in
+from trainer.data.samples import batch_size, named_tensors_in
 from trainer.engine.protocol import Engine
-from trainer.postmortem.probe import Call, Origin, Part, Probe, measure
 from trainer.postmortem.recording import RecordedBatch
-from trainer.postmortem.replay import backward, in_step, is_idle, optimized, rewind, run, undisturbed
+from trainer.postmortem.replay import OnLoss, backward, in_step, is_idle, optimized, rewind, run, undisturbed
 from trainer.postmortem.state import ObjectState
-from trainer.precision.autocast_ops import ops_that_differ
+from trainer.postmortem.trace import Birth, Trace, measure
+from trainer.precision.autocast_ops import cuda_autocast_ops
+from trainer.precision.fp32_modules import find_modules, in_float32
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -25,29 +26,66 @@ if TYPE_CHECKING:
 _POWERS = (-128, 127)
 """Exponents that a search for a scale looks at: those of float32, and -128 for "none". 256, so 8 tries always."""
 
+Part = Callable[[Tensor], Tensor]
+
+
+class Variant(NamedTuple):
+    """A change with which a batch is replayed.
+
+    Attributes:
+        dtype: of autocast: a dtype, "float32" for none; None for the run's own precision.
+        modules: patterns of modules that run in float32.
+        cuda: whether autocast uses CUDA's lists of operations on a CPU.
+        without: indices of samples that are left out, or replaced by zeros if no other is left.
+    """
+
+    dtype: torch.dtype | None = None
+    modules: tuple[str, ...] = ()
+    cuda: bool = False
+    without: tuple[int, ...] = ()
+
+    def run(self, trainer: Trainer, recorded: RecordedBatch | None, on_loss: OnLoss) -> None:
+        """Run the batch with the change (:func:`~trainer.postmortem.replay.run`), after it was rewound."""
+        device, autocast = trainer.engine.device.type, None
+        if self.dtype is not None:
+            enabled = self.dtype is not torch.float32
+            autocast = torch.autocast(device, enabled=enabled, dtype=self.dtype if enabled else torch.bfloat16)
+        with ExitStack() as stack:
+            if self.modules:
+                stack.enter_context(in_float32(find_modules(trainer.lightning_module, self.modules), device))
+            if self.cuda:
+                stack.enter_context(cuda_autocast_ops())
+            run(trainer, self._batch(recorded), on_loss, autocast)
+
+    def _batch(self, recorded: RecordedBatch | None) -> RecordedBatch | None:
+        """Return the batch without the samples that are left out."""
+        if recorded is None or not self.without:
+            return recorded
+        size, bad = batch_size(recorded.batch), set(self.without)
+        kept = [index for index in range(size) if index not in bad]
+        return recorded._replace(batch=_only(recorded.batch, kept, size))
+
 
 @dataclass
 class Finding:
-    """What the replay of one batch on one rank has shown.
+    """The result of the replay of one batch on one rank.
 
     Attributes:
         batch_idx: of the batch; zero-based, within the epoch.
         position, window: which batch of its accumulation window it is, from 0, and how many there were.
         rank: of the process.
-        scale: what the loss was multiplied by.
-        fails: whether a gradient of a parameter is not finite.
-        loss: before it is scaled; NaN without a loss.
-        first_output: the first call of a module whose output is not finite.
-        first_gradient: the first call, in the order of the backward pass, whose incoming gradient is not finite.
-        origin: where the first gradient that is not finite was made.
-        parameters: those whose gradients are not finite, in the order of the backward pass.
-        largest_scale: the largest power of two at which all gradients are finite, on all ranks; 0 where there is none
-            (or only such at which the gradients that fail become zeros); inf where it was not determined.
-        broken_weights, broken_buffers, broken_batch: names of what was not finite before the step began.
-        before: how many gradients, and outputs of modules, were finite before the first that was not.
-        in_float32_on_cuda: operations that overflow in a CPU's autocast and not in CUDA's: with CUDA's lists, all
-            gradients are finite.
-        error: what ended the replay early.
+        scale: the loss was multiplied by this.
+        fails: whether the loss or a gradient of a parameter is not finite, or the replay raised the run's error.
+        loss: before it is scaled; nan without a loss.
+        birth: the operation that made the first number that is not finite, or None.
+        parameters: those with gradients that are not finite, in the order of the backward pass.
+        gradients: number of gradients that were looked at.
+        largest_scale: the largest power of two at which all gradients are finite, on all ranks; 0 if there is none
+            (or only such at which the gradients that fail become zeros); inf if it was not determined.
+        broken_weights: names of the parameters that were not finite before the step began.
+        broken_batch: tensors of the batch that were not finite, each with the indices of the samples.
+        ranges: largest absolute value of each floating-point tensor of the batch.
+        error: the exception that ended the replay early.
     """
 
     batch_idx: int
@@ -57,28 +95,33 @@ class Finding:
     scale: float
     fails: bool = False
     loss: float = math.nan
-    first_output: Call | None = None
-    first_gradient: Call | None = None
-    origin: Origin | None = None
+    birth: Birth | None = None
     parameters: list[str] = field(default_factory=list)
+    gradients: int = 0
     largest_scale: float = math.inf
     broken_weights: list[str] = field(default_factory=list)
-    broken_buffers: list[str] = field(default_factory=list)
-    broken_batch: list[str] = field(default_factory=list)
-    before: tuple[int, int] = (0, 0)
-    in_float32_on_cuda: list[str] = field(default_factory=list)
+    broken_batch: dict[str, list[int]] = field(default_factory=dict)
+    ranges: dict[str, float] = field(default_factory=dict)
     error: str = ""
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether the batch fails at every loss scale."""
+        return self.fails and (not self.largest_scale or not math.isfinite(self.loss) or bool(self.error))
 
-def examine(trainer: Trainer, recorded: Sequence[RecordedBatch], scale: float) -> Finding | None:
-    """Replay the batches of one weight update, find the first that fails, and find out why.
 
-    To be called on all ranks; returns the same on all of them: what the rank has found on which it began, for a module
-    that synchronises (``SyncBatchNorm``) takes it to the others. So that these stay in step, all ranks run the same
-    number of passes, whatever they find, and also where they have fewer batches or no loss: for a window of one batch,
-    a forward and ten backward passes; for one of several, one of each for every batch besides. A single process on a
-    CPU looks once more, with CUDA's autocast. Leaves everything as it was
-    (:func:`~trainer.postmortem.replay.undisturbed`). None where no rank has a batch.
+AS_IT_IS = Variant()
+
+
+def examine(
+    trainer: Trainer, recorded: Sequence[RecordedBatch], scale: float, variant: Variant = AS_IT_IS
+) -> Finding | None:
+    """Replay the batches of one weight update, find the first that fails, and find out where.
+
+    All ranks call this together; it returns the same on all of them: the finding of the rank on which the failure
+    began. All ranks run the same number of passes, whatever they find, also if they have fewer batches or no loss: for
+    a window of one batch, a forward and ten backward passes; for one of several, one of each more for every batch.
+    Leaves everything as it was (:func:`~trainer.postmortem.replay.undisturbed`). None if no rank has a batch.
     """
     engine: Engine = trainer.engine
     batches = in_step(trainer, recorded)
@@ -86,21 +129,22 @@ def examine(trainer: Trainer, recorded: Sequence[RecordedBatch], scale: float) -
         return None
     position = 0
     if len(batches) > 1:
-        first = torch.tensor(_first_failing(trainer, batches, scale), device=engine.device)
-        position = int(engine.reduce(first, "min")) % len(batches)  # where none fails by itself, look at any
+        first = torch.tensor(_first_failing(trainer, batches, scale, variant), device=engine.device)
+        position = int(engine.reduce(first, "min")) % len(batches)  # if none fails by itself, look at any
     batch = batches[position]
     batch_idx = -1 if batch is None else batch.batch_idx
     finding = Finding(batch_idx, position, len(batches), engine.global_rank, scale)
     try:
         with undisturbed(trainer) as now:
-            _look_into(trainer, now, batch, finding)
+            _look_into(trainer, now, batch, finding, variant)
     except Exception as error:  # a report must not end the run, and the other ranks wait below
         finding.error = f"{type(error).__name__}: {error}".splitlines()[0]
     if engine.world_size == 1:
         return finding
     findings: list[Finding] = engine.broadcast(engine.gather(finding))
     failing = [one for one in findings if one.fails] or [one for one in findings if not math.isnan(one.loss)]
-    chosen = min(failing or findings, key=lambda one: one.before)  # of several, the lowest rank
+    # gradients of the others may be infected by collectives in the backward pass
+    chosen = min(failing or findings, key=lambda one: (not one.broken_batch, math.isfinite(one.loss), one.rank))
     return replace(
         chosen,
         largest_scale=min(one.largest_scale for one in findings),
@@ -109,7 +153,7 @@ def examine(trainer: Trainer, recorded: Sequence[RecordedBatch], scale: float) -
 
 
 def largest_power(fits: Callable[[float], bool]) -> float:
-    """The largest power of two that fits, if those that do are all below those that do not; 0 where none does.
+    """Return the largest power of two that fits, if those that do are all below those that do not; 0 if none does.
 
     Always runs eight tests, so that all ranks run the same number of passes.
     """
@@ -123,81 +167,112 @@ def largest_power(fits: Callable[[float], bool]) -> float:
     return 2.0**low if low > _POWERS[0] else 0.0
 
 
-def _first_failing(trainer: Trainer, batches: Sequence[RecordedBatch | None], scale: float) -> int:
-    """The first batch that has a gradient that is not finite, or whose replay breaks off. Looks at all of them."""
+def _first_failing(trainer: Trainer, batches: Sequence[RecordedBatch | None], scale: float, variant: Variant) -> int:
+    """Return the first batch with a gradient that is not finite, or that raises. Looks at all of them."""
     failing: list[bool] = []
     try:
         with undisturbed(trainer) as now:
-            parameters = optimized(trainer)
+            parameters, part = optimized(trainer), trainer.engine.gradients.part
             for recorded in batches:
-                failing.append(_fails(trainer, now, recorded, scale, parameters))
+                fits: list[bool] = []
+                watched = {} if is_idle(recorded) else parameters
+                rewind(trainer, now, recorded)
+                variant.run(trainer, recorded, lambda loss: fits.append(_fits(loss, scale, watched, part)))  # noqa: B023
+                failing.append(not all(fits))
     except Exception:
         failing.append(True)
     return failing.index(True) if True in failing else len(batches)
 
 
-def _fails(
-    trainer: Trainer, now: ObjectState, recorded: RecordedBatch | None, scale: float, parameters: Mapping[str, Tensor]
-) -> bool:
-    fits: list[bool] = []
+def _look_into(
+    trainer: Trainer, now: ObjectState, recorded: RecordedBatch | None, finding: Finding, variant: Variant
+) -> None:
+    module, parameters = trainer.lightning_module, optimized(trainer)
     part = trainer.engine.gradients.part
-    watched = {} if is_idle(recorded) else parameters
-    rewind(trainer, now, recorded)
-    run(trainer, recorded, lambda loss: fits.append(_fits(loss, scale, watched, part)))
-    return not all(fits)
-
-
-def _look_into(trainer: Trainer, now: ObjectState, recorded: RecordedBatch | None, finding: Finding) -> None:
-    module, engine, parameters = trainer.lightning_module, trainer.engine, optimized(trainer)
-    part = engine.gradients.part
     if is_idle(recorded):
         parameters = {}
     rewind(trainer, now, recorded)
     finding.broken_weights = _broken((name, part(parameter)) for name, parameter in module.named_parameters())
-    finding.broken_buffers = _broken((name, part(buffer)) for name, buffer in module.named_buffers())
-    finding.broken_batch = [] if recorded is None else _broken(named_tensors_in(recorded.batch, "batch"))
+    if recorded is not None:
+        finding.broken_batch, finding.ranges = samples_not_finite(recorded.batch)
+
+    def look(name: str, gradient: Tensor) -> None:
+        finding.gradients += 1
+        if not part(gradient).isfinite().all():
+            finding.parameters.append(name)
 
     def on_loss(loss: Tensor) -> None:
-        failed = finding.fails  # by an earlier loss of a manual step
-        probe.start_backward()
-        backward(loss, finding.scale, parameters, probe.look)
-        probe.end_backward()
+        failed, trace.is_on = finding.fails, False  # by an earlier loss of a manual step
+        finding.parameters = finding.parameters if failed else []
+        with trace.follow(loss):
+            trace.is_on = not failed
+            backward(loss, finding.scale, parameters, look)
+            trace.is_on = False
         largest = largest_power(lambda scale: _fits(loss, scale, parameters, part))
-        if _vanish(loss, largest, parameters, probe.parameters, part):
+        if _vanish(loss, largest, parameters, finding.parameters, part):
             largest = 0.0
         if not failed:
             finding.loss = math.nan if is_idle(recorded) else loss.item()
-            finding.fails = bool(probe.parameters)
+            finding.fails = bool(finding.parameters) or not (is_idle(recorded) or math.isfinite(finding.loss))
             finding.largest_scale = largest if finding.fails else min(finding.largest_scale, largest)
+        trace.is_on = True
 
-    probe = Probe(module, part, called=engine.replay_step("training_step") != module.training_step)
+    trace = Trace(module, part)
     try:
-        with probe:
-            run(trainer, recorded, on_loss)
-    finally:
-        finding.first_output, finding.first_gradient = probe.first_output, probe.first_gradient
-        finding.origin, finding.parameters = probe.origin(), probe.parameters
-        finding.before = probe.gradients_before, probe.outputs_before
-    is_alone = engine.world_size == 1  # CUDA's autocast refuses some operations, which would end the replay of one rank
-    if is_alone and engine.device.type == "cpu" and getattr(trainer.loop.precision, "autocast_ops", None) == "native":
-        with suppress(RuntimeError), ops_that_differ() as ops:
-            avoided = not _fails(trainer, now, recorded, finding.scale, parameters) and finding.fails
-            finding.in_float32_on_cuda = [op for op, (_, dtype) in ops.items() if dtype == "float32" and avoided]
+        with trace:
+            variant.run(trainer, recorded, on_loss)
+    except Exception:
+        finding.fails, finding.largest_scale, finding.birth = True, 0.0, trace.fallback()
+        raise
+    if finding.fails:
+        is_forward = not math.isfinite(finding.loss) or (not finding.largest_scale and trace.forward is not None)
+        finding.birth = (trace.forward if is_forward else trace.backward) or trace.fallback()
+
+
+def samples_not_finite(batch: Any) -> tuple[dict[str, list[int]], dict[str, float]]:
+    """Return the tensors that are not finite with the indices of the samples, and the largest value of each tensor."""
+    broken: dict[str, list[int]] = {}
+    ranges: dict[str, float] = {}
+    size = batch_size(batch)
+    for name, tensor in named_tensors_in(batch, "batch"):
+        if (magnitude := measure([tensor])) is None:
+            continue
+        ranges[name] = magnitude.largest
+        if magnitude.not_finite and tensor.dim() and len(tensor) == size:
+            broken[name] = (~tensor.reshape(size, -1).isfinite().all(dim=1)).nonzero().flatten().tolist()
+        elif magnitude.not_finite:  # it belongs to all samples
+            broken[name] = [*range(size)]
+    return broken, ranges
+
+
+def _only(value: Any, kept: list[int], size: int) -> Any:
+    if isinstance(value, Tensor):
+        if not kept:
+            return torch.zeros_like(value)
+        return value[kept] if value.dim() and len(value) == size else value
+    if isinstance(value, Mapping):
+        return {key: _only(item, kept, size) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        if kept and len(value) == size and not any(isinstance(item, Tensor) for item in value):
+            return [value[index] for index in kept]
+        items = [_only(item, kept, size) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
 
 
 def _fits(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], part: Part) -> bool:
-    """Whether all gradients are finite at this scale."""
+    """Return whether all gradients are finite at this scale."""
     finite: list[Tensor] = []
 
     def look(name: str, gradient: Tensor) -> None:
         finite.append(part(gradient).isfinite().all())
 
     backward(loss, scale, parameters, look)
-    return not finite or bool(torch.stack(finite).all())  # one host-device synchronisation
+    return not finite or bool(torch.stack(finite).all())  # one host-device synchronization
 
 
 def _vanish(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], names: Collection[str], part: Part) -> bool:
-    """Whether all the gradients of these names are zeros at this scale; not where there are no names."""
+    """Return whether all the gradients of these names are zeros at this scale; False without names."""
     zero: list[bool] = []
 
     def look(name: str, gradient: Tensor) -> None:
@@ -209,5 +284,4 @@ def _vanish(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], names:
 
 
 def _broken(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    magnitudes = ((name, measure([tensor])) for name, tensor in named)
-    return [name for name, magnitude in magnitudes if magnitude is not None and magnitude.not_finite]
+    return [name for name, tensor in named if (found := measure([tensor])) is not None and found.not_finite]

@@ -105,7 +105,12 @@ def is_idle(recorded: RecordedBatch | None) -> bool:
     return recorded is None or not recorded.has_loss
 
 
-def run(trainer: Trainer, recorded: RecordedBatch | None, on_loss: OnLoss) -> None:
+def run(
+    trainer: Trainer,
+    recorded: RecordedBatch | None,
+    on_loss: OnLoss,
+    autocast: AbstractContextManager[object] | None = None,
+) -> None:
     """Run ``training_step`` on the bare module, with ``on_loss`` in the place of each backward pass.
 
     Where forward and backward passes wait for other processes (parameters are sharded), a process without a batch, or
@@ -113,7 +118,7 @@ def run(trainer: Trainer, recorded: RecordedBatch | None, on_loss: OnLoss) -> No
 
     ``on_loss`` is given the loss as it would be scaled: its share of the window's mean (without the correction that
     a window's last batch gets where the others had other weights, or None). In manual optimization it is called for
-    each ``manual_backward``.
+    each ``manual_backward``. ``autocast`` is the context of the forward pass. Default: that of the run's precision.
     """
     module, engine = trainer.lightning_module, trainer.engine
     silence(module)
@@ -129,7 +134,7 @@ def run(trainer: Trainer, recorded: RecordedBatch | None, on_loss: OnLoss) -> No
 
     vars(module).update(manual_backward=manual_backward, clip_gradients=_nothing)
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    with _another(trainer.loop.precision.autocast()):
+    with _another(trainer.loop.precision.autocast()) if autocast is None else autocast:
         output = engine.replay_step("training_step")(recorded.batch, *([recorded.batch_idx] if takes_index else []))
     if not module.automatic_optimization:
         return

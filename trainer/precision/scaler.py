@@ -61,7 +61,7 @@ class LossScaler(torch.amp.GradScaler):
         max_scale: upper limit of the scale. Default: None, no limit.
 
     Attributes:
-        before_unscale: called with an optimizer when its gradients are complete and still scaled. Default: None.
+        before_unscale: functions called with an optimizer when its gradients are complete and still scaled.
         gradients_of: returns an optimizer's gradients; with a sharded engine, their parts in this process.
         agree: called with a tensor that is above 0 if one of these gradients is not finite. It must make the tensor
             positive if a part on another process is not finite. Default: None, every process has whole gradients.
@@ -101,7 +101,7 @@ class LossScaler(torch.amp.GradScaler):
         self.min_scale = min_scale
         self.max_scale = ceiling
         self.readback = Readback(device)
-        self.before_unscale: Callable[[Optimizer], None] | None = None
+        self.before_unscale: list[Callable[[Optimizer], None]] = []
         self.gradients_of: Callable[[Optimizer], list[Tensor]] = gradients_of
         self.agree: Callable[[Tensor], None] | None = None
         self._host_scale = float(init_scale) if enabled else 1.0
@@ -132,8 +132,8 @@ class LossScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:  # another step before one update; the result stays in _checks
             state["stage"] = OptState.READY
         if state["stage"] is OptState.READY and self._scale is not None:
-            if self.before_unscale is not None:
-                self.before_unscale(optimizer)
+            for look in self.before_unscale:
+                look(optimizer)
             found_inf = torch.zeros((), dtype=torch.float32, device=self._scale.device)
             found = self._unscale_grads_(optimizer, self._inverse_scale(self._scale), found_inf, False)
             state["found_inf_per_device"], state["stage"] = found, OptState.UNSCALED
@@ -297,7 +297,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         self._resolve()
-        state = {**super().__getstate__(), "before_unscale": None, "gradients_of": gradients_of, "agree": None}
+        state = {**super().__getstate__(), "before_unscale": [], "gradients_of": gradients_of, "agree": None}
         del state["_with_momentum"]  # depends on the existing optimizers
         return state
 

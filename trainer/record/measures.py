@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,20 +62,22 @@ def reason_without_updates(trainer: Trainer) -> str | None:
     progress = getattr(trainer, "progress", None)  # `lightning.Trainer` has none
     if progress is None or progress.has_learned or progress.skipped_steps < _TOO_MANY or trainer.fast_dev_run:
         return None
-    steps = trainer.global_step
-    message = f"No weight was updated: all {steps} optimizer steps were skipped, because gradients were not finite."
-    scale = loss_scale(trainer)
-    if scale is None:
-        return f"{message} NonFiniteGuard('stop') (callbacks.nonfinite_guard.policy=stop) reports the first one."
-    if scale <= trainer.scaler.min_scale:
-        return (
-            f"{message} The loss scale is at its min_scale of {scale:g}: values overflow in float16, or are NaN, at any"
-            " scale. The overflow report names the layer; precision=bf16-mixed has a larger range."
-        )
+    steps, scale = trainer.global_step, loss_scale(trainer)
+    reason = f"No weight was updated: all {steps} optimizer steps were skipped, because gradients were not finite."
+    if (report := last_diagnosis(trainer)) is not None:
+        return f"{reason} {report.cause}"
+    if scale is None or scale <= trainer.scaler.min_scale:
+        return reason
     return (
-        f"{message} The loss scale was still decreasing, and is at {scale:g}: train longer, or start with this scale:"
+        f"{reason} The loss scale was still falling, and is at {scale:g}: train for longer, or begin there,"
         f" MixedPrecision(init_scale={scale:g}), on the command line precision.init_scale={scale:g}."
     )
+
+
+def last_diagnosis(trainer: pl.Trainer) -> Any | None:
+    """Return the last diagnosis of the run (`trainer.postmortem.report.Diagnosis`), or None without one."""
+    reports = [report for callback in trainer.callbacks for report in getattr(callback, "reports", ())]  # type: ignore[attr-defined]
+    return reports[-1] if reports else None
 
 
 def data_parallel_size_of(trainer: pl.Trainer) -> int:
@@ -106,9 +109,12 @@ def monitor_of(trainer: pl.Trainer) -> dict[str, str] | None:
 
 
 def best_score_of(trainer: pl.Trainer) -> float | None:
-    """Return the monitored metric at the best checkpoint, or None if the checkpoints monitor no metric."""
-    score = getattr(trainer.checkpoint_callback, "best_model_score", None)
-    return None if score is None else float(score)
+    """Return the monitored metric at the best checkpoint, or None if it is not finite or no file has it."""
+    checkpoints = trainer.checkpoint_callback
+    score = getattr(checkpoints, "best_model_score", None)
+    if score is None or not math.isfinite(score) or not _exists(getattr(checkpoints, "best_model_path", None)):
+        return None
+    return float(score)
 
 
 def paths_of(trainer: pl.Trainer) -> dict[str, str | list[str]]:
@@ -121,11 +127,18 @@ def paths_of(trainer: pl.Trainer) -> dict[str, str | list[str]]:
     if not getattr(checkpoints, "monitor", None):
         best, last = None, last or best
     found = {"best_checkpoint": best, "last_checkpoint": last}
-    paths: dict[str, str | list[str]] = {name: os.path.abspath(path) for name, path in found.items() if path}
+    paths: dict[str, str | list[str]] = {
+        name: os.path.abspath(str(path)) for name, path in found.items() if _exists(path)
+    }
     # CSV and TensorBoard loggers share one folder.
     if loggers := list(dict.fromkeys(os.path.abspath(folder) for folder in folders_of_loggers(trainer))):
         paths["loggers"] = loggers
     return paths
+
+
+def _exists(path: str | None) -> bool:
+    """Return whether a checkpoint was written; a URL counts as one."""
+    return bool(path) and ("://" in str(path) or os.path.exists(str(path)))
 
 
 def folder_of_files(trainer: pl.Trainer, given: str | os.PathLike[str] | None) -> Path | None:

@@ -110,6 +110,7 @@ class RunRecord:
         epochs: number of completed epochs, including those before a resume.
         steps: number of attempted optimizer steps, including skipped ones.
         skipped_steps: number of skipped steps.
+        nonfinite_losses: number of skipped steps with a non-finite loss. None without such steps.
         scale: loss scale after the last step. None without loss scaling.
         seconds: wall time in seconds; of a fit, the training with its validations.
         train_seconds: time of training without validations, in seconds.
@@ -129,6 +130,7 @@ class RunRecord:
     epochs = Fact(int)
     steps = Fact(int)
     skipped_steps = Fact(int)
+    nonfinite_losses = Fact(int)
     scale = Fact(float)
     seconds = Fact(float)
     train_seconds = Fact(float)

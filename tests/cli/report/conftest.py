@@ -146,17 +146,17 @@ callbacks:
     mode: max
 """
 
-OVERFLOW = """\
-# Overflow report: optimizer step 2 (skipped, 3 in a row)
+DIAGNOSIS = """\
+# Verdict: backward pass overflows in 16 bits (step 2)
 
-The backward overflows in 'net.fc' (Linear). A loss scale of 131072 fits: the scaler gets there by itself.
+No loss scale fits: gradients overflow in 'net.fc' (Linear), of net.fc.weight; the largest scale that fits is none.
 
-- Nothing, if this is rare.
-- precision.fp32_modules=['net.fc']: this module in float32, the others as they are.
+- Remedy: precision.fp32_modules=[net.fc]  [tried: finite forward and backward, scales up to 131072 fit]
+- If that does not help: precision=bf16-mixed
 
 | | |
 |---|---|
-| precision | 16-mixed |
+| step | 2, 3 skipped in a row |
 | loss scale | 4.1943e+06 |
 """
 
@@ -201,7 +201,7 @@ def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., P
             ".hydra/config.yaml": CONFIG,
             ".hydra/overrides.yaml": "- +recipe=digits\n- precision=16-mixed\n- command=fit\n",
             "fit.log": "[2026-01-01 00:00:00,0][a][INFO] - hello\n[2026-01-01 00:00:01,0][b][WARNING] - take care\n",
-            "csv/overflow_report_step_2.md": OVERFLOW,
+            "csv/diagnosis_step_2.md": DIAGNOSIS,
         }
         usual |= files.pop("files", {})
         assert not files

@@ -51,19 +51,18 @@ def test_contents_of_the_charts(make_run):
     assert "skipped step" in page.sections["curves"]
 
 
-def test_overflow_report(make_run):
-    text = report(make_run()).sections["overflow"]
-    assert text.startswith("Overflow reports Overflow report: optimizer step 2 (skipped, 3 in a row)")
-    assert "A loss scale of 131072 fits" in text
-    assert "What to try Nothing, if this is rare. precision.fp32_modules=['net.fc']" in text
+def test_a_diagnosis(make_run):
+    text = report(make_run()).sections["diagnosis"]
+    assert text.startswith("Diagnosis Verdict: backward pass overflows in 16 bits (step 2)")
+    assert "No loss scale fits: gradients overflow in 'net.fc'" in text
+    assert "Remedy: precision.fp32_modules=[net.fc]" in text
+    assert "If that does not help: precision=bf16-mixed" in text
     assert "loss scale 4.1943e+06" in text
 
 
-def test_half_of_an_overflow_report(make_run):
-    page = report(
-        make_run(files={"csv/overflow_report_step_2.md": "# Overflow rep", "csv/overflow_report_step_9.md": ""})
-    )
-    assert page.sections["overflow"] == "Overflow reports Overflow rep"
+def test_half_of_a_diagnosis(make_run):
+    page = report(make_run(files={"csv/diagnosis_step_2.md": "# Verd", "csv/diagnosis_step_9.md": ""}))
+    assert page.sections["diagnosis"] == "Diagnosis Verd"
 
 
 def test_run_that_failed(make_run):
@@ -153,7 +152,7 @@ def test_files_of_another_format_are_accepted(make_run, name, content):
 def test_run_with_only_a_record(make_run):
     others = ("csv/metrics.csv", ".hydra/config.yaml", ".hydra/overrides.yaml", "fit.log")
     told = facts(environment={}, curves={})
-    page = report(make_run(told=told, files=dict.fromkeys([*others, "csv/overflow_report_step_2.md"])))
+    page = report(make_run(told=told, files=dict.fromkeys([*others, "csv/diagnosis_step_2.md"])))
     assert page.titles == []
     assert "There is no metrics.csv" in page.sections["curves"]
     assert "There is no run.json" in page.sections["environment"]
@@ -282,7 +281,7 @@ def test_values_of_a_run_are_escaped(make_run):
         recipe=BAD, status=BAD, error=BAD, devices=BAD, metrics={f"val_{BAD}": 1.0}, overrides=[f"+recipe={BAD}", BAD],
         environment=where,
     )  # fmt: skip
-    overflow = f"# {BAD}\n\n{BAD}\n\n- {BAD}\n\n| {BAD} | {BAD} |\n"
+    diagnosis = f"# {BAD}\n\n{BAD}\n\n- {BAD}\n\n| {BAD} | {BAD} |\n"
     page = report(
         make_run(
             told=told,
@@ -290,7 +289,7 @@ def test_values_of_a_run_are_escaped(make_run):
                 "csv/metrics.csv": rows,
                 ".hydra/config.yaml": json.dumps({BAD: {BAD: BAD}, "logger": {BAD: {}}}),
                 "fit.log": f"[now][a][WARNING] - {BAD}\n",
-                "csv/overflow_report_step_2.md": overflow,
+                "csv/diagnosis_step_2.md": diagnosis,
             },
         )
     )

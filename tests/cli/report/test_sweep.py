@@ -48,7 +48,7 @@ def test_jobs_and_curves(sweep):
     assert set(lines) == {"optimizer.lr=0.1", "optimizer.lr=0.2", "optimizer.lr=1.0"}
     assert [line["color"] for line in lines.values()] == [0, 2, 1]
     assert "RuntimeError: asked to" in page.sections["job-2"]
-    assert "Overflow report: optimizer step 2" in page.sections["job-0"]
+    assert "backward pass overflows in 16 bits (step 2)" in page.sections["job-0"]
     assert {"#job-0", "#job-1", "#job-2"} <= set(page.having("a", "href"))
     assert "./1" in page.having("a", "href")
 

@@ -21,7 +21,7 @@ from trainer.cli.checks.batch import classes_of, labels_out_of_range
 from trainer.cli.rehearsal import Done
 from trainer.data.samples import tensors_in
 from trainer.module_tree import plain_class
-from trainer.postmortem.probe import measure
+from trainer.postmortem.trace import measure
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -1,4 +1,4 @@
-"""Read the files in a run's folder that its page shows: overflow reports, figures and the log. Imports no torch."""
+"""Read the files in a run's folder that its page shows: diagnoses, figures and the log. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from trainer import redaction
 from trainer.record.run_record import RUN, RunRecord, changed
 
-_OVERFLOWS = "overflow_report_step_*.md"
+_DIAGNOSES = "diagnosis_step_*.md"
 _LOG_LINES = 400
 _LOG_BYTES = 200_000
 _FILES = 60
@@ -29,14 +29,14 @@ _MOST_MISTAKES = 12
 
 
 @dataclass(frozen=True)
-class Overflow:
-    """The report of `trainer.callbacks.OverflowReport` about a step.
+class Diagnosis:
+    """A diagnosis as `trainer.callbacks.OverflowReport` writes it.
 
     Args:
         step: the optimizer step.
         title: one line.
         verdict: the cause.
-        advice: measures to try, the most promising first.
+        advice: the remedy, and a second one.
         rows: labels and values.
     """
 
@@ -47,9 +47,9 @@ class Overflow:
     rows: list[tuple[str, str]] = field(default_factory=list)
 
 
-def read_overflow(file: Path) -> Overflow | None:
+def read_diagnosis(file: Path) -> Diagnosis | None:
     """Return the content of a report, or None if the file is not a report, is not readable, or is empty."""
-    number = re.fullmatch(r"overflow_report_step_(\d+)\.md", file.name)
+    number = re.fullmatch(r"diagnosis_step_(\d+)\.md", file.name)
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -59,7 +59,7 @@ def read_overflow(file: Path) -> Overflow | None:
         return None
     cells = [line.strip("| ").split(" | ", 1) for line in lines if re.match(r"\| \S.* \| ", line)]
     verdict = [line for line in lines if line and not line.startswith(("# ", "- ", "|"))]
-    return Overflow(
+    return Diagnosis(
         int(number[1]),
         title,
         "\n".join(verdict),
@@ -68,10 +68,10 @@ def read_overflow(file: Path) -> Overflow | None:
     )
 
 
-def overflows_of(run: RunRecord) -> list[Overflow]:
-    """Return the overflow reports of a run, sorted by step."""
-    patterns = (_OVERFLOWS, f"*/{_OVERFLOWS}", f"lightning_logs/*/{_OVERFLOWS}")
-    found = (read_overflow(run.inside(file)) for pattern in patterns for file in run.folder.glob(pattern))
+def diagnoses_of(run: RunRecord) -> list[Diagnosis]:
+    """Return the diagnoses of a run, sorted by step."""
+    patterns = (_DIAGNOSES, f"*/{_DIAGNOSES}", f"lightning_logs/*/{_DIAGNOSES}")
+    found = (read_diagnosis(run.inside(file)) for pattern in patterns for file in run.folder.glob(pattern))
     return sorted((report for report in found if report), key=lambda report: report.step)
 
 

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from trainer import redaction
 from trainer.cli.help import versions
-from trainer.cli.report.artifacts import figures_of, files_of, log_of, overflows_of, warnings_in
+from trainer.cli.report.artifacts import diagnoses_of, figures_of, files_of, log_of, warnings_in
 from trainer.cli.report.charts import Section, sections_of
 from trainer.cli.report.drawing import Drawn, draw, format_number
 from trainer.cli.walk import walk
@@ -68,7 +68,7 @@ def run_page(folder: Path, out: Path) -> str:
         environment=environment_of(run),
         files=[(str(file.relative_to(folder)), readable(size), _link(file, out)) for file, size in files_of(run)],
         figures=figures_of(run),
-        overflows=overflows_of(run),
+        diagnoses=diagnoses_of(run),
         log=log,
         warnings=warnings_in(log),
         note=note_of(run),

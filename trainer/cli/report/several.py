@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer import redaction
 from trainer.cli.arguments import UsageError
-from trainer.cli.report.artifacts import figures_of, overflows_of
+from trainer.cli.report.artifacts import diagnoses_of, figures_of
 from trainer.cli.report.charts import overlay, sections_of
 from trainer.cli.report.drawing import PALETTE, format_number
 from trainer.cli.report.page import (
@@ -59,7 +59,7 @@ class Job:
     cells: Sequence[str]
     tiles: Sequence[Tile]
     figures: tuple[Any, ...]
-    overflows: Sequence[Any]
+    diagnoses: Sequence[Any]
     note: str = ""
     verdict: Mapping[str, Any] = field(default_factory=dict)
 
@@ -193,7 +193,7 @@ def _jobs(
         jobs.append(
             Job(
                 f"job-{index}", str(number), run, color, run is winner, cells, tiles_of(run, goal), figures_of(run),
-                overflows_of(run), note_of(run), verdict if isinstance(verdict, dict) else {},
+                diagnoses_of(run), note_of(run), verdict if isinstance(verdict, dict) else {},
             )
         )  # fmt: skip
     first = [f"{'Best' if is_best else 'Last'} {goal[0]}", "at step"] if goal else []

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from trainer.postmortem.trace import Magnitude, Trace, measure
+
+
+class Net(nn.Module):
+    def __init__(self, step):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        nn.init.eye_(self.first.weight)
+        nn.init.zeros_(self.first.bias)
+        self.step = step
+
+    def forward(self, x):
+        return self.last(self.step(self.first(x))).sum()
+
+
+def traced(step, x=None):
+    """The births of the forward and the backward pass."""
+    net = Net(step)
+    x = torch.arange(4.0).expand(2, 4) if x is None else x
+    trace = Trace(net)
+    with trace:
+        loss = net(x)
+        with trace.follow(loss):
+            loss.backward()
+    return trace.forward, trace.backward
+
+
+FORWARD = {
+    "div": lambda x: (x - x) / (x - x),
+    "log": lambda x: (x - 5).log(),
+    "sqrt": lambda x: (x - 5).sqrt(),
+    "exp": lambda x: (x * 1000).exp(),
+    "pow": lambda x: (x - 5) ** 0.5,
+    "std": lambda x: x[:1].std(dim=0).expand(2, 4),
+    "softmax": lambda x: F.softmax(x.masked_fill(x > -1, -torch.inf), dim=1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:std")
+@pytest.mark.parametrize("name", FORWARD)
+def test_the_operation_of_the_forward_pass(name):
+    forward, _ = traced(FORWARD[name])
+    assert (forward.name, forward.phase, forward.module, forward.kind) == (name, "forward", "", "Net")
+    assert forward.file == __file__
+    assert forward.source.strip().startswith(f'"{name}": lambda')
+    assert "first" in forward.sources or name == "exp"
+    assert forward.inputs.not_finite == 0 or name == "softmax"
+    assert forward.outputs.not_finite > 0
+    assert forward.is_nan is (name != "exp")
+
+
+def test_a_nan_made_of_an_infinity_goes_back_to_it():
+    forward, _ = traced(lambda x: (x * 1000).exp() - (x * 1000).exp())
+    assert (forward.name, forward.is_nan) == ("exp", False)
+
+
+@pytest.mark.parametrize(
+    "fill", [lambda x: x.masked_fill(x > 2, -torch.inf), lambda x: torch.where(x > 2, torch.inf, x)]
+)
+def test_an_infinity_that_is_written_on_purpose_does_not_count(fill):
+    forward, _ = traced(lambda x: F.softmax(-fill(x).abs(), dim=1))
+    assert forward is None
+
+
+@pytest.mark.parametrize(
+    ("name", "step"), [("sqrt", lambda x: x.sqrt()), ("pow", lambda x: x**0.5), ("acos", lambda x: (x / 3).acos())]
+)
+def test_the_operation_of_the_backward_pass(name, step):
+    forward, backward = traced(step)
+    assert forward is None
+    assert (backward.name, backward.phase) == (name, "backward")
+    assert backward.file == __file__
+    assert backward.sources[0] == "first"
+    assert (backward.inputs.not_finite, backward.outputs.not_finite > 0) == (0, True)
+
+
+def test_a_module_in_which_it_is_made():
+    class Inner(nn.Module):
+        def forward(self, x):
+            return (x - 5).log()
+
+    forward, _ = traced(Inner())
+    assert (forward.module, forward.kind, forward.place) == ("step", "Inner", "'step' (Inner)")
+
+
+def test_nothing_where_all_is_finite():
+    assert traced(nn.ReLU()) == (None, None)
+
+
+def test_hooks_are_removed():
+    traced(nn.ReLU())
+    assert not nn.modules.module._global_forward_hooks
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        ([torch.tensor([1.0, -3.0])], Magnitude(3.0, 0, 2, "float32")),
+        ([torch.tensor([1.0, torch.nan, -torch.inf])], Magnitude(1.0, 2, 3, "float32")),
+        ([torch.tensor([1.0]), torch.tensor([torch.inf]).half()], Magnitude(1.0, 1, 2, "float16")),
+        ([torch.tensor([3 + 4j])], Magnitude(4.0, 0, 2, "float32")),
+        ([torch.tensor([1])], None),
+        ([torch.tensor([])], None),
+    ],
+)
+def test_the_elements_of_tensors(tensors, expected):
+    assert measure(tensors) == expected

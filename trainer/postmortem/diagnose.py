@@ -1,0 +1,377 @@
+"""Decides why a training breaks: one verdict and one remedy, from replays of the batch.
+
+Callbacks detect that something is wrong, and describe it in a :class:`Case`. :func:`diagnose` explains it. Each remedy
+was tried on the batch before it is given, forward and backward, unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainer.data.samples import named_tensors_in
+from trainer.errors import some
+from trainer.postmortem import remedies, rewrite
+from trainer.postmortem.examine import Finding, Variant, examine
+from trainer.postmortem.recording import RecordedBatch
+from trainer.postmortem.remedies import LOW, Weights
+from trainer.postmortem.report import Diagnosis
+from trainer.postmortem.trace import Birth
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+MUCH = 0.3
+"""Share of the gradient elements that may be lost in float16."""
+_WORSE = 10.0
+"""Times a loss has to be larger than with earlier weights, to count as grown."""
+_COMPARED = 5
+"""Batches to compare."""
+
+
+@dataclass
+class Case:
+    """Something that a callback has noticed.
+
+    Attributes:
+        step: ``trainer.global_step`` when the weight update began.
+        batches: of the window that failed; [] if they are gone.
+        scale: the loss scale of the update.
+        recent: batches before those, oldest first.
+        before: finite weights of an earlier step; {} if there are none.
+        first: the first step that may be the cause, because everything before it was finite; -1 if the weights were not
+            finite when training began.
+        in_a_row: number of skipped steps in a row until then.
+        asks: "failure", "growth" or "underflow": the question that the examination answers.
+        raised: whether the step ended with an exception.
+        known: earlier diagnoses. A failure at the same place as in one of them is not examined any further.
+    """
+
+    step: int
+    batches: Sequence[RecordedBatch]
+    scale: float
+    recent: Sequence[RecordedBatch] = ()
+    before: Weights = field(default_factory=dict)
+    first: int = 0
+    in_a_row: int = 0
+    asks: str = "failure"
+    raised: bool = False
+    known: Sequence[Diagnosis] = ()
+
+
+def diagnose(trainer: Trainer, case: Case) -> Diagnosis | None:
+    """Replay the case and explain it. All ranks call this together. None if all is well, or a scale only settles."""
+    if case.asks == "underflow":
+        return None if trainer.engine.gradients.are_parts else _underflow(trainer, case)
+    finding = examine(trainer, case.batches, case.scale)
+    if finding is None:
+        return None if case.asks == "growth" else _lost(trainer, case, None)
+    if finding.error and not case.raised:
+        cause = f"The replay of the batch ended with {finding.error}; the run did not."
+        return _diagnosis(case, finding, "unknown", cause, "", key=finding.error)
+    for earlier in case.known:
+        if finding.fails and _place_of(finding) == _place_of(earlier.finding):
+            return earlier
+    if finding.broken_weights:
+        return _weights(trainer, case, finding)
+    return _judge(trainer, case, finding)
+
+
+def _place_of(finding: Finding) -> tuple[Any, ...]:
+    """Return the operation, and the tensors that were not finite before it."""
+    birth = finding.birth
+    place = None if birth is None else (birth.operation, birth.phase, birth.module, birth.file, birth.line)
+    return place, [*finding.broken_batch], bool(finding.broken_weights)
+
+
+def _judge(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
+    """Explain a batch that fails, with the weights as they are."""
+    failing = [case.batches[finding.position]] if finding.position < len(case.batches) else []
+    if finding.broken_batch and (found := _data(trainer, case, finding, failing)) is not None:
+        return found
+    if not finding.fails:
+        grown = case.asks == "growth" and _has_diverged(trainer, case, failing)
+        return _divergence(trainer, case, finding) if grown else None
+    full = _in_float32(trainer, case, finding)
+    fits = finding.largest_scale
+    if (finding.is_hopeless or fits < LOW) and _has_diverged(trainer, case, failing):
+        return _divergence(trainer, case, finding)
+    if full.fails if full is not None else _is_not_finite_at_any_scale(finding):
+        return _model(trainer, case, full or finding, is_float32=full is not None)
+    if finding.is_hopeless and (not math.isfinite(finding.loss) or finding.error):
+        return _precision(trainer, case, finding, "forward")
+    is_settling = fits >= max(trainer.scaler.min_scale, LOW) or (
+        fits >= trainer.scaler.min_scale and _lost_share(trainer, case, fits) <= MUCH
+    )
+    return None if is_settling else _precision(trainer, case, finding, "backward")
+
+
+def _in_float32(trainer: Trainer, case: Case, finding: Finding) -> Finding | None:
+    """Return the finding of a replay in float32, or None if the batch does not run in float32."""
+    half = (torch.float16, torch.bfloat16)
+    if trainer.engine.gradients.are_parts or any(p.dtype in half for p in trainer.lightning_module.parameters()):
+        return None  # if one rank raises in a sharded forward pass, the others wait for it
+    if _dtype_of(trainer) is None:
+        return finding
+    full = examine(trainer, case.batches, 1.0, Variant(dtype=torch.float32))
+    return None if full is None or full.error else full
+
+
+def _is_not_finite_at_any_scale(finding: Finding) -> bool:
+    """Return whether the first operation with a non-finite result is of a kind that no dtype cures."""
+    birth = finding.birth
+    return birth is None or birth.is_nan or (birth.phase == "backward" and not finding.largest_scale)
+
+
+# --- one function for each verdict ----------------------------------------------------------------------------------
+
+
+def _data(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[RecordedBatch]) -> Diagnosis | None:
+    without = tuple(sorted({index for rows in finding.broken_batch.values() for index in rows}))
+    cured = examine(trainer, failing or case.batches, min(case.scale, 1.0), Variant(without=without))
+    if not finding.is_hopeless or cured is None or cured.is_hopeless:
+        return None  # the model expects such values, or something else is wrong
+    tensors = "; ".join(f"{name}, samples {some(map(str, rows), 8)}" for name, rows in finding.broken_batch.items())
+    name = next(iter(finding.broken_batch))
+    return _diagnosis(
+        case, finding, "data",
+        f"The batch is not finite: {tensors}.",
+        f"leave out the samples with {name} not finite; here {some(map(str, without), 8)}.",
+        tried="without them the batch is finite",
+        alternative=f"replace the values: {name}.nan_to_num_()",
+        key=name,
+    )  # fmt: skip
+
+
+def out_of_range(trainer: Trainer, case: Case, indices: torch.Tensor, number: int, error: str) -> Diagnosis:
+    """Explain an index or a label that is out of range.
+
+    Args:
+        trainer: the Trainer.
+        case: with the batch.
+        indices: the tensor that was used as an index.
+        number: of rows or classes that there are.
+        error: the message of the exception.
+    """
+    finding = Finding(case.batches[0].batch_idx, 0, 1, trainer.global_rank, case.scale, fails=True, error=error)
+    bad = ((indices < 0) | (indices >= number)).reshape(len(indices) if indices.dim() else 1, -1).any(dim=1)
+    rows = bad.nonzero().flatten().tolist()
+    found = (
+        name
+        for name, one in named_tensors_in(case.batches[0].batch, "batch")
+        if one.shape == indices.shape and one.equal(indices)
+    )
+    name = next(found, "an index that the step computes")
+    values = sorted(set(indices[(indices < 0) | (indices >= number)].tolist()))
+    return _diagnosis(
+        case, finding, "data",
+        f"{name} out of range, samples {some(map(str, rows), 8)}: {some(map(str, values), 4)}, of 0 to {number - 1}.",
+        f"leave out the samples with {name} outside 0 to {number - 1}, or mend them.",
+        tried="", alternative="raise the number of classes or embeddings of the model", key=name,
+    )  # fmt: skip
+
+
+def _model(trainer: Trainer, case: Case, finding: Finding, *, is_float32: bool) -> Diagnosis:
+    birth = finding.birth
+    assert birth is not None
+    where = f"{Path(birth.file).name}:{birth.line}" if birth.file else birth.place
+    change = rewrite.propose(birth)
+    tried = ""
+    if change is not None:
+        with change.applied({type(one) for one in trainer.lightning_module.modules()}) as is_applied:
+            cured = examine(trainer, case.batches, 1.0, Variant(dtype=torch.float32)) if is_applied else None
+        tried = "the batch is finite with it" if cured is not None and not cured.fails else ""
+    if change is not None and tried:
+        remedy = f"in {where} write: {change.new}"
+    else:
+        remedy = f"guard the operation against this input: {rewrite.HINTS.get(birth.name, 'clamp its input')}"
+    line = f", {where}: {birth.source}" if birth.file else ""
+    return _diagnosis(
+        case, finding, "model",
+        f"Not finite{' in float32 either' if is_float32 else ''}: {birth.name or 'made'} in the {birth.phase} pass,"
+        f" {birth.place}{line}",
+        remedy, tried=tried, key=where,
+    )  # fmt: skip
+
+
+def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Diagnosis:
+    birth = finding.birth
+    assert birth is not None
+    cure = None if trainer.engine.gradients.are_parts else remedies.find_cure(trainer, case.batches, finding)
+    largest = birth.inputs.largest if birth.inputs is not None else math.nan
+    cause = f"{birth.name} in {birth.place} overflows {_name_of(trainer)} (its input is up to {largest:.3g})."
+    if phase == "backward":
+        fits = f"{finding.largest_scale:g}" if finding.largest_scale else "none"
+        cause = (
+            f"No loss scale fits: gradients overflow in {birth.place}, of {some(finding.parameters, 3)}; the largest"
+            f" scale that fits is {fits}."
+        )
+    if _fits_with_cuda_ops(trainer, case):
+        cause += f" CUDA's autocast would not overflow: {remedies.precision(trainer, autocast_ops='cuda')}."
+    remedy, tried = remedies.other_precision("bf16-mixed") if cure is None else _of(trainer, cure.variant), ""
+    if cure is not None:
+        fits = "" if cure.variant.dtype is not None else f", scales up to {cure.finding.largest_scale:g} fit"
+        tried = f"finite forward and backward{fits}"
+    wide = [f"{name} up to {value:.3g}" for name, value in finding.ranges.items() if value > 1000.0]
+    alternative = f"normalize the inputs ({some(wide, 2)})" if wide else ""
+    if not alternative and cure is not None and cure.variant.modules:
+        alternative = remedies.other_precision("bf16-mixed")
+    return _diagnosis(case, finding, phase, cause, remedy, tried=tried, alternative=alternative, key=birth.module)
+
+
+def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
+    """Explain weights that are not finite before the step."""
+    names = finding.broken_weights
+    if case.before and all(bool(value.isfinite().all()) for value in case.before.values()):
+        with remedies.weights_of(trainer, case.before):
+            for recorded in [*case.recent, *case.batches]:
+                found = examine(trainer, [recorded], case.scale)
+                if found is not None and found.is_hopeless:
+                    one = replace(case, batches=[recorded], step=recorded.step)
+                    if (verdict := _judge(trainer, one, found)) is not None:
+                        return verdict
+        verdict = _divergence(trainer, case, finding)
+        return verdict if verdict.tried or not _rates_are_finite(trainer) else _lost(trainer, case, finding)
+    if case.first >= 0 and not case.before:
+        return _lost(trainer, case, finding)
+    remedy = (
+        f"load other weights. If there are none: torch.nan_to_num_(model.get_parameter({names[0]!r}).data, 0, 0, 0)"
+    )
+    module, _, _ = names[0].rpartition(".")
+    parameter = trainer.lightning_module.get_parameter(names[0])
+    if not parameter.isfinite().any() and hasattr(trainer.lightning_module.get_submodule(module), "reset_parameters"):
+        remedy = f"load other weights. If there are none: model.get_submodule({module!r}).reset_parameters()"
+    source = getattr(trainer, "ckpt_path", None) or getattr(getattr(trainer, "loaded_weights", None), "path", None)
+    return _diagnosis(
+        case, finding, "weights",
+        f"Weights were not finite when training began{f', in {source}' if source else ''}: {some(names, 4)}.",
+        remedy, tried="", key=names[0],
+    )  # fmt: skip
+
+
+def _divergence(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis:
+    batches = [*case.recent, *case.batches]
+    can_try = trainer.world_size == 1 and trainer.lightning_module.automatic_optimization and bool(case.before)
+    learned = remedies.find_rate(trainer, batches[-8:], case.before) if can_try else None
+    rates = sorted({float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups})
+    now = rates[-1]
+    lower = learned[0] if learned else (now / 10 if math.isfinite(now) else 0.01)
+    tried = f"a few steps bring the loss from {learned[1]:.3g} to {learned[2]:.3g}" if learned else ""
+    starts = [float(g["initial_lr"]) for o in trainer.optimizers for g in o.param_groups if "initial_lr" in g]
+    scheduled = bool(starts) and max(starts) <= lower
+    wide = [f"{name} up to {value:.3g}" for name, value in finding.ranges.items() if value > 20.0]
+    what = "a schedule that stays at" if scheduled else "a lower learning rate,"
+    return _diagnosis(
+        case, finding, "divergence",
+        f"The steps make the loss grow without bound, in float32 too: the learning rate is {now:g}.",
+        f"{what} {remedies.rate(lower)}.",
+        tried=tried,
+        alternative=f"normalize the inputs ({some(wide, 2)})" if wide else "clip gradients: gradient_clip_val=1.0",
+        key="",
+    )  # fmt: skip
+
+
+def _underflow(trainer: Trainer, case: Case) -> Diagnosis | None:
+    lost = remedies.underflow(trainer, case.batches, case.scale)
+    if lost.get("", 0.0) <= MUCH:
+        return None
+    finding = examine(trainer, case.batches, case.scale)
+    if finding is None or finding.fails:
+        return None
+    worst = max((name for name in lost if name), key=lambda name: lost[name])
+    remedy, tried, cap = "", "", trainer.scaler.max_scale
+    scale = finding.largest_scale / 16 if math.isfinite(finding.largest_scale) else 2.0**40
+    if scale > case.scale and remedies.underflow(trainer, case.batches, scale).get("", 1.0) < MUCH / 3:
+        tried = "the batch is finite at this scale, and little is lost"
+        settings = {"init_scale": scale} | ({"max_scale": None} if cap < scale else {})
+        remedy = remedies.precision(trainer, **settings)
+    else:
+        remedy = remedies.other_precision("bf16-mixed")
+    return _diagnosis(
+        case, finding, "underflow",
+        f"At a loss scale of {case.scale:g}, {lost['']:.0%} of the gradient is lost in float16; worst: {worst}"
+        f" ({lost[worst]:.0%}).",
+        remedy, tried=tried, alternative=remedies.other_precision("bf16-mixed") if tried else "", key="",
+    )  # fmt: skip
+
+
+def _lost(trainer: Trainer, case: Case, finding: Finding | None) -> Diagnosis:
+    """Admit that the batch, or the weights before it, are gone."""
+    finding = finding or Finding(-1, 0, 1, trainer.global_rank, case.scale, fails=True)
+    return _diagnosis(
+        case, finding, "unknown",
+        f"A loss or the weights became not finite between steps {case.first} and {case.step}; the batch or the weights"
+        " before it are gone.",
+        "callbacks=[NonFiniteGuard('stop')] in the next run: it ends at that step and names the cause."
+        if not remedies.is_command_line() else
+        "callbacks=nonfinite_guard in the next run: it ends at that step and names the cause.",
+        tried="", key="",
+    )  # fmt: skip
+
+
+# --- what they share ------------------------------------------------------------------------------------------------
+
+
+def _diagnosis(case: Case, finding: Finding, kind: str, cause: str, remedy: str, **details: Any) -> Diagnosis:
+    return Diagnosis(kind, cause, remedy, finding=finding, step=case.step, in_a_row=case.in_a_row, **details)
+
+
+def _of(trainer: Trainer, variant: Variant) -> str:
+    if variant.dtype is not None:
+        return remedies.other_precision("bf16-mixed" if variant.dtype is torch.bfloat16 else "32-true")
+    own = getattr(trainer.loop.precision, "fp32_modules", ())
+    return remedies.precision(trainer, fp32_modules=(*own, *variant.modules))
+
+
+def _fits_with_cuda_ops(trainer: Trainer, case: Case) -> bool:
+    """Return whether the batch is finite on a CPU if autocast uses CUDA's lists of operations."""
+    own = getattr(trainer.loop.precision, "autocast_ops", "cuda")
+    if own == "cuda" or trainer.engine.device.type != "cpu":
+        return False
+    variant = Variant(cuda=True)
+    return remedies.is_cured(examine(trainer, case.batches, case.scale, variant), variant)
+
+
+def _dtype_of(trainer: Trainer) -> torch.dtype | None:
+    """Return the dtype of autocast, or None if a replay in float32 is none other."""
+    return getattr(trainer.loop.precision, "dtype", None)
+
+
+def _name_of(trainer: Trainer) -> str:
+    dtype = _dtype_of(trainer) or next(p.dtype for p in trainer.lightning_module.parameters())
+    return str(dtype).removeprefix("torch.")
+
+
+def _lost_share(trainer: Trainer, case: Case, scale: float) -> float:
+    return remedies.underflow(trainer, case.batches, scale).get("", 0.0)
+
+
+def _rates_are_finite(trainer: Trainer) -> bool:
+    return all(math.isfinite(g["lr"]) for optimizer in trainer.optimizers for g in optimizer.param_groups)
+
+
+def _has_diverged(trainer: Trainer, case: Case, failing: Sequence[RecordedBatch]) -> bool:
+    """Return whether most of the recent batches have a much larger loss than with earlier weights, in float32."""
+    if not _rates_are_finite(trainer):
+        return True
+    if not case.before or trainer.world_size > 1:
+        return False
+    batches = [*case.recent[-_COMPARED:], *failing]
+    now = remedies.losses(trainer, batches)
+    with remedies.weights_of(trainer, case.before):
+        then = remedies.losses(trainer, batches)
+    pairs = [(a, b) for a, b in zip(now, then, strict=True) if math.isfinite(b)]
+    if not pairs:
+        return False
+    usual = statistics.median(abs(b) for _, b in pairs)
+    worse = [not math.isfinite(a) or a - b > _WORSE * max(abs(b), usual) for a, b in pairs]
+    return sum(worse) > len(worse) / 2
+
+
+__all__ = ["Birth", "Case", "diagnose", "out_of_range"]

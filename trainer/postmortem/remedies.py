@@ -1,0 +1,265 @@
+"""Trying remedies on a recorded batch, and their syntax for the caller."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import shlex
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.module_tree import has_forward, plain_name
+from trainer.postmortem.examine import Finding, Variant, examine
+from trainer.postmortem.recording import RecordedBatch
+from trainer.postmortem.replay import backward, in_step, is_idle, optimized, rewind, undisturbed
+from trainer.precision.underflow import SMALLEST_NORMAL
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+LOW = 128.0
+"""A loss scale from which on small gradients are safe."""
+_CHAIN = 8
+"""Modules to try in float32 together."""
+_PASSES, _RATES = 8, 8
+_MATTERS = 1e-4
+"""Of a parameter's largest gradient: smaller elements may vanish."""
+
+_FLOAT32 = Variant(dtype=torch.float32)
+
+Weights = Mapping[str, Tensor]
+
+
+class Cure(NamedTuple):
+    """A change of the precision that was tried.
+
+    Attributes:
+        variant: the change.
+        finding: its replay.
+    """
+
+    variant: Variant
+    finding: Finding
+
+
+def is_cured(finding: Finding | None, variant: Variant) -> bool:
+    """Return whether a batch is finite, forward and backward, at a scale at which gradients do not vanish."""
+    if finding is None or finding.error or not math.isfinite(finding.loss):
+        return False
+    return not finding.fails if variant.dtype is not None else finding.largest_scale >= LOW
+
+
+def find_cure(trainer: Trainer, batches: Sequence[RecordedBatch], finding: Finding) -> Cure | None:
+    """Try modules in float32, one more as long as something overflows; then bfloat16, then float32.
+
+    All ranks call this together.
+    """
+    named = {plain_name(name): module for name, module in trainer.lightning_module.named_modules()}
+    leaves = {name for name, module in named.items() if name and not [*module.children()] and [*module.parameters()]}
+
+    def tried(variant: Variant) -> Cure | None:
+        scale = 1.0 if variant.dtype is not None else finding.scale
+        found = examine(trainer, batches, scale, variant)
+        return Cure(variant, found) if found is not None and is_cured(found, variant) else None
+
+    chosen: list[str] = []
+    latest: Finding | None = finding
+    while latest is not None and latest.birth is not None and len(chosen) < _CHAIN:
+        birth = latest.birth
+        parents = [birth.module.rsplit(".", depth)[0] for depth in range(1, birth.module.count(".") + 1)]
+        candidates = [birth.module, *birth.sources, *parents]
+        new = next((n for n in candidates if n and not _covered(n, chosen) and has_forward(named[n])), None)
+        if new is None:
+            break
+        chosen.append(new)
+        latest = examine(trainer, batches, finding.scale, Variant(modules=tuple(chosen)))
+        if is_cured(latest, Variant()):
+            break
+    else:
+        latest = None
+    wide = next((c for d in (torch.bfloat16, torch.float32) if (c := tried(Variant(dtype=d)))), None)
+    if not is_cured(latest, Variant()) or (wide is not None and all(_covered(name, chosen) for name in leaves)):
+        return wide
+    for name in list(chosen):  # those that turned out to be needless
+        rest = tuple(one for one in chosen if one != name)
+        if rest and tried(Variant(modules=rest)):
+            chosen.remove(name)
+    patterns = tuple(dict.fromkeys(_with_siblings(name, named) for name in chosen))
+    return tried(Variant(modules=patterns)) or tried(Variant(modules=tuple(chosen)))
+
+
+def underflow(trainer: Trainer, batches: Sequence[RecordedBatch], scale: float) -> dict[str, float]:
+    """Return by parameter the share of its gradient that is lost in float16 at this scale; "" is that of all.
+
+    Of the elements that matter in float32, those that float16 has as zeros or subnormal numbers.
+    """
+    kept, all_of = _counts(trainer, batches, scale, None), _counts(trainer, batches, 1.0, torch.float32)
+    kept[""], all_of[""] = sum(kept.values()), sum(all_of.values())
+    return {name: max(0.0, 1.0 - kept.get(name, 0) / number) for name, number in all_of.items() if number}
+
+
+def _counts(
+    trainer: Trainer, batches: Sequence[RecordedBatch], scale: float, dtype: torch.dtype | None
+) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    part, smallest = trainer.engine.gradients.part, 0.0 if dtype is torch.float32 else SMALLEST_NORMAL
+
+    def look(name: str, gradient: Tensor) -> None:
+        values = part(gradient).abs().float()
+        floor = max(values.max().item() * _MATTERS, smallest) if values.numel() else 1.0
+        counts[name] = counts.get(name, 0) + int((values >= floor).sum()) * (floor > 0)
+
+    with undisturbed(trainer) as now:
+        parameters = optimized(trainer)
+        for recorded in in_step(trainer, batches):
+            watched = {} if is_idle(recorded) else parameters
+            rewind(trainer, now, recorded)
+            Variant(dtype).run(trainer, recorded, lambda loss: backward(loss, scale, watched, look))  # noqa: B023
+    if trainer.world_size > 1:
+        every: list[dict[str, int]] = trainer.engine.broadcast(trainer.engine.gather(counts))
+        counts = {name: sum(one.get(name, 0) for one in every) for one in every for name in one}
+    return counts
+
+
+def losses(trainer: Trainer, batches: Sequence[RecordedBatch]) -> list[float]:
+    """Return the loss of each batch in float32, with the weights as they are; nan without a loss."""
+    found: list[float] = []
+    with undisturbed(trainer) as now:
+        for recorded in batches:
+            rewind(trainer, now, recorded)
+            seen: list[float] = []
+            _FLOAT32.run(trainer, recorded, lambda loss: seen.append(loss.item()))  # noqa: B023
+            found.append(seen[-1] if seen else math.nan)
+    return found
+
+
+@contextmanager
+def weights_of(trainer: Trainer, weights: Weights) -> Iterator[None]:
+    """A context in which the module has other weights."""
+    named = dict(trainer.lightning_module.named_parameters())
+    current = {name: named[name].detach().clone() for name in weights}
+    for name, value in weights.items():
+        named[name].data.copy_(value)
+    try:
+        yield
+    finally:
+        for name, value in current.items():
+            named[name].data.copy_(value)
+
+
+def find_rate(
+    trainer: Trainer, batches: Sequence[RecordedBatch], weights: Weights
+) -> tuple[float, float, float] | None:
+    """Return the largest of the lower learning rates with which a few steps learn, and the loss before and after.
+
+    Trains for a few steps on the recorded batches in float32 and restores everything afterwards.
+    """
+    rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    highest = max(float(rate) for rate in rates)
+    start = highest if math.isfinite(highest) else 10.0
+    with weights_of(trainer, weights):
+        first = [loss for loss in losses(trainer, batches) if math.isfinite(loss)]
+    if not first:
+        return None
+    usual, limit = sum(first) / len(first), max(first) + 0.5 * abs(max(first))
+    for power in range(1, _RATES + 1):
+        rate = float(f"{start / 10**power:.0e}")
+        with weights_of(trainer, weights):
+            seen = [_train(trainer, batches, one, highest, limit) for one in (rate, rate / 4)]
+        if seen[0] is not None and seen[1] is not None and max(seen[0], seen[1]) < usual:
+            return rate / 4, usual, seen[1]  # a margin for batches that were not recorded
+    return None
+
+
+def _train(
+    trainer: Trainer, batches: Sequence[RecordedBatch], rate: float, highest: float, limit: float
+) -> float | None:
+    """Return the mean loss of the last pass, or None if a loss exceeds the limit."""
+    seen: list[float] = []
+    states = [optimizer.state for optimizer in trainer.optimizers]
+    try:
+        with undisturbed(trainer):
+            parameters = [p for o in trainer.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad]
+            for optimizer in trainer.optimizers:
+                optimizer.state = defaultdict(dict)
+                for group in optimizer.param_groups:
+                    is_usual = math.isfinite(float(group["lr"])) and math.isfinite(highest)
+                    group["lr"] = rate * float(group["lr"]) / highest if is_usual else rate
+
+            def step(loss: Tensor) -> None:
+                seen.append(loss.item())
+                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+
+            for recorded in [*batches] * _PASSES:
+                _FLOAT32.run(trainer, recorded, step)
+                for optimizer in trainer.optimizers:
+                    type(optimizer).step(optimizer)
+                    for parameter in parameters:
+                        parameter.grad = None
+                if not seen or not seen[-1] <= limit:
+                    return None
+    finally:
+        for optimizer, state in zip(trainer.optimizers, states, strict=True):
+            optimizer.state = state
+    size = len(batches)
+    means = [sum(seen[at : at + size]) / size for at in range(0, len(seen), size)]
+    return means[-1] if max(means) <= 1.2 * means[0] and means[-1] <= min(means) + 0.1 * abs(min(means)) else None
+
+
+# --- in the caller's syntax -----------------------------------------------------------------------------------------
+
+
+def is_command_line() -> bool:
+    """Return whether the run was started by ``python -m trainer``."""
+    config = sys.modules.get("hydra.core.hydra_config")
+    return "trainer.cli.run" in sys.modules and config is not None and config.HydraConfig.initialized()
+
+
+def precision(trainer: Trainer, **settings: Any) -> str:
+    """Return the argument that adds these settings to the run's `MixedPrecision`."""
+    if is_command_line():
+        return " ".join(shlex.quote(f"precision.{name}={_yaml(value)}") for name, value in settings.items())
+    own, given = trainer.loop.precision, {}
+    for name, parameter in list(inspect.signature(type(own).__init__).parameters.items())[2:]:
+        if getattr(own, name, parameter.default) != parameter.default and name != "loss_scaling":
+            given[name] = getattr(own, name)
+    given |= settings
+    words = ", ".join(f"{name}={list(value) if isinstance(value, tuple) else value!r}" for name, value in given.items())
+    dtype = str(own.dtype).removeprefix("torch.")
+    return f"precision=MixedPrecision({dtype!r}, {words})"
+
+
+def other_precision(name: str) -> str:
+    """Return the argument that chooses another precision."""
+    return f"precision={name}" if is_command_line() else f"precision={name!r}"
+
+
+def rate(value: float) -> str:
+    """Return the setting of a learning rate."""
+    return f"optimizer.lr={value:g}" if is_command_line() else f"lr={value:g}"
+
+
+def _yaml(value: Any) -> str:
+    return f"[{','.join(value)}]" if isinstance(value, (tuple, list)) else f"{value}"
+
+
+def _covered(name: str, chosen: Sequence[str]) -> bool:
+    return any(name == one or name.startswith(f"{one}.") for one in chosen)
+
+
+def _with_siblings(name: str, named: Mapping[str, Any]) -> str:
+    """Return the pattern of a module and its like in other layers; the name itself if there are none."""
+    parts = name.split(".")
+    for index, word in enumerate(parts[:-1]):
+        others = [".".join([*parts[:index], other, *parts[index + 1 :]]) for other in map(str, range(64))]
+        if word.isdigit() and sum(type(named.get(one)) is type(named[name]) for one in others) > 1:
+            parts[index] = "*"
+    return ".".join(parts)

@@ -1,0 +1,175 @@
+"""Proposes a line of code that guards an operation, and runs it in place of the line that fails."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+from trainer.postmortem.trace import Birth
+
+HINTS = {
+    "div": "a denominator of 0: add .clamp(min=1e-6) to it",
+    "log": "the logarithm of 0: add .clamp(min=1e-6) to its input",
+    "sqrt": "a root at 0 has an infinite gradient: add .clamp(min=1e-6) to its input",
+    "pow": "a root of a number that is not positive: add .clamp(min=1e-6) to it",
+    "exp": "an exponential of a large number: add .clamp(max=20) to its input",
+    "acos": "its gradient at 1 is infinite: clamp its input to 1 - 1e-6",
+    "logit": "the logit of 0 or 1: pass eps=1e-6",
+    "std": "the standard deviation of one sample: pass correction=0",
+    "var": "the variance of one sample: pass correction=0",
+    "softmax": "a row of nothing but -inf: leave one element, or fill with -1e4",
+    "log_softmax": "a row of nothing but -inf: leave one element, or fill with -1e4",
+    "mean": "the mean of no element: skip the batch, or divide the sum by max(number, 1)",
+    "cross_entropy": "all labels are ignored: divide the sum by the number of labels, at least 1",
+}
+_LOW, _HIGH, _FILL, _ONE = {"min": 1e-6}, {"max": 20.0}, {"min": -1e4}, {"min": -1 + 1e-6, "max": 1 - 1e-6}
+_CLAMPS: dict[str, dict[str, float]] = {
+    "log": _LOW, "log2": _LOW, "log10": _LOW, "sqrt": _LOW, "rsqrt": _LOW, "pow": _LOW, "exp": _HIGH,
+    "softmax": _FILL, "log_softmax": _FILL, "acos": _ONE, "asin": _ONE, "atanh": _ONE,
+}  # fmt: skip
+
+
+class Change(NamedTuple):
+    """A statement that takes the place of another.
+
+    Attributes:
+        file: of the code.
+        line: on which the statement begins.
+        old, new: the statements.
+    """
+
+    file: str
+    line: int
+    old: str
+    new: str
+
+    @contextmanager
+    def applied(self, owners: Iterable[type]) -> Iterator[bool]:
+        """A context in which the new statement runs; gives False if the function cannot be replaced.
+
+        Args:
+            owners: classes that may have the function as a method, or inherit it.
+        """
+        tree = ast.parse("".join(linecache.getlines(self.file)))
+        new = ast.parse(self.new).body[0]
+        owner = ""
+        for parent in ast.walk(tree):
+            if isinstance(parent, ast.FunctionDef) and parent.lineno <= self.line <= (parent.end_lineno or 0):
+                owner = parent.name
+            bodies: list[Any] = [getattr(parent, "body", None), getattr(parent, "orelse", None)]
+            for body in (one for one in bodies if isinstance(one, list)):
+                for index, one in enumerate(list(body)):
+                    if one.lineno == self.line and not isinstance(one, ast.FunctionDef | ast.ClassDef):
+                        for part in ast.walk(new):
+                            ast.copy_location(part, one)
+                        body[index] = new
+        ast.fix_missing_locations(tree)
+        codes = [c for c in _codes_in(compile(tree, self.file, "exec")) if c.co_name == owner]
+        code = next((c for c in codes if any(self.line == line for *_, line in c.co_lines())), None)
+        functions = [] if code is None else [
+            one for one in _functions_of(self.file, owners)
+            if one.__code__.co_firstlineno == code.co_firstlineno and one.__code__.co_freevars == code.co_freevars
+        ]  # fmt: skip
+        before = [function.__code__ for function in functions]
+        try:
+            for function in functions:
+                assert code is not None
+                function.__code__ = code
+            yield bool(functions)
+        finally:
+            for function, own in zip(functions, before, strict=True):
+                function.__code__ = own
+
+
+def propose(birth: Birth) -> Change | None:
+    """Return the statement that guards the operation, or None if no rule knows it."""
+    lines = linecache.getlines(birth.file) if birth.file else []
+    try:
+        tree = ast.parse("".join(lines))
+    except SyntaxError:
+        return None
+    inside = [
+        one for one in ast.walk(tree)
+        if isinstance(one, ast.stmt) and not hasattr(one, "body") and one.lineno <= birth.line <= (one.end_lineno or 0)
+    ]  # fmt: skip
+    if not inside:
+        return None
+    statement = inside[-1]
+    old = ast.unparse(statement)
+    new = ast.unparse(_Guard(birth.name).visit(statement))
+    return None if new == old else Change(birth.file, statement.lineno, old, new)
+
+
+class _Guard(ast.NodeTransformer):
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        if self._name == "div" and isinstance(node.op, ast.Div) and not isinstance(node.right, ast.Constant):
+            node.right = _clamped(node.right, _LOW)
+        if self._name in ("pow", "sqrt") and isinstance(node.op, ast.Pow):
+            node.left = _clamped(node.left, _LOW)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if called != self._name:
+            return node
+        in_namespace = (
+            isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+            and node.func.value.id in ("torch", "F", "functional")
+        )
+        if called in _CLAMPS:
+            if in_namespace:
+                node.args[0] = _clamped(node.args[0], _CLAMPS[called])
+            elif isinstance(node.func, ast.Attribute):
+                node.func.value = _clamped(node.func.value, _CLAMPS[called])
+        elif called in ("std", "var"):
+            node.keywords = [one for one in node.keywords if one.arg not in ("unbiased", "correction")]
+            node.keywords.append(ast.keyword("correction", ast.Constant(0)))
+        elif called == "logit":
+            node.keywords = [one for one in node.keywords if one.arg != "eps"] + [
+                ast.keyword("eps", ast.Constant(1e-6))
+            ]
+        elif called == "mean" and not node.args and not node.keywords and isinstance(node.func, ast.Attribute):
+            return ast.parse(
+                f"{ast.unparse(node.func.value)}.sum() / max({ast.unparse(node.func.value)}.numel(), 1)", mode="eval"
+            ).body
+        elif called == "cross_entropy" and len(node.args) > 1 and not any(k.arg == "reduction" for k in node.keywords):
+            ignored = next((ast.unparse(k.value) for k in node.keywords if k.arg == "ignore_index"), "-100")
+            node.keywords.append(ast.keyword("reduction", ast.Constant("sum")))
+            return ast.parse(
+                f"{ast.unparse(node)} / ({ast.unparse(node.args[1])} != {ignored}).sum().clamp(min=1)", mode="eval"
+            ).body
+        return node
+
+
+def _clamped(node: ast.expr, limits: dict[str, float]) -> ast.expr:
+    words = ", ".join(f"{name}={value}" for name, value in limits.items())
+    made = ast.parse(f"x.clamp({words})", mode="eval").body
+    assert isinstance(made, ast.Call)
+    assert isinstance(made.func, ast.Attribute)
+    made.func.value = node
+    return made
+
+
+def _functions_of(file: str, owners: Iterable[type]) -> list[FunctionType]:
+    spaces: list[Mapping[str, Any]] = [vars(cls) for owner in owners for cls in owner.__mro__]
+    spaces += [vars(module) for module in list(sys.modules.values()) if getattr(module, "__file__", None) == file]
+    found = [one for space in spaces for one in list(space.values()) if isinstance(one, FunctionType)]
+    return [one for one in {id(one): one for one in found}.values() if one.__code__.co_filename == file]
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _codes_in(constant)

@@ -1,0 +1,315 @@
+"""Finds the operation, module and line that make the first number that is not finite, forward or backward."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torchmetrics import Metric
+
+from trainer.data.batches import identity
+from trainer.data.samples import tensors_in
+from trainer.module_tree import plain_class, plain_name
+from trainer.precision.dtypes import real_view
+
+_FRAME = re.compile(r'File "(.+)", line (\d+), in ')
+_LIBRARIES = (
+    sysconfig.get_paths()["purelib"],
+    sysconfig.get_paths()["stdlib"],
+    str(Path(torch.__file__).parent.parent),
+)
+_OURS = str(Path(__file__).parent.parent)
+_FILLS = ("masked_fill", "masked_fill_", "fill_", "full", "full_like", "where", "__setitem__", "tensor", "__get__")
+"""Operations that write an infinity on purpose."""
+_SAME = {
+    "truediv": "div", "rtruediv": "div", "true_divide": "div", "divide": "div", "rdiv": "div", "div_": "div",
+    "rpow": "pow", "pow_": "pow", "float_power": "pow", "nll_loss": "cross_entropy", "nll_loss_nd": "cross_entropy",
+    "log_softmax_int": "log_softmax",
+}  # fmt: skip
+_MODULE = "trainer_module"
+_NODES = 300
+"""Nodes of a graph to look at for the modules behind an operation."""
+
+
+class Magnitude(NamedTuple):
+    """The elements of one tensor, or of several together.
+
+    Attributes:
+        largest: largest absolute value of the finite ones; 0 if there is none.
+        not_finite: number of elements that are inf or nan.
+        elements: number of elements.
+        dtype: such as ``"float16"``; of several tensors, of the first with an element that is not finite.
+    """
+
+    largest: float
+    not_finite: int
+    elements: int
+    dtype: str
+
+    def joined(self, other: Magnitude) -> Magnitude:
+        """Return the statistics of both."""
+        dtype = other.dtype if other.not_finite and not self.not_finite else self.dtype
+        counts = (self.not_finite + other.not_finite, self.elements + other.elements)
+        return Magnitude(max(self.largest, other.largest), *counts, dtype)
+
+
+class Birth(NamedTuple):
+    """The operation that makes the first number that is not finite.
+
+    Attributes:
+        operation: such as ``"div"``; of a backward pass the node of the graph, such as ``"SqrtBackward0"``.
+        phase: ``"forward"`` or ``"backward"``.
+        module: qualified name of the innermost module in whose code it runs; "" for the LightningModule.
+        kind: class of the module.
+        sources: names of the modules that computed its inputs.
+        file, line: of the user's code; "" and 0 if unknown.
+        inputs, outputs: what went in and came out; None without a floating-point tensor.
+        is_nan: whether it made nan, not only inf.
+    """
+
+    operation: str
+    phase: str
+    module: str
+    kind: str
+    sources: tuple[str, ...] = ()
+    file: str = ""
+    line: int = 0
+    inputs: Magnitude | None = None
+    outputs: Magnitude | None = None
+    is_nan: bool = False
+
+    @property
+    def name(self) -> str:
+        """The plain name of the operation: "div" of ``DivBackward0``, ``__truediv__`` or ``true_divide``."""
+        words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", re.sub(r"Backward\d*$", "", self.operation)).lower().strip("_")
+        return _SAME.get(words, words)
+
+    @property
+    def place(self) -> str:
+        """The module, with its class."""
+        if not self.module:
+            return f"{self.kind}.training_step"
+        return f"{self.module!r} ({self.kind})"
+
+    @property
+    def source(self) -> str:
+        """The line of code; "" if unknown."""
+        return linecache.getline(self.file, self.line).strip() if self.file else ""
+
+
+class Trace(TorchFunctionMode):
+    """Watches every operation of a forward pass, and with :meth:`follow` those of a backward pass.
+
+    Args:
+        module: the LightningModule. Operations of its metrics are left out.
+        part: returns as much of a tensor as this process holds, as a plain tensor.
+
+    Attributes:
+        backward: the first operation of the backward pass that made a number that is not finite, or None.
+    """
+
+    def __init__(self, module: nn.Module, part: Any = identity) -> None:
+        super().__init__()
+        self._part = part
+        self._root = module
+        self._names = {id(one): plain_name(name) for name, one in module.named_modules()}
+        self._kinds = {plain_name(name): plain_class(one).__name__ for name, one in module.named_modules()}
+        self._open: list[str] = []  # names of modules in their forward
+        self._nan: Birth | None = None
+        self._inf: Birth | None = None
+        self._has_infinity = False  # among the inputs of the first nan
+        self.backward: Birth | None = None
+        self.is_on = True
+        self._stack = ExitStack()
+        self.raised: tuple[str, ...] = ()
+
+    def __enter__(self) -> Trace:
+        for module in self._root.modules():
+            for handle in (
+                module.register_forward_pre_hook(self._enter_module, prepend=True),
+                module.register_forward_hook(self._leave_module, always_call=True),
+            ):
+                self._stack.callback(handle.remove)
+        self._stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))  # nodes keep their lines
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._stack.close()
+
+    @property
+    def forward(self) -> Birth | None:
+        """The operation of the forward pass to which a loss that is not finite goes back, or None."""
+        nan, inf = self._nan, self._inf
+        return inf if nan is None or (inf is not None and self._has_infinity) else nan
+
+    def fallback(self) -> Birth:
+        """The place to which a number that is not finite belongs if no operation was seen to make it."""
+        name = self.raised[0] if self.raised else ""
+        return Birth("", "forward", name, self._kinds[name], self.raised[1:])
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.is_on:
+            return func(*args, **kwargs)
+        given = [one for one in tensors_in((args, list(kwargs.values()))) if one.is_floating_point()]
+        before = None if self._nan is not None or not torch.is_grad_enabled() else self._state(given)
+        output = func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        for tensor in tensors_in(output) if isinstance(output, (Tensor, tuple, list)) else ():
+            _tag(tensor, self._open[-1] if self._open else "")
+            if before is not None and tensor.is_floating_point() and self._nan is None:
+                self._judge(name, before, tensor, given)
+        return output
+
+    def _judge(self, name: str, before: tuple[bool, bool, bool], output: Tensor, given: list[Tensor]) -> None:
+        has_nan, has_plus, has_minus = before
+        now_nan, now_plus, now_minus = self._state([output])
+        if name in _FILLS:
+            return
+        if now_nan and not has_nan:
+            self._has_infinity = has_plus or (has_minus and "softmax" not in name)  # that of a row of nothing but -inf
+            self._nan = self._born(name, output, given, True)
+        elif (now_plus or now_minus) and not (has_plus or has_minus or has_nan) and self._inf is None:
+            self._inf = self._born(name, output, given, False)
+
+    def _born(self, name: str, output: Tensor, given: list[Tensor], is_nan: bool) -> Birth:
+        frame: FrameType | None = sys._getframe(3)  # noqa: SLF001 - of the code that called the operation
+        while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, _OURS)):
+            frame = frame.f_back
+        module = self._open[-1] if self._open else ""
+        sources = _modules_behind(one.grad_fn for one in given)
+        return Birth(
+            name,
+            "forward",
+            module,
+            self._kinds[module],
+            sources,
+            "" if frame is None else frame.f_code.co_filename,
+            0 if frame is None else frame.f_lineno,
+            measure(map(self._part, given)),
+            measure([self._part(output)]),
+            is_nan,
+        )
+
+    def _state(self, tensors: Iterable[Tensor]) -> tuple[bool, bool, bool]:
+        """Return whether there is a nan, an inf, a -inf. Synchronizes."""
+        has_nan = has_plus = has_minus = False
+        for tensor in tensors:
+            values = self._part(tensor.detach())
+            if is_readable(values) and not values.isfinite().all():
+                has_nan |= bool(values.isnan().any())
+                has_plus |= bool(values.isposinf().any())
+                has_minus |= bool(values.isneginf().any())
+        return has_nan, has_plus, has_minus
+
+    def follow(self, loss: Tensor) -> ExitStack:
+        """Watch the backward pass of ``loss`` until the returned stack is closed."""
+        stack, seen = ExitStack(), set[Any]()
+        waiting: list[tuple[Any, str]] = [(loss.grad_fn, "")]
+        while waiting:
+            node, tag = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            tag = node.metadata.setdefault(_MODULE, tag)
+            stack.callback(node.register_hook(self._hook(node)).remove)
+            waiting += [(one, tag) for one, _ in node.next_functions]
+        return stack
+
+    def _hook(self, node: Any) -> Any:
+        def hook(inputs: Any, outputs: Any) -> None:  # gradients with respect to the operation's inputs and outputs
+            if self.backward is not None or not self.is_on:
+                return
+            was, now = measure(map(self._part, tensors_in(outputs))), measure(map(self._part, tensors_in(inputs)))
+            if not any(one is not None and one.not_finite for one in (was, now)):
+                return
+            module, place = node.metadata[_MODULE], ("", 0)
+            for match in _FRAME.finditer("".join(node.metadata.get("traceback_", []))):
+                if not match[1].startswith((*_LIBRARIES, _OURS)):
+                    place = (match[1], int(match[2]))
+            sources = _modules_behind(one for one, _ in node.next_functions)
+            self.backward = Birth(
+                node.name().replace("torch::autograd::", ""), "backward", module, self._kinds[module],
+                sources, *place, was, now,
+            )  # fmt: skip
+
+        return hook
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if (name := self._names.get(id(module))) is not None and self.is_on:
+            for tensor in tensors_in(args):  # custom autograd functions do not go through `__torch_function__`
+                _tag(tensor, self._open[-1] if self._open else "")
+            self._open.append(name)
+            self.raised = ()
+        if isinstance(module, Metric):
+            self.is_on = False
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(module, Metric):
+            self.is_on = True
+        if (name := self._names.get(id(module))) is None or not self.is_on or not self._open:
+            return
+        if output is None and not self.raised:
+            self.raised = tuple(reversed(self._open))
+        self._open.pop()
+        for tensor in tensors_in(output):
+            _tag(tensor, name)
+
+
+def _tag(tensor: Tensor, module: str) -> None:
+    node: Any = tensor.grad_fn
+    if node is not None:
+        node.metadata.setdefault(_MODULE, module)
+
+
+def _modules_behind(nodes: Iterable[Any]) -> tuple[str, ...]:
+    """Return the modules that computed the results of these nodes, the nearest first."""
+    found: dict[str, None] = {}
+    waiting, seen = list(nodes), set[Any]()
+    while waiting and len(seen) < _NODES:
+        node = waiting.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if name := node.metadata.get(_MODULE):
+            found[name] = None
+        else:
+            waiting += [one for one, _ in node.next_functions]
+    return tuple(found)
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Return whether a tensor is dense and has its memory, which FSDP frees between its uses."""
+    return tensor.layout is torch.strided and (not tensor.numel() or tensor.untyped_storage().size() > 0)
+
+
+def measure(tensors: Iterable[Tensor]) -> Magnitude | None:
+    """Measure the elements of the floating-point and complex tensors among these, or return None if there are none.
+
+    Synchronizes. A complex tensor counts as a real one of shape (..., 2).
+    """
+    found: Magnitude | None = None
+    for tensor in map(real_view, tensors):
+        if not tensor.is_floating_point() or not is_readable(tensor) or not tensor.numel():
+            continue
+        values = tensor.detach()
+        finite = values.isfinite()
+        largest = values.abs().where(finite, torch.zeros((), dtype=values.dtype, device=values.device)).max().item()
+        count, dtype = values.numel(), str(values.dtype).removeprefix("torch.")
+        one = Magnitude(largest, count - int(finite.sum().item()), count, dtype)
+        found = one if found is None else found.joined(one)
+    return found
