@@ -20,10 +20,12 @@ from tests.cli.conftest import write
 from tests.warm_python import WarmPython
 from trainer import terminal
 from trainer.cli import main
+from trainer.cli.arguments import UsageError, read
 from trainer.cli.checks.findings import Loaded, Recipe
 from trainer.cli.checks.first_look import bottleneck
 from trainer.cli.checks.steps import Step
 from trainer.cli.folders import PACKAGE
+from trainer.cli.validate import validate
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.whole]
 
@@ -435,3 +437,44 @@ def test_program_is_the_one_that_the_user_started(words: list[str], program: str
     done = subprocess.run([*command, "fit", "--lr"], capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 2
     assert f"`{program.format(bin=folder)} fit --help`" in done.stderr
+
+
+FIT = ["fit", "+recipe=line"]
+ADVICE = [
+    (["trainer.max_epoch=3"], r"Did you mean '(\S+)'", ["{0}=3"]),
+    (["epochs=3"], r"Did you mean '(\S+)'", ["{0}=3"]),
+    (["learning_rate=0.3"], r"Did you mean '(\S+)'", ["{0}=0.3"]),
+    (["+trainer.max_epocs=3"], r"Did you mean '(\S+)'", ["{0}=3"]),
+    (["optimizer=AdamW"], r"Did you mean '(\S+)'", ["optimizer={0}"]),
+    (["+recpie=line"], r"Did you mean '(\S+)'", ["+{0}=line"]),
+    (["data.shuffle=true"], r"(\+data\.shuffle=true)\.", ["{0}"]),
+    (["other=1"], r"(\+other=1)\.", ["{0}"]),
+    (["+seed=3"], r"Remove the \+ before it: (\S+)", ["{0}"]),
+    (["+optimizer.lr=3"], r"Remove the \+ before it: (\S+)", ["{0}"]),
+    (["+schedule=3"], r"(\+\+schedule=3)\.", ["{0}"]),
+    (["seed=1,2"], r"add (-m)", ["{0}", "seed=1,2"]),
+    (["precision=[32,16]"], r"(-m) (precision=[\w,-]+)", ["{0}", "{1}"]),
+    (["scheduler=null"], r"(scheduler=none)", ["{0}"]),
+    (["data=null"], r"(~data)\b", ["{0}"]),
+    (["~trainer.max_epochs"], r"(trainer\.max_epochs=null)", ["{0}"]),
+    (["~callbacks"], r"(callbacks=none)", ["{0}"]),
+    (["~logger"], r"(logger=none)", ["{0}"]),
+    (["-m", "optimizer.lr=interval(0.1,1)"], r"(hydra/sweeper=optuna)", ["-m", "{0}", "optimizer.lr=interval(0.1,1)"]),
+]
+"""Settings, the part of the error that names a remedy, and the settings with that remedy."""
+
+
+@pytest.mark.parametrize(("words", "remedy", "corrected"), ADVICE)
+def test_settings_that_an_error_advises_are_accepted(
+    project: Path, words: list[str], remedy: str, corrected: list[str]
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        validate(read([*FIT, *words]))
+    found = re.search(remedy, str(caught.value))
+    assert found is not None, caught.value
+    for _ in range(2):
+        validate(
+            read(
+                [*(FIT if words != ["+recpie=line"] else FIT[:1]), *(one.format(*found.groups()) for one in corrected)]
+            )
+        )

@@ -298,9 +298,15 @@ def _check_new_key(composer: Composer, known: Container[str], override: Override
     if name is not None and name not in SETTINGS:
         hint = _common(key, known) or did_you_mean(name, SETTINGS).replace("'", "'trainer.", 1)
         raise UsageError(f"The Trainer has no argument {key!r}.{hint}")
+    if key in known and not override.is_force_add() and not isinstance(override.value(), dict):
+        plain = str(override.input_line).lstrip("+")
+        raise UsageError(f"{key} is in the config already. Remove the + before it: {plain}")
     near = did_you_mean(key, [group for group in composer.groups() if group != key])
     if "." not in key and near and not override.is_force_add():
-        raise UsageError(f"There is no config group {key!r}.{near} To add a setting of that name, write ++{key}.")
+        raise UsageError(
+            f"There is no config group {key!r}.{near} To add a setting of that name, write"
+            f" ++{str(override.input_line).lstrip('+')}."
+        )
 
 
 def _check_unknown_key(known: dict[str, Any], chosen: dict[str, str], override: Override, composer: Composer) -> None:
