@@ -1,6 +1,6 @@
-"""More about an error that has ended a run: which batch it was, and what to do about workers and about memory.
+"""Add the batch, the phase and advice to an error that has ended a run: dataloader workers, memory, collectives.
 
-Nothing here runs while all goes well. How long workers are waited for is in ``trainer.data.workers``.
+This code runs only after an error. The timeouts of workers are in ``trainer.data.workers``.
 """
 
 from __future__ import annotations
@@ -42,19 +42,18 @@ _SHAPES = re.compile(
 def explain(
     error: BaseException, trainer: Trainer, folder: Folder | None = None, stall: Callable[[], str | None] | None = None
 ) -> DataLoaderError | None:
-    """Say more about ``error``, which has ended a run.
+    """Add a note to ``error``, which has ended a run, or return a more specific error.
 
     Args:
-        error: with its traceback. Where a dataset has raised it, or memory has run out, it is given a note
-            (``__notes__``), which a traceback shows below the message: it stays what it is for those who catch it.
-            One about memory has what was alive as its attribute ``memory``
-            (:class:`~trainer.engine.memory_usage.Usage`), and lets go of what its traceback held.
-        trainer: whose run it was; still in the state in which the error found it.
-        folder: says where the run writes, for a snapshot of a GPU's memory; None for none.
-        stall: says what was found out while the processes waited for one of them; None where nobody looks.
+        error: the error with its traceback. Errors of datasets and out-of-memory errors get a note (``__notes__``),
+            which a traceback shows below the message. An out-of-memory error also gets the attribute ``memory``
+            (:class:`~trainer.engine.memory_usage.Usage`), and the tensors in its traceback are released.
+        trainer: the Trainer of the run, in the state at the error.
+        folder: returns the folder of the run, for a snapshot of a GPU's memory. Default: None, no snapshot.
+        stall: returns the report of a hang. Default: None, hangs are not detected.
 
     Returns:
-        What to raise in its place, where a worker process has died or does not answer; None for ``error`` itself.
+        The error to raise instead if a worker process has died or does not respond, or None for ``error`` itself.
     """
     text = str(error)
     if isinstance(error, Exception) and _RAISED.search(text):
@@ -65,11 +64,11 @@ def explain(
         return _about_worker(trainer, [], f"have sent nothing for {found['seconds']} seconds")
     elif isinstance(error, RuntimeError) and _WAITED.search(text):
         _explain_waiting(error, trainer)
-        if stall is not None and (told := stall()) is not None:
-            add_note(error, told)
+        if stall is not None and (report := stall()) is not None:
+            add_note(error, report)
     elif is_out_of_memory(error):
         _explain_memory(error, trainer, folder)
-        let_go(error)
+        release_tensors(error)
     elif isinstance(error, _ABOUT_BATCHES) and _SHAPES.search(text):
         batch = _batch_of(trainer)
         if batch is not None:  # there was one: an optimizer may have refused its parameters, for example
@@ -78,7 +77,7 @@ def explain(
 
 
 def _explain_waiting(error: RuntimeError, trainer: Trainer) -> None:
-    """An exchange in vain, while processes may have different numbers of batches."""
+    """Add advice to the timeout of a collective if processes may have different numbers of batches."""
     loop = trainer.eval_loops.get(trainer.state.stage)
     if loop is not None and loop.distributed_pass is not None and loop.distributed_pass.is_uneven:
         add_note(
@@ -134,10 +133,10 @@ def _shared_memory_left() -> str:
 # --- memory ---------------------------------------------------------------------------------------------------
 
 
-def let_go(error: BaseException) -> None:
-    """Drop what the frames of a traceback hold: the activations and the batch that there was no room for.
+def release_tensors(error: BaseException) -> None:
+    """Release the local variables in the frames of a traceback: activations and the batch.
 
-    The traceback stays readable. Who keeps the exception (a notebook does) would keep all of them otherwise.
+    The traceback stays readable. Without this, a program that stores the exception, as a notebook does, keeps them.
     """
     seen: set[int] = set()
     one: BaseException | None = error
@@ -148,7 +147,7 @@ def let_go(error: BaseException) -> None:
 
 
 def describe_batch(batch: Any) -> str:
-    """What a batch consists of.
+    """Return the structure of a batch as text.
 
     >>> describe_batch([torch.zeros(4, 3), {"label": torch.zeros(4, dtype=torch.int64)}])
     '[Tensor[4, 3] float32, {label: Tensor[4] int64}]'
@@ -164,16 +163,16 @@ def describe_batch(batch: Any) -> str:
 
 
 def _explain_memory(error: BaseException, trainer: Trainer, folder: Folder | None) -> None:
-    """Note when memory ran out, what was alive, and what to do. As far as can be told: nothing is raised."""
+    """Add a note with the phase, the live tensors and advice, as far as they are known. Never raises."""
     device, batch, usage = trainer.engine.device, _batch_of(trainer), None
     size = (None if batch is None else batch_size(batch)) or None
     with suppress(Exception):
         usage = _usage(trainer, batch)
         error.__dict__["memory"] = usage
-    moment = _moment(frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    where = "before the first batch" if moment == _SET_UP else f"at {_where(trainer)}"
+    phase = _phase(frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    where = "before the first batch" if phase == _SET_UP else f"at {_where(trainer)}"
     samples = "" if size is None else f", which has {size} sample{'s' * (size != 1)}"
-    during = f", in {moment}" if moment else ""
+    during = f", in {phase}" if phase else ""
     lines = [f"Memory ran out {where}{samples}, on {device}{_peak(usage)}{during}."]
     if usage is not None:
         lines.append(_alive(usage, device.type == "cpu"))
@@ -187,7 +186,7 @@ def _explain_memory(error: BaseException, trainer: Trainer, folder: Folder | Non
 
 
 def _batch_of(trainer: Trainer) -> Any:
-    """The batch that runs; None for none."""
+    """Return the current batch, or None."""
     return None if trainer.active_metrics is None else trainer.active_metrics.batch
 
 
@@ -197,7 +196,7 @@ def _usage(trainer: Trainer, batch: Any) -> Usage:
 
 
 _SET_UP = "the set-up"
-_MOMENTS = {
+_PHASES = {
     "_set_up": _SET_UP,
     "transfer_batch_to_device": "the batch's way to the device",
     "training_step": "the forward pass",
@@ -208,35 +207,35 @@ _MOMENTS = {
     "update_weights": "the weight update",
     "step": "the optimizer's step",
 }
-"""What runs, by the name of a function that is under way."""
+"""Phases of a run, by the name of a function on the stack."""
 
 _ONLY_IN: dict[str, str | tuple[str, ...]] = {
     "_set_up": "trainer.run",
     "update_weights": "trainer.loops",
     "step": ("torch.optim", "trainer.engine"),
 }
-"""The modules in which a name means that; others mean it everywhere."""
+"""Modules in which a function name of ``_PHASES`` is that phase. Other names count in all modules."""
 
 
-def _moment(frames: Iterable[FrameType]) -> str:
-    """What runs, by the innermost frame that tells; "" where none does. The outermost comes first."""
+def _phase(frames: Iterable[FrameType]) -> str:
+    """Return the phase of the innermost known frame, or "". Frames are given from the outermost."""
     found = ""
     for frame in frames:
         name, module = frame.f_code.co_name, str(frame.f_globals.get("__name__"))
         if module.startswith(_ONLY_IN.get(name, "")):
-            found = _MOMENTS.get(name, found)
+            found = _PHASES.get(name, found)
     return found
 
 
 def _alive(usage: Usage, is_cpu: bool) -> str:
-    """``Alive were: weights 4.0 GiB, ...``."""
+    """Return the live tensors as text: ``Alive were: weights 4.0 GiB, ...``."""
     names = {"optimizer": "the optimizer's states", "batch": "the batch"}
-    told = [f"{names.get(kind, kind)} {readable(size)}" for kind, size in usage.kinds.items() if size]
+    parts = [f"{names.get(kind, kind)} {readable(size)}" for kind, size in usage.kinds.items() if size]
     if usage.rest is not None:
         rest = "activations and all else in the process" if is_cpu else "activations and other tensors"
-        told.append(f"{rest} {readable(usage.rest)}")
-    text = f"Alive were: {', '.join(told) or 'no tensors'}."
-    beside = [
+        parts.append(f"{rest} {readable(usage.rest)}")
+    text = f"Alive were: {', '.join(parts) or 'no tensors'}."
+    others = [
         f"{what} {readable(size)}"
         for what, size in (
             ("reserved by torch, but unused", usage.unused),
@@ -244,7 +243,7 @@ def _alive(usage: Usage, is_cpu: bool) -> str:
         )
         if size
     ]
-    return f"{text} Beside them: {', '.join(beside)}." if beside else text
+    return f"{text} Beside them: {', '.join(others)}." if others else text
 
 
 def _peak(usage: Usage | None) -> str:
@@ -264,13 +263,13 @@ def _leave_snapshot(trainer: Trainer, folder: Folder) -> list[str]:
         file = None if place is None else place / f"memory_snapshot{rank}.pickle"
         if file is not None and memory.write_snapshot(trainer.engine.device, file):
             return [f"Which blocks there were is in {file}: open it at https://pytorch.org/memory_viz."]
-    except Exception as problem:  # what the user has to see is that memory has run out
+    except Exception as problem:  # the out-of-memory error is more important
         return [f"A snapshot of the memory could not be written: {problem}."]
     return []
 
 
 def _advice(trainer: Trainer, usage: Usage | None, size: int | None) -> str:
-    """What to do, the most promising first."""
+    """Return the advice, most promising first."""
     training, tries = trainer.training, list[str]()
     if usage is not None and usage.is_fragmented and usage.elsewhere is not None and not memory.expands_segments():
         tries.append("PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, which leaves no gaps.")
@@ -301,27 +300,27 @@ def _advice(trainer: Trainer, usage: Usage | None, size: int | None) -> str:
 
 
 def whereabouts(frames: list[FrameType], trainer: Trainer) -> str:
-    """What a process does, such as ``in the forward pass, in net.blocks.7 (Block), at step 20, batch_idx 17 of ...``.
+    """Return the phase of a process: ``in the forward pass, in net.blocks.7 (Block), at step 20, batch_idx 17 of ...``.
 
     Args:
-        frames: of its main thread, outermost first.
-        trainer: whose run it is.
+        frames: stack frames of its main thread, from the outermost.
+        trainer: the Trainer of the run.
     """
     module = trainer.lightning_module
     names = {} if module is None else {id(one): name for name, one in module.named_modules()}
     inside = [
         own for frame in frames if isinstance(own := frame.f_locals.get("self"), nn.Module) and names.get(id(own))
     ]
-    told = [f"in {moment}"] if (moment := _moment(frames)) else []
-    told += [f"in {names[id(own)]} ({type(own).__name__})" for own in inside[-1:]]
-    return ", ".join([*told, f"at step {trainer.global_step}, {_where(trainer, tells_rank=False)}"])
+    parts = [f"in {phase}"] if (phase := _phase(frames)) else []
+    parts += [f"in {names[id(own)]} ({type(own).__name__})" for own in inside[-1:]]
+    return ", ".join([*parts, f"at step {trainer.global_step}, {_where(trainer, with_rank=False)}"])
 
 
-def _where(trainer: Trainer, *, tells_rank: bool = True) -> str:
-    """``batch_idx 17 of epoch 2 (train_dataloader)``."""
+def _where(trainer: Trainer, *, with_rank: bool = True) -> str:
+    """Return the position as text: ``batch_idx 17 of epoch 2 (train_dataloader)``."""
     epoch = f" of epoch {trainer.current_epoch}" if trainer.state.fn == "fit" else ""
     check = ", in the sanity check" if trainer.sanity_checking else ""
-    rank = f", on rank {trainer.global_rank}" if tells_rank and trainer.world_size > 1 else ""
+    rank = f", on rank {trainer.global_rank}" if with_rank and trainer.world_size > 1 else ""
     return f"batch_idx {_batch_idx(trainer)}{epoch} ({_prefix(trainer)}_dataloader{check}{rank})"
 
 
@@ -331,12 +330,12 @@ def _prefix(trainer: Trainer) -> str:
 
 
 def _batch_idx(trainer: Trainer) -> int:
-    """Of the batch that runs, or else of the next one."""
+    """Return the index of the current batch, or of the next one between two batches."""
     loop, progress = trainer.eval_loops.get(trainer.state.stage), trainer.progress
     return int(progress.batch_idx + (not progress.in_batch) if loop is None else loop.progress.batches_done)
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Let a traceback show ``text`` below the error's message, once."""
+    """Add ``text`` to the notes of the error, once. A traceback shows them below the message."""
     if text not in getattr(error, "__notes__", ()):
         error.add_note(text)

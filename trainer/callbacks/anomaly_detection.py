@@ -1,4 +1,4 @@
-"""``Trainer(detect_anomaly=True)`` where the loss is scaled."""
+"""Anomaly detection (``Trainer(detect_anomaly=True)``) with loss scaling."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _SCALE = 2.0**-100
-"""Well inside of float32, and small enough for any gradient of a float32 loss to fit float16, be it as zero."""
+"""Loss scale of the replay: no gradient of a float32 loss can overflow in float16 with it."""
 
 
 class AnomalyDetection(RunCallback):
-    """Raises where a backward pass makes nan, with the traceback of the operation's forward; not on overflows.
+    """Raise if a backward pass computes NaN, with the traceback of the operation's forward; ignore overflows.
 
-    Torch's anomaly mode cannot be on while the loss is scaled: the first overflow, by which a loss scale finds its
-    level, would end the run (Lightning #9799). So each skipped step is run again in that mode, with the same
-    random numbers and the loss scaled down until no gradient can overflow. What is nan even then is nan.
+    Torch's anomaly mode cannot be used with loss scaling: the first overflow, which is normal, would end the run
+    (Lightning #9799). Therefore each skipped step is replayed in that mode with the same random numbers and with a
+    loss scale so small that no gradient can overflow. A NaN in this replay is an anomaly.
 
-    ``Trainer(detect_anomaly=True)`` adds this one where the loss is scaled, and torch's mode where it is not. Keeps a
-    copy of the buffers and the random states with each batch.
+    ``Trainer(detect_anomaly=True)`` adds this callback with loss scaling, and enables torch's mode without it. The
+    callback stores a copy of the buffers and random states with each batch.
 
     Raises:
-        RuntimeError: torch's own, while training.
+        RuntimeError: torch's error, while training.
     """
 
     unsupported_with: ClassVar = {
@@ -46,7 +46,7 @@ class AnomalyDetection(RunCallback):
         self._recorder: Recorder | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep each batch until its outcome is known."""
+        """Start to record batches."""
         self._recorder = Recorder(trainer)
 
     def on_after_optimizer_step(

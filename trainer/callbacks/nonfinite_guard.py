@@ -1,4 +1,4 @@
-"""Losses, gradients and weights that are not finite: what to do about them, in every precision."""
+"""Stop, skip or continue if losses, gradients or weights are not finite, in every precision."""
 
 from __future__ import annotations
 
@@ -29,41 +29,41 @@ if TYPE_CHECKING:
 
 
 class NonFiniteGuard(RunCallback):
-    """Decides what becomes of a step whose loss or gradients are not finite; in float32 and bfloat16, too.
+    """Skip steps with nonfinite gradients in every precision, and stop or continue the run.
 
-    The gradients of every step are looked at, and one that is not finite has the step skipped, exactly as the loss
-    scaler of float16 does it: weights, optimizer state, schedules and averages stay as they were, and
-    ``trainer.skipped_steps`` counts it. Buffers that the forward has spoilt (BatchNorm's running mean) get the values
-    back that they had before. Then:
+    The callback checks the gradients of each step. If one is not finite, the step is skipped, as by the loss scaler of
+    float16: weights, optimizer states, schedules and averages do not change, and ``trainer.skipped_steps`` counts it.
+    Nonfinite elements of buffers (BatchNorm's running mean) are restored. Then the policy applies:
 
-    ``"stop"``   ends the run with a :class:`~trainer.errors.NonFiniteError`. The window's batches are run again, which
-                 tells which of them it was, and where the first number that is not finite came from: the batch, a
-                 layer's output, or a gradient. The weights, and so every checkpoint, are those of the last good step.
-    ``"skip"``   goes on with the next batch, until ``max_in_a_row`` steps in a row were skipped.
-    ``"go_on"``  looks at nothing: what torch does by itself.
+    ``"stop"``   ends the run with a :class:`~trainer.errors.NonFiniteError`. A replay of the window's batches finds the
+                 batch and the first nonfinite value: in the batch, in the output of a layer, or in a gradient. The
+                 weights, and all checkpoints, are those of the last good step.
+    ``"skip"``   continues with the next batch, until ``max_in_a_row`` steps in a row were skipped.
+    ``"go_on"``  checks nothing, as torch.
 
-    Where the loss is scaled (``16-mixed``) gradients that overflow are how a scale finds its level, and
-    :class:`~trainer.callbacks.OverflowReport` watches over that. There, ``"stop"`` is about the loss: a step that was
-    skipped ends the run if a loss of its window was not finite, which no scale helps; ``"skip"`` adds nothing but the
-    buffers.
+    With loss scaling (``16-mixed``), overflowed gradients are normal while the loss scale adapts, and
+    :class:`~trainer.callbacks.OverflowReport` reports problems. Then ``"stop"`` ends the run only if a loss in the
+    window of a skipped step is not finite, and ``"skip"`` only restores buffers.
 
-    By default a Trainer has ``NonFiniteGuard(every_step=False)``, which costs a step nothing: before a checkpoint is
-    written in a fit, it looks at the weights, and stops the run in the place of replacing a good checkpoint by one
-    that is not. ``NonFiniteGuard("go_on")`` switches that off, too.
+    The default callback is ``NonFiniteGuard(every_step=False)``, which adds nothing to a step: before a fit writes a
+    checkpoint, it checks the weights, and stops the run instead of replacing a good checkpoint by nonfinite weights.
+    ``NonFiniteGuard("go_on")`` disables this check, too.
 
-    A loss that is not finite while all gradients are (it was cut off from them) is not noticed. What ``self.log``
-    has been given stays in an epoch's mean. LBFGS, and whatever else evaluates the loss itself, cannot skip. On a GPU,
-    a fused optimizer is never waited for: its outcome arrives one step late; others are waited for at each step.
+    A nonfinite loss with finite gradients is not detected. Values passed to ``self.log`` stay in the mean of the epoch.
+    LBFGS, and other optimizers that evaluate the loss, cannot skip steps. On a GPU, a fused optimizer causes no
+    host-device synchronization, and its outcome is known one step later; other optimizers synchronize at each step.
 
     Args:
-        policy: see above.
-        every_step: whether to look at each step; if not, only at the weights, before a checkpoint is written.
-        max_in_a_row: steps in a row that may be skipped before the run ends all the same; None for any number.
+        policy: ``"stop"``, ``"skip"`` or ``"go_on"``, see above. Default: ``"stop"``.
+        every_step: whether to check each step. If False, only the weights are checked, before a checkpoint is written.
+            Default: True.
+        max_in_a_row: maximum number of skipped steps in a row with ``"skip"``; then the run ends. None for no maximum.
+            Default: 50.
 
     Raises:
-        ConfigurationError: an unknown policy, or a number out of range; when a fit starts, an optimizer that
+        ConfigurationError: if the policy is unknown, or a number is out of range; when a fit starts, if an optimizer
             evaluates the loss itself.
-        NonFiniteError: while training.
+        NonFiniteError: while training, see above.
     """
 
     observes_only: ClassVar = True
@@ -82,15 +82,15 @@ class NonFiniteGuard(RunCallback):
         self.every_step = every_step and policy != "go_on"
         self.max_in_a_row = max_in_a_row
         if not self.every_step:
-            vars(self)["on_after_optimizer_step"] = None  # a hook that nobody overrides costs a step nothing
-        self._scaler: Any = None  # the Trainer's own, while a guard stands in its place
+            vars(self)["on_after_optimizer_step"] = None  # a hook that is not overridden adds nothing to a step
+        self._scaler: Any = None  # the Trainer's scaler while it is replaced
         self._watch: _Watch | None = None
         self._in_a_row = 0
-        self._has_told = False
+        self._has_warned = False
 
     @property
     def unsupported_with(self) -> Mapping[str, str]:
-        """The strategies that cannot run a batch again, and the reasons."""
+        """The strategies that cannot replay a batch, and the reasons."""
         if not self.every_step or self.policy != "stop":
             return {}
         return {"deepspeed": "runs batches again to find where a number came from. Use NonFiniteGuard('skip')."}
@@ -103,7 +103,7 @@ class NonFiniteGuard(RunCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the counts."""
-        self._in_a_row, self._has_told = 0, False
+        self._in_a_row, self._has_warned = 0, False
         if not self.every_step:
             return
         greedy = [type(optimizer).__name__ for optimizer in trainer.optimizers if needs_closure(optimizer)]
@@ -117,7 +117,7 @@ class NonFiniteGuard(RunCallback):
     def on_after_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
-        """Do what the policy says about a step that was skipped."""
+        """Apply the policy to a skipped step."""
         if self._watch is None or optimizer is not trainer.optimizers[outcome.optimizers[0]]:
             return
         window: _Window | None = self._watch.kept()
@@ -130,15 +130,15 @@ class NonFiniteGuard(RunCallback):
             window.put_buffers_back()
         scales = trainer.scaler.is_enabled()
         if self.policy == "stop":
-            # on all processes, which have all skipped. A host-device synchronisation, after a skipped step
+            # on all processes, because all have skipped; a host-device synchronization after a skipped step
             if not scales or trainer.engine.any_rank(window is not None and window.has_broken_loss()):
                 batches = [] if window is None else window.recorded(trainer)
                 raise _error(trainer, step, outcome, batches)
         elif not scales:
-            self._tell(trainer, step)
+            self._warn_or_stop(trainer, step)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Refuse to replace a good checkpoint by weights that are not finite. A host-device synchronisation."""
+        """Raise instead of replacing a good checkpoint by nonfinite weights. A host-device synchronization."""
         if self.policy == "go_on" or trainer.state.fn != "fit" or trainer.state.status != "running":
             return
         if broken := _broken(pl_module, trainer.engine):
@@ -150,8 +150,8 @@ class NonFiniteGuard(RunCallback):
                 step=trainer.global_step,
             )
 
-    def _tell(self, trainer: Trainer, step: int) -> None:
-        """Warn once; end the run where too many steps in a row were skipped."""
+    def _warn_or_stop(self, trainer: Trainer, step: int) -> None:
+        """Warn once, and end the run if too many steps in a row were skipped."""
         if self._in_a_row == self.max_in_a_row:
             raise NonFiniteError(
                 f"{self._in_a_row} optimizer steps in a row, up to step {step} of epoch {trainer.current_epoch}, were"
@@ -159,8 +159,8 @@ class NonFiniteGuard(RunCallback):
                 " NonFiniteGuard('stop') says where they come from; NonFiniteGuard(max_in_a_row=None) goes on.",
                 step=step,
             )
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_warned:
+            self._has_warned = True
             rank_zero_warn(
                 f"Optimizer step {step} of epoch {trainer.current_epoch} was skipped, because gradients were not"
                 " finite. Others will be without a message: trainer.skipped_steps counts them. NonFiniteGuard('stop')"
@@ -181,12 +181,12 @@ class _Window:
     """The batches of one weight update, and the floating-point buffers from before it.
 
     Args:
-        buffers: of the module.
-        number: of its first batch, which may come in parts.
+        buffers: the buffers of the module.
+        number: number of its first batch, which may consist of several parts.
     """
 
     def __init__(self, buffers: list[Tensor], number: int) -> None:
-        self.batches: list[RecordedBatch] = []  # without what is dear to keep: see `recorded`
+        self.batches: list[RecordedBatch] = []  # without the state of the module: see `recorded`
         self.number = number
         self._buffers = buffers
         self._saved = [torch.empty_like(buffer) for buffer in buffers]
@@ -200,21 +200,21 @@ class _Window:
             buffer.copy_(buffer.where(buffer.isfinite(), saved))
 
     def has_broken_loss(self) -> bool:
-        """Whether a loss is not finite. A host-device synchronisation."""
+        """Return whether a loss is not finite. A host-device synchronization."""
         return any(one.loss is not None and not one.loss.isfinite().all() for one in self.batches)
 
     def recorded(self, trainer: Trainer) -> list[RecordedBatch]:
-        """The batches for a replay, with the module, and python's random numbers, as they are now."""
+        """Return the batches for a replay, with the current states of the module and of other random generators."""
         state, others = ObjectState([trainer.lightning_module]), random_states.capture(trainer.engine.device)
         return [one._replace(random_state=others | one.random_state, state=state) for one in self.batches]
 
 
 class _Watch(Recorder):
-    """A recorder that is cheap enough to be there at every step: it keeps less of each batch.
+    """A recorder for every step: it stores less of each batch.
 
     Args:
-        trainer: whose batches.
-        keeps_batches: whether to keep them, by reference.
+        trainer: the Trainer.
+        keeps_batches: whether to store the batches, by reference.
     """
 
     def __init__(self, trainer: Trainer, *, keeps_batches: bool) -> None:
@@ -266,7 +266,7 @@ def _error(trainer: Trainer, step: int, outcome: StepOutcome, batches: list[Reco
 def _broken(module: LightningModule, engine: Engine) -> list[str]:
     """Return the names of nonfinite trained parameters. One host-device synchronization if all are finite.
 
-    Where processes hold parts of the parameters, all of them come here, and are told the same.
+    If parameters are sharded, all processes must call it together, and get the same result.
     """
     part = engine.gradients.part
     trained = [(name, part(p.detach())) for name, p in module.named_parameters() if p.requires_grad and p.numel()]
@@ -274,7 +274,7 @@ def _broken(module: LightningModule, engine: Engine) -> list[str]:
     is_broken = bool(tensors) and not get_total_norm(tensors).isfinite()
     if not (engine.any_rank(is_broken) if engine.gradients.are_parts else is_broken):
         return []
-    # a norm of large numbers may overflow where none of them has
+    # the norm of large finite numbers may overflow
     broken = [name for name, parameter in trained if not parameter.isfinite().all()]
     if not engine.gradients.are_parts:
         return broken

@@ -1,4 +1,4 @@
-"""Keeping training batches, with what is needed to run them again."""
+"""Record training batches with the state that a replay needs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class RecordedBatch(NamedTuple):
     """One batch, and the state just before its ``training_step``.
 
     Attributes:
-        batch: as it is on the device; a reference.
-        batch_idx: zero-based, within the epoch.
-        step: ``trainer.global_step`` at the time.
-        window: a copy; it weights the loss.
-        random_state: of all generators (``trainer.state.random_states.capture``).
-        state: of the module; None where it was not kept with each batch.
-        has_loss: whether its ``training_step`` has returned a loss.
-        loss: what it was, without its graph, where that is kept.
+        batch: the batch on the device, by reference.
+        batch_idx: index of the batch in the epoch, zero-based.
+        step: ``trainer.global_step`` before the batch.
+        window: copy of the accumulation window, which weights the loss.
+        random_state: states of all random generators (``trainer.state.random_states.capture``).
+        state: state of the module. None if it is not recorded for each batch.
+        has_loss: whether ``training_step`` has returned a loss.
+        loss: detached loss. None if it is not recorded.
     """
 
     batch: Any
@@ -45,19 +45,19 @@ class RecordedBatch(NamedTuple):
 
 
 class Recorder:
-    """Keeps the batches of weight updates until their outcome is known.
+    """Record the batches of a weight update until its outcome is known.
 
-    While it records it wraps the step in the path of a batch: a run that records nothing has no cost, and the state is
-    that just before the forward pass, after all ``on_train_batch_start`` hooks.
+    The recorder wraps the step in the path of a batch, so a run without a recorder has no overhead. It records the
+    state before the forward pass, after all ``on_train_batch_start`` hooks.
 
-    The outcome of an update may be delivered late, when the next window has run already. So windows are numbered
-    by the updates there have been since recording started, and :meth:`take` is called once for each outcome.
+    The outcome of an update may be read after the next window has run. Therefore windows are numbered by the updates
+    since the start of the recording, and :meth:`take` is called once for each outcome.
 
     Args:
-        trainer: whose batches.
-        from_step: keep no update that begins at a ``global_step`` below this one.
-        parameters: whether to keep the weights with each batch. Those of a skipped step do not change; others will
-            have when the outcome is known.
+        trainer: the Trainer.
+        from_step: first ``global_step`` to record. Default: 0.
+        parameters: whether to record the weights with each batch. They are needed for updates that were not skipped,
+            because these have changed the weights when the outcome is known. Default: False.
     """
 
     def __init__(self, trainer: Trainer, from_step: float = 0, *, parameters: bool = False) -> None:
@@ -68,8 +68,8 @@ class Recorder:
         self._loop = trainer.loop
         self._steps = self._loop.progress.optimizer_steps
         self._update = 0  # the number of the update that the next batch belongs to
-        self._resolved = 0  # the number of the update whose outcome comes next
-        self._windows: dict[int, Any] = {}  # what is kept of each
+        self._resolved = 0  # the number of the update with the next outcome
+        self._windows: dict[int, Any] = {}  # the recorded batches, by update
         self._loop.wrap(self)
 
     def stop(self) -> None:
@@ -79,13 +79,13 @@ class Recorder:
         self._loop.unwrap(self)
 
     def take(self) -> list[RecordedBatch]:
-        """The batches of the update whose outcome has come; [] where they were not recorded from the first on."""
+        """Return the batches of the update with the new outcome, or [] if its first batch was not recorded."""
         batches: list[RecordedBatch] = self.kept() or []
         whole = bool(batches) and (batches[0].window.is_first or not self._module.automatic_optimization)
         return batches if whole else []
 
     def kept(self) -> Any:
-        """What is kept of the update whose outcome has come; None for nothing."""
+        """Return the records of the update with the new outcome, or None."""
         self._resolved += 1
         return self._windows.pop(self._resolved - 1, None)
 
@@ -101,7 +101,7 @@ class Recorder:
         if steps >= self._from_step:
             kept = self._windows.setdefault(self._update, [])
             if window.is_first and self._module.automatic_optimization:
-                kept.clear()  # of a window in which every training_step returned None: no update came of it
+                kept.clear()  # drop a window without an update, because every training_step returned None
             state = ObjectState([self._module], parameters=self._parameters)
             random_state = random_states.capture(self._trainer.engine.device)
             recorded = RecordedBatch(batch, batch_idx, steps, copy(window), random_state, state)

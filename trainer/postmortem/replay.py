@@ -1,4 +1,4 @@
-"""Running a recorded batch again."""
+"""Replay recorded batches."""
 
 from __future__ import annotations
 
@@ -30,16 +30,13 @@ OnLoss = Callable[[Tensor], None]
 
 @contextmanager
 def undisturbed(trainer: Trainer) -> Iterator[ObjectState]:
-    """A context for replays. When it ends, the run is as it was when it began, to the bit.
+    """Preserve the state of a run during replays, bit for bit. Yields the state for :func:`rewind`.
 
-    Gives the state from when it began, for :func:`rewind`.
+    Restores random states; weights, buffers and attributes of the module and of its metrics (see
+    :class:`~trainer.postmortem.state.ObjectState`); gradients; learning rates and schedules. Inside the context,
+    loggers get nothing, optimizers do not step, and compiled modules run eagerly.
 
-    Put back are: random states; weights, buffers, attributes of the module and of its metrics
-    (:class:`~trainer.postmortem.state.ObjectState` says how deep); gradients; learning rates and schedules.
-    Inside, nothing reaches a logger, optimizers do not step, and compiled modules run eagerly.
-
-    Not put back is what a ``training_step`` changes outside of the module: files, counters of other objects, its
-    batch.
+    Changes that a ``training_step`` makes outside the module (files, other objects, its batch) are not reverted.
     """
     engine: Engine = trainer.engine
     module, device = trainer.lightning_module, engine.device
@@ -53,7 +50,7 @@ def undisturbed(trainer: Trainer) -> Iterator[ObjectState]:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
         stack.enter_context(engine.gradient_sync(False))
-        # a step without gradients changes nothing, whoever calls it
+        # an optimizer step without gradients changes nothing
         stack.enter_context(engine.gradients.set_aside(module.parameters()))
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -69,10 +66,7 @@ def undisturbed(trainer: Trainer) -> Iterator[ObjectState]:
 
 
 def in_step(trainer: Trainer, batches: Sequence[RecordedBatch]) -> list[RecordedBatch | None]:
-    """As many batches on every process as any of them has: None in the place of those that this one lacks.
-
-    All processes call this together.
-    """
+    """Pad the batches with None, so that all processes have equally many. All processes must call it together."""
     engine: Engine = trainer.engine
     lacking = 0
     if engine.world_size > 1:
@@ -82,8 +76,8 @@ def in_step(trainer: Trainer, batches: Sequence[RecordedBatch]) -> list[Recorded
 
 
 def rewind(trainer: Trainer, now: ObjectState, recorded: RecordedBatch | None) -> None:
-    """Make things as they were just before the batch's ``training_step``; what was not recorded, as it is now."""
-    now.restore()  # an earlier replay may have left its traces
+    """Restore the state before the ``training_step`` of a batch; state that was not recorded is restored to ``now``."""
+    now.restore()  # an earlier replay may have changed it
     if recorded is not None:
         if recorded.state is not None:
             recorded.state.restore()
@@ -91,9 +85,9 @@ def rewind(trainer: Trainer, now: ObjectState, recorded: RecordedBatch | None) -
 
 
 def optimized(trainer: Trainer) -> dict[str, Tensor]:
-    """Of the parameters that optimizers have, what a backward pass computes gradients of, by name.
+    """Return the tensors with the gradients of all parameters of optimizers, by name.
 
-    Their gradients decide whether a step is skipped. All processes call this together.
+    A step is skipped if one of these gradients is not finite. All processes must call it together.
     """
     leaves: dict[str, Tensor] = trainer.engine.gradients.leaves(trainer.lightning_module)
     stepped = {id(p) for optimizer in trainer.optimizers for p in parameters_of(optimizer)}
@@ -101,7 +95,7 @@ def optimized(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def is_idle(recorded: RecordedBatch | None) -> bool:
-    """Whether this process has no batch, or none that gave a loss, where others have."""
+    """Return whether this process has no batch, or no loss, while others may have one."""
     return recorded is None or not recorded.has_loss
 
 
@@ -111,14 +105,17 @@ def run(
     on_loss: OnLoss,
     autocast: AbstractContextManager[object] | None = None,
 ) -> None:
-    """Run ``training_step`` on the bare module, with ``on_loss`` in the place of each backward pass.
+    """Run ``training_step`` on the unwrapped module, and call ``on_loss`` instead of each backward pass.
 
-    Where forward and backward passes wait for other processes (parameters are sharded), a process without a batch, or
-    without a loss, does what keeps step with them, with a loss of 0.
+    If parameters are sharded, a process without a batch or a loss takes part in the collectives with a loss of 0.
 
-    ``on_loss`` is given the loss as it would be scaled: its share of the window's mean (without the correction that
-    a window's last batch gets where the others had other weights, or None). In manual optimization it is called for
-    each ``manual_backward``. ``autocast`` is the context of the forward pass. Default: that of the run's precision.
+    Args:
+        trainer: the Trainer.
+        recorded: the batch. None if this process has no batch.
+        on_loss: called with the loss before scaling: the batch's share of the window's mean, without the correction of
+            a window's last batch for batches with other weights or without a loss. Called for each ``manual_backward``
+            in manual optimization.
+        autocast: the context of the forward pass. Default: None, that of the run's precision.
     """
     module, engine = trainer.lightning_module, trainer.engine
     silence(module)
@@ -144,30 +141,31 @@ def run(
 
 
 def silence(module: nn.Module) -> None:
-    """Have ``self.log`` do nothing, in the module and in those inside of it, until `undisturbed` ends."""
+    """Make ``self.log`` a no-op in the module and its submodules until `undisturbed` ends."""
     for part in module.modules():
         if isinstance(part, LightningModule):
             vars(part).update(log=_nothing, log_dict=_nothing)
 
 
 def backward(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], look: Callable[[str, Tensor], None]) -> None:
-    """One backward pass of the scaled loss that leaves ``.grad`` alone.
+    """Run a backward pass of the scaled loss without changing ``.grad``.
 
     Args:
-        loss: with its graph, which is kept.
-        scale: what it is multiplied by, as the scaler would: in float32.
-        parameters: by name; those whose gradients are looked at (:func:`optimized`). None of them where this process
-            is idle, and only keeps step.
-        look: given each name and gradient as soon as it is there; of a sparse one, the values.
+        loss: the loss with its graph, which is retained.
+        scale: the loss scale; the product is computed in float32, as by the scaler.
+        parameters: the parameters with gradients to pass to ``look``, by name (:func:`optimized`). Empty if this
+            process only takes part in the collectives.
+        look: called with the name and the gradient of each parameter when it is computed; with the values of a sparse
+            gradient.
     """
 
     def looking(name: str) -> Callable[[Tensor], Tensor | None]:
         def hook(gradient: Tensor) -> Tensor | None:
-            if gradient.layout is not torch.strided:  # that of an embedding, sparse=True
+            if gradient.layout is not torch.strided:  # of an embedding with sparse=True
                 look(name, gradient.coalesce().values())
                 return None
             look(name, gradient)
-            return gradient.new_zeros(()).expand_as(gradient)  # not kept: no second set of gradients in memory
+            return gradient.new_zeros(()).expand_as(gradient)  # frees the gradient
 
         return hook
 
@@ -185,17 +183,17 @@ def backward(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], look:
 
 
 def _evaluate_only(optimizer: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-    """In the place of a module's ``optimizer.step``: closures run, optimizers do not step."""
+    """Run the closure of ``optimizer.step`` without a step."""
     return closure()
 
 
 def _another(context: AbstractContextManager[object]) -> AbstractContextManager[object]:
-    """A context like this one, which is reused and may be in use: a manual step asks for the last outcome, too."""
+    """Return a copy of a context manager that may be in use, because manual steps also read the last outcome."""
     try:
         return deepcopy(context)
-    except TypeError:  # made by a generator function: each one is new
+    except TypeError:  # of a generator function, which creates a new one at each call
         return context
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Log nothing, clip nothing."""
+    """Do nothing, instead of logging and clipping."""
