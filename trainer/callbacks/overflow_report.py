@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -159,10 +160,6 @@ class OverflowReport(RunCallback):
         self._loop, self._lowest, self._is_broken = trainer.loop, math.inf, False
         self._every, self._updates, self._looks = trainer.log_every_n_steps or 50, 0, 0
         self._recent, self._losses = deque(maxlen=0), []
-        self._keep_weights(trainer)
-        if not self._before:
-            part = trainer.engine.gradients.part
-            self._first_norm = get_total_norm([part(p.detach()) for p in pl_module.parameters() if p.numel()])
         if trainer.scaler.is_enabled():
             self._probe = UnderflowProbe(trainer.engine.device.type)
             trainer.scaler.before_unscale.append(self._count_small)
@@ -170,7 +167,11 @@ class OverflowReport(RunCallback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Keep the batch and its loss, without reading it."""
         loop = self._loop
-        if not self._recent.maxlen:
+        if not self._recent.maxlen:  # the first batch
+            self._keep_weights(trainer)
+            if not self._before:
+                part = trainer.engine.gradients.part
+                self._first_norm = get_total_norm([part(p.detach()) for p in pl_module.parameters() if p.numel()])
             size = sum(tensor.nbytes for tensor in tensors_in(loop.metrics.batch))
             number = self._every * loop.window.size
             self._recent = deque(maxlen=max(1, min(_BYTES // max(size, 1), number)))
@@ -434,8 +435,14 @@ class OverflowReport(RunCallback):
 
     def _explain_error(self, trainer: Trainer, exception: BaseException) -> None:
         """Explain an exception that a step has raised, from the variables of its frames."""
-        if trainer.world_size > 1 or self._loop is None or not isinstance(exception, (IndexError, RuntimeError)):
+        if (
+            trainer.world_size > 1
+            or self._loop is None
+            or not isinstance(exception, (IndexError, RuntimeError, ValueError))
+        ):
             return
+        with suppress(Exception):  # `exception` is the one to raise
+            self._look(trainer)
         batch, progress = self._loop.metrics.batch, self._loop.progress
         if batch is None or not self._loop.metrics.in_batch:
             return

@@ -162,11 +162,13 @@ def out_of_range(trainer: Trainer, case: Case, indices: torch.Tensor, number: in
     finding = Finding(case.batches[0].batch_idx, 0, 1, trainer.global_rank, case.scale, fails=True, error=error)
     bad = ((indices < 0) | (indices >= number)).reshape(len(indices) if indices.dim() else 1, -1).any(dim=1)
     rows = bad.nonzero().flatten().tolist()
-    found = (
-        name
-        for name, one in named_tensors_in(case.batches[0].batch, "batch")
-        if one.shape == indices.shape and one.equal(indices)
-    )
+    tensors = dict(named_tensors_in(case.batches[0].batch, "batch"))
+    columns = {
+        f"{name}[:, {column}]": one[:, column]
+        for name, one in tensors.items() if one.dim() > 1 and not one.is_floating_point()
+        for column in range(min(one.shape[1], 256))
+    }  # fmt: skip
+    found = (n for n, one in (tensors | columns).items() if one.shape == indices.shape and one.equal(indices))
     name = next(found, "an index that the step computes")
     values = sorted(set(indices[(indices < 0) | (indices >= number)].tolist()))
     return _diagnosis(
@@ -181,16 +183,11 @@ def _model(trainer: Trainer, case: Case, finding: Finding, *, is_float32: bool) 
     birth = finding.birth
     assert birth is not None
     where = f"{Path(birth.file).name}:{birth.line}" if birth.file else birth.place
-    change = rewrite.propose(birth)
-    tried = ""
+    change = next((one for one in rewrite.propose(birth) if _cures(trainer, case, one)), None)
+    tried = "" if change is None else "the batch is finite with it"
+    remedy = f"guard the operation against this input: {rewrite.HINTS.get(birth.name, 'clamp its input')}"
     if change is not None:
-        with change.applied({type(one) for one in trainer.lightning_module.modules()}) as is_applied:
-            cured = examine(trainer, case.batches, 1.0, Variant(dtype=torch.float32)) if is_applied else None
-        tried = "the batch is finite with it" if cured is not None and not cured.fails else ""
-    if change is not None and tried:
-        remedy = f"in {where} write: {change.new}"
-    else:
-        remedy = f"guard the operation against this input: {rewrite.HINTS.get(birth.name, 'clamp its input')}"
+        remedy = f"in {rewrite.place_of(change.file, change.line)} write: {change.new}"
     line = f", {where}: {birth.source}" if birth.file else ""
     return _diagnosis(
         case, finding, "model",
@@ -198,6 +195,25 @@ def _model(trainer: Trainer, case: Case, finding: Finding, *, is_float32: bool) 
         f" {birth.place}{line}",
         remedy, tried=tried, key=where,
     )  # fmt: skip
+
+
+def _cures(trainer: Trainer, case: Case, change: rewrite.Change) -> bool:
+    """Return whether the batch is finite with other code, in float32 and in the run's precision.
+
+    The losses of other batches must stay about the same, because the code must not change the model.
+    """
+    others = case.recent[-_COMPARED:] if trainer.world_size == 1 else []
+    before = remedies.losses(trainer, others)
+    with change.applied({type(one) for one in trainer.lightning_module.modules()}) as is_applied:
+        if not is_applied:
+            return False
+        for variant in (Variant(dtype=torch.float32), Variant()):
+            cured = examine(trainer, case.batches, 1.0, variant)
+            if cured is None or cured.is_hopeless or (variant.dtype is not None and cured.fails):
+                return False
+        after = remedies.losses(trainer, others)
+    pairs = [(a, b) for a, b in zip(before, after, strict=True) if math.isfinite(a)]
+    return all(abs(a - b) <= 0.1 * abs(a) for a, b in pairs)
 
 
 def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Diagnosis:
@@ -227,8 +243,9 @@ def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Di
 
 def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
     """Explain weights that are not finite before the step."""
-    names = finding.broken_weights
-    if case.before and all(bool(value.isfinite().all()) for value in case.before.values()):
+    broken = [name for name, value in case.before.items() if not value.isfinite().all()]
+    names = broken or finding.broken_weights
+    if case.before and not broken:
         with remedies.weights_of(trainer, case.before):
             for recorded in [*case.recent, *case.batches]:
                 found = examine(trainer, [recorded], case.scale)
@@ -263,16 +280,14 @@ def _divergence(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis:
     now = rates[-1]
     lower = learned[0] if learned else (now / 10 if math.isfinite(now) else 0.01)
     tried = f"a few steps bring the loss from {learned[1]:.3g} to {learned[2]:.3g}" if learned else ""
-    starts = [float(g["initial_lr"]) for o in trainer.optimizers for g in o.param_groups if "initial_lr" in g]
-    scheduled = bool(starts) and max(starts) <= lower
     wide = [f"{name} up to {value:.3g}" for name, value in finding.ranges.items() if value > 20.0]
-    what = "a schedule that stays at" if scheduled else "a lower learning rate,"
+    what = "a schedule that stays at" if trainer.lr_scheduler_configs else "a lower learning rate,"
     return _diagnosis(
         case, finding, "divergence",
         f"The steps make the loss grow without bound, in float32 too: the learning rate is {now:g}.",
-        f"{what} {remedies.rate(lower)}.",
+        f"{what} {remedies.rate(lower)}",
         tried=tried,
-        alternative=f"normalize the inputs ({some(wide, 2)})" if wide else "clip gradients: gradient_clip_val=1.0",
+        alternative=f"normalize the inputs ({some(wide, 2)})" if wide else f"clip gradients: {remedies.clipping()}",
         key="",
     )  # fmt: skip
 

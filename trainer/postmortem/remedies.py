@@ -247,8 +247,15 @@ def rate(value: float) -> str:
     return f"optimizer.lr={value:g}" if is_command_line() else f"lr={value:g}"
 
 
+def clipping() -> str:
+    """Return the setting that clips gradients."""
+    return f"{'trainer.' if is_command_line() else ''}gradient_clip_val=1.0"
+
+
 def _yaml(value: Any) -> str:
-    return f"[{','.join(value)}]" if isinstance(value, (tuple, list)) else f"{value}"
+    if isinstance(value, (tuple, list)):
+        return f"[{','.join(value)}]"
+    return {None: "null", True: "true", False: "false"}.get(value, f"{value}")
 
 
 def _covered(name: str, chosen: Sequence[str]) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import copy
 import linecache
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -25,7 +27,8 @@ HINTS = {
     "softmax": "a row of nothing but -inf: leave one element, or fill with -1e4",
     "log_softmax": "a row of nothing but -inf: leave one element, or fill with -1e4",
     "mean": "the mean of no element: skip the batch, or divide the sum by max(number, 1)",
-    "cross_entropy": "all labels are ignored: divide the sum by the number of labels, at least 1",
+    "ctc_loss": "a target is longer than its input: pass zero_infinity=True",
+    "cross_entropy": "all labels are ignored or have weight 0: divide the sum by the number of labels, at least 1",
 }
 _LOW, _HIGH, _FILL, _ONE = {"min": 1e-6}, {"max": 20.0}, {"min": -1e4}, {"min": -1 + 1e-6, "max": 1 - 1e-6}
 _CLAMPS: dict[str, dict[str, float]] = {
@@ -86,36 +89,65 @@ class Change(NamedTuple):
                 function.__code__ = own
 
 
-def propose(birth: Birth) -> Change | None:
-    """Return the statement that guards the operation, or None if no rule knows it."""
+def place_of(file: str, line: int) -> str:
+    """Return the name of the file and the line; in a notebook, the line of the cell."""
+    path = Path(file)
+    if file.startswith("<") or path.parent.name.startswith("ipykernel_"):
+        return f"line {line} of the cell"
+    return f"{path.name}:{line}"
+
+
+def propose(birth: Birth) -> Iterator[Change]:
+    """Yield statements that guard the operation, the most usual first; none if no rule covers it."""
     lines = linecache.getlines(birth.file) if birth.file else []
     try:
         tree = ast.parse("".join(lines))
     except SyntaxError:
-        return None
+        return
     inside = [
         one for one in ast.walk(tree)
         if isinstance(one, ast.stmt) and not hasattr(one, "body") and one.lineno <= birth.line <= (one.end_lineno or 0)
     ]  # fmt: skip
     if not inside:
-        return None
+        return
     statement = inside[-1]
     old = ast.unparse(statement)
-    new = ast.unparse(_Guard(birth.name).visit(statement))
-    return None if new == old else Change(birth.file, statement.lineno, old, new)
+    for is_second in (False, True):
+        new = ast.unparse(_Guard(birth.name, is_second).visit(copy.deepcopy(statement)))
+        if new != old:
+            yield Change(birth.file, statement.lineno, old, new)
 
 
 class _Guard(ast.NodeTransformer):
-    def __init__(self, name: str) -> None:
+    """Guards the calls and operators of one name.
+
+    Args:
+        name: of the operation.
+        is_second: whether to use the second kind of guard: a denominator keeps its sign, an exponential fits float16.
+    """
+
+    def __init__(self, name: str, is_second: bool) -> None:
         self._name = name
+        self._is_second = is_second
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
         if self._name == "div" and isinstance(node.op, ast.Div) and not isinstance(node.right, ast.Constant):
-            node.right = _clamped(node.right, _LOW)
-        if self._name in ("pow", "sqrt") and isinstance(node.op, ast.Pow):
+            node.right = self._divisor(node.right)
+        if self._name in ("pow", "sqrt") and isinstance(node.op, ast.Pow) and _is_root(node.right):
             node.left = _clamped(node.left, _LOW)
         return node
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        self.generic_visit(node)
+        if self._name == "div" and isinstance(node.op, ast.Div) and not isinstance(node.value, ast.Constant):
+            node.value = self._divisor(node.value)
+        return node
+
+    def _divisor(self, node: ast.expr) -> ast.expr:
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "len":  # a number of Python
+            return ast.parse(f"max({ast.unparse(node)}, 1)", mode="eval").body
+        return _nonzero(node) if self._is_second else _clamped(node, _LOW)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -128,10 +160,18 @@ class _Guard(ast.NodeTransformer):
             and node.func.value.id in ("torch", "F", "functional")
         )
         if called in _CLAMPS:
+            limits = {"max": 10.0} if self._is_second and called == "exp" else _CLAMPS[called]
+            if called == "pow" and not _is_root(node.args[-1]):
+                return node
             if in_namespace:
-                node.args[0] = _clamped(node.args[0], _CLAMPS[called])
+                node.args[0] = _clamped(node.args[0], limits)
             elif isinstance(node.func, ast.Attribute):
-                node.func.value = _clamped(node.func.value, _CLAMPS[called])
+                node.func.value = _clamped(node.func.value, limits)
+        elif called == "div" and node.args and not isinstance(node.args[-1], ast.Constant):
+            node.args[-1] = self._divisor(node.args[-1])
+        elif called == "ctc_loss":
+            node.keywords = [one for one in node.keywords if one.arg != "zero_infinity"]
+            node.keywords.append(ast.keyword("zero_infinity", ast.Constant(True)))
         elif called in ("std", "var"):
             node.keywords = [one for one in node.keywords if one.arg not in ("unbiased", "correction")]
             node.keywords.append(ast.keyword("correction", ast.Constant(0)))
@@ -152,6 +192,20 @@ class _Guard(ast.NodeTransformer):
         return node
 
 
+def _is_root(exponent: ast.expr) -> bool:
+    """Return whether a power with this exponent is not finite, or has no finite gradient, at 0."""
+    try:
+        value = ast.literal_eval(exponent)
+    except ValueError:
+        return True
+    return not (isinstance(value, (int, float)) and value >= 0 and float(value).is_integer())
+
+
+def _nonzero(node: ast.expr) -> ast.expr:
+    text = ast.unparse(node)
+    return ast.parse(f"torch.where(({text}).abs() < 1e-06, 1e-06, {text})", mode="eval").body
+
+
 def _clamped(node: ast.expr, limits: dict[str, float]) -> ast.expr:
     words = ", ".join(f"{name}={value}" for name, value in limits.items())
     made = ast.parse(f"x.clamp({words})", mode="eval").body
@@ -164,7 +218,8 @@ def _clamped(node: ast.expr, limits: dict[str, float]) -> ast.expr:
 def _functions_of(file: str, owners: Iterable[type]) -> list[FunctionType]:
     spaces: list[Mapping[str, Any]] = [vars(cls) for owner in owners for cls in owner.__mro__]
     spaces += [vars(module) for module in list(sys.modules.values()) if getattr(module, "__file__", None) == file]
-    found = [one for space in spaces for one in list(space.values()) if isinstance(one, FunctionType)]
+    values = [getattr(one, "__func__", one) for space in spaces for one in list(space.values())]  # of static methods
+    found = [one for one in values if isinstance(one, FunctionType)]
     return [one for one in {id(one): one for one in found}.values() if one.__code__.co_filename == file]
 
 
