@@ -43,9 +43,9 @@ from trainer.precision import cuda_autocast_ops
 PACKAGES = {"PyTorch": "torch", "Lightning": "lightning", "Accelerate": "accelerate", "Transformers": "transformers"}
 
 CHOSEN = (
-    "NanSample16", "NanSampleBf16", "LabelTooLarge", "EmptyMask16", "StdOfOne", "WhereNan", "UnscaledAttention",
-    "MaskOfBillions", "LongSum", "HugeLoss", "TwoLosses", "TinyLoss", "BrokenFile16", "RateTooHigh16", "ExplodingRnn",
-    "Settling",
+    "NanSample16", "NanSampleBf16", "LabelTooLarge", "EmptyMask16", "StdOfOne", "WhereNan", "GeneralizedDice",
+    "UnscaledAttention", "MaskOfBillions", "RawTargets", "TwoLosses", "VanishingLoss", "BrokenFile16", "RateTooHigh16",
+    "ExplodingRnn", "Settling",
 )  # fmt: skip
 """At least one program per verdict."""
 
@@ -300,7 +300,7 @@ def our_report(kind: type[Program]) -> str:
     remedy = re.search(r"^ *Remedy: (.+?)(?:  \[tried: .*\])?$", text, re.MULTILINE)
     if verdict is None:
         return "no report"
-    return f"{verdict[1]}. Remedy: {remedy[1]}".replace("|", "/") if remedy else verdict[1]
+    return f"{verdict[1]}. Remedy: `{remedy[1].replace('|', '/')}`" if remedy else verdict[1]
 
 
 def outcomes(framework: str, names: list[str]) -> tuple[dict[str, Outcome], dict[str, Outcome]]:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import math
 import re
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +17,8 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from _diagnosis import programs
-from _diagnosis.bench import Result, run
-from trainer.postmortem.rewrite import Change
+from _diagnosis.bench import Result, learns, run
+from _diagnosis.programs import PROGRAMS, Program
 from trainer.precision import MixedPrecision
 
 
@@ -28,33 +34,105 @@ class Cap(Callback):
 
 
 def remedy_in(text: str) -> str:
-    """Return the remedy of the first verdict in a text."""
+    """Return the remedy of the first verdict in a text.
+
+    Raises:
+        ValueError: the text has no remedy.
+    """
     found = re.search(r"^ *Remedy: (.+?)(?:  \[tried: .*\])?$", text, re.MULTILINE)
     if found is None:
         raise ValueError(f"Got no remedy in: {text!r}")
     return found[1]
 
 
-def apply(program: type[programs.Program], remedy: str, folder: Path) -> Result:
+@dataclass
+class Execution:
+    """A program that ran twice.
+
+    Attributes:
+        remedy: the remedy in the report of the first run, as printed.
+        before, after: the runs without and with the remedy.
+    """
+
+    remedy: str
+    before: Result
+    after: Result
+
+    @property
+    def is_cured(self) -> bool:
+        """Whether the second run learns and gets no report, and changed code computes the same loss until then."""
+        return (
+            self.after.error is None and learns(self.after.losses) and self.after.verdict == "healthy" and self.is_same
+        )
+
+    @property
+    def is_same(self) -> bool:
+        """Whether changed code computes the same losses as before, up to the first that is not finite."""
+        if " write: " not in self.remedy:
+            return True
+        pairs = zip(self.before.losses, self.after.losses, strict=False)
+        finite = takewhile(lambda pair: math.isfinite(pair[0]), pairs)
+        return all(math.isclose(old, new, rel_tol=0.1) for old, new in finite)
+
+
+def execute(program: type[Program]) -> Execution:
+    """Run a program, apply the remedy of its report, and run it again."""
+    with tempfile.TemporaryDirectory() as folder:
+        before = run(program, Path(folder))
+    remedy = remedy_in(before.text)
+    with tempfile.TemporaryDirectory() as folder:
+        return Execution(remedy, before, apply(program, remedy, Path(folder)))
+
+
+def apply(program: type[Program], remedy: str, folder: Path) -> Result:
     """Run the program with the remedy."""
     if found := re.search(r"leave out the samples with (\S+) (not finite|outside (\d+) to (\d+))", remedy):
         return run(program, folder, batches=_without(program.batches(), found))
     if found := re.search(r"in (\S+):(\d+) write: (.+)", remedy):
-        change = Change(str(programs.__file__), int(found[2]), "", found[3])
-        with change.applied([program]) as is_applied:
-            assert is_applied
-            return run(program, folder)
-    if found := re.search(r"^(precision=.+)$", remedy):
-        return run(
-            program, folder, precision=eval(found[1].removeprefix("precision="), {"MixedPrecision": MixedPrecision})
-        )
+        file = Path(str(sys.modules[program.__module__].__file__))
+        if found[1] != file.name:
+            raise ValueError(f"Got a remedy for {found[1]}, expected one for {file.name}.")
+        return run(_edited_copy(file, int(found[2]), found[3], folder, program.__name__), folder)
+    if found := re.search(r"^precision=(.+)$", remedy):
+        return run(program, folder, precision=eval(found[1], {"MixedPrecision": MixedPrecision}))
     if found := re.search(r"a schedule that stays at lr=([-+.e\d]*\d)", remedy):
         return run(program, folder, callbacks=[Cap(float(found[1]))])
     if found := re.search(r"lr=([-+.e\d]*\d)", remedy):
         return run(program, folder, lr=float(found[1]))
     if found := re.search(r"If there are none: (.+)$", remedy):
         return run(program, folder, change=lambda model: exec(found[1], {"torch": torch, "model": model}))
-    raise ValueError(f"Got the remedy {remedy!r}, which is none that can be applied.")
+    raise ValueError(f"Got the remedy {remedy!r}, which cannot be applied.")
+
+
+def edited(text: str, line: int, statement: str) -> str:
+    """Return the source with another statement at ``line``, as written in an editor.
+
+    Raises:
+        ValueError: no statement begins on the line.
+    """
+    lines = text.splitlines()
+    statements = [one for one in ast.walk(ast.parse(text)) if isinstance(one, ast.stmt) and one.lineno == line]
+    if not statements:
+        raise ValueError(f"Got line {line}, on which no statement begins.")
+    old = statements[0]
+    lines[line - 1 : old.end_lineno] = [" " * old.col_offset + statement]
+    return "\n".join(lines) + "\n"
+
+
+def _edited_copy(file: Path, line: int, statement: str, folder: Path, name: str) -> type[Program]:
+    copy = folder / f"edited_{name.lower()}.py"
+    copy.write_text(edited(file.read_text(), line, statement))
+    spec = spec_from_file_location(copy.stem, copy)
+    assert spec is not None
+    assert spec.loader is not None
+    module, registered = module_from_spec(spec), dict(PROGRAMS)
+    sys.modules[copy.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[copy.stem]
+        PROGRAMS.update(registered)
+    return getattr(module, name)  # type: ignore[no-any-return]
 
 
 def _without(batches: list[Any], found: re.Match[str]) -> list[Any]:

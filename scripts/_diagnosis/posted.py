@@ -1,0 +1,615 @@
+"""Programs as people post them when their training breaks: whole models with their usual losses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from _diagnosis.programs import Backward, Data, Divergence, Forward, Healthy, Model, Program, Underflow
+
+BATCHES, SIZE, WIDTH, CLASSES = 12, 8, 12, 4
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# --- data -----------------------------------------------------------------------------------------------------------
+
+
+class MissingSeries(Data):
+    """A loss multiplies missing values of a time series by 0, and 0 * nan is nan."""
+
+    def build(self):
+        self.gru = nn.GRU(3, 16, batch_first=True)
+        self.head = nn.Linear(16, 3)
+
+    @classmethod
+    def batches(cls):
+        draw, batches = generator(), []
+        for _ in range(BATCHES):
+            series = torch.randn(SIZE, 11, 3, generator=draw).cumsum(dim=1) * 0.3
+            series[torch.rand(series.shape, generator=draw) < 0.02] = math.nan
+            batches.append([series])
+        return batches
+
+    def training_step(self, batch, batch_idx):
+        (series,) = batch
+        is_observed = ~series.isnan()
+        states, _ = self.gru(series[:, :-1].nan_to_num())
+        errors = (self.head(states) - series[:, 1:]) ** 2
+        return (errors * is_observed[:, 1:]).sum() / is_observed[:, 1:].sum()
+
+
+class LogOfPrice(Data):
+    """A dataset takes the logarithm of a price, and one price is 0."""
+
+    precision = "bf16-mixed"
+    optimizer = torch.optim.AdamW
+    lr = 1e-3
+
+    @classmethod
+    def change(cls, batches):
+        for index, (x, _) in enumerate(batches):
+            price = x.abs()
+            if index in (3, 9):
+                price[2, 5] = 0.0
+            x.copy_(price.log())
+        return batches
+
+
+class CategoryTooLarge(Data):
+    """A category of a table has no row in its embedding."""
+
+    precision = "16-mixed"
+    counts = (5, 7, 3)
+
+    def build(self):
+        self.embeddings = nn.ModuleList(nn.Embedding(count, 4) for count in self.counts)
+        self.net = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, CLASSES))
+
+    @classmethod
+    def batches(cls):
+        draw, batches = generator(), []
+        for index in range(BATCHES):
+            categories = torch.stack([torch.randint(n, (SIZE,), generator=draw) for n in cls.counts], dim=1)
+            if index == 9:
+                categories[5, 1] = 7
+            batches.append({"categories": categories, "target": torch.randn(SIZE, CLASSES, generator=draw)})
+        return batches
+
+    def training_step(self, batch, batch_idx):
+        categories = batch["categories"]
+        embedded = [embedding(categories[:, column]) for column, embedding in enumerate(self.embeddings)]
+        return F.mse_loss(self.net(torch.cat(embedded, dim=1)), batch["target"])
+
+
+# --- model ----------------------------------------------------------------------------------------------------------
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))
+        self.middle = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.up = nn.ConvTranspose2d(8, 8, 2, 2)
+        self.out = nn.Conv2d(9, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.cat([self.up(self.middle(self.down(x))), x], dim=1))
+
+
+class GeneralizedDice(Model):
+    """The weight of a class in the generalized Dice loss is 1 / 0 if a batch does not have the class."""
+
+    precision = "16-mixed"
+    optimizer = torch.optim.Adam
+    lr = 0.01
+
+    def build(self):
+        self.net = UNet()
+
+    @classmethod
+    def batches(cls):
+        draw, batches = generator(), []
+        for index in range(BATCHES):
+            mask = (torch.rand(SIZE, 1, 16, 16, generator=draw) > 0.7).float() * (index != 6)
+            batches.append({"image": mask + 0.3 * torch.randn(mask.shape, generator=draw), "mask": mask})
+        return batches
+
+    def training_step(self, batch, batch_idx):
+        p = self.net(batch["image"]).sigmoid()
+        p = torch.cat([p, 1 - p], dim=1)
+        target = torch.cat([batch["mask"], 1 - batch["mask"]], dim=1)
+        weights = 1 / target.sum(dim=(0, 2, 3)) ** 2
+        intersection = (weights * (p * target).sum(dim=(0, 2, 3))).sum()
+        union = (weights * (p + target).sum(dim=(0, 2, 3))).sum()
+        return 1 - 2 * intersection / union
+
+
+class LanguageModel(Program):
+    lr = 1.0
+
+    def build(self):
+        self.embedding = nn.Embedding(40, 16, padding_idx=0)
+        self.lstm = nn.LSTM(16, 24, batch_first=True)
+        self.head = nn.Linear(24, 40)
+
+    @classmethod
+    def batches(cls):
+        draw = generator()
+        starts = [torch.randint(1, 40, (SIZE, 1), generator=draw) for _ in range(BATCHES)]
+        return cls.change([(start + torch.arange(9)) % 39 + 1 for start in starts])
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch[:, :-1], batch[:, 1:]
+        states, _ = self.lstm(self.embedding(x))
+        losses = F.cross_entropy(self.head(states).flatten(0, 1), y.flatten(), ignore_index=0, reduction="none")
+        count = (y != 0).sum()
+        return losses.sum() / count
+
+
+class OnlyPadding(LanguageModel, Model):
+    """A batch of padding only has no token to divide by."""
+
+    verdict = "model"
+    precision = "16-mixed"
+
+    @classmethod
+    def change(cls, batches):
+        batches[7].zero_()
+        return batches
+
+
+class ContrastiveByHand(Model):
+    """A contrastive loss divides by a temperature of 0.01 before the exponential."""
+
+    lr = 0.01
+
+    @classmethod
+    def batches(cls):
+        draw, batches = generator(), []
+        for _ in range(BATCHES):
+            x = torch.randn(SIZE, WIDTH, generator=draw)
+            batches.append([x + 0.1 * torch.randn(x.shape, generator=draw) for _ in range(2)])
+        return batches
+
+    def training_step(self, batch, batch_idx):
+        a, b = batch
+        z = F.normalize(torch.cat([self(a), self(b)]), dim=1)
+        similarity = torch.exp(z @ z.t() / 0.01)
+        positive = torch.cat([similarity.diag(len(a)), similarity.diag(-len(a))])
+        negative = (similarity * (1 - torch.eye(2 * len(a)))).sum(dim=1)
+        return -torch.log(positive / negative).mean()
+
+
+class ContrastiveByHand16(ContrastiveByHand):
+    """A contrastive loss with a temperature of 0.01, in float16."""
+
+    precision = "16-mixed"
+
+
+class DegenerateBoxes(Model):
+    """The intersection over union of two boxes without an area."""
+
+    precision = "bf16-mixed"
+    lr = 0.01
+
+    def build(self):
+        self.net = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, 4))
+
+    @classmethod
+    def batches(cls):
+        draw, batches = generator(), []
+        for index in range(BATCHES):
+            x, corner = torch.randn(SIZE, WIDTH, generator=draw), torch.rand(SIZE, 2, generator=draw)
+            size = torch.rand(SIZE, 2, generator=draw) + 0.2
+            if index == 3:
+                size[4], x[4] = 0.0, -100 * x[4]
+            batches.append([x, torch.cat([corner, corner + size], dim=1)])
+        return batches
+
+    def training_step(self, batch, batch_idx):
+        x, target = batch
+        p = self(x).float()
+        p = torch.cat([p[:, :2], p[:, :2] + (p[:, 2:] + 0.5).relu()], dim=1)
+        p = p + 0.3 * (target - p).detach()
+        sides = (torch.min(p[:, 2:], target[:, 2:]) - torch.max(p[:, :2], target[:, :2])).clamp(min=0)
+        overlap = sides[:, 0] * sides[:, 1]
+        areas = [(box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1]) for box in (p, target)]
+        iou = overlap / (areas[0] + areas[1] - overlap)
+        return (1 - iou).mean()
+
+
+class TargetTooLong(Model):
+    """CTC has no path if a target is longer than its input, and the loss is infinite."""
+
+    precision = "16-mixed"
+    lr = 0.1
+
+    def build(self):
+        self.net = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 10))
+
+    @classmethod
+    def batches(cls):
+        draw, batches = generator(), []
+        for index in range(BATCHES):
+            x, y = torch.randn(SIZE, 12, 6, generator=draw), torch.randint(1, 10, (SIZE, 10), generator=draw)
+            lengths, counts = torch.full((SIZE,), 12), torch.randint(2, 6, (SIZE,), generator=draw)
+            if index == 4:
+                lengths[2], counts[2] = 3, 10
+            batches.append([x, y, lengths, counts])
+        return batches
+
+    def training_step(self, batch, batch_idx):
+        x, y, lengths, counts = batch
+        log_p = self.net(x).log_softmax(dim=-1).transpose(0, 1)
+        return F.ctc_loss(log_p, y, lengths, counts)
+
+
+class PolicyRatio(Model):
+    """The ratio of two policies overflows, and inf * 0 is nan."""
+
+    lr = 0.01
+
+    @classmethod
+    def batches(cls):
+        draw, batches = generator(), []
+        for index in range(BATCHES):
+            batch = {
+                "observations": torch.randn(SIZE, WIDTH, generator=draw),
+                "actions": torch.randint(CLASSES, (SIZE,), generator=draw),
+                "log_probs": -2 * torch.rand(SIZE, generator=draw),
+                "advantages": torch.randn(SIZE, generator=draw),
+            }
+            if index == 5:
+                batch["log_probs"][3], batch["advantages"][3] = -200.0, 0.0
+            batches.append(batch)
+        return batches
+
+    def training_step(self, batch, batch_idx):
+        policy = torch.distributions.Categorical(logits=self(batch["observations"]))
+        ratio = (policy.log_prob(batch["actions"]) - batch["log_probs"]).exp()
+        advantages = batch["advantages"]
+        gain = torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        return -gain.mean() - 0.01 * policy.entropy().mean()
+
+
+class FocalLoss(Model):
+    """The gradient of a focal loss with a gamma of 0.5 is infinite for a sample that is certain."""
+
+    @classmethod
+    def change(cls, batches):
+        changed = [[x, (y > 0).float()] for x, y in batches]
+        changed[5][0][2] *= 3000
+        return changed
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        p = self(x).sigmoid()
+        p = torch.where(y == 1, p, 1 - p)
+        losses = (1 - p) ** 0.5 * -torch.log(p + 1e-8)
+        return losses.mean()
+
+
+class KlOfZero(Model):
+    """A softmax underflows to 0 before its logarithm in a KL divergence."""
+
+    precision = "16-mixed"
+
+    @classmethod
+    def change(cls, batches):
+        changed = [[x, y.softmax(dim=1)] for x, y in batches]
+        changed[6][0][1] *= 2000
+        return changed
+
+    def training_step(self, batch, batch_idx):
+        x, p = batch
+        q = self(x).softmax(dim=1)
+        return F.kl_div(q.log(), p, reduction="batchmean")
+
+
+class ConstantFeature(Model):
+    """A batch is standardized by the deviation of a feature that is constant in it."""
+
+    precision = "16-mixed"
+
+    @classmethod
+    def change(cls, batches):
+        batches[7][0][:, 3] = 0.5
+        return batches
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        x = (x - x.mean(dim=0)) / x.std(dim=0)
+        return F.mse_loss(self(x), y)
+
+
+class GradientPenalty(Model):
+    """A gradient penalty takes the root of a norm of 0."""
+
+    lr = 0.01
+
+    def build(self):
+        self.net = nn.Sequential(nn.Linear(WIDTH, 32, bias=False), nn.ReLU(), nn.Linear(32, 1))
+
+    @classmethod
+    def change(cls, batches):
+        batches[3][0][:] = 0.0
+        return batches
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].clone().requires_grad_()
+        score = self.net(x)
+        (gradient,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        penalty = ((gradient.pow(2).sum(dim=1).sqrt() - 1) ** 2).mean()
+        return score.pow(2).mean() + 10 * penalty
+
+
+class AngleOfEqual(Model):
+    """The angle between two equal directions has an infinite gradient."""
+
+    lr = 0.01
+
+    def build(self):
+        self.net = nn.Linear(WIDTH, 3)
+
+    @classmethod
+    def change(cls, batches):
+        return [[x, F.normalize(y[:, :3], dim=1), float(index == 6)] for index, (x, y) in enumerate(batches)]
+
+    def training_step(self, batch, batch_idx):
+        x, y, share = batch
+        direction = F.normalize(self(x), dim=1)
+        direction = direction + share * (y - direction).detach()
+        return torch.acos((direction * y).sum(dim=1)).mean()
+
+
+class InverseDistance(Model):
+    """An energy divides by the signed distance of two particles, and two are in the same place."""
+
+    lr = 0.001
+
+    def build(self):
+        self.net = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    @classmethod
+    def change(cls, batches):
+        draw, changed = generator(), []
+        for index, (x, _) in enumerate(batches):
+            a = torch.rand(SIZE, generator=draw) * 4
+            b = a + (torch.rand(SIZE, generator=draw) * 2 + 0.5) * torch.tensor([1.0, -1.0] * 4)
+            if index == 5:
+                b[3] = a[3]
+            changed.append([x, a, b])
+        return changed
+
+    def training_step(self, batch, batch_idx):
+        x, a, b = batch
+        charge = self(x)[:, 0]
+        energy = charge / (a - b)
+        return F.mse_loss(energy, x[:, 0])
+
+
+class LengthByPower(Model):
+    """A length is written as a power of 0.5, and its gradient at 0 is infinite."""
+
+    def build(self):
+        self.net = nn.Linear(WIDTH, CLASSES, bias=False)
+
+    @classmethod
+    def change(cls, batches):
+        batches[4][0][:] = 0.0
+        return batches
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        length = self(x).pow(2).sum(dim=1) ** 0.5
+        return (length - y.norm(dim=1)).abs().mean()
+
+
+# --- precision ------------------------------------------------------------------------------------------------------
+
+
+class VisionTransformer(Forward):
+    """A vision transformer on images of 16-bit pixels."""
+
+    optimizer = torch.optim.AdamW
+    lr = 1e-3
+
+    def build(self):
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        self.patches = nn.Conv2d(3, 32, 4, 4)
+        self.token = nn.Parameter(torch.zeros(1, 1, 32))
+        self.positions = nn.Parameter(torch.randn(1, 17, 32) * 0.02)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(32, CLASSES)
+
+    @classmethod
+    def batches(cls):
+        draw, batches = generator(), []
+        for _ in range(BATCHES):
+            y = torch.randint(CLASSES, (SIZE,), generator=draw)
+            pixels = torch.randint(32768, (SIZE, 3, 16, 16), generator=draw) + 8192 * y[:, None, None, None]
+            batches.append([pixels.float(), y])
+        return cls.change(batches)
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + self.positions
+        return self.head(self.encoder(x)[:, 0])
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+
+class DeepResidual(Forward):
+    """Residual blocks without a norm grow from one to the next."""
+
+    def build(self):
+        self.embed = nn.Linear(WIDTH, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(12))
+        self.head = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, CLASSES))
+        for first, _, last in self.blocks:
+            nn.init.normal_(first.weight, std=0.6)
+            nn.init.normal_(last.weight, std=0.4)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class RawTargets(Backward):
+    """A regression of prices of a million, as they come."""
+
+    optimizer = torch.optim.Adam
+    lr = 1e-3
+
+    @classmethod
+    def change(cls, batches):
+        return [[x, 1e6 + 2e5 * y] for x, y in batches]
+
+
+class VanishingLoss(Underflow):
+    """A loss of 1e-13: all gradients of float16 are 0, and the model does not learn."""
+
+    lr = 1e11
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.mse_loss(self(x).float(), y) * 1e-13
+
+
+# --- divergence -----------------------------------------------------------------------------------------------------
+
+
+class AutoencoderOfBytes(Divergence):
+    """A variational autoencoder on inputs from 0 to 255: its variance overflows."""
+
+    optimizer = torch.optim.Adam
+    lr = 0.05
+
+    def build(self):
+        self.encoder = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8))
+        self.decoder = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 64))
+
+    @classmethod
+    def batches(cls):
+        draw = generator()
+        return [[torch.randint(0, 256, (SIZE, 64), generator=draw).float()] for _ in range(BATCHES)]
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        mean, log_variance = self.encoder(x).chunk(2, dim=1)
+        z = mean + torch.randn_like(mean) * torch.exp(0.5 * log_variance)
+        reconstruction = F.mse_loss(self.decoder(z), x, reduction="sum") / len(x)
+        kl = -0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp()) / len(x)
+        return reconstruction + kl
+
+
+class LanguageModelTooFast(LanguageModel, Divergence):
+    """An LSTM with a learning rate of a million."""
+
+    verdict = "divergence"
+    precision = "16-mixed"
+    lr = 1e6
+
+
+# --- healthy --------------------------------------------------------------------------------------------------------
+
+
+class NormalizedImages(VisionTransformer, Healthy):
+    """The vision transformer on normalized images."""
+
+    verdict = "healthy"
+
+    @classmethod
+    def change(cls, batches):
+        return [[x / 65535, y] for x, y in batches]
+
+
+class LanguageModel16(LanguageModel, Healthy):
+    """An LSTM in float16."""
+
+    verdict = "healthy"
+    precision = "16-mixed"
+
+
+class Triplets(Healthy):
+    """A triplet loss that is 0 for most batches."""
+
+    precision = "16-mixed"
+
+    @classmethod
+    def batches(cls):
+        draw = generator()
+        return [[torch.randn(SIZE, WIDTH, generator=draw) for _ in range(3)] for _ in range(BATCHES)]
+
+    def training_step(self, batch, batch_idx):
+        anchor, positive, negative = (self(x) for x in batch)
+        return F.triplet_margin_loss(anchor, anchor.detach() + 0.01 * positive, negative, margin=0.3)
+
+
+class Curriculum(Healthy):
+    """Batches become harder within an epoch, and the loss a hundred times as large."""
+
+    lr = 0.001
+
+    @classmethod
+    def change(cls, batches):
+        return [[x, y * (1 + index)] for index, (x, y) in enumerate(batches)]
+
+
+class Rewards(Healthy):
+    """A policy gradient: the loss changes its sign, and grows with the rewards."""
+
+    precision = "16-mixed"
+
+    @classmethod
+    def change(cls, batches):
+        return [
+            [x, y.argmax(dim=1), torch.randn(SIZE, generator=generator(index)) * (1 + 20 * index)]
+            for index, (x, y) in enumerate(batches)
+        ]
+
+    def training_step(self, batch, batch_idx):
+        x, actions, rewards = batch
+        log_p = self(x).log_softmax(dim=1).gather(1, actions[:, None])[:, 0]
+        return -0.1 * (log_p * rewards).mean()
+
+
+class FrozenAndUnused(Healthy):
+    """A layer is frozen, and another is not used."""
+
+    precision = "16-mixed"
+
+    def build(self):
+        super().build()
+        self.unused = nn.Linear(3, 3)
+        self.net[0].requires_grad_(False)
+
+
+class Clipped(Healthy):
+    """Large gradients are clipped."""
+
+    precision = "16-mixed"
+    arguments: dict[str, Any] = {"gradient_clip_val": 0.1}
+    lr = 0.1
+
+    @classmethod
+    def change(cls, batches):
+        return [[x * 30, y] for x, y in batches]
+
+
+class RawTargets32(RawTargets, Healthy):
+    """A regression of prices of a million in float32, with Adam."""
+
+    verdict = "healthy"
+    precision = "32-true"
