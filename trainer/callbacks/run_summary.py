@@ -1,4 +1,4 @@
-"""The table at the end of a fit."""
+"""Print a table at the end of a fit."""
 
 import os
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ from trainer.record.run_record import RunRecord, without_step_epoch_variants
 from trainer.terminal import Table
 
 _LABELS = 20
-"""Columns that the labels, and what is around them, take up at the most."""
+"""Maximum width of the labels with their margins, in columns."""
 
 _INDENT = 3
-"""Of a path on a line of its own."""
+"""Indentation of a path on a separate line, in columns."""
 
-_TOLD = ("amp/scale", "amp/skipped_steps")
-"""Logged values that the record has itself, as they are after the last step."""
+_RECORDED = ("amp/scale", "amp/skipped_steps")
+"""Logged values that the record also contains, as of the last step."""
 
 
 class RunSummary(RecordView):
@@ -32,42 +32,42 @@ class RunSummary(RecordView):
     with `RunRecorder` the record is also written to ``run.json``. Only rank zero prints.
 
     Args:
-        console: Console to print to. Default: rich's global console, which writes to ``sys.stdout``.
+        console: console to print to. Default: rich's global console, which writes to ``sys.stdout``.
 
     Attributes:
-        summary: What ``run.json`` says, without curves and environment; empty before the end of the first fit. A value
-            that is not known is None. The keys:
+        summary: the contents of ``run.json`` without curves and environment; empty before the end of the first fit.
+            Unknown values are None. The keys:
 
-            - ``status``: "completed", "pruned", "interrupted" (Ctrl-C, or a signal to stop) or "failed". A fit whose
-              every step was skipped has failed, too.
-            - ``error``: The exception that ended the fit, or why no weight was updated, or None.
-            - ``module``: The class of the model.
-            - ``precision``, ``devices``: Such as "16-mixed" and "2 x NVIDIA A100".
-            - ``gpu``: On CUDA ``capability``, and ``tf32``: the operations that use TF32. Else None.
-            - ``prefetching``: "1 batch, from pinned memory", or from memory that is not, where batches went to the GPU
-              while the step before them ran. Else it is not there.
-            - ``epochs``: Completed epochs, those before a resume included.
-            - ``steps``, ``skipped_steps``: Optimizer steps attempted, and how many of these were skipped.
-            - ``nonfinite_losses``: Number of skipped steps of this fit with a loss that was not finite, if there were
-              any.
-            - ``scale``: The loss scale after the last step; None without loss scaling.
-            - ``seconds``: Wall time of training in this fit, validation included.
-            - ``train_seconds``: The same without validation.
-            - ``samples``: Training samples of this fit, over all ranks. Counted as batches times the first
-              batch's size, with the last batch of an epoch as it is: exact for the usual dataloader, an
-              estimate if batches differ in size.
-            - ``samples_per_second``: What the callback Throughput has measured, else ``samples / train_seconds``.
-            - ``samples_per_step``: By the first batch of an epoch.
-            - ``peak_memory``: Bytes. ``gpu``: on CUDA the most that tensors occupied on rank zero's device during
-              this fit; ``process``: elsewhere the most physical memory that the process has ever held.
-            - ``compile``: Where the callback Compile is used: ``modules`` and settings, ``compilations``,
-              ``recompilations`` and ``reasons`` for them, ``graph_breaks``, ``seconds``.
-            - ``fast_settings``: Where the callback FastSettings is used: those that were on.
-            - ``metrics``: The last value of everything in ``trainer.callback_metrics``, as floats.
-            - ``monitor``: ``metric`` and ``mode`` that checkpoints, else early stopping, go by, or None.
-            - ``best_score``: What it was at the best checkpoint; None where checkpoints go by no metric.
-            - ``paths``: ``run``, ``record``, and as far as they exist ``best_checkpoint``,
-              ``last_checkpoint``, ``curves`` and ``loggers`` (a list). All absolute.
+            - ``status``: "completed", "pruned", "interrupted" (Ctrl-C, or a signal) or "failed". A fit that skipped all
+              steps has failed, too.
+            - ``error``: the exception that ended the fit, the reason why no weight was updated, or None.
+            - ``module``: the class of the module.
+            - ``precision``, ``devices``: such as "16-mixed" and "2 x NVIDIA A100".
+            - ``gpu``: on CUDA, ``capability`` and ``tf32``, the operations that use TF32. Otherwise None.
+            - ``prefetching``: "1 batch, from pinned memory", or from memory that is not pinned. Missing if no batches
+              were prefetched.
+            - ``epochs``: number of completed epochs, including those before a resume.
+            - ``steps``, ``skipped_steps``: number of attempted and of skipped optimizer steps.
+            - ``nonfinite_losses``: number of skipped steps of this fit with a nonfinite loss. Missing if there were
+              none.
+            - ``scale``: loss scale after the last step. None without loss scaling.
+            - ``seconds``: wall time of training in this fit, with validations.
+            - ``train_seconds``: the same without validations.
+            - ``samples``: number of training samples of this fit over all ranks: the number of batches times the size
+              of the first batch, with the actual size of an epoch's last batch. Exact if all other batches have the
+              same size.
+            - ``samples_per_second``: measured by the callback Throughput, otherwise ``samples / train_seconds``.
+            - ``samples_per_step``: from the first batch of an epoch.
+            - ``peak_memory``: bytes. ``gpu``: on CUDA, the peak of tensors on rank zero's device in this fit;
+              ``process``: otherwise, the peak physical memory of the process.
+            - ``compile``: with the callback Compile, ``modules`` and settings, ``compilations``, ``recompilations`` and
+              their ``reasons``, ``graph_breaks``, ``seconds``.
+            - ``fast_settings``: with the callback FastSettings, the enabled settings.
+            - ``metrics``: the last values in ``trainer.callback_metrics``, as floats.
+            - ``monitor``: ``metric`` and ``mode`` monitored by checkpoints, otherwise by early stopping, or None.
+            - ``best_score``: the monitored metric at the best checkpoint. None if checkpoints monitor no metric.
+            - ``paths``: absolute paths: ``run``, ``record``, and if they exist ``best_checkpoint``,
+              ``last_checkpoint``, ``curves`` and ``loggers`` (a list).
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -76,16 +76,16 @@ class RunSummary(RecordView):
         self._console = console
 
     def show(self, record: RunRecord) -> None:
-        """Prints the table."""
+        """Print the table."""
         self.summary = {name: fact for name, fact in record.facts.items() if name not in ("curves", "environment")}
         console = terminal.console(self._console, 250)
         rows = _paths(record.paths)
         room = console.width - _LABELS
         console.print(_table(record, [row for row in rows if len(row[1]) <= room]).drawn())
         run = next((f"{path}{os.sep}" for name, path in rows if name == "run folder"), "")
-        for name, path in (row for row in rows if len(row[1]) > room):  # lines of their own, good to paste
+        for name, path in (row for row in rows if len(row[1]) > room):  # separate lines, for copying
             own = path.removeprefix(run)
-            if len(path) > console.width - _INDENT >= len(own):  # else the terminal would break it inside of a word
+            if len(path) > console.width - _INDENT >= len(own):  # otherwise the terminal breaks it inside a word
                 name, path = f"{name}, in the run folder", own
             console.print(Text(f" {name}:", style="dim"))
             console.print(Text(f"{'':{_INDENT}}{path}"), soft_wrap=True)
@@ -96,7 +96,7 @@ def _table(record: RunRecord, paths: list[tuple[str, str]]) -> Table:
     metrics = [
         (name, f"{record.metrics[name]:.4g}")
         for name in without_step_epoch_variants(record.metrics)
-        if name not in _TOLD
+        if name not in _RECORDED
     ]
     best = []
     if record.monitor is not None and record.best_score is not None:
@@ -141,7 +141,7 @@ def _paths(paths: Mapping[str, str | list[str]]) -> list[tuple[str, str]]:
         (labels.get(name, name.replace("_", " ")), str(from_here(Path(path))))
         for name, value in paths.items()
         for path in (value if isinstance(value, list) else [value])
-        if name == "run" or path != paths.get("run")  # W&B and others write into a folder in it
+        if name == "run" or path != paths.get("run")  # W&B and others write to a folder inside it
     ]
     if "record" in paths:
         run = from_here(Path(str(paths["run"])))

@@ -44,7 +44,7 @@ class ScaleMonitor(RunCallback):
     Args:
         window: number of optimizer steps of the skip rate.
         every_n_steps: number of weight updates between two measurements of the gradients; 0 for none.
-        worst_layers: number of parameters with an underflow of their own in the log.
+        worst_layers: number of parameters with a separate underflow in the log.
 
     Attributes:
         underflow: the last measurement: all parameters together, then each one, the worst first.
@@ -161,7 +161,7 @@ class ScaleMonitor(RunCallback):
             self._probe.start(named, total)
 
     def _report(self, trainer: Trainer, found: list[Underflow], outcome: StepOutcome) -> None:
-        if outcome.skipped:  # infinities and what they became say nothing about small gradients
+        if outcome.skipped:  # infinite gradients contain no information about small gradients
             return
         self.underflow = found
         total, *layers = found

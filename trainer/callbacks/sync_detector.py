@@ -83,7 +83,7 @@ _OWN_WORK = (
     "torch.optim", "trainer.callbacks", "trainer.data", "trainer.engine", "trainer.postmortem", "trainer.precision",
     "trainer.record", "trainer.state", "lightning.pytorch.callbacks", "lightning.pytorch.loggers",
 )  # fmt: skip
-"""Modules with synchronizations of their own, whatever has called them."""
+"""Modules that synchronize themselves, independent of their callers."""
 _ON_THE_HOST = ("torch.utils.data",)
 _BEFORE_TRANSFER = "on_before_batch_transfer"
 _HOST = "_made_on_the_host"
