@@ -11,7 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from tests.cli.conftest import write
-from tests.support import make_trainer
+from tests.support import make_trainer, tiered
 from trainer.arguments import ACCELERATORS, ARGUMENTS, STRATEGIES
 from trainer.cli import main
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, read
@@ -47,6 +47,7 @@ def test_every_option_composes(group):
         Allowlist().check({name: OmegaConf.to_container(config)[name] for name in config if name != "hydra"})
 
 
+@pytest.mark.whole
 def test_every_setting_that_ships_is_an_argument_of_its_target():
     composer = Composer(Arguments())
     for group in ("precision", "optimizer", "scheduler", "callbacks", "logger", "data"):
@@ -59,7 +60,10 @@ def test_every_setting_that_ships_is_an_argument_of_its_target():
                     assert names <= set(arguments), (group, option)
 
 
-@pytest.mark.parametrize("recipe", [file.stem for file in sorted((packaged_conf() / "recipe").glob("*.yaml"))])
+RECIPES = [file.stem for file in sorted((packaged_conf() / "recipe").glob("*.yaml"))]
+
+
+@pytest.mark.parametrize("recipe", tiered(RECIPES, quick=["resnet50"]))
 def test_every_recipe_composes_in_every_precision(recipe):
     for precision in ("32", "16", "bf16", "64", "16-true", "bf16-true", "auto"):
         needed = ["model.folder=x"] if recipe == "finetune" else ["data.root=x"] if recipe == "images" else []

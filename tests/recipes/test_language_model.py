@@ -19,7 +19,7 @@ from recipes.data.text import NO_TARGET
 from recipes.gpt import GPT, Block, rotate
 from recipes.language_model import LanguageModel, TextSamples, TextWriter, printable
 from recipes.schedules import warmup_cosine
-from tests.support import make_trainer
+from tests.support import make_trainer, tiered
 from trainer.callbacks import ActivationCheckpointing, Compile
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
@@ -173,7 +173,7 @@ def unigram_entropy(data: ByteText) -> float:
     return -(shares * shares.log2().nan_to_num()).sum().item()
 
 
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize("precision", tiered(["32-true", "16-mixed"], quick=["16-mixed"]))
 def test_learns_to_read_in_every_precision(precision, tmp_path):
     seed_everything(0, verbose=False)
     data = ByteText(context=64, batch_size=16)
@@ -314,6 +314,7 @@ def test_perplexity_is_torchmetrics(tmp_path):
     assert set(metrics) == {"val_loss", "val_perplexity"}  # without byte tokens, bits per character are unknown
 
 
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # warning of Dynamo when it inspects its inputs
 def test_blocks_share_their_compilations(tmp_path):
     numbers = []

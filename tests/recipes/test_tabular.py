@@ -11,7 +11,7 @@ from torchmetrics.functional import r2_score
 
 from recipes.data import Tabular
 from recipes.tabular import TabularMLP
-from tests.support import make_trainer
+from tests.support import make_trainer, tiered
 
 ADAMW = partial(torch.optim.AdamW, lr=2e-3)
 TABLES = {"breast_cancer": (30, 2), "wine": (13, 3), "diabetes": (10, None)}
@@ -84,7 +84,7 @@ def test_sizes_that_are_not_the_tables_are_refused(options, message):
         Tabular(**{"name": "wine", "num_features": 13, "num_classes": 3} | options).setup("fit")
 
 
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize("precision", tiered(["32-true", "16-mixed", "bf16-mixed"], quick=["16-mixed"]))
 @pytest.mark.parametrize(
     ("name", "metric", "least"), [("breast_cancer", "acc", 0.94), ("wine", "acc", 0.96), ("diabetes", "r2", 0.45)]
 )
@@ -145,6 +145,7 @@ def test_classification_predicts_probabilities(tmp_path):
     assert tested["test_acc"] == pytest.approx(right)
 
 
+@pytest.mark.whole
 def test_example_for_newcomers_runs_and_is_right(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(EXAMPLE), run_name="__main__")  # warnings are errors here

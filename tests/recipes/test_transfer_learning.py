@@ -9,7 +9,7 @@ from torch import nn
 from torchvision import models
 
 from recipes.transfer_learning import TransferNet, load_weights, transfer_classifier
-from tests.support import loader_of, make_trainer
+from tests.support import loader_of, make_trainer, tiered
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 
@@ -73,7 +73,7 @@ class Modes(Callback):
         self.training |= {name for name, part in module.net.net.named_modules() if part.training}
 
 
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize("precision", tiered(["32-true", "16-mixed", "bf16-mixed"], quick=["32-true"]))
 def test_frozen_net_trains_its_head_and_nothing_else(weights: Path, tmp_path: Path, precision: str):
     torch.manual_seed(0)
     module = transfer_classifier("resnet18", ADAM, num_classes=2, weights=str(weights), frozen=True)

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from recipes.language_model import LanguageModel
-from tests.support import Regression, make_batches, needs_fsdp2
+from tests.support import Regression, make_batches, needs_fsdp2, tiered
 from trainer.cli import main
 from trainer.cli.checks.fake_step import Living, look, measure
 from trainer.cli.checks.memory import OVERHEAD, Need, Prediction
@@ -196,6 +196,7 @@ def test_modules_that_torch_cannot_shard_are_left_out(capsys, monkeypatch):
     assert f"FSDP needs torch 2.13 or newer; this is {torch.__version__}." in facts["remarks"]
 
 
+@pytest.mark.whole
 @needs_fsdp2
 @pytest.mark.parametrize(
     ("settings", "fused"),
@@ -244,7 +245,7 @@ def test_unused_settings_of_a_run(settings, expected, capsys, monkeypatch):
         assert told[0].endswith("tuning=fast enables the safe ones.")
 
 
-@pytest.mark.parametrize("recipe", ["mlp", "unet"])
+@pytest.mark.parametrize("recipe", tiered(["mlp", "unet"], quick=["mlp"]))
 def test_training_step_that_calls_the_module(recipe, capsys):
     assert main(["checks", "json", f"+recipe={recipe}", "checks.gpu_memory=8GiB", NO_STEPS]) == 0
     needs = json.loads(capsys.readouterr().out)["memory_of_recipe"]["needs"]

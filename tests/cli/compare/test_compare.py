@@ -296,6 +296,7 @@ def test_failed_job_keeps_the_others_and_has_status_1(project, jobs, capsys):
     assert "- **64-true**: failed: Oops: no\n- **bf16-mixed**: " in (folder / "compare.md").read_text()
 
 
+@pytest.mark.whole
 def test_strict_shows_in_the_exit_status(project, jobs, capsys):
     missed = ["compare", "+recipe=line", "precision=32,16"]  # as fast, as much memory
     assert main(missed) == 0

@@ -284,6 +284,7 @@ def test_each_job_is_a_separate_command(project, jobs, monkeypatch, capsys):
     assert all("LOCAL_RANK" not in env for _, env in jobs.started)
 
 
+@pytest.mark.whole
 def test_sweep_written_in_a_config(project, jobs, capsys):
     assert main(["fit", "+recipe=line", "+sweep=precision", "optimizer.lr=0.1,0.2"]) == 0
     words = [command[3:8] for command, _ in jobs.started]
