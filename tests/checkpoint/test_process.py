@@ -18,7 +18,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
 from tests.parity import RecordingLogger
-from tests.support import make_trainer, native_fp16
+from tests.support import make_trainer, native_fp16, tiered
 from trainer import Trainer
 from trainer.callbacks import GradientAccumulation
 from trainer.checkpoint.loading import process_states_in
@@ -182,7 +182,7 @@ SETUPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("name", tiered(SETUPS, quick=["overflows", "by hand", "a window that grows"]))
 def test_resumed_at_every_chance(name: str, tmp_path: Path) -> None:
     how = SETUPS[name]
     saving = SavesAlways(tmp_path)
@@ -243,6 +243,7 @@ def test_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
         run(tmp_path, {"trainer": lambda: {"exact_resume": False}}, tmp_path / "older.ckpt")
 
 
+@pytest.mark.whole
 def test_checkpoints_of_the_version_before_are_resumed_exactly(tmp_path: Path) -> None:
     """They contain random states as bytes."""
     saving = SavesAlways(tmp_path)

@@ -171,13 +171,23 @@ def _quiet() -> Any:
 @pytest.mark.parametrize(
     ("make", "callbacks", "arguments"),
     [
-        pytest.param(Closures, list, {"accumulate_grad_batches": 3}, id="batches that LBFGS evaluates again"),
+        pytest.param(
+            Closures,
+            list,
+            {"accumulate_grad_batches": 3},
+            id="batches that LBFGS evaluates again",
+            marks=pytest.mark.whole,
+        ),
         pytest.param(
             NothingAtTheEnd, list, {"accumulate_grad_batches": 2, "precision": "16-mixed"}, id="no loss after a resume"
         ),
-        pytest.param(Freezes, list, {}, id="frozen by the module"),
+        pytest.param(Freezes, list, {}, id="frozen by the module", marks=pytest.mark.whole),
         pytest.param(
-            Module, lambda: [BackboneFinetuning(1, lambda _: 1.5)], {"max_epochs": 3}, id="frozen by a callback"
+            Module,
+            lambda: [BackboneFinetuning(1, lambda _: 1.5)],
+            {"max_epochs": 3},
+            id="frozen by a callback",
+            marks=pytest.mark.whole,
         ),
         pytest.param(Tracks, list, {}, id="metric tracker"),
         pytest.param(Module, lambda: [ScaleMonitor(), ScaleCurve()], {"precision": "16-mixed"}, id="callbacks of ours"),

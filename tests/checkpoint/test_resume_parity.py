@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.parity import MAKERS, Classifier, assert_same_weights, data, lightning, ours
+from tests.support import tiered
 from trainer.errors import ResumeError
 
 NOT_RESUMABLE = (
@@ -120,7 +121,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", tiered(RUNS, quick=["windows", "manual"]))
 def test_both_trainers_resume_checkpoints_of_the_other(tmp_path: Path, name: str) -> None:
     module, options, arguments, files = RUNS[name]
     for make in MAKERS:
