@@ -43,7 +43,7 @@ class Diary(Logger):
         self.told.append(("metrics", step, {name: plain(value) for name, value in metrics.items()}))
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        self.told.append(("hyper-parameters", dict(params)))
+        self.told.append(("hyperparameters", dict(params)))
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
         self.told.append("graph")
@@ -212,7 +212,7 @@ def test_hyper_parameters_of_module_and_data(of_module: dict[str, Any], of_data:
             trainer.fit(Configured(of_module), datamodule=Settings(of_data))
         except Exception as error:  # the comparison depends on it
             return type(error), str(error)[:40]
-        return [plain(one[1]) for one in diary.told if one[0] == "hyper-parameters"]
+        return [plain(one[1]) for one in diary.told if one[0] == "hyperparameters"]
 
     theirs, mine = run_both(scenario)
     assert mine == theirs

@@ -207,7 +207,7 @@ def test_killed_run_is_resumed_to_the_same_weights(newcomer: Newcomer, tmp_path:
     assert newcomer.one("outputs/mine/auto-*") == killed
     assert result_in(killed)["epochs"] == 10
     log = (killed / "fit.log").read_text()
-    assert "resume='auto': going on from" in log  # a run from the start would have the same weights
+    assert "resume='auto': resuming from" in log  # a run from the start would have the same weights
     expected = _weights(undisturbed.one("outputs/mine/auto-*"))
     found = _weights(killed)
     assert expected.keys() == found.keys()

@@ -96,8 +96,8 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "whole.safetensors").read_bytes()[:-9])
     (tmp_path / "empty.pt").touch()
     expected = [
-        ("text.pt", UnsafeCheckpointError, "holds more than tensors and plain containers, or is damaged"),
-        ("numbers.pt", CheckpointError, "has no weights in it: it is a mapping of loss, epochs. Expected"),
+        ("text.pt", UnsafeCheckpointError, "contains more than tensors and plain containers, or is damaged"),
+        ("numbers.pt", CheckpointError, "has no weights: it is a mapping of loss, epochs. Expected"),
         ("module.pt", UnsafeCheckpointError, "it asks for tests.test_weights.Small"),
         ("cut.pt", CheckpointError, "is damaged: it has no end"),
         ("cut.safetensors", CheckpointError, "cannot be read as a checkpoint; it may be cut short"),
@@ -118,7 +118,7 @@ def test_custom_file_may_contain_more(tmp_path: Path) -> None:
     module = small(2)
     with pytest.raises(UnsafeCheckpointError, match="pass weights_only=False"):
         load_weights(module, tmp_path / "mine.pt")
-    with pytest.warns(UserWarning, match="may run any code"):
+    with pytest.warns(UserWarning, match="can run any code"):
         load_weights(module, tmp_path / "mine.pt", weights_only=False)
     assert same(module.state_dict(), small(1).state_dict())
 
@@ -167,10 +167,10 @@ def test_differing_weights_are_kept_and_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("in_file", "in_module", "said"),
     [
-        ("model.", "", "Names in the file begin with 'model.', which those of the module do not."),
-        ("state.model.", "", "Names in the file begin with 'state.model.', which those of the module do not."),
-        ("", "net.", "Names in the module begin with 'net.', which those of the file do not."),
-        ("net.", "model.", "Names in the file begin with 'net.' where those of the module have 'model.'."),
+        ("model.", "", "Names in the file start with 'model.', those of the module do not."),
+        ("state.model.", "", "Names in the file start with 'state.model.', those of the module do not."),
+        ("", "net.", "Names in the module start with 'net.', those of the file do not."),
+        ("net.", "model.", "Names in the file start with 'net.', those of the module with 'model.'."),
     ],
 )
 def test_names_that_begin_differently(tmp_path: Path, in_file: str, in_module: str, said: str) -> None:
@@ -247,7 +247,7 @@ def test_weights_without_a_match_are_an_error(tmp_path: Path) -> None:
     assert "expected body.0.weight, body.0.bias, body.1.weight, body.1.bias and 5 more" in str(e.value)
     with pytest.raises(ConfigurationError, match=r"fits into the Linear: weight is \(2,\) in the file and \(1, 1\)"):
         load_weights(nn.Linear(1, 1, bias=False), tmp_path / "a.pt")
-    with pytest.raises(ConfigurationError, match=r"without parameters\. If it makes them in configure_model"):
+    with pytest.raises(ConfigurationError, match=r"without parameters\. If configure_model creates them"):
         load_weights(nn.Module(), tmp_path / "a.pt")
     with torch.device("meta"):
         empty = small(1)

@@ -246,21 +246,21 @@ class Argument:
 
 
 _TABLE = (
-    Argument("accelerator", "auto", "the kind of device; auto: the best there is", (*ACCELERATORS, OBJECT)),
-    Argument("strategy", "auto", "how several processes work together: auto, ddp, ...", (*STRATEGIES, OBJECT)),
-    Argument("devices", "auto", "how many, or a list of their indices; -1 for all", (DEVICES, "auto")),
+    Argument("accelerator", "auto", "type of device; auto: the best available", (*ACCELERATORS, OBJECT)),
+    Argument("strategy", "auto", "strategy for several processes: auto, ddp, ...", (*STRATEGIES, OBJECT)),
+    Argument("devices", "auto", "number of devices, or a list of their indices; -1: all", (DEVICES, "auto")),
     Argument(
-        "num_nodes", 1, "how many machines; auto: as many as torchrun or Slurm has started", (COUNT.at_least(1), "auto")
+        "num_nodes", 1, "number of nodes; auto: the number that torchrun or Slurm started", (COUNT.at_least(1), "auto")
     ),
-    Argument("precision", None, "of the arithmetic: 32-true, 16-mixed, bf16-mixed, ..."),
-    Argument("logger", None, "what records the logged values"),
+    Argument("precision", None, "32-true, 16-mixed, bf16-mixed, ..."),
+    Argument("logger", None, "one or more loggers"),
     Argument("callbacks", None, "callbacks in addition to the default ones"),
-    Argument("fast_dev_run", False, "true: one batch of everything, and nothing is written", (*SWITCH, COUNT, None)),
-    Argument("max_epochs", None, "epochs to train; -1 for no end", (ENDLESS, None)),
+    Argument("fast_dev_run", False, "true: run one batch of each stage, and write nothing", (*SWITCH, COUNT, None)),
+    Argument("max_epochs", None, "epochs to train; -1: no limit", (ENDLESS, None)),
     Argument("min_epochs", None, "epochs to train before anything may stop the run", (COUNT, None)),
-    Argument("max_steps", -1, "optimizer steps to train; -1 for no end", (ENDLESS,)),
+    Argument("max_steps", -1, "optimizer steps to train; -1: no limit", (ENDLESS,)),
     Argument("min_steps", None, "optimizer steps to train before anything may stop the run", (COUNT, None)),
-    Argument("max_time", None, "when to stop: 00:12:00:00 is days, hours, minutes and seconds", (TIME, None)),
+    Argument("max_time", None, "time limit, such as 00:12:00:00 (days, hours, minutes, seconds)", (TIME, None)),
     Argument("limit_train_batches", None, "batches of an epoch, or a share of them, to train on", (*AMOUNT, None)),
     Argument(
         "limit_val_batches", None, "batches, or a share of them, to validate on; 0: no validation", (*AMOUNT, None)
@@ -288,57 +288,60 @@ _TABLE = (
     Argument(
         "num_sanity_val_steps",
         None,
-        "validation batches to try before training begins",
+        "validation batches to run before the training",
         (COUNT.at_least(-1, ", or -1 for all batches"), None),
     ),
     Argument("log_every_n_steps", None, "optimizer steps between two rows for the loggers", (COUNT, None)),
     Argument("enable_checkpointing", None, "whether checkpoints are written", (*SWITCH, None)),
-    Argument("enable_progress_bar", None, "whether there is a progress bar, and a summary at the end", (*SWITCH, None)),
+    Argument("enable_progress_bar", None, "whether a progress bar and a summary are shown", (*SWITCH, None)),
     Argument("enable_model_summary", None, "whether a table of the layers is printed", (*SWITCH, None)),
-    Argument("accumulate_grad_batches", 1, "batches that make one optimizer step", (WHOLE.at_least(1), None)),
-    Argument("gradient_clip_val", None, "the largest norm of the gradients; null: any", (COUNT, NUMBER, OFF, None)),
+    Argument("accumulate_grad_batches", 1, "batches per optimizer step", (WHOLE.at_least(1), None)),
+    Argument("gradient_clip_val", None, "largest norm of the gradients; null: no clipping", (COUNT, NUMBER, OFF, None)),
     Argument(
         "gradient_clip_algorithm",
         None,
-        "norm: of all gradients together; value: each element",
+        "norm: clip the total norm; value: clip each element",
         ("norm", "value", None),
         any_case=True,
     ),
-    Argument("deterministic", None, "true: only operations that always give the same result", (*SWITCH, "warn", None)),
-    Argument("benchmark", None, "true: have cuDNN try which convolution is fastest", (*SWITCH, None)),
+    Argument("deterministic", None, "true: use only deterministic operations", (*SWITCH, "warn", None)),
+    Argument("benchmark", None, "true: cuDNN benchmarks convolutions", (*SWITCH, None)),
     Argument("inference_mode", True, "whether evaluation runs in torch.inference_mode", SWITCH),
     Argument("use_distributed_sampler", True, "whether each process gets its share of the data", SWITCH),
     Argument("profiler", None, "simple, advanced, pytorch, or null", (*PROFILERS, None, OFF, OBJECT), any_case=True),
-    Argument("detect_anomaly", False, "true: stop at the operation whose backward made the first NaN; slow", SWITCH),
-    Argument("barebones", False, "true: without anything that costs time", SWITCH),
-    Argument("plugins", None, "parts of a strategy: a cluster environment, a checkpoint IO, ..."),
-    Argument("sync_batchnorm", False, "true: batch normalisation over all processes", SWITCH),
+    Argument(
+        "detect_anomaly",
+        False,
+        "true: stop at the operation with a backward pass that returns the first NaN; slow",
+        SWITCH,
+    ),
+    Argument("barebones", False, "true: no logging, checkpoints and other features that cost time", SWITCH),
+    Argument("plugins", None, "plugins: a cluster environment, a checkpoint IO, ..."),
+    Argument("sync_batchnorm", False, "true: synchronize batch normalization over all processes", SWITCH),
     Argument(
         "reload_dataloaders_every_n_epochs",
         0,
         "epochs between two calls of train_dataloader(); 0: one call",
         (WHOLE.at_least(0),),
     ),
-    Argument(
-        "default_root_dir", None, "where to write what has no folder of its own; null: the run's folder", (PATH, None)
-    ),
-    Argument("enable_autolog_hparams", True, "whether the module's hyper-parameters go to the loggers", SWITCH),
-    Argument("model_registry", None, "the name of a model in Lightning's registry", (TEXT, None)),
-    Argument("resume", None, "auto: go on from the newest checkpoint of the same command", ("auto", None)),
-    Argument("exact_resume", True, "false: resume also where the result may differ", SWITCH),
+    Argument("default_root_dir", None, "default folder for all files; null: the folder of the run", (PATH, None)),
+    Argument("enable_autolog_hparams", True, "whether the module's hyperparameters are logged", SWITCH),
+    Argument("model_registry", None, "name of a model in Lightning's registry", (TEXT, None)),
+    Argument("resume", None, "auto: resume from the last checkpoint of the same command", ("auto", None)),
+    Argument("exact_resume", True, "false: resume even if the result may differ", SWITCH),
     Argument(
         "dataloader_timeout",
         1800.0,
-        "seconds that workers may take for a batch; 0: any time",
+        "time limit for workers per batch, in seconds; 0: none",
         (NUMBER._replace(most=10**9),),
     ),
     Argument(
-        "pad_evaluation", False, "true: processes evaluate equally many samples, some twice, as Lightning", SWITCH
+        "pad_evaluation", False, "true: pad evaluation data to equal numbers per process, as Lightning does", SWITCH
     ),
     Argument(
         "prefetch_batches",
         1,
-        "batches that go to a GPU while the step before them runs; 0: none",
+        "batches that are copied to a GPU during the previous step; 0: none",
         (WHOLE.at_least(0)._replace(most=1),),
     ),
 )
@@ -508,7 +511,7 @@ def check_barebones(given: Mapping[str, Any]) -> None:
         if given[name] not in (None, 0):
             raise ConfigurationError(
                 f"`Trainer(barebones=True, {name}={given[name]!r})` was passed. {why}, so it is disabled in barebones"
-                f" mode: leave {name} out."
+                f" mode. Remove {name}."
             )
 
 

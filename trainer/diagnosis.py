@@ -119,7 +119,7 @@ def _about_worker(trainer: Trainer, pids: list[int], how: str) -> DataLoaderErro
 
 
 _ABOUT_SHARED_MEMORY = (
-    "Batches travel through shared memory: where that is small (a container's is 64 MB by default; start it with"
+    "Workers send batches through shared memory. If it is small (64 MB by default in containers; start them with"
     " --shm-size=8g or --ipc=host), torch.multiprocessing.set_sharing_strategy('file_system') may help, and"
     " num_workers=0 does.",
 )
@@ -287,11 +287,10 @@ def _advice(trainer: Trainer, usage: Usage | None, size: int | None) -> str:
             else "a smaller batch."
         )
     if training and not trainer.engine.precision.is_half:
-        tries.append("precision='bf16-mixed', which halves what activations take.")
+        tries.append("precision='bf16-mixed', which halves the memory of activations.")
     if training:
         tries.append(
-            "callbacks=[ActivationCheckpointing('net.layer*')], which computes activations a second time in the place"
-            " of keeping them."
+            "callbacks=[ActivationCheckpointing('net.layer*')], which recomputes activations instead of storing them."
         )
     return " ".join(f"Try {one}" for one in tries)
 

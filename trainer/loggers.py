@@ -178,8 +178,8 @@ class TrackerAdapter(LoggerAdapter):
             return
         if checkpoint_files.get("sharded") is True:
             raise ConfigurationError(
-                f"{key}.log_model is {asked}, and checkpoint_files.sharded is true: checkpoints are folders then, and"
-                " artifacts are files. Leave out one of them."
+                f"{key}.log_model is {asked}, and checkpoint_files.sharded is true: sharded checkpoints are folders,"
+                " and artifacts are files. Remove one of them."
             )
         if checkpoint_files.get("asynchronous") is True and asked == "all":
             raise ConfigurationError(

@@ -180,8 +180,8 @@ class Preparation:
         if current is not None and trainer.progress.in_batch:
             names = ", ".join(type(optimizer).__name__ for optimizer in engine.optimizers)
             raise ConfigurationError(
-                f"The optimizers have been exchanged for {names}, one of which evaluates the loss itself, or did so"
-                " before. Do this in `on_train_epoch_start` or between two epochs."
+                f"The optimizers were replaced by {names}, and an old or new one evaluates the loss itself. Replace"
+                " them in `on_train_epoch_start` or between two epochs."
             )
         backward: Callable[..., None] | None = None if engine.override_of("backward") is None else loop.run_backward
         step: Callable[..., Any] | None = None if isinstance(chosen, FitLoop) else chosen.step
@@ -374,10 +374,10 @@ def _refuse_changes(module: LightningModule, before: dict[str, Any]) -> None:
     changed = [name for name, value in _set_once(module).items() if value != before[name]]
     if changed:
         raise ConfigurationError(
-            f"{type(module).__name__}.{changed[0]} was set during the fit, which goes on with what it began with:"
-            " expected it to be set before, in `setup` or `on_fit_start`. To train in phases, have it choose"
-            " (`return self.warm_up(batch) if self.current_epoch < 2 else self.train_on(batch)`), or call `fit` for"
-            " each phase."
+            f"{type(module).__name__}.{changed[0]} was set during the fit, which keeps using the original: expected it"
+            " to be set before, in `setup` or `on_fit_start`. To train in phases, choose inside of it (`return"
+            " self.warm_up(batch) if self.current_epoch < 2 else self.train_on(batch)`), or call `fit` for each"
+            " phase."
         )
 
 

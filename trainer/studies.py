@@ -82,8 +82,8 @@ def check_pickles(study: Any) -> None:
             ).load()
         except Exception as error:  # a damaged pickle may raise anything
             raise ConfigurationError(
-                f"The study {study.study_name} holds what CMA-ES does not write, and what may run any code ({error})."
-                " Choose another sampler, hydra.sweeper.sampler.name=tpe, or a study of your own."
+                f"The study {study.study_name} contains data that CMA-ES does not write and that can run any code"
+                f" ({error}). Choose another sampler, hydra.sweeper.sampler.name=tpe, or your own study."
             ) from error
 
 

@@ -79,7 +79,7 @@ class Trainer(TrainerBase):
         accumulate_grad_batches: short for ``GradientAccumulation(batches)``; the last, short window of an epoch is
             averaged over its actual number of batches. Default: 1.
         gradient_clip_val, gradient_clip_algorithm: short for ``GradientClipping``. Default: None, no clipping.
-        strategy: how several processes work together: ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, or an object such as
+        strategy: strategy for several processes: ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, or an object such as
             ``FSDP2Strategy()``. Default: ``"auto"``.
         detect_anomaly: whether to raise at the operation with the first NaN in its backward pass. If the loss is
             scaled, overflows are not errors: ``AnomalyDetection`` inspects skipped steps instead. Default: False.

@@ -74,11 +74,11 @@ class LoadedWeights:
         ]
         in_file, in_module = self.prefixes
         if in_file and in_module:
-            lines.append(f"Names in the file begin with {in_file!r} where those of the module have {in_module!r}.")
+            lines.append(f"Names in the file start with {in_file!r}, those of the module with {in_module!r}.")
         elif in_file:
-            lines.append(f"Names in the file begin with {in_file!r}, which those of the module do not.")
+            lines.append(f"Names in the file start with {in_file!r}, those of the module do not.")
         elif in_module:
-            lines.append(f"Names in the module begin with {in_module!r}, which those of the file do not.")
+            lines.append(f"Names in the module start with {in_module!r}, those of the file do not.")
         if self.converted:
             lines.append(f"Converted: {', '.join(f'{count} from {what}' for what, count in self.converted.items())}.")
         if self.differing:
@@ -251,14 +251,14 @@ def _no_match_error(
 ) -> str:
     if not wanted:
         return (
-            f"Got weights={file} for a {type(module).__name__} without parameters. If it makes them in configure_model,"
-            " have a fit load the weights, which comes after that: Trainer.fit(weights=PATH)."
+            f"Got weights={file} for a {type(module).__name__} without parameters. If configure_model creates them,"
+            " load the weights in the fit: Trainer.fit(weights=PATH)."
         )
     if differing:
         shown = [f"{name} is {what}" for name, what in differing.items()]
         return (
-            f"Nothing of {file} fits into the {type(module).__name__}: {some(shown, _SHOWN, '; ')}. Build the module"
-            " with the sizes that the file has, or leave weights out."
+            f"No weight of {file} fits into the {type(module).__name__}: {some(shown, _SHOWN, '; ')}. Build the module"
+            " with the sizes of the file, or remove weights."
         )
     return (
         f"No name in {file} is one of the {type(module).__name__}'s. It has {some(weights, _SHOWN)}; expected"

@@ -73,7 +73,7 @@ def said(folder, caplog, *, times: int = 1, module: Regression | None = None, pr
 
 
 MESSAGE = """\
-Tensor Cores are fastest where sizes of 16-bit products are multiples of 8. 2 layers have others; they could be padded:
+Tensor Cores are fastest if sizes of 16-bit products are multiples of 8. 2 layers have others; they could be padded:
   net.0 (Linear): in_features 6 -> 8
   net.4 (Linear): out_features 3 -> 8"""
 

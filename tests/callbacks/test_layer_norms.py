@@ -138,5 +138,7 @@ def test_anothers_trainer_is_refused(tmp_path):
         max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=tmp_path, callbacks=[LayerNorms()],
     )  # fmt: skip
-    with pytest.raises(UnsupportedError, match=r"given to a lightning.pytorch.*Trainer, expected a trainer.Trainer"):
+    with pytest.raises(
+        UnsupportedError, match=r"LayerNorms in a lightning.pytorch.*Trainer, expected a trainer.Trainer"
+    ):
         trainer.fit(Regression(), loader_of(make_batches(1)))

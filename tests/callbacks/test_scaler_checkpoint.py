@@ -103,7 +103,7 @@ def test_from_a_run_without_a_scaler(tmp_path):
     messages, resumed = resume(tmp_path, native_fp16(init_scale=512.0), path, epochs=2)
     assert messages == [
         "The checkpoint has no loss-scaler state (it was saved by a run without loss scaling), but"
-        " precision='16-mixed' scales the loss. The scale starts anew at 512; a few steps may be skipped until it"
+        " precision='16-mixed' scales the loss. The scale starts again at 512; a few steps may be skipped until it"
         " has settled."
     ]
     assert resumed.scaler.get_scale() == 512.0

@@ -61,7 +61,7 @@ class AtTheEnd(Callback):
 
 PLANTED = {
     "if": ("__bool__", "torch.where(condition, a, b)"),
-    "item": ("item", "self.log takes it as it is"),
+    "item": ("item", "self.log accepts tensors"),
     "print": ("__repr__", "every n-th step"),
     "tolist": ("tolist", "at the end of the epoch"),
     "cpu": ("cpu", "non_blocking=True"),
@@ -179,7 +179,7 @@ def test_synchronizing_lines(monkeypatch, line, what):
     with HostWaits("cpu", found):
         eval(line, names | {"__name__": "mine"})
     assert [(one.what, one.count) for one in found.values()] == ([] if what is None else [(what, 1)])
-    assert all("leave it out of the step" not in one.instead for one in found.values())
+    assert all("remove it from the step" not in one.instead for one in found.values())
     assert torch.from_numpy is from_numpy
 
 

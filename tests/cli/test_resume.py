@@ -128,7 +128,7 @@ def test_run_is_resumed_until_it_is_completed(capsys, monkeypatch):
         ours, theirs = folder / name, Path("whole") / name
         if ours.is_file():
             assert ours.read_text() == theirs.read_text()
-    assert "going on from" in (folder / "fit.log").read_text()
+    assert "resuming from" in (folder / "fit.log").read_text()
     assert main(words) == 0
     assert result(folder) == told
     assert "Nothing to do" in (folder / "fit.log").read_text()
@@ -155,7 +155,7 @@ def test_run_is_resumed_on_two_processes(python, project, monkeypatch):
     told, whole = result(folder), result(Path("whole"))
     assert (told["status"], told["epochs"], told["steps"]) == ("completed", 3, 6)
     assert told["metrics"] == pytest.approx(whole["metrics"], rel=1e-5)
-    assert "going on from" in (folder / "fit.log").read_text()
+    assert "resuming from" in (folder / "fit.log").read_text()
 
 
 def test_refused_run_keeps_the_result_of_the_other(monkeypatch, capsys):

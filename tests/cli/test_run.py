@@ -268,7 +268,7 @@ ADVISED = ["+recipe=line", "callbacks=alignment_advisor", "callbacks.alignment_a
 
 def test_advice_reaches_the_terminal(capfd):
     assert main(["fit", *ADVISED]) == 0
-    assert capfd.readouterr().err.startswith("Tensor Cores are fastest where sizes of 16-bit products are multiples")
+    assert capfd.readouterr().err.startswith("Tensor Cores are fastest if sizes of 16-bit products are multiples")
     assert main(["fit", *ADVISED, "-q"]) == 0
     assert capfd.readouterr().err == ""
 
@@ -421,7 +421,7 @@ def test_run_reports_a_closed_output_pipe(python):
 
 def test_run_is_compiled(project, capsys):
     assert main(["fit", *LINE, "compile=default", "hydra.run.dir=one"]) != 0  # a single layer is not worth it
-    assert "There is nothing to compile in Line: it has no forward, and no part with more" in capsys.readouterr().err
+    assert "There is nothing to compile in Line: it has neither a forward with more" in capsys.readouterr().err
     module = Path("line_fit.py").read_text(encoding="utf-8").replace("self.net(x), y", "self(x), y")
     forward = "    def forward(self, x):\n        return self.net(x)\n\n    def loss("
     write(project, {"called.py": module.replace("    def loss(", forward)})

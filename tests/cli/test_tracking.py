@@ -237,7 +237,11 @@ def test_without_an_account(capsys: pytest.CaptureFixture[str]) -> None:
             "logger.mlflow needs alembic, which is not installed: pip install mlflow-skinny",
         ),
         (["logger=mlflow", "logger.mlflow.tracking_uri=http://host:5000"], "alembic", ""),
-        (["logger=wandb", "logger.wandb.log_model=true", "checkpoint_files.sharded=true"], "", "are folders then"),
+        (
+            ["logger=wandb", "logger.wandb.log_model=true", "checkpoint_files.sharded=true"],
+            "",
+            "checkpoints are folders",
+        ),
         (
             ["logger=wandb", "logger.wandb.log_model=all", "checkpoint_files.asynchronous=true"],
             "",

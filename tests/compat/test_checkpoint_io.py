@@ -501,7 +501,7 @@ class FillsUp(Callback):
 def test_full_disk_stops_the_run_and_keeps_the_old_file(tmp_path: Path, disk: Disk, asynchronous: bool) -> None:
     io = CheckpointFiles(asynchronous=asynchronous)
     saver = ModelCheckpoint(tmp_path / "c", filename="{epoch}")
-    with pytest.raises(CheckpointWriteError, match=r"epoch=1.ckpt was not written: No space .* It takes .* bytes free"):
+    with pytest.raises(CheckpointWriteError, match=r"epoch=1.ckpt was not written: No space .* It needs .* bytes free"):
         fit(tmp_path, saver, FillsUp(disk, {1}), plugins=io, max_epochs=3)
     assert names(tmp_path / "c") == ["epoch=0.ckpt"]
     assert files.newest_valid([tmp_path / "c"]) is not None
@@ -519,7 +519,7 @@ def test_training_continues_without_the_checkpoint_if_configured(
     lacking = (
         "was to be removed as an old checkpoint, and is kept: the one that should have taken its place could not be"
     )
-    assert [text[:50] for text in said if text.endswith("Training goes on without it.")] == [
+    assert [text[:50] for text in said if text.endswith("Training continues without it.")] == [
         "The checkpoint epoch=1.ckpt was not written: No sp",
         "The checkpoint epoch=2.ckpt was not written: No sp",
     ]
@@ -648,7 +648,7 @@ def test_all_ranks_raise_if_rank_zero_cannot_write(tmp_path: Path, monkeypatch: 
     """This process acts as another rank, which writes nothing itself."""
     fitted = fit(tmp_path, max_epochs=1, enable_checkpointing=False)
     monkeypatch.setattr(fitted.engine, "any_rank", lambda decision: True)
-    with pytest.raises(CheckpointWriteError, match=r"x.ckpt was not written: another process says why"):
+    with pytest.raises(CheckpointWriteError, match=r"x.ckpt was not written; see the error of another process"):
         fitted.save_checkpoint(tmp_path / "x.ckpt")
     monkeypatch.undo()
     monkeypatch.setattr(type(fitted), "is_global_zero", False)

@@ -142,8 +142,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "validations that do not divide": (
         {"batch_size": 2, "val_check_interval": 1, "accumulate_grad_batches": 2},
         {"val_check_interval": 1, "accumulate_grad_batches": 2},
-        "between two validations were 1 batches of 2 samples over all processes, which is no whole number of batches of"
-        " 4: set another val_check_interval",
+        "between two validations were 1 batches of 2 samples over all processes, which is not a multiple of 4 samples:"
+        " set another val_check_interval",
     ),
     "a schedule by batches": (
         {"module": lambda: Net(3, "batch"), "batch_size": 2, "accumulate_grad_batches": 2, "limit_train_batches": 12},
@@ -200,7 +200,7 @@ def test_number_of_processes_is_in_the_refusal(tmp_path: Path) -> None:
 
 def test_inexact_resume_works_with_exact_resume_false(tmp_path: Path) -> None:
     path = written(tmp_path)
-    with pytest.warns(UserWarning, match=r"2 processes.*The run goes on, but not exactly"):
+    with pytest.warns(UserWarning, match=r"2 processes.*The run resumes, but not exactly"):
         trainer, module = resumed(path, loader(3), exact_resume=False)
     assert trainer.accumulate_grad_batches == 1
     assert module.seen[0] == (2, [6.0, 7.0, 8.0])  # after 2 batches on each of its ranks

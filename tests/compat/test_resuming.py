@@ -188,7 +188,7 @@ def test_run_without_a_checkpoint_starts_from_the_beginning(tmp_path: Path, capl
         fitted = script(tmp_path, max_epochs=1)
     assert fitted.ckpt_path is None
     assert (
-        f"no checkpoint to go on from in {tmp_path}/lightning_logs/version_0/checkpoints: starting anew" in caplog.text
+        f"no checkpoint in {tmp_path}/lightning_logs/version_0/checkpoints: starting from the beginning" in caplog.text
     )
     assert sorted(os.listdir(tmp_path / "lightning_logs")) == ["version_0"]
 

@@ -774,7 +774,7 @@ def test_workers_started_by_the_user_are_used_without_states() -> None:
 
     steps, checkpoints = trained(make, 1)
     assert steps[0][1] == 0
-    with pytest.raises(ResumeError, match="had drawn is not known"):
+    with pytest.raises(ResumeError, match="is unknown"):
         resumed(make(), checkpoints[1][1], 1)
 
 
@@ -919,7 +919,7 @@ def test_loader_without_a_sampler_is_refused_with_another_batch_size(loader: Any
 
 def test_missing_generators_are_refused() -> None:
     _, checkpoints = trained(lambda: SAMPLED["own augmentation"](), 1)
-    with pytest.raises(ResumeError, match="had 4 random generators of its own and has 0"):
+    with pytest.raises(ResumeError, match="had 4 random generators and has 0"):
         resumed(SAMPLED["shuffled"](), checkpoints[1][1], 1)
 
 

@@ -184,7 +184,7 @@ def test_collectives_in_each_batch_are_refused_with_uneven_inputs(ranks: list[di
     for rank in ranks:
         told = rank[f"failure {how}"]["raised"]
         assert told.startswith("ConfigurationError: The ")
-        assert "at each batch, but they have different numbers of batches (2 to 3)" in told
+        assert "for each batch, but they have different numbers of batches (2 to 3)" in told
         assert "Trainer(pad_evaluation=True)" in told
     assert "'eager', with dist_sync_on_step=True" in ranks[0]["failure on step"]["raised"]
 
@@ -251,5 +251,5 @@ def test_collectives_of_a_sharded_forward_are_not_counted(ranks: list[dict[str, 
     if "sharded fit 5" not in ranks[0]:
         pytest.skip("of torch 2.13")
     for rank in ranks:
-        assert "at each batch, but they have different numbers" in rank[f"failure sharded {how}"]["raised"]
+        assert "for each batch, but they have different numbers" in rank[f"failure sharded {how}"]["raised"]
         assert rank["failure sharded gather, even"]["results"][0]["mean"] == 1.5

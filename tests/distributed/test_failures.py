@@ -32,7 +32,7 @@ def test_rank_that_raises_ends_a_sleeping_rank(python: WarmPython) -> None:
     status, output = run(python, "ddp", "0", "training", "raises", "asleep", children=True)
     assert status == 1
     assert "ValueError: rank 0 has had enough" in output
-    assert "has not ended by itself, and is killed" in output
+    assert "has not exited, and is killed" in output
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,4 @@ def test_killed_rank_is_named_and_ends_a_sleeping_rank(python: WarmPython, where
 def test_without_the_first_rank_the_other_ends(python: WarmPython) -> None:
     status, output = run(python, "ddp", "0", "training", "dies", "asleep", children=True)
     assert status == -9
-    assert "has died in the middle of the run. Rank 1 cannot go on without it, and ends." in output
+    assert "has died during the run. Rank 1 cannot continue without it, and exits." in output

@@ -82,7 +82,7 @@ def test_optimizer_that_evaluates_the_loss_cannot_be_set_inside_a_batch() -> Non
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             self.trainer.strategy.optimizers = [torch.optim.LBFGS(self.parameters())]
 
-    with pytest.raises(ConfigurationError, match=r"exchanged for LBFGS, .* Do this in `on_train_epoch_start`"):
+    with pytest.raises(ConfigurationError, match=r"replaced by LBFGS, .* Replace them in `on_train_epoch_start`"):
         ours(max_epochs=1).fit(Switches(), data(2))
 
 

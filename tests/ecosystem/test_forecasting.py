@@ -165,7 +165,7 @@ def test_clipped_reloaded_predicted_trained_further(tmp_path, clipping):
         return {
             "rows": trainer.logger.rows,
             "weights": model.state_dict(),
-            "hyper-parameters": dict(again.hparams),
+            "hyperparameters": dict(again.hparams),
             "loss": again.loss,
             "file": {key: states[key] for key in ("hyper_parameters", "of the library", "callbacks", "state_dict")},
             "written": writer.written,

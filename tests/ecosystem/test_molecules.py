@@ -156,7 +156,7 @@ def test_parts_and_metrics_are_restored_and_the_run_resumed(tmp_path):
             "rows": trainer.logger.rows,
             "weights": model.state_dict(),
             "again": again.state_dict(),
-            "hyper-parameters": dict(again.hparams),
+            "hyperparameters": dict(again.hparams),
             "criterion": again.head.criterion,
             "tested": tested,
             "predicted": predicted,

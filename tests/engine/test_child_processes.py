@@ -60,7 +60,7 @@ def test_other_ranks_end_after_a_failure(children: ChildProcesses, monkeypatch: 
         pass
     children.exit()
     assert children._processes[1].wait() == -signal.SIGKILL
-    assert "has not ended by itself, and is killed" in capfd.readouterr().err
+    assert "has not exited, and is killed" in capfd.readouterr().err
     time.sleep(0.4)  # the next call hangs
     assert left == [7]
 

@@ -36,7 +36,7 @@ def hardware(monkeypatch):
         ("cpu", True, False, "bf16-mixed", "this CPU computes in bfloat16 natively"),
         ("cpu", False, False, "32-true", "this CPU has no bfloat16 instructions that torch uses"),
         ("xpu", True, False, "bf16-mixed", "this XPU computes in bfloat16 natively"),
-        ("mps", False, False, "32-true", "torch cannot tell whether this MPS device computes in bfloat16 natively"),
+        ("mps", False, False, "32-true", "torch does not report whether this MPS device computes in bfloat16 natively"),
     ],
 )
 def test_selection_and_its_reason(hardware, device, bfloat16, cores, name, reason):

@@ -195,7 +195,7 @@ def test_custom_forward_is_kept() -> None:
     fitted("fp8-mixed", module)
     assert module.kinds == FLOAT8 - {"blocks.0.0"}
     assert layer.forward is own
-    assert Float8Precision().layers(module.net)[1]["blocks.0.0"] == "has a forward of its own"
+    assert Float8Precision().layers(module.net)[1]["blocks.0.0"] == "has its own forward"
 
 
 def test_report_lists_converted_layers_and_reasons() -> None:

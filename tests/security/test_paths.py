@@ -108,7 +108,7 @@ def test_best_model_path_of_a_checkpoint_is_not_read(tmp_path, same_folder):
     module = Regression()
     module.validation_step = lambda batch, batch_idx: None
     for given in ({"ckpt_path": "best", "model": module}, {}):
-        with pytest.raises(ConfigurationError, match=r"none of this run's folders.*, pass its path"):
+        with pytest.raises(ConfigurationError, match=r"not in a folder of this run.* pass its path"):
             trainer.test(dataloaders=loader_of(make_batches(1)), **given)
 
 

@@ -91,8 +91,8 @@ class AlignmentAdvisor(Callback):
     def _message(self, found: list[Misaligned]) -> str:
         layers = "1 layer has others" if len(found) == 1 else f"{len(found)} layers have others"
         lines = [
-            f"Tensor Cores are fastest where sizes of 16-bit products are multiples of {MULTIPLE}."
-            f" {layers}; they could be padded:",
+            f"Tensor Cores are fastest if sizes of 16-bit products are multiples of {MULTIPLE}. {layers}; they could"
+            " be padded:",
             *map(str, found[: self.max_lines]),
         ]
         if len(found) > self.max_lines:

@@ -109,8 +109,8 @@ class Compile(RunCallback):
     def _compile(self, trainer: pl.Trainer, module: LightningModule) -> None:
         if getattr(module, "_compiler_ctx", None) is not None:
             raise ConfigurationError(
-                f"{type(module).__name__} has been compiled with torch.compile, and the callback Compile is to compile"
-                " its parts. Pass the module itself; or leave out the callback."
+                f"{type(module).__name__} is compiled with torch.compile already, expected an uncompiled module for"
+                " the callback Compile. Pass the original module, or remove the callback."
             )
         self._marks = compilation.reuses_memory(self.settings, trainer.strategy.root_device)
         self._warned = False
@@ -119,8 +119,8 @@ class Compile(RunCallback):
         whole = self.modules is None and _has_own_forward(module) and not _units(module)
         if not parts and not whole:
             raise ConfigurationError(
-                f"There is nothing to compile in {type(module).__name__}: it has no forward, and no part with more in"
-                " it than one layer. Put what its steps compute into its forward, or into a module of its own."
+                f"There is nothing to compile in {type(module).__name__}: it has neither a forward nor a submodule"
+                " with more than one layer. Move the computation of its steps to forward, or to a submodule."
             )
         self.compiled = [*parts, *(["forward"] if whole else [])]
         if whole:
@@ -204,10 +204,9 @@ class Compile(RunCallback):
         self._warned = True
         of_it = [one for one in anew if one.function == function]
         warn(
-            f"{function} has been compiled anew {times} times, in {sum(one.seconds for one in of_it):.1f} s; the last"
-            f" time because: {of_it[-1].reason}. After 8 times torch gives up, and runs it uncompiled. Where sizes"
-            " differ from batch to batch, dynamic=True compiles once for all of them; a number that changes from step"
-            " to step is a constant of the graph, unless it is a tensor.",
+            f"{function} was recompiled {times} times, in {sum(one.seconds for one in of_it):.1f} s; the last time"
+            f" because: {of_it[-1].reason}. After 8 times, torch runs it uncompiled. If sizes differ between batches,"
+            " use dynamic=True. Numbers that change between steps are constants of the graph; pass them as tensors.",
             PossibleUserWarning,
         )
 

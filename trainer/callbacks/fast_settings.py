@@ -20,8 +20,8 @@ _TF32, _BENCHMARK, _LAYOUT, _SEGMENTS = "TF32", "cudnn.benchmark", "channels_las
 _GAINS = {
     _TF32: "float32 matrix products run on Tensor Cores",
     _BENCHMARK: "cuDNN times its convolutions, and takes the fastest",
-    _LAYOUT: "the convolutions' weights and images lie as Tensor Cores want them",
-    _SEGMENTS: "memory is less fragmented where sizes vary",
+    _LAYOUT: "weights of convolutions and images have the memory format of Tensor Cores",
+    _SEGMENTS: "memory is less fragmented if sizes vary",
 }
 
 

@@ -64,8 +64,8 @@ class LayerNorms(RunCallback):
         """Map parameters to layers."""
         if not isinstance(getattr(getattr(trainer, "engine", None), "gradients", None), Gradients):
             raise UnsupportedError(
-                f"LayerNorms was given to a {type(trainer).__module__}.{type(trainer).__name__}, expected a"
-                " trainer.Trainer, which knows when gradients are true ones, and whole."
+                f"Got LayerNorms in a {type(trainer).__module__}.{type(trainer).__name__}, expected a trainer.Trainer,"
+                " which provides unscaled and complete gradients."
             )
         self._layers = {id(parameter): name.rpartition(".")[0] for name, parameter in pl_module.named_parameters()}
         self._seen, self._numbers = [], []

@@ -86,8 +86,8 @@ class RollBackOnLossSpike(RunCallback):
         """Refuse fits that cannot be rolled back."""
         if not pl_module.automatic_optimization:
             raise ConfigurationError(
-                "Got RollBackOnLossSpike and a module that optimizes by hand, expected automatic optimization: nobody"
-                " else knows which loss an update is made of."
+                "Got RollBackOnLossSpike with manual optimization, expected automatic optimization: otherwise the"
+                " losses of an optimizer step are unknown."
             )
         if not any(isinstance(one, ModelCheckpoint) for one in trainer.checkpoint_callbacks):
             raise ConfigurationError(
@@ -153,7 +153,7 @@ class RollBackOnLossSpike(RunCallback):
         if to is None:
             self._losses.append(loss)
             at_least = f", {self.margin} steps before it" if self.margin else ""
-            rank_zero_warn(f"{spike} There is no checkpoint from before{at_least}, so the run goes on.")
+            rank_zero_warn(f"{spike} There is no checkpoint from before{at_least}, so the run continues.")
             return
         self._step = trainer.global_step
         self.rollbacks = [

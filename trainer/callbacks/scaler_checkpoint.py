@@ -51,8 +51,8 @@ class ScalerCheckpoint(Callback):
             trainer.scaler.load_state_dict(state)
         elif enabled:
             rank_zero_warn(
-                f"The checkpoint has no loss-scaler state (it was saved by a run without loss scaling), but"
-                f" precision={trainer.precision!r} scales the loss. The scale starts anew at"
+                "The checkpoint has no loss-scaler state (it was saved by a run without loss scaling), but"
+                f" precision={trainer.precision!r} scales the loss. The scale starts again at"
                 f" {trainer.scaler.current_scale:g}; a few steps may be skipped until it has settled."
             )
         elif state:

@@ -29,22 +29,22 @@ from trainer.errors import expect
 log = logging.getLogger("lightning.pytorch.advice")
 """Lightning prints records of its loggers; on the command line, ``hydra/job_logging: trainer`` prints these."""
 
-_NUMBER = "keep the tensor: self.log takes it as it is, and reads it when a row is due"
+_NUMBER = "keep the tensor: self.log accepts tensors, and reads them only when it writes a row"
 _COPY = "collect tensors and copy them once, at the end of the epoch; or .to('cpu', non_blocking=True)"
 _TEXT = "print it every n-th step, or log it"
 _IF = "no `if` on a tensor: torch.where(condition, a, b), or multiply by the condition"
-_SIZE = "the host must learn the size of what comes out: torch.where, or a product with the mask, keeps the shape"
+_SIZE = "the size of the result depends on values: torch.where, or a product with the mask, keeps the shape"
 _EQUAL = "compare on the device: (a == b).all() is a tensor"
-_CLASSES = "say how many there are: F.one_hot(labels, num_classes)"
+_CLASSES = "pass the number of classes: F.one_hot(labels, num_classes)"
 _CHECKED = "torch.linalg.inv_ex, cholesky_ex and solve_ex do not ask the GPU whether it went well"
-_FILLED = "torch.where(mask, value, x), which takes a tensor; a GPU fills with a number, and reads it first"
-_INDEX = "make the index on the device: torch.randperm(n, device=self.device); or keep it as a buffer"
-_BY_NUMBER = "index with a tensor that has a dimension: x[i[None]]; the host must know the ends of a slice"
+_FILLED = "torch.where(mask, value, x): a masked fill on a GPU reads the value first"
+_INDEX = "create the index on the device: torch.randperm(n, device=self.device); or register it as a buffer"
+_BY_NUMBER = "index with a one-dimensional tensor: x[i[None]]; the ends of a slice are read by the host"
 _SENT = (
-    "make it on the device (torch.zeros(..., device=self.device)), keep it as a buffer, or send it from pinned memory:"
-    " .pin_memory().to(device, non_blocking=True)"
+    "create it on the device (torch.zeros(..., device=self.device)), register it as a buffer, or copy it from pinned"
+    " memory: .pin_memory().to(device, non_blocking=True)"
 )
-_ANY = "the host waits until the GPU has got that far: leave it out of the step"
+_ANY = "the host waits for the GPU: remove it from the step"
 _INSTEAD = {
     **dict.fromkeys(("item", "__float__", "__int__", "__index__", "_local_scalar_dense"), _NUMBER),
     **dict.fromkeys(("tolist", "cpu", "numpy", "__array__"), _COPY),

@@ -62,7 +62,7 @@ def weights_of(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
     found = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     if not found:
         some = ", ".join(list(weights)[:3])
-        raise CheckpointError(f"{checkpoint} has no weights whose names begin with {prefix!r}; it has {some} ...")
+        raise CheckpointError(f"{checkpoint} has no weights with names that start with {prefix!r}; it has {some} ...")
     return found
 
 

@@ -352,10 +352,10 @@ def cannot_write(path: Path, error: OSError, needed: int) -> CheckpointWriteErro
     what = f"The checkpoint {path} was not written: {error.strerror or error}."
     if error.errno in FULL:
         with suppress(OSError):
-            what += f" It takes {needed:,} bytes, and there are {shutil.disk_usage(path.parent).free:,} bytes free."
+            what += f" It needs {needed:,} bytes, and there are {shutil.disk_usage(path.parent).free:,} bytes free."
         what += (
-            " What was there before under that name is as it was. Make room, or save less often or fewer of them"
-            " (ModelCheckpoint(every_n_epochs, save_top_k)); or have the training go on without, by"
+            " An earlier file of that name is unchanged. Free space, save fewer checkpoints"
+            " (ModelCheckpoint(every_n_epochs, save_top_k)), or continue without them:"
             " Trainer(plugins=CheckpointFiles(when_full='continue'))."
         )
     else:

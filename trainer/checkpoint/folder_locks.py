@@ -61,9 +61,8 @@ def held(folder: str | Path) -> Iterator[None]:
                 pass
         except OSError as error:
             raise CheckpointWriteError(
-                f"The checkpoint folder {folder} cannot be written to: {error.strerror or error}. Expected one that"
-                " exists, or that can be made: choose another, with ModelCheckpoint(dirpath=...), or see to its"
-                " permissions.",
+                f"The checkpoint folder {folder} cannot be written to: {error.strerror or error}. Expected a writable"
+                " folder. Choose another with ModelCheckpoint(dirpath=...), or change its permissions.",
                 error.errno,
             ) from error
         _holds[key] = 1

@@ -57,8 +57,8 @@ class StandIn:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"There is no {name!r}: a {type(self).stands_for} was saved among the hyper-parameters, and checkpoints are"
-            " read without making such objects. Pass weights_only=False, for a file of your own making, to have it."
+            f"There is no {name!r}: a {type(self).stands_for} was saved among the hyperparameters, and checkpoints are"
+            " read without constructing such objects. If you created the file yourself, pass weights_only=False."
         )
 
 
@@ -219,7 +219,7 @@ def inert(file: IO[bytes]) -> Iterator[None]:
             yield
         except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
             names = ", ".join(name for _, name in made[:5])
-            raise pickle.UnpicklingError(f"its hyper-parameters cannot be passed over ({names}): {error}") from error
+            raise pickle.UnpicklingError(f"its hyperparameters cannot be skipped ({names}): {error}") from error
 
 
 def load_inert(source: Path | BytesIO, *, weights_only: bool = True, mmap: bool = False) -> Any:

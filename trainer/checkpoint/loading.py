@@ -60,8 +60,8 @@ def read(load: Callable[[Any, bool], Any], path: str | Path, weights_only: bool 
     shown = redaction.text(str(path))
     if weights_only is False:
         warn(
-            f"Loading {shown} with weights_only=False: the file may run any code it likes. Do this with files of your"
-            " own making only.",
+            f"Loading {shown} with weights_only=False: the file can run any code. Only do this with files that you"
+            " created yourself.",
         )
     try:
         checkpoint = load(path, weights_only is not False)
@@ -75,9 +75,9 @@ def read(load: Callable[[Any, bool], Any], path: str | Path, weights_only: bool 
         found = re.search(r"GLOBAL (\S+) (?:was not an allowed global|whose module)", str(error))
         what = f"it asks for {found[1]}" if found else str(error).splitlines()[0].rstrip(".")
         raise UnsafeCheckpointError(
-            f"{shown} holds more than tensors and plain containers, or is damaged: {what}."
-            " If you made the file yourself and trust it, name its classes to torch.serialization.add_safe_globals, or"
-            " pass weights_only=False, which lets it run any code."
+            f"{shown} contains more than tensors and plain containers, or is damaged: {what}. If you created the file"
+            " yourself, name its classes to torch.serialization.add_safe_globals, or pass weights_only=False, which"
+            " allows it to run any code."
         ) from error
     except CheckpointError:
         raise
@@ -190,7 +190,7 @@ def _check_number(trainer: Trainer, checkpoint: dict[str, Any], key: str, now: S
     cleared = key == "lr_schedulers" and not now  # by SWA, which continues with its own schedule
     if now and not checkpoint[key]:
         if trainer.progress.batches or not checkpoint.get("loops"):  # if saved before the first fit, nothing is lost
-            warn(f"The checkpoint has no {key}: those of this run start anew.")
+            warn(f"The checkpoint has no {key}: those of this run start from their initial states.")
     elif len(checkpoint[key]) != len(now) and not cleared:
         raise CheckpointError(
             f"The checkpoint has {len(checkpoint[key])} {key}, but configure_optimizers returned {len(now)}."
@@ -263,10 +263,8 @@ def process_states_in(checkpoint: dict[str, Any], *, exact: bool) -> list[dict[s
         " its random states and its place in the data cannot be read."
     )
     if exact:
-        raise ResumeError(
-            f"{problem} Resume with that version, or go on all the same with Trainer(exact_resume=False)."
-        )
-    warn(f"{problem} The run goes on, but not exactly.")
+        raise ResumeError(f"{problem} Resume with that version, or resume anyway with Trainer(exact_resume=False).")
+    warn(f"{problem} The run resumes, but not exactly.")
     return []
 
 
@@ -343,10 +341,10 @@ def _refuse_other_kind(optimizer: Any, state: dict[str, Any]) -> None:
     missing, unknown = optimizer.defaults.keys() - saved, saved - set().union(*optimizer.param_groups)
     if saved and missing and unknown:
         raise CheckpointError(
-            f"The checkpoint's optimizer was another one than {type(optimizer).__name__}: its state has"
+            f"The checkpoint's optimizer is not a {type(optimizer).__name__}: its state has"
             f" {', '.join(sorted(unknown))}, and not {', '.join(sorted(missing))}. Return the same one from"
-            " configure_optimizers as the run that saved it did; or begin a new run with its weights alone, by"
-            " load_from_checkpoint."
+            " configure_optimizers as the run that saved it did; or start a new run from its weights:"
+            " Trainer.fit(weights=PATH)."
         )
 
 

@@ -42,8 +42,8 @@ def require_loadable(checkpoint: dict[str, Any], *, strict: bool, warn: bool) ->
     if offences:
         listed = some((f"{place} is a {name_of(value)}" for place, value in offences), 5)
         message = (
-            "This checkpoint can be read with weights_only=False alone, which runs whatever code a file asks for:"
-            f" {listed}. Put plain containers, numbers, texts and tensors there, or name the class to"
+            f"This checkpoint can only be read with weights_only=False, which can run any code: {listed}. Put plain"
+            " containers, numbers, texts and tensors there, or name the class to"
             " torch.serialization.add_safe_globals."
         )
         if strict:

@@ -126,7 +126,7 @@ class ProcessState:
         """
         engine, first = self._trainer.engine, states[0]
         if any("weights" in state.get("communication", {}) for state in states):
-            raise ResumeError("each process had weights of its own: save after they have been averaged")
+            raise ResumeError("each process had its own weights: save after they are averaged")
         rank, number = engine.global_rank, engine.world_size
         objects, lost = MetricObjects(self._trainer.lightning_module).shared(
             [state["metric_objects"] for state in states], rank, number

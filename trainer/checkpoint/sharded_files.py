@@ -187,7 +187,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError
         return _manifest(said, sha256)
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise CheckpointError(f"{folder} is damaged: its {MANIFEST} is not what was written.") from None
+        raise CheckpointError(f"{folder} is damaged: its {MANIFEST} was changed.") from None
 
 
 def _manifest(said: dict[str, Any], sha256: str) -> Manifest:

@@ -117,9 +117,9 @@ def split(checkpoint: Mapping[str, Any], names: list[list[str]], *, is_first: bo
     def take(place: Place, value: Tensor) -> Tensor:
         if value.is_meta:
             raise CheckpointError(
-                f"Got {'.'.join(place)} on the meta device in a checkpoint, expected values: in a checkpoint that is a"
-                " folder, such tensors stand for those in other files. Give it memory and values, leave it out in"
-                " on_save_checkpoint, or write files: CheckpointFiles(sharded=False)."
+                f"Got {'.'.join(place)} on the meta device in a checkpoint, expected values: a sharded checkpoint uses"
+                " such tensors as placeholders. Allocate and initialize it, remove it in on_save_checkpoint, or write"
+                " one file: CheckpointFiles(sharded=False)."
             )
         if not isinstance(value, DTensor):
             if not is_plain(value) or place[0] not in ("state_dict", "optimizer_states"):
@@ -389,7 +389,7 @@ def read(
     for rank in wanted:
         found = metadata.state_dict_metadata.get(_process_key(rank))
         if not isinstance(found, TensorStorageMetadata):
-            raise CheckpointError(f"{folder} is damaged: it lacks what process {rank} had.")
+            raise CheckpointError(f"{folder} is damaged: it lacks the entries of process {rank}.")
         targets[_process_key(rank)] = torch.empty(found.size, dtype=torch.uint8)
     if targets:
         _run_dcp(lambda: _load_state_dict(targets, _Reader(folder, metadata), no_dist=True))
@@ -421,7 +421,7 @@ def _metadata_of(folder: Path, manifest: Manifest) -> Metadata:
             for index, one in metadata.storage_data.items()
         )
     ):
-        raise CheckpointError(f"{folder} is damaged: its {_METADATA} has other entries than tensors of its own files.")
+        raise CheckpointError(f"{folder} is damaged: its {_METADATA} has entries other than tensors of its files.")
     for key, one in metadata.state_dict_metadata.items():
         assert isinstance(one, TensorStorageMetadata)
         if sum(chunk.sizes.numel() for chunk in one.chunks) < one.size.numel():
@@ -463,7 +463,7 @@ class _MetadataReader(pickle._Unpickler):  # in Python: operations of the C clas
     def _build(self) -> None:
         made = self.stack[-2]  # type: ignore[attr-defined]
         if isinstance(made, type) or not dataclasses.is_dataclass(made):
-            raise pickle.UnpicklingError(f"its {_METADATA} changes what is no part of it")
+            raise pickle.UnpicklingError(f"its {_METADATA} changes an object outside of it")
         self.load_build()  # type: ignore[attr-defined]
 
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}
@@ -483,7 +483,7 @@ def _member(kind: Any, name: Any) -> Enum:
     """Return a member of an enumeration, which Python 3.11.0 to 3.11.3 pickle as an attribute of its class."""
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind[name]
-    raise pickle.UnpicklingError(f"its {_METADATA} asks for an attribute, which has no place there")
+    raise pickle.UnpicklingError(f"its {_METADATA} refers to an attribute, which is not allowed")
 
 
 class _Reader(FileSystemReader):

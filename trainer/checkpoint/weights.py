@@ -73,6 +73,6 @@ def _tensors_in(loaded: Any, path: Path) -> dict[str, Tensor]:
                 return tensors
     what = f"a mapping of {', '.join(map(str, list(loaded)[:5])) or 'nothing'}" if isinstance(loaded, Mapping) else ""
     raise CheckpointError(
-        f"{path} has no weights in it: it is {what or f'a {type(loaded).__name__}'}. Expected a checkpoint, or tensors"
-        f" by their names, alone or under {', '.join(_PLACES[:-1])} or {_PLACES[-1]}."
+        f"{path} has no weights: it is {what or f'a {type(loaded).__name__}'}. Expected a checkpoint, or tensors by"
+        f" name, at the top level or under {', '.join(_PLACES[:-1])} or {_PLACES[-1]}."
     )

@@ -212,7 +212,7 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunRecord | None = 
         if not trainer_class.__module__.startswith(("trainer.", "lightning.")):
             raise
         raise UsageError(f"The trainer's settings contradict each other: {failure.one_line(error)}") from error
-    if is_first() and not is_quiet() and (choice := getattr(arguments["precision"], "said", "")):
+    if is_first() and not is_quiet() and (choice := getattr(arguments["precision"], "description", "")):
         print(choice, file=sys.stderr)  # the log has it too, but precision=auto has to print its choice
     return module, data, trainer
 

@@ -93,8 +93,8 @@ class CheckpointConnector(_CheckpointConnector):
         if weights is not None and (given or is_assigned):
             raise ConfigurationError(
                 f"Got ckpt_path={redaction.text(str(given or self._ckpt_path))!r} and weights={str(weights)!r},"
-                " expected one of them: ckpt_path goes on with a run, with its optimizers and counters; weights begins"
-                " a new one with the weights of another."
+                " expected one of them: ckpt_path resumes a run with its optimizers and counters; weights initializes"
+                " a new run."
             )
         self._weights = None if weights is None else find_weights(weights)
         if given and _is_registry(given) and module_available("litmodels"):
@@ -129,10 +129,10 @@ class CheckpointConnector(_CheckpointConnector):
             self._begin_with_weights(weights_only)
             return
         if self._weights is not None:
-            rank_zero_info(f"The run goes on from a checkpoint of its own: {self._weights} is not loaded again.")
+            rank_zero_info(f"The run resumes from its own checkpoint: {self._weights} is not loaded again.")
         rank_zero_info(f"Restoring states from the checkpoint path at {redaction.text(str(self._ckpt_path))}")
         if self.trainer.num_nodes > 1 and (path := local_path(self._ckpt_path)) is not None:
-            what = f"The run goes on from the checkpoint {redaction.text(str(path))}, which every process reads"
+            what = f"The run resumes from the checkpoint {redaction.text(str(path))}, which every process reads"
             cluster.check_shared(self.trainer.engine, path.exists, what)
         self.resume_start(self._ckpt_path, weights_only)
         contents.load(self.trainer, self._loaded_checkpoint, "set-up")
@@ -217,10 +217,10 @@ class CheckpointConnector(_CheckpointConnector):
             )
             if trainer.exact_resume:
                 raise ResumeError(
-                    f"{problem} Resume with the same number, or go on all the same with Trainer(exact_resume=False)."
+                    f"{problem} Resume with the same number, or resume anyway with Trainer(exact_resume=False)."
                 ) from None
         trainer.data.drop_sample_order()
-        rank_zero_warn(f"{problem} The run goes on, but not exactly.")
+        rank_zero_warn(f"{problem} The run resumes, but not exactly.")
         return None
 
     def roll_back(self, max_step: int) -> RolledBack | None:
@@ -280,9 +280,9 @@ class CheckpointConnector(_CheckpointConnector):
         if path in self._foreign:
             assert self.trainer.state.fn is not None
             raise ConfigurationError(
-                f"The best checkpoint is {redaction.text(path)}, says {redaction.text(self._foreign[path])}, from which"
-                " this run was resumed; but that is in none of this run's folders, and a checkpoint may say anything."
-                " If it is what you want, pass its path:"
+                f"The best checkpoint is {redaction.text(path)}, according to {redaction.text(self._foreign[path])},"
+                " from which this run was resumed; but it is not in a folder of this run, and a checkpoint may"
+                " contain any path. To use it, pass its path:"
                 f" `.{self.trainer.state.fn.value}(ckpt_path={redaction.text(path)!r})`."
             )
 

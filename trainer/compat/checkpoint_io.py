@@ -247,7 +247,7 @@ class CheckpointFiles(TorchCheckpointIO):
         self._disk_full = True
         if error.errno not in files.FULL or self.when_full == "stop":
             raise error
-        return [f"{error} Training goes on without it."]
+        return [f"{error} Training continues without it."]
 
     def _note_saved(self, path: str | Path, local: Path | None) -> list[str]:
         with _removing:

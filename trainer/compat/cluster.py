@@ -22,7 +22,7 @@ from torch.distributed.constants import default_pg_timeout
 from trainer.engine.rendezvous import is_served, store_of_this_start
 from trainer.errors import ClusterError
 
-_ADVICE = "To train in each of them by itself, say so: Trainer(plugins=LightningEnvironment())."
+_ADVICE = "To train in each of them separately, use Trainer(plugins=LightningEnvironment())."
 
 
 _FILE_TIMEOUT = 10.0
@@ -94,8 +94,8 @@ def check_local_rank(environment: Any, strategy: Any) -> None:
     except IndexError:
         raise ClusterError(
             f"Got devices={len(strategy.parallel_devices or ())}, but {type(environment).__name__} says that this is"
-            f" process {environment.local_rank() + 1} of its machine. Expected devices=N with as many as there are on"
-            " a machine."
+            f" process {environment.local_rank() + 1} of its machine. Expected devices=N with the number of processes"
+            " per machine."
         ) from None
 
 
@@ -110,8 +110,8 @@ def check_single_process(environment: Any) -> None:
         started = LaunchedProcesses(f"Ray Train has started {_number(workers)}", workers, None, None)
     if started is not None and started.processes > 1:
         raise ClusterError(
-            f"Got a single device and strategy 'auto', but {started.what}: each of them would do the whole training,"
-            f" and write into the same folders. Expected strategy='ddp' (or another one for several processes) with"
+            f"Got a single device and strategy 'auto', but {started.what}: each of them would run the whole training,"
+            " and write to the same folders. Expected strategy='ddp' (or another strategy for several processes) with"
             f" devices={started.per_node or '...'} and num_nodes={started.nodes or '...'}. {_ADVICE}"
         )
 
@@ -125,8 +125,8 @@ def check_ray(plugins: Iterable[Any]) -> None:
     workers = _workers_of_ray()
     if workers > 1 and not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
         raise ClusterError(
-            f"Got a Trainer in one of {workers} workers of Ray Train without a plugin that tells it so: each of them"
-            " would do the whole training, and write into the same folders. Expected, from ray.train.lightning:"
+            f"Got a Trainer in one of {workers} workers of Ray Train without a plugin for it: each of them would run"
+            " the whole training, and write to the same folders. Expected, from ray.train.lightning:"
             " Trainer(strategy=RayDDPStrategy(), plugins=RayLightningEnvironment(), devices='auto',"
             f" callbacks=RayTrainReportCallback()). {_ADVICE}"
         )
@@ -146,7 +146,7 @@ def check_addresses(environment: Any, num_nodes: int, processes: int) -> None:
         # on a single machine, the address has a default
         names = ["MASTER_PORT"] if num_nodes == 1 else ["MASTER_ADDR", "MASTER_PORT"]
         missing = [name for name in names if name not in os.environ]
-        why = f"LOCAL_RANK={given['LOCAL_RANK']} says that this process is one of several that somebody has started"
+        why = f"LOCAL_RANK={given['LOCAL_RANK']} indicates that this process is one of several"
     elif num_nodes > 1:
         names = ["MASTER_ADDR", "MASTER_PORT", "NODE_RANK"]
         missing = [name for name in names if name not in os.environ]
@@ -161,10 +161,10 @@ def check_addresses(environment: Any, num_nodes: int, processes: int) -> None:
         return
     if missing:
         raise ClusterError(
-            f"{why}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, and so the processes"
-            " cannot find each other. Start them with torchrun or srun, which see to that; or set on each node"
-            " MASTER_ADDR (the first node's name), MASTER_PORT (a free port there) and NODE_RANK (0, 1, ...); or, if"
-            " LOCAL_RANK is left over from another run, unset it."
+            f"{why}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, so the processes cannot"
+            " connect. Start them with torchrun or srun, which set them; or set on each node MASTER_ADDR (the first"
+            " node's name), MASTER_PORT (a free port there) and NODE_RANK (0, 1, ...); or, if LOCAL_RANK is left over"
+            " from another run, unset it."
         )
 
 
@@ -228,9 +228,9 @@ def check_shared(engine: Any, look: Callable[[], Any], what: str) -> None:
     error = None
     if places:
         error = (
-            f"{what}, but what rank 0 (on {places[0][0]}) has there is not there for {', '.join(lacking)}. Expected a"
-            " folder of a file system that all nodes share: choose another one with Trainer(default_root_dir=...) or"
-            " ModelCheckpoint(dirpath=...), on the command line with hydra.run.dir=FOLDER."
+            f"{what}, but its files on rank 0 (on {places[0][0]}) do not exist on {', '.join(lacking)}. Expected a"
+            " folder of a file system that all nodes share: choose another with Trainer(default_root_dir=...) or"
+            " ModelCheckpoint(dirpath=...); on the command line, use hydra.run.dir=FOLDER."
         )
     if (error := engine.broadcast(error)) is not None:
         raise ClusterError(error)

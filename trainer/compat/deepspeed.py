@@ -250,7 +250,7 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         deepspeed.utils.logging.logger.setLevel("ERROR")
         if (found := get_accelerator().device_name()) != device:
             raise ConfigurationError(
-                f"Got accelerator={device!r} where DeepSpeed has chosen {found!r}. Set the environment variable"
+                f"Got accelerator={device!r}, but DeepSpeed uses {found!r}. Set the environment variable"
                 f" DS_ACCELERATOR={device}."
             )
         if self.precision_plugin.precision == "16-mixed" and not get_accelerator().is_fp16_supported():
@@ -306,8 +306,8 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
 
 
 _REFUSED = {
-    "optimizer": "Make the optimizer in configure_optimizers, and leave it out of the config.",
-    "scheduler": "Make the schedule in configure_optimizers, and leave it out of the config.",
+    "optimizer": "Create the optimizer in configure_optimizers, and remove it from the config.",
+    "scheduler": "Create the scheduler in configure_optimizers, and remove it from the config.",
     "torch_autocast": "Leave it out: with precision='16-mixed' and 'bf16-mixed' DeepSpeed keeps weights in 16 bits.",
     "amp": "Set Trainer(precision='16-mixed') instead.",
 }
@@ -395,14 +395,15 @@ class ZeroPrecision(Precision):
             if changed := [name for name, value in vars(given).items() if value != usual[name]]:
                 raise PrecisionError(
                     f"Got MixedPrecision({', '.join(f'{name}={getattr(given, name)!r}' for name in changed)}) with"
-                    " strategy='deepspeed', which scales by itself and knows no autocast. Use precision="
-                    f"{given.name!r}, and DeepSpeedStrategy(initial_scale_power=..., loss_scale_window=...)."
+                    " strategy='deepspeed', which has its own loss scaling and no autocast. Use"
+                    f" precision={given.name!r}, and DeepSpeedStrategy(initial_scale_power=...,"
+                    " loss_scale_window=...)."
                 )
         for name, block in _BLOCKS.items():
             if self._strategy.config.get(block, {}).get("enabled") and name != given.name:
                 raise ConfigurationError(
                     f"Got precision={given.name!r} and {block!r} in the DeepSpeed config, which is {name!r}. Set"
-                    f" Trainer(precision={name!r}), or leave it out of the config."
+                    f" Trainer(precision={name!r}), or remove it from the config."
                 )
         given.check(device)
         self.name, self.dtype, self.scales_loss = given.name, given.dtype, given.scales_loss
@@ -586,9 +587,9 @@ class DeepSpeedEngine(LightningEngine):
             return {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
         if self.strategy.zero is None:
             raise CheckpointError(
-                "The states of the optimizer went with DeepSpeed when the run ended. Write such a checkpoint in a run,"
-                " by a ModelCheckpoint(save_last=True); or afterwards the weights alone:"
-                " trainer.save_checkpoint(path, weights_only=True)."
+                "DeepSpeed released the optimizer states at the end of the run. Write this checkpoint during the run"
+                " with ModelCheckpoint(save_last=True), or save only the weights: trainer.save_checkpoint(path,"
+                " weights_only=True)."
             )
         return self._zero().optimizer_state(self.global_rank == 0)
 

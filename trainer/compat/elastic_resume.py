@@ -185,8 +185,8 @@ class _BatchConversion:
         """
         if count * self.saved_samples % self.samples:
             raise ResumeError(
-                f"{what} were {count} batches of {self.saved_samples} samples over all processes, which is no whole"
-                f" number of batches of {self.samples}: {advice}"
+                f"{what} were {count} batches of {self.saved_samples} samples over all processes, which is not a"
+                f" multiple of {self.samples} samples: {advice}"
             )
         return count * self.saved_samples // self.samples
 
@@ -320,7 +320,7 @@ def _validation(trainer: Trainer, change: _BatchConversion) -> tuple[int, bool] 
         return None
     if trainer.check_val_every_n_epoch is None and change.remainder and change.saved_samples != change.samples:
         raise ResumeError(
-            "check_val_every_n_epoch=None counts batches over epochs, whose last one is short: set another"
+            "check_val_every_n_epoch=None counts batches over epochs with a short last batch: set another"
             " val_check_interval"
         )
     if every >= change.saved_batches and trainer.check_val_every_n_epoch is not None:

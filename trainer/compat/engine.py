@@ -282,8 +282,8 @@ class LightningEngine:
         for name in self.uncalled:
             if overrides(self.strategy, name):
                 raise UnsupportedError(
-                    f"Got {kind} with its own `{name}`, which is never called, because this strategy works in another"
-                    f" way. Override `LightningModule.{self.uncalled[name]}` instead, or use strategy='ddp'."
+                    f"Got {kind} with its own `{name}`, which is never called, because this strategy does not use it."
+                    f" Override `LightningModule.{self.uncalled[name]}` instead, or use strategy='ddp'."
                 )
         if self.strategy.handles_gradient_accumulation and not self.accumulates:
             raise UnsupportedError(
@@ -647,7 +647,7 @@ class LightningEngine:
         except Exception as raised:
             error = raised
         if self.any_rank(error is not None):
-            raise error or kind(f"{problem}: another process says why.")
+            raise error or kind(f"{problem}; see the error of another process.")
         return result
 
     def on_exception(self, error: BaseException) -> None:
@@ -758,7 +758,7 @@ def _refuse_lightning_precision(plugin: Any, where: str, ours: Precision) -> Non
         )
     if isinstance(plugin, LightningPrecision) and not is_default and not isinstance(plugin, PrecisionAdapter):
         raise PrecisionError(
-            f"Got {type(plugin).__name__} through {where}, expected no precision plugin there: Lightning's bring"
-            " autocast and a scaler of their own. Use Trainer(precision='16-mixed') or a plugin from"
-            " trainer.precision, such as Trainer(precision=MixedPrecision('float16', init_scale=1024.0))."
+            f"Got {type(plugin).__name__} through {where}, expected no precision plugin there: Lightning's have their"
+            " own autocast and scaler. Use Trainer(precision='16-mixed') or a plugin from trainer.precision, such as"
+            " Trainer(precision=MixedPrecision('float16', init_scale=1024.0))."
         )

@@ -129,7 +129,7 @@ class FSDP2Strategy(DDPStrategy):
     def device_mesh(self) -> DeviceMesh:
         """The processes, with the dimension ``"shards"``, or with ``"replicas"`` and ``"shards"``."""
         if self._mesh is None:
-            raise RuntimeError("The device mesh is there once the processes have started.")
+            raise RuntimeError("The device mesh exists only after the processes have started.")
         return self._mesh
 
     @property

@@ -81,7 +81,7 @@ def refuse_exceeded(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
             raise ConfigurationError(
                 f"Got a run of {steps} optimizer steps and OneCycleLR(total_steps={total}), which cannot take more."
                 " Compute total_steps from self.trainer.estimated_stepping_batches to continue the run with a longer"
-                " schedule, or begin a new run with its weights: weights=RUN, in Python fit(weights=...)."
+                " schedule, or start a new run with its weights: weights=RUN, in Python fit(weights=...)."
             )
 
 

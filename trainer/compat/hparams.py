@@ -99,19 +99,18 @@ def _report(owner: Any, kept: dict[str, str], reasons: dict[Any, str], left_out:
     objects = [f"{place} ({kind})" for place, kind in kept.items() if place not in said]
     if objects:
         rank_zero_info(
-            f"Hyper-parameters of {name} are objects: {some(objects, 5)}. Checkpoints hold them, and only"
-            f" {name}.load_from_checkpoint(..., weights_only=False), which runs what a file asks for, brings them back;"
-            " to resume, it is not needed. For files that load without it, leave them out:"
-            " self.save_hyperparameters(ignore=[...])."
+            f"Hyperparameters of {name} are objects: {some(objects, 5)}. Checkpoints contain them, but only"
+            f" {name}.load_from_checkpoint(..., weights_only=False), which can run any code, restores them; resuming"
+            " does not need it. To exclude them: self.save_hyperparameters(ignore=[...])."
         )
     for parameter, reason in reasons.items():
         if str(parameter) not in said:
-            rank_zero_info(f"The hyper-parameter {parameter} of {name} is saved in its plain form: {reason}.")
+            rank_zero_info(f"The hyperparameter {parameter} of {name} is saved in its plain form: {reason}.")
     new = [entry for entry in left_out if entry not in said]
     if new:
         rank_zero_warn(
-            f"Checkpoints do not hold these hyper-parameters of {name}, which have no plain form and could not be"
-            f" loaded safely: {', '.join(new)}. Pass them to {name}.load_from_checkpoint, or leave them out:"
+            f"Checkpoints do not contain these hyperparameters of {name}, because they could not be loaded safely:"
+            f" {', '.join(new)}. Pass them to {name}.load_from_checkpoint, or exclude them:"
             " self.save_hyperparameters(ignore=[...])."
         )
     said.update(kept, map(str, reasons), new)

@@ -448,8 +448,8 @@ def _find_attribute(module: LightningModule, name: str, metric: Metric) -> None:
     attributes = _attributes_of(module)
     if not attributes:
         raise _misuse(
-            "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged."
-            " You can fix this by setting an attribute for the metric in your `LightningModule`."
+            "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged. You can fix this by"
+            " setting an attribute for the metric in your `LightningModule`."
         )
     if id(metric) not in attributes:
         raise _misuse(

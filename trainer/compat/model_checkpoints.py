@@ -198,11 +198,7 @@ def _check_shared(trainer: Trainer) -> None:
     if trainer.num_nodes == 1 or trainer.state.fn is not TrainerFn.FITTING or not (trainer.resume == "auto" or shards):
         return
     folders = folders_of(trainer) if trainer.is_global_zero else []
-    why = (
-        "every node writes its shards there"
-        if shards
-        else "resume='auto' goes on from there, on whatever node is first"
-    )
+    why = "every node writes its shards there" if shards else "resume='auto' resumes from there on any first node"
     for folder in trainer.engine.broadcast([os.path.realpath(place) for one in folders if (place := local_path(one))]):
         cluster.check_shared(trainer.engine, partial(owner, folder), f"Checkpoints are written to {folder}, and {why}")
 

@@ -98,9 +98,9 @@ def _configure_schedules(schedules: list[Any], monitor: str | None) -> list[Any]
         config.interval = "batch" if special else config.interval
         if config.frequency < 1:
             raise ConfigurationError(
-                f"Got 'frequency': {config.frequency!r} for the schedule {type(config.scheduler).__name__}, expected a"
-                " number from 1 on: it steps after every so many updates, epochs or batches. Leave it out to step it"
-                " after each."
+                f"Got 'frequency': {config.frequency!r} for the schedule {type(config.scheduler).__name__}, expected"
+                " at least 1: the number of optimizer steps, epochs or batches between two scheduler steps. Default:"
+                " 1."
             )
     return configs
 
@@ -109,10 +109,10 @@ def _check_several(module: LightningModule, optimizers: list[Optimizer], owns_st
     """Refuse what several optimizers of one loss cannot share: parameters, and an ``optimizer_step`` with a closure."""
     if owns_step or any(needs_closure(optimizer) for optimizer in optimizers):
         raise MultipleOptimizersError(
-            "Training with multiple optimizers is only supported with manual optimization where a step evaluates the"
-            f" loss. Got {len(optimizers)} optimizers, with an `optimizer_step` or an optimizer that evaluates the loss"
-            " itself, expected one: each would run the batch again. Set"
-            " `self.automatic_optimization = False` and step them in `training_step`."
+            "Training with multiple optimizers is only supported with manual optimization if a step evaluates the"
+            f" loss. Got {len(optimizers)} optimizers, with an `optimizer_step` or an optimizer that evaluates the"
+            " loss itself, expected one: each would run the batch again. Set `self.automatic_optimization = False`"
+            " and step them in `training_step`."
         )
     owners: dict[int, int] = {}
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -120,7 +120,7 @@ def _check_several(module: LightningModule, optimizers: list[Optimizer], owns_st
         for parameter in parameters_of(optimizer):
             if owners.setdefault(id(parameter), index) != index:
                 raise MultipleOptimizersError(
-                    "Training with multiple optimizers is only supported with manual optimization where they share"
+                    "Training with multiple optimizers is only supported with manual optimization if they share"
                     f" parameters. Got {names.get(id(parameter), '?')!r} in optimizers {owners[id(parameter)]} and"
                     f" {index}, expected each in one of them: its gradient would be unscaled and clipped twice. Give"
                     " it to one, or set `self.automatic_optimization = False`."

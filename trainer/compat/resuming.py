@@ -43,7 +43,7 @@ def newest_checkpoint(trainer: Trainer, session: ExitStack, beside: Any = None) 
         adapter(trainer.loggers[index]).use_version(version)
     if path is not None:
         allow_removal(trainer, session)
-        rank_zero_info(f"resume='auto': going on from {path}")
+        rank_zero_info(f"resume='auto': resuming from {path}")
         if trainer.is_global_zero:
             step, places = _place_in_logs(path)
             for logger, place in zip_longest(trainer.loggers, places[: len(trainer.loggers)]):
@@ -60,11 +60,11 @@ def _choose(trainer: Trainer, session: ExitStack, beside: Any) -> tuple[str | No
         numbered[0].use_version(former)
     folders = folders_of(trainer)
     if not folders:
-        rank_zero_warn("resume='auto', but there is no ModelCheckpoint: nothing is saved to go on from.")
+        rank_zero_warn("resume='auto', but there is no ModelCheckpoint, so the run cannot be resumed later.")
     if remote := [folder for folder in folders if local_path(folder) is None]:
         raise ConfigurationError(
-            f"Got resume='auto' with checkpoints in {remote[0]}, expected folders of this machine's file systems. Pass"
-            " the URL of the checkpoint to go on from: fit(ckpt_path=...)."
+            f"Got resume='auto' with checkpoints in {remote[0]}, expected local folders. Pass the URL of the"
+            " checkpoint: fit(ckpt_path=...)."
         )
     if (own := files_of(trainer.strategy)) is not None:
         own.wait()
@@ -75,7 +75,7 @@ def _choose(trainer: Trainer, session: ExitStack, beside: Any) -> tuple[str | No
     path = files.newest_valid(folders, lambda file: checkpoints.read(trainer.engine.load, file, None), others)
     if path is None:
         if folders:
-            rank_zero_info(f"resume='auto': no checkpoint to go on from in {', '.join(folders)}: starting anew")
+            rank_zero_info(f"resume='auto': no checkpoint in {', '.join(folders)}: starting from the beginning")
         return None, dict.fromkeys(numbered)
     versions = {index: one.newest_version() for index, one in numbered.items()}
     return str(path), versions if former is None else {**versions, 0: former}

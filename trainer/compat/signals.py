@@ -251,7 +251,7 @@ class Signals:
         name, step = signal.Signals(self.received).name, trainer.global_step
         ended = f"{name} has ended the fit after step {step}"
         if trainer.progress.batches_started == self._first_batch:
-            rank_zero_info(f"{ended}, before it trained anything: there is nothing to save.")
+            rank_zero_info(f"{ended}, before the first training step, so nothing is saved.")
             return
         folder = model_checkpoints.first_folder(trainer)
         if folder is None:
@@ -263,7 +263,7 @@ class Signals:
         except NonFiniteError as error:  # on all processes; the run ends anyway
             rank_zero_warn(f"{ended}. {error}")
             return
-        rank_zero_info(f"{ended}. Its state is in {path}: go on with `fit(..., ckpt_path={path!r})`.")
+        rank_zero_info(f"{ended}. Its state is in {path}: resume with `fit(..., ckpt_path={path!r})`.")
 
     def _requeue(self) -> None:
         """Save the state, as Lightning does, and requeue the Slurm job.
@@ -283,9 +283,7 @@ class Signals:
         if trainer.state.fn is TrainerFn.FITTING:
             failure = trainer.engine.broadcast(failure)
         if failure is not None:
-            saved = (
-                "" if path is None else f" The state of the fit is in {path}: a job submitted again goes on with it."
-            )
+            saved = "" if path is None else f" The state of the fit is in {path}: a resubmitted job resumes from it."
             raise RequeueError(
                 f"{failure}{saved} Requeue the job by hand (`scontrol requeue JOB`), or submit it again (`sbatch`); if"
                 " this cluster does not requeue jobs, turn it off with"
@@ -308,6 +306,6 @@ def _requeue_job() -> str | None:
         return f"{said} failed: {error}."
     if done.returncode:
         output = " ".join((done.stderr + done.stdout).split()) or "nothing"
-        return f"{said} failed with exit status {done.returncode} and said: {output}."
+        return f"{said} failed with exit status {done.returncode} and printed: {output}."
     rank_zero_info(f"Requeued Slurm job {job}.")
     return None

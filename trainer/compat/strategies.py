@@ -54,8 +54,8 @@ def _replacement(strategy: Any) -> Any:
         return DeepSpeedStrategy.of(strategy)
     if isinstance(strategy, FSDPStrategy):
         raise UnsupportedError(
-            f"Got strategy={type(strategy).__name__}(...), which is FSDP's first version; expected its second. With its"
-            f" settings: strategy={equivalent_strategy(strategy)}; from trainer import FSDP2Strategy."
+            f"Got strategy={type(strategy).__name__}(...), which is FSDP1, expected FSDP2. With the same settings:"
+            f" strategy={equivalent_strategy(strategy)}; from trainer import FSDP2Strategy."
         )
     if isinstance(strategy, ModelParallelStrategy):
         _refuse_overrides(strategy, ModelParallelStrategy, "trainer.FSDP2Strategy")

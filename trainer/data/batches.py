@@ -94,7 +94,9 @@ class Loaders(Protocol):
         """
 
 
-_AN_ITERATOR = "An iterator (such as a generator) can be iterated only once: pass an object that begins again instead."
+_AN_ITERATOR = (
+    "An iterator (such as a generator) can be iterated only once: pass an object that can be iterated repeatedly."
+)
 NO_BATCHES = (
     " There is nothing to train on. Check its data set, its sampler, and `batch_size` with `drop_last=True`."
     f" {_AN_ITERATOR} To skip training, set Trainer(limit_train_batches=0)."
@@ -215,8 +217,8 @@ class TrainingBatches:
             self._resume({"epoch": epoch, "batches": skip, "is_over": False}, skip)
         elif is_its_epoch:
             warn(
-                f"The checkpoint was written inside the first batch of epoch {epoch}, which begins again: what follows"
-                " is not what would have followed.",
+                f"The checkpoint was written inside the first batch of epoch {epoch}, which is repeated, so the result"
+                " differs from an uninterrupted run.",
             )
 
     def _resume(self, state: State, batches: int) -> None:
@@ -231,8 +233,7 @@ class TrainingBatches:
         if reasons and self._exact and not inside:
             raise ResumeError(
                 f"Resuming after batch {batches} of epoch {state['epoch']} would not be exact: {'; '.join(reasons)}."
-                " Resume with what the checkpoint was made with, or go on all the same, as well as possible:"
-                " Trainer(exact_resume=False)."
+                " Resume with the original settings, or resume anyway: Trainer(exact_resume=False)."
             )
         if reasons:
             warn(

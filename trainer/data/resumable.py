@@ -324,7 +324,7 @@ class ReplayedLoader(ResumableLoader):
             return []
         if not self._may_know_workers or state.get(which) is None:
             is_first = which == "at_start" and state.get("is_first")
-            return [] if is_first else ["what its persistent_workers had drawn is not known"]
+            return [] if is_first else ["the position of its persistent_workers is unknown"]
         own = (worker.get("own", [[]])[-1] for worker in state[which].values())
         lost = sorted({name for states in own for name in Attributes.lost(states)})
         if not lost or not isinstance(self.loader.dataset, IterableDataset):
@@ -588,7 +588,7 @@ class MapStyleLoader(ResumableLoader):
             reasons.append(_INSIDE_A_BATCH)
         self._knows_workers = not loader.num_workers or workers is not None or is_fixed
         if not self._knows_workers:
-            reasons.append("what the worker processes had drawn is not known")
+            reasons.append("the position of the worker processes is unknown")
         random_states.restore(state["started"], own=self.generators)
         iterator = self._open(workers or {}, silent=True)
         if state["begun"] != state["started"]:

@@ -82,7 +82,7 @@ class ChildProcesses:
     def kill(self) -> None:
         """Kill the children that are still running."""
         for rank, process in self._alive().items():
-            write_stderr(f"Rank {rank} (process {process.pid}) has not ended by itself, and is killed.")
+            write_stderr(f"Rank {rank} (process {process.pid}) has not exited, and is killed.")
             process.kill()
 
     def _alive(self) -> dict[int, Popen[Any]]:
@@ -193,7 +193,7 @@ def parent_watched() -> Iterator[None]:
 def _end_without(parent: int) -> None:
     rank = os.environ.get("LOCAL_RANK", "?")
     write_stderr(
-        f"Rank 0 (process {parent}) has died in the middle of the run. Rank {rank} cannot go on without it, and ends."
+        f"Rank 0 (process {parent}) has died during the run. Rank {rank} cannot continue without it, and exits."
     )
     time.sleep(GRACE)
     _exit(1)
@@ -202,7 +202,7 @@ def _end_without(parent: int) -> None:
 def _exit_description(code: int) -> str:
     """Return how a process ended, as the end of a sentence."""
     if code >= 0:
-        return f"has ended with exit status {code}; what it said is above"
+        return f"has ended with exit status {code}; its output is above"
     try:
         name = signal.Signals(-code).name
     except ValueError:

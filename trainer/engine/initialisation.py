@@ -51,8 +51,9 @@ def initialise(root: nn.Module, device: torch.device, finish: Callable[[Tensor, 
             except UserWarning as problem:
                 raise ConfigurationError(
                     f"{type(root).__name__}.init_weights() draws random numbers for parameters that are sharded over"
-                    " CPUs, where torch would give each process the same ones. Draw them by the parameter's name from"
-                    " a generator, or leave it to each module's reset_parameters() and name the method differently."
+                    " CPUs, for which torch would draw the same numbers in each process. Draw them from a generator"
+                    " seeded by the parameter's name, or use the reset_parameters() of the modules and rename this"
+                    " method."
                 ) from problem
         found = [(part, name, outer, getattr(part, name)) for part, name, outer in empty]
         unfilled = [_named(part, name, outer) for part, name, outer, tensor in found if _is_empty(tensor)]
@@ -61,9 +62,9 @@ def initialise(root: nn.Module, device: torch.device, finish: Callable[[Tensor, 
         unfilled = list(_fill_each(root, empty, device, finish))
     if unfilled:
         raise ConfigurationError(
-            f"Got parameters or buffers on the meta device that nobody has given values: {some(unfilled, 8)}."
-            " Expected a method reset_parameters() of the modules that own them, or init_weights() of the"
-            " LightningModule, which fills all. Or make them outside of torch.device('meta')."
+            f"Got parameters or buffers on the meta device without values: {some(unfilled, 8)}. Expected a method"
+            " reset_parameters() of the modules that own them, or init_weights() of the LightningModule, which"
+            " initializes all. Or create them outside of torch.device('meta')."
         )
 
 

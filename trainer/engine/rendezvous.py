@@ -22,7 +22,7 @@ from trainer.errors import ClusterError
 
 _POLL_INTERVAL = 0.01
 _ALL = "amp_trainer"
-_ADVICE = "See what they have said, and whether each node runs torchrun with the same --nnodes and --nproc-per-node."
+_ADVICE = "Check their output, and whether each node runs torchrun with the same --nnodes and --nproc-per-node."
 
 
 def is_served() -> bool:

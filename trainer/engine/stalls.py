@@ -242,13 +242,13 @@ def _report(places: list[Place], silent: Sequence[int] = ()) -> str:
     for rank in late:
         one = by_rank[rank]
         lines.append(
-            f"Rank {rank} (process {one.pid} on {one.host}) has not come to where the others wait. {_is(one)}:"
+            f"Rank {rank} (process {one.pid} on {one.host}) has not reached the collective of the others. {_is(one)}:"
         )
         lines += ([line for line in one.stack if not _LIBRARIES.search(line)] or one.stack)[-_LINES:]
     if silent:
         lines.append(
-            f"{_ranks(list(silent))} did not say anything: dead, stopped, in code that does not let Python run; or busy"
-            " with something of its own, such as a validation, while the others wait."
+            f"{_ranks(list(silent))} did not respond: dead, stopped, in code that blocks Python, or busy with other"
+            " work, such as a validation, while the others wait."
         )
     others: dict[str, list[int]] = {}
     for place in places:
@@ -263,7 +263,7 @@ def _report(places: list[Place], silent: Sequence[int] = ()) -> str:
 def _is(place: Place) -> str:
     last = max(place.begun.values(), default=(0, ""))[1]
     waits = f", waiting in {place.blocked_in}" if place.blocked_in else ""
-    return f"It is {place.phase or 'in code of its own'}{waits}, since {place.seconds:.0f} s" + (
+    return f"It is {place.phase or 'in its own code'}{waits}, since {place.seconds:.0f} s" + (
         f"; the last collective that it has begun is {last}" if last else ""
     )
 

@@ -486,9 +486,8 @@ class ZeroGradients(Gradients):
         """
         if self._processes() > 1:
             raise UnsupportedError(
-                "Got a batch without a loss with strategy='deepspeed', whose processes wait for each other's gradients"
-                " of every batch. Return a loss of 0 times what the forward pass has computed, or use strategy='ddp' or"
-                " 'fsdp'."
+                "Got a batch without a loss with strategy='deepspeed', which reduces the gradients of every batch."
+                " Return a loss of 0 times the output of the forward pass, or use strategy='ddp' or 'fsdp'."
             )
 
     def multiply_(self, optimizers: Iterable[Optimizer], factor: float | Tensor) -> None:
@@ -498,8 +497,8 @@ class ZeroGradients(Gradients):
             UnsupportedError: always.
         """
         raise UnsupportedError(
-            "Got batches that count differently in one accumulation window with strategy='deepspeed', whose gradients"
-            " cannot be weighted afterwards. Return no 'weight' from `training_step`, set accumulate_grad_batches=1, or"
+            "Got batches with different weights in an accumulation window with strategy='deepspeed', which cannot"
+            " weight gradients afterwards. Return no 'weight' from `training_step`, set accumulate_grad_batches=1, or"
             " use strategy='ddp' or 'fsdp'."
         )
 
@@ -566,7 +565,7 @@ class ZeroGradients(Gradients):
         """Discard the open window and begin another, because gradients cannot be loaded into DeepSpeed."""
         if state:
             warn(
-                "The checkpoint was written inside of an accumulation window. DeepSpeed keeps gradients to itself:"
-                " those of the window's first batches are lost, and the next batch begins another one.",
+                "The checkpoint was written inside of an accumulation window. DeepSpeed does not expose gradients:"
+                " those of the window's first batches are lost, and the next batch starts another window.",
             )
             self._drop_window()

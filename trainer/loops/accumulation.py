@@ -22,7 +22,7 @@ _STATE = (
 
 _MIXED = (
     "Got a `training_step` that returned a 'weight' for some batches of an accumulation window and none for others,"
-    " expected one for all of them or for none. Return None in the place of a batch to leave out."
+    " expected one for all of them or for none. To skip a batch, return None."
 )
 
 

@@ -119,12 +119,13 @@ class ClosureOptimization:
         """
         if state["batches"] is None:
             reason = (
-                "The checkpoint was written inside an accumulation window whose batches the optimizer evaluates again,"
-                " and it could not keep them: they hold more than tensors, numbers, strings and plain containers."
+                "The checkpoint was written inside an accumulation window with batches that the optimizer evaluates"
+                " again, and they could not be saved, because they contain more than tensors, numbers, strings and"
+                " plain containers."
             )
             if exact:
                 raise ResumeError(
-                    f"{reason} Resume from one that was written between two windows, or go on without these batches:"
+                    f"{reason} Resume from one that was written between two windows, or resume without these batches:"
                     " Trainer(exact_resume=False)."
                 )
             warn(f"{reason} The window continues without them.")

@@ -140,7 +140,6 @@ class DistributedPass:
 
     def _error(self, what: str, span: Span) -> ConfigurationError:
         return ConfigurationError(
-            f"{what} exchanges something with the other processes at each batch, but they have different numbers of"
-            f" batches ({int(span.fewest)} to {int(span.most)}): some would wait for ever."
-            + _REMEDY.format(stage=self._stage)
+            f"{what} runs a collective for each batch, but they have different numbers of batches ({int(span.fewest)}"
+            f" to {int(span.most)}): some processes would wait forever." + _REMEDY.format(stage=self._stage)
         )

@@ -99,7 +99,7 @@ class ManualOptimization:
             return {"loss": output.detach()}
         raise ConfigurationError(
             "In manual optimization, `training_step` must either return a Tensor or have no return. Got"
-            f" {type(output).__name__}; a dict, whose items go to `on_train_batch_end`, is welcome, too."
+            f" {type(output).__name__}; a dict is also accepted, and its items are passed to `on_train_batch_end`."
         )
 
 

@@ -123,9 +123,9 @@ class Schedules:
         metric = metrics.get(str(config.monitor))
         if metric is None and config.strict:
             raise ConfigurationError(
-                f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available."
-                f" Available metrics are: {list(metrics)}. Log it with self.log({config.monitor!r}, ...), set the"
-                " 'monitor' key of the scheduler's dict, or set 'strict': False to go on without."
+                f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available. Available metrics"
+                f" are: {list(metrics)}. Log it with self.log({config.monitor!r}, ...), set the 'monitor' key of the"
+                " scheduler's dict, or set 'strict': False to skip it."
             )
         if metric is None:
             warn(

@@ -40,8 +40,8 @@ def loss_in(output: Any, *, reads_weight: bool = True) -> tuple[Tensor | None, W
         return None, None
     if not isinstance(output, Mapping):
         raise ConfigurationError(
-            "In automatic optimization, `training_step` must return a Tensor, a dict, or None (where the step"
-            f" will be skipped). Got {type(output).__name__}."
+            "In automatic optimization, `training_step` must return a Tensor, a dict, or None (to skip the batch)."
+            f" Got {type(output).__name__}."
         )
     loss, weight = output.get("loss"), weight_in(output, reads=reads_weight)
     if not isinstance(loss, Tensor):

@@ -83,4 +83,4 @@ class AutoPrecision(Precision):
             return FullPrecision(), f"{where} has neither bfloat16 units nor Tensor Cores"
         if device.type == "cpu":
             return FullPrecision(), "this CPU has no bfloat16 instructions that torch uses"
-        return FullPrecision(), f"torch cannot tell whether {where} device computes in bfloat16 natively"
+        return FullPrecision(), f"torch does not report whether {where} device computes in bfloat16 natively"

@@ -134,10 +134,9 @@ class CastCache:
         if self.enabled and changes_weights:
             raise PrecisionError(
                 "A step of this module changes weights between two forward passes that use them. Autocast's weight"
-                " cache hides such changes; it was enabled because the first"
-                f" {WATCHED_STEPS} training steps made none, and steps since the last check may have used outdated"
-                f" weights. Disable the cache, with {self._advice}, and start again, or resume from a checkpoint from"
-                " before the first change."
+                f" cache hides such changes; it was enabled because the first {WATCHED_STEPS} training steps made"
+                " none, and steps since the last check may have used outdated weights. Disable the cache, with"
+                f" {self._advice}, and restart, or resume from a checkpoint before the first change."
             )
         if self.enabled:
             self.training = self._cached

@@ -119,7 +119,7 @@ class Float8Precision(MixedPrecision):
             elif plain_class(layer) is not nn.Linear:
                 others[name] = f"is a {plain_class(layer).__name__}"
             elif "forward" in vars(layer):
-                others[name] = "has a forward of its own"
+                others[name] = "has its own forward"
             elif layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
                 others[name] = f"is {sizes}: not multiples of {MULTIPLE}"
             else:

@@ -79,14 +79,14 @@ def find_modules(root: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
         parts = [part for name in names for part in _called(name, named)]
         if not parts:
             raise PrecisionError(
-                f"fp32_modules: {pattern!r} is {names[0]}, a {type(named[names[0]]).__name__} that nobody calls, and"
-                " nothing in it is called. Name the module that uses it."
+                f"fp32_modules: {pattern!r} is {names[0]}, a {type(named[names[0]]).__name__} that is never called."
+                " Name the module that uses it."
             )
         for part in parts:
             if isinstance(part, torch.jit.ScriptModule):
                 raise PrecisionError(
-                    f"fp32_modules: {pattern!r} matches {names[0]}, whose forward torch.jit has compiled; it cannot be"
-                    " given another. Switch autocast off in its Python code, before it is compiled."
+                    f"fp32_modules: {pattern!r} matches {names[0]}, which torch.jit has compiled, so its forward"
+                    " cannot be replaced. Disable autocast in its Python code before compiling."
                 )
         found.update(dict.fromkeys(parts))
     _refuse_attention_projections(named, found)

@@ -78,9 +78,9 @@ class HalfPrecision(Precision):
                 has_float16 = any(parameter.dtype is torch.float16 for parameter in group["params"])
                 if has_float16 and eps is not None and eps < torch.finfo(torch.float16).tiny:
                     warn(
-                        f"{type(optimizer).__name__} has eps={eps:g} and float16 weights: where its squared gradients"
-                        " are zero in float16 it divides by that, and weights become infinite or NaN. Use"
-                        " eps=1e-4, SGD, or precision='16-mixed'.",
+                        f"{type(optimizer).__name__} has eps={eps:g} and float16 weights: if squared gradients"
+                        " underflow in float16, it divides by eps, and weights become inf or NaN. Use eps=1e-4, SGD,"
+                        " or precision='16-mixed'.",
                     )
                     break
 

@@ -114,8 +114,8 @@ class MixedPrecision(Precision):
             )
         if self.autocast_ops == "cuda" and device.type not in ("cpu", "cuda"):
             raise PrecisionError(
-                f"Got autocast_ops='cuda' on a device of type {device.type!r}, expected cpu, which can do what autocast"
-                " does on CUDA. Use autocast_ops='native', or accelerator='cpu'."
+                f"Got autocast_ops='cuda' on a device of type {device.type!r}, expected cpu, which can emulate CUDA"
+                " autocast. Use autocast_ops='native', or accelerator='cpu'."
             )
         if device.type not in ("cpu", "cuda", "mps", "xpu"):
             raise PrecisionError(

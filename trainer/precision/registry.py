@@ -34,8 +34,8 @@ def resolve_precision(precision: str | int | Precision | None) -> Precision:
         f"Got precision of type {kind.__module__}.{kind.__qualname__}, expected a name such as '16-mixed' or a"
         " trainer.precision.Precision object."
         + (
-            " Lightning's precision plugins bring autocast and a scaler of their own: use"
-            " trainer.precision.MixedPrecision, HalfPrecision, FullPrecision or DoublePrecision in their place."
+            " Lightning's precision plugins have their own autocast and scaler. Use trainer.precision.MixedPrecision,"
+            " HalfPrecision, FullPrecision or DoublePrecision instead."
             if kind.__module__.startswith(("lightning", "pytorch_lightning"))
             else ""
         )

@@ -152,8 +152,8 @@ class LossScaler(torch.amp.GradScaler):
         if "closure" in kwargs:
             raise RuntimeError(
                 f"Got a closure for {type(optimizer).__name__} while the loss is scaled, expected none: the gradients"
-                " of what it evaluates would not be unscaled. Use precision='bf16-mixed' or '32-true', which scale"
-                " nothing."
+                " that it evaluates would not be unscaled. Use precision='bf16-mixed' or '32-true', which do not"
+                " scale the loss."
             )
         self.unscale_(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
@@ -412,8 +412,8 @@ class LossScaler(torch.amp.GradScaler):
     def _expect_no_gradients(self, optimizer: Optimizer) -> None:
         if self.gradients_of(optimizer):
             raise RuntimeError(
-                f"Got gradients for {type(optimizer).__name__}, but no loss was scaled, expected scaled ones."
-                " In manual optimization, call self.manual_backward(loss) in the place of loss.backward()."
+                f"Got gradients for {type(optimizer).__name__}, but no loss was scaled. In manual optimization, call"
+                " self.manual_backward(loss) instead of loss.backward()."
             )
 
     def _follow(self, overflowed: bool) -> None:

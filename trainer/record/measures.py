@@ -69,7 +69,7 @@ def reason_without_updates(trainer: Trainer) -> str | None:
     if scale is None or scale <= trainer.scaler.min_scale:
         return reason
     return (
-        f"{reason} The loss scale was still falling, and is at {scale:g}: train for longer, or begin there,"
+        f"{reason} The loss scale was still decreasing, and is {scale:g}: train longer, or start there:"
         f" MixedPrecision(init_scale={scale:g}), on the command line precision.init_scale={scale:g}."
     )
 

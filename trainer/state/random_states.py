@@ -165,7 +165,7 @@ def differences(generators: Sequence[Generator], states: Sequence[Any]) -> list[
     attributes = _attributes_in(states)
     was, now = len(states) - len(attributes), _count(generators)
     if was != now:
-        return [f"the dataloader had {was} random generators of its own and has {now}"]
+        return [f"the dataloader had {was} random generators and has {now}"]
     watched = next((one for one in generators if isinstance(one, Attributes)), Attributes([]))
     missing = [name for state in attributes for name in watched.missing(state)]
     if missing:

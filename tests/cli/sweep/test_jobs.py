@@ -108,7 +108,7 @@ def test_job_requeued_by_submitit_is_resumed(once: Path, python: WarmPython) -> 
     assert done.returncode == 0, done.stderr
     (job,) = results()
     assert (job["status"], job["epochs"], job["steps"]) == ("completed", 2, 8)
-    assert "going on from" in Path("jobs/0/fit.log").read_text()
+    assert "resuming from" in Path("jobs/0/fit.log").read_text()
     (log,) = Path("jobs/.submitit").glob("*/*_log.err")
     assert "Caught signal SIGUSR2" in log.read_text()
 

@@ -75,7 +75,7 @@ class MLFlow(TrackerAdapter):
         try:
             self.logger._mlflow_client.update_run(position, status="RUNNING")
         except Exception as error:  # it has been deleted, or is elsewhere
-            warn(f"MLflow cannot go on with the run {position}, so there is a new one: {error}")
+            warn(f"MLflow cannot continue the run {position}, so a new one is created: {error}")
         else:
             self.logger._run_id = position
 

@@ -175,7 +175,7 @@ class ShardedModule:
             restore_sharded(self.root, {})
             raise UnsupportedError(
                 f"Got fully_shard(..., ignored_params=...) with {', '.join(names[:8])} left out, expected all"
-                " parameters: nobody would average the gradients of these over the processes. Leave that argument away."
+                " parameters: their gradients would not be averaged over the processes. Remove that argument."
             )
 
     def _refuse_scalars(self) -> None:
@@ -183,7 +183,7 @@ class ShardedModule:
         if names:
             raise UnsupportedError(
                 f"Got the parameter{'s' * (len(names) > 1)} {', '.join(names)} without a dimension, expected at least"
-                " one to shard: torch's fully_shard takes no scalars. Make it torch.ones(1) in the place of"
+                " one to shard: torch's fully_shard does not support scalars. Use torch.ones(1) instead of"
                 " torch.tensor(1.0)."
             )
 
@@ -374,8 +374,8 @@ def _of_classes(module: nn.Module, classes: list[type[nn.Module] | str]) -> list
             named = sorted({type(part).__name__ for part in module.modules() if part is not module})
             name = one if isinstance(one, str) else one.__name__
             raise ConfigurationError(
-                f"Got FSDP2Strategy(blocks=[{name}]), of which {type(module).__name__} has none, expected classes of"
-                f" its modules.{did_you_mean(name, named)} They are: {', '.join(named[:12])}."
+                f"Got FSDP2Strategy(blocks=[{name}]), which {type(module).__name__} does not contain, expected classes"
+                f" of its modules.{did_you_mean(name, named)} They are: {', '.join(named[:12])}."
             )
         found.update(dict.fromkeys(parts))
     return [part for part in module.modules() if part in found]
