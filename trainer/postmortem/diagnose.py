@@ -72,7 +72,7 @@ def diagnose(trainer: Trainer, case: Case) -> Diagnosis | None:
     finding = examine(trainer, case.batches, case.scale)
     if finding is None:
         return None if case.asks == "growth" else _lost(trainer, case, None)
-    if finding.error and not case.raised:
+    if finding.error and not case.raised and not finding.broken_weights:
         cause = f"The replay of the batch ended with {finding.error}; the run did not."
         return _diagnosis(case, finding, "unknown", cause, "", key=finding.error)
     for earlier in case.known:
@@ -80,6 +80,11 @@ def diagnose(trainer: Trainer, case: Case) -> Diagnosis | None:
             return earlier
     if finding.broken_weights:
         return _weights(trainer, case, finding)
+    was_broken = any(one.loss is not None and not one.loss.isfinite().all() for one in case.batches)
+    if not finding.fails and was_broken and case.before:  # the weights have changed since
+        with remedies.weights_of(trainer, case.before):
+            then = examine(trainer, case.batches, case.scale)
+            return None if then is None else _judge(trainer, case, then)
     return _judge(trainer, case, finding)
 
 
@@ -254,7 +259,9 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
                     if (verdict := _judge(trainer, one, found)) is not None:
                         return verdict
         verdict = _divergence(trainer, case, finding)
-        return verdict if verdict.tried or not _rates_are_finite(trainer) else _lost(trainer, case, finding)
+        has_all = len(case.recent) + len(case.batches) > case.step - case.first  # each batch alone is finite
+        is_certain = verdict.tried or has_all or not _rates_are_finite(trainer)
+        return verdict if is_certain else _lost(trainer, case, finding)
     if case.first >= 0 and not case.before:
         return _lost(trainer, case, finding)
     remedy = (
