@@ -102,7 +102,7 @@ MISTAKES = [
     (["ckpt=first", "weights=first"], "Got weights=first and ckpt=first/checkpoints/last.ckpt, expected one of them"),
     (
         ["weights=first"],
-        "not the config. Choose a recipe, such as `python -m trainer fit +recipe=line weights=first`",
+        "not the config. Choose a recipe, such as `python -m trainer fit +recipe=line weights=first",
     ),
     (
         ["+recipe=line", "weights=first", "trainer._target_=lightning.Trainer"],
