@@ -105,11 +105,13 @@ def learns(losses: list[float]) -> bool:
 
 def matrix(found: dict[str, str]) -> str:
     """Return the confusion matrix as a table of Markdown: a row for each cause, a column for each verdict."""
-    counts = {row: dict.fromkeys(VERDICTS, 0) for row in VERDICTS}
+    counts = {row: dict.fromkeys(VERDICTS, 0) for row in VERDICTS if row != "unknown"}
     for name, verdict in found.items():
         counts[PROGRAMS[name].verdict][verdict] += 1
     lines = ["| cause | " + " | ".join(VERDICTS[:-1]) + " | no report |", "|---|" + "---:|" * len(VERDICTS)]
-    lines += [f"| {row} | " + " | ".join(str(n or "") for n in counts[row].values()) + " |" for row in VERDICTS]
+    lines += [
+        f"| {row} | " + " | ".join(str(n or "") for n in verdicts.values()) + " |" for row, verdicts in counts.items()
+    ]
     right = sum(verdict == PROGRAMS[name].verdict for name, verdict in found.items())
     alarms = sum(PROGRAMS[name].verdict == "healthy" != verdict for name, verdict in found.items())
     return "\n".join([*lines, "", f"{right} of {len(found)} right; {alarms} false alarms."])
