@@ -260,7 +260,7 @@ def test_quiet_still_warns_and_shows_no_table(capfd):
     assert main(["test", *LINE, *QUIET, "-q"]) == 0
     out, err = capfd.readouterr()
     assert re.fullmatch(r"test completed in \d+\.\d s: test_loss=1\.511\. Results are in run\n", out)
-    assert "WARNING: test uses fresh weights" in err
+    assert "WARNING: test uses newly initialized weights" in err
 
 
 ADVISED = ["+recipe=line", "callbacks=alignment_advisor", "callbacks.alignment_advisor.everywhere=true"]
