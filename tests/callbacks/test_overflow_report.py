@@ -107,6 +107,39 @@ def test_losses_that_are_not_finite_are_counted_by_themselves(tmp_path, gain, nu
     assert summary.summary.get("nonfinite_losses", 0) == number
 
 
+class TwoOptimizers(Regression):
+    """Two losses and two steps for each batch, in manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            loss = super().training_step(batch, batch_idx)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD([weight], lr=0.01) for weight in (self.net[0].weight, self.net[-1].weight)]
+
+
+class WithClosure(Regression):
+    """Several losses for each step."""
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.01, max_iter=4)
+
+
+@pytest.mark.parametrize("module", [TwoOptimizers, WithClosure])
+def test_batch_with_several_losses_is_kept_once(tmp_path, module):
+    batches = make_batches(10, gains={1: math.nan})
+    callback, _ = report_on(tmp_path, module(), batches, precision="32-true", log_every_n_steps=10)
+    (report,) = callback.reports
+    assert (report.kind, report.finding.batch_idx) == ("data", 1)
+
+
 def test_weights_that_are_not_finite(tmp_path):
     module = Regression()
     with torch.no_grad():

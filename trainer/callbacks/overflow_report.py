@@ -138,6 +138,7 @@ class OverflowReport(RunCallback):
         self._recent: deque[RecordedBatch] = deque(maxlen=1)
         self._before: dict[str, Tensor] = {}  # the weights when all was last known to be finite
         self._known = 0  # the step at which that was
+        self._latest_batch = 0  # `batches_started` of the latest recent batch
         self._losses: list[tuple[int, Tensor]] = []  # since then, with their steps; still scaled
         self._skipped: set[int] = set()  # skipped steps since then
         self._every, self._updates = 50, 0  # updates between two looks; and since the last one
@@ -176,11 +177,13 @@ class OverflowReport(RunCallback):
             number = self._every * loop.window.size
             self._recent = deque(maxlen=max(1, min(_BYTES // max(size, 1), number)))
         window, progress, loss = loop.window, loop.progress, loss.detach()
-        mark = window if window.batches == 1 else copy(window)
+        if progress.batches_started != self._latest_batch:  # a closure or a manual step may have several losses
+            self._latest_batch = progress.batches_started
+            mark = window if window.batches == 1 else copy(window)
+            recorded = RecordedBatch(loop.metrics.batch, progress.batch_idx, progress.optimizer_steps, mark, {})
+            self._recent.append(recorded)
         loss = loss if loop.gradients.scaler.is_enabled() else loss.clone()  # CUDA graphs reuse their outputs
-        steps = progress.optimizer_steps
-        self._recent.append(RecordedBatch(loop.metrics.batch, progress.batch_idx, steps, mark, {}, None, True, loss))
-        self._losses.append((steps, loss))
+        self._losses.append((progress.optimizer_steps, loss))
 
     def on_after_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
@@ -306,7 +309,7 @@ class OverflowReport(RunCallback):
             self._is_broken = not scaled
             own = torch.tensor(broken[0] if broken else sys.maxsize, device=engine.device)
             step = int(engine.reduce(own, "min"))  # the first of all ranks
-            self._explain(trainer, "loss", self._batches_of(step), step, trainer.scaler.current_scale)
+            self._explain(trainer, "loss", self._batches_of(step), step, trainer.scaler.current_scale, "loss")
             return
         finite = [value / trainer.scaler.current_scale for value in values if math.isfinite(value)]
         is_comparable = is_alone and trainer.lightning_module.automatic_optimization
@@ -350,7 +353,9 @@ class OverflowReport(RunCallback):
             self._explain(trainer, "underflow", self._batches_of(step), step, outcome.scale, "underflow")
 
     def _batches_of(self, step: int) -> list[RecordedBatch]:
-        return [one for one in self._recent if one.step == step]
+        """Return the recent batches of this step. A batch with several steps is recorded with its first step."""
+        first = max((one.step for one in self._recent if one.step <= step), default=step)
+        return [one for one in self._recent if one.step == first]
 
     # --- skipped steps --------------------------------------------------------------------------------------------
 
@@ -361,15 +366,16 @@ class OverflowReport(RunCallback):
         self._skips_at_floor = self._skips_at_floor + 1 if at_floor else 0
         if self._skipping is None:
             self._skipping = _BeforeSkips(trainer, step, outcome.scale)
-        own = self._batches_of(step)
         self._skipped.update(range(step, trainer.global_step))
-        batches = (self._recorder.take() if self._recorder is not None else []) or own
+        batches = (self._recorder.take() if self._recorder is not None else []) or self._batches_of(step)
         collapses = self._skips == self.collapse_after or self._skips_at_floor == self.at_floor
         # a host-device synchronization, after a skipped step
-        is_broken = any(one.loss is not None and not one.loss.isfinite().all() for one in own)
+        is_broken = any(
+            at in range(step, trainer.global_step) and not loss.isfinite().all() for at, loss in self._losses
+        )
         if trainer.engine.any_rank(is_broken):
             self.nonfinite_losses += 1
-            self._explain(trainer, "loss", batches, step, outcome.scale)
+            self._explain(trainer, "loss", batches, step, outcome.scale, "loss")
         elif self._skips == 1 and trainer.progress.has_learned and not self._tries_scale:
             self._explain(trainer, "isolated skip", batches, step, outcome.scale)
         elif collapses or (self.after is not None and self._skips >= self.after):

@@ -48,7 +48,8 @@ class Case:
         first: the first step that may be the cause, because everything before it was finite; -1 if the weights were not
             finite when training began.
         in_a_row: number of skipped steps in a row until then.
-        asks: "failure", "growth" or "underflow": the question that the examination answers.
+        asks: "failure", "loss" (a loss was not finite), "growth" or "underflow": the question that the examination
+            answers.
         raised: whether the step ended with an exception.
         known: earlier diagnoses. A failure at the same place as in one of them is not examined any further.
     """
@@ -80,8 +81,7 @@ def diagnose(trainer: Trainer, case: Case) -> Diagnosis | None:
             return earlier
     if finding.broken_weights:
         return _weights(trainer, case, finding)
-    was_broken = any(one.loss is not None and not one.loss.isfinite().all() for one in case.batches)
-    if not finding.fails and was_broken and case.before:  # the weights have changed since
+    if not finding.fails and case.asks == "loss" and case.before:  # the weights have changed since
         with remedies.weights_of(trainer, case.before):
             then = examine(trainer, case.batches, case.scale)
             return None if then is None else _judge(trainer, case, then)
