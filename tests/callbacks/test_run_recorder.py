@@ -544,6 +544,7 @@ def test_resumed_fit(tmp_path):
     assert resumed.seconds.steps == [7, 8, 9]  # the run before in another folder is unknown
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_a_second_fit_with_nothing_left_to_do_keeps_the_record_of_the_first(tmp_path, capsys, caplog):
     caplog.set_level(logging.INFO)
     summary = RunSummary()

@@ -189,11 +189,11 @@ MISTAKES = [
         ["ckpt=run", "to=run/model.pt2/a.pt2", "model._target_=os.system"],
         "model is os.system, which executes, unpickles or writes its arguments",
     ),
-    ("Net", ["run", "model.pt2"], "the best checkpoint of a run: python -m trainer export ckpt=run to=model.pt2"),
+    ("Net", ["run", "model.pt2"], "the best checkpoint of a run: `python -m trainer export ckpt=run to=model.pt2`"),
     (
         "Net",
         ["run/checkpoints/last.ckpt", "model.pt2"],
-        "For a graph, or the best checkpoint of a run: python -m trainer",
+        "For a graph, or the best checkpoint of a run: `python -m trainer",
     ),
     ("Net", ["a.ckpt", "ckpt=run", "to=model.pt2"], "export got the word 'a.ckpt' among settings"),
     ("Net", ["ckpt=run", "to=model.pt2", "weights=run"], "with export, expected a command that trains"),

@@ -487,7 +487,7 @@ def test_job_that_slurm_does_not_requeue_fails_loudly(
     saved = tmp_path / "run" / "hpc_ckpt_{}.ckpt"
     scontrol.write_text("#!/bin/sh\necho Requested operation is presently disabled >&2\nexit 3\n")
     with pytest.raises(
-        RequeueError, match="with exit status 3 and said: Requested operation is presently dis"
+        RequeueError, match="with exit status 3 and printed: Requested operation is presently dis"
     ) as error:
         slurm(tmp_path).fit(Learner(), data(8))
     assert str(saved).format(1) in str(error.value)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.simulated_cuda.device import DEVICE
 from tests.support import AUTOCAST_DTYPES, OPTIMIZERS, loader_of, make_trainer
-from trainer.callbacks import RunSummary
+from trainer.callbacks import OverflowReport, RunSummary
 from trainer.data import prefetching
 from trainer.precision import MixedPrecision
 
@@ -38,6 +38,12 @@ def make_batches(number: int = BATCHES, seed: int = 1) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     sizes = (ROWS, WIDTH), (ROWS, 2)
     return [[torch.randn(size, generator=generator).pin_memory() for size in sizes] for _ in range(number)]
+
+
+@pytest.fixture(autouse=True)
+def _keep_no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have OverflowReport keep no batches, which would stay alive for longer."""
+    monkeypatch.setattr(OverflowReport, "on_before_backward", Callback.on_before_backward)
 
 
 class Probe(LightningModule):

@@ -61,8 +61,8 @@ class OverflowReport(RunCallback):
     weights, gradients, buffers, random states, metrics, logs.
 
     Costs one small kernel per batch on a GPU, and no host-device synchronization except every ``log_every_n_steps``
-    updates and before a validation or a checkpoint. Keeps up to 64 MiB of recent batches by reference, and a copy of
-    weights of up to 64 MiB.
+    updates and before a validation or a checkpoint. Keeps up to 64 MiB of recent batches by reference, at least one,
+    and a copy of weights of up to 64 MiB.
 
     Args:
         after: skipped steps in a row with finite losses that are explained; at least 3, because fewer are how a loss
@@ -315,7 +315,7 @@ class OverflowReport(RunCallback):
         is_comparable = is_alone and trainer.lightning_module.automatic_optimization
         if is_comparable and len(finite) >= 6 and self._has_grown(finite):
             self._explain(
-                trainer, "growth", [self._recent[-1]], trainer.global_step, trainer.scaler.current_scale, "growth"
+                trainer, "growth", list(self._recent)[-1:], trainer.global_step, trainer.scaler.current_scale, "growth"
             )
         elif not steps:
             self._keep_weights(trainer)

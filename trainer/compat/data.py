@@ -313,9 +313,9 @@ class DataSource:
             )
         if fitting and trainer.overfit_batches > 0:
             _resolve_overfit_batches(combined, stage)
-        assert trainer.state.fn is not None
+        function = trainer.state.fn or TrainerFn.FITTING  # None outside a run
         for loader in combined.flattened:
-            _check_dataloader_iterable(loader, source, trainer.state.fn)
+            _check_dataloader_iterable(loader, source, function)
         unprepared, combined.flattened = combined.flattened, [self._prepare(one, stage) for one in combined.flattened]
         samplers = self._put_in_order(combined, unprepared) if training and self.elastic_state is not None else []
         with warnings.catch_warnings():

@@ -33,7 +33,8 @@ class Prefetching(TorchFunctionMode):
     the device has finished with the previous content of its memory: it begins when the device has completed everything
     that was issued before the running step. For the same reason, no copied memory may be freed during this step: each
     batch is held until the next one has been copied. If other code holds it for longer, ``record_stream`` delays its
-    reuse. Thus the device holds at most two batches, however far the host is ahead.
+    reuse. Thus the device holds at most two batches, however far the host is ahead, and the recent batches that
+    ``OverflowReport`` keeps.
 
     Args:
         device: a CUDA device.
