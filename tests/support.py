@@ -376,7 +376,7 @@ class FakeTrainer:
         self.checkpoint_callback = self.lightning_module = self.settled_outcome = None
         self.callback_metrics: dict[str, Any] = {}
         self.progress_bar_metrics: dict[str, Any] = {}
-        self.progress = SimpleNamespace(skipped_steps=0, has_learned=True)
+        self.progress = SimpleNamespace(skipped_steps=0, nonfinite_losses=0, has_learned=True)
         self.state = SimpleNamespace(fn=TrainerFn.FITTING)
         for name, value in values.items():
             setattr(self, name, value)

@@ -22,7 +22,7 @@ from tests.postmortem.layers import Amplifier, Huge, Nan, OwnCode, Residual, seq
 from tests.postmortem.test_replay import ByHand, Everything, assert_equal, everything
 from tests.support import OPTIMIZERS, Regression, loader_of, make_batches, make_trainer, native_fp16
 from trainer import Trainer
-from trainer.callbacks import OverflowReport, RunSummary
+from trainer.callbacks import OverflowReport, RunSummary, ScaleMonitor
 from trainer.errors import ConfigurationError, LossScaleCollapse
 from trainer.postmortem.recording import Recorder
 from trainer.precision import MixedPrecision
@@ -101,8 +101,19 @@ def test_batch_that_is_not_finite(tmp_path):
 def test_losses_that_are_not_finite_are_counted_by_themselves(tmp_path, gain, number):
     summary = RunSummary(console=Console(file=io.StringIO(), width=200))
     batches = make_batches(6, gains={2: gain, 4: gain})
-    callback, _ = report_on(tmp_path, Regression(), batches, precision=native_fp16(init_scale=8.0), callbacks=[summary])
-    assert callback.nonfinite_losses == number
+    monitor, outcomes, logged = ScaleMonitor(), [], []
+
+    class Outcomes(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            outcomes.append(trainer.step_outcome.nonfinite_loss)
+
+        def on_train_epoch_end(self, trainer, *_):
+            logged.append(float(trainer.callback_metrics.get("amp/nonfinite_losses", 0.0)))
+
+    callbacks = [summary, monitor, Outcomes()]
+    report_on(tmp_path, Regression(), batches, precision=native_fp16(init_scale=8.0), callbacks=callbacks)
+    assert outcomes == [number > 0 and index in (2, 4) for index in range(6)]
+    assert logged == [number]
     assert summary.summary["skipped_steps"] == 2
     assert summary.summary.get("nonfinite_losses", 0) == number
 

@@ -35,6 +35,7 @@ class Steps:
                 scaler=SimpleNamespace(is_enabled=lambda: self.enabled),
                 optimizers=self.optimizers,
                 skipped_steps=self.skips,
+                progress=SimpleNamespace(nonfinite_losses=0),
                 loggers=[],
             )
             for index in optimizers:

@@ -284,7 +284,7 @@ def test_outcome_is_none_before_the_first_step_and_norm_is_none_without_clipping
     trainer = make_trainer(tmp_path)
     assert trainer.step_outcome is None
     trainer.fit(Regression(), loader_of(make_batches(2)))
-    assert trainer.step_outcome == (False, 1.0, 1.0, None, (0,), ())
+    assert trainer.step_outcome == (False, 1.0, 1.0, None, (0,), (), False)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])

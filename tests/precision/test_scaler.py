@@ -94,7 +94,7 @@ def test_disabled_is_transparent():
     scaler.step(optimizer)
     scaler.update()
     assert scaler.knows_outcome
-    assert scaler.resolve_outcome() == ((), 1.0, 1.0)
+    assert scaler.resolve_outcome() == ((), 1.0, 1.0, False)
     scaler.forget_steps()
     assert torch.equal(p, torch.zeros(2))
     assert (scaler.current_scale, scaler.get_scale(), scaler.state_dict()) == (1.0, 1.0, {})
@@ -173,11 +173,11 @@ def test_two_optimizers_are_checked_separately_and_the_scale_updated_once(fused)
     scaler.step(one)
     scaler.step(other)
     scaler.update()
-    assert scaler.resolve_outcome() == ((one,), 8.0, 4.0)
+    assert scaler.resolve_outcome() == ((one,), 8.0, 4.0, True)
     assert torch.equal(p, torch.ones(2))
     assert torch.equal(q, torch.full((2,), 0.5))
     assert scaler.get_scale() == scaler.current_scale == 4.0
-    assert scaler.resolve_outcome() == ((), 4.0, 4.0)
+    assert scaler.resolve_outcome() == ((), 4.0, 4.0, False)
 
 
 @pytest.mark.parametrize("overflow", [0, 1, 2])
@@ -194,7 +194,7 @@ def test_overflow_in_any_of_several_steps_halves_the_scale_once(fused, overflow)
         assert p.grad[0] == (INF if step == overflow else 1.0)
         scaler.step(optimizer)
     scaler.update()
-    assert scaler.resolve_outcome() == ((optimizer,), 8.0, 4.0)
+    assert scaler.resolve_outcome() == ((optimizer,), 8.0, 4.0, True)
     assert torch.equal(p, torch.full((2,), -2.0))
     assert scaler.get_scale() == scaler.current_scale == 4.0
     assert train(scaler, p, optimizer) is False
@@ -233,7 +233,7 @@ def test_batch_without_a_step_changes_nothing():
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
-    assert scaler.resolve_outcome() == ((), 8.0, 8.0)
+    assert scaler.resolve_outcome() == ((), 8.0, 8.0, False)
     scaler.update()
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (8.0, 0)
     assert train(scaler, p, optimizer) is False  # and the next batch is an ordinary one
@@ -281,7 +281,7 @@ def test_unscaled_gradients_without_a_step_lower_the_scale_as_in_torch():
     backward(scaler, p, INF)
     scaler.unscale_(optimizer)
     scaler.update()
-    assert scaler.resolve_outcome() == ((), 8.0, 4.0)
+    assert scaler.resolve_outcome() == ((), 8.0, 4.0, False)
     assert scaler.get_scale() == 4.0
 
 
@@ -308,7 +308,7 @@ def test_update_does_not_read_the_outcome_of_a_fused_optimizer(monkeypatch):
         scaler.update()
         assert not scaler.knows_outcome
     assert scaler._scale.item() == 4.0  # the device is ahead of the host
-    assert scaler.resolve_outcome() == ((optimizer,), 8.0, 4.0)
+    assert scaler.resolve_outcome() == ((optimizer,), 8.0, 4.0, True)
     assert scaler.knows_outcome
 
 
@@ -319,7 +319,7 @@ def test_plain_optimizer_is_settled_at_once():
     scaler.step(optimizer)
     scaler.update()
     assert scaler.knows_outcome
-    assert scaler.resolve_outcome() == ((optimizer,), 8.0, 4.0)
+    assert scaler.resolve_outcome() == ((optimizer,), 8.0, 4.0, True)
 
 
 def test_reading_the_scale_keeps_the_outcome():
@@ -330,8 +330,8 @@ def test_reading_the_scale_keeps_the_outcome():
     scaler.update()
     assert scaler.current_scale == scaler.current_scale == 4.0
     assert scaler.knows_outcome
-    assert scaler.resolve_outcome() == ((optimizer,), 8.0, 4.0)
-    assert scaler.resolve_outcome() == ((), 4.0, 4.0)
+    assert scaler.resolve_outcome() == ((optimizer,), 8.0, 4.0, True)
+    assert scaler.resolve_outcome() == ((), 4.0, 4.0, False)
 
 
 @pytest.mark.parametrize("ask", [lambda s: s.current_scale, lambda s: s.update(), lambda s: s.forget_steps()])
@@ -401,7 +401,7 @@ def test_steps_of_an_interrupted_run_are_discarded():
     scaler.step(optimizer)
     scaler.unscale_(optimizer)
     scaler.forget_steps()
-    assert scaler.resolve_outcome() == ((), 8.0, 8.0)
+    assert scaler.resolve_outcome() == ((), 8.0, 8.0, False)
     assert scaler.get_scale() == 8.0
     assert train(scaler, p, optimizer) is False
     assert torch.equal(p, torch.zeros(2))

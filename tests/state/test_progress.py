@@ -69,12 +69,13 @@ def test_every_counter_of_a_fit(tmp_path):
 def test_state_inside_an_epoch():
     progress = FitProgress(
         epoch=3, epochs_trained=3, batch_idx=6, batches=37, optimizer_steps=18, own_steps=3, skipped_steps=2,
-        completed_steps=Counter({0: 16}), updates=17, in_batch=True, closing=True, is_last_batch=True,
+        nonfinite_losses=1, completed_steps=Counter({0: 16}), updates=17, in_batch=True, closing=True,
+        is_last_batch=True,
     )  # fmt: skip
     state = progress.state_dict()
     assert state == {
         "epoch": 3, "batch_idx": 6, "batches": 37, "optimizer_steps": 18, "own_steps": 3, "skipped_steps": 2,
-        "has_learned": False, "completed_steps": {0: 16},
+        "nonfinite_losses": 1, "has_learned": False, "completed_steps": {0: 16},
         "windows": 18, "closing": False, "zero_grads": 0, "schedule_steps": 0, "epoch_start": [0] * 6,
         "is_last_batch": True, "cut_short": 0, "is_followed_up": True, "owes_validation": False, "has_validated": False,
     }  # fmt: skip
@@ -89,10 +90,14 @@ def test_state_inside_an_epoch():
         optimizer_steps=18,
         own_steps=3,
         skipped_steps=2,
+        nonfinite_losses=1,
         completed_steps=Counter({0: 16}),
         updates=18,
         is_last_batch=True,
     )
+    del state["nonfinite_losses"]  # of an older version
+    restored.load_state_dict(state)
+    assert restored.nonfinite_losses == 0
     assert restored.batches_this_epoch == 7
 
 

@@ -79,8 +79,6 @@ class OverflowReport(RunCallback):
 
     Attributes:
         reports: the diagnoses of this run (:class:`~trainer.postmortem.report.Diagnosis`), the same on all ranks.
-        nonfinite_losses: number of skipped steps of this fit with a loss that was not finite on some rank: no loss
-            scale avoids these. ``trainer.skipped_steps`` counts them as well.
 
     Raises:
         ConfigurationError: a number out of range.
@@ -121,7 +119,6 @@ class OverflowReport(RunCallback):
         self.collapse_after = collapse_after
         self.at_floor = at_floor
         self.reports: list[Diagnosis] = []
-        self.nonfinite_losses = 0
         self.dirpath = dirpath
         self._console = console
         self._demand: Recorder | None = None  # for at_step
@@ -152,7 +149,7 @@ class OverflowReport(RunCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget an earlier run."""
         self._clean_up(trainer)
-        self.reports, self._latest, self.nonfinite_losses = [], {}, 0
+        self.reports, self._latest = [], {}
         self._asked.clear()
         self._history.clear()
         self._history.append((trainer.global_step, trainer.scaler.current_scale))
@@ -241,10 +238,6 @@ class OverflowReport(RunCallback):
         """Explain an index that is out of range, or a number that float16 does not have."""
         self._explain_error(trainer, exception)
         super().on_exception(trainer, pl_module, exception)
-
-    def run_facts(self) -> dict[str, Any]:
-        """Return the number of losses that were not finite, for the run's record, if there were any."""
-        return {"nonfinite_losses": self.nonfinite_losses} if self.nonfinite_losses else {}
 
     def _explain(
         self,
@@ -369,12 +362,7 @@ class OverflowReport(RunCallback):
         self._skipped.update(range(step, trainer.global_step))
         batches = (self._recorder.take() if self._recorder is not None else []) or self._batches_of(step)
         collapses = self._skips == self.collapse_after or self._skips_at_floor == self.at_floor
-        # a host-device synchronization, after a skipped step
-        is_broken = any(
-            at in range(step, trainer.global_step) and not loss.isfinite().all() for at, loss in self._losses
-        )
-        if trainer.engine.any_rank(is_broken):
-            self.nonfinite_losses += 1
+        if outcome.nonfinite_loss:
             self._explain(trainer, "loss", batches, step, outcome.scale, "loss")
         elif self._skips == 1 and trainer.progress.has_learned and not self._tries_scale:
             self._explain(trainer, "isolated skip", batches, step, outcome.scale)

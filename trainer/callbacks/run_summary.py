@@ -21,7 +21,7 @@ _LABELS = 20
 _INDENT = 3
 """Indentation of a path on a separate line, in columns."""
 
-_RECORDED = ("amp/scale", "amp/skipped_steps")
+_RECORDED = ("amp/scale", "amp/skipped_steps", "amp/nonfinite_losses")
 """Logged values that the record also contains, as of the last step."""
 
 
@@ -48,8 +48,7 @@ class RunSummary(RecordView):
               were prefetched.
             - ``epochs``: number of completed epochs, including those before a resume.
             - ``steps``, ``skipped_steps``: number of attempted and of skipped optimizer steps.
-            - ``nonfinite_losses``: number of skipped steps of this fit with a nonfinite loss. Missing if there were
-              none.
+            - ``nonfinite_losses``: number of skipped steps with a loss that was not finite. Missing if there were none.
             - ``scale``: loss scale after the last step. None without loss scaling.
             - ``seconds``: wall time of training in this fit, with validations.
             - ``train_seconds``: the same without validations.

@@ -28,6 +28,8 @@ class ScaleMonitor(RunCallback):
     - ``amp/scale``: the scale that the step was computed with.
     - ``amp/skipped_steps``: so far.
     - ``amp/skip_rate``: over the last ``window`` steps.
+    - ``amp/nonfinite_losses``: the number of skipped steps so far with a loss that was not finite, which is not an
+      overflow of gradients. Logged from the first one on.
 
     Logged every ``every_n_steps``, of the gradients as they are before ``unscale_``:
 
@@ -144,6 +146,8 @@ class ScaleMonitor(RunCallback):
         trainer.log_metric("amp/scale", outcome.scale)
         trainer.log_metric("amp/skipped_steps", float(trainer.skipped_steps))
         trainer.log_metric("amp/skip_rate", self.skip_rate)
+        if number := trainer.progress.nonfinite_losses:
+            trainer.log_metric("amp/nonfinite_losses", float(number))
         if self._probe is not None and (found := self._probe.finish()):
             self._report(trainer, found, outcome)
 

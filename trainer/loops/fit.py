@@ -499,17 +499,20 @@ class FitLoop:
     def take_outcome(self, update: UpdateOutcome) -> None:
         """Count the outcome of the last weight update, confirm its schedule steps, and call the hooks that need it."""
         stepped, self.unresolved = self.unresolved, ()
-        self.skipped, scale, next_scale = update
+        self.skipped, scale, next_scale, nonfinite_loss = update
         skipping: tuple[int, ...] = ()
         if self.skipped:
             skipping = tuple(i for i in stepped if any(self.optimizers[i] is one for one in self.skipped))
+            nonfinite_loss = self.engine.any_rank(nonfinite_loss)
             self.progress.skipped_steps += 1
+            self.progress.nonfinite_losses += nonfinite_loss
             self.progress.completed_steps.subtract(skipping)
         self.schedules.confirm(except_of=self.skipped)
         norm = None
         if self.grad_norms:
             norm, self.grad_norms = total_norm(self.grad_norms), {}
-        outcome = self.outcome = StepOutcome(bool(self.skipped), scale, next_scale, norm, stepped, skipping)
+        values = bool(self.skipped), scale, next_scale, norm, stepped, skipping, nonfinite_loss
+        outcome = self.outcome = StepOutcome(*values)
         self.progress.has_learned |= len(skipping) < len(stepped)
         if not self.hooks.on_after_optimizer_step.is_empty:
             for index in stepped:

@@ -34,7 +34,9 @@ class StepGuard(LossScaler):
         return False
 
     def scale(self, outputs: Any) -> Any:
-        """Return ``outputs`` unchanged."""
+        """Return ``outputs`` unchanged. A tensor counts as a loss of the next ``step``."""
+        if isinstance(outputs, Tensor):
+            self._losses.append(outputs.detach().clone())  # CUDA graphs reuse their outputs
         return outputs
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -53,9 +55,7 @@ class StepGuard(LossScaler):
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Start to copy the results of the checks to the host; see ``resolve_outcome``."""
-        self.resolve_outcome()  # of the previous update, if it was not requested
-        checks, self._checks = self._checks, []
-        self._per_optimizer_states.clear()
+        checks = self._close_update()
         self._send(checks)
         self._unresolved = checks
 

@@ -37,11 +37,14 @@ class UpdateOutcome(NamedTuple):
         skipped: the optimizers that skipped a step, each once.
         scale: the scale that the steps were computed with.
         next_scale: the scale after the update.
+        nonfinite_loss: whether a loss in this process was not finite. False if no step was skipped, because the losses
+            are read only then.
     """
 
     skipped: tuple[Optimizer, ...]
     scale: float
     next_scale: float
+    nonfinite_loss: bool = False
 
 
 _UNSCALED = UpdateOutcome((), 1.0, 1.0)
@@ -108,6 +111,8 @@ class LossScaler(torch.amp.GradScaler):
         self._host_tracker = 0
         self._checks: list[Check] = []
         self._unresolved: list[Check] = []
+        self._losses: list[Tensor] = []  # since the last update
+        self._unresolved_losses: list[Tensor] = []
         self._outcome: UpdateOutcome | None = None
         self._wants_scaler: dict[type, bool] = {}
         self._inverse = (0.0, torch.zeros(()))
@@ -123,6 +128,13 @@ class LossScaler(torch.amp.GradScaler):
         """The current scale (1 if disabled), as known on the host. `resolve_outcome` can still return the outcome."""
         self._resolve()
         return self._host_scale
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a tensor or a collection of tensors by the scale. A tensor counts as a loss of the next ``step``."""
+        scaled = super().scale(outputs)
+        if self._enabled and isinstance(scaled, Tensor):
+            self._losses.append(scaled.detach())
+        return scaled
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale, in place. No-op if that was done since the last ``step``."""
@@ -193,9 +205,7 @@ class LossScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        self.resolve_outcome()  # of the previous update, if it was not requested
-        checks, self._checks = self._checks, []
-        self._per_optimizer_states.clear()
+        checks = self._close_update()
         if new_scale is not None:
             self._set_scale(float(new_scale))
             return
@@ -210,6 +220,14 @@ class LossScaler(torch.amp.GradScaler):
         if fallen < self.min_scale or grown > self.max_scale:
             scale.clamp_(self.min_scale, self.max_scale)
         self._unresolved = checks
+
+    def _close_update(self) -> list[Check]:
+        """Return the checks since the last update, after its outcome was resolved if it was not requested."""
+        self.resolve_outcome()
+        checks, self._checks = self._checks, []
+        self._unresolved_losses, self._losses = self._losses, []
+        self._per_optimizer_states.clear()
+        return checks
 
     def update_and_compare(self) -> float | Tensor:
         """Call :meth:`update`. Return the new scale divided by the old one.
@@ -269,6 +287,7 @@ class LossScaler(torch.amp.GradScaler):
     def _resolve(self) -> None:
         """Read the outcome that the last ``update`` copied, unless done, and keep it for :meth:`resolve_outcome`."""
         checks, self._unresolved = self._unresolved, []
+        losses, self._unresolved_losses = self._unresolved_losses, []
         if not checks:
             return
         unread = [check for check in checks if check.overflowed is None]
@@ -279,7 +298,9 @@ class LossScaler(torch.amp.GradScaler):
         scale = self._host_scale
         self._follow(any(check.overflowed for check in checks))
         skipped = {id(check.optimizer): check.optimizer for check in checks if check.stepped and check.overflowed}
-        self._outcome = UpdateOutcome(tuple(skipped.values()), scale, self._host_scale)
+        # a host-device synchronization, but only after a skipped step
+        nonfinite_loss = bool(skipped) and not all(bool(loss.isfinite().all()) for loss in losses)
+        self._outcome = UpdateOutcome(tuple(skipped.values()), scale, self._host_scale, nonfinite_loss)
 
     def forget_steps(self) -> None:
         """Discard steps that an interrupted run left between ``unscale_`` and ``update``. Keeps scale and tracker."""
@@ -287,7 +308,7 @@ class LossScaler(torch.amp.GradScaler):
             return
         self.resolve_outcome()
         self._per_optimizer_states.clear()
-        self._checks = []
+        self._checks, self._losses = [], []
         self._with_momentum.clear()
 
     def expect_scaled(self, device: torch.device) -> None:

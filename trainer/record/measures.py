@@ -39,6 +39,9 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
         "monitor": monitor_of(trainer),
         "best_score": best_score_of(trainer),
     }
+    progress = getattr(trainer, "progress", None)  # `lightning.Trainer` has none
+    if number := getattr(progress, "nonfinite_losses", 0):
+        facts["nonfinite_losses"] = number
     if (sharding := getattr(trainer.strategy, "sharding", None)) is not None:
         facts["sharding"] = sharding
     prefetching = getattr(getattr(trainer, "data", None), "prefetching", None)  # `lightning.Trainer` has none

@@ -19,6 +19,8 @@ class StepOutcome(NamedTuple):
             0-dim tensor on the gradients' device, inf or nan if the step was skipped; None if it was not measured.
         optimizers: indices (in ``trainer.optimizers``) of the optimizers that attempted to step.
         skipped_optimizers: indices of those among them that skipped the step.
+        nonfinite_loss: whether the step was skipped and a loss was not finite, on any process, so that no loss scale
+            avoids it. Default: False, also with DeepSpeed.
     """
 
     skipped: bool
@@ -27,3 +29,4 @@ class StepOutcome(NamedTuple):
     grad_norm: Tensor | None
     optimizers: tuple[int, ...]
     skipped_optimizers: tuple[int, ...] = ()
+    nonfinite_loss: bool = False

@@ -23,13 +23,13 @@ class EpochStart:
 
 
 _SAVED_COUNTERS = (
-    "batches", "optimizer_steps", "own_steps", "skipped_steps", "has_learned", "zero_grads", "schedule_steps",
-    "is_last_batch",
+    "batches", "optimizer_steps", "own_steps", "skipped_steps", "nonfinite_losses", "has_learned", "zero_grads",
+    "schedule_steps", "is_last_batch",
 )  # fmt: skip
 """Counters that a checkpoint stores by name."""
 _STEP_COUNTERS = (
-    "optimizer_steps", "own_steps", "skipped_steps", "completed_steps", "has_learned", "updates", "zero_grads",
-    "schedule_steps",
+    "optimizer_steps", "own_steps", "skipped_steps", "nonfinite_losses", "completed_steps", "has_learned", "updates",
+    "zero_grads", "schedule_steps",
 )  # fmt: skip
 """Counters of the weights. All others count the data."""
 
@@ -54,6 +54,8 @@ class FitProgress:
             wrappers. Set when Lightning's count is written (``compat/loop_state.py``).
         skipped_steps: optimizer steps skipped because a gradient was not finite. Set by the fit loop when the outcome
             is known.
+        nonfinite_losses: the skipped steps among them with a loss that was not finite on some process: no loss scale
+            avoids these. Set at the same time.
         completed_steps: steps of each optimizer (by its index) that were not skipped, since the fit began; for a
             resumed fit, since its first run began. A step counts as completed until its outcome is known. Set by the
             fit loop after an optimizer step, and when the outcome is known.
@@ -87,6 +89,7 @@ class FitProgress:
     optimizer_steps: int = 0
     own_steps: int = 0
     skipped_steps: int = 0
+    nonfinite_losses: int = 0
     completed_steps: Counter[int] = field(default_factory=Counter)
     has_learned: bool = False
     updates: int = 0
