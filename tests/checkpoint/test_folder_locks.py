@@ -149,7 +149,7 @@ def test_lock_removed_meanwhile_does_not_count(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("folder", ["file", "file/below", "/proc/nowhere/below"])
 def test_folder_that_cannot_be_written_to(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointWriteError, match=r"cannot be written to: .* choose another"):
+    with pytest.raises(CheckpointWriteError, match=r"cannot be written to: .* Choose another"):
         folders.held(tmp_path / folder).__enter__()
     assert os.listdir(tmp_path) == ["file"]
 

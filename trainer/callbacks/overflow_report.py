@@ -66,7 +66,7 @@ class OverflowReport(RunCallback):
 
     Args:
         after: skipped steps in a row with finite losses that are explained; at least 3, because fewer are how a loss
-            scale finds its level. None for no such report.
+            scale finds its level. A single skip is examined, too, if an earlier step has succeeded. None for neither.
         at_step: report on this optimizer step as well (``trainer.global_step`` when it begins, or the next one that
             comes), skipped or not, and in any precision: how far is it from overflowing? Copies the weights, once.
         collapse_after: skipped steps in a row that stop the run; None to continue. 50 is past the 16 skips that it
@@ -364,7 +364,7 @@ class OverflowReport(RunCallback):
         collapses = self._skips == self.collapse_after or self._skips_at_floor == self.at_floor
         if outcome.nonfinite_loss:
             self._explain(trainer, "loss", batches, step, outcome.scale, "loss")
-        elif self._skips == 1 and trainer.progress.has_learned and not self._tries_scale:
+        elif self.after is not None and self._skips == 1 and trainer.progress.has_learned and not self._tries_scale:
             self._explain(trainer, "isolated skip", batches, step, outcome.scale)
         elif collapses or (self.after is not None and self._skips >= self.after):
             self._explain(trainer, "skips", batches, step, outcome.scale)
