@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from _diagnosis.programs import Backward, Data, Divergence, Forward, Healthy, Model, Program, Underflow
+from _diagnosis.programs import Backward, Data, Divergence, Forward, Healthy, Model, Program, Underflow, Weights
 
 BATCHES, SIZE, WIDTH, CLASSES = 12, 8, 12, 4
 
@@ -522,6 +522,39 @@ class LanguageModelTooFast(LanguageModel, Divergence):
     lr = 1e6
 
 
+# --- weights --------------------------------------------------------------------------------------------------------
+
+
+class InfiniteClassWeight(Weights):
+    """The weights of classes are 1 / count, and a class has no samples."""
+
+    precision = "16-mixed"
+
+    def build(self):
+        super().build()
+        counts = torch.tensor([100.0, 50.0, 20.0, 0.0])
+        self.register_buffer("class_weights", counts.sum() / counts)
+
+    @classmethod
+    def change(cls, batches):
+        return [[x, y.argmax(1).clamp(max=2)] for x, y in batches]
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self(x), y, weight=self.class_weights, label_smoothing=0.1)
+
+
+class BrokenStatistics(Weights):
+    """The means of the features come from a file with a NaN."""
+
+    def build(self):
+        super().build()
+        self.register_buffer("means", torch.zeros(WIDTH).index_fill(0, torch.tensor([3]), math.nan))
+
+    def forward(self, x):
+        return super().forward(x - self.means)
+
+
 # --- healthy --------------------------------------------------------------------------------------------------------
 
 
@@ -613,3 +646,13 @@ class RawTargets32(RawTargets, Healthy):
 
     verdict = "healthy"
     precision = "32-true"
+
+
+class Saturated(Healthy):
+    """Dead outputs: their gradients are as tiny in float32."""
+
+    precision = "16-mixed"
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.mse_loss(torch.sigmoid(self(x).float() - 40), y)

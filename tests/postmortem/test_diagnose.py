@@ -9,7 +9,9 @@ from _diagnosis.programs import PROGRAMS
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("name", ["Settling", "InfiniteMask", "MissingValues", "RareOverflow", "Gan", "Outlier"])
+@pytest.mark.parametrize(
+    "name", ["Settling", "InfiniteMask", "MissingValues", "RareOverflow", "Gan", "Outlier", "Saturated"]
+)
 def test_no_alarm(tmp_path, name):
     assert run(PROGRAMS[name], tmp_path).verdict == "healthy"
 

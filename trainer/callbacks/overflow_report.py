@@ -21,6 +21,7 @@ from lightning.pytorch import LightningModule
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
@@ -44,6 +45,7 @@ _HISTORY = 40
 """Changes of the scale that are remembered: more than it takes from 2**24 down to 1."""
 _BYTES = 2**26
 """Of recent batches, and of weights, that are kept."""
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _GROWN = 10.0
 """Times the loss has to be larger than in the best part of the run, to have it examined."""
 _EXAMINED = 4
@@ -97,6 +99,7 @@ class OverflowReport(RunCallback):
         "_skipping": None,
         "_recent": deque(),
         "_before": {},
+        "_buffers": {},
         "_loop": None,
         "_probe": None,
     }
@@ -134,6 +137,7 @@ class OverflowReport(RunCallback):
         self._latest: dict[str, Diagnosis] = {}  # by trigger
         self._recent: deque[RecordedBatch] = deque(maxlen=1)
         self._before: dict[str, Tensor] = {}  # the weights when all was last known to be finite
+        self._buffers: dict[str, Tensor] = {}  # their largest values when the fit began
         self._known = 0  # the step at which that was
         self._latest_batch = 0  # `batches_started` of the latest recent batch
         self._losses: list[tuple[int, Tensor]] = []  # since then, with their steps; still scaled
@@ -158,6 +162,11 @@ class OverflowReport(RunCallback):
         self._loop, self._lowest, self._is_broken = trainer.loop, math.inf, False
         self._every, self._updates, self._looks = trainer.log_every_n_steps or 50, 0, 0
         self._recent, self._losses = deque(maxlen=0), []
+        part = trainer.engine.gradients.part
+        parts = {
+            name: part(b.detach()) for name, b in pl_module.named_buffers() if not is_lazy(b) and b.dtype in _DTYPES
+        }
+        self._buffers = {name: buffer.max() for name, buffer in parts.items() if buffer.numel()}
         if trainer.scaler.is_enabled():
             self._probe = UnderflowProbe(trainer.engine.device.type)
             trainer.scaler.before_unscale.append(self._count_small)
@@ -269,7 +278,8 @@ class OverflowReport(RunCallback):
         recent = [one for one in self._recent if one.step < first][-8:]
         norm = self._first_norm  # a host-device synchronization
         since = self._known if norm is None or not trainer.engine.any_rank(not norm.isfinite()) else -1
-        case = Case(step, batches, scale, recent, self._before, since, self._skips, asks, known=self.reports)
+        evidence = recent, self._before, since, self._buffers
+        case = Case(step, batches, scale, *evidence, self._skips, asks, known=self.reports)
         found = diagnose(trainer, case)
         if found is None:
             return None
@@ -384,7 +394,7 @@ class OverflowReport(RunCallback):
         """Drop the recorded batches and weights."""
         self._end_skips()
         self._recent, self._before, self._losses, self._loop = deque(maxlen=1), {}, [], None
-        self._first_norm = None
+        self._first_norm, self._buffers = None, {}
         if self._count_small in trainer.scaler.before_unscale:
             trainer.scaler.before_unscale.remove(self._count_small)
         if self._demand is not None:
@@ -442,7 +452,7 @@ class OverflowReport(RunCallback):
             return
         step, scale = trainer.global_step, trainer.scaler.current_scale
         one = RecordedBatch(batch, progress.batch_idx, step, copy(self._loop.window), {})
-        case = Case(step, [one], scale, list(self._recent)[-8:], self._before, self._known, raised=True)
+        case = Case(step, [one], scale, list(self._recent)[-8:], self._before, self._known, self._buffers, raised=True)
         found: Diagnosis | None = None
         index = _index_out_of_range(exception.__traceback__)
         if index is not None:

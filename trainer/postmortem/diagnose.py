@@ -31,6 +31,8 @@ MUCH = 0.3
 """Share of the gradient elements that may be lost in float16."""
 _WORSE = 10.0
 """Times a loss has to be larger than with earlier weights, to count as grown."""
+_TINY = 2.0**-24
+"""Relative change of a weight that float32 rounds to none."""
 _COMPARED = 5
 """Batches to compare."""
 
@@ -47,6 +49,7 @@ class Case:
         before: finite weights of an earlier step; {} if there are none.
         first: the first step that may be the cause, because everything before it was finite; -1 if the weights were not
             finite when training began.
+        buffers: the largest value of each buffer when training began.
         in_a_row: number of skipped steps in a row until then.
         asks: "failure", "loss" (a loss was not finite), "growth" or "underflow": the question that the examination
             answers.
@@ -60,6 +63,7 @@ class Case:
     recent: Sequence[RecordedBatch] = ()
     before: Weights = field(default_factory=dict)
     first: int = 0
+    buffers: Weights = field(default_factory=dict)
     in_a_row: int = 0
     asks: str = "failure"
     raised: bool = False
@@ -108,7 +112,7 @@ def _judge(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
     if (finding.is_hopeless or fits < LOW) and _has_diverged(trainer, case, failing):
         return _divergence(trainer, case, finding)
     if full.fails if full is not None else _is_not_finite_at_any_scale(finding):
-        return _model(trainer, case, full or finding, is_float32=full is not None)
+        return _buffers(trainer, case, finding) or _model(trainer, case, full or finding, is_float32=full is not None)
     if finding.is_hopeless and (not math.isfinite(finding.loss) or finding.error):
         return _precision(trainer, case, finding, "forward")
     is_settling = fits >= max(trainer.scaler.min_scale, LOW) or (
@@ -279,6 +283,33 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
     )  # fmt: skip
 
 
+def _buffers(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
+    """Explain buffers that were nan or inf when training began, if the batch is finite without these values.
+
+    A buffer with -inf only may be a mask, so it is not a cause.
+    """
+    now = dict(trainer.lightning_module.named_buffers())
+    names = [
+        name
+        for name, largest in case.buffers.items()
+        if name in now and not largest.isfinite() and largest != -math.inf
+    ]
+    if not names:
+        return None
+    batches = [one._replace(state=None) for one in case.batches]  # a recorded state includes the buffers
+    with remedies.weights_of(trainer, {name: now[name].nan_to_num(0, 0, 0) for name in names}):
+        cured = examine(trainer, batches, 1.0)
+    if cured is None or cured.fails:
+        return None
+    return _diagnosis(
+        case, finding, "weights",
+        f"Buffers were not finite when training began: {some(names, 4)}.",
+        "load or compute other buffers. If there are none: "
+        + "; ".join(f"torch.nan_to_num_(model.get_buffer({name!r}), 0, 0, 0)" for name in names[:4]),
+        tried="the batch is finite with it", key=names[0],
+    )  # fmt: skip
+
+
 def _divergence(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis:
     batches = [*case.recent, *case.batches]
     can_try = trainer.world_size == 1 and trainer.lightning_module.automatic_optimization and bool(case.before)
@@ -301,8 +332,8 @@ def _divergence(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis:
 
 def _underflow(trainer: Trainer, case: Case) -> Diagnosis | None:
     lost = remedies.underflow(trainer, case.batches, case.scale)
-    if lost.get("", 0.0) <= MUCH:
-        return None
+    if lost.get("", 0.0) <= MUCH or remedies.largest_update(trainer, case.batches) < _TINY:
+        return None  # the gradients are as tiny in float32
     finding = examine(trainer, case.batches, case.scale)
     if finding is None or finding.fails:
         return None

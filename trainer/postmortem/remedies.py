@@ -127,6 +127,32 @@ def _counts(
     return counts
 
 
+def largest_update(trainer: Trainer, batches: Sequence[RecordedBatch]) -> float:
+    """Return the largest change of a weight by one step in float32, divided by the largest weight.
+
+    Estimated from the learning rate, and for optimizers with ``betas`` and ``eps`` from their normalization.
+    All ranks call this together.
+    """
+    groups = {id(p): group for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
+    named = dict(trainer.lightning_module.named_parameters())
+    largest = max((p.detach().abs().max().item() for p in named.values() if p.numel()), default=1.0) or 1.0
+    updates = [0.0]
+
+    def look(name: str, gradient: Tensor) -> None:
+        group, size = groups[id(named[name])], gradient.abs().max().item() if gradient.numel() else 0.0
+        normalized = size / (size + group["eps"]) if size and {"betas", "eps"} <= group.keys() else size
+        updates.append(float(group["lr"]) * normalized / largest)
+
+    with undisturbed(trainer) as now:
+        parameters = optimized(trainer)
+        for recorded in in_step(trainer, batches):
+            watched = {} if is_idle(recorded) else parameters
+            rewind(trainer, now, recorded)
+            _FLOAT32.run(trainer, recorded, lambda loss: backward(loss, 1.0, watched, look))  # noqa: B023
+    update = torch.tensor(max(updates), dtype=torch.float32, device=trainer.engine.device)
+    return float(trainer.engine.reduce(update, "max")) if trainer.world_size > 1 else max(updates)
+
+
 def losses(trainer: Trainer, batches: Sequence[RecordedBatch]) -> list[float]:
     """Return the loss of each batch in float32, with the weights as they are; nan without a loss."""
     found: list[float] = []
@@ -141,8 +167,9 @@ def losses(trainer: Trainer, batches: Sequence[RecordedBatch]) -> list[float]:
 
 @contextmanager
 def weights_of(trainer: Trainer, weights: Weights) -> Iterator[None]:
-    """A context in which the module has other weights."""
-    named = dict(trainer.lightning_module.named_parameters())
+    """A context in which the module has other weights, or other buffers."""
+    module = trainer.lightning_module
+    named: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     current = {name: named[name].detach().clone() for name in weights}
     for name, value in weights.items():
         named[name].data.copy_(value)

@@ -27,8 +27,8 @@ class Diagnosis:
     """Why a training breaks, and one remedy.
 
     Attributes:
-        kind: "data", "model", "forward", "backward" (of a 16-bit precision), "underflow", "weights" (not finite when
-            training began), "divergence", "unknown", or "none".
+        kind: "data", "model", "forward", "backward" (of a 16-bit precision), "underflow", "weights" (or buffers,
+            not finite when training began), "divergence", "unknown", or "none".
         cause: one sentence.
         remedy: one change, in the caller's syntax.
         finding: the replay that it rests on.
