@@ -95,6 +95,12 @@ def run(
     return Result(text, losses.losses, error)
 
 
+def report_in(text: str) -> str:
+    """Return the first report in the output of a run, without the folder of its file."""
+    found = re.search(r"^ *Verdict: .*\n(?:  .*\n)*", text, re.MULTILINE)
+    return "" if found is None else re.sub(r"(?<=Details: ).*/", "", found[0].rstrip())
+
+
 def learns(losses: list[float]) -> bool:
     """Return whether a run was finite to its end, and its loss fell."""
     if len(losses) < 12 or not all(map(math.isfinite, losses[12:])):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from _diagnosis import frameworks
-from _diagnosis.bench import learns
+from _diagnosis.bench import learns, report_in
 from _diagnosis.programs import PROGRAMS
 from _diagnosis.remedy import edited, execute, remedy_in
 
@@ -26,7 +26,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 REPRESENTATIVES = (
     "NanSample16", "EmptyMask16", "UnscaledAttention", "TwoLosses", "TinyLoss", "BrokenFile16", "RateTooHigh16",
 )  # fmt: skip
-NOT_CURED = {"PolicyRatio", "InverseDistance", "AutoencoderOfBytes"}
+NOT_CURED = {"InverseDistance"}
 """Programs without a remedy that helps."""
 
 
@@ -209,3 +209,9 @@ def test_frameworks_train_as_a_plain_loop(framework: str) -> None:
         plain = frameworks.run_in("PyTorch", PROGRAMS[name])
         assert found[name].losses == pytest.approx(plain.losses, nan_ok=True)
         assert found[name].skipped == plain.skipped
+
+
+def test_report_in_the_output_of_a_run() -> None:
+    report = "Verdict: data (step 4)\n  Cause.\n  Details: runs/a/diagnosis_step_4.md\n"
+    text = f"GPU available\n{report}Done.\nVerdict: model\n"
+    assert report_in(text) == "Verdict: data (step 4)\n  Cause.\n  Details: diagnosis_step_4.md"
