@@ -1,4 +1,4 @@
-"""The benchmark runs, writes its table, and our step has the peak memory of the hand-written one."""
+"""The benchmark writes its table, and our step has the peak memory of the hand-written one and a copy of small weights."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def test_writes_its_table(tmp_path: Path, python: WarmPython) -> None:
     rows = re.findall(r"^\| (\d+) x 64 \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
     assert [row[0] for row in rows] == ["2", "64"]
     for _, hand, ours, late, lightnings in rows:
-        assert hand == ours
+        assert float(hand) <= float(ours) <= float(hand) + 2**26 / 2**30  # OverflowReport keeps the weights
         assert float(late) > float(hand)
         assert float(lightnings) > float(ours)

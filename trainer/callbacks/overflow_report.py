@@ -68,7 +68,8 @@ class OverflowReport(RunCallback):
 
     Args:
         after: skipped steps in a row with finite losses that are explained; at least 3, because fewer are how a loss
-            scale finds its level. A single skip is examined, too, if an earlier step has succeeded. None for neither.
+            scale finds its level. On one process, a single skip is examined, too, if an earlier step has succeeded.
+            None for neither.
         at_step: report on this optimizer step as well (``trainer.global_step`` when it begins, or the next one that
             comes), skipped or not, and in any precision: how far is it from overflowing? Copies the weights, once.
         collapse_after: skipped steps in a row that stop the run; None to continue. 50 is past the 16 skips that it
@@ -372,9 +373,11 @@ class OverflowReport(RunCallback):
         self._skipped.update(range(step, trainer.global_step))
         batches = (self._recorder.take() if self._recorder is not None else []) or self._batches_of(step)
         collapses = self._skips == self.collapse_after or self._skips_at_floor == self.at_floor
-        if outcome.nonfinite_loss:
+        # a replay of manual optimization would exchange gradients, which communication hooks count
+        replays = trainer.world_size == 1 or trainer.lightning_module.automatic_optimization
+        if outcome.nonfinite_loss and replays:
             self._explain(trainer, "loss", batches, step, outcome.scale, "loss")
-        elif self.after is not None and self._skips == 1 and trainer.progress.has_learned and not self._tries_scale:
+        elif self.after is not None and self._skips == 1 and self._examines_single(trainer):
             self._explain(trainer, "isolated skip", batches, step, outcome.scale)
         elif collapses or (self.after is not None and self._skips >= self.after):
             self._explain(trainer, "skips", batches, step, outcome.scale)
@@ -382,6 +385,10 @@ class OverflowReport(RunCallback):
             self._collapse(trainer, step)
         if self._recorder is None and self._record_from is not None and self._skips >= self._record_from:
             self._recorder = Recorder(trainer)
+
+    def _examines_single(self, trainer: Trainer) -> bool:
+        """Return whether to examine a single skip: not with several processes, which would replay with collectives."""
+        return trainer.world_size == 1 and trainer.progress.has_learned and not self._tries_scale
 
     def _end_skips(self) -> None:
         self._skips = self._skips_at_floor = 0
