@@ -299,5 +299,5 @@ def test_mistakes_and_questions_of_the_first_hour(newcomer: Newcomer) -> None:
         assert done.returncode == status, (command, done.stdout)
         assert [part for part in said if part not in printed] == [], (command, done.stdout)
         assert "Traceback" not in done.stdout, (command, done.stdout)
-        if "last checkpoint" in printed:  # at 80 columns, too, it can be copied
+        if "last.ckpt" in printed:  # at 80 columns, too, it can be copied
             assert re.search(r"outputs/mine/[\w-]+/checkpoints/last\.ckpt", done.stdout), (command, done.stdout)

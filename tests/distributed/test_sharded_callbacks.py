@@ -7,6 +7,7 @@ division by a norm.
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,16 @@ def test_all_is_as_under_ddp(ranks: list[dict[str, Any]], folder: Path, name: st
             elif key in ("random", "outputs"):
                 assert torch.equal(found, expected)
             elif key != "held":
-                assert str(found).replace(str(folder / "fsdp"), str(folder / "ddp")) == str(expected)
+                assert comparable(found, folder) == comparable(expected, folder)
+
+
+_FROM_FLOAT32 = r"\| (loss|loss scale|incoming gradient|gradients not finite) \| [^|]* \|"
+
+
+def comparable(found: Any, folder: Path) -> str:
+    """Return a text without paths, and without the parts of a report from a replay in float32, which FSDP lacks."""
+    text = str(found).replace(str(folder / "fsdp"), str(folder / "ddp"))
+    return re.sub(_FROM_FLOAT32, "", text.replace("Not finite in float32 either", "Not finite"))
 
 
 @pytest.mark.parametrize("name", ["guard skips a loss", "guard skips a gradient"])
@@ -74,12 +84,14 @@ def test_guard_skips_on_all(ranks: list[dict[str, Any]], name: str) -> None:
 
 def test_guard_names_rank_and_layer_on_all(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert "batch_idx 2, on rank 1 of 2, loss nan" in rank["guard stops at a loss"]["fsdp"]["error"]
-        said = rank["guard stops at a gradient"]["fsdp"]["error"]
-        assert "in the backward pass, in 'net.2' (Overflow), in the gradient of net.2.weight" in said
-        said = rank["guard, no loss on the other rank"]["fsdp"]["error"]
-        assert "batch_idx 3, number 2 of the 2 in its window, on rank 1 of 2" in said
-        assert "in 'net.2' (Overflow)" in said
+        message = rank["guard stops at a loss"]["fsdp"]["error"]
+        assert "(step 2, batch 2 of rank 1)" in message
+        assert "mul in the forward pass, Net.training_step" in message
+        message = rank["guard stops at a gradient"]["fsdp"]["error"]
+        assert "sqrt in the backward pass, 'net.2' (Overflow)" in message
+        message = rank["guard, no loss on the other rank"]["fsdp"]["error"]
+        assert "(step 1, batch 3 of rank 1)" in message
+        assert "'net.2' (Overflow)" in message
 
 
 def test_weights_with_a_nan_on_one_rank_are_not_saved(ranks: list[dict[str, Any]], folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark writes its table, and our step has the peak memory of the hand-written one and a copy of small weights."""
+"""The benchmark writes its table. The peak memory of our step is that by hand, and a copy of small weights."""
 
 from __future__ import annotations
 

@@ -61,6 +61,7 @@ class Diagnosis:
         """Return at most five lines for the terminal."""
         finding = self.finding
         batch = f", batch {finding.batch_idx}" if finding.batch_idx >= 0 else ""
+        batch += f" of rank {finding.rank}" if batch and finding.rank else ""
         lines = [f"Verdict: {TITLES[self.kind]} (step {self.step}{batch})", f"  {self.cause}"]
         if self.remedy:
             lines.append(f"  Remedy: {self.remedy}" + (f"  [tried: {self.tried}]" if self.tried else ""))

@@ -73,7 +73,7 @@ def test_classes() -> None:
     model = Model()
     for kind in (Part, "Part"):
         assert names(model, find_blocks(model, [kind])) == {"parts.0", "parts.1", "parts.2"}
-    with pytest.raises(ConfigurationError, match=r"blocks=\[Prt\].*Model has none.*Did you mean 'Part'.*Linear"):
+    with pytest.raises(ConfigurationError, match=r"blocks=\[Prt\].*does not contain.*Did you mean 'Part'.*Linear"):
         find_blocks(model, ["Prt"])
 
 
