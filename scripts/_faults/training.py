@@ -172,14 +172,17 @@ class Classifier(LightningModule):
             self.accuracy(logits, labels)
             self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
             self.log("loss", loss, on_step=True, on_epoch=True)
-        if self.diary is not None:
-            self.diary(self.current_epoch, batch_idx, ids.tolist(), loss.item())
+        self.line = self.current_epoch, batch_idx, ids.tolist(), loss.item()
         if self.current_epoch * self.setup_.batches + batch_idx in self.setup_.overflows:
             loss = loss * 1e30
         if self.automatic_optimization:
             return loss
         self.step_by_hand(loss, batch_idx)
         return None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.diary is not None:  # not in training_step, which a diagnosis may run again
+            self.diary(*self.line)
 
     def step_by_hand(self, loss: Tensor, batch_idx: int) -> None:
         """Use manual optimization: the second optimizer steps at every second batch only."""

@@ -421,7 +421,7 @@ def test_run_reports_a_closed_output_pipe(python):
 
 def test_run_is_compiled(project, capsys):
     assert main(["fit", *LINE, "compile=default", "hydra.run.dir=one"]) != 0  # a single layer is not worth it
-    assert "There is nothing to compile in Line: it has neither a forward with more" in capsys.readouterr().err
+    assert "There is nothing to compile in Line: it has neither a forward nor" in capsys.readouterr().err
     module = Path("line_fit.py").read_text(encoding="utf-8").replace("self.net(x), y", "self(x), y")
     forward = "    def forward(self, x):\n        return self.net(x)\n\n    def loss("
     write(project, {"called.py": module.replace("    def loss(", forward)})

@@ -177,7 +177,7 @@ def test_pre_release_checkpoint_is_brought_up_to_date(tmp_path: Path) -> None:
 def test_checkpoint_without_optimizer_states_warns(tmp_path: Path) -> None:
     torch.save({"state_dict": Scored().state_dict(), "optimizer_states": [], "lr_schedulers": []}, tmp_path / "x.ckpt")
     trainer = ours(max_epochs=1)
-    with pytest.warns(UserWarning, match="has no optimizer_states: those of this run start anew"):
+    with pytest.warns(UserWarning, match="has no optimizer_states: those of this run start from their initial states"):
         trainer.fit(Scored(), data(8), data(4), ckpt_path=tmp_path / "x.ckpt")
     assert trainer.global_step == 4
 

@@ -221,7 +221,7 @@ class Engine:
 
 def test_folders_that_nodes_do_not_share_raise_with_their_names(tmp_path: Path) -> None:
     cluster.check_shared(Engine(True, True), tmp_path.exists, "It is shared")
-    with pytest.raises(ClusterError, match=r"It is not shared, .* there for rank 2 on node2\. Expected") as raised:
+    with pytest.raises(ClusterError, match=r"It is not shared, .* not exist on rank 2 on node2\. Expected") as raised:
         cluster.check_shared(Engine(True, False), tmp_path.exists, "It is not shared")
     assert "rank 1" not in str(raised.value)
 

@@ -119,7 +119,7 @@ def test_init_weights_has_precedence() -> None:
 def test_parameters_left_out_by_init_weights_are_named() -> None:
     with torch.device("meta"):
         model = Whole(leaves_out=True)
-    with pytest.raises(ConfigurationError, match=r"given values: scale\."):
+    with pytest.raises(ConfigurationError, match=r"without values: scale\."):
         initialise(model, CPU)
 
 

@@ -32,7 +32,7 @@ from tests.support import (
     sgd,
     train_by_hand,
 )
-from trainer.callbacks import GradientClipping
+from trainer.callbacks import GradientClipping, OverflowReport
 from trainer.errors import ConfigurationError
 from trainer.precision import MixedPrecision
 from trainer.precision.cpu_fp16 import fast_fp16_kernels
@@ -612,7 +612,8 @@ def test_hook_for_cleared_gradients_runs_after_the_forward_pass(tmp_path):
     assert module.seen == [False, "cleared", True, "cleared"]
 
 
-def test_validation_has_the_memory_of_the_last_batch(tmp_path):
+def test_validation_has_the_memory_of_the_last_batch(tmp_path, monkeypatch):
+    monkeypatch.setattr(OverflowReport, "on_before_backward", Callback.on_before_backward)  # which keeps some
     alive = []
 
     class Watches(Regression):

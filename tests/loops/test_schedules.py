@@ -347,6 +347,7 @@ class Plateau(Regression):
     def __init__(self, values, monitor="value", **how):
         super().__init__(make_net(), schedule=self.plateau, monitor=monitor, **how)
         self.values = iter(values)
+        self.numbers = values
 
     @staticmethod
     def plateau(optimizer):
@@ -358,7 +359,7 @@ class Plateau(Regression):
 
     def training_step(self, batch, batch_idx):
         if self.how["interval"] == "step":
-            self.log("value", next(self.values), batch_size=4)
+            self.log("value", self.numbers[batch_idx], batch_size=4)  # a diagnosis may run a batch again
         return super().training_step(batch, batch_idx)
 
 

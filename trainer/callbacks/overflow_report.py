@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import statistics
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 _HISTORY = 40
 """Changes of the scale that are remembered: more than it takes from 2**24 down to 1."""
+log = logging.getLogger(__name__)
+
 _BYTES = 2**26
 """Of recent batches, and of weights, that are kept."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -281,7 +284,11 @@ class OverflowReport(RunCallback):
         since = self._known if norm is None or not trainer.engine.any_rank(not norm.isfinite()) else -1
         evidence = recent, self._before, since, self._buffers
         case = Case(step, batches, scale, *evidence, self._skips, asks, known=self.reports)
-        found = diagnose(trainer, case)
+        try:
+            found = diagnose(trainer, case)
+        except Exception:  # of the user's code, which may not run twice: it must not end the run
+            log.info("Step %d could not be examined, because running it again failed.", step, exc_info=True)
+            return None
         if found is None:
             return None
         for known in self.reports:
