@@ -19,6 +19,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from tests.cli.conftest import write
 from trainer.cli import main
 from trainer.cli.run import _last_line
+from trainer.postmortem.remedies import is_command_line
 from trainer.record.run_record import RunRecord
 
 pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of tiny data and few workers
@@ -42,6 +43,11 @@ def only(pattern: str) -> Path:
 
 def result(folder: Path | None = None) -> dict:
     return json.loads(((folder or only("outputs/*/*")) / "run.json").read_text())
+
+
+def test_later_runs_in_this_process_are_not_of_the_command_line(project):
+    assert main(["fit", *LINE, "trainer.max_epochs=1"]) == 0
+    assert not is_command_line()
 
 
 def test_fit_writes_everything_into_the_runs_folder(project):
