@@ -103,6 +103,8 @@ class ProcessState:
         }
         is_open = "size" in state["window"]
         state["gradients"] = self._gradients(is_open)
+        losses = loop.gradients.scaler.losses if state["gradients"] else []
+        state["losses"] = losses[: state["window"]["backwards"]] if is_open else list(losses)
         if is_open and self.kept_batches is not None:
             state["kept_batches"] = self.kept_batches.state_dict()
         if engine.world_size == 1:
@@ -182,6 +184,7 @@ class ProcessState:
         if not state.get("next_forward_exchanges", True):
             engine.skip_next_buffer_sync()
         loop.gradients.load_state_dict(trainer.lightning_module.named_parameters(), state["gradients"])
+        loop.gradients.scaler.losses = [loss.to(device) for loss in state.get("losses", ())]
         if self.kept_batches is not None and (kept := state.get("kept_batches")) is not None:
             self.kept_batches.load_state_dict(kept, device, exact=trainer.exact_resume)
         random_states.restore(state["rng"], device)

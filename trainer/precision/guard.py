@@ -36,7 +36,7 @@ class StepGuard(LossScaler):
     def scale(self, outputs: Any) -> Any:
         """Return ``outputs`` unchanged. A tensor counts as a loss of the next ``step``."""
         if isinstance(outputs, Tensor):
-            self._losses.append(outputs.detach().clone())  # CUDA graphs reuse their outputs
+            self.losses.append(outputs.detach().clone())  # CUDA graphs reuse their outputs
         return outputs
 
     def unscale_(self, optimizer: Optimizer) -> None:

@@ -66,6 +66,7 @@ class LossScaler(torch.amp.GradScaler):
     Attributes:
         before_unscale: functions called with an optimizer when its gradients are complete and still scaled.
         gradients_of: returns an optimizer's gradients; with a sharded engine, their parts in this process.
+        losses: the scaled losses since the last ``update``, detached.
         agree: called with a tensor that is above 0 if one of these gradients is not finite. It must make the tensor
             positive if a part on another process is not finite. Default: None, every process has whole gradients.
 
@@ -111,7 +112,7 @@ class LossScaler(torch.amp.GradScaler):
         self._host_tracker = 0
         self._checks: list[Check] = []
         self._unresolved: list[Check] = []
-        self._losses: list[Tensor] = []  # since the last update
+        self.losses: list[Tensor] = []
         self._unresolved_losses: list[Tensor] = []
         self._outcome: UpdateOutcome | None = None
         self._wants_scaler: dict[type, bool] = {}
@@ -133,7 +134,7 @@ class LossScaler(torch.amp.GradScaler):
         """Multiply a tensor or a collection of tensors by the scale. A tensor counts as a loss of the next ``step``."""
         scaled = super().scale(outputs)
         if self._enabled and isinstance(scaled, Tensor):
-            self._losses.append(scaled.detach())
+            self.losses.append(scaled.detach())
         return scaled
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -225,7 +226,7 @@ class LossScaler(torch.amp.GradScaler):
         """Return the checks since the last update, after its outcome was resolved if it was not requested."""
         self.resolve_outcome()
         checks, self._checks = self._checks, []
-        self._unresolved_losses, self._losses = self._losses, []
+        self._unresolved_losses, self.losses = self.losses, []
         self._per_optimizer_states.clear()
         return checks
 
@@ -308,7 +309,7 @@ class LossScaler(torch.amp.GradScaler):
             return
         self.resolve_outcome()
         self._per_optimizer_states.clear()
-        self._checks, self._losses = [], []
+        self._checks, self.losses = [], []
         self._with_momentum.clear()
 
     def expect_scaled(self, device: torch.device) -> None:
@@ -318,7 +319,8 @@ class LossScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         self._resolve()
-        state = {**super().__getstate__(), "before_unscale": [], "gradients_of": gradients_of, "agree": None}
+        unset = {"before_unscale": [], "gradients_of": gradients_of, "agree": None, "losses": []}
+        state = {**super().__getstate__(), **unset}
         del state["_with_momentum"]  # depends on the existing optimizers
         return state
 
