@@ -97,6 +97,14 @@ def test_batch_that_is_not_finite(tmp_path):
     assert "here 0." in callback.reports[0].remedy
 
 
+def test_growing_scale_is_no_growing_loss(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(OverflowReport, "_explain", lambda self, trainer, trigger, *_: asked.append(trigger))
+    scaling = native_fp16(init_scale=2.0, growth_interval=2)  # 1024 times as large after 20 steps
+    report_on(tmp_path, Regression(), 24, precision=scaling, log_every_n_steps=20)
+    assert asked == []
+
+
 @pytest.mark.parametrize(("gain", "number"), [(math.nan, 2), (1e30, 0)])
 def test_losses_that_are_not_finite_are_counted_by_themselves(tmp_path, gain, number):
     summary = RunSummary(console=Console(file=io.StringIO(), width=200))

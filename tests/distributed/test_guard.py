@@ -33,4 +33,4 @@ def test_both_stop_and_name_the_rank(ranks: list[dict[str, Any]]) -> None:
     one, other = (rank["stop"] for rank in ranks)
     assert one == other
     assert (one["step"], one["batch_idx"], one["finite"]) == (2, 2, True)
-    assert "(step 2, batch 2)" in one["said"]
+    assert "(step 2, batch 2 of rank 1)" in one["said"]

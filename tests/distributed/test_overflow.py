@@ -61,7 +61,7 @@ def test_run_is_the_same(ranks: list[dict[str, Any]], with_reports: str, without
 
 def test_one_rank_prints_and_writes(launched: tuple[str, Path]) -> None:
     output, folder = launched
-    assert output.count("Verdict: forward pass overflows in 16 bits (step 0, batch 1)") >= 1
+    assert output.count("Verdict: forward pass overflows in 16 bits (step 0, batch 1 of rank 1)") >= 1
     text = (folder / "diagnosis_step_0.md").read_text()
     assert "rank 1 |" in text
 

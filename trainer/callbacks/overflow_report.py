@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 _BYTES = 2**26
 """Of recent batches, and of weights, that are kept."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_KEEP_EVERY = 50
+"""Optimizer steps between two copies of the weights, also if ``log_every_n_steps`` is smaller."""
 _GROWN = 10.0
 """Times the loss has to be larger than in the best part of the run, to have it examined."""
 _EXAMINED = 4
@@ -71,8 +73,8 @@ class OverflowReport(RunCallback):
 
     Args:
         after: skipped steps in a row with finite losses that are explained; at least 3, because fewer are how a loss
-            scale finds its level. On one process, a single skip is examined, too, if an earlier step has succeeded.
-            None for neither.
+            scale finds its level. On one process, single skips are examined, too, from the second one on that follows
+            a step without a skip. None for neither.
         at_step: report on this optimizer step as well (``trainer.global_step`` when it begins, or the next one that
             comes), skipped or not, and in any precision: how far is it from overflowing? Copies the weights, once.
         collapse_after: skipped steps in a row that stop the run; None to continue. 50 is past the 16 skips that it
@@ -133,6 +135,7 @@ class OverflowReport(RunCallback):
         self._history: deque[tuple[int, float]] = deque(maxlen=_HISTORY)
         self._skips = 0  # in a row, up to now
         self._skips_at_floor = 0
+        self._singles = 0  # skips after steps that were not skipped
         self._skipping: _BeforeSkips | None = None
         # with a fused optimizer on a GPU, the outcome of a step comes one step late
         limits = [limit for limit in (after, collapse_after, at_floor) if limit is not None]
@@ -140,9 +143,9 @@ class OverflowReport(RunCallback):
         self._asked: Counter[str] = Counter()
         self._latest: dict[str, Diagnosis] = {}  # by trigger
         self._recent: deque[RecordedBatch] = deque(maxlen=1)
-        self._before: dict[str, Tensor] = {}  # the weights when all was last known to be finite
+        self._before: dict[str, Tensor] = {}  # weights from a step when all was known to be finite
         self._buffers: dict[str, Tensor] = {}  # their largest values when the fit began
-        self._known = 0  # the step at which that was
+        self._known = self._kept_at = 0  # the step when all was last known to be finite, and that of the copy
         self._latest_batch = 0  # `batches_started` of the latest recent batch
         self._losses: list[tuple[int, Tensor]] = []  # since then, with their steps; still scaled
         self._skipped: set[int] = set()  # skipped steps since then
@@ -165,7 +168,7 @@ class OverflowReport(RunCallback):
             self._demand = Recorder(trainer, self.at_step, parameters=True)
         self._loop, self._lowest, self._is_broken = trainer.loop, math.inf, False
         self._every, self._updates, self._looks = trainer.log_every_n_steps or 50, 0, 0
-        self._recent, self._losses = deque(maxlen=0), []
+        self._recent, self._losses, self._singles = deque(maxlen=0), [], 0
         part = trainer.engine.gradients.part
         parts = {
             name: part(b.detach()) for name, b in pl_module.named_buffers() if not is_lazy(b) and b.dtype in _DTYPES
@@ -186,13 +189,16 @@ class OverflowReport(RunCallback):
             size = sum(tensor.nbytes for tensor in tensors_in(loop.metrics.batch))
             number = self._every * loop.window.size
             self._recent = deque(maxlen=max(1, min(_BYTES // max(size, 1), number)))
-        window, progress, loss = loop.window, loop.progress, loss.detach()
+        window, progress, losses = loop.window, loop.progress, loop.gradients.scaler.losses
         if progress.batches_started != self._latest_batch:  # a closure or a manual step may have several losses
             self._latest_batch = progress.batches_started
             mark = window if window.batches == 1 else copy(window)
             recorded = RecordedBatch(loop.metrics.batch, progress.batch_idx, progress.optimizer_steps, mark, {})
             self._recent.append(recorded)
-        loss = loss if loop.gradients.scaler.is_enabled() else loss.clone()  # CUDA graphs reuse their outputs
+        if losses:
+            loss = losses[-1]
+        else:
+            loss = loss.detach().clone() if loss.is_cuda else loss.detach()  # CUDA graphs reuse their outputs
         self._losses.append((progress.optimizer_steps, loss))
 
     def on_after_optimizer_step(
@@ -310,9 +316,7 @@ class OverflowReport(RunCallback):
         self._losses, self._updates = self._losses[len(ripe) :], 0
         if self._is_broken or not (ripe or not is_alone) or self._loop is None:
             return
-        values: list[float] = []
-        if ripe:
-            values = torch.stack([loss.to(engine.device).float().reshape(()) for _, loss in ripe]).tolist()
+        values = _values_of([loss for _, loss in ripe])
         steps = [step for (step, _), value in zip(ripe, values, strict=True) if not math.isfinite(value)]
         broken = [step for step in steps if step not in self._skipped]
         self._skipped.clear()
@@ -322,7 +326,9 @@ class OverflowReport(RunCallback):
             step = int(engine.reduce(own, "min"))  # the first of all ranks
             self._explain(trainer, "loss", self._batches_of(step), step, trainer.scaler.current_scale, "loss")
             return
-        finite = [value / trainer.scaler.current_scale for value in values if math.isfinite(value)]
+        if trainer.scaler.is_enabled():
+            values = [value / self._scale_of(step) for (step, _), value in zip(ripe, values, strict=True)]
+        finite = [value for value in values if math.isfinite(value)]
         is_comparable = is_alone and trainer.lightning_module.automatic_optimization
         if is_comparable and len(finite) >= 6 and self._has_grown(finite):
             self._explain(
@@ -330,6 +336,9 @@ class OverflowReport(RunCallback):
             )
         elif not steps:
             self._keep_weights(trainer)
+
+    def _scale_of(self, step: int) -> float:
+        return next((scale for begin, scale in reversed(self._history) if begin <= step), self._history[0][1])
 
     def _has_grown(self, losses: list[float]) -> bool:
         third = max(3, len(losses) // 3)
@@ -339,8 +348,10 @@ class OverflowReport(RunCallback):
         return last - lowest > _GROWN * abs(lowest)
 
     def _keep_weights(self, trainer: Trainer) -> None:
-        named = dict(trainer.lightning_module.named_parameters())
         self._known = trainer.global_step
+        if self._before and self._known - self._kept_at < _KEEP_EVERY:
+            return
+        self._kept_at, named = self._known, dict(trainer.lightning_module.named_parameters())
         is_small = sum(parameter.nbytes for parameter in named.values()) <= _BYTES
         if trainer.world_size > 1 or trainer.engine.gradients.are_parts or not is_small:
             return
@@ -394,8 +405,14 @@ class OverflowReport(RunCallback):
             self._recorder = Recorder(trainer)
 
     def _examines_single(self, trainer: Trainer) -> bool:
-        """Return whether to examine a single skip: not with several processes, which would replay with collectives."""
-        return trainer.world_size == 1 and trainer.progress.has_learned and not self._tries_scale
+        """Return whether to examine a single skip: from the second one on, because one alone is normal.
+
+        Not with several processes, because a replay would need collectives.
+        """
+        if trainer.world_size > 1 or not trainer.progress.has_learned or self._tries_scale:
+            return False
+        self._singles += 1
+        return self._singles > 1
 
     def _end_skips(self) -> None:
         self._skips = self._skips_at_floor = 0
@@ -505,6 +522,15 @@ class OverflowReport(RunCallback):
             lines.append(f"The newest checkpoint from before: {older}.")
         lines.append("OverflowReport(collapse_after=None, at_floor=None) lets such a run continue.")
         raise LossScaleCollapse("\n".join(lines))
+
+
+def _values_of(losses: list[Tensor]) -> list[float]:
+    """Return the values of losses with one element each. A host-device synchronization."""
+    if not losses or losses[0].device.type == "cpu":
+        return [loss.item() for loss in losses]
+    if len({(loss.dtype, loss.device, loss.shape) for loss in losses}) > 1:
+        losses = [loss.to(losses[0].device).double().reshape(()) for loss in losses]
+    return torch.stack(losses).flatten().tolist()
 
 
 def _index_out_of_range(trace: TracebackType | None) -> tuple[Tensor, int] | None:
