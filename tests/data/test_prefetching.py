@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from tests.simulated_cuda.device import DEVICE
+from tests.simulated_cuda.device import DEVICE, Stream
 from tests.support import AUTOCAST_DTYPES, OPTIMIZERS, loader_of, make_trainer
 from trainer.callbacks import OverflowReport, RunSummary
 from trainer.data import prefetching
@@ -44,6 +44,12 @@ def make_batches(number: int = BATCHES, seed: int = 1) -> list[list[Tensor]]:
 def _keep_no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have OverflowReport keep no batches, which would stay alive for longer."""
     monkeypatch.setattr(OverflowReport, "on_before_backward", Callback.on_before_backward)
+
+
+@pytest.fixture(autouse=True)
+def _device_is_behind_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the simulated device never complete a step before the next one, so that there is something to overlap."""
+    monkeypatch.setattr(Stream, "query", lambda self: False)
 
 
 class Probe(LightningModule):
@@ -157,6 +163,27 @@ def test_weights_equal_those_of_a_hand_written_loop(tmp_path, precision, optimiz
         trainer, module = make(tmp_path, on=on, precision=precision), Probe(optimizer)
         trainer.fit(module, loader_of(batches))
         assert_equal(weights(module), by_hand)
+
+
+def test_idle_device_copies_on_the_usual_stream(cuda, tmp_path, monkeypatch):
+    monkeypatch.setattr(Stream, "query", lambda self: True)
+    with cuda.watch() as seen:
+        make(tmp_path).fit(Probe(), loader_of(make_batches()))
+    assert [copy.stream for copy in copies_of_batches(seen)] == [0] * BATCHES
+
+
+def test_batch_is_released_when_the_device_becomes_idle(cuda, tmp_path, monkeypatch):
+    held = []
+
+    class Held(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            monkeypatch.setattr(Stream, "query", lambda self: batch_idx >= 2)
+            held.append(len(trainer.data.prefetching._held))
+
+    with cuda.watch() as seen:
+        make(tmp_path, callbacks=[Held()]).fit(Probe(), loader_of(make_batches()))
+    assert [copy.stream > 0 for copy in copies_of_batches(seen)] == [True] * 3 + [False] * (BATCHES - 3)
+    assert held == [1, 1, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])

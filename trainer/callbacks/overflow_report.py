@@ -35,6 +35,7 @@ from trainer.postmortem.diagnose import MUCH, Case, diagnose, out_of_range
 from trainer.postmortem.examine import examine
 from trainer.postmortem.recording import RecordedBatch, Recorder
 from trainer.postmortem.report import Diagnosis
+from trainer.precision.scaler import kept
 from trainer.precision.underflow import UnderflowProbe
 from trainer.record.measures import folder_of_reports
 from trainer.state.outcome import StepOutcome
@@ -67,9 +68,9 @@ class OverflowReport(RunCallback):
     cause, and written with its details to ``diagnosis_step_N.md``. A replay leaves the run as it was, to the bit:
     weights, gradients, buffers, random states, metrics, logs.
 
-    Costs one small kernel per batch on a GPU, and no host-device synchronization except every ``log_every_n_steps``
-    updates and before a validation or a checkpoint. Keeps up to 64 MiB of recent batches by reference, at least one,
-    and a copy of weights of up to 64 MiB.
+    Adds no kernel to a step, and no host-device synchronization except every ``log_every_n_steps`` updates and before a
+    validation or a checkpoint. Keeps up to 64 MiB of recent batches by reference, at least one, and a copy of weights
+    of up to 64 MiB.
 
     Args:
         after: skipped steps in a row with finite losses that are explained; at least 3, because fewer are how a loss
@@ -195,11 +196,7 @@ class OverflowReport(RunCallback):
             mark = window if window.batches == 1 else copy(window)
             recorded = RecordedBatch(loop.metrics.batch, progress.batch_idx, progress.optimizer_steps, mark, {})
             self._recent.append(recorded)
-        if losses:
-            loss = losses[-1]
-        else:
-            loss = loss.detach().clone() if loss.is_cuda else loss.detach()  # CUDA graphs reuse their outputs
-        self._losses.append((progress.optimizer_steps, loss))
+        self._losses.append((progress.optimizer_steps, losses[-1] if losses else kept(loss)))
 
     def on_after_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.autograd.function import BackwardCFunction
 from torch.optim import SGD, Optimizer
 
 from trainer.errors import PrecisionError, expect, is_count
@@ -48,6 +49,13 @@ class UpdateOutcome(NamedTuple):
 
 
 _UNSCALED = UpdateOutcome((), 1.0, 1.0)
+
+
+def kept(loss: Tensor) -> Tensor:
+    """Return a detached loss to read later. A copy if its memory may be that of a CUDA graph, which is reused."""
+    is_view = loss._is_view()  # noqa: SLF001 - nothing public tells
+    may_be_reused = loss.is_cuda and (is_view or isinstance(loss.grad_fn, BackwardCFunction))
+    return loss.detach().clone() if may_be_reused else loss.detach()
 
 
 class LossScaler(torch.amp.GradScaler):
