@@ -23,7 +23,7 @@ from trainer.callbacks import OverflowReport, RunSummary
 from trainer.data import prefetching
 from trainer.precision import MixedPrecision
 
-ROWS, WIDTH, BATCHES = 64, 1024, 6
+ROWS, WIDTH, BATCHES = 512, 1024, 6
 NBYTES = ROWS * WIDTH * 4
 SCALE = 2.0**10  # at which nothing overflows
 
