@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.profilers import SimpleProfiler
 
 from tests.cli.conftest import write
+from trainer import Trainer
 from trainer.cli import main
 from trainer.cli.run import _last_line
 from trainer.postmortem.remedies import is_command_line
@@ -45,9 +46,11 @@ def result(folder: Path | None = None) -> dict:
     return json.loads(((folder or only("outputs/*/*")) / "run.json").read_text())
 
 
-def test_later_runs_in_this_process_are_not_of_the_command_line(project):
-    assert main(["fit", *LINE, "trainer.max_epochs=1"]) == 0
-    assert not is_command_line()
+def test_only_the_runs_of_a_command_get_remedies_for_the_command_line(project, monkeypatch):
+    during = []
+    monkeypatch.setattr(Trainer, "fit", lambda *_, **__: during.append(is_command_line()))
+    main(["fit", *LINE])
+    assert (during, is_command_line()) == ([True], False)
 
 
 def test_fit_writes_everything_into_the_runs_folder(project):

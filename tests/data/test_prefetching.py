@@ -147,6 +147,7 @@ def prefetched_by_hand(precision: str, optimizer: str, batches: list[Any]) -> li
         with torch.autocast("cuda", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
             loss = F.mse_loss(net(x), y)
         scaler.scale(loss).backward()
+        scaler.unscale_(stepper)  # CUDA's fused SGD rounds differently if it unscales the gradients itself
         scaler.step(stepper)
         scaler.update()
     return [parameter.detach().cpu() for parameter in net.parameters()]

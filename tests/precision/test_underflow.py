@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.support import OnMPS
+from trainer.precision import underflow
 from trainer.precision.underflow import SMALLEST_NORMAL, Underflow, UnderflowProbe
 
 
@@ -16,3 +18,17 @@ def test_on_mps_nothing_is_counted_in_double_precision() -> None:
         probe.start([("weight", 5, gradient)])
         found.append(probe.finish())
     assert found[0] == found[1] == [Underflow("", 0.2, 0.5), Underflow("weight", 0.2, 0.5)]
+
+
+@pytest.mark.parametrize("shape", [(1, 60), (60,), (7, 20), (20, 3, 1, 1)])
+def test_large_gradients_are_counted_in_parts(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+    values = torch.randn(shape).mul_(1e-4)
+    values[0] = 0.0
+    found = []
+    for part in (2**22, 8):
+        monkeypatch.setattr(underflow, "_PART", part)
+        probe = UnderflowProbe("cpu")
+        probe.start([("w", values.numel(), values)])
+        found.append(probe.finish())
+    assert found[0] == found[1]
+    assert 0.0 < found[0][0].zeros <= 1.0

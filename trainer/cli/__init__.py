@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.cli import commands
 from trainer.cli.arguments import Arguments, UsageError, read
@@ -46,7 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     search_here()
     words = list(sys.argv[1:] if argv is None else argv)
     with ExitStack() as command:
-        command.callback(_restore_hydra_config, _hydra_config())
         if argv is None:
             command.enter_context(environment({PROGRAM: os.environ.get(PROGRAM) or started_as()}))
         try:
@@ -64,18 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("trainer: interrupted.", file=sys.stderr)
             return INTERRUPTED
-
-
-def _hydra_config() -> Any:
-    """Return Hydra's global config. None without one, or if Hydra is not imported."""
-    module = sys.modules.get("hydra.core.hydra_config")
-    return None if module is None else module.HydraConfig.instance().cfg
-
-
-def _restore_hydra_config(before: Any) -> None:
-    """Restore Hydra's global config, so that a later run in this process does not count as one of the command line."""
-    if (module := sys.modules.get("hydra.core.hydra_config")) is not None:
-        module.HydraConfig.instance().cfg = before
 
 
 def _environment_of(arguments: Arguments) -> dict[str, str | None]:

@@ -51,6 +51,19 @@ _MAX_METRICS = 4
 
 log = logging.getLogger(__name__)
 
+is_running = False
+"""Whether this process executes a run of the command line."""
+
+
+@contextmanager
+def _running() -> Iterator[None]:
+    global is_running
+    is_running, outer = True, is_running
+    try:
+        yield
+    finally:
+        is_running = outer
+
 
 def task(config: DictConfig) -> float | None:
     """Run a config, or start the process of a job in a sweep. Hydra calls this function.
@@ -66,6 +79,7 @@ def task(config: DictConfig) -> float | None:
         return run(config)
 
 
+@_running()
 def run(config: DictConfig) -> float | None:
     """Build the objects, execute ``config.command``, and write the record of the run.
 

@@ -246,8 +246,8 @@ def _train(
 
 def is_command_line() -> bool:
     """Return whether the run was started by ``python -m trainer``."""
-    config = sys.modules.get("hydra.core.hydra_config")
-    return "trainer.cli.run" in sys.modules and config is not None and config.HydraConfig.initialized()
+    run = sys.modules.get("trainer.cli.run")
+    return run is not None and run.is_running
 
 
 def precision(trainer: Trainer, **settings: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,10 @@ SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal
 
 _LARGEST_SUBNORMAL = SMALLEST_NORMAL * (1 - 2**-24)
 """The largest float32 number below it."""
+
+
+_PART = 2**22
+"""Elements of a gradient to look at together, because counting takes three times their memory."""
 
 
 class Underflow(NamedTuple):
@@ -61,7 +65,8 @@ class UnderflowProbe:
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
             self._names.append(name)
             self._sizes.append(elements)
-            found += [_nonzero(values), _nonzero(F.hardshrink(values, _LARGEST_SUBNORMAL))]
+            parts = _parts(values)
+            found += [_nonzero(parts), _nonzero(F.hardshrink(part, _LARGEST_SUBNORMAL) for part in parts)]
         if not found:
             return
         counts = torch.stack(found).reshape(-1, 2)
@@ -83,12 +88,23 @@ class UnderflowProbe:
         return [_shares("", *totals), *sorted(each, key=lambda one: one.subnormal, reverse=True)]
 
 
-def _nonzero(values: Tensor) -> Tensor:
-    """Return the number of nonzero elements, without a temporary tensor of their size; exact, and 0-dim."""
-    if values.device.type == "mps":  # MPS has no double precision
-        return torch.count_nonzero(values)
-    number: Tensor = torch.linalg.vector_norm(values, 0, dtype=torch.float64)
-    return number
+def _parts(values: Tensor) -> Sequence[Tensor]:
+    """Return views of at most ``_PART`` elements each, or of one row each."""
+    if values.numel() <= _PART:
+        return [values]
+    rows = max(1, _PART * len(values) // values.numel())
+    return list(torch.split(values, rows))
+
+
+def _nonzero(parts: Iterable[Tensor]) -> Tensor:
+    """Return the number of nonzero elements of all parts; exact, and 0-dim."""
+    numbers = [
+        torch.count_nonzero(part)
+        if part.device.type == "mps"  # has no double precision
+        else torch.linalg.vector_norm(part, 0, dtype=torch.float64)
+        for part in parts
+    ]
+    return numbers[0] if len(numbers) == 1 else torch.stack(numbers).sum()
 
 
 def _shares(name: str, size: float, zeros: float, subnormal: float) -> Underflow:
