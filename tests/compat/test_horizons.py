@@ -11,8 +11,12 @@ import torch
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    ExponentialLR,
     LambdaLR,
     LinearLR,
+    LRScheduler,
     OneCycleLR,
     SequentialLR,
     StepLR,
@@ -27,11 +31,22 @@ BATCHES = 4
 class Factor:
     """Falls to 0 at the end of the run."""
 
-    def __init__(self, total_steps: int) -> None:
-        self.total_steps = total_steps
+    def __init__(self, length: int) -> None:
+        self.length = length
 
     def __call__(self, step: int) -> float:
-        return max(0.0, 1 - step / self.total_steps)
+        return max(0.0, 1 - step / self.length)
+
+
+class Polynomial(LRScheduler):
+    """A schedule of another package."""
+
+    def __init__(self, optimizer: Any, max_iters: int) -> None:
+        self.max_iters = max_iters
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        return [base * (1 - self.last_epoch / self.max_iters) ** 2 for base in self.base_lrs]
 
 
 def warm_up(optimizer: Any, steps: int) -> SequentialLR:
@@ -43,6 +58,12 @@ SCHEDULES: dict[str, Callable[[Any, int], Any]] = {
     "onecycle": lambda optimizer, steps: OneCycleLR(optimizer, 0.1, total_steps=steps),
     "cosine": lambda optimizer, steps: CosineAnnealingLR(optimizer, steps),
     "object": lambda optimizer, steps: LambdaLR(optimizer, Factor(steps)),
+    "closure": lambda optimizer, steps: LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps)),
+    "exponential": lambda optimizer, steps: ExponentialLR(optimizer, 0.01 ** (1 / steps)),
+    "steps": lambda optimizer, steps: StepLR(optimizer, steps // 2),
+    "cyclic": lambda optimizer, steps: CyclicLR(optimizer, 0.01, 0.1, steps // 2, cycle_momentum=False),
+    "restarts": CosineAnnealingWarmRestarts,
+    "other package": Polynomial,
     "sequence": warm_up,
     "chain": lambda optimizer, steps: ChainedScheduler(
         [CosineAnnealingLR(optimizer, steps), StepLR(optimizer, 3, 0.5)]
@@ -136,6 +157,17 @@ def test_fixed_horizon_that_torch_cannot_exceed_is_refused(tmp_path: Path) -> No
         ConfigurationError, match=r"run of 12 optimizer steps and OneCycleLR\(total_steps=8\).*weights="
     ):
         fit(tmp_path, Scheduled(fixed.make), 3, tmp_path / "last.ckpt")
+
+
+def test_fixed_number_of_epochs_that_torch_cannot_exceed_is_refused(tmp_path: Path) -> None:
+    class ByEpoch(Scheduled):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+            return [optimizer], [OneCycleLR(optimizer, 0.1, total_steps=2)]
+
+    fit(tmp_path, ByEpoch(CosineAnnealingLR), 2)
+    with pytest.raises(ConfigurationError, match=r"run of 3 epochs and OneCycleLR\(total_steps=2\).*weights="):
+        fit(tmp_path, ByEpoch(CosineAnnealingLR), 3, tmp_path / "last.ckpt")
 
 
 def test_rate_that_was_found_stays(tmp_path: Path) -> None:

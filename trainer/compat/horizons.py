@@ -9,12 +9,14 @@ checkpoint, which is restored afterwards. All other schedules are restored uncha
 from __future__ import annotations
 
 import logging
+import math
+import re
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from trainer.compat.tuning import nested_schedules
 from trainer.errors import ConfigurationError
@@ -24,10 +26,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lightning.pytorch.advice")  # the command line shows it
 
-_HORIZON = frozenset(
-    ("total_steps", "T_max", "total_iters", "milestones", "_milestones", "warmup_steps", "_schedule_phases")
+_HORIZON = re.compile(
+    r"T_max|T_0|gamma|step_size|step_ratio|_?milestones|_schedule_phases"
+    r"|(?:\w*_)?(?:max|total|training|warm_?up|decay)_(?:steps|iters|iterations|epochs|batches|size)"
 )
-"""Entries of a schedule's state that hold a number of steps or epochs of the run."""
+"""Names of the settings of a schedule that are computed from the length of a run."""
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 
 
@@ -47,7 +50,9 @@ def continue_schedules(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         is_new = isinstance(schedule, LRScheduler) and _position(schedule.state_dict()) == 0
         index = next((i for i, one in enumerate(trainer.engine.optimizers) if one is owners[number]), len(optimizers))
         is_alone = sum(owner is owners[number] for owner in owners) == 1
-        if not (is_new and is_alone and index < len(optimizers) and _differs(schedule.state_dict(), saved)):
+        if not (is_new and is_alone and index < len(optimizers)):
+            continue
+        if not (_differs(schedule.state_dict(), saved) or _factors_differ(schedule, saved)):
             continue
         groups = optimizers[index].get("param_groups", [])
         before = [group.get("lr") for group in groups]
@@ -65,23 +70,26 @@ def continue_schedules(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def refuse_exceeded(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Refuse a run that takes more steps than ``OneCycleLR`` has, which would raise in the middle of the run.
+    """Refuse a run that takes more steps or epochs than ``OneCycleLR`` has, which would raise in the middle of the run.
 
     Raises:
         ConfigurationError: with the number of steps.
     """
     configs = trainer.engine.schedules if len(trainer.engine.optimizers) == 1 else []
+    totals = {"step": trainer.estimated_stepping_batches, "epoch": trainer.max_epochs or -1}
+    done = {"step": trainer.progress.updates, "epoch": trainer.current_epoch}
     for config in configs:
-        schedule = config.scheduler
-        if not isinstance(schedule, OneCycleLR) or (config.interval, config.frequency) != ("step", 1):
+        schedule, unit = config.scheduler, config.interval
+        if not isinstance(schedule, OneCycleLR) or unit not in totals or config.frequency != 1:
             continue
-        total, steps = schedule.total_steps, trainer.estimated_stepping_batches
-        needed = schedule.last_epoch + steps - trainer.progress.updates
-        if total < min(steps, needed) < float("inf"):
+        total, steps = schedule.total_steps, totals[unit]
+        if total < min(steps, schedule.last_epoch + steps - done[unit]) < float("inf"):
             raise ConfigurationError(
-                f"Got a run of {steps} optimizer steps and OneCycleLR(total_steps={total}), which cannot take more."
-                " Compute total_steps from self.trainer.estimated_stepping_batches to continue the run with a longer"
-                " schedule, or start a new run with its weights: weights=RUN, in Python fit(weights=...)."
+                f"Got a run of {steps} {'optimizer steps' if unit == 'step' else 'epochs'} and"
+                f" OneCycleLR(total_steps={total}), which cannot take more."
+                " Compute total_steps from self.trainer.estimated_stepping_batches or self.trainer.max_epochs to"
+                " continue the run with a longer schedule, or start a new run with its weights: weights=RUN, in Python"
+                " fit(weights=...)."
             )
 
 
@@ -89,7 +97,7 @@ def _differs(now: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
     """Return whether the horizon of a schedule, or of one that it holds, differs between two of its states."""
     for name in now.keys() & saved.keys():
         mine, other = now[name], saved[name]
-        if name in _HORIZON:
+        if _HORIZON.fullmatch(name):
             if mine != other:
                 return True
         elif isinstance(mine, list) and isinstance(other, list):
@@ -97,6 +105,16 @@ def _differs(now: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
             if any(isinstance(a, Mapping) and isinstance(b, Mapping) and _differs(a, b) for a, b in parts):
                 return True
     return False
+
+
+def _factors_differ(schedule: LRScheduler, saved: Mapping[str, Any]) -> bool:
+    """Return whether the functions of a ``LambdaLR``, which its state does not hold, compute other rates than saved."""
+    if isinstance(schedule, LambdaLR) and _position(saved) > 0:
+        factors = [factor(_position(saved)) for factor in schedule.lr_lambdas]
+        rates = zip(saved["base_lrs"], factors, saved["_last_lr"], strict=False)
+        return not all(math.isclose(base * factor, float(rate), rel_tol=1e-9) for base, factor, rate in rates)
+    parts = zip(getattr(schedule, "_schedulers", ()), saved.get("_schedulers", ()), strict=False)
+    return any(_factors_differ(part, state) for part, state in parts)
 
 
 def _position(state: Mapping[str, Any]) -> int:
