@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 from tests.postmortem.layers import Amplifier, Huge, Nan, sequential
 from tests.support import Regression, loader_of, make_batches, make_trainer, native_fp16
-from trainer.postmortem.examine import AS_IT_IS, Variant, examine, largest_power
+from trainer.postmortem.examine import examine, largest_power
 from trainer.postmortem.recording import Recorder
+from trainer.postmortem.replay import AS_IT_IS, Variant
 
 
 class _Recording(Callback):

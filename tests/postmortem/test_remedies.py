@@ -10,7 +10,8 @@ from tests.postmortem.layers import Amplifier, Huge, sequential
 from tests.postmortem.test_replay import recorded_fit
 from tests.support import Regression, make_batches
 from trainer.postmortem import remedies
-from trainer.postmortem.examine import Finding, Variant, examine
+from trainer.postmortem.examine import Finding, examine
+from trainer.postmortem.replay import Variant
 from trainer.precision import MixedPrecision
 
 

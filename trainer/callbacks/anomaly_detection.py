@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.callbacks.run_callback import RunCallback
-from trainer.postmortem.recording import RecordedBatch, Recorder
-from trainer.postmortem.replay import backward, in_step, is_idle, optimized, rewind, run, undisturbed
+from trainer.postmortem.recording import Recorder
+from trainer.postmortem.replay import backward, replay
 from trainer.state.outcome import StepOutcome
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ class AnomalyDetection(RunCallback):
             return
         batches = self._recorder.take()
         if outcome.skipped:
-            _replay(trainer, batches)
+            with torch.autograd.set_detect_anomaly(True):
+                deque(replay(trainer, batches, _backward), maxlen=0)
 
     def _clean_up(self, trainer: Trainer) -> None:
         """Drop the recorded batches."""
@@ -66,14 +67,5 @@ class AnomalyDetection(RunCallback):
             self._recorder = None
 
 
-def _replay(trainer: Trainer, batches: Sequence[RecordedBatch]) -> None:
-    with undisturbed(trainer) as now, torch.autograd.set_detect_anomaly(True):
-        parameters = optimized(trainer)
-        for recorded in in_step(trainer, batches):
-            rewind(trainer, now, recorded)
-            watched = {} if is_idle(recorded) else parameters
-            run(trainer, recorded, partial(_backward, parameters=watched))
-
-
 def _backward(loss: Tensor, parameters: Mapping[str, Tensor]) -> None:
-    backward(loss, _SCALE, parameters, lambda name, gradient: None)
+    backward(loss, _SCALE, parameters, lambda gradient: None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -57,16 +57,21 @@ def part_of(batch: Any, start: int, stop: int) -> Any:
 
     Lists of the same length (file names, for example) are sliced, too. Everything else stays unchanged.
     """
+    return samples_of(batch, range(start, stop))
+
+
+def samples_of(batch: Any, indices: Sequence[int]) -> Any:
+    """Return the samples with these indices, as :func:`part_of` does; those of a range are views, without a copy."""
     size = next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 0)
-    return _part(batch, size, start, stop)
+    return _part(batch, size, slice(indices.start, indices.stop) if isinstance(indices, range) else indices)
 
 
-def _part(value: Any, size: int, start: int, stop: int) -> Any:
+def _part(value: Any, size: int, chosen: Any) -> Any:
     def part(item: Any) -> Any:
-        return _part(item, size, start, stop)
+        return _part(item, size, chosen)
 
     if isinstance(value, Tensor):
-        return value[start:stop] if value.dim() and len(value) == size else value
+        return value[chosen] if value.dim() and len(value) == size else value
     if isinstance(value, Mapping):
         parts = {key: part(item) for key, item in value.items()}
         if not isinstance(value, MutableMapping):
@@ -76,7 +81,7 @@ def _part(value: Any, size: int, start: int, stop: int) -> Any:
         return made
     if isinstance(value, (list, tuple)):
         if len(value) == size and not any(tensor.dim() for tensor in tensors_in(value)):
-            return value[start:stop]
+            return value[chosen] if isinstance(chosen, slice) else [value[index] for index in chosen]
         items = [part(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if is_dataclass(value) and not isinstance(value, type):

@@ -18,11 +18,11 @@ import torch
 from trainer.data.samples import named_tensors_in
 from trainer.errors import some
 from trainer.postmortem import remedies, rewrite
-from trainer.postmortem.examine import Finding, Variant, examine
+from trainer.postmortem.examine import Finding, examine
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.remedies import LOW, Weights
+from trainer.postmortem.replay import FLOAT32, Variant
 from trainer.postmortem.report import Diagnosis
-from trainer.postmortem.trace import Birth
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -128,7 +128,7 @@ def _in_float32(trainer: Trainer, case: Case, finding: Finding) -> Finding | Non
         return None  # if one rank raises in a sharded forward pass, the others wait for it
     if _dtype_of(trainer) is None:
         return finding
-    full = examine(trainer, case.batches, 1.0, Variant(dtype=torch.float32))
+    full = examine(trainer, case.batches, 1.0, FLOAT32)
     return None if full is None or full.error else full
 
 
@@ -216,7 +216,7 @@ def _cures(trainer: Trainer, case: Case, change: rewrite.Change) -> bool:
     with change.applied({type(one) for one in trainer.lightning_module.modules()}) as is_applied:
         if not is_applied:
             return False
-        for variant in (Variant(dtype=torch.float32), Variant()):
+        for variant in (FLOAT32, Variant()):
             cured = examine(trainer, case.batches, 1.0, variant)
             if cured is None or cured.is_hopeless or (variant.dtype is not None and cured.fails):
                 return False
@@ -425,6 +425,3 @@ def _has_diverged(trainer: Trainer, case: Case, failing: Sequence[RecordedBatch]
     usual = statistics.median(abs(b) for _, b in pairs)
     worse = [not math.isfinite(a) or a - b > _WORSE * max(abs(b), usual) for a, b in pairs]
     return sum(worse) > len(worse) / 2
-
-
-__all__ = ["Birth", "Case", "diagnose", "out_of_range"]

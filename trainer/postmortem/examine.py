@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,11 +13,20 @@ from torch import Tensor
 from trainer.data.samples import batch_size, named_tensors_in
 from trainer.engine.protocol import Engine
 from trainer.postmortem.recording import RecordedBatch
-from trainer.postmortem.replay import OnLoss, backward, in_step, is_idle, optimized, rewind, run, undisturbed
+from trainer.postmortem.replay import (
+    AS_IT_IS,
+    Variant,
+    backward,
+    in_step,
+    is_idle,
+    optimized,
+    replay,
+    rewind,
+    run,
+    undisturbed,
+)
 from trainer.postmortem.state import ObjectState
 from trainer.postmortem.trace import Birth, Trace, measure
-from trainer.precision.autocast_ops import cuda_autocast_ops
-from trainer.precision.fp32_modules import find_modules, in_float32
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -27,43 +35,6 @@ _POWERS = (-128, 127)
 """Exponents that a search for a scale looks at: those of float32, and -128 for "none". 256, so 8 tries always."""
 
 Part = Callable[[Tensor], Tensor]
-
-
-class Variant(NamedTuple):
-    """A change with which a batch is replayed.
-
-    Attributes:
-        dtype: of autocast: a dtype, "float32" for none; None for the run's own precision.
-        modules: patterns of modules that run in float32.
-        cuda: whether autocast uses CUDA's lists of operations on a CPU.
-        without: indices of samples that are left out, or replaced by zeros if no other is left.
-    """
-
-    dtype: torch.dtype | None = None
-    modules: tuple[str, ...] = ()
-    cuda: bool = False
-    without: tuple[int, ...] = ()
-
-    def run(self, trainer: Trainer, recorded: RecordedBatch | None, on_loss: OnLoss) -> None:
-        """Run the batch with the change (:func:`~trainer.postmortem.replay.run`), after it was rewound."""
-        device, autocast = trainer.engine.device.type, None
-        if self.dtype is not None:
-            enabled = self.dtype is not torch.float32
-            autocast = torch.autocast(device, enabled=enabled, dtype=self.dtype if enabled else torch.bfloat16)
-        with ExitStack() as stack:
-            if self.modules:
-                stack.enter_context(in_float32(find_modules(trainer.lightning_module, self.modules), device))
-            if self.cuda:
-                stack.enter_context(cuda_autocast_ops())
-            run(trainer, self._batch(recorded), on_loss, autocast)
-
-    def _batch(self, recorded: RecordedBatch | None) -> RecordedBatch | None:
-        """Return the batch without the samples that are left out."""
-        if recorded is None or not self.without:
-            return recorded
-        size, bad = batch_size(recorded.batch), set(self.without)
-        kept = [index for index in range(size) if index not in bad]
-        return recorded._replace(batch=_only(recorded.batch, kept, size))
 
 
 @dataclass
@@ -79,7 +50,6 @@ class Finding:
         loss: before it is scaled; nan without a loss.
         birth: the operation that made the first number that is not finite, or None.
         parameters: those with gradients that are not finite, in the order of the backward pass.
-        gradients: number of gradients that were looked at.
         largest_scale: the largest power of two at which all gradients are finite, on all ranks; 0 if there is none
             (or only such at which the gradients that fail become zeros); inf if it was not determined.
         broken_weights: names of the parameters that were not finite before the step began.
@@ -97,7 +67,6 @@ class Finding:
     loss: float = math.nan
     birth: Birth | None = None
     parameters: list[str] = field(default_factory=list)
-    gradients: int = 0
     largest_scale: float = math.inf
     broken_weights: list[str] = field(default_factory=list)
     broken_batch: dict[str, list[int]] = field(default_factory=dict)
@@ -108,9 +77,6 @@ class Finding:
     def is_hopeless(self) -> bool:
         """Whether the batch fails at every loss scale."""
         return self.fails and (not self.largest_scale or not math.isfinite(self.loss) or bool(self.error))
-
-
-AS_IT_IS = Variant()
 
 
 def examine(
@@ -129,7 +95,7 @@ def examine(
         return None
     position = 0
     if len(batches) > 1:
-        first = torch.tensor(_first_failing(trainer, batches, scale, variant), device=engine.device)
+        first = torch.tensor(_first_failing(trainer, recorded, scale, variant), device=engine.device)
         position = int(engine.reduce(first, "min")) % len(batches)  # if none fails by itself, look at any
     batch = batches[position]
     batch_idx = -1 if batch is None else batch.batch_idx
@@ -167,18 +133,13 @@ def largest_power(fits: Callable[[float], bool]) -> float:
     return 2.0**low if low > _POWERS[0] else 0.0
 
 
-def _first_failing(trainer: Trainer, batches: Sequence[RecordedBatch | None], scale: float, variant: Variant) -> int:
+def _first_failing(trainer: Trainer, batches: Sequence[RecordedBatch], scale: float, variant: Variant) -> int:
     """Return the first batch with a gradient that is not finite, or that raises. Looks at all of them."""
     failing: list[bool] = []
+    part = trainer.engine.gradients.part
     try:
-        with undisturbed(trainer) as now:
-            parameters, part = optimized(trainer), trainer.engine.gradients.part
-            for recorded in batches:
-                fits: list[bool] = []
-                watched = {} if is_idle(recorded) else parameters
-                rewind(trainer, now, recorded)
-                variant.run(trainer, recorded, lambda loss: fits.append(_fits(loss, scale, watched, part)))  # noqa: B023
-                failing.append(not all(fits))
+        for fits in replay(trainer, batches, lambda loss, watched: _fits(loss, scale, watched, part), variant):
+            failing.append(not all(fits))
     except Exception:
         failing.append(True)
     return failing.index(True) if True in failing else len(batches)
@@ -192,24 +153,25 @@ def _look_into(
     if is_idle(recorded):
         parameters = {}
     rewind(trainer, now, recorded)
-    finding.broken_weights = _broken((name, part(parameter)) for name, parameter in module.named_parameters())
+    finding.broken_weights = [
+        name
+        for name, parameter in module.named_parameters()
+        if (found := measure([part(parameter)])) is not None and found.not_finite
+    ]
     if recorded is not None:
         finding.broken_batch, finding.ranges = samples_not_finite(recorded.batch)
 
-    def look(name: str, gradient: Tensor) -> None:
-        finding.gradients += 1
-        if not part(gradient).isfinite().all():
-            finding.parameters.append(name)
-
     def on_loss(loss: Tensor) -> None:
         failed, trace.is_on = finding.fails, False  # by an earlier loss of a manual step
-        finding.parameters = finding.parameters if failed else []
         with trace.follow(loss):
             trace.is_on = not failed
-            backward(loss, finding.scale, parameters, look)
+            finite = backward(loss, finding.scale, parameters, lambda one: bool(part(one).isfinite().all()))
             trace.is_on = False
+        broken = [name for name, is_finite in finite.items() if not is_finite]
+        finding.parameters += broken
         largest = largest_power(lambda scale: _fits(loss, scale, parameters, part))
-        if _vanish(loss, largest, parameters, finding.parameters, part):
+        zero = backward(loss, largest, parameters, lambda one: not part(one).any())
+        if broken and all(zero[name] for name in broken):
             largest = 0.0
         if not failed:
             finding.loss = math.nan if is_idle(recorded) else loss.item()
@@ -220,7 +182,7 @@ def _look_into(
     trace = Trace(module, part)
     try:
         with trace:
-            variant.run(trainer, recorded, on_loss)
+            run(trainer, recorded, on_loss, variant)
     except Exception:
         finding.fails, finding.largest_scale, finding.birth = True, 0.0, trace.fallback()
         raise
@@ -245,43 +207,7 @@ def samples_not_finite(batch: Any) -> tuple[dict[str, list[int]], dict[str, floa
     return broken, ranges
 
 
-def _only(value: Any, kept: list[int], size: int) -> Any:
-    if isinstance(value, Tensor):
-        if not kept:
-            return torch.zeros_like(value)
-        return value[kept] if value.dim() and len(value) == size else value
-    if isinstance(value, Mapping):
-        return {key: _only(item, kept, size) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        if kept and len(value) == size and not any(isinstance(item, Tensor) for item in value):
-            return [value[index] for index in kept]
-        items = [_only(item, kept, size) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
-
-
 def _fits(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], part: Part) -> bool:
     """Return whether all gradients are finite at this scale."""
-    finite: list[Tensor] = []
-
-    def look(name: str, gradient: Tensor) -> None:
-        finite.append(part(gradient).isfinite().all())
-
-    backward(loss, scale, parameters, look)
-    return not finite or bool(torch.stack(finite).all())  # one host-device synchronization
-
-
-def _vanish(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], names: Collection[str], part: Part) -> bool:
-    """Return whether all the gradients of these names are zeros at this scale; False without names."""
-    zero: list[bool] = []
-
-    def look(name: str, gradient: Tensor) -> None:
-        if name in names:
-            zero.append(not part(gradient).any())
-
-    backward(loss, scale, parameters, look)
-    return bool(zero) and all(zero)
-
-
-def _broken(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    return [name for name, tensor in named if (found := measure([tensor])) is not None and found.not_finite]
+    finite = backward(loss, scale, parameters, lambda gradient: part(gradient).isfinite().all())
+    return not finite or bool(torch.stack([*finite.values()]).all())  # one host-device synchronization

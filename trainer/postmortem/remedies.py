@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from trainer.module_tree import has_forward, plain_name
-from trainer.postmortem.examine import Finding, Variant, examine
+from trainer.postmortem.examine import Finding, examine
 from trainer.postmortem.recording import RecordedBatch
-from trainer.postmortem.replay import backward, in_step, is_idle, optimized, rewind, undisturbed
+from trainer.postmortem.replay import FLOAT32, Variant, backward, replay, run, undisturbed
 from trainer.precision.underflow import SMALLEST_NORMAL
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ _CHAIN = 8
 _PASSES, _RATES = 8, 8
 _MATTERS = 1e-4
 """Of a parameter's largest gradient: smaller elements may vanish."""
-
-_FLOAT32 = Variant(dtype=torch.float32)
 
 Weights = Mapping[str, Tensor]
 
@@ -107,24 +105,18 @@ def underflow(trainer: Trainer, batches: Sequence[RecordedBatch], scale: float) 
 def _counts(
     trainer: Trainer, batches: Sequence[RecordedBatch], scale: float, dtype: torch.dtype | None
 ) -> dict[str, int]:
-    counts: dict[str, int] = {}
     part, smallest = trainer.engine.gradients.part, 0.0 if dtype is torch.float32 else SMALLEST_NORMAL
 
-    def look(name: str, gradient: Tensor) -> None:
+    def count(gradient: Tensor) -> int:
         values = part(gradient).abs().float()
         floor = max(values.max().item() * _MATTERS, smallest) if values.numel() else 1.0
-        counts[name] = counts.get(name, 0) + int((values >= floor).sum()) * (floor > 0)
+        return int((values >= floor).sum()) * (floor > 0)
 
-    with undisturbed(trainer) as now:
-        parameters = optimized(trainer)
-        for recorded in in_step(trainer, batches):
-            watched = {} if is_idle(recorded) else parameters
-            rewind(trainer, now, recorded)
-            Variant(dtype).run(trainer, recorded, lambda loss: backward(loss, scale, watched, look))  # noqa: B023
+    passes = replay(trainer, batches, lambda loss, watched: backward(loss, scale, watched, count), Variant(dtype))
+    every = [counts for found in passes for counts in found]
     if trainer.world_size > 1:
-        every: list[dict[str, int]] = trainer.engine.broadcast(trainer.engine.gather(counts))
-        counts = {name: sum(one.get(name, 0) for one in every) for one in every for name in one}
-    return counts
+        every = [counts for one in trainer.engine.broadcast(trainer.engine.gather(every)) for counts in one]
+    return {name: sum(one.get(name, 0) for one in every) for counts in every for name in counts}
 
 
 def largest_update(trainer: Trainer, batches: Sequence[RecordedBatch]) -> float:
@@ -138,31 +130,22 @@ def largest_update(trainer: Trainer, batches: Sequence[RecordedBatch]) -> float:
     largest = max((p.detach().abs().max().item() for p in named.values() if p.numel()), default=1.0) or 1.0
     updates = [0.0]
 
-    def look(name: str, gradient: Tensor) -> None:
-        group, size = groups[id(named[name])], gradient.abs().max().item() if gradient.numel() else 0.0
-        normalized = size / (size + group["eps"]) if size and {"betas", "eps"} <= group.keys() else size
-        updates.append(float(group["lr"]) * normalized / largest)
+    def size_of(gradient: Tensor) -> float:
+        return gradient.abs().max().item() if gradient.numel() else 0.0
 
-    with undisturbed(trainer) as now:
-        parameters = optimized(trainer)
-        for recorded in in_step(trainer, batches):
-            watched = {} if is_idle(recorded) else parameters
-            rewind(trainer, now, recorded)
-            _FLOAT32.run(trainer, recorded, lambda loss: backward(loss, 1.0, watched, look))  # noqa: B023
+    for found in replay(trainer, batches, lambda loss, watched: backward(loss, 1.0, watched, size_of), FLOAT32):
+        for name, size in (item for sizes in found for item in sizes.items()):
+            group = groups[id(named[name])]
+            normalized = size / (size + group["eps"]) if size and {"betas", "eps"} <= group.keys() else size
+            updates.append(float(group["lr"]) * normalized / largest)
     update = torch.tensor(max(updates), dtype=torch.float32, device=trainer.engine.device)
     return float(trainer.engine.reduce(update, "max")) if trainer.world_size > 1 else max(updates)
 
 
 def losses(trainer: Trainer, batches: Sequence[RecordedBatch]) -> list[float]:
     """Return the loss of each batch in float32, with the weights as they are; nan without a loss."""
-    found: list[float] = []
-    with undisturbed(trainer) as now:
-        for recorded in batches:
-            rewind(trainer, now, recorded)
-            seen: list[float] = []
-            _FLOAT32.run(trainer, recorded, lambda loss: seen.append(loss.item()))  # noqa: B023
-            found.append(seen[-1] if seen else math.nan)
-    return found
+    found = replay(trainer, batches, lambda loss, _: loss.item(), FLOAT32)
+    return [seen[-1] if seen else math.nan for seen in found]
 
 
 @contextmanager
@@ -226,7 +209,7 @@ def _train(
                     parameter.grad = gradient
 
             for recorded in [*batches] * _PASSES:
-                _FLOAT32.run(trainer, recorded, step)
+                run(trainer, recorded, step, FLOAT32)
                 for optimizer in trainer.optimizers:
                     type(optimizer).step(optimizer)
                     for parameter in parameters:

@@ -6,26 +6,72 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy, deepcopy
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 
+from trainer.data.samples import batch_size, samples_of
 from trainer.engine.protocol import Engine, ModuleCalls
 from trainer.loops.step_output import loss_in
 from trainer.module_tree import parameters_of
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.state import ObjectState
+from trainer.precision.autocast_ops import cuda_autocast_ops
 from trainer.precision.cast_cache import forget_casts
+from trainer.precision.fp32_modules import find_modules, in_float32
 from trainer.state import random_states
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-OnLoss = Callable[[Tensor], None]
+T = TypeVar("T")
+
+
+class Variant(NamedTuple):
+    """A change with which a batch is replayed.
+
+    Attributes:
+        dtype: dtype of autocast; float32 disables autocast. Default: None, the run's precision.
+        modules: patterns of the modules that run in float32.
+        cuda: whether autocast uses CUDA's lists of operations on a CPU.
+        without: indices of the samples to leave out. If no sample remains, all are replaced by zeros.
+    """
+
+    dtype: torch.dtype | None = None
+    modules: tuple[str, ...] = ()
+    cuda: bool = False
+    without: tuple[int, ...] = ()
+
+    def applied(self, trainer: Trainer) -> ExitStack:
+        """Return the context of the forward pass."""
+        device, stack = trainer.engine.device.type, ExitStack()
+        if self.modules:
+            stack.enter_context(in_float32(find_modules(trainer.lightning_module, self.modules), device))
+        if self.cuda:
+            stack.enter_context(cuda_autocast_ops())
+        if self.dtype is None:
+            stack.enter_context(_another(trainer.loop.precision.autocast()))
+        else:
+            enabled = self.dtype is not torch.float32
+            stack.enter_context(torch.autocast(device, self.dtype if enabled else torch.bfloat16, enabled))
+        return stack
+
+    def samples(self, batch: Any) -> Any:
+        """Return the batch without the samples to leave out."""
+        if not self.without:
+            return batch
+        rest = [index for index in range(batch_size(batch)) if index not in self.without]
+        return samples_of(batch, rest) if rest else apply_to_collection(batch, Tensor, torch.zeros_like)
+
+
+AS_IT_IS = Variant()
+FLOAT32 = Variant(dtype=torch.float32)
 
 
 @contextmanager
@@ -102,8 +148,8 @@ def is_idle(recorded: RecordedBatch | None) -> bool:
 def run(
     trainer: Trainer,
     recorded: RecordedBatch | None,
-    on_loss: OnLoss,
-    autocast: AbstractContextManager[object] | None = None,
+    on_loss: Callable[[Tensor], object],
+    variant: Variant = AS_IT_IS,
 ) -> None:
     """Run ``training_step`` on the unwrapped module, and call ``on_loss`` instead of each backward pass.
 
@@ -115,7 +161,7 @@ def run(
         on_loss: called with the loss before scaling: the batch's share of the window's mean, without the correction of
             a window's last batch for batches with other weights or without a loss. Called for each ``manual_backward``
             in manual optimization.
-        autocast: the context of the forward pass. Default: None, that of the run's precision.
+        variant: the change with which the batch runs. Default: none.
     """
     module, engine = trainer.lightning_module, trainer.engine
     silence(module)
@@ -131,8 +177,9 @@ def run(
 
     vars(module).update(manual_backward=manual_backward, clip_gradients=_nothing)
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    with _another(trainer.loop.precision.autocast()) if autocast is None else autocast:
-        output = engine.replay_step("training_step")(recorded.batch, *([recorded.batch_idx] if takes_index else []))
+    batch = variant.samples(recorded.batch)
+    with variant.applied(trainer):
+        output = engine.replay_step("training_step")(batch, *([recorded.batch_idx] if takes_index else []))
     if not module.automatic_optimization:
         return
     loss, weight = loss_in(output)
@@ -147,30 +194,54 @@ def silence(module: nn.Module) -> None:
             vars(part).update(log=_nothing, log_dict=_nothing)
 
 
-def backward(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], look: Callable[[str, Tensor], None]) -> None:
+def replay(
+    trainer: Trainer,
+    batches: Sequence[RecordedBatch],
+    on_loss: Callable[[Tensor, Mapping[str, Tensor]], T],
+    variant: Variant = AS_IT_IS,
+) -> Iterator[list[T]]:
+    """Replay batches, and yield for each the results of ``on_loss``. All processes must call it together.
+
+    Args:
+        trainer: the Trainer.
+        batches: the batches of this process.
+        on_loss: called with each loss and the parameters for :func:`backward`.
+        variant: the change with which the batches run. Default: none.
+    """
+    with undisturbed(trainer) as now:
+        parameters = optimized(trainer)
+        for recorded in in_step(trainer, batches):
+            found: list[T] = []
+            watched = {} if is_idle(recorded) else parameters
+            rewind(trainer, now, recorded)
+            run(trainer, recorded, lambda loss: found.append(on_loss(loss, watched)), variant)  # noqa: B023
+            yield found
+
+
+def backward(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], look: Callable[[Tensor], T]) -> dict[str, T]:
     """Run a backward pass of the scaled loss without changing ``.grad``.
+
+    Returns:
+        The results of ``look`` by name, in the order of the backward pass.
 
     Args:
         loss: the loss with its graph, which is retained.
         scale: the loss scale; the product is computed in float32, as by the scaler.
         parameters: the parameters with gradients to pass to ``look``, by name (:func:`optimized`). Empty if this
             process only takes part in the collectives.
-        look: called with the name and the gradient of each parameter when it is computed; with the values of a sparse
-            gradient.
+        look: called with the gradient of each parameter when it is computed; with the values of a sparse gradient.
     """
+    found: dict[str, T] = {}
 
-    def looking(name: str) -> Callable[[Tensor], Tensor | None]:
-        def hook(gradient: Tensor) -> Tensor | None:
-            if gradient.layout is not torch.strided:  # of an embedding with sparse=True
-                look(name, gradient.coalesce().values())
-                return None
-            look(name, gradient)
-            return gradient.new_zeros(()).expand_as(gradient)  # frees the gradient
-
-        return hook
+    def hook(gradient: Tensor, name: str) -> Tensor | None:
+        if gradient.layout is not torch.strided:  # of an embedding with sparse=True
+            found[name] = look(gradient.coalesce().values())
+            return None
+        found[name] = look(gradient)
+        return gradient.new_zeros(()).expand_as(gradient)  # frees the gradient
 
     wanted = {name: p for name, p in parameters.items() if p.requires_grad}
-    handles = [p.register_hook(looking(name)) for name, p in wanted.items()]  # type: ignore[no-untyped-call]
+    handles = [p.register_hook(partial(hook, name=name)) for name, p in wanted.items()]  # type: ignore[no-untyped-call]
     try:
         scaled = loss * torch.tensor(scale, dtype=torch.float32, device=loss.device)
         if wanted:
@@ -180,6 +251,7 @@ def backward(loss: Tensor, scale: float, parameters: Mapping[str, Tensor], look:
     finally:
         for handle in handles:
             handle.remove()
+    return found
 
 
 def _evaluate_only(optimizer: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
