@@ -98,11 +98,11 @@ def test_batch_that_is_not_finite(tmp_path):
 
 
 def test_growing_scale_is_no_growing_loss(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(OverflowReport, "_explain", lambda self, trainer, trigger, *_: asked.append(trigger))
+    triggers = []
+    monkeypatch.setattr(OverflowReport, "_explain", lambda self, trainer, trigger, *_: triggers.append(trigger))
     scaling = native_fp16(init_scale=2.0, growth_interval=2)  # 1024 times as large after 20 steps
     report_on(tmp_path, Regression(), 24, precision=scaling, log_every_n_steps=20)
-    assert asked == []
+    assert triggers == []
 
 
 @pytest.mark.parametrize(("gain", "number"), [(math.nan, 2), (1e30, 0)])
@@ -248,7 +248,7 @@ def test_nothing_is_held_when_nothing_is_skipped(tmp_path):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             report = next(c for c in trainer.callbacks if isinstance(c, OverflowReport))
             own = not any(isinstance(one, Recorder) for one in trainer.loop.wrappers)
-            held.append((report._recorder, report._skipping, own, any(m._forward_hooks for m in pl_module.modules())))
+            held.append((report._recorder, report._first_skip, own, any(m._forward_hooks for m in pl_module.modules())))
 
     gains = dict.fromkeys([1, 2, 3], 1e30)
     report_on(
@@ -278,7 +278,7 @@ def test_everything_is_let_go_of_at_the_end(tmp_path):
                 trainer.fit(module, loader_of(make_batches(2)))
         else:
             trainer.fit(module, loader_of(make_batches(2)))
-        assert (callback._recorder, callback._demand, callback._skipping, callback._loop) == (None,) * 4
+        assert (callback._recorder, callback._first_skip, callback._loop) == (None,) * 3
         assert (len(callback._recent), callback._before, trainer.scaler.before_unscale) == (0, {}, [])
         assert not trainer.loop.wrappers
 
@@ -375,7 +375,7 @@ def test_at_the_floor(tmp_path, arrives, request):
         "18 optimizer steps in a row were skipped, from step 2 to step 19, because gradients were not finite; 10 of"
         " them at the smallest loss scale, min_scale=1."
     )
-    assert lines[1] == "Loss scale: 256 from step 0, 128 to 1 in steps 3 to 10."
+    assert lines[1] == "Loss scale: 256 at step 2, 1 now."
     assert lines[2].startswith("Verdict: backward pass overflows in 16 bits")
     assert any(line.startswith("  Remedy: ") for line in lines)
     assert trainer.global_step == 20

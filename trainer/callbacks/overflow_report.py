@@ -15,7 +15,7 @@ from copy import copy
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
@@ -35,6 +35,7 @@ from trainer.postmortem.diagnose import MUCH, Case, diagnose, out_of_range
 from trainer.postmortem.examine import examine
 from trainer.postmortem.recording import RecordedBatch, Recorder
 from trainer.postmortem.report import Diagnosis
+from trainer.postmortem.state import BufferState
 from trainer.precision.scaler import kept
 from trainer.precision.underflow import UnderflowProbe
 from trainer.record.measures import folder_of_reports
@@ -101,9 +102,8 @@ class OverflowReport(RunCallback):
     }
     observes_only: ClassVar = True
     reset_in_copies: ClassVar = {
-        "_demand": None,
         "_recorder": None,
-        "_skipping": None,
+        "_first_skip": None,
         "_recent": deque(),
         "_before": {},
         "_buffers": {},
@@ -131,17 +131,17 @@ class OverflowReport(RunCallback):
         self.reports: list[Diagnosis] = []
         self.dirpath = dirpath
         self._console = console
-        self._demand: Recorder | None = None  # for at_step
-        self._recorder: Recorder | None = None  # while steps are skipped
+        self._recorder: Recorder | None = None  # while steps are skipped, or for at_step
+        self._reports_step = False  # whether the report of at_step is due
         self._history: deque[tuple[int, float]] = deque(maxlen=_HISTORY)
         self._skips = 0  # in a row, up to now
         self._skips_at_floor = 0
         self._singles = 0  # skips after steps that were not skipped
-        self._skipping: _BeforeSkips | None = None
+        self._first_skip: _FirstSkip | None = None
         # with a fused optimizer on a GPU, the outcome of a step comes one step late
         limits = [limit for limit in (after, collapse_after, at_floor) if limit is not None]
         self._record_from = max(1, min(limits) - 2) if limits else None
-        self._asked: Counter[str] = Counter()
+        self._occurrences: Counter[str] = Counter()  # by trigger
         self._latest: dict[str, Diagnosis] = {}  # by trigger
         self._recent: deque[RecordedBatch] = deque(maxlen=1)
         self._before: dict[str, Tensor] = {}  # weights from a step when all was known to be finite
@@ -150,10 +150,10 @@ class OverflowReport(RunCallback):
         self._latest_batch = 0  # `batches_started` of the latest recent batch
         self._losses: list[tuple[int, Tensor]] = []  # since then, with their steps; still scaled
         self._skipped: set[int] = set()  # skipped steps since then
-        self._every, self._updates = 50, 0  # updates between two looks; and since the last one
-        self._lowest = math.inf  # median of the losses between two looks
+        self._every, self._updates = 50, 0  # updates between two checks; and since the last one
+        self._lowest = math.inf  # median of the losses between two checks
         self._probe: UnderflowProbe | None = None
-        self._looks = 0  # in this fit, every `log_every_n_steps` updates
+        self._checks = 0  # in this fit, every `log_every_n_steps` updates
         self._first_norm: Tensor | None = None  # of weights that are not kept, when the fit began
         self._loop: Any = None
         self._is_broken = self._tries_scale = False
@@ -162,13 +162,13 @@ class OverflowReport(RunCallback):
         """Forget an earlier run."""
         self._clean_up(trainer)
         self.reports, self._latest = [], {}
-        self._asked.clear()
+        self._occurrences.clear()
         self._history.clear()
         self._history.append((trainer.global_step, trainer.scaler.current_scale))
         if self.at_step is not None and trainer.global_step <= self.at_step:
-            self._demand = Recorder(trainer, self.at_step, parameters=True)
+            self._recorder, self._reports_step = Recorder(trainer, self.at_step, parameters=True), True
         self._loop, self._lowest, self._is_broken = trainer.loop, math.inf, False
-        self._every, self._updates, self._looks = trainer.log_every_n_steps or 50, 0, 0
+        self._every, self._updates, self._checks = trainer.log_every_n_steps or 50, 0, 0
         self._recent, self._losses, self._singles = deque(maxlen=0), [], 0
         part = trainer.engine.gradients.part
         parts = {
@@ -201,51 +201,52 @@ class OverflowReport(RunCallback):
     def on_after_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
-        """Count skipped steps, and look at the losses every ``log_every_n_steps`` updates."""
+        """Process a skipped step, and check the losses every ``log_every_n_steps`` updates."""
         if optimizer is not trainer.optimizers[outcome.optimizers[0]]:  # several optimizers are one update
             return
-        self._follow(trainer, outcome)
+        self._process(trainer, outcome)
         self._updates += 1
         if self._updates >= self._every:
-            self._look(trainer)
-            self._looks += 1
+            self._check_losses(trainer)
+            self._checks += 1
             if self._probe is not None:
-                self._judge_gradients(trainer, trainer.global_step - len(outcome.optimizers), outcome)
+                self._check_underflow(trainer, trainer.global_step - len(outcome.optimizers), outcome)
 
-    def _follow(self, trainer: Trainer, outcome: StepOutcome) -> None:
+    def _process(self, trainer: Trainer, outcome: StepOutcome) -> None:
         changes = outcome.scale != outcome.next_scale
-        if not (outcome.skipped or self._skips or self._demand or changes):
+        if not (outcome.skipped or self._skips or self._recorder or changes):
             return
-        step, at_step = trainer.global_step - len(outcome.optimizers), self.at_step
+        step = trainer.global_step - len(outcome.optimizers)
         if changes:
             last = self._history[-1]  # the scale of this step was just raised, to see if it fits
             self._tries_scale = (
                 outcome.skipped and step <= last[0] and len(self._history) > 1 and last[1] > self._history[-2][1]
             )
             self._history.append((trainer.global_step, outcome.next_scale))
-        demanded = self._demand.take() if self._demand is not None else []
+        recorded = self._recorder.take() if self._recorder is not None else []
         if outcome.skipped:
-            self._take_skip(trainer, step, outcome)
+            self._process_skip(trainer, step, outcome, recorded or self._batches_of(step))
         elif self._skips:
             self._end_skips()
-        if self._demand is None or at_step is None or step < at_step:
-            return
-        if any(report.step == step for report in self.reports) or self._answer(trainer, step, outcome, demanded):
-            self._demand.stop()
-            self._demand = None
+        if self._reports_step and self.at_step is not None and step >= self.at_step:
+            has_report = any(report.step == step for report in self.reports)
+            if has_report or self._report_step(trainer, step, outcome, recorded):
+                self._reports_step = False
+                if not self._skips:
+                    self._stop_recording()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at the losses so far."""
+        """Check the losses so far."""
         if trainer.training or self._losses:
-            self._look(trainer)
+            self._check_losses(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Look at the losses so far."""
-        self._look(trainer)
+        """Check the losses so far."""
+        self._check_losses(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at the last losses."""
-        self._look(trainer)
+        """Check the last losses."""
+        self._check_losses(trainer)
         for report in {id(one): one for one in self._latest.values()}.values():
             if report.count > 1:
                 self._write(trainer, report)
@@ -256,58 +257,50 @@ class OverflowReport(RunCallback):
         super().on_exception(trainer, pl_module, exception)
 
     def _explain(
-        self,
-        trainer: Trainer,
-        trigger: str,
-        batches: Sequence[RecordedBatch],
-        step: int,
-        scale: float,
-        asks: str = "failure",
-    ) -> Diagnosis | None:
-        """Return the diagnosis of a step, new or that of an earlier one with the same cause. All ranks call this.
+        self, trainer: Trainer, trigger: str, batches: Sequence[RecordedBatch], step: int, scale: float
+    ) -> None:
+        """Report the cause of an event, or count it if it was reported before. All ranks call this.
 
         Args:
             trainer: the Trainer.
-            trigger: the kind of event. Only the first few of one kind are examined.
+            trigger: the kind of event (:class:`~trainer.postmortem.diagnose.Case`). Only the first few events of one
+                kind are examined.
             batches: of the window; [] if they are gone.
             step: ``trainer.global_step`` when the weight update began.
             scale: the loss scale of the update.
-            asks: see :class:`~trainer.postmortem.diagnose.Case`.
         """
         latest = self._latest.get(trigger)
-        self._asked[trigger] += 1
-        times = self._asked[trigger]
+        self._occurrences[trigger] += 1
+        times = self._occurrences[trigger]
         if times > 2 ** (_EXAMINED - 1) or times & (times - 1):  # the 1st, 2nd, 4th and 8th time
             if latest is not None:
                 latest.count += 1
-            return latest
+            return
         first = min((one.step for one in batches), default=step)
         recent = [one for one in self._recent if one.step < first][-8:]
         norm = self._first_norm  # a host-device synchronization
         since = self._known if norm is None or not trainer.engine.any_rank(not norm.isfinite()) else -1
         evidence = recent, self._before, since, self._buffers
-        case = Case(step, batches, scale, *evidence, self._skips, asks, known=self.reports)
+        case = Case(step, batches, scale, *evidence, self._skips, trigger, self.reports)
         try:
             found = diagnose(trainer, case)
         except Exception:  # of the user's code, which may not run twice: it must not end the run
             log.info("Step %d could not be examined, because running it again failed.", step, exc_info=True)
-            return None
+            return
         if found is None:
-            return None
+            return
         for known in self.reports:
             if (known.kind, known.key) == (found.kind, found.key):
                 known.count += 1
                 self._latest[trigger] = known
-                return known
-        self.reports.append(found)
+                return
         self._latest[trigger] = found
-        self._tell(trainer, found)
-        return found
+        self._report(trainer, found)
 
     # --- losses and gradients -------------------------------------------------------------------------------------
 
-    def _look(self, trainer: Trainer) -> None:
-        """Read the losses since the last look. A host-device synchronization."""
+    def _check_losses(self, trainer: Trainer) -> None:
+        """Read the losses since the last check. A host-device synchronization."""
         engine, scaled, is_alone = trainer.engine, trainer.scaler.skips_steps, trainer.world_size == 1
         ripe = [one for one in self._losses if not scaled or one[0] < trainer.global_step]  # skipped or not: known
         self._losses, self._updates = self._losses[len(ripe) :], 0
@@ -321,16 +314,15 @@ class OverflowReport(RunCallback):
             self._is_broken = not scaled
             own = torch.tensor(broken[0] if broken else sys.maxsize, device=engine.device)
             step = int(engine.reduce(own, "min"))  # the first of all ranks
-            self._explain(trainer, "loss", self._batches_of(step), step, trainer.scaler.current_scale, "loss")
+            self._explain(trainer, "loss", self._batches_of(step), step, trainer.scaler.current_scale)
             return
         if trainer.scaler.is_enabled():
             values = [value / self._scale_of(step) for (step, _), value in zip(ripe, values, strict=True)]
         finite = [value for value in values if math.isfinite(value)]
         is_comparable = is_alone and trainer.lightning_module.automatic_optimization
         if is_comparable and len(finite) >= 6 and self._has_grown(finite):
-            self._explain(
-                trainer, "growth", list(self._recent)[-1:], trainer.global_step, trainer.scaler.current_scale, "growth"
-            )
+            batches = list(self._recent)[-1:]
+            self._explain(trainer, "growth", batches, trainer.global_step, trainer.scaler.current_scale)
         elif not steps:
             self._keep_weights(trainer)
 
@@ -358,18 +350,18 @@ class OverflowReport(RunCallback):
             self._before = {name: parameter.detach().clone() for name, parameter in named.items()}
 
     def _count_small(self, optimizer: Optimizer) -> None:
-        """Count gradient elements that are subnormal in float16, before the 1st, 2nd, 4th look and so on."""
-        if self._updates + 1 < self._every or self._looks & (self._looks + 1) or self._probe is None:
+        """Count gradient elements that are subnormal in float16, before the 1st, 2nd, 4th check and so on."""
+        if self._updates + 1 < self._every or self._checks & (self._checks + 1) or self._probe is None:
             return
         gradients = self._loop.gradients
         local = gradients.local(optimizer)
         total = partial(gradients.total, of=[p for p, _ in local]) if gradients.are_parts else None
         self._probe.start((("", p.numel() * (1 + p.is_complex()), gradient) for p, gradient in local), total)
 
-    def _judge_gradients(self, trainer: Trainer, step: int, outcome: StepOutcome) -> None:
+    def _check_underflow(self, trainer: Trainer, step: int, outcome: StepOutcome) -> None:
         found = self._probe.finish() if self._probe is not None else []
         if found and not outcome.skipped and (found[0].subnormal > MUCH or found[0].zeros == 1.0):
-            self._explain(trainer, "underflow", self._batches_of(step), step, outcome.scale, "underflow")
+            self._explain(trainer, "underflow", self._batches_of(step), step, outcome.scale)
 
     def _batches_of(self, step: int) -> list[RecordedBatch]:
         """Return the recent batches of this step. A batch with several steps is recorded with its first step."""
@@ -378,22 +370,24 @@ class OverflowReport(RunCallback):
 
     # --- skipped steps --------------------------------------------------------------------------------------------
 
-    def _take_skip(self, trainer: Trainer, step: int, outcome: StepOutcome) -> None:
-        """Count one skipped step; explain it, and end the run, if it is time to."""
+    def _process_skip(
+        self, trainer: Trainer, step: int, outcome: StepOutcome, batches: Sequence[RecordedBatch]
+    ) -> None:
+        """Count one skipped step. Explain it, and end the run, if there were too many."""
         at_floor = outcome.scale <= trainer.scaler.min_scale
         self._skips += 1
         self._skips_at_floor = self._skips_at_floor + 1 if at_floor else 0
-        if self._skipping is None:
-            self._skipping = _BeforeSkips(trainer, step, outcome.scale)
+        if self._first_skip is None:
+            buffers = BufferState(trainer.lightning_module.buffers())
+            self._first_skip = _FirstSkip(step, time.time(), outcome.scale, buffers)
         self._skipped.update(range(step, trainer.global_step))
-        batches = (self._recorder.take() if self._recorder is not None else []) or self._batches_of(step)
         collapses = self._skips == self.collapse_after or self._skips_at_floor == self.at_floor
         # a replay of manual optimization would exchange gradients, which communication hooks count
         replays = trainer.world_size == 1 or trainer.lightning_module.automatic_optimization
         if outcome.nonfinite_loss and replays:
-            self._explain(trainer, "loss", batches, step, outcome.scale, "loss")
+            self._explain(trainer, "loss", batches, step, outcome.scale)
         elif self.after is not None and self._skips == 1 and self._examines_single(trainer):
-            self._explain(trainer, "isolated skip", batches, step, outcome.scale)
+            self._explain(trainer, "single skip", batches, step, outcome.scale)
         elif collapses or (self.after is not None and self._skips >= self.after):
             self._explain(trainer, "skips", batches, step, outcome.scale)
         if collapses:
@@ -413,24 +407,26 @@ class OverflowReport(RunCallback):
 
     def _end_skips(self) -> None:
         self._skips = self._skips_at_floor = 0
-        self._skipping = None
+        self._first_skip = None
+        if not self._reports_step:
+            self._stop_recording()
+
+    def _stop_recording(self) -> None:
         if self._recorder is not None:
             self._recorder.stop()
             self._recorder = None
 
     def _clean_up(self, trainer: Trainer) -> None:
         """Drop the recorded batches and weights."""
+        self._reports_step = False
         self._end_skips()
         self._recent, self._before, self._losses, self._loop = deque(maxlen=1), {}, [], None
         self._first_norm, self._buffers = None, {}
         if self._count_small in trainer.scaler.before_unscale:
             trainer.scaler.before_unscale.remove(self._count_small)
-        if self._demand is not None:
-            self._demand.stop()
-            self._demand = None
 
-    def _answer(self, trainer: Trainer, step: int, outcome: StepOutcome, batches: Sequence[RecordedBatch]) -> bool:
-        """Report on the step that was asked for. False if no rank has recorded it."""
+    def _report_step(self, trainer: Trainer, step: int, outcome: StepOutcome, batches: Sequence[RecordedBatch]) -> bool:
+        """Report on ``at_step``. Return False if no rank has recorded it."""
         finding = examine(trainer, batches, outcome.scale)
         if finding is None:
             return False
@@ -438,13 +434,13 @@ class OverflowReport(RunCallback):
         report = diagnose(trainer, case) if finding.fails else None
         cause = f"The largest loss scale that fits is {finding.largest_scale:g}."
         report = report or Diagnosis("none", cause, "", finding=finding, step=step, in_a_row=self._skips)
-        self.reports.append(report)
-        self._tell(trainer, report)
+        self._report(trainer, report)
         return True
 
-    # --- telling --------------------------------------------------------------------------------------------------
+    # --- output ---------------------------------------------------------------------------------------------------
 
-    def _tell(self, trainer: Trainer, report: Diagnosis) -> None:
+    def _report(self, trainer: Trainer, report: Diagnosis) -> None:
+        self.reports.append(report)
         if not trainer.is_global_zero:
             return
         console = terminal.console(self._console)
@@ -474,33 +470,33 @@ class OverflowReport(RunCallback):
         ):
             return
         with suppress(Exception):  # `exception` is the one to raise
-            self._look(trainer)
+            self._check_losses(trainer)
         batch, progress = self._loop.metrics.batch, self._loop.progress
         if batch is None or not self._loop.metrics.in_batch:
             return
         step, scale = trainer.global_step, trainer.scaler.current_scale
         one = RecordedBatch(batch, progress.batch_idx, step, copy(self._loop.window), {})
-        case = Case(step, [one], scale, list(self._recent)[-8:], self._before, self._known, self._buffers, raised=True)
-        found: Diagnosis | None = None
+        evidence = list(self._recent)[-8:], self._before, self._known, self._buffers
+        case, found = Case(step, [one], scale, *evidence, trigger="error"), None
         index = _index_out_of_range(exception.__traceback__)
         if index is not None:
             found = out_of_range(trainer, case, *index, error=str(exception))
         elif "without overflow" in str(exception):
             found = diagnose(trainer, case)
         if found is not None:
-            self.reports.append(found)
-            self._tell(trainer, found)
+            self._report(trainer, found)
 
     def _collapse(self, trainer: Trainer, step: int) -> None:
-        before, module = self._skipping, trainer.lightning_module
-        assert before is not None
-        before.restore(trainer)
+        first, module = self._first_skip, trainer.lightning_module
+        assert first is not None
         lines = [
-            f"{self._skips} optimizer steps in a row were skipped, from step {before.step} to step {step}, because"
+            f"{self._skips} optimizer steps in a row were skipped, from step {first.step} to step {step}, because"
             f" gradients were not finite; {self._skips_at_floor} of them at the smallest loss scale,"
             f" min_scale={trainer.scaler.min_scale:g}.",
-            f"Loss scale: {_told(self._history, len(trainer.optimizers))}.",
+            f"Loss scale: {first.scale:g} at step {first.step}, {trainer.scaler.current_scale:g} now.",
         ]
+        first.buffers.restore()
+        trainer.scaler.load_state_dict({"scale": first.scale, "_growth_tracker": 0})
         if self.reports:
             lines += self.reports[-1].lines()
         weights_are_finite = all(bool(parameter.isfinite().all()) for parameter in module.parameters())
@@ -510,12 +506,12 @@ class OverflowReport(RunCallback):
             path = os.path.join(folder, "before_collapse.ckpt")  # no Path: it may be a URL
             trainer.save_checkpoint(path)
             lines.append(
-                f"Weights, optimizers, schedules, buffers and the loss scale from before step {before.step} are in"
+                f"Weights, optimizers, schedules, buffers and the loss scale from before step {first.step} are in"
                 f" {path}; a run that resumes from it begins with the current batch."
             )
         if broken := [name for name, buffer in module.named_buffers() if not buffer.isfinite().all()]:
-            lines.append(f"Buffers that were not finite after step {before.step} already: {', '.join(broken[:6])}.")
-        if older := _newest_checkpoint(trainer, before.time):
+            lines.append(f"Buffers that were not finite after step {first.step} already: {', '.join(broken[:6])}.")
+        if older := _newest_checkpoint(trainer, first.time):
             lines.append(f"The newest checkpoint from before: {older}.")
         lines.append("OverflowReport(collapse_after=None, at_floor=None) lets such a run continue.")
         raise LossScaleCollapse("\n".join(lines))
@@ -523,11 +519,9 @@ class OverflowReport(RunCallback):
 
 def _values_of(losses: list[Tensor]) -> list[float]:
     """Return the values of losses with one element each. A host-device synchronization."""
-    if not losses or losses[0].device.type == "cpu":
-        return [loss.item() for loss in losses]
     if len({(loss.dtype, loss.device, loss.shape) for loss in losses}) > 1:
         losses = [loss.to(losses[0].device).double().reshape(()) for loss in losses]
-    return torch.stack(losses).flatten().tolist()
+    return torch.stack(losses).flatten().tolist() if losses else []
 
 
 def _index_out_of_range(trace: TracebackType | None) -> tuple[Tensor, int] | None:
@@ -549,50 +543,24 @@ def _index_out_of_range(trace: TracebackType | None) -> tuple[Tensor, int] | Non
     return found
 
 
-class _BeforeSkips:
-    """What skipped steps change although they leave the weights alone: the buffers, and the scale.
+class _FirstSkip(NamedTuple):
+    """The first of several skipped steps in a row.
 
-    Made when the first one's outcome is known: its own forward has been through the buffers.
-
-    Args:
-        trainer: whose.
-        step: of the first skipped step.
-        scale: that it was computed with.
+    Attributes:
+        step: ``trainer.global_step`` when the weight update began.
+        time: when its outcome was known, in seconds since the epoch.
+        scale: the loss scale of the update.
+        buffers: the buffers when its outcome was known, after its forward pass.
     """
 
-    def __init__(self, trainer: Trainer, step: int, scale: float) -> None:
-        self.step = step
-        self.time = time.time()
-        self._scale = scale
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in trainer.lightning_module.buffers()]
-
-    def restore(self, trainer: Trainer) -> None:
-        """Restore them. The scale grows again when a whole ``growth_interval`` has passed."""
-        for buffer, content in self._buffers:
-            buffer.data.copy_(content)
-        trainer.scaler.load_state_dict({"scale": self._scale, "_growth_tracker": 0})
-
-
-def _told(history: Sequence[tuple[int, float]], stride: int) -> str:
-    """``65536 from step 0, 32768 to 1 in steps 13 to 28``: falls in steps that follow each other become one."""
-    told: list[str] = []
-    entries = list(history)
-    while entries:
-        end = 1
-        while (
-            end < len(entries)
-            and entries[end][1] < entries[end - 1][1]
-            and entries[end][0] - entries[end - 1][0] <= stride
-        ):
-            end += 1
-        (first, high), (last, low) = entries[0], entries[end - 1]
-        told.append(f"{high:g} from step {first}" if end == 1 else f"{high:g} to {low:g} in steps {first} to {last}")
-        del entries[:end]
-    return ", ".join(told)
+    step: int
+    time: float
+    scale: float
+    buffers: BufferState
 
 
 def _newest_checkpoint(trainer: Trainer, before: float) -> Path | None:
-    """The newest file in the folders of the checkpoint callbacks that was written before this moment."""
+    """Return the newest file in the folders of the checkpoint callbacks that was written before this moment."""
     folders = {getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks}
     files = [path for folder in folders if folder for path in Path(folder).glob("*.ckpt")]
     return max((p for p in files if p.stat().st_mtime <= before), key=lambda p: p.stat().st_mtime, default=None)

@@ -51,9 +51,8 @@ class Case:
             finite when training began.
         buffers: the largest value of each buffer when training began.
         in_a_row: number of skipped steps in a row until then.
-        asks: "failure", "loss" (a loss was not finite), "growth" or "underflow": the question that the examination
-            answers.
-        raised: whether the step ended with an exception.
+        trigger: "loss" (a loss was not finite), "growth" (of the loss), "underflow", "skips" (skipped steps in a row),
+            "single skip" or "error" (the step ended with an exception).
         known: earlier diagnoses. A failure at the same place as in one of them is not examined any further.
     """
 
@@ -65,19 +64,18 @@ class Case:
     first: int = 0
     buffers: Weights = field(default_factory=dict)
     in_a_row: int = 0
-    asks: str = "failure"
-    raised: bool = False
+    trigger: str = "skips"
     known: Sequence[Diagnosis] = ()
 
 
 def diagnose(trainer: Trainer, case: Case) -> Diagnosis | None:
     """Replay the case and explain it. All ranks call this together. None if all is well, or a scale only settles."""
-    if case.asks == "underflow":
+    if case.trigger == "underflow":
         return None if trainer.engine.gradients.are_parts else _underflow(trainer, case)
     finding = examine(trainer, case.batches, case.scale)
     if finding is None:
-        return None if case.asks == "growth" else _lost(trainer, case, None)
-    if finding.error and not case.raised and not finding.broken_weights:
+        return None if case.trigger == "growth" else _lost(trainer, case, None)
+    if finding.error and case.trigger != "error" and not finding.broken_weights:
         cause = f"The replay of the batch ended with {finding.error}; the run did not."
         return _diagnosis(case, finding, "unknown", cause, "", key=finding.error)
     for earlier in case.known:
@@ -85,11 +83,11 @@ def diagnose(trainer: Trainer, case: Case) -> Diagnosis | None:
             return earlier
     if finding.broken_weights:
         return _weights(trainer, case, finding)
-    if not finding.fails and case.asks == "loss" and case.before:  # the weights have changed since
+    if not finding.fails and case.trigger == "loss" and case.before:  # the weights have changed since
         with remedies.weights_of(trainer, case.before):
             then = examine(trainer, case.batches, case.scale)
-            return None if then is None else _judge(trainer, case, then)
-    return _judge(trainer, case, finding)
+            return None if then is None else _explain(trainer, case, then)
+    return _explain(trainer, case, finding)
 
 
 def _place_of(finding: Finding) -> tuple[Any, ...]:
@@ -99,13 +97,13 @@ def _place_of(finding: Finding) -> tuple[Any, ...]:
     return place, [*finding.broken_batch], bool(finding.broken_weights)
 
 
-def _judge(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
+def _explain(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
     """Explain a batch that fails, with the weights as they are."""
     failing = [case.batches[finding.position]] if finding.position < len(case.batches) else []
     if finding.broken_batch and (found := _data(trainer, case, finding, failing)) is not None:
         return found
     if not finding.fails:
-        grown = case.asks == "growth" and _has_diverged(trainer, case, failing)
+        grown = case.trigger == "growth" and _has_diverged(trainer, case, failing)
         return _divergence(trainer, case, finding) if grown else None
     full = _in_float32(trainer, case, finding)
     fits = finding.largest_scale
@@ -260,7 +258,7 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
                 found = examine(trainer, [recorded], case.scale)
                 if found is not None and found.is_hopeless:
                     one = replace(case, batches=[recorded], step=recorded.step)
-                    if (verdict := _judge(trainer, one, found)) is not None:
+                    if (verdict := _explain(trainer, one, found)) is not None:
                         return verdict
         verdict = _divergence(trainer, case, finding)
         has_all = len(case.recent) + len(case.batches) > case.step - case.first  # each batch alone is finite

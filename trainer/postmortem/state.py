@@ -91,6 +91,30 @@ class ObjectState:
         self._contents[id(value)] = (value, content)
 
 
+class BufferState:
+    """A copy of buffers.
+
+    Args:
+        buffers: tensors with elements.
+    """
+
+    def __init__(self, buffers: Iterable[Tensor]) -> None:
+        self._buffers = [buffer.detach() for buffer in buffers]
+        self._saved = [torch.empty_like(buffer) for buffer in self._buffers]
+        if self._buffers:
+            torch._foreach_copy_(self._saved, self._buffers)
+
+    def restore(self) -> None:
+        """Restore all elements."""
+        for buffer, saved in zip(self._buffers, self._saved, strict=True):
+            buffer.data.copy_(saved)
+
+    def restore_nonfinite(self) -> None:
+        """Restore the elements that are not finite."""
+        for buffer, saved in zip(self._buffers, self._saved, strict=True):
+            buffer.copy_(buffer.where(buffer.isfinite(), saved))
+
+
 def _owners(roots: Iterable[object]) -> Iterable[object]:
     """The roots, and the modules and schedules in their attributes, however deep they are nested in one another."""
     found: dict[int, object] = {}
