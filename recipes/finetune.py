@@ -195,7 +195,9 @@ class FineTuner(L.LightningModule):
         """
         if self.task == "causal":
             if not isinstance(batch[0], str):
-                raise ValueError("predict of a language model continues prompts, and there are none. Set data.prompts.")
+                raise ValueError(
+                    "predict of a language model continues prompts, but there are no prompts. Set data.prompts."
+                )
             return [prompt + self.write(prompt) for prompt in batch]
         tokens, *mask, _ = batch
         return self(tokens, *mask).float().softmax(dim=1)
@@ -275,35 +277,35 @@ def check_folder(folder: str) -> Path:
     place = Path(folder).expanduser()
     if not place.is_dir():
         raise FileNotFoundError(
-            f"folder is {folder}: there is no such folder ({place.resolve()}). Expected one that"
-            " model.save_pretrained(FOLDER) of transformers wrote; models are not downloaded here. Set model.folder."
+            f"folder is {folder}, but the folder {place.resolve()} does not exist. Expected one written by"
+            " model.save_pretrained(FOLDER) of transformers; this recipe downloads no models. Set model.folder."
         )
     config = place / "config.json"
     if not config.is_file():
-        adapters = " It has LoRA adapters alone: name the model that they belong to."
+        adapters = " It has only LoRA adapters: set the model that they belong to."
         raise FileNotFoundError(
-            f"{place.resolve()} holds no model: it has no config.json."
-            f"{adapters * (place / 'adapter_config.json').is_file()} Expected what model.save_pretrained writes."
+            f"{place.resolve()} has no model: it has no config.json."
+            f"{adapters * (place / 'adapter_config.json').is_file()} Expected the files of model.save_pretrained."
         )
     try:
         settings = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{config.resolve()} is no JSON: {error}.") from error
+        raise ValueError(f"{config.resolve()} is not valid JSON: {error}.") from error
     if "auto_map" in settings:
         raise ValueError(
-            f"The model in {place.resolve()} comes with code of its own ({settings['auto_map']}), which is not run."
-            " Expected an architecture that transformers has itself; or write a LightningModule that imports the code."
+            f"The model in {place.resolve()} contains custom code ({settings['auto_map']}), which is not run."
+            " Use an architecture of transformers, or write a LightningModule that imports the code."
         )
     if not any(place.glob("*.safetensors")):
         pickles = ", ".join(sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in place.glob(pattern)))
         if not pickles:
             raise FileNotFoundError(
-                f"{place.resolve()} holds no weights: it has no .safetensors. Expected what"
-                " model.save_pretrained(FOLDER) writes."
+                f"{place.resolve()} has no weights: it has no .safetensors. Expected the files of"
+                " model.save_pretrained(FOLDER)."
             )
         raise ValueError(
-            f"The weights in {place.resolve()} are pickles ({pickles}), which can run code and are not read. Load the"
-            " model where you trust it, and write it as .safetensors with model.save_pretrained(FOLDER)."
+            f"The weights in {place.resolve()} are pickles ({pickles}), which can run code, so they are not read. If"
+            " you trust the model, load it yourself, and save it as .safetensors with model.save_pretrained(FOLDER)."
         )
     return place
 

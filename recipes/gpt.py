@@ -56,8 +56,8 @@ class GPT(nn.Module):
         is_rotary = positions == "rotary"
         if is_rotary and (width // heads) % 2:
             raise ValueError(
-                f"width is {width} and heads is {heads}: a head is {width // heads} wide. Expected an even number:"
-                " rotary positions turn pairs of values."
+                f"width is {width} and heads is {heads}, so a head is {width // heads} wide. Expected an even number:"
+                " rotary positions rotate pairs of values."
             )
         self.context = context
         self.token = nn.Embedding(vocabulary, width)

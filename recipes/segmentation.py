@@ -56,7 +56,7 @@ class UNet(nn.Module):
         if images.shape[-1] % self.multiple or images.shape[-2] % self.multiple:
             raise ValueError(
                 f"The images have {images.shape[-2]}x{images.shape[-1]} pixels, expected multiples of {self.multiple}:"
-                " they are halved once for each level of depth. Set data.image_size, or fewer levels."
+                " each level halves them. Set data.image_size, or use fewer levels."
             )
         levels: list[Tensor] = []
         for block in self.down:
@@ -247,7 +247,9 @@ class MaskWriter(BasePredictionWriter):
         # Host-device synchronization: the masks are fetched from the device.
         for index, (name, mask) in enumerate(zip(prediction["names"], prediction["masks"].cpu().numpy(), strict=True)):
             if Path(name).name != name:
-                raise ValueError(f"An image is called {name!r}, expected a name without folders: masks are called so.")
+                raise ValueError(
+                    f"Got the image name {name!r}, expected a name without folders: masks are saved under it."
+                )
             coloured(mask).save(self.dirpath / f"{name}.png")
             self.written += 1
             if len(self._shown) < self.overview:

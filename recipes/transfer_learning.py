@@ -138,9 +138,9 @@ def load_weights(architecture: str, weights: str) -> Weights:
     file = Path(weights).expanduser()
     if not file.is_file():
         raise FileNotFoundError(
-            f"weights is {weights}: there is no such file ({file.resolve()}), and torchvision has no weights of that"
-            f" name for {architecture}. Set model.weights to the path of a file, to one of {', '.join(known)}, or to"
-            " null for random weights."
+            f"weights is {weights}, but the file {file.resolve()} does not exist, and torchvision has no weights"
+            f" of that name for {architecture}. Set model.weights to the path of a file, to one of"
+            f" {', '.join(known)}, or to null for random weights."
         )
     return _read(file)
 
@@ -155,9 +155,9 @@ def _torchvisions(weights: Any, what: str) -> Weights:
     except (OSError, RuntimeError) as error:  # no network, a proxy's page for a file, no permission
         raise FileNotFoundError(
             f"The weights {what} are not in {file} and could not be downloaded from {weights.url}"
-            f" ({type(error).__name__}: {error}). Without a network, fetch that file elsewhere and save it there, or"
-            " anywhere, and set model.weights to its path. model.weights=null starts from random weights, which is all"
-            " that is needed where a checkpoint brings the weights."
+            f" ({type(error).__name__}: {error}). Without a network, download that file on another machine, and save it"
+            " there or set model.weights to its path. model.weights=null starts from random weights, which is enough"
+            " if a checkpoint replaces them."
         ) from error
 
 
@@ -167,14 +167,14 @@ def _read(file: Path) -> Weights:
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         # Not in torch's words, which advise to let the file run code.
         raise ValueError(
-            f"{file.resolve()} cannot be read as weights ({type(error).__name__}). Expected what torch.save makes of a"
-            " state_dict, with nothing but tensors in it, such as torchvision's files. If it is damaged, delete it and"
-            " fetch it anew."
+            f"{file.resolve()} cannot be read as weights ({type(error).__name__}). Expected a state_dict saved with"
+            " torch.save that contains only tensors, such as torchvision's files. If it is damaged, delete it and"
+            " download it again."
         ) from error
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise ValueError(
-            f"{file.resolve()} holds no weights by name. Expected a state_dict, such as torchvision's files; of a"
-            " checkpoint: torch.save(checkpoint['state_dict'], FILE)."
+            f"{file.resolve()} is not a mapping of names to weights. Expected a state_dict, such as torchvision's"
+            " files; to extract it from a checkpoint: torch.save(checkpoint['state_dict'], FILE)."
         )
     return weights
 
@@ -183,7 +183,9 @@ def _last_linear(net: nn.Module, architecture: str) -> str:
     """Its name in ``net``."""
     names = [name for name, layer in net.named_modules() if isinstance(layer, nn.Linear)]
     if not names:
-        raise ValueError(f"architecture is {architecture!r}, which has no linear layer to replace. Choose another one.")
+        raise ValueError(
+            f"architecture is {architecture!r}, which has no linear layer to replace. Choose another architecture."
+        )
     return names[-1]
 
 
@@ -196,6 +198,6 @@ def _load_all_but(head: str, net: nn.Module, weights: Weights, what: str) -> Non
     if wrong or missing:
         raise ValueError(
             f"The weights {what} do not fit: {len(missing)} are missing ({', '.join(missing[:3])}) and {len(wrong)} are"
-            f" unknown or of another shape ({', '.join(wrong[:3])}). Are they of another model.architecture?"
+            f" unknown or of another shape ({', '.join(wrong[:3])}). Check that they belong to model.architecture."
         )
     net.load_state_dict(rest, strict=False)

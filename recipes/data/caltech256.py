@@ -133,8 +133,8 @@ def unpack(archive: Path, name: str) -> None:
             (Path(folder) / name).rename(archive.parent / name)
         except (tarfile.TarError, EOFError, FileNotFoundError) as error:
             raise ValueError(
-                f"{archive.resolve()} cannot be unpacked ({type(error).__name__}: {error}). Expected a tar archive that"
-                f" holds the folder {name}. Fetch it anew."
+                f"{archive.resolve()} cannot be extracted ({type(error).__name__}: {error}). Expected a tar archive"
+                f" with the folder {name}. Download it again."
             ) from error
 
 
@@ -143,5 +143,5 @@ def _harmless(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     for member in tar:
         path = PurePosixPath(member.name.replace("\\", "/"))
         if path.is_absolute() or ".." in path.parts or ":" in member.name or not (member.isfile() or member.isdir()):
-            raise tarfile.TarError(f"{member.name!r} would land elsewhere, or is no file")
+            raise tarfile.TarError(f"{member.name!r} would be extracted outside the folder, or is not a file")
         yield member

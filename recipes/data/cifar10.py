@@ -101,9 +101,9 @@ class CIFAR10(SplitDataModule):
             raise FileNotFoundError(
                 f"CIFAR-10 is not in {self.root.resolve()} and could not be downloaded from "
                 f"{datasets.CIFAR10.url} ({type(error).__name__}: {error}). "
-                f"Without a network, fetch that file elsewhere and save it as {archive} "
-                f"(MD5 {datasets.CIFAR10.tgz_md5}); it is unpacked on the next run. "
-                "Or set data.root to a folder that has it, or take data=digits, which needs no download."
+                f"Without a network, download that file on another machine and save it as {archive} "
+                f"(MD5 {datasets.CIFAR10.tgz_md5}); the next run extracts it. "
+                "Or set data.root to a folder that has it, or use data=digits, which needs no download."
             ) from error
 
     def setup(self, stage: str) -> None:
@@ -131,8 +131,8 @@ class CIFAR10(SplitDataModule):
         val_size = len(labels) // 10 if self.val_size is None else self.val_size
         if first < 0 or val_size < 1 or first + val_size > len(labels):
             raise ValueError(
-                f"limit is {self.limit} and val_size is {val_size}, but there are {len(labels)} training images in"
-                f" {self.folder}, which both come from. Set data.limit and data.val_size to smaller numbers."
+                f"limit is {self.limit} and val_size is {val_size}, but there are only {len(labels)} training images in"
+                f" {self.folder} for both. Set data.limit and data.val_size to smaller numbers."
             )
         if first + val_size == len(labels):
             return list(range(first)), list(range(first, len(labels)))
@@ -144,8 +144,8 @@ class CIFAR10(SplitDataModule):
         for name, _ in datasets.CIFAR10.train_list + datasets.CIFAR10.test_list:
             if not (self.folder / name).is_file():
                 raise FileNotFoundError(
-                    f"There is no file {(self.folder / name).resolve()}. Set data.root to the folder that holds"
-                    f" {datasets.CIFAR10.base_folder}, or data.check_md5=true to have CIFAR-10 downloaded."
+                    f"There is no file {(self.folder / name).resolve()}. Set data.root to the folder that contains"
+                    f" {datasets.CIFAR10.base_folder}, or data.check_md5=true to download CIFAR-10."
                 )
 
 
@@ -214,5 +214,5 @@ class _ArraysOnly(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.NAMES:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+            raise pickle.UnpicklingError(f"it requests {module}.{name}")
         return super().find_class(module.replace("numpy.core", "numpy._core"), name)

@@ -69,7 +69,9 @@ class Examples(TextData):
             return
         file = Path(self.path).expanduser()
         if not file.is_file():
-            raise FileNotFoundError(f"path is {self.path}: there is no such file ({file.resolve()}). Set data.path.")
+            raise FileNotFoundError(
+                f"path is {self.path}, but the file {file.resolve()} does not exist. Set data.path."
+            )
         first = next(iter(json_lines(file, [])), None)
         given = [*first] if isinstance(first, dict) else []
         kinds = (["prompt", "completion"], ["text", "label"], ["text"])

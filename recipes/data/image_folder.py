@@ -151,7 +151,7 @@ class ImageFolder(SplitDataModule):
         few = [self.classes[label] for label, count in Counter(labels).items() if count < 2]
         if few:
             raise ValueError(
-                f"There are fewer than two images of {_listed(few)} in {self.root}: expected one to train on and one"
+                f"There are fewer than two images of {_listed(few)} in {self.root}: expected one for training and one"
                 " for validation. Add images, or remove these folders."
             )
         size = max(int(len(samples) * self.val_fraction), len(self.classes))
@@ -168,8 +168,8 @@ class ImageFolder(SplitDataModule):
         if names != expected:
             # Classes are numbered by position: one folder too few would shift all labels after it.
             raise ValueError(
-                f"The classes in {folder} are not those in {train}: missing"
-                f" {sorted(set(expected) - set(names))}, not known {sorted(set(names) - set(expected))}. Every split"
+                f"The classes in {folder} differ from those in {train}: missing"
+                f" {sorted(set(expected) - set(names))}, unknown {sorted(set(names) - set(expected))}. Every split"
                 " needs the same class folders."
             )
         files = [self.files(folder / name) for name in names]
@@ -259,7 +259,7 @@ def read_image(path: str | Path) -> Image.Image:
             raise  # of the system, not of the file
         raise UnreadableImageError(
             f"{path} cannot be read as an image ({type(error).__name__}: {error}). Replace or remove it; or, with"
-            " data=imagefolder, set data.on_error=skip to leave such files out with a warning."
+            " data=imagefolder, set data.on_error=skip to skip such files with a warning."
         ) from error
 
 
@@ -273,7 +273,7 @@ def collate_readable(samples: list[tuple[Tensor, int] | None]) -> Any:
     if not readable:
         raise UnreadableImageError(
             f"None of the {len(samples)} files of a batch can be read as an image, so the batch would be empty. Set"
-            " data.on_error=raise to see the first one, or increase data.batch_size."
+            " data.on_error=raise to see the first error, or increase data.batch_size."
         )
     return default_collate(readable)
 
@@ -315,7 +315,7 @@ class _UnreadableReport(L.Callback):
         new = [path for path in found if path not in self._reported]
         self._reported.update(new)
         if new:
-            rank_zero_warn(f"{len(new)} of {total} images cannot be read and are left out: {_listed(new)}.")
+            rank_zero_warn(f"{len(new)} of {total} images cannot be read and are skipped: {_listed(new)}.")
 
 
 def image_to_tensor(mean: Sequence[float], std: Sequence[float]) -> v2.Compose:

@@ -137,9 +137,9 @@ def make_loader(
     size = math.ceil(len(dataset) / processes)  # type: ignore[arg-type]  # shared out by the Trainer
     if training and size < batch_size:
         each = f" for each of {processes} processes" if processes > 1 else ""
-        advice = f"Set data.batch_size to at most {size}." if size else "Check where the data is to come from."
+        advice = f"Set data.batch_size to at most {size}." if size else "Check the source of the data."
         raise ValueError(
-            f"batch_size is {batch_size}, but there are {size} training samples{each}: not one full batch. {advice}"
+            f"batch_size is {batch_size}, but there are {size} training samples{each}, not a full batch. {advice}"
         )
     return DataLoader(
         dataset,

@@ -124,8 +124,8 @@ class PackedText(TextData):
             read = partial(_of_files, files, self.separator, self.field)
         if not files:
             raise FileNotFoundError(
-                f"path is {self.path}, where there is no text ({place.resolve()}). Expected a text file, a .jsonl, a"
-                " folder with some of them, or a folder that Dataset.save_to_disk of the library datasets wrote."
+                f"path is {self.path}, but {place.resolve()} has no text. Expected a text file, a .jsonl, a"
+                " folder with such files, or a folder written by Dataset.save_to_disk of the library datasets."
             )
         stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         return read, self._folder([stats, self.separator, self.field])
@@ -212,7 +212,7 @@ def _padded(values: Tensor, missing: int, value: int) -> Tensor:
 def _size(document: Any) -> int:
     """Return the number of characters in a document; 0 for null."""
     if not isinstance(document, str | None):
-        raise ValueError(f"A document is {document!r}, expected text. Set data.field to the field that has it.")
+        raise ValueError(f"A document is {document!r}, expected text. Set data.field to the name of the text field.")
     return len(document or "")
 
 
@@ -243,7 +243,7 @@ def json_lines(file: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"{file.resolve()}, line {number} is no JSON: {error}.") from error
+                raise ValueError(f"{file.resolve()}, line {number} is not valid JSON: {error}.") from error
             missing = [field for field in fields if not isinstance(row, dict) or field not in row]
             if missing:
                 has = ", ".join(map(repr, row)) if isinstance(row, dict) else f"a {type(row).__name__}"
@@ -257,8 +257,8 @@ def _of_dataset(folder: Path, field: str) -> Iterator[str]:
         from datasets import DatasetDict, load_from_disk
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{folder} is a data set of the library datasets, which is not installed: pip install datasets. Without it,"
-            " write the text as .jsonl (Dataset.to_json).",
+            f"{folder} is a data set of the library datasets, which is not installed: pip install datasets. Or convert"
+            " it to a .jsonl file on another machine (Dataset.to_json).",
             name=error.name,
         ) from error
     found = load_from_disk(str(folder))

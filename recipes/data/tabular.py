@@ -87,8 +87,10 @@ class Tabular(SplitDataModule):
             )
         is_regression = targets.dtype.kind == "f"
         if is_regression != (self.num_classes is None):
-            wanted = "null: its targets are numbers" if is_regression else f"{len(np.unique(targets))}: it has classes"
-            raise ValueError(f"num_classes is {self.num_classes}, but {self.name} wants {wanted}.")
+            expected = (
+                "null: its targets are numbers" if is_regression else f"{len(np.unique(targets))}: it has classes"
+            )
+            raise ValueError(f"num_classes is {self.num_classes}, but {self.name} needs {expected}.")
         if is_regression:
             return np.digitize(targets, np.quantile(targets, np.linspace(0, 1, BINS + 1)[1:-1]))
         check_num_classes(self.num_classes or 0, len(np.unique(targets)), self.name)

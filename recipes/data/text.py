@@ -42,8 +42,8 @@ class TextData(SplitDataModule):
             raise ValueError(f"context is {context}, expected at least 1 token in a sequence.")
         if not 0.0 < held_out < 0.5:
             raise ValueError(
-                f"held_out is {held_out}, expected a share of the text above 0 and below 0.5: it is taken twice, for"
-                " the validation and for the test."
+                f"held_out is {held_out}, expected a share of the text above 0 and below 0.5: validation and"
+                " test each use this share."
             )
         self.context = context
         self.split_seed = split_seed
@@ -123,8 +123,7 @@ def read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{file.resolve()} is not a text in UTF-8 ({error}). Save it as one, or convert it:"
-            " iconv -f LATIN1 -t UTF-8."
+            f"{file.resolve()} is not encoded in UTF-8 ({error}). Convert it, for example: iconv -f LATIN1 -t UTF-8."
         ) from error
 
 
@@ -177,8 +176,8 @@ def split_documents(sizes: Sequence[int], held_out: float, seed: int) -> dict[st
     splits["train"] = order
     if not all(splits.values()):
         raise ValueError(
-            f"{len(sizes)} documents do not make a training, a validation and a test set with held_out={held_out}."
-            " Give it more or shorter documents (data.separator), or set data.held_out to a larger share."
+            f"{len(sizes)} documents cannot be split into sets for training, validation and test with"
+            f" held_out={held_out}. Use more or shorter documents (data.separator), or increase data.held_out."
         )
     return splits
 

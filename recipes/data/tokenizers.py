@@ -61,14 +61,14 @@ class FileTokenizer:
         file = place / "tokenizer.json" if place.is_dir() else place
         if not file.is_file():
             raise FileNotFoundError(
-                f"tokenizer is {path}, where there is no {file.name} ({file.resolve()}). Expected a folder with a"
-                " tokenizer.json, as tokenizer.save_pretrained(FOLDER) of transformers writes it, or null for bytes."
+                f"tokenizer is {path}, but the file {file.resolve()} does not exist. Expected a folder with a"
+                " tokenizer.json, written by tokenizer.save_pretrained(FOLDER) of transformers, or null for bytes."
             )
         try:
             from tokenizers import Tokenizer as Library
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                f"{file} is read by tokenizers, which is not installed: pip install tokenizers."
+                f"{file} requires the package tokenizers, which is not installed: pip install tokenizers."
                 " Without it, tokenizer=null reads text as bytes.",
                 name=error.name,
             ) from error
@@ -76,7 +76,7 @@ class FileTokenizer:
         try:
             self._library = Library.from_file(str(file))
         except Exception as error:  # the library's own kind
-            raise ValueError(f"{file.resolve()} is no tokenizer's file: {error}") from error
+            raise ValueError(f"{file.resolve()} is not a tokenizer file: {error}") from error
         self.vocabulary: int = self._library.get_vocab_size(with_added_tokens=True)
         self.end = self._find_end()
 
@@ -97,7 +97,7 @@ class FileTokenizer:
                 return int(number)
         raise ValueError(
             f"{self.file.resolve()} has none of the tokens {', '.join(_USUAL_ENDS)}, and no tokenizer_config.json"
-            ' beside it names another one. Write one with {"eos_token": TOKEN}: documents are kept apart by it.'
+            ' next to it names another one. Write one with {"eos_token": TOKEN}, the token that separates documents.'
         )
 
 
@@ -112,7 +112,7 @@ def check_vocabulary(given: int, tokenizer: Tokenizer) -> None:
         raise ValueError(
             f"vocabulary is {given}, but the tokenizer has {tokenizer.vocabulary} tokens. Set"
             f" data.vocabulary={tokenizer.vocabulary}, or the next multiple of 64,"
-            f" {-(-tokenizer.vocabulary // 64) * 64}, which GPUs multiply faster."
+            f" {-(-tokenizer.vocabulary // 64) * 64}, for faster matrix products on GPUs."
         )
 
 

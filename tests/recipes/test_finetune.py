@@ -139,30 +139,30 @@ def test_written_files(folder, tmp_path, capsys):
 
 def test_language_model_without_prompts_raises(folder, tmp_path):
     batch = torch.ones(2, 4, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"there are none\. Set data\.prompts"):
+    with pytest.raises(ValueError, match=r"there are no prompts\. Set data\.prompts"):
         make_trainer(tmp_path).predict(tuner(folder), DataLoader(TensorDataset(batch, batch, batch), batch_size=2))
 
 
 def test_folders_that_are_refused(folder, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"folder is nowhere: there is no such folder.*Set model\.folder"):
+    with pytest.raises(FileNotFoundError, match=r"folder is nowhere.* does not exist.*Set model\.folder"):
         check_folder("nowhere")
-    with pytest.raises(FileNotFoundError, match=r"holds no model: it has no config\.json\. Expected"):
+    with pytest.raises(FileNotFoundError, match=r"has no model: it has no config\.json\. Expected"):
         check_folder(str(tmp_path))
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match="It has LoRA adapters alone: name the model that they belong to"):
+    with pytest.raises(FileNotFoundError, match="It has only LoRA adapters"):
         check_folder(str(tmp_path))
     config = tmp_path / "config.json"
     config.write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is no JSON"):
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         check_folder(str(tmp_path))
     config.write_text("{}")
-    with pytest.raises(FileNotFoundError, match=r"holds no weights: it has no \.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"has no weights: it has no \.safetensors"):
         check_folder(str(tmp_path))
     (tmp_path / "pytorch_model.bin").write_text("")
-    with pytest.raises(ValueError, match=r"are pickles \(pytorch_model\.bin\), which can run code and are not read"):
+    with pytest.raises(ValueError, match=r"are pickles \(pytorch_model\.bin\), which can run code.* not read"):
         check_folder(str(tmp_path))
     config.write_text(json.dumps({"auto_map": {"AutoModel": "modeling.Mine"}}))
-    with pytest.raises(ValueError, match=r"comes with code of its own .*modeling\.Mine.*is not run"):
+    with pytest.raises(ValueError, match=r"contains custom code .*modeling\.Mine.*is not run"):
         check_folder(str(tmp_path))
 
 

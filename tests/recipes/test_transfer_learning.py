@@ -111,7 +111,7 @@ def test_initial_weights_are_not_read_with_a_checkpoint(weights: Path, tmp_path:
     gone = str(tmp_path / "gone.pth")
     module = transfer_classifier("resnet18", ADAM, num_classes=2, weights=gone, checkpoint=str(weights))
     assert (module.net.net.bn1.running_mean == 0).all()
-    with pytest.raises(FileNotFoundError, match="there is no such file"):  # "last" may turn out to be none
+    with pytest.raises(FileNotFoundError, match="does not exist"):  # "last" may turn out to be none
         transfer_classifier("resnet18", ADAM, num_classes=2, weights=gone, checkpoint="last")
 
 
@@ -132,12 +132,12 @@ def test_error_without_a_network_names_the_download_and_its_place(tmp_path: Path
 
 
 def test_name_that_is_neither_file_nor_weights_is_refused():
-    with pytest.raises(FileNotFoundError, match=r"no such file .* one of IMAGENET1K_V1, DEFAULT, or to null"):
+    with pytest.raises(FileNotFoundError, match=r"does not exist.* one of IMAGENET1K_V1, DEFAULT, or to null"):
         load_weights("resnet18", "IMAGENET1K_V3")
 
 
 def test_weights_of_another_network_are_refused(weights: Path):
-    with pytest.raises(ValueError, match=r"do not fit: .* Are they of another model.architecture"):
+    with pytest.raises(ValueError, match=r"do not fit: .* model.architecture"):
         TransferNet("resnet50", 5, weights=str(weights))
 
 
@@ -159,9 +159,7 @@ def test_file_with_other_contents_is_refused(weights: Path, tmp_path: Path, cont
         torch.save({"fc.weight": Runs(tmp_path / "ran")}, weights)
     else:
         torch.save({"state_dict": {}}, weights)
-    with pytest.raises(
-        ValueError, match=r"resnet18.pth (cannot be read as weights|holds no weights by name)"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"resnet18.pth (cannot be read as weights|is not a mapping)") as caught:
         load_weights("resnet18", str(weights))
     assert not (tmp_path / "ran").exists()
     assert "weights_only" not in str(caught.value)  # without advice to allow the code

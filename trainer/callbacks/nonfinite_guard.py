@@ -156,7 +156,7 @@ class NonFiniteGuard(RunCallback):
             raise NonFiniteError(
                 f"{self._in_a_row} optimizer steps in a row, up to step {step} of epoch {trainer.current_epoch}, were"
                 " skipped because gradients were not finite. The weights are those of the last good step."
-                " NonFiniteGuard('stop') says where they come from; NonFiniteGuard(max_in_a_row=None) goes on.",
+                " NonFiniteGuard('stop') names their origin; NonFiniteGuard(max_in_a_row=None) continues the run.",
                 step=step,
             )
         if not self._has_warned:

@@ -170,7 +170,7 @@ def test_file_cannot_run_code(tmp_path: Path):
     cifar10(tmp_path)
     batch = tmp_path / "cifar-10-batches-py" / "data_batch_2"
     batch.write_bytes(pickle.dumps({"data": Runs(tmp_path / "ran"), "labels": []}))
-    with pytest.raises(ValueError, match=r"data_batch_2 is not a file of CIFAR-10's python version .*it asks for"):
+    with pytest.raises(ValueError, match=r"data_batch_2 is not a file of CIFAR-10's python version .*it requests"):
         CIFAR10(tmp_path, check_md5=False).setup("fit")
     assert not (tmp_path / "ran").exists()
     batch.write_bytes(b"<html>")

@@ -176,7 +176,7 @@ def test_class_that_one_split_lacks_is_named(root: Path):
     shutil.rmtree(root / "val" / "green")
     (root / "val" / "pink").mkdir()
     shutil.copy(root / "val" / "red" / "0.png", root / "val" / "pink")
-    with pytest.raises(ValueError, match=r"missing \['green'\], not known \['pink'\]"):
+    with pytest.raises(ValueError, match=r"missing \['green'\], unknown \['pink'\]"):
         folder(root).setup("fit")
 
 

@@ -101,12 +101,12 @@ def test_lines_and_folders():
     with pytest.raises(ValueError, match=r"a\.jsonl, line 1 has 'body', expected an object with 'text'"):
         ready("texts")
     Path("texts/a.jsonl").write_text("{nothing")
-    with pytest.raises(ValueError, match=r"line 1 is no JSON"):
+    with pytest.raises(ValueError, match=r"line 1 is not valid JSON"):
         ready("texts")
     Path("texts/a.jsonl").write_text('{"text": 3}')
     with pytest.raises(ValueError, match=r"A document is 3, expected text\. Set data\.field"):
         ready("texts")
-    with pytest.raises(FileNotFoundError, match=r"path is nowhere.*there is no text.*Expected"):
+    with pytest.raises(FileNotFoundError, match=r"path is nowhere.*has no text.*Expected"):
         ready("nowhere")
 
 
@@ -151,7 +151,7 @@ def test_tokenizer_of_a_model():
     (folder / "tokenizer_config.json").unlink()
     assert FileTokenizer(str(folder / "tokenizer.json")).end == 0  # </s> is one of the usual ones
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"tokenizer\.json is no tokenizer's file"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer file"):
         load_tokenizer(str(folder))
 
 

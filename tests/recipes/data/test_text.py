@@ -59,7 +59,7 @@ def test_documents_are_split_whole_and_by_size():
     assert split_documents(documents, 0.2, seed=0) == splits
     assert split_documents(documents, 0.2, seed=1) != splits
     assert random.getstate() == state
-    with pytest.raises(ValueError, match=r"2 documents do not make .* with held_out=0.1"):
+    with pytest.raises(ValueError, match=r"2 documents cannot be split .* held_out=0.1"):
         split_documents([1, 1], 0.1, seed=0)
 
 
@@ -86,7 +86,7 @@ def test_custom_file(tmp_path):
 
 def test_invalid_text_and_lengths_are_refused(tmp_path):
     (tmp_path / "latin.txt").write_bytes("Öl".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin.txt is not a text in UTF-8 .* iconv"):
+    with pytest.raises(ValueError, match=r"latin.txt is not encoded in UTF-8 .* iconv"):
         ByteText(str(tmp_path / "latin.txt")).setup("fit")
     with pytest.raises(ValueError, match="context is 0, expected at least 1 token"):
         ByteText(context=0)
