@@ -3,13 +3,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import itertools
 import logging
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +63,54 @@ def is_whole(item: pytest.Item) -> bool:
     return folder.startswith(WHOLE) or not PROCESSES.isdisjoint(getattr(item, "fixturenames", ()))
 
 
+def covering(rows: dict[Any, tuple[Any, ...]], strength: int, kept: Iterable[Any] = ()) -> set[Any]:
+    """Return rows such that each combination of values that occurs in ``strength`` columns occurs in one of them.
+
+    Args:
+        rows: the values of each row, by its key.
+        strength: 1 for each value, 2 for each pair of values.
+        kept: keys of rows to return in any case.
+    """
+    parts = {key: set(itertools.combinations(enumerate(row), strength)) or {row} for key, row in rows.items()}
+    chosen = set(kept)
+    left = set[Any]().union(*parts.values()).difference(*(parts[key] for key in chosen))
+    while left:
+        best = max(parts, key=lambda key: len(parts[key] & left))  # the first of several
+        chosen.add(best)
+        left -= parts[best]
+    return chosen
+
+
+def values_of(item: pytest.Function) -> tuple[Any, ...]:
+    """Return the identities of the values that a test has from each of its ``parametrize`` decorators and fixtures."""
+    params = dict(item.callspec.params)
+    rows = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+        rows.append(tuple(id(params.pop(name)) for name in names))
+    return (*rows, *map(id, params.values()))
+
+
+def sort_combinations(items: list[pytest.Item]) -> None:
+    """Leave combinations of the values of several ``parametrize`` decorators to later tiers.
+
+    ``scripts/test`` runs each value once, ``scripts/test --all`` each pair of values, and ``--nightly`` the others.
+    """
+    tests = defaultdict[str, dict[pytest.Item, tuple[Any, ...]]](dict)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("nightly"):
+            tests[item.nodeid.partition("[")[0]][item] = values_of(item)
+    for rows in tests.values():
+        quick = {item: row for item, row in rows.items() if not item.get_closest_marker("whole")}
+        chosen = {item for item in rows if item.get_closest_marker("representative")}
+        chosen |= covering(quick, 1, chosen & quick.keys())
+        for item in quick.keys() - chosen:
+            item.add_marker(pytest.mark.whole)
+        for item in rows.keys() - covering(rows, 2, chosen):
+            item.add_marker(pytest.mark.nightly)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests into tiers, and skip those that need a GPU if there is none.
@@ -71,6 +121,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_whole(item):
             item.add_marker(pytest.mark.whole)
+    sort_combinations(items)
     if torch.cuda.is_available():
         return
     for item in items:

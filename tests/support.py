@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from packaging.version import Version
@@ -69,30 +67,6 @@ def tiered(values: Iterable[Any], *, quick: Sequence[Any]) -> list[Any]:
     """Return parameters: ``scripts/test`` runs those in ``quick``, and ``scripts/test --all`` the others, too."""
     marks = {True: pytest.mark.representative, False: pytest.mark.whole}
     return [pytest.param(value, marks=marks[value in quick]) for value in values]
-
-
-def pairwise(**values: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrize a test by all combinations; those that add no new pair of values are marked ``nightly``.
-
-    Args:
-        **values: The values of each argument, or ``pytest.param`` with their marks.
-    """
-    given = [list(choices) for choices in values.values()]
-    indices = list(itertools.product(*(range(len(choices)) for choices in given)))
-    pairs = {index: set(itertools.combinations(enumerate(index), 2)) for index in indices}
-    left: set[Any] = set().union(*pairs.values())
-    kept = set[tuple[int, ...]]()
-    while left:
-        best = max(pairs, key=lambda row: len(pairs[row] & left))  # the first of several
-        kept.add(best)
-        left -= pairs[best]
-    rows = []
-    for index in indices:
-        chosen = [choices[place] for choices, place in zip(given, index, strict=True)]
-        params = [one if isinstance(one, ParameterSet) else pytest.param(one) for one in chosen]
-        marks = [mark for one in params for mark in one.marks] + [pytest.mark.nightly] * (index not in kept)
-        rows.append(pytest.param(*(one.values[0] for one in params), marks=marks))
-    return pytest.mark.parametrize(",".join(values), rows)
 
 
 imports_inductor = warned_by((2, 10), (2, 11), message="`torch.jit.script_method` is deprecated")

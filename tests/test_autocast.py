@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.support import Regression, imports_inductor, loader_of, make_batches, make_trainer, pairwise
+from tests.support import Regression, imports_inductor, loader_of, make_batches, make_trainer
 from trainer.precision import MixedPrecision
 from trainer.precision.cast_cache import loses_gradients
 from trainer.precision.cpu_fp16 import fast_fp16_kernels
@@ -294,11 +294,9 @@ def gradients_before_and_after(net: nn.Module, batch: Any, run: Any, off: Any) -
 NO_GRADIENTS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 
-@pairwise(
-    precision=PRECISIONS,
-    pattern=[self_distillation, refinement, weight_used_directly, gradients_before_and_after],
-    off=NO_GRADIENTS,
-)
+@pytest.mark.parametrize("off", NO_GRADIENTS)
+@pytest.mark.parametrize("pattern", [self_distillation, refinement, weight_used_directly, gradients_before_and_after])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_forward_without_gradients_before_one_with_them(tmp_path, precision, pattern, off):
     """torch #65766, #112583, #120483: torch 2.10 loses gradients here."""
     mine, theirs = make(mlp)
@@ -510,7 +508,9 @@ def a_part_in_place(module: Any, backend: Any) -> Any:
 WAYS = [whole, in_place, a_part, a_part_in_place]
 
 
-@pairwise(precision=PRECISIONS, way=WAYS, backend=["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_compiled_modules(tmp_path, graphs, precision, way, backend):
     if way is a_part_in_place and Version(torch.__version__) < Version("2.13"):
         pytest.skip("torch 2.10 does not compile a LightningModule's parts in place")

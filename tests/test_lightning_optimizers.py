@@ -20,7 +20,6 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 from tests.parity import Classifier, Learner, data, lightning, ours, run_both
-from tests.support import pairwise
 from tests.test_lightning_parity import Stream
 from trainer import Trainer
 
@@ -506,11 +505,9 @@ class ExchangingByHand(Exchanging):
         both_in_turn(self, [self.optimizers()], batch)
 
 
-@pairwise(
-    exchange=[by_the_trainer, by_the_strategy, made_anew, schedules_alone],
-    kind=[Exchanging, ExchangingInAStepOfItsOwn, ExchangingByHand],
-    hook=["on_train_start", "on_train_batch_start", "on_validation_end"],
-)
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_start", "on_validation_end"])
+@pytest.mark.parametrize("kind", [Exchanging, ExchangingInAStepOfItsOwn, ExchangingByHand])
+@pytest.mark.parametrize("exchange", [by_the_trainer, by_the_strategy, made_anew, schedules_alone])
 def test_optimizers_that_are_exchanged_in_the_middle_of_a_run(exchange: Any, kind: Any, hook: str) -> None:
     class Exchange(Callback):
         called = 0

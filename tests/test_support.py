@@ -2,28 +2,31 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, is_whole
-from tests.support import pairwise, seeds, tiered
+from tests.conftest import ROOT, covering, is_whole, values_of
+from tests.support import seeds, tiered
 
 
-def kept(parameters: Any) -> list[Any]:
-    return [one.values for one in parameters if not one.marks]
-
-
-def test_pairwise_keeps_every_pair_of_values_and_marks_the_rest_nightly() -> None:
-    values = {"a": (1, 2, 3), "b": ("x", "y"), "c": (True, False)}
-    names, parameters = pairwise(**values).args
-    assert names == "a,b,c"
-    assert [one.values for one in parameters] == list(itertools.product(*values.values()))
-    assert {mark.name for one in parameters for mark in one.marks} == {"nightly"}
-    assert len(kept(parameters)) == 6
+def test_covering_keeps_every_value_and_every_pair_of_values() -> None:
+    columns = (1, 2, 3), ("x", "y"), (True, False)
+    rows = {row: row for row in itertools.product(*columns)}
+    values = covering(rows, 1, kept=[(2, "y", True)])
+    pairs = covering(rows, 2, kept=values)
+    assert (len(values), len(pairs)) == (3, 6)
+    assert (2, "y", True) in values <= pairs
+    for column, given in enumerate(columns):
+        assert {row[column] for row in values} == set(given)
     for first, second in itertools.combinations(range(3), 2):
-        found = {(row[first], row[second]) for row in kept(parameters)}
-        assert found == set(itertools.product(list(values.values())[first], list(values.values())[second]))
+        found = {(row[first], row[second]) for row in pairs}
+        assert found == set(itertools.product(columns[first], columns[second]))
+
+
+@pytest.mark.parametrize(("a", "b"), [(1, 2), (3, 4)])
+@pytest.mark.parametrize("c", [5])
+def test_values_of_one_decorator_are_combined_as_one(a: int, b: int, c: int, request: pytest.FixtureRequest) -> None:
+    assert set(values_of(request.node)) == {(id(a), id(b)), (id(c),)}
 
 
 def test_seeds_are_sorted_into_tiers() -> None:

@@ -15,7 +15,6 @@ from lightning.pytorch import Callback, LightningModule
 
 import trainer.callbacks
 from tests.parity import Classifier, data, ours
-from tests.support import pairwise
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "ActivationCheckpointing": {"modules": ["net.0"]},
@@ -69,7 +68,9 @@ class Overflows(Classifier):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pairwise(name=[None, *CALLBACKS], precision=["32-true", "16-mixed"], breaks=[False, True])
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("name", [None, *CALLBACKS])
 def test_copies(name: str | None, precision: str, breaks: bool, tmp_path: Path) -> None:
     """None stands for the default callbacks of a Trainer."""
     copies = Copies()

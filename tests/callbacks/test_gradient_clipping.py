@@ -17,7 +17,6 @@ from tests.support import (
     make_net,
     make_trainer,
     native_fp16,
-    pairwise,
     train_by_hand,
 )
 from trainer.callbacks import GradientClipping
@@ -30,7 +29,9 @@ def norm_of_gradients(module):
     return nn.utils.get_total_norm([p.grad for p in module.net.parameters()]).item()
 
 
-@pairwise(precision=["32-true", "16-mixed"], optimizer=["sgd", "sgd-fused", "adam-fused"], first=[True, False])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused", "adam-fused"])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_hooks_before_clipping_receive_unscaled_unclipped_gradients(tmp_path, precision, optimizer, first):
     """At any position among the callbacks, and with any scale."""
 

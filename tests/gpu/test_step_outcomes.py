@@ -17,7 +17,6 @@ from tests.support import (
     make_batches,
     make_net,
     make_trainer,
-    pairwise,
     train_by_hand,
 )
 from trainer.precision import MixedPrecision
@@ -102,7 +101,10 @@ def fit(
     return trainer
 
 
-@pairwise(device=DEVICES, optimizer=["momentum-fused", "adamw-fused", "adamw"], window=[1, 2], asks=[False, True])
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("optimizer", ["momentum-fused", "adamw-fused", "adamw"])
+@pytest.mark.parametrize("device", DEVICES)
 def test_equals_the_hand_written_loop(tmp_path, device, optimizer, window, asks):
     batches = make_batches(9, gains={3: INF, 4: INF, 8: INF})  # the epoch's last, alone in its window, too
     recorder, rates, rates_by_hand = Recorder(asks), [], []

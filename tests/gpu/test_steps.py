@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from tests.simulated_cuda.device import DEVICE, Seen
-from tests.support import AUTOCAST_DTYPES, loader_of, make_trainer, pairwise
+from tests.support import AUTOCAST_DTYPES, loader_of, make_trainer
 from trainer.callbacks import LayerNorms, NonFiniteGuard, RunRecorder, ScaleMonitor, Throughput
 from trainer.precision import MixedPrecision
 from trainer.precision.scaler import kept
@@ -151,7 +151,10 @@ def added(ours: Seen, theirs: Seen) -> Counter[str]:
     return Counter(ours.kernels) - Counter(theirs.kernels)
 
 
-@pairwise(precision=PRECISIONS, optimizer=OPTIMIZERS, clips=[False, True], window=[1, 2])
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_step_waits_for_nothing_and_computes_nothing_more(cuda, tmp_path, precision, optimizer, clips, window):
     hand = by_hand(precision, optimizer, clips, window)
     clipping = {"gradient_clip_val": LIMIT} if clips else {}
