@@ -164,7 +164,8 @@ def _docstring(
     parts = []
     described = dict(meanings or {})
     assert each.docstring is not None
-    for section in each.docstring.parse("google", warnings=False):
+    prose = {"returns_multiple_items": False, "returns_named_value": False}  # a return value is one paragraph
+    for section in each.docstring.parse("google", warnings=False, **prose):
         if section.kind is griffe.DocstringSectionKind.parameters:
             described |= {item.name: item.description for item in section.value}
         elif section.kind is griffe.DocstringSectionKind.text:

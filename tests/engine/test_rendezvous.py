@@ -39,7 +39,7 @@ def test_each_start_has_its_own_store() -> None:
 
 def test_entries_of_a_dead_process_are_ignored() -> None:
     served = HashStore()
-    served.set("amp_trainer/asks/1", "died before it was answered")
+    served.set("amp_trainer/request/1", "died before it was answered")
     stores = together(lambda: meet(served, 0, 2, LONG), lambda: meet(served, 1, 2, LONG))
     stores[0].set("a", "b")
     assert stores[1].get("a") == b"b"

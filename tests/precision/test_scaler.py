@@ -93,7 +93,7 @@ def test_disabled_is_transparent():
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
-    assert scaler.knows_outcome
+    assert scaler.outcome_is_on_host
     assert scaler.resolve_outcome() == ((), 1.0, 1.0, False)
     scaler.forget_steps()
     assert torch.equal(p, torch.zeros(2))
@@ -110,6 +110,15 @@ def test_it_is_a_grad_scaler():
     assert scaler.state_dict() == torch.amp.GradScaler("cpu").state_dict() | {"min_scale": 1.0, "max_scale": INF}
     other = torch.amp.GradScaler("cpu")
     other.load_state_dict(scaler.state_dict())  # and torch's reads ours
+
+
+def test_former_name_of_the_reduction_is_deprecated():
+    scaler = LossScaler("cpu")
+    with pytest.warns(FutureWarning, match=r"use LossScaler\.all_reduce_flag"):
+        scaler.agree = torch.Tensor.zero_
+    assert scaler.all_reduce_flag is torch.Tensor.zero_
+    with pytest.warns(FutureWarning, match=r"use LossScaler\.all_reduce_flag"):
+        assert scaler.agree is torch.Tensor.zero_
 
 
 def test_copies_and_pickles():
@@ -306,10 +315,10 @@ def test_update_does_not_read_the_outcome_of_a_fused_optimizer(monkeypatch):
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-        assert not scaler.knows_outcome
+        assert not scaler.outcome_is_on_host
     assert scaler._scale.item() == 4.0  # the device is ahead of the host
     assert scaler.resolve_outcome() == ((optimizer,), 8.0, 4.0, True)
-    assert scaler.knows_outcome
+    assert scaler.outcome_is_on_host
 
 
 def test_plain_optimizer_is_settled_at_once():
@@ -318,7 +327,7 @@ def test_plain_optimizer_is_settled_at_once():
     backward(scaler, p, INF)
     scaler.step(optimizer)
     scaler.update()
-    assert scaler.knows_outcome
+    assert scaler.outcome_is_on_host
     assert scaler.resolve_outcome() == ((optimizer,), 8.0, 4.0, True)
 
 
@@ -329,7 +338,7 @@ def test_reading_the_scale_keeps_the_outcome():
     scaler.step(optimizer)
     scaler.update()
     assert scaler.current_scale == scaler.current_scale == 4.0
-    assert scaler.knows_outcome
+    assert scaler.outcome_is_on_host
     assert scaler.resolve_outcome() == ((optimizer,), 8.0, 4.0, True)
     assert scaler.resolve_outcome() == ((), 4.0, 4.0, False)
 

@@ -50,3 +50,8 @@ def test_each_name_is_linked_to_its_own_heading(pages: dict[str, str]):
     for page, _, anchor in (target.partition(".md#") for target in targets):
         assert anchor in anchors(pages[page])
     assert "[`Block`](recipes.md#block-1)" in pages["index"]
+
+
+def test_return_value_of_several_lines_is_one_paragraph(pages: dict[str, str]):
+    assert "contain no such checkpoint; then nothing changes.\n" in pages["trainer"]
+    assert not any(text[0].islower() for page in pages.values() for text in page.split("\nReturns: ")[1:])

@@ -679,16 +679,16 @@ class _StrategyGradients(Gradients):
     def __init__(self, scaler: LossScaler, strategy: Strategy) -> None:
         super().__init__(scaler)
         self._strategy = strategy
-        self._agree: Callable[[Tensor], None] | None = None
+        self._all_reduce_flag: Callable[[Tensor], None] | None = None
 
     def reduce_skips(self, differ: bool) -> None:
         """Set whether gradients differ between the processes, so that skipped steps must be synchronized."""
-        self._agree = _set_if_any_process_has if differ else None
-        self.scaler.agree = self._agree
+        self._all_reduce_flag = _all_reduce_max if differ else None
+        self.scaler.all_reduce_flag = self._all_reduce_flag
 
     def use_scaler(self, scaler: LossScaler) -> LossScaler:
-        """Use another scaler from now on. Return the previous one."""
-        scaler.agree = self._agree
+        """Replace the scaler. Return the previous one."""
+        scaler.all_reduce_flag = self._all_reduce_flag
         return super().use_scaler(scaler)
 
     def forward_without_loss(self, has_run: bool) -> None:
@@ -696,7 +696,7 @@ class _StrategyGradients(Gradients):
         if not has_run:
             _forward_nothing(self._strategy.model)
 
-    def backward_without_loss(self, exchanges: bool) -> None:
+    def backward_without_loss(self, syncs_gradients: bool) -> None:
         """Run a backward pass of zeros if DDP averages gradients.
 
         DDP expects a backward pass that belongs to its last forward. Without a loss, the last forward was another one,
@@ -704,7 +704,7 @@ class _StrategyGradients(Gradients):
         unused in such a forward.
         """
         model = self._strategy.model
-        if not exchanges or not isinstance(model, DistributedDataParallel):
+        if not syncs_gradients or not isinstance(model, DistributedDataParallel):
             return
         loss = self.scale(zero_loss(model.parameters()))
         prepare_for_backward(model, loss)
@@ -721,7 +721,7 @@ def _forward_nothing(model: Any) -> None:
         model._post_forward(None)  # type: ignore[no-untyped-call]
 
 
-def _set_if_any_process_has(flag: Tensor) -> None:
+def _all_reduce_max(flag: Tensor) -> None:
     torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
 
 

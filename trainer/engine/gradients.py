@@ -4,8 +4,8 @@ In a training step, in this order::
 
     clear(optimizer)                   at the first batch of an accumulation window, for each optimizer
     backward(scale(loss))              each batch; or, if this process has no loss,
-    forward_without_loss(has_run)      before the processes exchange which of them have a loss, and
-    backward_without_loss(exchanges)   instead of the backward pass
+    forward_without_loss(has_run)      before the processes all-reduce whether each of them has a loss, and
+    backward_without_loss(...)         instead of the backward pass
     keep(optimizer)                    only if a compiled backward pass (CUDA graphs) would overwrite them
     multiply_(optimizers, factor)      at a window's end, if the mean needs other weights than those of the losses
     unscale_(optimizer)                for each optimizer: gradients are unscaled from here on
@@ -16,11 +16,11 @@ In a training step, in this order::
 
 ``Gradients`` is for engines with whole gradients in each process: a single device, and DDP. An engine with sharded
 gradients has a subclass. It overrides ``local`` and the methods that need the other parts (``norm``, ``clip_``,
-``backward_without_loss``), and gives the scaler (:meth:`Gradients.use_scaler`) a function for processes to agree that a
-gradient is not finite. Processes exchange flags, never values, because a maximum may drop a NaN (gloo's does).
+``backward_without_loss``), and gives the scaler (:meth:`Gradients.use_scaler`) a function that all-reduces the flag of
+a gradient that is not finite. Only flags are reduced, never values, because a maximum may drop a NaN (gloo's does).
 
-The loss scaler is torch's ``GradScaler`` interface: its methods take an optimizer and read its parameters' gradients.
-Our scaler finds them with ``LossScaler.gradients_of``, which also works without an engine.
+The loss scaler has the interface of torch's ``GradScaler``: its methods take an optimizer and read the gradients of its
+parameters. Our scaler finds them with ``LossScaler.gradients_of``, which also works without an engine.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Gradients:
         self.scaler = scaler
 
     def use_scaler(self, scaler: LossScaler) -> LossScaler:
-        """Replace the scaler. Returns the previous one."""
+        """Replace the scaler. Return the previous one."""
         before, self.scaler = self.scaler, scaler
         return before
 
@@ -100,11 +100,11 @@ class Gradients:
             has_run: whether ``training_step`` was called and returned None. If False, there was no batch.
         """
 
-    def backward_without_loss(self, exchanges: bool) -> None:
+    def backward_without_loss(self, syncs_gradients: bool) -> None:
         """Take part in the backward pass of the other processes, instead of a batch with a loss. Adds zeros.
 
         Args:
-            exchanges: whether this backward pass synchronizes gradients, as the last of a window does.
+            syncs_gradients: whether this backward pass synchronizes gradients, as the last of a window does.
         """
 
     def keep(self, optimizer: Optimizer) -> None:
@@ -149,7 +149,7 @@ class Gradients:
         return first is None or getattr(first, _USED_AT, None) == first._version  # noqa: SLF001
 
     def _first(self, optimizer: Optimizer) -> Tensor | None:
-        """Return the first gradient, or None without gradients. It stands for all of them, so that marking is cheap."""
+        """Return the first gradient, or None without gradients. Only this one is marked, so that marking is cheap."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -219,7 +219,7 @@ class Gradients:
                 self.multiply_(accumulating, change)
         else:
             scaler.update()
-        return scaler.resolve_outcome() if scaler.knows_outcome else None
+        return scaler.resolve_outcome() if scaler.outcome_is_on_host else None
 
     def resolve_outcome(self) -> UpdateOutcome:
         """Return the outcome that :meth:`update` did not return. May synchronize with the device."""
@@ -260,11 +260,11 @@ class Gradients:
         return dict(module.named_parameters())
 
     def idle_loss(self) -> Tensor | None:
-        """Run a forward pass together with the other processes, instead of a batch that this process does not have.
+        """Run the collectives of the other processes' forward pass in a replay, if this process has no batch.
 
         Returns:
-            A loss without a value, with backward passes that match those of the other processes. None if they do not
-            wait for this process.
+            A loss of 0 with the backward pass of the other processes, or None if a replay needs no collectives because
+            this process has whole parameters.
         """
         return None
 
@@ -278,8 +278,8 @@ class Gradients:
             optimizers: the optimizers with such gradients.
         """
         self.scale_again()
-        waiting = {id(parameter) for optimizer in optimizers for parameter, _ in self.local(optimizer)}
-        return {name: p.grad.detach() for name, p in parameters if p.grad is not None and id(p) in waiting}
+        unused = {id(parameter) for optimizer in optimizers for parameter, _ in self.local(optimizer)}
+        return {name: p.grad.detach() for name, p in parameters if p.grad is not None and id(p) in unused}
 
     def load_state_dict(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
         """Restore the gradients that :meth:`state_dict` returned. They are scaled if losses are scaled.

@@ -54,25 +54,25 @@ def meet(served: Store, rank: int, world_size: int, timeout: timedelta) -> Store
     store: Any = PrefixStore(_ALL, served)
     name = uuid.uuid4().hex
     if rank:
-        store.set(f"asks/{rank}", name)
+        store.set(f"request/{rank}", name)
         try:
             answer = store.get(f"answer/{name}").decode()
         except DistStoreError as error:
             raise ClusterError(f"{_waited(timeout)} rank 0 did not come. {_ADVICE}") from error
-        store.set(f"{answer}/knows/{rank}", "")
-        store.add(f"{answer}/known", 1)
+        store.set(f"{answer}/joined/{rank}", "")
+        store.add(f"{answer}/number", 1)
         return PrefixStore(f"{_ALL}/{answer}", served)
     others, answered, end = range(1, world_size), set[bytes](), time.monotonic() + timeout.total_seconds()
-    asks = [f"asks/{other}" for other in others]
-    while store.add(f"{name}/known", 0) < len(asks):  # one request to the store for any number of processes
-        asked = set[bytes]()
+    keys = [f"request/{other}" for other in others]
+    while store.add(f"{name}/number", 0) < len(keys):  # one request to the store for any number of processes
+        requests = set[bytes]()
         with suppress(DistStoreError):  # some processes have not arrived within the store's timeout
-            asked = set(store.multi_get(asks)) - answered
-        if asked:  # by these processes, or by those of an earlier start, which do not read the answer
-            store.multi_set([f"answer/{asker.decode()}" for asker in asked], [name] * len(asked))
-            answered |= asked
+            requests = set(store.multi_get(keys)) - answered
+        if requests:  # of these processes, or of those of an earlier start, which do not read the answer
+            store.multi_set([f"answer/{request.decode()}" for request in requests], [name] * len(requests))
+            answered |= requests
         if time.monotonic() > end:
-            missing = ", ".join(str(other) for other in others if not store.check([f"{name}/knows/{other}"]))
+            missing = ", ".join(str(other) for other in others if not store.check([f"{name}/joined/{other}"]))
             raise ClusterError(f"{_waited(timeout)} of {world_size}, rank {missing} did not come. {_ADVICE}")
         time.sleep(_POLL_INTERVAL)
     return PrefixStore(f"{_ALL}/{name}", served)

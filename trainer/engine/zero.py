@@ -463,19 +463,19 @@ class ZeroGradients(Gradients):
         self._zero = zero
         self._processes = processes
         self._drop_window = drop_window
-        self._waits = False  # whether gradients exist that no step has used
+        self._has_unused = False  # whether gradients exist that no step has used
         self._norm: Tensor | None = None
         self._outcome: UpdateOutcome | None = None
 
     def clear(self, optimizer: Optimizer) -> None:
         """Drop the gradients of an interrupted window. DeepSpeed's step drops those that it used."""
-        if self._waits:
+        if self._has_unused:
             self._zero().engine.optimizer.zero_grad()
-            self._waits = False
+            self._has_unused = False
 
     def backward(self, loss: Tensor) -> None:
         """Run DeepSpeed's backward pass, which scales the loss and averages gradients over the processes."""
-        self._waits = True
+        self._has_unused = True
         self._zero().engine.backward(loss, scale_wrt_gas=False)
 
     def forward_without_loss(self, has_run: bool) -> None:
@@ -532,13 +532,13 @@ class ZeroGradients(Gradients):
             )
         scale = self.scaler.current_scale
         zero.step()
-        self._waits = False
+        self._has_unused = False
         skipped = (optimizer,) if zero.overflowed else ()
         self._outcome = UpdateOutcome(skipped, scale, self.scaler.current_scale)
-        asked, self._norm = self._norm, None
+        pending, self._norm = self._norm, None
         norm = zero.engine.get_global_grad_norm()
-        if asked is not None and norm is not None:
-            asked.fill_(float(norm))
+        if pending is not None and norm is not None:
+            pending.fill_(float(norm))
 
     def update(self, accumulating: Sequence[Optimizer] = ()) -> UpdateOutcome:
         """Return the outcome of the last step, once. DeepSpeed has already adjusted the scale."""

@@ -145,7 +145,7 @@ class ClosureOptimization:
             loop.path.add_gradients(loss)
             this.share = loss.detach()
         else:
-            loop.gradients.backward_without_loss(exchanges=loop.window.is_last)
+            loop.gradients.backward_without_loss(syncs_gradients=loop.window.is_last)
         if loop.window.is_last:
             loop.window.close(loop.optimizers, loop.engine)
         this.outputs = outputs_of(loss, output)

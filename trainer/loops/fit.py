@@ -277,7 +277,7 @@ class FitLoop:
             if loss is not None:
                 path.add_gradients(loss)
             else:
-                self.gradients.backward_without_loss(exchanges=window.is_last)
+                self.gradients.backward_without_loss(syncs_gradients=window.is_last)
         if window.is_last and window.close(self.optimizers, self.engine):
             path.update_weights()
         elif window.is_last and (batch is not None or self.engine.data_parallel_size > 1):
@@ -558,6 +558,6 @@ class FitLoop:
         """Synchronize the gradients of an open window, and update the weights. All processes must call it together."""
         with self.engine.gradient_sync(True):
             self.share_of(NOTHING)
-            self.gradients.backward_without_loss(exchanges=True)
+            self.gradients.backward_without_loss(syncs_gradients=True)
         if self.window.close(self.optimizers, self.engine):
             self.path.update_weights()

@@ -46,9 +46,9 @@ class StepGuard(LossScaler):
             state["stage"] = OptState.READY
         if state["stage"] is OptState.READY:
             found = self._look_at(optimizer)
-            if self.agree is not None:
+            if self.all_reduce_flag is not None:
                 for flag in found.values():
-                    self.agree(flag)
+                    self.all_reduce_flag(flag)
             state["found_inf_per_device"], state["stage"] = found, OptState.UNSCALED
             if found:
                 self._checks.append(Check(optimizer, list(found.values())))

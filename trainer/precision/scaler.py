@@ -1,12 +1,12 @@
 """The loss scaler: torch's ``GradScaler`` with four additions for a Trainer.
 
-1. The outcome is known: after ``update``, :meth:`LossScaler.resolve_outcome` returns which optimizers skipped. torch's
-   ``step`` returns None in both cases. With a fused optimizer the outcome is computed on the device; ``update`` starts
+1. After ``update``, :meth:`LossScaler.resolve_outcome` returns the optimizers that skipped their step. torch's ``step``
+   returns None in both cases. With a fused optimizer the outcome is computed on the device; ``update`` starts
    to copy it to the host without waiting, and ``resolve_outcome`` may be called much later.
 2. Optimizers that have no gradients (frozen, idle in this batch) are ignored; torch raises.
 3. An optimizer may step several times before one ``update`` (an n-critic GAN); torch raises. The overflows of all steps
    count in this update.
-4. The scale has a lower and an upper limit, and its current value is known on the host without a synchronization.
+4. The scale has a lower and an upper limit, and its current value is on the host without a synchronization.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.amp.grad_scaler import OptState
 from torch.autograd.function import BackwardCFunction
 from torch.optim import SGD, Optimizer
 
-from trainer.errors import PrecisionError, expect, is_count
+from trainer.errors import PrecisionError, expect, is_count, warn
 from trainer.precision.dtypes import real_view
 from trainer.precision.readback import Readback
 
@@ -75,8 +75,9 @@ class LossScaler(torch.amp.GradScaler):
         before_unscale: functions called with an optimizer when its gradients are complete and still scaled.
         gradients_of: returns an optimizer's gradients; with a sharded engine, their parts in this process.
         losses: the scaled losses since the last ``update``, detached.
-        agree: called with a tensor that is above 0 if one of these gradients is not finite. It must make the tensor
-            positive if a part on another process is not finite. Default: None, every process has whole gradients.
+        all_reduce_flag: called with a tensor that is above 0 if a gradient of this process is not finite. It must
+            replace the tensor in place by its maximum over all processes. Default: None, gradients are the same on all
+            processes.
 
     Raises:
         PrecisionError: if a factor is out of range, or the scaler is enabled for CUDA on a machine without it (torch
@@ -115,7 +116,7 @@ class LossScaler(torch.amp.GradScaler):
         self.readback = Readback(device)
         self.before_unscale: list[Callable[[Optimizer], None]] = []
         self.gradients_of: Callable[[Optimizer], list[Tensor]] = gradients_of
-        self.agree: Callable[[Tensor], None] | None = None
+        self.all_reduce_flag: Callable[[Tensor], None] | None = None
         self._host_scale = float(init_scale) if enabled else 1.0
         self._host_tracker = 0
         self._checks: list[Check] = []
@@ -123,7 +124,7 @@ class LossScaler(torch.amp.GradScaler):
         self.losses: list[Tensor] = []
         self._unresolved_losses: list[Tensor] = []
         self._outcome: UpdateOutcome | None = None
-        self._wants_scaler: dict[type, bool] = {}
+        self._accepts_scaler: dict[type, bool] = {}
         self._inverse = (0.0, torch.zeros(()))
         self._with_momentum: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
@@ -258,8 +259,8 @@ class LossScaler(torch.amp.GradScaler):
         """Revert the state of :meth:`unscale_` for optimizers that have not stepped since.
 
         Returns:
-            Each such optimizer, with the 0-dim tensor to multiply its gradients by: the scale; inf if one of them was
-            not finite, so that the next :meth:`unscale_` detects it again, even after clipping.
+            Each such optimizer with the 0-dim tensor to multiply its gradients by. It is the scale, or inf if one of
+            them was not finite, so that the next :meth:`unscale_` detects it again, even after clipping.
         """
         unused = [check for check in self._checks if not check.stepped]
         for check in unused:
@@ -271,14 +272,25 @@ class LossScaler(torch.amp.GradScaler):
         ]
 
     def _send(self, checks: list[Check]) -> None:
-        """Start to copy the outcomes that the host does not know yet."""
+        """Start to copy the outcomes that are not on the host yet."""
         unread = [number for check in checks if check.overflowed is None for number in check.found_inf]
         if unread:
             self.readback.start(unread)
 
     @property
-    def knows_outcome(self) -> bool:
-        """Whether :meth:`resolve_outcome` would not wait for the device."""
+    def agree(self) -> Callable[[Tensor], None] | None:
+        """Deprecated name of ``all_reduce_flag``."""
+        warn("LossScaler.agree is deprecated: use LossScaler.all_reduce_flag.", FutureWarning)
+        return self.all_reduce_flag
+
+    @agree.setter
+    def agree(self, function: Callable[[Tensor], None] | None) -> None:
+        warn("LossScaler.agree is deprecated: use LossScaler.all_reduce_flag.", FutureWarning)
+        self.all_reduce_flag = function
+
+    @property
+    def outcome_is_on_host(self) -> bool:
+        """Whether :meth:`resolve_outcome` returns without a host-device synchronization."""
         return self.readback.arrives_at_once or all(check.overflowed is not None for check in self._unresolved)
 
     def resolve_outcome(self) -> UpdateOutcome:
@@ -327,7 +339,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         self._resolve()
-        unset = {"before_unscale": [], "gradients_of": gradients_of, "agree": None, "losses": []}
+        unset = {"before_unscale": [], "gradients_of": gradients_of, "all_reduce_flag": None, "losses": []}
         state = {**super().__getstate__(), **unset}
         del state["_with_momentum"]  # depends on the existing optimizers
         return state
@@ -396,9 +408,9 @@ class LossScaler(torch.amp.GradScaler):
             found = {found_inf.device: found_inf}
         else:
             found = super()._unscale_grads_(holder, inv_scale, found_inf, allow_fp16)
-        if self.agree is not None:
+        if self.all_reduce_flag is not None:
             for flag in found.values():
-                self.agree(flag)
+                self.all_reduce_flag(flag)
         return found
 
     def _step_fused(
@@ -407,9 +419,9 @@ class LossScaler(torch.amp.GradScaler):
         """Step an optimizer with a kernel that reads ``found_inf`` itself, on the device."""
         fused: Any = optimizer
         kind = type(optimizer)
-        if kind not in self._wants_scaler:  # torch's deprecated protocol; torch inspects the signature at each step
-            self._wants_scaler[kind] = "grad_scaler" in inspect.signature(optimizer.step).parameters
-        if self._wants_scaler[kind]:
+        if kind not in self._accepts_scaler:  # torch's deprecated protocol; torch inspects the signature at each step
+            self._accepts_scaler[kind] = "grad_scaler" in inspect.signature(optimizer.step).parameters
+        if self._accepts_scaler[kind]:
             return fused.step(*args, **kwargs, grad_scaler=self)  # type: ignore[no-any-return]
         starting = self._momentum_starting(optimizer) if isinstance(optimizer, SGD) else []
         fused.grad_scale = None  # the gradients are unscaled

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from trainer.engine.gradients import Gradients, clamp_
 from trainer.engine.parts import local
-from trainer.engine.sharding.state_dicts import load_waiting_gradients, waiting_gradients
+from trainer.engine.sharding.state_dicts import load_unreduced_gradients, unreduced_gradients
 from trainer.engine.sharding.wrap import ShardedModule
 from trainer.module_tree import parameters_of
 from trainer.precision.dtypes import real_view
@@ -33,7 +33,7 @@ class ShardedGradients(Gradients):
     whether any of them is not finite, and one computes their norm; multiplying, stepping and updating need none.
 
     Args:
-        scaler: the loss scaler. It is set to read this process's parts, and to agree with the other processes.
+        scaler: the loss scaler. It is set to read this process's parts, and to all-reduce the flags of overflows.
         sharded: returns the sharded module.
         device: device for collectives. The parts may be on the CPU instead.
     """
@@ -48,9 +48,9 @@ class ShardedGradients(Gradients):
         self.use_scaler(scaler)
 
     def use_scaler(self, scaler: LossScaler) -> LossScaler:
-        """Replace the scaler, and set it to read this process's parts and to agree with the other processes."""
+        """Replace the scaler, and set it to read this process's parts and to all-reduce the flags of overflows."""
         scaler.gradients_of = self._parts
-        scaler.agree = self._any_process
+        scaler.all_reduce_flag = self._all_reduce_max
         return super().use_scaler(scaler)
 
     # --- batches of an accumulation window ----------------------------------------------------------------------
@@ -75,7 +75,7 @@ class ShardedGradients(Gradients):
         self.scaler.expect_scaled(self._device)
         self._idle_loss = self._sharded().idle.forward()
 
-    def backward_without_loss(self, exchanges: bool) -> None:
+    def backward_without_loss(self, syncs_gradients: bool) -> None:
         """Run the collectives of the other processes' backward pass."""
         loss, self._idle_loss = self._idle_loss, None
         assert loss is not None
@@ -174,7 +174,7 @@ class ShardedGradients(Gradients):
         parameters, optimizers = list(parameters), list(optimizers)
         found = {name: local(gradient) for name, gradient in super().state_dict(parameters, optimizers).items()}
         held = {id(one) for optimizer in optimizers for one in parameters_of(optimizer)}
-        whole = {id(one): gradient for one, gradient in waiting_gradients(self._sharded().root).items()}
+        whole = {id(one): gradient for one, gradient in unreduced_gradients(self._sharded().root).items()}
         return found | {_WHOLE + name: whole[id(p)] for name, p in parameters if id(p) in held & whole.keys()}
 
     def load_state_dict(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
@@ -184,15 +184,15 @@ class ShardedGradients(Gradients):
         super().load_state_dict(parameters, parts)
         whole: dict[Any, Tensor] = {p: state[_WHOLE + name] for name, p in parameters if _WHOLE + name in state}
         some = torch.tensor(float(bool(whole)), device=self._device)
-        self._any_process(some)  # a process may have none, because its batches had no loss, but takes part
+        self._all_reduce_max(some)  # a process may have none, because its batches had no loss, but takes part
         if some:
-            load_waiting_gradients(self._sharded().root, whole)
+            load_unreduced_gradients(self._sharded().root, whole)
             self.scaler.expect_scaled(self._device)
 
     def _parts(self, optimizer: Optimizer) -> list[Tensor]:
         return [local(gradient) for gradient in gradients_of(optimizer)]
 
-    def _any_process(self, flag: Tensor) -> None:
+    def _all_reduce_max(self, flag: Tensor) -> None:
         if flag.device.type == self._device.type:
             distributed.all_reduce(flag, distributed.ReduceOp.MAX)
         else:  # for gradients that are kept on the CPU

@@ -98,7 +98,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     optimizer.load_state_dict({**state, "state": states})
 
 
-def waiting_gradients(root: nn.Module) -> dict[nn.Parameter, Tensor]:
+def unreduced_gradients(root: nn.Module) -> dict[nn.Parameter, Tensor]:
     """Return this process's whole gradients that have not been reduced yet, by their sharded parameters.
 
     They exist inside a window if gradients are reduced only at its end.
@@ -113,8 +113,8 @@ def waiting_gradients(root: nn.Module) -> dict[nn.Parameter, Tensor]:
     return found
 
 
-def load_waiting_gradients(root: nn.Module, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-    """Restore the result of :func:`waiting_gradients`. All processes must call it, even with no gradients."""
+def load_unreduced_gradients(root: nn.Module, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+    """Restore the result of :func:`unreduced_gradients`. All processes must call it, even with no gradients."""
     state: Any = root
     state._get_fsdp_state()._lazy_init()
     for module in root.modules():
