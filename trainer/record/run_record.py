@@ -304,6 +304,16 @@ class RunRecord:
         ]
         return Reached(value, (at[0] if is_best else at[-1]) if at else None, is_best)
 
+    def value_of(self, name: str) -> float | None:
+        """Return the value of a metric for a table: that of the objective as `reached`, otherwise the last one.
+
+        Args:
+            name: the metric.
+        """
+        is_objective = self.objective is not None and self.objective[0] == name
+        value = self.objective_value if is_objective else None
+        return self.metrics.get(name) if value is None else value
+
     @property
     def objective_value(self) -> float | None:
         """The value of the objective that the run has `reached`; None if it has no objective, or it is not finite."""

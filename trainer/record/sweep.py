@@ -48,6 +48,13 @@ class Sweep:
         objectives = [run.objective[0] for run in self.runs if run.objective]
         return worth_showing({name for run in self.runs for name in run.latest}, objectives)[:_METRICS]
 
+    def titled(self, name: str) -> str:
+        """Return the title of the column of a metric: ``best NAME`` if its values are those of best checkpoints."""
+        best = any(
+            run.objective and run.objective[0] == name and run.reached(run.objective).is_best for run in self.runs
+        )
+        return f"best {name}" if best else name
+
     @property
     def common(self) -> list[str]:
         """The overrides that all runs have."""

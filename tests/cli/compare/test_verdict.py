@@ -221,6 +221,12 @@ def test_which_metric(logged, settings, monitor, name, higher):
     assert (metric and metric.name, metric and metric.higher_is_better) == (name, higher)
 
 
+def test_objective_is_compared_at_the_best_checkpoint():
+    best = {"monitor": {"metric": "val_acc", "mode": "max"}}
+    first, other = run(best_score=0.95, **best), run("bf16-mixed", best_score=0.94, **best)
+    assert assess(other, first, ACC, Thresholds()).text.startswith("val_acc within 1.0 points of 32-true")
+
+
 def test_missing_metric_is_reported_and_replaced():
     metric, remark = choose_metric([run()], Thresholds(metric="val_ac"))
     assert metric == ACC

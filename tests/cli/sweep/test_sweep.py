@@ -152,6 +152,24 @@ def test_best_job_is_reported_and_has_a_value(tmp_path, capsys):
     assert said in capsys.readouterr().out
 
 
+def test_table_and_means_have_the_objective_at_the_best_checkpoint(tmp_path):
+    jobs = [
+        reached(
+            number, 2.0 - number, metric="val/loss", metrics={"val/acc": 0.5}, best_score=0.2 + 0.2 * number,
+            monitor={"metric": "val/loss", "mode": "min"}, overrides=["+recipe=a", f"seed={number}"],
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    write(tmp_path, {f"{job['job']}/run.json": json.dumps(job) for job in jobs})
+    report(tmp_path)
+    header, _, *rows = (tmp_path / "summary.md").read_text().splitlines()
+    assert "| best val/loss | val/acc |" in header
+    assert "| 0.2 | 0.5 |" in rows[0]
+    assert "| 0.4 | 0.5 |" in rows[1]
+    assert any(line.startswith("Mean of 2 jobs: best val/loss 0.3 ± 0.14, val/acc 0.5") for line in rows)
+    assert any(line.startswith("Best: job 0, with val/loss 0.2 at its best checkpoint") for line in rows)
+
+
 def test_means_over_seeds_and_folds(tmp_path, capsys):
     def job(number, value, *own, **more):
         return reached(number, value, overrides=["command=fit", "+recipe=a", *own], **more)

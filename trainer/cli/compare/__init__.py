@@ -20,7 +20,7 @@ from trainer.cli.compare.verdict import Thresholds, Verdict, assess, choose_metr
 from trainer.cli.help import versions
 from trainer.cli.schema import read_settings
 from trainer.record.run_record import MEASURING, RunRecord
-from trainer.record.sweep import load_sweep
+from trainer.record.sweep import Sweep, load_sweep
 from trainer.terminal import Table, command_line, format_mebibytes, four_digits, is_quiet, markdown_table, print_line
 
 _FEW_BATCHES = 20
@@ -191,7 +191,7 @@ class Comparison:
                     "status": run.status,
                     "error": run.error or None,
                     "final_loss": run.final_loss,
-                    "metric": run.metrics.get(self.metric.name) if self.metric else None,
+                    "metric": run.value_of(self.metric.name) if self.metric else None,
                     "train_seconds": run.throughput.get("train_seconds"),
                     "samples_per_second": run.samples_per_second,
                     "peak_memory": run.facts.get("peak_memory") or None,
@@ -217,7 +217,7 @@ class Comparison:
         return found
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
-        metric = self.metric.name if self.metric else None
+        metric = Sweep(self.runs).titled(self.metric.name) if self.metric else None
         columns = [(key, name or metric, form) for key, name, form in _FIGURES if name or metric]
         rows = []
         for run in self.as_dict()["runs"]:

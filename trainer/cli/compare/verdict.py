@@ -77,7 +77,7 @@ class Verdict:
 def choose_metric(runs: Sequence[RunRecord], thresholds: Thresholds) -> tuple[Metric | None, str | None]:
     """Return the metric to compare, and a remark if no run has logged ``compare.metric``.
 
-    The first of: ``compare.metric``; the metric that checkpoints monitor; an accuracy; another validation score; a
+    The first of: ``compare.metric``; the objective of the runs; an accuracy; another validation score; a
     validation loss.
     """
     logged = list(dict.fromkeys(name for run in runs for name in run.metrics))
@@ -91,7 +91,7 @@ def choose_metric(runs: Sequence[RunRecord], thresholds: Thresholds) -> tuple[Me
             f"{did_you_mean(thresholds.metric, logged)} Logged metrics: {', '.join(logged) or 'nothing'}."
         )
     for run in runs:
-        name, mode = run.monitor or (None, None)
+        name, mode = run.objective or (None, None)
         if name in logged:
             return Metric(str(name), (thresholds.mode or mode) == "max"), remark
     validation = [name for name in names if name.startswith("val")]
@@ -151,7 +151,7 @@ def _assess_quality(
     run: RunRecord, first: RunRecord, metric: Metric, tolerance: float | None
 ) -> tuple[str, str | None]:
     """Return a clause about the metric and, if it is worse by more than ``tolerance``, advice."""
-    value, reference = run.metrics.get(metric.name), first.metrics.get(metric.name)
+    value, reference = run.value_of(metric.name), first.value_of(metric.name)
     if value is None or reference is None:
         return f"no {metric.name} to compare", f"{metric.name} was not logged by both runs."
     difference, unit = metric.difference(value, reference)

@@ -80,7 +80,10 @@ def _rows(sweep: Sweep, folder: Path) -> tuple[list[str], list[list[str]]]:
             "status": run.status,
             "epochs": _number(run.epochs),
             "time": "-" if run.seconds is None else f"{run.seconds:.1f} s",
-            **{name: f"{run.metrics[name]:.4g}" if name in run.metrics else "-" for name in sweep.metrics},
+            **{
+                sweep.titled(name): "-" if (value := run.value_of(name)) is None else f"{value:.4g}"
+                for name in sweep.metrics
+            },
             "skipped": _number(run.skipped_steps),
             "scale": _number(run.scale),
             "memory": format_mebibytes(run.peak_memory),
@@ -100,7 +103,11 @@ def _means(sweep: Sweep) -> str:
             groups.setdefault(others, []).append(run)
     lines = []
     for others, members in groups.items():
-        values = {name: [run.metrics.get(name, math.nan) for run in members] for name in Sweep(members).metrics}
+        repeated = Sweep(members)
+        values = {
+            repeated.titled(name): [math.nan if (value := run.value_of(name)) is None else value for run in members]
+            for name in repeated.metrics
+        }
         means = [
             f"{name} {fmean(n):.4g} ± {stdev(n):.2g}" for name, n in values.items() if math.isfinite(sum(n)) and n[1:]
         ]
