@@ -262,6 +262,14 @@ class EmptyMask16(EmptyMask32):
     precision = "16-mixed"
 
 
+class EmptyMaskOfHalf(EmptyMask16):
+    """The mean over a mask without samples, of inputs in float16."""
+
+    @classmethod
+    def change(cls, batches):
+        return [[x.half(), *rest] for x, *rest in super().change(batches)]
+
+
 class EmptyMaskLast(EmptyMask32):
     """A boolean mask selects nothing, and the mean of nothing is NaN."""
 
@@ -610,6 +618,19 @@ class MaskOfBillions(SoftmaxOfNothing, Forward):
     def training_step(self, batch, batch_idx):
         x, y, keep = batch
         return F.mse_loss(self.head(self.attention(x, keep).mean(dim=1)), y)
+
+
+class CastInCode(Forward):
+    """The code casts to float16, and sums many numbers."""
+
+    lr = 1e-4
+
+    def build(self):
+        self.net, self.head = nn.Linear(WIDTH, 2048), nn.Linear(2048, CLASSES)
+
+    def forward(self, x):
+        summed = (self.net(x).abs() * 60).half().cumsum(dim=1)
+        return self.head(summed / 65536)
 
 
 class RawPixels(Forward):

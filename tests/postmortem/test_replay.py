@@ -15,8 +15,8 @@ from tests.postmortem.layers import Amplifier, sequential
 from tests.support import Regression, loader_of, make_batches, make_trainer, native_fp16
 from trainer.callbacks import OverflowReport
 from trainer.postmortem.examine import examine
-from trainer.postmortem.recording import Recorder
-from trainer.postmortem.replay import rewind, run, undisturbed
+from trainer.postmortem.recording import RecordedBatch, Recorder
+from trainer.postmortem.replay import FLOAT32, rewind, run, undisturbed
 
 
 class Everything(LightningModule):
@@ -348,6 +348,28 @@ def test_batch_without_a_loss_is_not_a_failure(tmp_path):
     recorded_fit(tmp_path, module, look)
     assert not findings[0].fails
     assert math.isnan(findings[0].loss)
+
+
+def test_float32_replaces_16_bits_of_the_batch_and_of_the_code(tmp_path):
+    class Casts(Regression):
+        def training_step(self, batch, batch_idx):
+            x, y, _ = batch
+            mean = x.to(torch.float16).half().mean() + torch.zeros((), dtype=torch.float16)
+            dtypes.append({x.dtype, mean.dtype, torch.empty(1, dtype=torch.bfloat16).dtype})
+            return F.mse_loss(self.net(x.to(mean.dtype) if x.dtype == torch.float32 else x), y)
+
+    class Replays(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            recorded = trainer.loop.metrics.batch
+            batch = RecordedBatch(recorded, 0, 0, trainer.loop.window, {})
+            finding = examine(trainer, [batch], 1.0, FLOAT32)
+            assert (finding.error, finding.fails) == ("", False)
+
+    dtypes: list[set[torch.dtype]] = []
+    batches = [[x.half(), y, gain] for x, y, gain in make_batches(1)]
+    make_trainer(tmp_path, precision=native_fp16(), callbacks=[Replays()]).fit(Casts(), loader_of(batches))
+    assert dtypes[0] == {torch.float16, torch.bfloat16}
+    assert dtypes[1] == {torch.float32}
 
 
 def test_inside_inference_mode(tmp_path):

@@ -21,7 +21,7 @@ from trainer.postmortem import remedies, rewrite
 from trainer.postmortem.examine import Finding, examine
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.remedies import LOW, Weights
-from trainer.postmortem.replay import FLOAT32, Variant
+from trainer.postmortem.replay import FLOAT32, Variant, has_half_weights
 from trainer.postmortem.report import Diagnosis
 
 if TYPE_CHECKING:
@@ -121,8 +121,7 @@ def _explain(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
 
 def _in_float32(trainer: Trainer, case: Case, finding: Finding) -> Finding | None:
     """Return the finding of a replay in float32, or None if the batch does not run in float32."""
-    half = (torch.float16, torch.bfloat16)
-    if trainer.engine.gradients.are_parts or any(p.dtype in half for p in trainer.lightning_module.parameters()):
+    if trainer.engine.gradients.are_parts or has_half_weights(trainer.lightning_module):
         return None  # if one rank raises in a sharded forward pass, the others wait for it
     if _dtype_of(trainer) is None:
         return finding
@@ -194,7 +193,7 @@ def _model(trainer: Trainer, case: Case, finding: Finding, *, is_float32: bool) 
     tried = "" if change is None else "the batch is finite with it"
     remedy = f"guard the operation against this input: {rewrite.HINTS.get(birth.name, 'clamp its input')}"
     if change is not None:
-        remedy = f"in {rewrite.place_of(change.file, change.line)} write: {change.new}"
+        remedy = str(change)
     line = f", {where}: {birth.source}" if birth.file else ""
     return _diagnosis(
         case, finding, "model",
@@ -237,7 +236,12 @@ def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Di
         )
     if _fits_with_cuda_ops(trainer, case):
         cause += f" CUDA's autocast would not overflow: {remedies.precision(trainer, autocast_ops='cuda')}."
+    change = (
+        None if cure is not None else next((one for one in rewrite.widen(birth) if _cures(trainer, case, one)), None)
+    )
     remedy, tried = remedies.other_precision("bf16-mixed") if cure is None else _of(trainer, cure.variant), ""
+    if change is not None:
+        remedy, tried = str(change), "the batch is finite with it"
     if cure is not None:
         fits = "" if cure.variant.dtype is not None else f", scales up to {cure.finding.largest_scale:g} fit"
         tried = f"finite forward and backward{fits}"

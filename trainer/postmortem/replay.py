@@ -15,6 +15,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from trainer.data.samples import batch_size, samples_of
 from trainer.engine.protocol import Engine, ModuleCalls
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 T = TypeVar("T")
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class Variant(NamedTuple):
@@ -41,12 +43,15 @@ class Variant(NamedTuple):
         modules: patterns of the modules that run in float32.
         cuda: whether autocast uses CUDA's lists of operations on a CPU.
         without: indices of the samples to leave out. If no sample remains, all are replaced by zeros.
+        is_wide: whether 16-bit tensors of the batch, and casts in the code to 16 bits, become float32. Not if the
+            weights have 16 bits.
     """
 
     dtype: torch.dtype | None = None
     modules: tuple[str, ...] = ()
     cuda: bool = False
     without: tuple[int, ...] = ()
+    is_wide: bool = False
 
     def applied(self, trainer: Trainer) -> ExitStack:
         """Return the context of the forward pass."""
@@ -60,18 +65,43 @@ class Variant(NamedTuple):
         else:
             enabled = self.dtype is not torch.float32
             stack.enter_context(torch.autocast(device, self.dtype if enabled else torch.bfloat16, enabled))
+        if self._widens(trainer):
+            stack.enter_context(_Widen())
         return stack
 
-    def samples(self, batch: Any) -> Any:
+    def _widens(self, trainer: Trainer) -> bool:
+        return self.is_wide and not has_half_weights(trainer.lightning_module)
+
+    def changed(self, batch: Any, trainer: Trainer) -> Any:
         """Return the batch without the samples to leave out."""
+        if self._widens(trainer):
+            batch = apply_to_collection(batch, Tensor, lambda one: one.float() if one.dtype in _HALF else one)
         if not self.without:
             return batch
         rest = [index for index in range(batch_size(batch)) if index not in self.without]
         return samples_of(batch, rest) if rest else apply_to_collection(batch, Tensor, torch.zeros_like)
 
 
+class _Widen(TorchFunctionMode):
+    """Returns float32 if the code asks for 16 bits: in a cast, or for a new tensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.half, Tensor.bfloat16):
+            return args[0].float()
+        return func(*map(_wide, args), **{name: _wide(value) for name, value in (kwargs or {}).items()})
+
+
+def _wide(value: Any) -> Any:
+    return torch.float32 if isinstance(value, torch.dtype) and value in _HALF else value
+
+
+def has_half_weights(module: nn.Module) -> bool:
+    """Return whether the module has parameters of 16 bits, so that it cannot run in float32."""
+    return any(parameter.dtype in _HALF for parameter in module.parameters())
+
+
 AS_IT_IS = Variant()
-FLOAT32 = Variant(dtype=torch.float32)
+FLOAT32 = Variant(dtype=torch.float32, is_wide=True)
 
 
 @contextmanager
@@ -177,7 +207,7 @@ def run(
 
     vars(module).update(manual_backward=manual_backward, clip_gradients=_nothing)
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    batch = variant.samples(recorded.batch)
+    batch = variant.changed(recorded.batch, trainer)
     with variant.applied(trainer):
         output = engine.replay_step("training_step")(batch, *([recorded.batch_idx] if takes_index else []))
     if not module.automatic_optimization:

@@ -35,6 +35,7 @@ _CLAMPS: dict[str, dict[str, float]] = {
     "log": _LOW, "log2": _LOW, "log10": _LOW, "sqrt": _LOW, "rsqrt": _LOW, "pow": _LOW, "exp": _HIGH,
     "softmax": _FILL, "log_softmax": _FILL, "acos": _ONE, "asin": _ONE, "atanh": _ONE,
 }  # fmt: skip
+_HALF = ("half", "float16", "bfloat16")
 
 
 class Change(NamedTuple):
@@ -50,6 +51,13 @@ class Change(NamedTuple):
     line: int
     old: str
     new: str
+
+    def __str__(self) -> str:
+        """Return the instruction; in a notebook, with the line of the cell."""
+        path = Path(self.file)
+        is_cell = self.file.startswith("<") or path.parent.name.startswith("ipykernel_")
+        place = f"line {self.line} of the cell" if is_cell else f"{path.name}:{self.line}"
+        return f"in {place} write: {self.new}"
 
     @contextmanager
     def applied(self, owners: Iterable[type]) -> Iterator[bool]:
@@ -89,33 +97,49 @@ class Change(NamedTuple):
                 function.__code__ = own
 
 
-def place_of(file: str, line: int) -> str:
-    """Return the name of the file and the line; in a notebook, the line of the cell."""
-    path = Path(file)
-    if file.startswith("<") or path.parent.name.startswith("ipykernel_"):
-        return f"line {line} of the cell"
-    return f"{path.name}:{line}"
-
-
 def propose(birth: Birth) -> Iterator[Change]:
     """Yield statements that guard the operation, the most usual first; none if no rule covers it."""
-    lines = linecache.getlines(birth.file) if birth.file else []
+    for statement in _statements(birth.file):
+        if statement.lineno <= birth.line <= (statement.end_lineno or 0):
+            for is_second in (False, True):
+                yield from _changed(birth.file, statement, _Guard(birth.name, is_second))
+
+
+def widen(birth: Birth) -> Iterator[Change]:
+    """Yield statements without a cast to 16 bits: those nearest before the operation first, at most eight."""
+    casts = [change for one in _statements(birth.file) for change in _changed(birth.file, one, _Widen())]
+    yield from sorted(casts, key=lambda one: (one.line > birth.line, -one.line))[:8]
+
+
+def _statements(file: str) -> list[ast.stmt]:
+    """Return the statements of a file that contain no other statement."""
     try:
-        tree = ast.parse("".join(lines))
+        tree = ast.parse("".join(linecache.getlines(file)) if file else "")
     except SyntaxError:
-        return
-    inside = [
-        one for one in ast.walk(tree)
-        if isinstance(one, ast.stmt) and not hasattr(one, "body") and one.lineno <= birth.line <= (one.end_lineno or 0)
-    ]  # fmt: skip
-    if not inside:
-        return
-    statement = inside[-1]
-    old = ast.unparse(statement)
-    for is_second in (False, True):
-        new = ast.unparse(_Guard(birth.name, is_second).visit(copy.deepcopy(statement)))
-        if new != old:
-            yield Change(birth.file, statement.lineno, old, new)
+        return []
+    return [one for one in ast.walk(tree) if isinstance(one, ast.stmt) and not hasattr(one, "body")]
+
+
+def _changed(file: str, statement: ast.stmt, transformer: ast.NodeTransformer) -> Iterator[Change]:
+    old, new = ast.unparse(statement), ast.unparse(transformer.visit(copy.deepcopy(statement)))
+    if new != old:
+        yield Change(file, statement.lineno, old, new)
+
+
+class _Widen(ast.NodeTransformer):
+    """Replaces dtypes and casts of 16 bits by float32."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and not node.args:
+            node.func.attr = {"half": "float", "bfloat16": "float"}.get(node.func.attr, node.func.attr)
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Name) and node.value.id == "torch" and node.attr in _HALF:
+            node.attr = "float32"
+        return node
 
 
 class _Guard(ast.NodeTransformer):
