@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from tests.distributed.ranks import Ranks
 from tests.simulated_cuda import device
 from tests.simulated_cuda.child import Child
-from tests.warm_python import BELOW_LIGHTNING, WarmPython, save_empty_pictures, warm_python
+from tests.warm_python import BELOW_LIGHTNING, WarmPython, cache_configs, save_empty_pictures, warm_python
 from trainer.precision.readback import Readback
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def pytest_configure() -> None:
-    """Restore Ctrl-C if a shell started the tests in the background with ``&``, where it is ignored."""
+    """Cache configs, and restore Ctrl-C if a shell started the tests in the background with ``&``."""
+    cache_configs()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
