@@ -129,6 +129,7 @@ def test_errors_of_a_dataset_are_not_changed(trainer: Any) -> None:
     assert caught.value.__notes__ == ["It was raised while batch_idx 3 of epoch 0 (train_dataloader) was loaded."]
 
 
+@pytest.mark.whole
 def test_run_bounds_its_dataloaders_and_leaves_them_as_they_were(trainer: Any) -> None:
     data, seen = loader(lambda: None), []
 

@@ -149,6 +149,7 @@ def test_no_default_on_a_cpu(tmp_path):
     assert not any(isinstance(callback, AlignmentAdvisor) for callback in callbacks)
 
 
+@pytest.mark.whole
 @pytest.mark.gpu
 @pytest.mark.parametrize(("precision", "number"), [("16-mixed", 1), ("32-true", 0)])
 def test_default_on_a_gpu(tmp_path, caplog, precision, number):

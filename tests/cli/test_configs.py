@@ -11,7 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from tests.cli.conftest import write
-from tests.support import make_trainer, tiered
+from tests.support import make_trainer
 from trainer.arguments import ACCELERATORS, ARGUMENTS, STRATEGIES
 from trainer.cli import main
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, read
@@ -35,8 +35,9 @@ def shown(capsys, *argv: str):
     return yaml.safe_load(capsys.readouterr().out)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_option_composes(group):
+def test_every_option_composes_and_its_settings_are_arguments_of_its_target(group):
     composer = Composer(Arguments())
     plus = "+" if group in GROUPS_TO_ADD else ""
     found = [file.stem for file in sorted((packaged_conf() / group).glob("*.yaml"))]
@@ -44,31 +45,32 @@ def test_every_option_composes(group):
     for option in found:
         config = composer.compose([f"{plus}{group}={option}"])
         assert config.hydra.runtime.choices[group] == option
-        Allowlist().check({name: OmegaConf.to_container(config)[name] for name in config if name != "hydra"})
-
-
-@pytest.mark.whole
-def test_every_setting_that_ships_is_an_argument_of_its_target():
-    composer = Composer(Arguments())
-    for group in ("precision", "optimizer", "scheduler", "callbacks", "logger", "data"):
-        for option in composer.options(group):
-            node = OmegaConf.to_container(composer.compose([f"{group}={option}"])[group] or OmegaConf.create({}))
-            for settings in [node] if "_target_" in node else node.values():
-                if settings is not None:
-                    names = {name for name in settings if not name.startswith("_")}
-                    arguments = inspect.signature(Allowlist().locate(settings["_target_"])).parameters
-                    assert names <= set(arguments), (group, option)
+        settings = OmegaConf.to_container(config)
+        Allowlist().check({name: settings[name] for name in settings if name != "hydra"})
+        if group in ("precision", "optimizer", "scheduler", "callbacks", "logger", "data"):
+            node = settings[group] or {}
+            for part in filter(None, [node] if "_target_" in node else node.values()):
+                names = {name for name in part if not name.startswith("_")}
+                assert names <= set(inspect.signature(Allowlist().locate(part["_target_"])).parameters), option
 
 
 RECIPES = [file.stem for file in sorted((packaged_conf() / "recipe").glob("*.yaml"))]
 
 
-@pytest.mark.parametrize("recipe", tiered(RECIPES, quick=["resnet50"]))
-def test_every_recipe_composes_in_every_precision(recipe):
-    for precision in ("32", "16", "bf16", "64", "16-true", "bf16-true", "auto"):
-        needed = ["model.folder=x"] if recipe == "finetune" else ["data.root=x"] if recipe == "images" else []
-        config = validate(read(["fit", f"+recipe={recipe}", f"precision={precision}", *needed]))
-        assert config.model._target_.startswith("recipes.")
+PRECISIONS = ("32", "16", "bf16", "64", "16-true", "bf16-true", "auto")
+PAIRS = [
+    pytest.param(recipe, precision, marks=() if (row - column) % len(PRECISIONS) == 0 else pytest.mark.nightly)
+    for row, recipe in enumerate(RECIPES)
+    for column, precision in enumerate(PRECISIONS)
+]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("recipe", "precision"), PAIRS)
+def test_every_recipe_composes_in_every_precision(recipe, precision):
+    needed = ["model.folder=x"] if recipe == "finetune" else ["data.root=x"] if recipe == "images" else []
+    config = validate(read(["fit", f"+recipe={recipe}", f"precision={precision}", *needed]))
+    assert config.model._target_.startswith("recipes.")
 
 
 def test_run_starts_from_these_values(project, capsys):
@@ -136,6 +138,7 @@ def test_learning_rate_monitor_is_dropped_without_a_logger(project, capsys):
     assert config["callbacks"]["scale_monitor"] is not None
 
 
+@pytest.mark.whole
 def test_options_of_the_user_have_precedence(project, capsys):
     write(project, {"conf/optimizer/adam.yaml": "lr: 7\n", "conf/optimizer/mine.yaml": "lr: 8\n"})
     assert shown(capsys, "fit", "+recipe=line", "optimizer=adam")["optimizer"] == {"lr": 0.1}  # the recipe's lr

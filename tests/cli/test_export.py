@@ -229,6 +229,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch, project: Path, cap
     assert "export needs onnx, which is not installed: pip install onnx onnxscript onnxruntime" in err
 
 
+@pytest.mark.whole
 @needs_onnx
 def test_onnx(project: Path, capfd: Any) -> None:
     from onnx.reference import ReferenceEvaluator

@@ -54,6 +54,7 @@ def test_number_and_names_of_cases():
     assert len({name for name, _, _ in CASES}) == len(CASES) >= 100
 
 
+@pytest.mark.whole
 def test_without_torch(malformed_project):
     program = (
         "import sys\nfrom trainer.cli import main\n"

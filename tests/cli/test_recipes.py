@@ -38,6 +38,7 @@ def test_every_key_of_a_recipe_that_ships_has_a_meaning(recipe):
     assert without_meaning([f"+recipe={recipe}"]) == []
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_key_of_an_option_that_ships_has_a_meaning(group):
     for option in Composer(Arguments()).options(group):
@@ -149,6 +150,7 @@ def test_nothing_heavy_is_imported():
     assert done.stdout.endswith("\nFalse\n")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", ["nan", "001", "1e5", "true", "null", "Inf"])
 def test_recipe_may_have_the_name_of_a_value(project, capsys, name):
     write(project, {f"conf/recipe/{name}.yaml": "# @package _global_\n# Odd.\ndefaults: [line]\n"})

@@ -261,6 +261,7 @@ def test_run_and_later_commands(project, capsys):
     assert result("tested")["metrics"]["test_loss"] < loss
 
 
+@pytest.mark.whole
 def test_run_of_an_older_version_may_be_compiled(run):
     assert composed("test", f"ckpt={run}").callbacks == {}
     assert composed("fit", f"ckpt={run}", "tuning=fast").callbacks.fast_settings.tf32 is True
@@ -293,6 +294,7 @@ def test_checkpoint_not_selected_by_a_metric_is_the_last_one(project, monitor, e
     assert torch.load("run/checkpoints/last.ckpt", weights_only=True)["epoch"] == 2
 
 
+@pytest.mark.whole
 def test_an_evaluation_is_below_the_run_that_it_uses(project, monkeypatch, capsys):
     line, run = ["+recipe=line", "callbacks.learning_rate_monitor=null"], Path("a run")
     assert main(["fit", *line, f"hydra.run.dir={run}"]) == 0

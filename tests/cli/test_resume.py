@@ -38,6 +38,7 @@ def result(folder: Path) -> dict:
     return json.loads((folder / "run.json").read_text())
 
 
+@pytest.mark.whole
 def test_same_command_has_the_same_folder(capsys):
     folder = folder_of(*FIT, "optimizer.lr=0.1", "seed=3")
     assert Path(folder).parent == Path("outputs/line")
@@ -51,6 +52,7 @@ def test_same_command_has_the_same_folder(capsys):
     assert folder_of(*FIT, "hydra.run.dir=here") == "here"
 
 
+@pytest.mark.whole
 def test_other_devices_keep_the_folder():
     folder = folder_of(*FIT)
     for other in (

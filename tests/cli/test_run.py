@@ -205,6 +205,7 @@ def test_missing_method_of_the_module_is_a_usage_error(project, capsys, without,
     assert f"No `{without}()` method defined" in capsys.readouterr().err
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
 def test_last_checkpoint_has_to_exist(command, capsys):
     assert main([command, *LINE, "logger=none", "ckpt_path=last", "hydra.run.dir=run"]) == 2
@@ -428,6 +429,7 @@ def test_run_reports_a_closed_output_pipe(python):
     assert result(Path("run"))["status"] == "interrupted"
 
 
+@pytest.mark.whole
 def test_run_is_compiled(project, capsys):
     assert main(["fit", *LINE, "compile=default", "hydra.run.dir=one"]) != 0  # a single layer is not worth it
     assert "There is nothing to compile in Line: it has neither a forward nor" in capsys.readouterr().err

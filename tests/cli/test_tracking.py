@@ -114,6 +114,7 @@ def approximately(points: list[tuple[int, float]]) -> list[tuple[int, Any]]:
     return [(step, pytest.approx(value)) for step, value in points]
 
 
+@pytest.mark.whole
 def test_run_in_all_loggers_at_once(project: Path) -> None:
     before = {file.name for file in project.iterdir()}
     assert main([*FIT, *BOTH, "hydra.run.dir=run"]) == 0
@@ -148,6 +149,7 @@ def test_secrets_are_not_logged_as_settings(monkeypatch: pytest.MonkeyPatch) -> 
     }
 
 
+@pytest.mark.whole
 def test_same_command_resumes_the_same_runs(project: Path) -> None:
     words = [*FIT, *BOTH, "resume=auto", "hydra.run.dir=run"]
     assert main([*words, "trainer.max_epochs=1"]) == 0
@@ -161,6 +163,7 @@ def test_same_command_resumes_the_same_runs(project: Path) -> None:
     assert recorded()["tracking"] == {"wandb": first, "mlflow": mlflow.id}
 
 
+@pytest.mark.whole
 def test_test_belongs_to_the_run_that_is_tested(project: Path) -> None:
     assert main([*FIT, *BOTH, "hydra.run.dir=run"]) == 0
     assert main(["test", "ckpt=run", "hydra.run.dir=tested"]) == 0
@@ -172,6 +175,7 @@ def test_test_belongs_to_the_run_that_is_tested(project: Path) -> None:
     assert mlflow.parameters["command"] == "fit"
 
 
+@pytest.mark.whole
 def test_checkpoints_as_artifacts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     artifacts = ["logger.wandb.log_model=true", "logger.mlflow.log_model=true"]
@@ -183,6 +187,7 @@ def test_checkpoints_as_artifacts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(artifact.type, artifact.name) for artifact in sent] == [("model", f"model-{Wandb('run').id}")] * len(saved)
 
 
+@pytest.mark.whole
 def test_job_of_a_sweep_has_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main([*FIT, *BOTH, "trainer.max_epochs=1", "hydra.run.dir=multirun/line/today/3", "hydra.job.num=3"]) == 0
     wandb, mlflow = Wandb("multirun/line/today/3"), Mlflow()
@@ -199,6 +204,7 @@ tracking.open_stores(tracking.complete({"m": node}, LoggedRun(Path("run"), "line
 """
 
 
+@pytest.mark.whole
 def test_parallel_jobs_create_one_database() -> None:
     jobs = [subprocess.Popen([sys.executable, "-c", OPENS], stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for job in jobs:
@@ -208,6 +214,7 @@ def test_parallel_jobs_create_one_database() -> None:
         assert sorted(database.execute("select name from experiments")) == [("Default",), ("line",)]
 
 
+@pytest.mark.whole
 def test_failed_run_has_failed_there_too() -> None:
     assert main([*FIT, *BOTH, "model.fail_at=2", "hydra.run.dir=run"]) == 1
     assert (Wandb("run").exit_code, Mlflow().status) == (1, "FAILED")
@@ -278,6 +285,7 @@ def test_words_of_the_packages_themselves_count(tmp_path: Path, monkeypatch: pyt
     assert "artifact_location" not in completed
 
 
+@pytest.mark.whole
 def test_run_that_ckpt_restores_takes_other_loggers() -> None:
     assert main([*FIT, "hydra.run.dir=run", "trainer.max_epochs=1"]) == 0
     config = validate(read(["fit", "+recipe=line", *BOTH]))

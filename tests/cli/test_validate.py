@@ -223,6 +223,7 @@ def test_values_that_are_fine(project, settings):
     assert validate(read([*FIT, "precision=16", *settings])).command == "fit"
 
 
+@pytest.mark.whole
 def test_typo_help_and_recipes_import_neither_torch_nor_lightning(project):
     lines = [
         (["--help"], 0), (["fit", "--help"], 0), (["--version"], 0), (["recipes"], 0), ([], 0),
@@ -270,6 +271,7 @@ REPLACED = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("words", "left"),
     [

@@ -113,6 +113,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("words", "said"), MISTAKES)
 def test_mistakes(project: Path, capfd: Any, words: list[str], said: str) -> None:
     fit("first")
@@ -123,6 +124,7 @@ def test_mistakes(project: Path, capfd: Any, words: list[str], said: str) -> Non
     assert said in " ".join(capfd.readouterr().err.split())
 
 
+@pytest.mark.whole
 def test_range_test_starts_with_the_weights(project: Path) -> None:
     fit("first", "trainer.max_epochs=30")
     common = ["tune", "lr", "+recipe=line", "tune.steps=10", "tune.min_lr=1e-9", "tune.max_lr=1e-8"]

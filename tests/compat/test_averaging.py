@@ -168,6 +168,7 @@ def test_late_average_equals_torchs(tmp_path: Path, use_buffers: bool) -> None:
     assert_equal(module.state_dict(), expected[-1])
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", ["late", "never"])
 def test_resume_before_the_first_update_of_the_average_is_exact(tmp_path: Path, kind: str) -> None:
     """Weights and validations equal those of the uninterrupted run bit for bit, from each checkpoint."""

@@ -309,6 +309,7 @@ def test_pinned_memory_and_workers_that_stay_do_not_go_with_reloading() -> None:
         ours(max_epochs=1, reload_dataloaders_every_n_epochs=1).fit(Learner(), loader)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("options", "advice"),
     [

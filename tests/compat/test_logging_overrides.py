@@ -303,6 +303,7 @@ def test_log_of_eager_modules_has_no_wrapper() -> None:
     assert isinstance(before, types.FunctionType)
 
 
+@pytest.mark.whole
 def test_number_of_graphs_is_at_most_lightnings() -> None:
     counts = []
     for make in (lightning, ours):

@@ -312,6 +312,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 WAYS = ("subclass", "object", "class")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("base", "ddp"), [(Logs, False), (ByHand, False), (Logs, True), (ByHand, True)])
 def test_each_method_of_a_strategy_is_called_as_by_lightning(
     base: Any, ddp: bool, folder: Path, tmp_path: Path
@@ -325,6 +326,7 @@ def test_each_method_of_a_strategy_is_called_as_by_lightning(
         compare(theirs, "strategy", [name], WAYS[(number + offset) % 3], tmp_path, base, ddp)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("way", WAYS)
 def test_each_method_of_other_objects_is_called_as_by_lightning(way: str, folder: Path, tmp_path: Path) -> None:
     theirs = lightnings(Logs, False, folder)

@@ -119,6 +119,7 @@ def test_fused_sgd_is_refused() -> None:
         _refuse_fused_sgd(torch.optim.SGD(parameters, lr=0.1, fused=True))
 
 
+@pytest.mark.whole
 def test_run_leaves_no_states_of_optimizers_on_the_gpu(cuda: Any) -> None:
     """As with Lightning's strategies. Sharded tensors are not simulated there: these are plain ones."""
     strategy = FSDP2Strategy(accelerator=CPUAccelerator(), cluster_environment=LightningEnvironment())

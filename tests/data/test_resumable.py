@@ -359,6 +359,7 @@ def test_limit_on_the_batches_of_an_epoch() -> None:
     assert check(make, epochs=3, limit=3) == by_hand(make, 3, limit=3)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("how", [{"num_workers": 2}, {"num_workers": 3, "prefetch_factor": 1}], ids=str)
 def test_workers(how: dict[str, Any]) -> None:
     make = lambda: SAMPLED["shuffled"](**how)  # noqa: E731
@@ -371,11 +372,13 @@ def test_workers_and_samplers(kind: str) -> None:
     assert check(make, only=slice(1, 4, 2)) == by_hand(make, 2)
 
 
+@pytest.mark.whole
 def test_workers_that_are_spawned() -> None:
     make = lambda: DataLoader(Drawn(), 2, shuffle=True, num_workers=1, multiprocessing_context="spawn")  # noqa: E731
     check(make, epochs=1, only=slice(1, 2))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("limit", [inf, 3])
 def test_persistent_workers_keep_their_random_states_between_epochs(limit: float) -> None:
     """Includes numbers drawn for batches beyond a limit."""
@@ -482,6 +485,7 @@ def test_loaders_without_a_length_are_read_one_ahead(kind: str, limit: float) ->
     check(UNSIZED[kind], epochs=3, limit=limit)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "make",
     [

@@ -136,6 +136,7 @@ class Writer(BasePredictionWriter):
         self.written.append([prediction, batch_indices])
 
 
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")  # one object for two stages, in both
 @pytest.mark.parametrize("clipping", ["norm", "value"])
 def test_clipped_reloaded_predicted_trained_further(tmp_path, clipping):

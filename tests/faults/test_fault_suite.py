@@ -21,8 +21,8 @@ from tests.warm_python import WarmPython
 ROOT = Path(__file__).parents[2]
 
 FAST = (
-    "sigkill", "disk-full", "unwritable", "truncated", "bit-flip", "sigterm", "second-signal", "worker-killed", "nan",
-    "two-runs", "cli-sigterm",
+    "sigkill", "disk-full", "unwritable", "truncated", "bit-flip", "sigterm", "worker-killed", "nan", "two-runs",
+    "cli-sigterm",
 )  # fmt: skip
 
 
@@ -33,7 +33,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> Itera
     bench.close()
 
 
-@pytest.mark.parametrize("name", tiered(FAST, quick=["sigkill"]))
+@pytest.mark.parametrize(
+    "name", [*tiered(FAST, quick=["sigkill"]), pytest.param("second-signal", marks=pytest.mark.nightly)]
+)
 def test_promised_outcomes(bench: Bench, name: str) -> None:
     outcome = run_case(CASES[name], bench, "ours")
     assert outcome.good, str(outcome)

@@ -143,6 +143,7 @@ def test_two_optimizers_one_update_a_batch(tmp_path, precision, optimizer):
         assert [o.next_scale for o in watch.outcomes[:-1]] == scales[1:]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("fused", [False, True])
 def test_overflow_in_one_loss_leaves_the_others_update_exact(tmp_path, fused):
     """torch's ``update`` after each optimizer, as in Lightning, would unscale the second with another scale."""
@@ -182,6 +183,7 @@ class InOrder(Pair):
                 optimizers[int(which)].step()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("order", [("b0", "b1", "s0", "s1"), ("b0", "b1", "s1", "s0"), ("b1", "b0", "s0", "s1")])
 @pytest.mark.parametrize("optimizer", ["momentum", "adam-fused"])
 def test_order_of_backward_passes_and_steps_is_the_modules(tmp_path, optimizer, order):
@@ -197,6 +199,7 @@ def test_order_of_backward_passes_and_steps_is_the_modules(tmp_path, optimizer, 
     assert [o.skipped_optimizers for o in watch.outcomes] == [(), (), (0,), (), (), (1,), (), ()]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused", "adam", "adam-fused"])
 @pytest.mark.parametrize("overflow", [None, 0, 1, 2])
 def test_optimizer_that_steps_several_times_a_batch(tmp_path, optimizer, overflow):

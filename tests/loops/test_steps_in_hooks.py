@@ -203,6 +203,7 @@ def test_average_includes_every_step_except_skipped_ones(tmp_path, hook, optimiz
     assert_equal_nets(module.net, average)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("hook", [
     *AFTER_BATCH, "module.on_train_batch_start", "module.on_train_epoch_end", "callback.on_train_epoch_end",
     "module.on_validation_epoch_end", "callback.on_validation_end",
@@ -301,6 +302,7 @@ class Accumulates(Pair):
             first.step()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("where", ["training_step", "on_train_batch_end"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam-fused"])
@@ -369,6 +371,7 @@ def test_clipped_gradient_without_a_step_is_unscaled_again(tmp_path, precision):
     assert_equal_nets(ours, theirs)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused"])
 def test_backward_pass_in_a_hook_has_the_scale_of_after_the_step(tmp_path, optimizer):
     """The hook ``on_train_batch_end`` of a GAN trains its second net after the first one's step."""

@@ -72,6 +72,7 @@ def train_by_hand(gan: GAN, batches, precision: str, scaler: torch.amp.GradScale
 OVERFLOWS = ("16-mixed", 2.0**24)  # more than once
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "setup", tiered([("32-true", 1.0), ("bf16-mixed", 1.0), ("16-mixed", 2.0**10), OVERFLOWS], quick=[OVERFLOWS])
 )

@@ -37,6 +37,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.whole
 def test_folder_of_classes_is_all_that_a_training_needs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = Path("resnet18.pth")
     pretrained = models.resnet18()

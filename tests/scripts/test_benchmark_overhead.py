@@ -9,6 +9,8 @@ import runpy
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -55,6 +57,7 @@ def test_with_workers(tmp_path, python):
     assert "10 steps, processor time of all processes; torch" in text
 
 
+@pytest.mark.whole
 def test_batches_from_the_host_to_a_gpu(cuda, monkeypatch, capsys):
     words = ["--device", "cuda", "--steps", "4", "--warmup", "2", "--repeats", "1", "--precision", "bf16-mixed"]
     modes = ["from the host", "from the host, not prefetched"]

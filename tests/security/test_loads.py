@@ -180,6 +180,7 @@ class Batches(LightningDataModule):
         return data(2)
 
 
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("find", ["lr_find", "scale_batch_size"])
 def test_files_of_the_tuner(tmp_path, evil, proof, monkeypatch, find):

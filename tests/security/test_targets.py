@@ -255,6 +255,7 @@ def run_of_a_stranger(project: Path, proof: Path) -> Iterator[Path]:
         sys.modules.pop(name, None)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("link", [False, True])
 def test_run_brings_no_code_along(project, run_of_a_stranger, proof, capsys, link):
     given = "given/run/checkpoints/last.ckpt"

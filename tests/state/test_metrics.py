@@ -129,6 +129,7 @@ def test_half_precision_values_are_accumulated_in_float32() -> None:
     assert epoch == 4096  # in bfloat16 the sum would stop at 256
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_epoch_means_of_half_precision_losses_in_a_run(dtype: torch.dtype) -> None:
     """Lightning #18620. Sums of 5,000 losses near 1 would stall at 256 in bfloat16, and at 2,048 in float16."""

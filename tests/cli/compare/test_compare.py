@@ -289,6 +289,7 @@ def test_one_job_for_each_precision(project, jobs, capsys):
     assert main([*jobs.started[1][3:], "--cfg", "job"]) == 0
 
 
+@pytest.mark.whole
 def test_failed_job_keeps_the_others_and_has_status_1(project, jobs, capsys):
     assert main(["compare", "+recipe=line", "precision=32,64,bf16"]) == 1
     assert len(jobs.started) == 3

@@ -335,6 +335,7 @@ def test_secrets_are_not_in_the_page(make_run):
         assert told in page.sections["settings"]
 
 
+@pytest.mark.whole
 def test_long_run_makes_a_page_of_moderate_size(make_run):
     names = [f"val_{index}" for index in range(8)]
     rows = [

@@ -151,6 +151,7 @@ def places(project, monkeypatch):
 SIDE_BY_SIDE = ["fit", "-m", "+recipe=line", "hydra/launcher=joblib", "hydra.sweep.dir=jobs"]
 
 
+@pytest.mark.whole
 def test_parallel_jobs_share_cores_and_gpus(places, monkeypatch):
     monkeypatch.setattr("joblib.cpu_count", lambda: 13)
     assert main([*SIDE_BY_SIDE, "seed=1,2,3,4", "hydra.launcher.n_jobs=3", "hydra.launcher.gpus_per_job=1"]) == 0
@@ -161,6 +162,7 @@ def test_parallel_jobs_share_cores_and_gpus(places, monkeypatch):
     ]  # fmt: skip
 
 
+@pytest.mark.whole
 def test_environment_variables_of_the_user_are_kept(places, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert main([*SIDE_BY_SIDE, "seed=1"]) == 0

@@ -146,6 +146,7 @@ def test_another_sweep_may_share_the_study(trials, capsys):
     assert [Path(read_json(Path("other", str(job)))["run_dir"]).name for job in (0, 1)] == ["0", "1"]
 
 
+@pytest.mark.whole
 def test_every_kind_of_value(trials, capsys):
     space = [
         LR, "data.batch_size=tag(log,int(interval(2,64)))", "seed=range(1,10,3)", "precision=32,bf16",
@@ -224,6 +225,7 @@ def test_metric_that_no_job_logs_ends_the_sweep_after_the_first_one(trials, caps
     assert "objective.metric is val_acc, which job 0 did not log." in capsys.readouterr().err
 
 
+@pytest.mark.whole
 def test_study_of_another_kind_is_not_changed(trials, capsys):
     assert main([*SWEEP, "optimizer.lr=0.1,0.2", "hydra.sweeper.n_trials=1"]) == 0
     assert main([*SWEEP, "optimizer.lr=0.1,0.2", "objective.mode=max", "hydra.sweeper.n_trials=2"]) == 2

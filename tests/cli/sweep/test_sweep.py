@@ -315,6 +315,7 @@ def test_sweep_written_in_a_config(project, jobs, capsys):
     assert main([*command[3:], "--cfg", "job"]) == 0
 
 
+@pytest.mark.whole
 def test_sweep_in_a_file_of_yours_may_use_short_names(project, jobs):
     sweep = "hydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      precision: 32,16,bf16\n"
     write(project, {"conf/sweep/mine.yaml": f"# @package _global_\n{sweep}"})
@@ -326,6 +327,7 @@ def test_sweep_in_a_file_of_yours_may_use_short_names(project, jobs):
     ]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("status", "error"),
     [
