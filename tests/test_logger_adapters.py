@@ -81,8 +81,8 @@ def registered() -> Iterator[None]:
 
 def test_settings_of_an_adapter_are_checked_and_completed() -> None:
     assert tracking.complete({"m": NODE}, LoggedRun(Path("a/b"), sweep="s"), {})["m"]["title"] == "s/b"
-    assert tracking.is_asked_for({"m": NODE})
-    assert not tracking.is_asked_for({"c": {"_target_": "lightning.pytorch.loggers.CSVLogger"}})
+    assert tracking.has_tracker({"m": NODE})
+    assert not tracking.has_tracker({"c": {"_target_": "lightning.pytorch.loggers.CSVLogger"}})
     with pytest.raises(UsageError, match="title is empty"):
         tracking.check({"logger": {"m": NODE | {"title": ""}}, "checkpoint_files": {}})
 

@@ -173,15 +173,15 @@ class TrackerAdapter(LoggerAdapter):
         """Check that the package is installed, and that checkpoints can be artifacts."""
         if problem := packages.missing(cls.extra, *cls.needed_modules(node)):
             raise ConfigurationError(f"{key} needs {problem}. Without it, use logger=default.")
-        asked = node.get("log_model")
-        if not asked or not isinstance(checkpoint_files, Mapping):
+        log_model = node.get("log_model")
+        if not log_model or not isinstance(checkpoint_files, Mapping):
             return
         if checkpoint_files.get("sharded") is True:
             raise ConfigurationError(
-                f"{key}.log_model is {asked}, and checkpoint_files.sharded is true: sharded checkpoints are folders,"
-                " and artifacts are files. Remove one of them."
+                f"{key}.log_model is {log_model}, and checkpoint_files.sharded is true: sharded checkpoints are"
+                " folders, and artifacts are files. Remove one of them."
             )
-        if checkpoint_files.get("asynchronous") is True and asked == "all":
+        if checkpoint_files.get("asynchronous") is True and log_model == "all":
             raise ConfigurationError(
                 f"{key}.log_model is all, and checkpoint_files.asynchronous is true: a checkpoint would be sent before"
                 f" it is written. Write {key}.log_model=true, which sends the last ones at the end."

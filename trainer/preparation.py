@@ -169,7 +169,7 @@ class Preparation:
         chosen: FitLoop | ManualOptimization | ClosureOptimization = loop
         if not self._module.automatic_optimization:
             chosen = current or ManualOptimization(loop)
-        elif self._wants_closure:
+        elif self._needs_closure:
             again = any(map(needs_closure, engine.optimizers))
             if isinstance(current, ClosureOptimization) and current.evaluates_again == again:
                 return current
@@ -193,7 +193,7 @@ class Preparation:
         return chosen
 
     @property
-    def _wants_closure(self) -> bool:
+    def _needs_closure(self) -> bool:
         """Whether the module or the optimizer evaluates the loss through a closure.
 
         An optimizer that takes an optional closure gets none if there are other optimizers, or if the scaler has to

@@ -97,9 +97,9 @@ class Filter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Redact a record. Returns True for all records."""
-        said = record.getMessage()
-        redacted = text(said)
-        if redacted != said:
+        message = record.getMessage()
+        redacted = text(message)
+        if redacted != message:
             record.msg, record.args = redacted, None
         if record.exc_info and not record.exc_text:
             trace = logging.Formatter().formatException(record.exc_info)

@@ -144,29 +144,31 @@ def load_into(
         template: the tensors to read a folder into, if parameters are sharded.
     """
     now: dict[str, Any] = module.state_dict(keep_vars=True)
-    wanted = {name: value for name, value in now.items() if isinstance(value, Tensor)}
+    targets = {name: value for name, value in now.items() if isinstance(value, Tensor)}
     weights = read(file, weights_only, template)
-    names, prefixes = paired(weights, wanted)
+    names, prefixes = paired(weights, targets)
     differing = {
-        mine: said for mine, theirs in names.items() if (said := _difference(weights[theirs], wanted[mine])) is not None
+        mine: reason
+        for mine, theirs in names.items()
+        if (reason := _difference(weights[theirs], targets[mine])) is not None
     }
     chosen = {mine: weights[theirs] for mine, theirs in names.items() if mine not in differing}
     if not chosen:
-        raise ConfigurationError(_no_match_error(file, weights, wanted, differing, module))
+        raise ConfigurationError(_no_match_error(file, weights, targets, differing, module))
     converted = Counter(
-        f"{_kind(weights[theirs])} to {_kind(wanted[mine])}"
+        f"{_kind(weights[theirs])} to {_kind(targets[mine])}"
         for mine, theirs in names.items()
-        if mine in chosen and weights[theirs].dtype != wanted[mine].dtype
+        if mine in chosen and weights[theirs].dtype != targets[mine].dtype
     )
     load({"state_dict": chosen}, False)
-    tied = {id(wanted[name]) for name in chosen}
-    loaded = [name for name, value in wanted.items() if name in chosen or id(value) in tied]
-    left = {name: said for name, said in differing.items() if name not in loaded}
-    parameters = {id(value): value for value in wanted.values() if isinstance(value, nn.Parameter)}
+    tied = {id(targets[name]) for name in chosen}
+    loaded = [name for name, value in targets.items() if name in chosen or id(value) in tied]
+    left = {name: reason for name, reason in differing.items() if name not in loaded}
+    parameters = {id(value): value for value in targets.values() if isinstance(value, nn.Parameter)}
     return LoadedWeights(
         str(file),
         tuple(loaded),
-        tuple(name for name in wanted if name not in {*loaded, *left}),
+        tuple(name for name in targets if name not in {*loaded, *left}),
         left,
         tuple(name for name in weights if name not in set(names.values())),
         prefixes,
@@ -247,9 +249,9 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _no_match_error(
-    file: Path, weights: Mapping[str, Any], wanted: Mapping[str, Any], differing: Mapping[str, str], module: nn.Module
+    file: Path, weights: Mapping[str, Any], targets: Mapping[str, Any], differing: Mapping[str, str], module: nn.Module
 ) -> str:
-    if not wanted:
+    if not targets:
         return (
             f"Got weights={file} for a {type(module).__name__} without parameters. If configure_model creates them,"
             " load the weights in the fit: Trainer.fit(weights=PATH)."
@@ -262,5 +264,5 @@ def _no_match_error(
         )
     return (
         f"No name in {file} is one of the {type(module).__name__}'s. It has {some(weights, _SHOWN)}; expected"
-        f" {some(wanted, _SHOWN)}. Rename them in the file, or name another one."
+        f" {some(targets, _SHOWN)}. Rename them in the file, or name another one."
     )

@@ -183,26 +183,26 @@ class Compile(RunCallback):
     def run_facts(self) -> dict[str, Any]:
         """Return the entries for the record of the run."""
         self._watch.read()
-        anew = [one for one in self.compilations if one.reason]
+        recompiled = [one for one in self.compilations if one.reason]
         return {
             "compile": {
                 "modules": self.compiled,
                 **{name: value for name, value in self.settings.items() if isinstance(value, (str, bool))},
                 "compilations": len(self.compilations),
-                "recompilations": len(anew),
-                "reasons": list(dict.fromkeys(f"{one.function}: {one.reason}" for one in anew))[:_REASONS],
+                "recompilations": len(recompiled),
+                "reasons": list(dict.fromkeys(f"{one.function}: {one.reason}" for one in recompiled))[:_REASONS],
                 "graph_breaks": self._watch.graph_breaks,
                 "seconds": round(sum(one.seconds for one in self.compilations), 3),
             }
         }
 
     def _warn_of_recompiling(self) -> None:
-        anew = [one for one in self.compilations if one.reason]
-        function, times = Counter(one.function for one in anew).most_common(1)[0] if anew else ("", 0)
+        recompiled = [one for one in self.compilations if one.reason]
+        function, times = Counter(one.function for one in recompiled).most_common(1)[0] if recompiled else ("", 0)
         if self._warned or times <= _USUAL:
             return
         self._warned = True
-        of_it = [one for one in anew if one.function == function]
+        of_it = [one for one in recompiled if one.function == function]
         warn(
             f"{function} was recompiled {times} times, in {sum(one.seconds for one in of_it):.1f} s; the last time"
             f" because: {of_it[-1].reason}. After 8 times, torch runs it uncompiled. If sizes differ between batches,"

@@ -31,9 +31,9 @@ class FastSettings(RunCallback):
     Settings of the user are not changed, and the previous ones are restored afterwards. A setting without effect is not
     changed: on a CPU only ``channels_last`` applies. No ``precision`` turns any of these on, not even ``"auto"``.
 
-    - TF32 (``torch.set_float32_matmul_precision("high")``): matrix products of float32 numbers round them to 10 bits of
-      mantissa, as in float16, but keep their range; sums are in float32. torch's convolutions do this by default. Not
-      used if ``fp32_modules`` request float32.
+    - TF32 (``torch.set_float32_matmul_precision("high")``): the inputs of float32 matrix products are rounded to 10
+      bits of mantissa, as in float16, with the range of float32; sums are in float32. torch's convolutions do this by
+      default. Not used if ``fp32_modules`` request float32.
     - ``torch.backends.cudnn.benchmark``: for modules with convolutions. Each new batch size is timed again, and the
       fastest kernel may differ in the next run, so runs are not bitwise reproducible. Not used with ``deterministic``.
     - ``channels_last``: the weights of 2-d convolutions are stored as NHWC; images are converted at the first
@@ -59,8 +59,8 @@ class FastSettings(RunCallback):
         channels_last: bool = True,
         expandable_segments: bool = True,
     ) -> None:
-        wanted = {_TF32: tf32, _BENCHMARK: cudnn_benchmark, _LAYOUT: channels_last, _SEGMENTS: expandable_segments}
-        self.wanted = [name for name, wants in wanted.items() if wants]
+        requested = {_TF32: tf32, _BENCHMARK: cudnn_benchmark, _LAYOUT: channels_last, _SEGMENTS: expandable_segments}
+        self.requested = [name for name, is_on in requested.items() if is_on]
         self.on: list[str] = []
         self._undo: list[Callable[[], None]] = []
         self._weights: list[nn.Parameter] = []
@@ -73,9 +73,9 @@ class FastSettings(RunCallback):
         has_convolutions = bool(_convolutions(pl_module))
         self.on = []
         if device.type == "cuda":
-            if _TF32 in self.wanted and not getattr(precision, "fp32_modules", ()) and self._use_tf32():
+            if _TF32 in self.requested and not getattr(precision, "fp32_modules", ()) and self._use_tf32():
                 self.on.append(_TF32)
-            if _BENCHMARK in self.wanted and has_convolutions and not torch.are_deterministic_algorithms_enabled():
+            if _BENCHMARK in self.requested and has_convolutions and not torch.are_deterministic_algorithms_enabled():
                 self._undo.append(partial(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark))
                 torch.backends.cudnn.benchmark = True
                 self.on.append(_BENCHMARK)
@@ -142,7 +142,7 @@ class FastSettings(RunCallback):
 
     def _lay_out(self, trainer: pl.Trainer, module: LightningModule) -> None:
         gradients = getattr(getattr(trainer, "engine", None), "gradients", None)
-        if _LAYOUT not in self.wanted or getattr(gradients, "are_parts", False):
+        if _LAYOUT not in self.requested or getattr(gradients, "are_parts", False):
             return
         for convolution in _convolutions(module):
             weight = convolution.weight
@@ -157,18 +157,18 @@ class FastSettings(RunCallback):
 
 
 def missed(module: nn.Module, settings: FastSettings | None, *, precision: str) -> dict[str, str]:
-    """Return the settings that would make a run faster on a GPU and are not on, each with its effect.
+    """Return the settings that would make a run faster on a GPU and were not requested, each with its effect.
 
     Args:
         module: the trained module.
         settings: the callback of the run. None if the run has no such callback.
         precision: the name of the precision: in mixed precision there are no matrix products that TF32 would speed up.
     """
-    wanted = settings.wanted if settings is not None else ()
+    requested = settings.requested if settings is not None else ()
     helps = {_SEGMENTS: not any("expandable_segments" in os.environ.get(name, "") for name in ALLOCATOR)}
     helps[_TF32] = precision == "32-true"
     helps[_BENCHMARK] = helps[_LAYOUT] = bool(_convolutions(module))
-    return {name: gain for name, gain in _GAINS.items() if helps[name] and name not in wanted}
+    return {name: gain for name, gain in _GAINS.items() if helps[name] and name not in requested}
 
 
 def _convolutions(module: nn.Module) -> list[Any]:
@@ -199,8 +199,8 @@ def _usual(value: Any) -> Any:
 
 def _expand_segments() -> bool:
     """Set the allocator's variable, which it reads once when CUDA is initialized. Return whether it was set."""
-    said = any(name in os.environ for name in ALLOCATOR)
-    if said or sys.platform != "linux" or not torch.cuda.is_available() or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    is_set = any(name in os.environ for name in ALLOCATOR)
+    if is_set or sys.platform != "linux" or not torch.cuda.is_available() or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     os.environ[ALLOCATOR[0]] = "expandable_segments:True"
     return True

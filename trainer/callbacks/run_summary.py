@@ -39,13 +39,13 @@ class RunSummary(RecordView):
             Unknown values are None. The keys:
 
             - ``status``: "completed", "pruned", "interrupted" (Ctrl-C, or a signal) or "failed". A fit that skipped all
-              steps has failed, too.
+              steps has the status "failed".
             - ``error``: the exception that ended the fit, the reason why no weight was updated, or None.
             - ``module``: the class of the module.
             - ``precision``, ``devices``: such as "16-mixed" and "2 x NVIDIA A100".
             - ``gpu``: on CUDA, ``capability`` and ``tf32``, the operations that use TF32. Otherwise None.
-            - ``prefetching``: "1 batch, from pinned memory", or from memory that is not pinned. Missing if no batches
-              were prefetched.
+            - ``prefetching``: "1 batch, from pinned memory" or "1 batch, from memory that is not pinned". Missing if
+              no batches were prefetched.
             - ``epochs``: number of completed epochs, including those before a resume.
             - ``steps``, ``skipped_steps``: number of attempted and of skipped optimizer steps.
             - ``nonfinite_losses``: number of skipped steps with a loss that was not finite. Missing if there were none.
@@ -127,9 +127,9 @@ def _counters(record: RunRecord) -> dict[str, Any]:
 
 
 def _compiled(facts: Mapping[str, Any]) -> str:
-    number, anew = facts["compilations"], facts["recompilations"]
+    number, recompilations = facts["compilations"], facts["recompilations"]
     mode = f" ({facts['mode']})" if facts.get("mode") not in (None, "default") else ""
-    again = f", {anew} of them because something had changed" if anew else ""
+    again = f", {recompilations} of them because something had changed" if recompilations else ""
     graphs = "1 graph" if number == 1 else f"{number} graphs"
     return f"{', '.join(facts['modules'])}{mode}: {graphs} in {facts['seconds']:.1f} s{again}"
 

@@ -93,8 +93,8 @@ def export(weights: Mapping[str, Tensor], file: Path) -> None:
         save_file(plain, part, metadata={"format": "pt"})
         part.replace(file)
     except (OSError, SafetensorError) as error:  # SafetensorError if the disk is full
-        said, number = getattr(error, "strerror", None) or error, getattr(error, "errno", None)
-        raise CheckpointWriteError(f"{file} was not written: {said}.", number) from error
+        reason, number = getattr(error, "strerror", None) or error, getattr(error, "errno", None)
+        raise CheckpointWriteError(f"{file} was not written: {reason}.", number) from error
     finally:
         sharded_files.discard(part)
 

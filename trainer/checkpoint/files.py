@@ -120,8 +120,8 @@ class Sealing(Summed):
         return manifest
 
     def _seal(self) -> Manifest:
-        said = {"format": FORMAT, "bytes": self.size, "saved_at": time.time(), **self._facts}
-        text = f'{json.dumps(said)[:-1]}, "sha256": "'.encode()
+        header = {"format": FORMAT, "bytes": self.size, "saved_at": time.time(), **self._facts}
+        text = f'{json.dumps(header)[:-1]}, "sha256": "'.encode()
         self.hash.update(text)
         sha256 = self.hash.hexdigest()
         comment = text + f'{sha256}"}}'.encode()
@@ -129,7 +129,7 @@ class Sealing(Summed):
             self.file.seek(-2, os.SEEK_CUR)  # overwrites the last record's comment length, which was 0
         self._put(struct.pack("<H", len(comment)) + comment)
         self.size += len(comment)
-        return Manifest(said["saved_at"], said["bytes"], sha256, self._facts)
+        return Manifest(header["saved_at"], header["bytes"], sha256, self._facts)
 
 
 def write(
@@ -215,9 +215,9 @@ def _parse(path: Path, size: int, tail: bytes) -> Manifest | None:
     if len(comment) > length:
         raise CheckpointError(f"{path} is damaged: {len(comment) - length:,} bytes follow its end.")
     try:
-        said = json.loads(comment)
-        del said["format"]
-        manifest = Manifest(float(said.pop("saved_at")), int(said.pop("bytes")), str(said.pop("sha256")), said)
+        header = json.loads(comment)
+        del header["format"]
+        manifest = Manifest(float(header.pop("saved_at")), int(header.pop("bytes")), str(header.pop("sha256")), header)
     except (ValueError, TypeError, KeyError, AttributeError):
         raise CheckpointError(f"{path} is damaged: its manifest cannot be read.") from None
     if manifest.size + length != size:

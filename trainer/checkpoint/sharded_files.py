@@ -59,16 +59,16 @@ def seal(part: Path, name: str, files: Mapping[str, tuple[int, str]], facts: Map
         found = (part / file).stat().st_size  # written by another process, possibly on another machine
         if found != size:
             raise OSError(f"{part / file} has {found:,} bytes, and was written with {size:,}")
-    said = {"format": FORMAT, "saved_at": time.time(), "name": name, **facts}
-    said["files"] = {file: list(files[file]) for file in sorted(files)}
-    text = f'{json.dumps(said)[:-1]}, "sha256": "'
+    header = {"format": FORMAT, "saved_at": time.time(), "name": name, **facts}
+    header["files"] = {file: list(files[file]) for file in sorted(files)}
+    text = f'{json.dumps(header)[:-1]}, "sha256": "'
     sha256 = hashlib.sha256(text.encode()).hexdigest()
     with (part / MANIFEST).open("xb") as stream:
         stream.write(f'{text}{sha256}"}}'.encode())
         stream.flush()
         os.fsync(stream.fileno())
     sync_folder(part)
-    return _manifest(said, sha256)
+    return _manifest(header, sha256)
 
 
 def put(part: Path, place: Path) -> None:
@@ -181,22 +181,22 @@ def read_manifest(folder: Path) -> Manifest:
     except UnicodeDecodeError:
         text = ""
     try:
-        said = json.loads(text)
-        sha256 = str(said.pop("sha256"))
+        header = json.loads(text)
+        sha256 = str(header.pop("sha256"))
         if hashlib.sha256(text.removesuffix(f'{sha256}"}}').encode()).hexdigest() != sha256:
             raise ValueError
-        return _manifest(said, sha256)
+        return _manifest(header, sha256)
     except (ValueError, TypeError, KeyError, AttributeError):
         raise CheckpointError(f"{folder} is damaged: its {MANIFEST} was changed.") from None
 
 
-def _manifest(said: dict[str, Any], sha256: str) -> Manifest:
-    files = {str(name): (int(size), str(digest)) for name, (size, digest) in said.pop("files").items()}
+def _manifest(header: dict[str, Any], sha256: str) -> Manifest:
+    files = {str(name): (int(size), str(digest)) for name, (size, digest) in header.pop("files").items()}
     if any(name != Path(name).name or name in ("", ".", "..") for name in files):
         raise ValueError
     size = sum(size for size, _ in files.values())
-    facts = {name: value for name, value in said.items() if name not in ("format", "saved_at")}
-    return Manifest(float(said["saved_at"]), size, sha256, facts, files)
+    facts = {name: value for name, value in header.items() if name not in ("format", "saved_at")}
+    return Manifest(float(header["saved_at"]), size, sha256, facts, files)
 
 
 def verify(folder: Path, part: int = 0, parts: int = 1) -> Manifest:

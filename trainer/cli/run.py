@@ -159,7 +159,7 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunRecord | None = 
     target = arguments.pop("_target_")
     allowlist = Allowlist.of(settings)
     logged: dict[str, Any] | None = None  # settings that W&B and MLflow show
-    if record is not None and tracking.is_asked_for(settings["logger"]):
+    if record is not None and tracking.has_tracker(settings["logger"]):
         settings, logged = _with_tracking(settings, folder, record)
     with imports_only():  # all names are found and checked before any object is built
         import lightning as L
@@ -419,11 +419,11 @@ def _objective(settings: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[st
 
 
 def _warn_of_missing_objective(settings: Mapping[str, Any], run: RunRecord) -> None:
-    asked = (settings.get("objective") or {}).get("metric")
-    if run.command == "fit" and run.completed and asked is not None and asked not in run.metrics:
+    metric = (settings.get("objective") or {}).get("metric")
+    if run.command == "fit" and run.completed and metric is not None and metric not in run.metrics:
         log.warning(
             "objective.metric is %s, which the run did not log.%s Logged metrics: %s.",
-            asked,
-            did_you_mean(asked, run.metrics),
+            metric,
+            did_you_mean(metric, run.metrics),
             ", ".join(run.metrics) or "nothing",
         )

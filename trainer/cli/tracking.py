@@ -53,7 +53,7 @@ def open_stores(loggers: Mapping[str, Any]) -> None:
         adapter_class(node).prepare(node)
 
 
-def is_asked_for(loggers: Mapping[str, Any] | None) -> bool:
+def has_tracker(loggers: Mapping[str, Any] | None) -> bool:
     """Return whether one of the loggers collects runs, such as W&B's or MLflow's."""
     return any(adapter_class(node).is_tracker for node in _nodes(loggers).values())
 

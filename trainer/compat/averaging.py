@@ -179,13 +179,13 @@ def _average(
 
 
 def _unless_skipped(
-    trainer: Trainer, ask: Callable[..., bool], step_idx: int | None = None, epoch_idx: int | None = None
+    trainer: Trainer, should_update: Callable[..., bool], step_idx: int | None = None, epoch_idx: int | None = None
 ) -> bool:
     if step_idx is not None:
         outcome = trainer.step_outcome  # host-device synchronization with a fused optimizer on a GPU
         if outcome is not None and len(outcome.skipped_optimizers) == len(outcome.optimizers):
             return False
-    return ask(step_idx=step_idx, epoch_idx=epoch_idx)
+    return should_update(step_idx=step_idx, epoch_idx=epoch_idx)
 
 
 # --- sharded weights ----------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ _STAGES = RunningStage.TRAINING, RunningStage.VALIDATING, RunningStage.TESTING, 
 
 
 class _Connector(_DataConnector):
-    """Lightning's data connector; data that is attached to it is attached to ours.
+    """Lightning's data connector, which passes attached data to our source of dataloaders.
 
     Args:
         trainer: the Trainer.
@@ -140,7 +140,7 @@ def _with_batch_size(dataloader: DataLoader[Any], batches: BatchSampler) -> Data
 
 @dataclass
 class ElasticState:
-    """The state that a run takes over from a run on another number of processes, which it resumes.
+    """The state that a run takes from the run that it resumes, which had another number of processes.
 
     Attributes:
         order: the order of the training samples.
@@ -165,7 +165,7 @@ class DataSource:
     Attributes:
         resumed: the position of the training data in the checkpoint, for ``TrainingBatches.load_state_dict``; {} if it
             is unknown, None if nothing is resumed.
-        elastic_state: the state taken over from a run on another number of processes. None if there is no such run.
+        elastic_state: the state of a resumed run that had another number of processes. None if there is no such run.
         prefetching: copies batches to a GPU while the previous step runs. None if batches are not prefetched.
     """
 
@@ -275,7 +275,7 @@ class DataSource:
                 made.start_epoch(self._trainer.progress.epochs_trained)
                 made.open()  # this early, because Lightning does: it draws random numbers
         if resumed and not self._is_past(made_in := resumed.get("made_in", self._made_in[stage])):
-            self._note_epoch(stage, made_in)  # they replace those of the checkpoint
+            self._note_epoch(stage, made_in)  # recreate them when those of the checkpoint would be recreated
         return self._ready[stage]
 
     def release(self) -> None:
@@ -322,8 +322,8 @@ class DataSource:
             if training and combined._mode != "max_size":  # otherwise an error, unless there is no dataloader at all
                 warnings.filterwarnings("ignore", message="Total length of `(?!list`)")
             lengths = self._lengths(combined, training)
-        own = not training or all(map(has_exact_length, combined.flattened))
-        *spans, exact = self._spans_over_ranks([*lengths, float(own)])
+        is_exact = not training or all(map(has_exact_length, combined.flattened))
+        *spans, exact = self._spans_over_ranks([*lengths, float(is_exact)])
         are_exact = exact.fewest > 0 or trainer.engine.world_size == 1
         if self.elastic_state is not None and samplers and self.elastic_state.keeps_limit:
             limit = 1.0
@@ -356,7 +356,7 @@ class DataSource:
         """Return the number of batches of each dataloader in this process; inf for one without a length.
 
         Raises:
-            RuntimeError: if one has no batches here, and is for training or padded, because other processes have some.
+            RuntimeError: if a training or padded dataloader has no batches in this process: others may have some.
         """
         trainer = self._trainer
         may_be_empty = not (training or trainer.pad_evaluation) or self.may_be_empty
@@ -384,7 +384,7 @@ class DataSource:
         ]
 
     def _put_in_order(self, combined: CombinedLoader, unprepared: list[Any]) -> list[ElasticSampler]:
-        """Make the training dataloader read its share of the samples in the order taken over.
+        """Make the training dataloader read its share of the samples in the order of the resumed run.
 
         Return its sampler in a list.
 
@@ -393,7 +393,7 @@ class DataSource:
             unprepared: the dataloaders as the user created them.
 
         Raises:
-            ResumeError: if there are several, or one with samples that cannot be divided in another way.
+            ResumeError: if there are several dataloaders, or the samples of the one cannot be divided among processes.
         """
         assert self.elastic_state is not None
         if len(combined.flattened) != 1:
@@ -415,9 +415,8 @@ class DataSource:
             replicas["num_replicas"],
             replicas["rank"],
             loader.batch_size,
-            lambda value: engine.broadcast(
-                value
-            ),  # not the method, which a search for generators would follow into the engine
+            # not the bound method: the search for generators in the attributes of samplers would enter the engine
+            lambda value: engine.broadcast(value),
         )
         ordered = copy(loader)  # as if created with it, because the attributes of a dataloader cannot be set
         batches = BatchSampler(sampler, loader.batch_size, drop_last=False)

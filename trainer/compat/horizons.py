@@ -129,13 +129,13 @@ def _scale(schedule: LRScheduler, saved_groups: list[dict[str, Any]]) -> None:
     """Scale the rates of a new schedule to the saved ones, which ``LearningRateFinder`` may have changed."""
     groups = schedule.optimizer.param_groups
     for index, (group, saved) in enumerate(zip(groups, saved_groups, strict=False)):
-        first, wanted = float(group.get("initial_lr", 0.0)), float(saved.get("initial_lr", 0.0))
-        if first and wanted and first != wanted:
+        first, saved_lr = float(group.get("initial_lr", 0.0)), float(saved.get("initial_lr", 0.0))
+        if first and saved_lr and first != saved_lr:
             for name in group.keys() & _RATES:
-                group[name] = group[name] * (wanted / first)
+                group[name] = group[name] * (saved_lr / first)
             for part in nested_schedules(schedule):
                 if hasattr(part, "base_lrs"):
-                    part.base_lrs[index] = part.base_lrs[index] * (wanted / first)
+                    part.base_lrs[index] = part.base_lrs[index] * (saved_lr / first)
 
 
 def _advance(schedule: LRScheduler, position: int) -> set[str]:

@@ -1,4 +1,4 @@
-"""Hyperparameters: saved in checkpoints as they were given, sent to loggers as plain containers; without secrets."""
+"""Hyperparameters: unchanged in checkpoints, plain containers in loggers, without secrets in both."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ def hyper_parameters_of(*owners: Any) -> dict[str, Any]:
 def make_loadable(checkpoint: dict[str, Any], *owners: Any) -> None:
     """Change the hyperparameters in ``checkpoint`` so that they can be written and read again, and hold no secret.
 
-    NumPy numbers become plain ones, and secrets are replaced by the text that names them. An object that cannot be
-    pickled, that our reader cannot skip (:mod:`trainer.checkpoint.inert`), or that holds a secret is replaced by its
-    plain form: a dict for an OmegaConf config, a dataclass or a Namespace, a text for a path, the value of an enum, a
-    list for a NumPy array, the seconds of a timedelta. An object without a plain form is left out, with a warning.
+    NumPy numbers become plain ones, and secrets are replaced by the interpolation that they come from. An object that
+    cannot be pickled, that our reader cannot skip (:mod:`trainer.checkpoint.inert`), or that holds a secret is replaced
+    by its plain form: a dict for an OmegaConf config, a dataclass or a Namespace, a text for a path, the value of an
+    enum, a list for a NumPy array, the seconds of a timedelta. An object without a plain form is left out, with a
+    warning.
 
     Each message appears once for each module and datamodule.
     """
@@ -95,8 +96,8 @@ def _loadable(owner: Any, given: dict[Any, Any]) -> dict[Any, Any]:
 
 def _report(owner: Any, kept: dict[str, str], reasons: dict[Any, str], left_out: list[str]) -> None:
     """Report once which hyperparameters are objects, which are saved in plain form and why, and which are not saved."""
-    name, said = type(owner).__name__, _reported.setdefault(owner, set())
-    objects = [f"{place} ({kind})" for place, kind in kept.items() if place not in said]
+    name, reported = type(owner).__name__, _reported.setdefault(owner, set())
+    objects = [f"{place} ({kind})" for place, kind in kept.items() if place not in reported]
     if objects:
         rank_zero_info(
             f"Hyperparameters of {name} are objects: {some(objects, 5)}. Checkpoints contain them, but only"
@@ -104,16 +105,16 @@ def _report(owner: Any, kept: dict[str, str], reasons: dict[Any, str], left_out:
             " does not need it. To exclude them: self.save_hyperparameters(ignore=[...])."
         )
     for parameter, reason in reasons.items():
-        if str(parameter) not in said:
+        if str(parameter) not in reported:
             rank_zero_info(f"The hyperparameter {parameter} of {name} is saved in its plain form: {reason}.")
-    new = [entry for entry in left_out if entry not in said]
+    new = [entry for entry in left_out if entry not in reported]
     if new:
         rank_zero_warn(
             f"Checkpoints do not contain these hyperparameters of {name}, because they could not be loaded safely:"
             f" {', '.join(new)}. Pass them to {name}.load_from_checkpoint, or exclude them:"
             " self.save_hyperparameters(ignore=[...])."
         )
-    said.update(kept, map(str, reasons), new)
+    reported.update(kept, map(str, reasons), new)
 
 
 def log_hyper_parameters(trainer: Trainer) -> None:
@@ -128,7 +129,7 @@ def log_hyper_parameters(trainer: Trainer) -> None:
 
 
 class _WithoutSecrets:
-    """A logger that removes secrets from hyperparameters, and those that MLflow would refuse to change."""
+    """Wraps a logger: removes secrets, and hyperparameters that the run in MLflow already has."""
 
     def __init__(self, logger: Any) -> None:
         self.log_graph = logger.log_graph

@@ -116,24 +116,24 @@ class ModuleLog:
         store: MetricStore | None = self._trainer.active_metrics
         hook = self._state["_current_fx_name"]
         # LogOptions as a bare tuple, which costs a tenth of a named one
-        asked: tuple[Any, ...] = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, sync_dist_group,
+        given: tuple[Any, ...] = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, sync_dist_group,
                                   add_dataloader_idx, rank_zero_only, enable_graph)  # fmt: skip
         entry = None
         if store is not None:
             entry = store.entries.get((hook, name, store.dataloader_idx if add_dataloader_idx else None))
         if entry is None:
-            entry = self._register(store, hook, name, value, LogOptions(*asked), metric_attribute)
-        elif entry.asked is None:  # restored from a checkpoint
-            restored, entry = entry, self._register(store, hook, name, value, LogOptions(*asked), metric_attribute)
+            entry = self._register(store, hook, name, value, LogOptions(*given), metric_attribute)
+        elif entry.first_options is None:  # restored from a checkpoint
+            restored, entry = entry, self._register(store, hook, name, value, LogOptions(*given), metric_attribute)
             entry.load_state_dict(restored.state_dict(), self._trainer.engine.device)
-        elif entry.asked != asked or (not add_dataloader_idx and entry.dataloader_idx != store.dataloader_idx):  # type: ignore[union-attr]
-            if entry.asked != asked or entry.has_value:
+        elif entry.first_options != given or (not add_dataloader_idx and entry.dataloader_idx != store.dataloader_idx):  # type: ignore[union-attr]
+            if entry.first_options != given or entry.has_value:
                 raise _misuse(
                     f"You called `self.log({name}, ...)` twice in `{hook}` with different arguments. This is not"
                     " allowed"
                 )
             # another dataloader logged the name in an earlier pass
-            entry = self._register(store, hook, name, value, LogOptions(*asked), metric_attribute)
+            entry = self._register(store, hook, name, value, LogOptions(*given), metric_attribute)
         assert store is not None
         if isinstance(value, Tensor):
             value = value.detach()
@@ -175,7 +175,7 @@ class ModuleLog:
         hook: str | None,
         name: str,
         value: Any,
-        asked: LogOptions,
+        given: LogOptions,
         metric_attribute: str | None,
     ) -> LoggedValue:
         """Check the options of a name that is logged for the first time, and create its entry."""
@@ -191,31 +191,31 @@ class ModuleLog:
         if isinstance(value, dict):
             raise ValueError(f"`self.log({name}, {value})` was called, but `dict` values cannot be logged")
         on_step, on_epoch = _FxValidator.check_logging_and_get_default_levels(
-            hook, on_step=asked.on_step, on_epoch=asked.on_epoch
+            hook, on_step=given.on_step, on_epoch=given.on_epoch
         )
         if not on_step and not on_epoch:
             raise _misuse("`self.log(on_step=False, on_epoch=False)` is not useful.")
-        if asked.add_dataloader_idx and "/dataloader_idx_" in name:
+        if given.add_dataloader_idx and "/dataloader_idx_" in name:
             raise _misuse(
                 f"You called `self.log` with the key `{name}`"
                 " but it should not contain information about `dataloader_idx` when `add_dataloader_idx=True`"
             )
-        reduce_fx = asked.reduce_fx.lower() if isinstance(asked.reduce_fx, str) else asked.reduce_fx
+        reduce_fx = given.reduce_fx.lower() if isinstance(given.reduce_fx, str) else given.reduce_fx
         reduce_fx = _REDUCTIONS.get(reduce_fx, reduce_fx)
         if reduce_fx not in ("mean", "sum", "min", "max"):
             raise _misuse(
                 "Only `self.log(..., reduce_fx={min,max,mean,sum})` are supported."
                 " If you need a custom reduction, please log a `torchmetrics.Metric` instance instead."
-                f" Found: {asked.reduce_fx}"
+                f" Found: {given.reduce_fx}"
             )
         if isinstance(value, Metric) and metric_attribute is None:
             _find_attribute(self._module, name, value)
-        if asked.logger and trainer.logger is None:
+        if given.logger and trainer.logger is None:
             rank_zero_warn(
                 f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured. You can enable one"
                 " by doing `Trainer(logger=ALogger(...))`"
             )
-        is_shared = asked.sync_dist or asked.rank_zero_only or hook in store.shared_hooks
+        is_shared = given.sync_dist or given.rank_zero_only or hook in store.shared_hooks
         if trainer.world_size > 1 and on_epoch and not isinstance(value, Metric) and not is_shared:
             rank_zero_warn(
                 f"It is recommended to use `self.log({name!r}, ..., sync_dist=True)`"
@@ -229,16 +229,16 @@ class ModuleLog:
                 f" be floating to be reduced. Converting it to {accumulation_dtype()}."
                 " You can silence this warning by converting the value to floating point yourself."
             )
-        options = asked._replace(
-            logger=asked.logger is None or asked.logger,
+        options = given._replace(
+            logger=given.logger is None or given.logger,
             on_step=on_step,
             on_epoch=on_epoch,
             reduce_fx=reduce_fx,
-            sync_dist=asked.sync_dist and trainer.world_size > 1,
+            sync_dist=given.sync_dist and trainer.world_size > 1,
         )
-        dataloader_idx = store.dataloader_idx if asked.add_dataloader_idx else None
+        dataloader_idx = store.dataloader_idx if given.add_dataloader_idx else None
         entry = LoggedValue(hook, name, options, store.dataloader_idx, trainer.engine.reduce)
-        entry.asked = asked
+        entry.first_options = given
         entry.shares_steps &= store.shares_steps
         store.entries[hook, name, dataloader_idx] = entry
         return entry

@@ -126,8 +126,8 @@ class Signals:
     @contextmanager
     def ending(self, error: BaseException) -> Iterator[None]:
         """Return a context for the end of a run by ``error``. If a signal caused it, further signals are ignored."""
-        engine, agreed = self._trainer.engine, error is self.interruption and self._async_max is not None
-        with deadline_after(error, waited_for=engine.runs_here and engine.world_size > 1 and not agreed):
+        engine, decided_together = self._trainer.engine, error is self.interruption and self._async_max is not None
+        with deadline_after(error, waited_for=engine.runs_here and engine.world_size > 1 and not decided_together):
             if not isinstance(error, KeyboardInterrupt) and error is not self.interruption:
                 yield
                 return
@@ -297,15 +297,15 @@ def _requeue_job() -> str | None:
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"
     command = ["scontrol", "requeue", job]
-    said = f"Could not requeue this Slurm job: `{' '.join(command)}`"
+    problem = f"Could not requeue this Slurm job: `{' '.join(command)}`"
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     except FileNotFoundError:
-        return f"{said} found no `scontrol` on the PATH ({os.environ.get('PATH', '')})."
+        return f"{problem} found no `scontrol` on the PATH ({os.environ.get('PATH', '')})."
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{said} failed: {error}."
+        return f"{problem} failed: {error}."
     if done.returncode:
         output = " ".join((done.stderr + done.stdout).split()) or "nothing"
-        return f"{said} failed with exit status {done.returncode} and printed: {output}."
+        return f"{problem} failed with exit status {done.returncode} and printed: {output}."
     rank_zero_info(f"Requeued Slurm job {job}.")
     return None

@@ -63,7 +63,7 @@ class ResumableLoader:
 
     kind = ""
     replays = False
-    _knows_workers = False  # whether batches come with the random states of the workers
+    _has_worker_states = False  # whether batches come with the random states of the workers
 
     def __init__(self, loader: Any, generators: list[Generator]) -> None:
         self.loader = loader
@@ -233,7 +233,7 @@ class ReplayedLoader(ResumableLoader):
         super().__init__(loader, random_states.find(loader))
         self.replays = not isinstance(loader, Sequence)  # a list has its batches in memory
         self._persists = isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
-        self._may_know_workers = self._persists and _uses_default_iteration(loader)
+        self._can_have_worker_states = self._persists and _uses_default_iteration(loader)
         self._started: State = {}  # the random states when the workers were started: in this pass, or an earlier one
 
     def begin_pass(self, *, with_old_workers: bool = False) -> None:
@@ -253,10 +253,10 @@ class ReplayedLoader(ResumableLoader):
 
     def _begin(self) -> Iterator[Batch]:
         running = self.loader._iterator if self._persists else None
-        self._knows_workers = self._may_know_workers and (running is None or _owner_of(running) is self)
-        if running is None or not self._knows_workers:
+        self._has_worker_states = self._can_have_worker_states and (running is None or _owner_of(running) is self)
+        if running is None or not self._has_worker_states:
             self.begin_pass(with_old_workers=running is not None)
-        if not self._knows_workers:
+        if not self._has_worker_states:
             return self._counted(iter(self.loader))
         iterator: Iterator[Batch] = iter(self.loader if running is not None else self._start_workers({}, iter))
         return iterator
@@ -289,8 +289,8 @@ class ReplayedLoader(ResumableLoader):
         return iterator
 
     def _skip(self, batches: int, starts: dict[int, State] | None = None) -> Iterator[Batch]:
-        if starts and self._may_know_workers:
-            self._knows_workers = True
+        if starts and self._can_have_worker_states:
+            self._has_worker_states = True
             self.begin_pass()
             iterator: Iterator[Batch] = iter(self._start_workers(starts, iter))
         else:
@@ -322,7 +322,7 @@ class ReplayedLoader(ResumableLoader):
         """
         if not self._persists or _is_deterministic(self.loader):
             return []
-        if not self._may_know_workers or state.get(which) is None:
+        if not self._can_have_worker_states or state.get(which) is None:
             is_first = which == "at_start" and state.get("is_first")
             return [] if is_first else ["the position of its persistent_workers is unknown"]
         own = (worker.get("own", [[]])[-1] for worker in state[which].values())
@@ -338,7 +338,7 @@ class ReplayedLoader(ResumableLoader):
         state = super()._position_state()
         if self._persists:
             state["is_first"] = self._started == self._begun  # the workers were started for this pass
-        if self._knows_workers:
+        if self._has_worker_states:
             workers = self._workers.state_dict()
             state.update(workers=workers, at_start=WorkerStates.at_start_of_pass(workers), started=self._started)
         return state
@@ -361,10 +361,10 @@ class StatefulLoader(ReplayedLoader):
         self._attributes = [one for one in self.generators if isinstance(one, Attributes)]
         self.generators = find(loader)
         self.replays = False
-        self._may_know_workers = is_torchs and loader.num_workers > 0
+        self._can_have_worker_states = is_torchs and loader.num_workers > 0
         # a DataLoader begins each pass from the start, but without workers its dataset may not
         lasting: Any = loader.dataset if isinstance(loader, DataLoader) else loader
-        self._lasting: Any = None if self._may_know_workers or not _has_state(lasting) else lasting
+        self._lasting: Any = None if self._can_have_worker_states or not _has_state(lasting) else lasting
         samplers, dataset = ((loader.sampler, loader.batch_sampler), loader.dataset) if is_torchs else ((), None)
         found = find(*samplers, except_in=dataset)
         self._sampler_attributes = [one for one in found if isinstance(one, Attributes)]
@@ -372,8 +372,8 @@ class StatefulLoader(ReplayedLoader):
     def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
         starts = self._load(state, reasons)
         random_states.restore(state["begun"], own=self.generators)
-        if self._may_know_workers:
-            self._knows_workers = True
+        if self._can_have_worker_states:
+            self._has_worker_states = True
             iterator = self._start_workers(starts, partial(_attributes_of_later_pass(state), iter))
         else:
             iterator = self._begin()
@@ -388,7 +388,7 @@ class StatefulLoader(ReplayedLoader):
             reasons.append(_INSIDE_A_BATCH)
         replayed, is_from_start = _replayed_by_workers(state["state"])
         reasons += self._unknown_worker_states(state, "at_start" if is_from_start else "workers")
-        if self._may_know_workers and replayed and not is_from_start and not _is_deterministic(self.loader):
+        if self._can_have_worker_states and replayed and not is_from_start and not _is_deterministic(self.loader):
             reasons.append(f"its snapshot_every_n_steps has workers prepare {replayed} batches again; 1 would not")
         self.loader.load_state_dict(state["state"])
         starts: dict[int, State] = state.get("at_start" if is_from_start else "workers") or {}
@@ -461,7 +461,7 @@ class MapStyleLoader(ResumableLoader):
         kept = (loader.prefetch_factor or 0) * loader.num_workers + 2
         self._sampler = _RecordedSampler(sampler, kept, self.generators)
         self._started: State = {}  # the random states when the workers were started: in this pass, or an earlier one
-        self._knows_workers = True
+        self._has_worker_states = True
         self._running: weakref.ref[_WorkerIterator] | None = None
         # of a resumed pass with in_order=False: the numbers of the sampled batches that had not arrived, and the number
         # of sampled batches
@@ -520,10 +520,10 @@ class MapStyleLoader(ResumableLoader):
         loader = self.loader
         if loader.num_workers and loader.persistent_workers and loader._iterator is not None:
             iterator = loader._iterator
-            self._knows_workers = _owner_of(iterator) is self
-            if not self._knows_workers:  # started by other code
+            self._has_worker_states = _owner_of(iterator) is self
+            if not self._has_worker_states:  # started by other code
                 self.begin_pass()
-            return iter(loader) if self._knows_workers else self._counted(iter(loader))
+            return iter(loader) if self._has_worker_states else self._counted(iter(loader))
         self.begin_pass()
         return self._open({})
 
@@ -559,13 +559,13 @@ class MapStyleLoader(ResumableLoader):
         state = {
             **super()._position_state(),
             "started": self._started,
-            "asked": sampler.asked,
+            "asked": sampler.initial_states,
             "first": sampler.proof_of(0),
             "last": sampler.proof_of(self._batches - 1) if loader.in_order else None,
         }
         if not loader.num_workers:
             state["exhausted"] = sampler.exhausted
-        elif self._knows_workers:
+        elif self._has_worker_states:
             state["workers"] = self._workers.state_dict()
         if loader.num_workers and not loader.in_order:
             state["drawn"], state["late"] = self._out_of_order()
@@ -586,8 +586,8 @@ class MapStyleLoader(ResumableLoader):
             reasons += random_states.differences(self.generators, state["own"])
         if state.get("inside") and not is_fixed:
             reasons.append(_INSIDE_A_BATCH)
-        self._knows_workers = not loader.num_workers or workers is not None or is_fixed
-        if not self._knows_workers:
+        self._has_worker_states = not loader.num_workers or workers is not None or is_fixed
+        if not self._has_worker_states:
             reasons.append("the position of the worker processes is unknown")
         random_states.restore(state["started"], own=self.generators)
         iterator = self._open(workers or {}, silent=True)
@@ -617,7 +617,7 @@ class MapStyleLoader(ResumableLoader):
             batches: the number of yielded batches.
             drawn: the number of sampled batches; more than ``batches`` if batches arrive out of order.
             late: the numbers of sampled batches that were not yielded.
-            exhausted: whether the sampler was asked for one more batch than it has: a RandomSampler draws for that.
+            exhausted: whether one more batch than the sampler has was requested: a RandomSampler draws for that.
 
         Returns:
             Whether the sampler drew from the global random state after the first batch.
@@ -651,8 +651,8 @@ class _RecordedSampler:
 
     Attributes:
         drawn: number of batches that it has yielded in this pass.
-        asked: the random states before the first batch; {} before that.
-        exhausted: whether it was asked for one more batch than it has.
+        initial_states: the random states before the first batch; {} before that.
+        exhausted: whether one more batch than it has was requested.
         is_silent: whether to yield nothing.
     """
 
@@ -663,7 +663,7 @@ class _RecordedSampler:
         self._first: State | None = None
         self._indices: Iterator[Any] = iter(())
         self.drawn = 0
-        self.asked: State = {}
+        self.initial_states: State = {}
         self.exhausted = self.is_silent = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -673,7 +673,7 @@ class _RecordedSampler:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        self.drawn, self.asked, self.exhausted, self._first = 0, {}, False, None
+        self.drawn, self.initial_states, self.exhausted, self._first = 0, {}, False, None
         self._recent.clear()
         self._indices = iter(self._sampler)
         return iter(()) if self.is_silent else self.rest()
@@ -681,7 +681,7 @@ class _RecordedSampler:
     def rest(self) -> Iterator[Any]:
         """Yield the batches that are left."""
         if not self.drawn:
-            self.asked = random_states.capture(own=self._generators)
+            self.initial_states = random_states.capture(own=self._generators)
         for indices in self._indices:
             if not self.drawn:
                 self._first = _proof(indices)

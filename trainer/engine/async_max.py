@@ -63,8 +63,8 @@ class AsyncMax:
         now = time.monotonic()
         seconds, batches = now - self._sent_at, self._batches
         self._sent_at, self._batches = now, 0
-        wanted = min(int(SECONDS * batches / max(seconds, 1e-9)), MOST_BATCHES)
-        self._sent = torch.tensor([*numbers, -wanted])
+        most_batches = min(int(SECONDS * batches / max(seconds, 1e-9)), MOST_BATCHES)
+        self._sent = torch.tensor([*numbers, -most_batches])
         self._work = self._group.allreduce([self._sent], self._options)
 
     def _read(self) -> list[int]:

@@ -154,7 +154,7 @@ class Compilations:
         self._has_news = False
         self._until = 0.0  # start time of the last compilation that was read
         self._breaks_before = 0
-        self._listens = False
+        self._is_registered = False
 
     def start(self) -> None:
         """Start recording."""
@@ -164,20 +164,20 @@ class Compilations:
         try:
             from torch._dynamo.callback import callback_handler
 
-            callback_handler.register_end_callback(self._hear)
+            callback_handler.register_end_callback(self._note_compilation)
         except (ImportError, AttributeError):
             return
-        self._listens = True
+        self._is_registered = True
 
     def stop(self) -> None:
         """Stop recording. Can be called twice."""
         self.read()
-        if self._listens:
-            self._listens = False
+        if self._is_registered:
+            self._is_registered = False
             with suppress(ImportError, AttributeError, ValueError):  # `torch.compiler.reset` has removed it
                 from torch._dynamo.callback import callback_handler
 
-                callback_handler.remove_end_callback(self._hear)
+                callback_handler.remove_end_callback(self._note_compilation)
 
     def read(self) -> bool:
         """Read the compilations since the last call. Returns whether there were any."""
@@ -190,7 +190,7 @@ class Compilations:
         self.graph_breaks = _graph_breaks() - self._breaks_before
         return True
 
-    def _hear(self, event: Any) -> None:
+    def _note_compilation(self, event: Any) -> None:
         self._has_news = True  # torch writes the record later
 
 

@@ -1,7 +1,8 @@
 """Load optimizer states with the dtypes that they were saved with.
 
 ``torch.optim.Optimizer.load_state_dict`` casts every tensor except ``step`` to the dtype of its parameter, so float32
-master weights of bfloat16 parameters become bfloat16, and 8-bit states become floating point. It also replaces strings.
+master weights of bfloat16 parameters become bfloat16, and 8-bit states become floating point. It also corrupts
+strings, which it copies like lists.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _restore(optimizer: Optimizer, state: Mapping[str, Any], saved: SavedDtypes)
 
 
 def _loaded(now: Any, value: Any, key: Any = None, *, dtypes: tuple[torch.dtype | None, torch.dtype]) -> Any:
-    """Return the state to use after loading: ``now`` if it is right. Containers are changed in place.
+    """Return the state to use after loading: ``now`` if its dtype is right. Containers are changed in place.
 
     Args:
         now: the state after ``load_state_dict``.

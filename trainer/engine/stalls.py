@@ -127,7 +127,7 @@ class StallWatch:
                 try:
                     self._report_place(place, interval, seen)
                 except Exception as problem:  # the store is in the memory of a process that may have died
-                    write_stderr(f"{_report([place])}\nThe others could not be asked: {problem}")
+                    write_stderr(f"{_report([place])}\nThe state of the other processes could not be read: {problem}")
 
     # --- this process -----------------------------------------------------------------------------------------
 
@@ -162,8 +162,8 @@ class StallWatch:
             missing = {rank for rank in missing if not store.check([f"{self._key}/{rank}"])}
             if missing and (self._ends.wait(interval) or self._counters() != seen):  # the run makes progress again
                 return
-        came = [f"{self._key}/{rank}" for rank in everyone if rank not in missing]
-        places = [_read(text) for text in store.multi_get(came)]
+        keys = [f"{self._key}/{rank}" for rank in everyone if rank not in missing]
+        places = [_read(text) for text in store.multi_get(keys)]
         text = _report(places, sorted(missing))
         with suppress(OSError):
             if (folder := self._folder()) is not None:

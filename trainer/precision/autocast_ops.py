@@ -216,9 +216,9 @@ def _passing_float32(name: str) -> Kernel:
     by_place = [one for one in op._schema.arguments if not one.kwarg_only and one.name != "dtype"]
 
     def kernel(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        said = args[len(by_place)] if len(args) > len(by_place) else kwargs.get("dtype")
+        dtype = args[len(by_place)] if len(args) > len(by_place) else kwargs.get("dtype")
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            if said is not None or not _is_eligible(args[0]):
+            if dtype is not None or not _is_eligible(args[0]):
                 return op(*args, **kwargs)
             left_out = (argument.default_value for argument in by_place[len(args) :])
             return with_dtype(*args[: len(by_place)], *left_out, **kwargs | {"dtype": torch.float32})

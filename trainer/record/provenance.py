@@ -70,16 +70,16 @@ def _git() -> dict[str, Any] | None:
     if program is None:
         return None
 
-    def ask(*words: str) -> str:
+    def git(*words: str) -> str:
         # run no command of the repository's config, and lock and write nothing
         line = [program, "--no-optional-locks", "-c", "core.fsmonitor=false", *words]
         done = subprocess.run(line, capture_output=True, text=True, timeout=_GIT_TIMEOUT, check=True)
         return done.stdout.strip()
 
     try:
-        commit = ask("rev-parse", "HEAD")
-        branch = ask("rev-parse", "--abbrev-ref", "HEAD")
-        modified = bool(ask("status", "--porcelain", "--untracked-files=no"))
+        commit = git("rev-parse", "HEAD")
+        branch = git("rev-parse", "--abbrev-ref", "HEAD")
+        modified = bool(git("status", "--porcelain", "--untracked-files=no"))
     except (OSError, ValueError, subprocess.SubprocessError):  # no commit yet, a folder of another user, a slow disk
         return None
     return {"commit": commit, "branch": branch, "modified": modified}

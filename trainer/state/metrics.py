@@ -51,15 +51,15 @@ class LoggedValue:
     float64 values, value by value in the order they were logged: bit-identical to Lightning's.
     """
 
-    __slots__ = ("_epoch_value", "_pending", "_reduce", "_total", "_weight", "_weights", "asked", "dataloader_idx",
-                 "has_value", "hook", "metric", "name", "options", "shares_epochs", "shares_steps",
+    __slots__ = ("_epoch_value", "_pending", "_reduce", "_total", "_weight", "_weights", "dataloader_idx",
+                 "first_options", "has_value", "hook", "metric", "name", "options", "shares_epochs", "shares_steps",
                  "step_value")  # fmt: skip
 
     def __init__(self, hook: str, name: str, options: LogOptions, dataloader_idx: int | None, reduce: Reduce) -> None:
         self.hook = hook
         self.name = name
         self.options = options
-        self.asked: object = None  # options of the first call, which later calls are compared with
+        self.first_options: object = None  # of the first call, which later calls are compared with
         self.dataloader_idx = dataloader_idx
         self.metric: Metric | None = None
         self.step_value: Tensor | None = None

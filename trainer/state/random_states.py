@@ -163,9 +163,9 @@ def differences(generators: Sequence[Generator], states: Sequence[Any]) -> list[
         states: the result of :func:`states_of`. Older checkpoints have no states of :class:`Attributes`.
     """
     attributes = _attributes_in(states)
-    was, now = len(states) - len(attributes), _count(generators)
-    if was != now:
-        return [f"the dataloader had {was} random generators and has {now}"]
+    saved, current = len(states) - len(attributes), _count(generators)
+    if saved != current:
+        return [f"the dataloader had {saved} random generators and has {current}"]
     watched = next((one for one in generators if isinstance(one, Attributes)), Attributes([]))
     missing = [name for state in attributes for name in watched.missing(state)]
     if missing:
@@ -235,10 +235,10 @@ def _reader_of(generator: Generator) -> Callable[[], Any]:
     read = None
     if isinstance(generator, random.Random | np.random.RandomState):
         read = generator_memory.reader_of(generator)
-    return read or partial(_asked, generator)
+    return read or partial(_state_of, generator)
 
 
-def _asked(generator: Generator) -> Any:
+def _state_of(generator: Generator) -> Any:
     """Return the state of a generator that cannot be read from memory."""
     if isinstance(generator, Attributes):
         return generator.read()

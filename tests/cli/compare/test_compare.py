@@ -12,7 +12,7 @@ import torch
 from tests.cli.compare.test_verdict import labeled
 from tests.cli.conftest import write
 from trainer.cli import main
-from trainer.cli.compare import Comparison, read_runs, report, unequal
+from trainer.cli.compare import Comparison, condition_differences, read_runs, report
 from trainer.cli.compare.verdict import Thresholds
 from trainer.record.run_record import RunRecord, load_run
 from trainer.terminal import QUIET
@@ -224,14 +224,14 @@ def runs(**of_second) -> list[RunRecord]:
     ],
 )
 def test_whether_it_was_fair(of_second, sentence):
-    (found,) = unequal(runs(**of_second))
+    (found,) = condition_differences(runs(**of_second))
     assert sentence in found
 
 
 def test_unfair_circumstances_are_reported():
-    found = unequal(runs(seed=7, epochs=2))
+    found = condition_differences(runs(seed=7, epochs=2))
     assert [line.startswith("Different between runs") for line in found] == [True, False]
-    assert unequal(runs(status="failed", seed=7)) == []
+    assert condition_differences(runs(status="failed", seed=7)) == []
 
 
 def test_circumstances():

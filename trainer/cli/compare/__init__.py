@@ -148,7 +148,7 @@ class Comparison:
             assess(run, first, self.metric, limits) if run is not first and run.completed and first.completed else None
             for run in runs
         ]
-        self.conditions = [*([remark] if remark else []), *unequal(runs), *_circumstances(runs)]
+        self.conditions = [*([remark] if remark else []), *condition_differences(runs), *_circumstances(runs)]
         self.title = f"{first.recipe or 'Comparison'}: {', '.join(run.label for run in runs)}"
 
     def markdown(self, command: str) -> str:
@@ -230,7 +230,7 @@ class Comparison:
         return [str(name) for _, name, _ in columns], rows
 
 
-def unequal(runs: Sequence[RunRecord]) -> list[str]:
+def condition_differences(runs: Sequence[RunRecord]) -> list[str]:
     """Return sentences about seeds, devices, lengths and batches that differ; or one sentence that they are equal."""
     done = [run for run in runs if run.completed]
     if len(done) < 2:

@@ -199,8 +199,8 @@ def _learning_rate(rows: dict[str, Curve]) -> list[Chart]:
     groups = list(found.items())
     if groups and all(curve == groups[0][1] for _, curve in groups):
         groups = groups[:1]
-    alone = "Learning rate" if len(groups) == 1 else ""  # so that runs with different optimizers share a chart
-    lines = [Line(name.removeprefix("lr-"), curve, number, name=alone) for number, (name, curve) in enumerate(groups)]
+    title = "Learning rate" if len(groups) == 1 else ""  # so that runs with different optimizers share a chart
+    lines = [Line(name.removeprefix("lr-"), curve, number, name=title) for number, (name, curve) in enumerate(groups)]
     return [Chart("Learning rate", lines, "linear")] if lines else []
 
 
@@ -282,10 +282,10 @@ def speed(run: RunRecord) -> Curve:
         return seconds
     step, time = seconds.steps[0], seconds.values[0]
     least = max(_SHORTEST, (seconds.values[-1] - time) / _PACE_POINTS)
-    for now, there in zip(seconds.steps, seconds.values, strict=True):
-        if there - time >= least and now > step:
-            points.append((now, (run.samples_per_step or 1) * (now - step) / (there - time)))
-            step, time = now, there
+    for next_step, end in zip(seconds.steps, seconds.values, strict=True):
+        if end - time >= least and next_step > step:
+            points.append((next_step, (run.samples_per_step or 1) * (next_step - step) / (end - time)))
+            step, time = next_step, end
     return Curve([step for step, _ in points], [rate for _, rate in points])
 
 

@@ -41,13 +41,13 @@ def planned(composer: Any, words: Sequence[str], config: Any) -> int | None:
     return math.prod(len(list(one.sweep_string_iterator())) for one in swept)
 
 
-def report(folder: Path, since: float = 0.0, wanted: int | None = None, again: str = "") -> int:
+def report(folder: Path, since: float = 0.0, num_jobs: int | None = None, again: str = "") -> int:
     """Print the table of a sweep, and write it to ``summary.md`` and ``summary.json``.
 
     Args:
         folder: of the sweep. It contains the folders of the jobs.
         since: a time (of `time.time`). Jobs that ended before it belong to an earlier sweep and are left out.
-        wanted: planned number of jobs; None if it is unknown.
+        num_jobs: planned number of jobs; None if it is unknown.
         again: command that resumes the sweep. It is printed if a job is missing or was interrupted.
 
     Returns:
@@ -66,8 +66,8 @@ def report(folder: Path, since: float = 0.0, wanted: int | None = None, again: s
     result = "\n\n".join(part for part in (_means(sweep), _best(sweep)) if part)
     text = f"{markdown_table(header, rows)}\n" + (f"\n{result}\n" if result else "")
     (folder / "summary.md").write_text(text, encoding="utf-8")
-    _print(header, rows, result, sweep.runs, folder, wanted)
-    if again and (len(sweep.runs) < (wanted or 0) or any(run.status == "interrupted" for run in sweep.runs)):
+    _print(header, rows, result, sweep.runs, folder, num_jobs)
+    if again and (len(sweep.runs) < (num_jobs or 0) or any(run.status == "interrupted" for run in sweep.runs)):
         print(f"To resume: {again}", flush=True)
     return sum(run.status not in ENDED_WELL for run in sweep.runs)
 
@@ -126,9 +126,9 @@ def _best(sweep: Sweep) -> str:
         flags = best.facts.get("flags") or []
         command = command_line(best.command, *flags, *best.chosen)
         return f"Best: job {best.job}, with {value}{f': {own}' if own else ''}\n\n    {command}"
-    asked = {run.objective for run in sweep.runs if run.objective}
-    if len(asked) == 1 and any(run.completed for run in sweep.runs):
-        return f"There is no best job: no job has a finite value of {asked.pop()[0]}."
+    objectives = {run.objective for run in sweep.runs if run.objective}
+    if len(objectives) == 1 and any(run.completed for run in sweep.runs):
+        return f"There is no best job: no job has a finite value of {objectives.pop()[0]}."
     return ""
 
 
@@ -137,9 +137,9 @@ def _number(value: float | None) -> str:
 
 
 def _print(
-    header: list[str], rows: list[list[str]], result: str, runs: Sequence[RunRecord], folder: Path, wanted: int | None
+    header: list[str], rows: list[list[str]], result: str, runs: Sequence[RunRecord], folder: Path, num_jobs: int | None
 ) -> None:
-    of_all = f" of {wanted}" if wanted and wanted > len(rows) else ""
+    of_all = f" of {num_jobs}" if num_jobs and num_jobs > len(rows) else ""
     jobs = "1 job" if len(rows) == 1 and not of_all else f"{len(rows)}{of_all} jobs"
     narrow = [[cells[0], cells[1].replace(" ", "\n"), *cells[2:]] for cells in rows]
     Table(f"Sweep of {jobs}", header, narrow, ("overrides", "status", "run dir"), _SPARE).show()

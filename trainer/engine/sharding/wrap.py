@@ -302,7 +302,7 @@ def restore_sharded(root: nn.Module, before: dict[tuple[nn.Module, str], nn.Para
 
 
 def _gathered(sharded: Any, before: nn.Parameter | None) -> nn.Parameter:
-    """Return the whole parameter on the CPU, in the original object if that had memory."""
+    """Return the whole parameter on the CPU, in the original object unless that is on the meta device."""
     whole = sharded.full_tensor().detach().cpu()
     if before is None or before.is_meta:
         return nn.Parameter(whole, requires_grad=sharded.requires_grad)
