@@ -264,8 +264,11 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
                     one = replace(case, batches=[recorded], step=recorded.step)
                     if (verdict := _explain(trainer, one, found)) is not None:
                         return verdict
-        verdict = _divergence(trainer, case, finding)
         has_all = len(case.recent) + len(case.batches) > case.step - case.first  # each batch alone is finite
+        can_repeat = has_all and trainer.world_size == 1 and trainer.lightning_module.automatic_optimization
+        if can_repeat and (verdict := _repeated(trainer, case, finding)) is not None:
+            return verdict
+        verdict = _divergence(trainer, case, finding)
         is_certain = verdict.tried or has_all or not _rates_are_finite(trainer)
         return verdict if is_certain else _lost(trainer, case, finding)
     if case.first >= 0 and not case.before:
@@ -282,6 +285,29 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
         case, finding, "weights",
         f"Weights were not finite when training began{f', in {source}' if source else ''}: {some(names, 4)}.",
         remedy, tried="", key=names[0],
+    )  # fmt: skip
+
+
+def _repeated(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
+    """Take all steps since the earlier weights again, and explain them unless the loss grows."""
+    batches = [*case.recent, *case.batches]
+    with remedies.weights_of(trainer, case.before):
+        usual = [abs(loss) for loss in remedies.losses(trainer, batches) if math.isfinite(loss)]
+    limit = _WORSE * max(usual, default=1.0)
+    recorded, weights = remedies.repeat(trainer, batches, case.before, limit)
+    if recorded is not None:
+        with remedies.weights_of(trainer, weights):
+            found = examine(trainer, [recorded], case.scale)
+            one = replace(case, batches=[recorded], step=recorded.step)
+            return _explain(trainer, one, found) if found is not None and found.is_hopeless else None
+    if weights or not _rates_are_finite(trainer):
+        return None
+    return _diagnosis(
+        case, finding, "weights",
+        f"{some(finding.broken_weights, 4)} became not finite after step {case.first}, although each step is finite if"
+        " it is taken again: other code than the optimizer has changed them.",
+        f"find the code, such as a hook or a callback, that writes to {finding.broken_weights[0]!r}.",
+        tried="", key=finding.broken_weights[0],
     )  # fmt: skip
 
 

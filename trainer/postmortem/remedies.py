@@ -7,7 +7,7 @@ import math
 import shlex
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer.module_tree import has_forward, plain_name
 from trainer.postmortem.examine import Finding, examine
 from trainer.postmortem.recording import RecordedBatch
-from trainer.postmortem.replay import FLOAT32, Variant, backward, replay, run, undisturbed
+from trainer.postmortem.replay import AS_IT_IS, FLOAT32, Variant, backward, replay, run, undisturbed
 from trainer.precision.underflow import SMALLEST_NORMAL
 
 if TYPE_CHECKING:
@@ -192,36 +192,82 @@ def _train(
 ) -> float | None:
     """Return the mean loss of the last pass, or None if a loss exceeds the limit."""
     seen: list[float] = []
-    states = [optimizer.state for optimizer in trainer.optimizers]
-    try:
-        with undisturbed(trainer):
-            parameters = [p for o in trainer.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad]
-            for optimizer in trainer.optimizers:
-                optimizer.state = defaultdict(dict)
-                for group in optimizer.param_groups:
-                    is_usual = math.isfinite(float(group["lr"])) and math.isfinite(highest)
-                    group["lr"] = rate * float(group["lr"]) / highest if is_usual else rate
-
-            def step(loss: Tensor) -> None:
-                seen.append(loss.item())
-                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.grad = gradient
-
-            for recorded in [*batches] * _PASSES:
-                run(trainer, recorded, step, FLOAT32)
-                for optimizer in trainer.optimizers:
-                    type(optimizer).step(optimizer)
-                    for parameter in parameters:
-                        parameter.grad = None
-                if not seen or not seen[-1] <= limit:
-                    return None
-    finally:
-        for optimizer, state in zip(trainer.optimizers, states, strict=True):
-            optimizer.state = state
+    with _optimizing(trainer) as step:
+        for group in (group for optimizer in trainer.optimizers for group in optimizer.param_groups):
+            is_usual = math.isfinite(float(group["lr"])) and math.isfinite(highest)
+            group["lr"] = rate * float(group["lr"]) / highest if is_usual else rate
+        for recorded in [*batches] * _PASSES:
+            seen += step(recorded, FLOAT32)[:1]
+            if not seen or not seen[-1] <= limit:
+                return None
     size = len(batches)
     means = [sum(seen[at : at + size]) / size for at in range(0, len(seen), size)]
     return means[-1] if max(means) <= 1.2 * means[0] and means[-1] <= min(means) + 0.1 * abs(min(means)) else None
+
+
+def repeat(
+    trainer: Trainer, batches: Sequence[RecordedBatch], weights: Weights, limit: float
+) -> tuple[RecordedBatch | None, Weights]:
+    """Train on these batches again, from earlier weights and with new optimizer states.
+
+    Returns:
+        The first batch with a gradient that is not finite, and the finite weights before it. None with other weights if
+        a step with finite gradients makes a loss exceed the limit, or weights not finite. None with {} if all is well.
+    """
+    named = dict(trainer.lightning_module.named_parameters())
+    with weights_of(trainer, weights), _optimizing(trainer) as step:
+        for recorded in batches:
+            before = {name: parameter.detach().clone() for name, parameter in named.items()}
+            *found, are_finite = step(recorded, AS_IT_IS)
+            if not all(bool(value.isfinite().all()) for value in before.values()):
+                return None, before
+            if not are_finite:
+                return recorded, before
+            if any(not abs(loss) <= limit for loss in found):
+                return None, before
+    return None, {}
+
+
+@contextmanager
+def _optimizing(trainer: Trainer) -> Iterator[Callable[[RecordedBatch, Variant], list[float]]]:
+    """A context that gives a function: it takes a step on a batch, and returns its losses and if gradients are finite.
+
+    Afterwards, weights and optimizers are as before.
+    """
+    states = [optimizer.state for optimizer in trainer.optimizers]
+    parameters = [p for o in trainer.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad]
+
+    def step(recorded: RecordedBatch, variant: Variant) -> list[float]:
+        found: list[float] = []
+
+        def on_loss(loss: Tensor) -> None:
+            found.append(loss.item())
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+        run(trainer, recorded, on_loss, variant)
+        are_finite = all(bool(values.isfinite().all()) for p in parameters if (values := _values(p.grad)) is not None)
+        if recorded.window.is_last:
+            for optimizer in trainer.optimizers:
+                type(optimizer).step(optimizer)
+            for parameter in parameters:
+                parameter.grad = None
+        return [*found, are_finite]
+
+    try:
+        with undisturbed(trainer):
+            for optimizer in trainer.optimizers:
+                optimizer.state = defaultdict(dict)
+            yield step
+    finally:
+        for optimizer, state in zip(trainer.optimizers, states, strict=True):
+            optimizer.state = state
+
+
+def _values(gradient: Tensor | None) -> Tensor | None:
+    return gradient.coalesce().values() if gradient is not None and gradient.is_sparse else gradient
 
 
 # --- in the caller's syntax -----------------------------------------------------------------------------------------
