@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -16,6 +17,7 @@ from trainer.callbacks import RunRecorder
 from trainer.cli import tracking
 from trainer.cli.arguments import UsageError
 from trainer.compat.defaults import in_opening_order
+from trainer.compat.loggers.mlflow import MLFlow
 from trainer.errors import ConfigurationError
 from trainer.loggers import LoggedRun, LoggerAdapter, adapter, adapter_class
 from trainer.record.run_record import RunRecord, load_run
@@ -116,7 +118,13 @@ def test_adapter_is_found_by_the_class_of_the_logger_and_its_bases(tmp_path: Pat
     assert in_opening_order([one, other, memory]) == [memory, other, one]
 
 
-@pytest.mark.parametrize(("options", "folder"), [({}, "p/x"), ({"save_dir": "runs"}, "runs")])
+@pytest.mark.parametrize(("options", "folder"), [({}, "p/x"), ({"save_dir": "runs"}, "runs/p/x")])
 def test_each_run_of_wandb_has_its_folder(options: dict[str, Any], folder: str) -> None:
     logger = WandbLogger(project="p", id="x", offline=True, **options)
     assert Path(str(adapter(logger).folder)) == Path(folder)
+
+
+@pytest.mark.parametrize(("run", "folder"), [(None, "runs"), ("x", "runs/7/x")])
+def test_each_run_of_mlflow_has_its_folder(run: str | None, folder: str) -> None:
+    logger = SimpleNamespace(save_dir="runs", name="7", _run_id=run)  # the name is the id of the experiment
+    assert MLFlow(logger).folder == folder

@@ -187,6 +187,12 @@ class TrackerAdapter(LoggerAdapter):
                 f" it is written. Write {key}.log_model=true, which sends the last ones at the end."
             )
 
+    @property
+    def folder(self) -> str | None:
+        """``SAVE_DIR/NAME/ID``, where the checkpoints of the run are; ``save_dir`` if the run has no id yet."""
+        found, run = super().folder, self.position()
+        return found if run is None else str(Path(found or "", str(self.logger.name), str(run)))
+
     def log_settings(self, settings: Mapping[str, Any]) -> str | None:
         """Log the settings, and return the id of the run."""
         self.logger.log_hyperparams(dict(settings))

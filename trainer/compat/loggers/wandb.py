@@ -34,13 +34,6 @@ class Wandb(TrackerAdapter):
         if wandb is not None and getattr(wandb, "run", None) is not None:
             wandb.finish(exit_code=0 if ok else 1)
 
-    @property
-    def folder(self) -> str | None:
-        """``save_dir``; if the user passed none, ``PROJECT/ID``, where the checkpoints of the run are."""
-        folder = super().folder
-        version = self.logger.version
-        return os.path.join(folder, str(self.logger.name), str(version)) if folder == "." and version else folder
-
     def position(self) -> str | None:
         """Return the id of the run."""
         version: str | None = self.logger.version
