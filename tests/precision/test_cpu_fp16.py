@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -641,3 +643,24 @@ class TestNativeFp16:
 
         monkeypatch.setattr(torch.ops, "mkldnn", Nothing())
         assert native_fp16() is False
+
+
+PARALLEL = """
+import faulthandler, torch
+from trainer.precision import cpu_fp16
+
+faulthandler.dump_traceback_later(60, exit=True)
+torch.set_num_threads(2)
+with cpu_fp16._replacement.used():
+    pass
+net = torch.nn.Sequential(torch.nn.Linear(4, 392), torch.nn.Unflatten(1, (8, 7, 7)), torch.nn.ConvTranspose2d(8, 8, 4))
+with torch.autograd.set_detect_anomaly(True):
+    for _ in range(50):
+        with torch.autocast("cpu", torch.float16):
+            loss = net(torch.randn(64, 4)).float().sum()
+        loss.backward()
+"""
+
+
+def test_parallel_kernels_do_not_wait_for_each_other_in_anomaly_detection():
+    subprocess.run([sys.executable, "-c", PARALLEL], check=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch.library import Library
 
 Kernel = Callable[..., Any]
@@ -71,4 +72,12 @@ class Replacement:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             return (ours if self.users else own)(*args, **kwargs)
 
-        return kernel
+        def kernel_below_autograd(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_anomaly_enabled():
+                return kernel(*args, **kwargs)
+            # A parallel kernel of torch makes nodes of the graph in its threads, which need the interpreter in anomaly
+            # detection to record the line of code. This thread holds it, and waits for them.
+            with torch.autograd.set_detect_anomaly(False):
+                return kernel(*args, **kwargs)
+
+        return kernel_below_autograd if self._key == "CPU" else kernel
