@@ -76,14 +76,16 @@ def refuse_exceeded(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         ConfigurationError: with the number of steps.
     """
     configs = trainer.engine.schedules if len(trainer.engine.optimizers) == 1 else []
-    totals = {"step": trainer.estimated_stepping_batches, "epoch": trainer.max_epochs or -1}
-    done = {"step": trainer.progress.updates, "epoch": trainer.current_epoch}
     for config in configs:
         schedule, unit = config.scheduler, config.interval
-        if not isinstance(schedule, OneCycleLR) or unit not in totals or config.frequency != 1:
+        if not isinstance(schedule, OneCycleLR) or unit not in ("step", "epoch") or config.frequency != 1:
             continue
-        total, steps = schedule.total_steps, totals[unit]
-        if total < min(steps, schedule.last_epoch + steps - done[unit]) < float("inf"):
+        total = schedule.total_steps
+        if unit == "step":  # only here, because it requests the training dataloader
+            steps, done = trainer.estimated_stepping_batches, trainer.progress.updates
+        else:
+            steps, done = trainer.max_epochs or -1, trainer.current_epoch
+        if total < min(steps, schedule.last_epoch + steps - done) < float("inf"):
             raise ConfigurationError(
                 f"Got a run of {steps} {'optimizer steps' if unit == 'step' else 'epochs'} and"
                 f" OneCycleLR(total_steps={total}), which cannot take more."
