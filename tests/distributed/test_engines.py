@@ -25,7 +25,7 @@ from tests.warm_python import WarmPython
 TOLERANCES = {"32-true": 1e-6, "16-mixed": 1e-3, "bf16-mixed": 1e-2}
 FSDP = pytest.param("fsdp", marks=needs_fsdp2)
 ENGINES = ("single", "ddp", FSDP)
-SEEDS = seeds(6, nightly=100)
+SEEDS = seeds(4, nightly=102)
 
 
 @pytest.fixture(scope="module")

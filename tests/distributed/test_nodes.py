@@ -26,7 +26,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> Itera
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, id="ddp"),
+        pytest.param({}, id="ddp", marks=pytest.mark.nightly),
         pytest.param({"trainer": {"strategy": "fsdp"}, "files": {"sharded": True}}, id="fsdp", marks=needs_fsdp2),
         pytest.param(
             {"trainer": {"strategy": "deepspeed_stage_3"}, "files": {"sharded": True}},

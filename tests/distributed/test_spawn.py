@@ -79,7 +79,7 @@ def test_spawned_and_forked_ranks_equal_one_process(tmp_path: Path) -> None:
     assert [path.read_text() for path in tmp_path.glob("*.txt")] == ["", ""]
 
 
-@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
+@pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.nightly)])
 def test_process_that_has_started_them_saves_checkpoints(tmp_path: Path, strategy: str) -> None:
     def scenario(make_trainer: Any) -> Any:
         folder = tmp_path / make_trainer.__name__

@@ -27,7 +27,7 @@ def fit(name: str, folder: Path, *overrides: str) -> dict[str, Any]:
     return json.loads(result.read_text())
 
 
-@pytest.mark.whole
+@pytest.mark.nightly
 def test_resnet_learns_generated_images_in_the_format_of_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     smaller = ["model.architecture=resnet18", "data.limit=128", "data.batch_size=16", "data.resize_size=36"]
