@@ -48,7 +48,7 @@ NOT_COMPARED: dict[str, str] = {
     r"loaders\._epoch\b|_drawn_before|_loaders\[\d+\]\._batches": "written before it is read",
     r"scaler\._init_": "read before the first loss is scaled",
     r"batches\._has_batches|_opt_called$": "only read before the first step of a process",
-    r"(training_step|'NonFiniteGuard'\]\._watch)\.(_resolved|_update)$": "counts the batches of a process",
+    r"(training_step|'NonFiniteGuard'\]\._recorder)\.(_resolved|_update)$": "counts the batches of a process",
     r"data\._made_in\[.*VALIDATING": "only read if there are no dataloaders; otherwise, theirs is",
     r"eval_loops.*progress\.(epoch|total_done|total_batches)$": "Lightning's counters, set when a validation begins",
     r"eval_loops.*(metrics\.shared_hooks(\[\d\])?|sampler\.epoch)$": "set when a validation begins",

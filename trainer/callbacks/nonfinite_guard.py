@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from copy import copy
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
@@ -18,10 +15,9 @@ from trainer.engine.protocol import Engine
 from trainer.errors import ConfigurationError, NonFiniteError, expect, is_count, rank_zero_warn, some
 from trainer.postmortem.diagnose import Case, diagnose
 from trainer.postmortem.recording import RecordedBatch, Recorder
-from trainer.postmortem.state import ObjectState
+from trainer.postmortem.state import BufferState
 from trainer.precision.guard import StepGuard
 from trainer.record.measures import last_diagnosis
-from trainer.state import random_states
 from trainer.state.outcome import StepOutcome
 
 if TYPE_CHECKING:
@@ -67,7 +63,7 @@ class NonFiniteGuard(RunCallback):
     """
 
     observes_only: ClassVar = True
-    reset_in_copies: ClassVar = {"_scaler": None, "_watch": None}
+    reset_in_copies: ClassVar = {"_scaler": None, "_recorder": None}
 
     def __init__(
         self,
@@ -84,7 +80,7 @@ class NonFiniteGuard(RunCallback):
         if not self.every_step:
             vars(self)["on_after_optimizer_step"] = None  # a hook that is not overridden adds nothing to a step
         self._scaler: Any = None  # the Trainer's scaler while it is replaced
-        self._watch: _Watch | None = None
+        self._recorder: Recorder | None = None
         self._in_a_row = 0
         self._has_warned = False
 
@@ -112,27 +108,26 @@ class NonFiniteGuard(RunCallback):
                 f"Got NonFiniteGuard({self.policy!r}) and the optimizer {greedy[0]}, which evaluates the loss itself,"
                 " several times a step: such a step cannot be skipped. Use NonFiniteGuard(every_step=False)."
             )
-        self._watch = _Watch(trainer, keeps_batches=self.policy == "stop")
+        self._recorder = Recorder(trainer, every_step=True, keeps_batches=self.policy == "stop")
 
     def on_after_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
         """Apply the policy to a skipped step."""
-        if self._watch is None or optimizer is not trainer.optimizers[outcome.optimizers[0]]:
+        if self._recorder is None or optimizer is not trainer.optimizers[outcome.optimizers[0]]:
             return
-        window: _Window | None = self._watch.kept()
+        batches = self._recorder.take()
         if not outcome.skipped:
             self._in_a_row = 0
             return
         self._in_a_row += 1
         step = trainer.global_step - len(outcome.optimizers)
-        if window is not None:
-            window.put_buffers_back()
+        for recorded in batches:
+            if isinstance(recorded.state, BufferState):
+                recorded.state.restore_nonfinite()
         scales = trainer.scaler.is_enabled()
         if self.policy == "stop":
-            # on all processes, because all have skipped; a host-device synchronization after a skipped step
-            if not scales or trainer.engine.any_rank(window is not None and window.has_broken_loss()):
-                batches = [] if window is None else window.recorded(trainer)
+            if not scales or outcome.nonfinite_loss:
                 raise _error(trainer, step, outcome, batches)
         elif not scales:
             self._warn_or_stop(trainer, step)
@@ -164,88 +159,17 @@ class NonFiniteGuard(RunCallback):
             rank_zero_warn(
                 f"Optimizer step {step} of epoch {trainer.current_epoch} was skipped, because gradients were not"
                 " finite. Others will be without a message: trainer.skipped_steps counts them. NonFiniteGuard('stop')"
-                " says where they come from."
+                " names their origin."
             )
 
     def _clean_up(self, trainer: Trainer) -> None:
-        """Restore the Trainer's scaler and training step."""
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
+        """Stop recording, and restore the Trainer's scaler."""
+        if self._recorder is not None:
+            self._recorder.stop()
+            self._recorder = None
         if self._scaler is not None:
             trainer.engine.gradients.use_scaler(self._scaler)
             self._scaler = None
-
-
-class _Window:
-    """The batches of one weight update, and the floating-point buffers from before it.
-
-    Args:
-        buffers: the buffers of the module.
-        number: number of its first batch, which may consist of several parts.
-    """
-
-    def __init__(self, buffers: list[Tensor], number: int) -> None:
-        self.batches: list[RecordedBatch] = []  # without the state of the module: see `recorded`
-        self.number = number
-        self._buffers = buffers
-        self._saved = [torch.empty_like(buffer) for buffer in buffers]
-        if buffers:
-            torch._foreach_copy_(self._saved, buffers)
-
-    @torch.no_grad()
-    def put_buffers_back(self) -> None:
-        """Restore the elements of buffers that are not finite to their values from before the window."""
-        for buffer, saved in zip(self._buffers, self._saved, strict=True):
-            buffer.copy_(buffer.where(buffer.isfinite(), saved))
-
-    def has_broken_loss(self) -> bool:
-        """Return whether a loss is not finite. A host-device synchronization."""
-        return any(one.loss is not None and not one.loss.isfinite().all() for one in self.batches)
-
-    def recorded(self, trainer: Trainer) -> list[RecordedBatch]:
-        """Return the batches for a replay, with the current states of the module and of other random generators."""
-        state, others = ObjectState([trainer.lightning_module]), random_states.capture(trainer.engine.device)
-        return [one._replace(random_state=others | one.random_state, state=state) for one in self.batches]
-
-
-class _Watch(Recorder):
-    """A recorder for every step: it stores less of each batch.
-
-    Args:
-        trainer: the Trainer.
-        keeps_batches: whether to store the batches, by reference.
-    """
-
-    def __init__(self, trainer: Trainer, *, keeps_batches: bool) -> None:
-        super().__init__(trainer)
-        self._device = trainer.engine.device
-        self._keeps_batches = keeps_batches
-        self._automatic = trainer.lightning_module.automatic_optimization
-        self._buffers = [b for b in trainer.lightning_module.buffers() if b.is_floating_point() and b.numel()]
-
-    def _run_step(self, step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
-        if self._from_step:  # it has been stopped
-            return step(batch, batch_idx)
-        steps, window = self._loop.progress.optimizer_steps, self._loop.window
-        if steps != self._steps:
-            self._steps = steps
-            self._update += 1
-        kept, number = self._windows.get(self._update), self._loop.progress.batches_started
-        if kept is None or (window.is_first and self._automatic and kept.number != number):
-            kept = self._windows[self._update] = _Window(self._buffers, number)
-        if not self._keeps_batches:
-            return step(batch, batch_idx)
-        generators = {"torch": torch.get_rng_state()}
-        if self._device.type != "cpu":
-            generators["device"] = torch.get_device_module(self._device).get_rng_state(self._device)
-        mark = copy(window)
-        output = step(batch, batch_idx)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        loss = loss.detach() if isinstance(loss, Tensor) else None
-        has_loss = loss is not None or not self._automatic
-        kept.batches.append(RecordedBatch(batch, batch_idx, steps, mark, generators, None, has_loss, loss))
-        return output
 
 
 def _error(trainer: Trainer, step: int, outcome: StepOutcome, batches: list[RecordedBatch]) -> NonFiniteError:

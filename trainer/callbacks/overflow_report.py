@@ -378,7 +378,7 @@ class OverflowReport(RunCallback):
         self._skips += 1
         self._skips_at_floor = self._skips_at_floor + 1 if at_floor else 0
         if self._first_skip is None:
-            buffers = BufferState(trainer.lightning_module.buffers())
+            buffers = BufferState(buffer.detach() for buffer in trainer.lightning_module.buffers())
             self._first_skip = _FirstSkip(step, time.time(), outcome.scale, buffers)
         self._skipped.update(range(step, trainer.global_step))
         collapses = self._skips == self.collapse_after or self._skips_at_floor == self.at_floor

@@ -9,11 +9,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
-
 from trainer.loops.accumulation import AccumulationWindow
 from trainer.loops.batch_path import TrainingPath
-from trainer.postmortem.state import ObjectState
+from trainer.postmortem.state import BufferState, ObjectState
 from trainer.state import random_states
 
 if TYPE_CHECKING:
@@ -29,9 +27,8 @@ class RecordedBatch(NamedTuple):
         step: ``trainer.global_step`` before the batch.
         window: copy of the accumulation window, which weights the loss.
         random_state: states of all random generators (``trainer.state.random_states.capture``).
-        state: state of the module. None if it is not recorded for each batch.
+        state: state of the module, or of its buffers. None if it is not recorded for each batch.
         has_loss: whether ``training_step`` has returned a loss.
-        loss: detached loss. None if it is not recorded.
     """
 
     batch: Any
@@ -39,9 +36,8 @@ class RecordedBatch(NamedTuple):
     step: int
     window: AccumulationWindow
     random_state: dict[str, Any]
-    state: ObjectState | None = None
+    state: ObjectState | BufferState | None = None
     has_loss: bool = True
-    loss: Tensor | None = None
 
 
 class Recorder:
@@ -58,18 +54,32 @@ class Recorder:
         from_step: first ``global_step`` to record. Default: 0.
         parameters: whether to record the weights with each batch. They are needed for updates that were not skipped,
             because these have changed the weights when the outcome is known. Default: False.
+        every_step: whether to record less, because every step of a run is recorded: of the state only the
+            floating-point buffers before each window. Default: False.
+        keeps_batches: whether to record the batches and random states. Default: True.
     """
 
-    def __init__(self, trainer: Trainer, from_step: float = 0, *, parameters: bool = False) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        from_step: float = 0,
+        *,
+        parameters: bool = False,
+        every_step: bool = False,
+        keeps_batches: bool = True,
+    ) -> None:
         self._from_step = from_step
         self._parameters = parameters
         self._trainer = trainer
         self._module = trainer.lightning_module
+        self._every_step = every_step
+        self._keeps_batches = keeps_batches
+        self._buffers = [b for b in self._module.buffers() if b.is_floating_point() and b.numel()]
         self._loop = trainer.loop
         self._steps = self._loop.progress.optimizer_steps
         self._update = 0  # the number of the update that the next batch belongs to
         self._resolved = 0  # the number of the update with the next outcome
-        self._windows: dict[int, Any] = {}  # the recorded batches, by update
+        self._windows: dict[int, list[RecordedBatch]] = {}  # the recorded batches, by update
         self._loop.wrap(self)
 
     def stop(self) -> None:
@@ -79,15 +89,14 @@ class Recorder:
         self._loop.unwrap(self)
 
     def take(self) -> list[RecordedBatch]:
-        """Return the batches of the update with the new outcome, or [] if its first batch was not recorded."""
-        batches: list[RecordedBatch] = self.kept() or []
-        whole = bool(batches) and (batches[0].window.is_first or not self._module.automatic_optimization)
-        return batches if whole else []
+        """Return the batches of the update with the new outcome, or [] if its first batch was not recorded.
 
-    def kept(self) -> Any:
-        """Return the records of the update with the new outcome, or None."""
+        If every step is recorded, the first batch may be missing: the run was resumed within the window.
+        """
+        batches = self._windows.pop(self._resolved, [])
         self._resolved += 1
-        return self._windows.pop(self._resolved - 1, None)
+        is_whole = self._every_step or not self._module.automatic_optimization
+        return batches if batches and (is_whole or batches[0].window.is_first) else []
 
     def __call__(self, path: TrainingPath) -> TrainingPath:
         """Wrap the path of a batch: record each batch before its step."""
@@ -102,9 +111,10 @@ class Recorder:
             kept = self._windows.setdefault(self._update, [])
             if window.is_first and self._module.automatic_optimization:
                 kept.clear()  # drop a window without an update, because every training_step returned None
-            state = ObjectState([self._module], parameters=self._parameters)
-            random_state = random_states.capture(self._trainer.engine.device)
-            recorded = RecordedBatch(batch, batch_idx, steps, copy(window), random_state, state)
+            state = self._state(is_first=not kept)
+            random_state = random_states.capture(self._trainer.engine.device) if self._keeps_batches else {}
+            given = batch if self._keeps_batches else None
+            recorded = RecordedBatch(given, batch_idx, steps, copy(window), random_state, state)
             kept.append(recorded)
             output = step(batch, batch_idx)
             loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -112,3 +122,8 @@ class Recorder:
                 kept[-1] = recorded._replace(has_loss=False)
             return output
         return step(batch, batch_idx)
+
+    def _state(self, is_first: bool) -> ObjectState | BufferState | None:
+        if not self._every_step:
+            return ObjectState([self._module], parameters=self._parameters)
+        return BufferState(self._buffers) if is_first else None

@@ -99,7 +99,7 @@ class BufferState:
     """
 
     def __init__(self, buffers: Iterable[Tensor]) -> None:
-        self._buffers = [buffer.detach() for buffer in buffers]
+        self._buffers = list(buffers)
         self._saved = [torch.empty_like(buffer) for buffer in self._buffers]
         if self._buffers:
             torch._foreach_copy_(self._saved, self._buffers)
@@ -109,6 +109,7 @@ class BufferState:
         for buffer, saved in zip(self._buffers, self._saved, strict=True):
             buffer.data.copy_(saved)
 
+    @torch.no_grad()
     def restore_nonfinite(self) -> None:
         """Restore the elements that are not finite."""
         for buffer, saved in zip(self._buffers, self._saved, strict=True):
