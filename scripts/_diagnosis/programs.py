@@ -270,6 +270,15 @@ class EmptyMaskOfHalf(EmptyMask16):
         return [[x.half(), *rest] for x, *rest in super().change(batches)]
 
 
+class EmptySelection(EmptyMask32):
+    """A boolean mask selects nothing, and the mean squared error of nothing is NaN."""
+
+    def training_step(self, batch, batch_idx):
+        x, y, mask = batch
+        chosen = mask.bool()
+        return F.mse_loss(self(x)[chosen], y[chosen])
+
+
 class EmptyMaskLast(EmptyMask32):
     """A boolean mask selects nothing, and the mean of nothing is NaN."""
 

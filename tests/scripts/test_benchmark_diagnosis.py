@@ -26,13 +26,10 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 REPRESENTATIVES = (
     "NanSample16", "EmptyMask16", "UnscaledAttention", "TwoLosses", "TinyLoss", "BrokenFile16", "RateTooHigh16",
 )  # fmt: skip
-NOT_CURED = {"InverseDistance"}
-"""Programs without a remedy that helps."""
 
 
-def marks_of(name: str) -> list[Any]:
-    tier = pytest.mark.whole if name in REPRESENTATIVES else pytest.mark.nightly
-    return [tier, pytest.mark.xfail] if name in NOT_CURED else [tier]
+def marks_of(name: str) -> Any:
+    return pytest.mark.whole if name in REPRESENTATIVES else pytest.mark.nightly
 
 
 @pytest.mark.parametrize(

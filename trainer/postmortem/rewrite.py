@@ -1,4 +1,4 @@
-"""Proposes a line of code that guards an operation, and runs it in place of the line that fails."""
+"""Proposes a line of code that guards an operation, and runs it instead of the line that fails."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ HINTS = {
     "log_softmax": "a row of nothing but -inf: leave one element, or fill with -1e4",
     "mean": "the mean of no element: skip the batch, or divide the sum by max(number, 1)",
     "ctc_loss": "a target is longer than its input: pass zero_infinity=True",
+    "mse_loss": "the mean of no element: skip the batch, or divide the sum by max(number, 1)",
     "cross_entropy": "all labels are ignored or have weight 0: divide the sum by the number of labels, at least 1",
 }
 _LOW, _HIGH, _FILL, _ONE = {"min": 1e-6}, {"max": 20.0}, {"min": -1e4}, {"min": -1 + 1e-6, "max": 1 - 1e-6}
@@ -36,21 +37,26 @@ _CLAMPS: dict[str, dict[str, float]] = {
     "softmax": _FILL, "log_softmax": _FILL, "acos": _ONE, "asin": _ONE, "atanh": _ONE,
 }  # fmt: skip
 _HALF = ("half", "float16", "bfloat16")
+_ARGUMENTS: dict[str, tuple[str, Any]] = {
+    "ctc_loss": ("zero_infinity", True), "logit": ("eps", 1e-6), "std": ("correction", 0), "var": ("correction", 0),
+}  # fmt: skip
+_MEAN_LOSSES = ("cross_entropy", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 
 
 class Change(NamedTuple):
-    """A statement that takes the place of another.
+    """A statement that replaces another.
 
     Attributes:
         file: of the code.
         line: on which the statement begins.
-        old, new: the statements.
+        new: the statement.
+        transformer: makes it of the other one.
     """
 
     file: str
     line: int
-    old: str
     new: str
+    transformer: ast.NodeTransformer
 
     def __str__(self) -> str:
         """Return the instruction; in a notebook, with the line of the cell."""
@@ -61,36 +67,24 @@ class Change(NamedTuple):
 
     @contextmanager
     def applied(self, owners: Iterable[type]) -> Iterator[bool]:
-        """A context in which the new statement runs; gives False if the function cannot be replaced.
+        """A context in which the new statement runs; yields False if the function cannot be replaced.
 
         Args:
             owners: classes that may have the function as a method, or inherit it.
         """
-        tree = ast.parse("".join(linecache.getlines(self.file)))
-        new = ast.parse(self.new).body[0]
-        owner = ""
-        for parent in ast.walk(tree):
-            if isinstance(parent, ast.FunctionDef) and parent.lineno <= self.line <= (parent.end_lineno or 0):
-                owner = parent.name
-            bodies: list[Any] = [getattr(parent, "body", None), getattr(parent, "orelse", None)]
-            for body in (one for one in bodies if isinstance(one, list)):
-                for index, one in enumerate(list(body)):
-                    if one.lineno == self.line and not isinstance(one, ast.FunctionDef | ast.ClassDef):
-                        for part in ast.walk(new):
-                            ast.copy_location(part, one)
-                        body[index] = new
-        ast.fix_missing_locations(tree)
-        codes = [c for c in _codes_in(compile(tree, self.file, "exec")) if c.co_name == owner]
-        code = next((c for c in codes if any(self.line == line for *_, line in c.co_lines())), None)
-        functions = [] if code is None else [
-            one for one in _functions_of(self.file, owners)
-            if one.__code__.co_firstlineno == code.co_firstlineno and one.__code__.co_freevars == code.co_freevars
-        ]  # fmt: skip
+        tree = _tree(self.file)
+        for statement in _statements(tree):
+            if statement.lineno == self.line:
+                self.transformer.visit(statement)
+                for part in ast.walk(statement):
+                    ast.copy_location(part, statement)
+        codes = [c for c in _codes_in(compile(tree, self.file, "exec")) if self.line in (n for *_, n in c.co_lines())]
+        by_key = {_key(code): code for code in codes}
+        functions = [one for one in _functions_of(self.file, owners) if _key(one.__code__) in by_key]
         before = [function.__code__ for function in functions]
         try:
             for function in functions:
-                assert code is not None
-                function.__code__ = code
+                function.__code__ = by_key[_key(function.__code__)]
             yield bool(functions)
         finally:
             for function, own in zip(functions, before, strict=True):
@@ -99,7 +93,7 @@ class Change(NamedTuple):
 
 def propose(birth: Birth) -> Iterator[Change]:
     """Yield statements that guard the operation, the most usual first; none if no rule covers it."""
-    for statement in _statements(birth.file):
+    for statement in _statements(_tree(birth.file)):
         if statement.lineno <= birth.line <= (statement.end_lineno or 0):
             for is_second in (False, True):
                 yield from _changed(birth.file, statement, _Guard(birth.name, is_second))
@@ -107,23 +101,26 @@ def propose(birth: Birth) -> Iterator[Change]:
 
 def widen(birth: Birth) -> Iterator[Change]:
     """Yield statements without a cast to 16 bits: those nearest before the operation first, at most eight."""
-    casts = [change for one in _statements(birth.file) for change in _changed(birth.file, one, _Widen())]
+    casts = [change for one in _statements(_tree(birth.file)) for change in _changed(birth.file, one, _Widen())]
     yield from sorted(casts, key=lambda one: (one.line > birth.line, -one.line))[:8]
 
 
-def _statements(file: str) -> list[ast.stmt]:
-    """Return the statements of a file that contain no other statement."""
+def _tree(file: str) -> ast.Module:
     try:
-        tree = ast.parse("".join(linecache.getlines(file)) if file else "")
-    except SyntaxError:
-        return []
+        return ast.parse("".join(linecache.getlines(file)) if file else "")
+    except SyntaxError:  # not a file of Python
+        return ast.parse("")
+
+
+def _statements(tree: ast.Module) -> list[ast.stmt]:
+    """Return the statements that contain no other statement."""
     return [one for one in ast.walk(tree) if isinstance(one, ast.stmt) and not hasattr(one, "body")]
 
 
 def _changed(file: str, statement: ast.stmt, transformer: ast.NodeTransformer) -> Iterator[Change]:
     old, new = ast.unparse(statement), ast.unparse(transformer.visit(copy.deepcopy(statement)))
     if new != old:
-        yield Change(file, statement.lineno, old, new)
+        yield Change(file, statement.lineno, new, transformer)
 
 
 class _Widen(ast.NodeTransformer):
@@ -147,7 +144,8 @@ class _Guard(ast.NodeTransformer):
 
     Args:
         name: of the operation.
-        is_second: whether to use the second kind of guard: a denominator keeps its sign, an exponential fits float16.
+        is_second: whether to use the second kind of guard: a quotient by about 0 becomes 0, an exponential fits
+            float16.
     """
 
     def __init__(self, name: str, is_second: bool) -> None:
@@ -156,7 +154,7 @@ class _Guard(ast.NodeTransformer):
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
-        if self._name == "div" and isinstance(node.op, ast.Div) and not isinstance(node.right, ast.Constant):
+        if self._name == "div" and isinstance(node.op, ast.Div):
             node.right = self._divisor(node.right)
         if self._name in ("pow", "sqrt") and isinstance(node.op, ast.Pow) and _is_root(node.right):
             node.left = _clamped(node.left, _LOW)
@@ -164,55 +162,52 @@ class _Guard(ast.NodeTransformer):
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         self.generic_visit(node)
-        if self._name == "div" and isinstance(node.op, ast.Div) and not isinstance(node.value, ast.Constant):
+        if self._name == "div" and isinstance(node.op, ast.Div):
             node.value = self._divisor(node.value)
         return node
 
     def _divisor(self, node: ast.expr) -> ast.expr:
+        if isinstance(node, ast.Constant):
+            return node
+        text = ast.unparse(node)
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "len":  # a number of Python
-            return ast.parse(f"max({ast.unparse(node)}, 1)", mode="eval").body
-        return _nonzero(node) if self._is_second else _clamped(node, _LOW)
+            return _expression(f"max({text}, 1)")
+        return (
+            _expression(f"torch.where(({text}).abs() < 1e-06, torch.inf, {text})")
+            if self._is_second
+            else _clamped(node, _LOW)
+        )
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         if called != self._name:
             return node
-        in_namespace = (
-            isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-            and node.func.value.id in ("torch", "F", "functional")
-        )
+        owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+        given = {keyword.arg for keyword in node.keywords}
         if called in _CLAMPS:
             limits = {"max": 10.0} if self._is_second and called == "exp" else _CLAMPS[called]
             if called == "pow" and not _is_root(node.args[-1]):
                 return node
-            if in_namespace:
+            if isinstance(owner, ast.Name) and owner.id in ("torch", "F", "functional"):
                 node.args[0] = _clamped(node.args[0], limits)
             elif isinstance(node.func, ast.Attribute):
                 node.func.value = _clamped(node.func.value, limits)
-        elif called == "div" and node.args and not isinstance(node.args[-1], ast.Constant):
+        elif called == "div" and node.args:
             node.args[-1] = self._divisor(node.args[-1])
-        elif called == "ctc_loss":
-            node.keywords = [one for one in node.keywords if one.arg != "zero_infinity"]
-            node.keywords.append(ast.keyword("zero_infinity", ast.Constant(True)))
-        elif called in ("std", "var"):
-            node.keywords = [one for one in node.keywords if one.arg not in ("unbiased", "correction")]
-            node.keywords.append(ast.keyword("correction", ast.Constant(0)))
-        elif called == "logit":
-            node.keywords = [one for one in node.keywords if one.arg != "eps"] + [
-                ast.keyword("eps", ast.Constant(1e-6))
-            ]
-        elif called == "mean" and not node.args and not node.keywords and isinstance(node.func, ast.Attribute):
-            return ast.parse(
-                f"{ast.unparse(node.func.value)}.sum() / max({ast.unparse(node.func.value)}.numel(), 1)", mode="eval"
-            ).body
-        elif called == "cross_entropy" and len(node.args) > 1 and not any(k.arg == "reduction" for k in node.keywords):
-            ignored = next((ast.unparse(k.value) for k in node.keywords if k.arg == "ignore_index"), "-100")
+        elif called in _ARGUMENTS:
+            name, value = _ARGUMENTS[called]
+            kept = [one for one in node.keywords if one.arg not in (name, "unbiased")]
+            node.keywords = [*kept, ast.keyword(name, ast.Constant(value))]
+        elif called == "mean" and not node.args and not given and owner is not None:
+            return _expression("{0}.sum() / max({0}.numel(), 1)".format(ast.unparse(owner)))
+        elif called in _MEAN_LOSSES and len(node.args) > 1 and "reduction" not in given:
+            second = ast.unparse(node.args[1])
+            ignored = next((ast.unparse(one.value) for one in node.keywords if one.arg == "ignore_index"), "-100")
+            has_labels = called == "cross_entropy"
+            number = f"({second} != {ignored}).sum().clamp(min=1)" if has_labels else f"max({second}.numel(), 1)"
             node.keywords.append(ast.keyword("reduction", ast.Constant("sum")))
-            return ast.parse(
-                f"{ast.unparse(node)} / ({ast.unparse(node.args[1])} != {ignored}).sum().clamp(min=1)", mode="eval"
-            ).body
+            return _expression(f"{ast.unparse(node)} / {number}")
         return node
 
 
@@ -225,18 +220,17 @@ def _is_root(exponent: ast.expr) -> bool:
     return not (isinstance(value, (int, float)) and value >= 0 and float(value).is_integer())
 
 
-def _nonzero(node: ast.expr) -> ast.expr:
-    text = ast.unparse(node)
-    return ast.parse(f"torch.where(({text}).abs() < 1e-06, 1e-06, {text})", mode="eval").body
+def _expression(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
 
 
 def _clamped(node: ast.expr, limits: dict[str, float]) -> ast.expr:
     words = ", ".join(f"{name}={value}" for name, value in limits.items())
-    made = ast.parse(f"x.clamp({words})", mode="eval").body
-    assert isinstance(made, ast.Call)
-    assert isinstance(made.func, ast.Attribute)
-    made.func.value = node
-    return made
+    return _expression(f"({ast.unparse(node)}).clamp({words})")
+
+
+def _key(code: CodeType) -> tuple[Any, ...]:
+    return code.co_qualname, code.co_firstlineno, code.co_freevars
 
 
 def _functions_of(file: str, owners: Iterable[type]) -> list[FunctionType]:
