@@ -656,3 +656,11 @@ class Saturated(Healthy):
     def training_step(self, batch, batch_idx):
         x, y = batch
         return F.mse_loss(torch.sigmoid(self(x).float() - 40), y)
+
+
+class HalfAdam(Underflow):
+    """The weights are in float16, and the eps of AdamW is 0 in it."""
+
+    precision = "16-true"
+    optimizer = torch.optim.AdamW
+    lr = 1e-3

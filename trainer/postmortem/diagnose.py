@@ -113,8 +113,8 @@ def _explain(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
         return _buffers(trainer, case, finding) or _model(trainer, case, full or finding, is_float32=full is not None)
     if finding.is_hopeless and (not math.isfinite(finding.loss) or finding.error):
         return _precision(trainer, case, finding, "forward")
-    is_settling = fits >= max(trainer.scaler.min_scale, LOW) or (
-        fits >= trainer.scaler.min_scale and _lost_share(trainer, case, fits) <= MUCH
+    is_settling = fits >= trainer.scaler.min_scale and (
+        fits >= LOW or remedies.underflow(trainer, case.batches, fits).get("", 0.0) <= MUCH
     )
     return None if is_settling else _precision(trainer, case, finding, "backward")
 
@@ -264,6 +264,8 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
                     one = replace(case, batches=[recorded], step=recorded.step)
                     if (verdict := _explain(trainer, one, found)) is not None:
                         return verdict
+        if (verdict := _optimizer(trainer, case, finding)) is not None:
+            return verdict
         has_all = len(case.recent) + len(case.batches) > case.step - case.first  # each batch alone is finite
         can_repeat = has_all and trainer.world_size == 1 and trainer.lightning_module.automatic_optimization
         if can_repeat and (verdict := _repeated(trainer, case, finding)) is not None:
@@ -309,6 +311,22 @@ def _repeated(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | Non
         f"find the code, such as a hook or a callback, that writes to {finding.broken_weights[0]!r}.",
         tried="", key=finding.broken_weights[0],
     )  # fmt: skip
+
+
+def _optimizer(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
+    """Explain a step that divides by ``eps``, if ``eps`` is 0 in the dtype of the weights."""
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            eps, dtypes = group.get("eps", 1.0), {parameter.dtype for parameter in group["params"]}
+            if dtype := next((one for one in dtypes if not torch.tensor(eps, dtype=one)), None):
+                name = str(dtype).removeprefix("torch.")
+                return _diagnosis(
+                    case, finding, "underflow",
+                    f"{type(optimizer).__name__} divides by eps={eps:g}, which is 0 in the weights' dtype, {name}.",
+                    remedies.other_precision("16-mixed"),
+                    alternative=remedies.other_precision("bf16-mixed"), key="eps",
+                )  # fmt: skip
+    return None
 
 
 def _buffers(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
@@ -427,10 +445,6 @@ def _dtype_of(trainer: Trainer) -> torch.dtype | None:
 def _name_of(trainer: Trainer) -> str:
     dtype = _dtype_of(trainer) or next(p.dtype for p in trainer.lightning_module.parameters())
     return str(dtype).removeprefix("torch.")
-
-
-def _lost_share(trainer: Trainer, case: Case, scale: float) -> float:
-    return remedies.underflow(trainer, case.batches, scale).get("", 0.0)
 
 
 def _rates_are_finite(trainer: Trainer) -> bool:

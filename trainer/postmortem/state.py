@@ -65,7 +65,7 @@ class ObjectState:
                 )  # .data: a graph that has saved this tensor must not count it as a modification
             elif isinstance(value, torch.Generator):
                 value.set_state(content)
-            elif not _same_items(value, content):
+            elif _identities(value) != _identities(content):
                 value.clear()
                 (value.update if isinstance(value, (dict, set)) else value.extend)(content)
 
@@ -133,12 +133,6 @@ def _owners(roots: Iterable[object]) -> Iterable[object]:
     return found.values()
 
 
-def _same_items(value: Any, content: Any) -> bool:
-    """Whether a container still holds the same objects in the same order; compared by identity."""
-    if len(value) != len(content):
-        return False
-    if isinstance(value, dict):
-        return all(a is b for a, b in zip(value, content, strict=True)) and _same_items(
-            list(value.values()), list(content.values())
-        )
-    return all(a is b for a, b in zip(value, content, strict=True))
+def _identities(container: Any) -> list[int]:
+    """Return the identities of the items of a container, for a dict of its keys and values, in their order."""
+    return [id(one) for one in ([*container, *container.values()] if isinstance(container, dict) else container)]
