@@ -6,6 +6,7 @@ the module, the data and the checkpoint of the run, and the engine calls the ``R
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -38,6 +39,8 @@ from trainer.state.metrics import to_scalars
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
+
+advice = logging.getLogger("lightning.pytorch.advice")  # the command line shows it
 
 STAGES = {
     TrainerFn.FITTING: RunningStage.TRAINING,
@@ -176,10 +179,10 @@ class Run:
             with self._signals.saving():
                 trainer.loop.run()
             _ = trainer.fit_loop.done  # logs the reason for the end of the fit
-            if 0 < steps == trainer.global_step:
-                rank_zero_info(
-                    f"Nothing to do: this Trainer has already trained {steps} optimizer steps, to its end. To train"
-                    " longer, set a larger trainer.fit_loop.max_epochs (or max_steps) before fit."
+            if 0 < steps == trainer.global_step and trainer.is_global_zero:
+                advice.info(
+                    f"Nothing to do: the run has already trained {steps} optimizer steps, to its end. To train longer,"
+                    " set a larger max_epochs (or max_steps); for the same Trainer, set trainer.fit_loop.max_epochs."
                 )
             if problem := reason_without_updates(trainer):
                 rank_zero_info(problem)  # not a warning, because a test of one step is legitimate

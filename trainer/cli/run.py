@@ -135,7 +135,6 @@ def run(config: DictConfig) -> float | None:
         record.facts["objective"] = _objective(settings, record.facts)
         if _is_unchanged(trainer, record):
             record.facts = record.former  # which has more facts, such as the time of the training
-            log.info("Nothing to do: the run in %s was complete already.", folder)
         if is_first() and is_ours:
             record.write()
         tracking.end(ok=record.facts["status"] in ENDED_WELL)

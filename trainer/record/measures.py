@@ -134,7 +134,8 @@ def paths_of(trainer: pl.Trainer) -> dict[str, str | list[str]]:
         name: os.path.abspath(str(path)) for name, path in found.items() if _exists(path)
     }
     # CSV and TensorBoard loggers share one folder.
-    if loggers := list(dict.fromkeys(os.path.abspath(folder) for folder in folders_of_loggers(trainer))):
+    folders = (os.path.abspath(folder) for folder in folders_of_loggers(trainer))
+    if loggers := [folder for folder in dict.fromkeys(folders) if os.path.isdir(folder)]:
         paths["loggers"] = loggers
     return paths
 
