@@ -228,6 +228,14 @@ def test_only_the_help_of_fit_lists_the_settings_of_all_commands(project, capsys
     assert (f"  {command}." in out) == (command in ("compare", "tune", "checks"))
 
 
+def test_help_has_the_program_as_it_was_started(project, capsys, monkeypatch):
+    monkeypatch.setenv("TRAINER_PROGRAM", "bin/python -m trainer")
+    assert main(["checks", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("bin/python -m trainer") == out.count("python -m trainer") == 5
+    assert "\n`bin/python -m trainer fit --help` lists the settings" in out
+
+
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("trainer 0.")

@@ -76,9 +76,10 @@ def help_text(command: str | None, config_dir: str | None = None) -> str:
         flags = [(f"{', '.join(reversed(one.spellings))} {one.value}", one.about) for one in FLAGS if one.about]
         sections += [_groups(config_dir), *_settings(config_dir, ["", "trainer"])]
         sections.append(_listed("Flags, at any position:", flags))
-    elif "SETTING" in about.usage:
-        sections.append(f"`{command_line(LISTS_SETTINGS, '--help')}` lists the settings and flags.")
-    return "\n\n".join(sections).replace(_WRITTEN, program())
+    text = "\n\n".join(sections).replace(_WRITTEN, program())
+    if command != LISTS_SETTINGS and "SETTING" in about.usage:
+        text += f"\n\n`{command_line(LISTS_SETTINGS, '--help')}` lists the settings and flags."
+    return text
 
 
 def _settings(config_dir: str | None, nodes: Sequence[str]) -> list[str]:
