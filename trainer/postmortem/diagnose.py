@@ -219,7 +219,8 @@ def _cures(trainer: Trainer, case: Case, change: rewrite.Change) -> bool:
                 return False
         after = remedies.losses(trainer, others)
     pairs = [(a, b) for a, b in zip(before, after, strict=True) if math.isfinite(a)]
-    return all(abs(a - b) <= 0.1 * abs(a) for a, b in pairs)
+    usual = statistics.median([abs(a) for a, _ in pairs] or [0.0])
+    return all(abs(a - b) <= 0.1 * max(abs(a), usual) for a, b in pairs)
 
 
 def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Diagnosis:

@@ -27,6 +27,8 @@ HINTS = {
     "softmax": "a row of nothing but -inf: leave one element, or fill with -1e4",
     "log_softmax": "a row of nothing but -inf: leave one element, or fill with -1e4",
     "mean": "the mean of no element: skip the batch, or divide the sum by max(number, 1)",
+    "multi_head_attention_forward": "a query with all of its keys masked: leave one key",
+    "scaled_dot_product_attention": "a query with all of its keys masked: leave one key",
     "ctc_loss": "a target is longer than its input: pass zero_infinity=True",
     "mse_loss": "the mean of no element: skip the batch, or divide the sum by max(number, 1)",
     "cross_entropy": "all labels are ignored or have weight 0: divide the sum by the number of labels, at least 1",
