@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.data.samples import batch_size, named_tensors_in, part_of
+from trainer.data.samples import batch_size, named_tensors_in, part_of, samples_of
 
 
 class Pair(NamedTuple):
@@ -54,6 +54,12 @@ def test_dataclasses() -> None:
     part = part_of(Sample(X, "a"), 4, 5)
     assert torch.equal(part.x, X[4:])
     assert part.name == "a"
+
+
+def test_samples_with_indices() -> None:
+    part = samples_of({"x": X, "files": list("abcde"), "scale": torch.tensor(2.0)}, [0, 3])
+    assert torch.equal(part["x"], X[[0, 3]])
+    assert (part["files"], float(part["scale"])) == (["a", "d"], 2.0)
 
 
 def test_two_columns_of_two_samples_are_columns() -> None:

@@ -139,6 +139,21 @@ def test_how_things_stood():
     assert (recorded.batch_idx, recorded.step, recorded.window.is_first) == (0, 0, True)
 
 
+def test_recording_of_every_step_has_the_buffers_before_each_window():
+    fit = Fit(size=2)
+    recorder = Recorder(fit.trainer, every_step=True, keeps_batches=False)
+    for _ in range(2):
+        mean = fit.module.running_mean.clone()
+        fit.batch("a")
+        fit.batch("b")
+        first, second = recorder.take()
+        assert (first.batch, first.random_state, second.state) == (None, {}, None)
+        fit.module.running_mean[0] = torch.nan
+        kept = fit.module.running_mean[1].clone()
+        first.state.restore_nonfinite()
+        assert fit.module.running_mean.tolist() == [mean[0], kept]
+
+
 def test_two_recorders_stop_in_any_order():
     for order in ((0, 1), (1, 0)):
         fit = Fit()

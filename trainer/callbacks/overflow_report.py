@@ -1,4 +1,4 @@
-"""Why training breaks: detects it in every precision, has it explained, and ends a run that only skips."""
+"""Detect in every precision that training breaks, report the cause, and end a run that only skips steps."""
 
 from __future__ import annotations
 
@@ -289,13 +289,12 @@ class OverflowReport(RunCallback):
             return
         if found is None:
             return
-        for known in self.reports:
-            if (known.kind, known.key) == (found.kind, found.key):
-                known.count += 1
-                self._latest[trigger] = known
-                return
-        self._latest[trigger] = found
-        self._report(trainer, found)
+        known = next((one for one in self.reports if (one.kind, one.key) == (found.kind, found.key)), None)
+        self._latest[trigger] = known or found
+        if known is None:
+            self._report(trainer, found)
+        else:
+            known.count += 1
 
     # --- losses and gradients -------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""How the loss scale is doing, and the gradients that it is there for."""
+"""Log the loss scale, skipped steps and the underflow of gradients."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class ScaleMonitor(RunCallback):
 
     Logged with each step if the loss is scaled:
 
-    - ``amp/scale``: the scale that the step was computed with.
+    - ``amp/scale``: the loss scale of the step.
     - ``amp/skipped_steps``: so far.
     - ``amp/skip_rate``: over the last ``window`` steps.
     - ``amp/nonfinite_losses``: the number of skipped steps so far with a loss that was not finite, which is not an
       overflow of gradients. Logged from the first one on.
 
-    Logged every ``every_n_steps``, of the gradients as they are before ``unscale_``:
+    Logged every ``every_n_steps``, measured before ``unscale_``:
 
     - ``amp/underflow``: of the gradient elements that are not zero, the share that is subnormal in float16: below
-      2**-14. Those have lost precision, and smaller ones have become zero. Of the ``worst_layers`` with the most of
-      it, also one by one: ``amp/underflow/NAME`` and, beside it, ``amp/zeros/NAME``.
+      2**-14. Those have lost precision, and smaller ones have become zero. For each of the ``worst_layers`` with the
+      largest share also ``amp/underflow/NAME`` and ``amp/zeros/NAME``.
     - ``amp/zeros``: the share of gradient elements that are exactly zero. It is normal for an embedding to have 99% of
       them.
-    - ``grad_norm``: the norm of all true gradients, of steps that were taken; in every precision, and only where no
+    - ``grad_norm``: the total norm of the unscaled gradients of steps that were not skipped; in every precision, unless
       GradientClipping logs it.
 
-    Nothing here makes the host wait for a GPU. A value is logged as it is: a NaN stays a NaN.
+    Adds no host-device synchronization. Values that are not finite are logged unchanged.
 
     Args:
         window: number of optimizer steps of the skip rate.
@@ -49,14 +49,14 @@ class ScaleMonitor(RunCallback):
         worst_layers: number of parameters with a separate underflow in the log.
 
     Attributes:
-        underflow: the last measurement: all parameters together, then each one, the worst first.
+        underflow: the last measurement: all parameters together, then each one, the largest share first.
 
     Raises:
         ConfigurationError: a number out of range.
     """
 
     observes_only: ClassVar = True
-    reset_in_copies: ClassVar = {"_names": {}, "_probe": None, "_norms": {}, "_watched": None}
+    reset_in_copies: ClassVar = {"_names": {}, "_probe": None, "_norms": {}, "_before_unscale": None}
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class ScaleMonitor(RunCallback):
         self._probed_at = 0
         self._norms: dict[Optimizer, Tensor] = {}
         self._logs_norm = True
-        self._goes_on = False
-        self._watched: Any = None  # `_look`, while a fit runs
+        self._is_resumed = False
+        self._before_unscale: Any = None  # `_start_probe`, while a fit runs
 
     @property
     def skip_rate(self) -> float:
@@ -87,18 +87,18 @@ class ScaleMonitor(RunCallback):
         return self._recent_skips / len(self._recent) if self._recent else 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ask to see the gradients before they are unscaled."""
+        """Reset the skip rate, and register the measurement of gradients before ``unscale_``."""
         self._logs_norm = not any(getattr(callback, "log_norm", False) for callback in trainer.callbacks)
         self._norms = {}
-        if not self._goes_on:
+        if not self._is_resumed:
             self._recent_skips = 0
             self._recent.clear()
-        self._goes_on = False
+        self._is_resumed = False
         if self.every_n_steps and trainer.scaler.is_enabled():
             self._names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
             self._probe = UnderflowProbe(pl_module.device.type)
-            self._watched = partial(self._look, trainer)
-            trainer.scaler.before_unscale.append(self._watched)
+            self._before_unscale = partial(self._start_probe, trainer)
+            trainer.scaler.before_unscale.append(self._before_unscale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the outcomes of the last ``window`` steps."""
@@ -108,19 +108,19 @@ class ScaleMonitor(RunCallback):
         """Continue from the result of ``state_dict``."""
         self._recent = deque(state_dict["recent"], maxlen=self.window)
         self._recent_skips = sum(self._recent)
-        self._goes_on = True
+        self._is_resumed = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at no more gradients."""
+        """Stop the measurement of gradients."""
         self._clean_up(trainer)
 
     def _clean_up(self, trainer: Trainer) -> None:
-        if self._watched in trainer.scaler.before_unscale:
-            trainer.scaler.before_unscale.remove(self._watched)
-        self._watched = None
+        if self._before_unscale in trainer.scaler.before_unscale:
+            trainer.scaler.before_unscale.remove(self._before_unscale)
+        self._before_unscale = None
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Measure the norm of the true gradients, where nobody else does."""
+        """Measure the norm of the unscaled gradients, unless GradientClipping does."""
         if self._logs_norm and self._is_due(trainer):
             gradients: Gradients = trainer.engine.gradients
             norm = gradients.norm(optimizer)
@@ -130,7 +130,7 @@ class ScaleMonitor(RunCallback):
     def on_after_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
-        """Look at one step."""
+        """Log the outcome of a step."""
         if optimizer is not trainer.optimizers[outcome.optimizers[0]]:
             return
         norm = total_norm(self._norms)
@@ -152,10 +152,10 @@ class ScaleMonitor(RunCallback):
             self._report(trainer, found, outcome)
 
     def _is_due(self, trainer: Trainer) -> bool:
-        """Whether this is an update whose gradients are looked at: with the default, one that the loggers get."""
+        """Return whether the gradients of this update are measured; with the default, if the loggers get its values."""
         return bool(self.every_n_steps) and (trainer.progress.updates + 1) % self.every_n_steps == 0
 
-    def _look(self, trainer: Trainer, optimizer: Optimizer) -> None:
+    def _start_probe(self, trainer: Trainer, optimizer: Optimizer) -> None:
         if self._probe is not None and self._is_due(trainer):
             self._probed_at = trainer.progress.updates
             gradients: Gradients = trainer.engine.gradients

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+
 from trainer.postmortem.examine import Finding
 from trainer.postmortem.trace import Birth, Magnitude
 
-_LIMIT = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.40e38}
 TITLES = {
     "data": "data: the batch is the cause",
     "model": "model: the computation is the cause",
@@ -116,6 +117,5 @@ def _rows_of(birth: Birth) -> list[tuple[str, str]]:
 
 def _measured(magnitude: Magnitude) -> str:
     largest, broken, elements, dtype = magnitude
-    ends = f" (ends at {_LIMIT[dtype]:g})" if dtype in _LIMIT else ""
-    finite = f"up to {largest:.3g} in {dtype}{ends}"
+    finite = f"up to {largest:.3g} in {dtype} (largest: {torch.finfo(getattr(torch, dtype)).max:g})"
     return f"not finite in {broken:,} of {elements:,} elements, the others {finite}" if broken else f"finite, {finite}"

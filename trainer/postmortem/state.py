@@ -1,4 +1,4 @@
-"""The state that a training step reads and writes, to put back later."""
+"""Copies of the state that a training step reads and writes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ _OWNERS = (nn.Module, LRScheduler)
 
 
 class ObjectState:
-    """What modules and learning-rate schedules keep in their attributes, as it is now.
+    """A copy of the attributes of modules and learning-rate schedules.
 
-    That is, for each object and for those that its attributes hold (also inside a list, tuple or dict): which
-    attributes it has; the elements of its buffers and of its other tensors; the state of its
-    ``torch.Generator``s; the items of its lists, dicts, sets and deques; which of its parameters are trained. So a
-    metric's states, a list of outputs, a counter, ``training`` flags and hooks come back. What lies deeper (a number
-    in a dict in a dict) does not.
+    For each object, and for the modules and schedules in its attributes (also inside a list, tuple or dict): its
+    attributes; the elements of its buffers and other tensors; the states of its ``torch.Generator``s; the items of its
+    lists, dicts, sets and deques; ``requires_grad`` of its parameters. This includes the states of metrics, lists of
+    outputs, counters, ``training`` flags and hooks. Items of nested containers are not copied.
 
     Args:
         roots: the objects.
-        mappings: dicts to keep likewise (an optimizer's parameter groups).
-        parameters: whether to keep the parameters' elements, too. They are copied to the host: a second model
-            may not fit on the device.
+        mappings: dicts that are copied in the same way, such as an optimizer's parameter groups.
+        parameters: whether to copy the elements of parameters, too, to the host, because a second model may not fit on
+            the device. Default: False.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class ObjectState:
             self._keep_attributes(mapping)
 
     def restore(self) -> None:
-        """Restore it: the same objects, with the same contents."""
+        """Restore the same objects with the same contents."""
         for now, then in self._attributes:
             for name in now.keys() - then.keys():
                 del now[name]
@@ -60,9 +59,7 @@ class ObjectState:
             parameter.requires_grad_(is_trained)
         for value, content in self._contents.values():
             if isinstance(value, Tensor):
-                value.data.copy_(
-                    content
-                )  # .data: a graph that has saved this tensor must not count it as a modification
+                value.data.copy_(content)  # .data: a graph that has saved this tensor must not see a modification
             elif isinstance(value, torch.Generator):
                 value.set_state(content)
             elif _identities(value) != _identities(content):
@@ -117,7 +114,7 @@ class BufferState:
 
 
 def _owners(roots: Iterable[object]) -> Iterable[object]:
-    """The roots, and the modules and schedules in their attributes, however deep they are nested in one another."""
+    """Return the roots, and the modules and schedules in their attributes, at any depth."""
     found: dict[int, object] = {}
     waiting = list(roots)
     while waiting:
