@@ -88,6 +88,21 @@ class CategoryTooLarge(Data):
         return F.mse_loss(self.net(torch.cat(embedded, dim=1)), batch["target"])
 
 
+class Observation(Data):
+    """An observation of a policy is NaN, and torch.distributions raises an error."""
+
+    lr = 0.2
+
+    @classmethod
+    def change(cls, batches):
+        batches[7][0][2, 3] = math.nan
+        return [{"observations": x, "actions": y.argmax(dim=1)} for x, y in batches]
+
+    def training_step(self, batch, batch_idx):
+        policy = torch.distributions.Categorical(logits=self(batch["observations"]), validate_args=True)
+        return -policy.log_prob(batch["actions"]).mean()
+
+
 # --- model ----------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from _diagnosis.bench import run
 from _diagnosis.programs import PROGRAMS
 from lightning.pytorch import Callback
@@ -35,3 +36,17 @@ def test_weights_that_other_code_breaks(tmp_path):
     assert "Verdict: weights" in text
     assert "other code than the optimizer has changed them" in text
     assert "writes to 'net.0.weight'" in text
+
+
+def test_error_after_a_gradient_that_was_not_finite(tmp_path):
+    class Eigenvectors(PROGRAMS["Plateau"]):
+        def training_step(self, batch, batch_idx):
+            z = self(batch[0])
+            covariance = z.T @ z if batch_idx != 5 else torch.eye(z.shape[1]) + 0 * z.sum()
+            _, vectors = torch.linalg.eigh(covariance)  # raises an error if a number is NaN
+            return (vectors[0] * torch.arange(len(vectors))).sum() ** 2
+
+    result = run(Eigenvectors, tmp_path)
+    assert "Verdict: model: the computation is the cause (step 5, batch 5)" in result.text
+    assert "linalg_eigh in the backward pass" in result.text
+    assert isinstance(result.error, torch.linalg.LinAlgError)

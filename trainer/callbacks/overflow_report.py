@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from trainer import terminal
 from trainer.callbacks.run_callback import RunCallback
 from trainer.data.samples import tensors_in
-from trainer.errors import LossScaleCollapse, expect, warn
+from trainer.errors import LossScaleCollapse, expect, is_out_of_memory, warn
 from trainer.files import from_here, write_text
 from trainer.postmortem.diagnose import MUCH, Case, diagnose, out_of_range
 from trainer.postmortem.examine import examine
@@ -462,11 +462,8 @@ class OverflowReport(RunCallback):
 
     def _explain_error(self, trainer: Trainer, exception: BaseException) -> None:
         """Explain an exception that a step has raised, from the variables of its frames."""
-        if (
-            trainer.world_size > 1
-            or self._loop is None
-            or not isinstance(exception, (IndexError, RuntimeError, ValueError))
-        ):
+        is_examined = isinstance(exception, (IndexError, RuntimeError, ValueError))
+        if trainer.world_size > 1 or self._loop is None or not is_examined or is_out_of_memory(exception):
             return
         with suppress(Exception):  # `exception` is the one to raise
             self._check_losses(trainer)
@@ -478,11 +475,12 @@ class OverflowReport(RunCallback):
         evidence = list(self._recent)[-8:], self._before, self._known, self._buffers
         case, found = Case(step, [one], scale, *evidence, trigger="error"), None
         index = _index_out_of_range(exception.__traceback__)
-        if index is not None:
-            found = out_of_range(trainer, case, *index, error=str(exception))
-        elif "without overflow" in str(exception):
-            found = diagnose(trainer, case)
-        if found is not None:
+        with suppress(Exception):  # after an error of the device, too
+            if index is not None:
+                found = out_of_range(trainer, case, *index, error=str(exception))
+            elif "without overflow" in str(exception) or not _are_finite(trainer.lightning_module, batch):
+                found = diagnose(trainer, case)
+        if found is not None and all((one.kind, one.key) != (found.kind, found.key) for one in self.reports):
             self._report(trainer, found)
 
     def _collapse(self, trainer: Trainer, step: int) -> None:
@@ -521,6 +519,11 @@ def _values_of(losses: list[Tensor]) -> list[float]:
     if len({(loss.dtype, loss.device, loss.shape) for loss in losses}) > 1:
         losses = [loss.to(losses[0].device).double().reshape(()) for loss in losses]
     return torch.stack(losses).flatten().tolist() if losses else []
+
+
+def _are_finite(module: LightningModule, batch: Any) -> bool:
+    """Return whether all weights and all numbers of the batch are finite. A host-device synchronization."""
+    return all(bool(tensor.isfinite().all()) for tensor in (*module.parameters(), *tensors_in(batch)))
 
 
 def _index_out_of_range(trace: TracebackType | None) -> tuple[Tensor, int] | None:

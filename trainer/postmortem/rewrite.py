@@ -29,6 +29,7 @@ HINTS = {
     "mean": "the mean of no element: skip the batch, or divide the sum by max(number, 1)",
     "multi_head_attention_forward": "a query with all of its keys masked: leave one key",
     "scaled_dot_product_attention": "a query with all of its keys masked: leave one key",
+    "linalg_eigh": "eigenvectors of equal eigenvalues have no gradient: add different numbers of 1e-6 to the diagonal",
     "ctc_loss": "a target is longer than its input: pass zero_infinity=True",
     "mse_loss": "the mean of no element: skip the batch, or divide the sum by max(number, 1)",
     "cross_entropy": "all labels are ignored or have weight 0: divide the sum by the number of labels, at least 1",
