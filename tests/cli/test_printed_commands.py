@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -186,8 +187,11 @@ def two_interruptions(shell: Shell) -> None:
             assert status == 130, printed
             (command,) = [one.partition(": ")[2] for one in printed.splitlines() if one.startswith("To resume: ")]
         assert "hydra.run.dir=" in command
-        shell.follow(command)
         (record,) = set(Path().rglob("run.json")) - before
+        former = json.loads(record.read_text())["steps"]
+        status, printed = shell.run(*shlex.split(command)[3:])
+        assert (status, f", step {former}\n" in printed) == (0, True), printed
+        shell.follow(command)
         assert '"status": "completed"' in record.read_text()
         assert f'"steps": {16 if words == ["ckpt=run"] else 8}' in record.read_text()
 

@@ -137,6 +137,12 @@ def test_selected_checkpoint(run, asked, latest, found):
     assert restore.find(run / asked, latest=latest).name == found
 
 
+def test_checkpoint_of_an_interruption_is_resumed_from(run):
+    (run / "checkpoints" / "interrupted.ckpt").write_bytes(b"")
+    assert restore.find(run, latest=True).name == "interrupted.ckpt"
+    assert restore.find(run).name == "epoch=1-step=8.ckpt"
+
+
 def test_selected_checkpoint_without_a_record(run):
     (run / "run.json").write_text("{")
     assert restore.find(run).name == "last.ckpt"

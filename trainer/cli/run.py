@@ -322,6 +322,8 @@ def _execute(settings: dict[str, Any], record: RunRecord, module: Any, data: Any
     if command == "predict":
         _predict(Path(record.facts["run_dir"]), module, data, trainer, checkpoint)
         return
+    if trainer.resume == "auto" and any(Path(record.facts["run_dir"]).glob("checkpoints/*.ckpt")):
+        checkpoint = None  # resume the run in this folder, also if it has started from another checkpoint
     more: dict[str, Any] = {"verbose": False} if command in ("validate", "test") and is_quiet() else {}
     if command == "fit" and settings["weights"] is not None:
         more["weights"] = settings["weights"]

@@ -113,8 +113,8 @@ def resume_command(command: str | None, words: Sequence[str], folder: Path | str
     own = ("ckpt", "ckpt_path", "resume", "trainer.resume", key)
     others = [word for word in words if word.lstrip("+").partition("=")[0] not in own]
     has_config = any(word.lstrip("+").startswith("ckpt=") for word in words)  # that of another run
-    how = f"ckpt={value}" if has_config else "resume=auto"
-    return command_line(command, *others, how, f"{key}={value}")
+    config = [f"ckpt={value}"] if has_config else []
+    return command_line(command, *others, *config, "resume=auto", f"{key}={value}")
 
 
 def words_of_run(config: DictConfig) -> list[str]:

@@ -26,7 +26,7 @@ def find(path: Path, *, latest: bool = False, key: str = "ckpt") -> Path:
 
     Args:
         path: a checkpoint, or a folder of a run, of a sweep (its best job) or of checkpoints.
-        latest: whether to prefer the last checkpoint, for resuming. Not supported for a sweep. Default: False.
+        latest: whether to return the newest checkpoint, for resuming. Not supported for a sweep. Default: False.
         key: the name of the setting, for messages.
 
     Raises:
@@ -44,8 +44,8 @@ def find(path: Path, *, latest: bool = False, key: str = "ckpt") -> Path:
     files = sorted(folder.glob("*.ckpt"), key=lambda file: file.stat().st_mtime)
     last = [file for file in files if file.stem.partition("-v")[0] == "last"]
     others = [file for file in files if file not in last]
-    if latest and last:
-        return last[-1]
+    if latest and files:  # may be that of an interruption, which is newer than last.ckpt
+        return max(files, key=lambda file: (file.stat().st_mtime, file in last))
     if best := _best(path, others, key):
         return best
     if not files:
