@@ -53,9 +53,11 @@ _UNSCALED = UpdateOutcome((), 1.0, 1.0)
 
 def kept(loss: Tensor) -> Tensor:
     """Return a detached loss to read later. A copy if its memory may be that of a CUDA graph, which is reused."""
+    own = loss.detach()
+    if not loss.is_cuda:
+        return own
     is_view = loss._is_view()  # noqa: SLF001 - nothing public tells
-    may_be_reused = loss.is_cuda and (is_view or isinstance(loss.grad_fn, BackwardCFunction))
-    return loss.detach().clone() if may_be_reused else loss.detach()
+    return own.clone() if is_view or isinstance(loss.grad_fn, BackwardCFunction) else own
 
 
 class LossScaler(torch.amp.GradScaler):
