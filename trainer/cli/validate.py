@@ -346,6 +346,7 @@ def _of_other_option(options: dict[str, str], key: str, composer: Composer) -> s
 
 _COMMON = {
     "batch_size": "data.batch_size",
+    "clip": "trainer.gradient_clip_val",
     "epochs": "trainer.max_epochs",
     "gpus": "trainer.devices",
     "learning_rate": "optimizer.lr",
@@ -372,9 +373,9 @@ def _nearest(key: str, known: Iterable[str]) -> str:
     has_target = f"{node}._target_" in names
     if has_target:  # the class may have arguments that are not in the config
         names = [name for name in names if name.startswith(f"{node}.")]
-    last = {name.rpartition(".")[2]: name for name in names}
+    last = {name.rpartition(".")[2].lower(): name for name in names}
     whole = [] if has_target else difflib.get_close_matches(key, names, n=1)  # a shared "model." is not similarity
-    near = whole or [last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], last, n=1)]
+    near = whole or [last[name] for name in difflib.get_close_matches(key.rpartition(".")[2].lower(), last, n=1)]
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
