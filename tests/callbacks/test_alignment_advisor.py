@@ -61,7 +61,9 @@ def test_line_names_the_layer_its_size_and_the_next_multiple():
     assert str(Misaligned("a", "Linear", {"out_features": 1001})) == "a (Linear): out_features 1001 -> 1008"
 
 
-def said(folder, caplog, *, times: int = 1, module: Regression | None = None, precision="bf16-mixed", **arguments):
+def messages_of(
+    folder, caplog, *, times: int = 1, module: Regression | None = None, precision="bf16-mixed", **arguments
+):
     """Return the messages of the advisor in ``times`` fits."""
     trainer = make_trainer(folder, precision=precision, callbacks=[AlignmentAdvisor(**arguments)])
     module = module or Regression()
@@ -79,16 +81,16 @@ Tensor Cores are fastest if sizes of 16-bit products are multiples of 8. 2 layer
 
 
 def test_one_message_once(tmp_path, caplog):
-    assert said(tmp_path, caplog, everywhere=True, times=2) == [MESSAGE]
+    assert messages_of(tmp_path, caplog, everywhere=True, times=2) == [MESSAGE]
 
 
 def test_number_of_lines_is_limited(tmp_path, caplog):
-    [message] = said(tmp_path, caplog, everywhere=True, max_lines=1)
+    [message] = messages_of(tmp_path, caplog, everywhere=True, max_lines=1)
     assert message.splitlines()[1:] == ["  net.0 (Linear): in_features 6 -> 8", "  and 1 more"]
 
 
 def test_single_layer(tmp_path, caplog):
-    [message] = said(tmp_path, caplog, everywhere=True, module=Regression(nn.Linear(6, 3)))
+    [message] = messages_of(tmp_path, caplog, everywhere=True, module=Regression(nn.Linear(6, 3)))
     assert "1 layer has others; they could be padded" in message
 
 
@@ -97,7 +99,7 @@ def test_no_warning_for_aligned_sizes(tmp_path, caplog):
         def training_step(self, batch, batch_idx):
             return self.net(torch.ones(8, 8)).sum()
 
-    assert said(tmp_path, caplog, everywhere=True, module=Wide(nn.Linear(8, 8))) == []
+    assert messages_of(tmp_path, caplog, everywhere=True, module=Wide(nn.Linear(8, 8))) == []
 
 
 @pytest.mark.filterwarnings("ignore:precision='16-true' keeps weights and gradients")
@@ -107,16 +109,16 @@ def test_no_warning_for_aligned_sizes(tmp_path, caplog):
     [("32-true", 0), ("64-true", 0), ("16-mixed", 1), ("bf16-mixed", 1), ("16-true", 1), ("bf16-true", 1)],
 )
 def test_advisor_warns_on_tensor_cores_in_16_bits(tmp_path, caplog, monkeypatch, precision, half, cores):
-    asked = []
-    monkeypatch.setattr(alignment_advisor, "tensor_cores", lambda device: asked.append(device) or cores)
-    assert said(tmp_path, caplog, precision=precision) == [MESSAGE] * (half and cores)
-    assert asked == [torch.device("cpu")] * half
-    assert said(tmp_path, caplog, precision=precision, everywhere=True) == [MESSAGE]
+    devices = []
+    monkeypatch.setattr(alignment_advisor, "tensor_cores", lambda device: devices.append(device) or cores)
+    assert messages_of(tmp_path, caplog, precision=precision) == [MESSAGE] * (half and cores)
+    assert devices == [torch.device("cpu")] * half
+    assert messages_of(tmp_path, caplog, precision=precision, everywhere=True) == [MESSAGE]
 
 
 def test_layers_that_stay_in_float32_are_left_out(tmp_path, caplog):
     chosen = MixedPrecision("bfloat16", fp32_modules=["net.4"])
-    [message] = said(tmp_path, caplog, precision=chosen, everywhere=True)
+    [message] = messages_of(tmp_path, caplog, precision=chosen, everywhere=True)
     assert "net.0" in message
     assert "net.4" not in message
 
@@ -156,7 +158,7 @@ def test_default_on_a_gpu(tmp_path, caplog, precision, number):
     trainer = make_trainer(tmp_path, accelerator="gpu", devices=1, precision=precision)
     with caplog.at_level(logging.INFO):
         trainer.fit(Regression(make_net()), loader_of(make_batches(1)))
-    told = [record.getMessage() for record in caplog.records if "Tensor Cores" in record.getMessage()]
+    messages = [record.getMessage() for record in caplog.records if "Tensor Cores" in record.getMessage()]
     assert (
-        sum(not text.startswith("You are using a CUDA device") for text in told) == number
+        sum(not text.startswith("You are using a CUDA device") for text in messages) == number
     )  # once a process, Lightning's

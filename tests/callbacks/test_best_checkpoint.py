@@ -112,8 +112,8 @@ def test_with_nothing_to_go_by_the_newest_is_kept_and_called_the_last(
 
 def test_selected_metric_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fitted(Logs(val_acc=[0.5, 0.9]), tmp_path, 2)
-    (said,) = [message for message in caplog.messages if "best checkpoint" in message]
-    assert "the one with the highest val_acc" in said
+    (line,) = [message for message in caplog.messages if "best checkpoint" in message]
+    assert "the one with the highest val_acc" in line
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")

@@ -89,11 +89,11 @@ def test_stopping_keeps_the_last_good_weights(tmp_path: Path, precision: str, op
     for mine, other in zip(module.net.parameters(), net.parameters(), strict=True):
         assert torch.equal(mine, other)
     assert (caught.value.step, caught.value.batch_idx) == (3, 3)
-    told = str(caught.value)
-    assert "at optimizer step 3 of epoch 0" in told
-    assert "Verdict: data: the batch is the cause (step 3, batch 3)" in told
-    assert "batch[2]" in told
-    assert "batch[2].nan_to_num_()" in told
+    message = str(caught.value)
+    assert "at optimizer step 3 of epoch 0" in message
+    assert "Verdict: data: the batch is the cause (step 3, batch 3)" in message
+    assert "batch[2]" in message
+    assert "batch[2].nan_to_num_()" in message
     assert trainer.skipped_steps == 1
     assert trainer.scaler is scaler
 
@@ -130,9 +130,9 @@ def test_the_operation_is_named(tmp_path: Path, layer: nn.Module, operation: str
     module, trainer = Breaking(layer), make_trainer(tmp_path, callbacks=[NonFiniteGuard()])
     with pytest.raises(NonFiniteError) as caught:
         trainer.fit(module, loader_of(make_batches(3)))
-    told = str(caught.value)
-    assert f"{operation} pass, 'layer' ({type(layer).__name__}), test_nonfinite_guard.py:" in told
-    assert ".clamp(min=1e-06)" in told
+    message = str(caught.value)
+    assert f"{operation} pass, 'layer' ({type(layer).__name__}), test_nonfinite_guard.py:" in message
+    assert ".clamp(min=1e-06)" in message
     assert caught.value.batch_idx == 1
     assert (caught.value.report.kind, caught.value.report.module) == ("model", "layer")
 

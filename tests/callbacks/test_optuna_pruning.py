@@ -42,11 +42,11 @@ def result() -> dict:
 
 def test_trial_that_is_behind_ends_its_run(study):
     assert main([*LINE, pruning(), "objective.metric=val_loss"]) == 0
-    told = study.get_trials()[1]
-    assert list(told.intermediate_values) == [0, 1, 2]  # the third validation is the first that counts
+    trial = study.get_trials()[1]
+    assert list(trial.intermediate_values) == [0, 1, 2]  # the third validation is the first that counts
     assert (result()["status"], result()["epochs"]) == ("pruned", 3)
-    assert told.intermediate_values[2] == pytest.approx(result()["metrics"]["val_loss"])
-    assert told.state.name == "RUNNING"  # it is the sweep that closes it
+    assert trial.intermediate_values[2] == pytest.approx(result()["metrics"]["val_loss"])
+    assert trial.state.name == "RUNNING"  # it is the sweep that closes it
 
 
 @pytest.mark.whole
@@ -68,8 +68,8 @@ def test_validations_are_counted_across_a_resume(study):
 def test_repeated_trial_reports_new_values_only(study, recwarn):
     optuna.trial.Trial(study, study.get_trials()[1]._trial_id).report(7.0, 0)
     assert main([*LINE, pruning(pruner="{name:none}")]) == 0
-    told = study.get_trials()[1].intermediate_values
-    assert (list(told), told[0]) == ([0, 1, 2, 3], 7.0)
+    values = study.get_trials()[1].intermediate_values
+    assert (list(values), values[0]) == ([0, 1, 2, 3], 7.0)
     assert "already reported" not in "".join(str(warning.message) for warning in recwarn)
 
 

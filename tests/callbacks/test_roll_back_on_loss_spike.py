@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "
 NUMBER, SPIKE = 24, 17
 STEPPED = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.9)
 SPIKES = {SPIKE: 50.0}
-TELLS = "The loss of step .* is .*, more than 5 times .*, the median of the last 4"
+ROLLED_BACK = "The loss of step .* is .*, more than 5 times .*, the median of the last 4"
 
 
 def callbacks_of(folder: Path, every: int, **options: Any) -> list[Any]:
@@ -69,7 +69,7 @@ def test_run_equals_one_without_these_batches(
     batches = make_batches(NUMBER, gains=SPIKES)
     module = Regression(make_net(), optimizer, STEPPED, interval="step")
     callbacks = callbacks_of(tmp_path, 3)
-    with pytest.warns(UserWarning, match=TELLS):
+    with pytest.warns(UserWarning, match=ROLLED_BACK):
         trainer = fit(tmp_path, module, batches, callbacks, precision=given, accumulate_grad_batches=window)
     first = {1: 15, 3: 9}[window]
     (done,) = callbacks[0].rollbacks
@@ -114,7 +114,7 @@ def noisy(folder: Path, batches: Any, *more: Any, path: Any = None, **options: A
 
 def test_random_numbers_buffers_averages_and_metrics_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     batches = make_batches(NUMBER, gains=SPIKES)
-    with pytest.warns(UserWarning, match=TELLS):
+    with pytest.warns(UserWarning, match=ROLLED_BACK):
         trainer, module, average = noisy(tmp_path, batches)
     other, without, its = noisy(tmp_path / "without", batches[:15] + batches[18:])
     assert_equal(module, without)
@@ -129,13 +129,13 @@ def test_random_numbers_buffers_averages_and_metrics_are_those_of_the_checkpoint
 def test_run_that_is_resumed_ends_in_the_same_way(tmp_path: Path, step: int) -> None:
     """From a checkpoint before the spike, which occurs again, and from one after it."""
     batches = make_batches(NUMBER, gains=SPIKES)
-    with pytest.warns(UserWarning, match=TELLS):
+    with pytest.warns(UserWarning, match=ROLLED_BACK):
         _, whole, _ = noisy(tmp_path, batches)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer, module, _ = noisy(tmp_path, batches, path=tmp_path / "checkpoints" / f"step={step}.ckpt")
     assert_equal(module, whole)
-    assert sum(re.search(TELLS, str(one.message)) is not None for one in told) == (step == 12)
+    assert sum(re.search(ROLLED_BACK, str(one.message)) is not None for one in caught) == (step == 12)
     assert trainer.global_step == 21
     assert len(next(one for one in trainer.callbacks if isinstance(one, RollBackOnLossSpike)).rollbacks) == 1
 
@@ -182,7 +182,7 @@ def test_number_and_distance_of_roll_backs_are_configurable(tmp_path: Path) -> N
     batches = make_batches(NUMBER, gains={10: 50.0, 16: 50.0})
     callbacks = callbacks_of(tmp_path, 3, margin=3, max_rollbacks=1)
     with (
-        pytest.warns(UserWarning, match=TELLS),
+        pytest.warns(UserWarning, match=ROLLED_BACK),
         pytest.raises(LossSpikeError, match=r"The loss of step 11 .* The run has gone back 1 times before"),
     ):
         fit(tmp_path, Regression(), batches, [*callbacks, RunRecorder()])
@@ -205,7 +205,7 @@ def test_loss_that_is_not_finite_is_a_spike(tmp_path: Path) -> None:
 
 def test_run_without_an_earlier_checkpoint_continues(tmp_path: Path) -> None:
     module, batches = Regression(), make_batches(8, gains={6: 50.0})
-    with pytest.warns(UserWarning, match=TELLS + ". There is no checkpoint from before, so"):
+    with pytest.warns(UserWarning, match=ROLLED_BACK + ". There is no checkpoint from before, so"):
         fit(tmp_path, module, batches, callbacks_of(tmp_path, 100))
     train_by_hand(net := make_net(), batches)
     assert_equal(module.net, net)
@@ -213,7 +213,7 @@ def test_run_without_an_earlier_checkpoint_continues(tmp_path: Path) -> None:
 
 def test_loss_on_a_gpu_is_read_one_step_later(cuda: Any, tmp_path: Path) -> None:
     callbacks = callbacks_of(tmp_path, 3)
-    with pytest.warns(UserWarning, match=TELLS):
+    with pytest.warns(UserWarning, match=ROLLED_BACK):
         trainer = fit(tmp_path, Regression(), make_batches(NUMBER, gains=SPIKES), callbacks, accelerator="gpu")
     (done,) = callbacks[0].rollbacks
     assert (done["step"], done["to_step"], done["last"]) == (SPIKE, 15, [0, SPIKE + 1])

@@ -155,7 +155,7 @@ def test_record_is_written_during_the_fit(tmp_path, recorder, clock):
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "told"),
+    ("error", "status", "error_text"),
     [
         (KeyboardInterrupt(), "interrupted", "KeyboardInterrupt"),
         (SystemExit(143), "interrupted", "SystemExit: 143"),
@@ -163,10 +163,10 @@ def test_record_is_written_during_the_fit(tmp_path, recorder, clock):
         (RuntimeError("no s3://me:pw9@host"), "failed", "RuntimeError: no s3://me:***@host"),
     ],
 )
-def test_fit_cut_short(tmp_path, recorder, clock, error, status, told):
+def test_fit_cut_short(tmp_path, recorder, clock, error, status, error_text):
     Fit(recorder, folder=tmp_path, clock=clock).fit(error)
     facts = written(tmp_path)
-    assert (facts["status"], facts["error"]) == (status, told)
+    assert (facts["status"], facts["error"]) == (status, error_text)
     assert (facts["epochs"], facts["samples"], facts["train_seconds"], facts["seconds"]) == (0, 27, 2.0, 2.0)
 
 
@@ -560,8 +560,8 @@ def test_a_second_fit_with_nothing_left_to_do_keeps_the_record_of_the_first(tmp_
     assert (tmp_path / "run.json").read_text() == first
     assert summary.summary == shown
     assert "fit completed" not in capsys.readouterr().out
-    (said,) = [message for message in caplog.messages if "Nothing to do" in message]
-    assert f"{trainer.global_step} optimizer steps" in said
+    (line,) = [message for message in caplog.messages if "Nothing to do" in message]
+    assert f"{trainer.global_step} optimizer steps" in line
     trainer.fit_loop.max_epochs = 3  # the advice of the message
     trainer.fit(model)
     record = json.loads((tmp_path / "run.json").read_text())

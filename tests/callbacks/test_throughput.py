@@ -192,8 +192,8 @@ def test_share_of_the_peak(h100, tmp_path, precision, peak):
     trainer.fit(Regression(), loader_of(make_batches(4)))
     assert callback.flops_per_sample == FLOPS
     assert callback.mfu == pytest.approx(FLOPS * callback.samples_per_second / peak)
-    told = callback.run_facts()["throughput"]
-    assert (told["mfu"], told["flops_per_sample"]) == (callback.mfu, FLOPS)
+    throughput = callback.run_facts()["throughput"]
+    assert (throughput["mfu"], throughput["flops_per_sample"]) == (callback.mfu, FLOPS)
 
 
 def test_mfu_with_a_custom_number_of_flops(h100, tmp_path):

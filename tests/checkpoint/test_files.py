@@ -136,8 +136,8 @@ def test_truncated_file_is_detected_at_each_length(tmp_path: Path) -> None:
     size = path.stat().st_size
     for length in reversed(range(size)):
         os.truncate(path, length)
-        said = complaint(path)
-        assert "cut short" in said if length else "it is empty" in said, (length, said)
+        message = complaint(path)
+        assert "cut short" in message if length else "it is empty" in message, (length, message)
 
 
 def test_trailing_bytes_are_detected(tmp_path: Path) -> None:

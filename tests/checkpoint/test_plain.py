@@ -50,7 +50,7 @@ def test_numpys_scalars_become_numbers_and_nothing_else_is_copied():
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "expected"),
     [
         (Path("a"), r"checkpoint\['x'\]\[0\]\['y'\] is a pathlib.*Path"),
         (np.zeros(2), "is a numpy.ndarray"),
@@ -63,9 +63,9 @@ def test_numpys_scalars_become_numbers_and_nothing_else_is_copied():
         (torch.nn.ReLU(), "ReLU"),
     ],
 )
-def test_unreadable_values_are_named(value, said):
+def test_unreadable_values_are_named(value, expected):
     checkpoint = {"x": [{"y": value}]}
-    with pytest.warns(UserWarning, match=rf"(?s)weights_only=False.*{said}.*add_safe_globals"):
+    with pytest.warns(UserWarning, match=rf"(?s)weights_only=False.*{expected}.*add_safe_globals"):
         assert require_loadable(checkpoint, strict=False, warn=True) is checkpoint
     with pytest.raises(CheckpointError, match=r"resume='auto'"):
         require_loadable(checkpoint, strict=True, warn=False)

@@ -203,9 +203,9 @@ def test_damaged_folder_is_named_and_skipped(tmp_path: Path) -> None:
     (tmp_path / "c.ckpt" / "manifest.json").unlink()
     with pytest.warns(UserWarning, match="It is passed over") as caught:
         assert files.newest_valid([tmp_path]) == tmp_path / "a.ckpt"
-    said = " ".join(str(warning.message) for warning in caught)
-    assert "b.ckpt is damaged: __0_0.distcp has 0 bytes, and was written with" in said
-    assert "c.ckpt is no checkpoint, or was not written to its end: a folder without manifest.json" in said
+    warned = " ".join(str(warning.message) for warning in caught)
+    assert "b.ckpt is damaged: __0_0.distcp has 0 bytes, and was written with" in warned
+    assert "c.ckpt is no checkpoint, or was not written to its end: a folder without manifest.json" in warned
 
 
 def test_failed_save_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,12 +162,12 @@ def test_config_dir_is_searched(project, tmp_path, capsys):
 def test_recipes_lists_all_recipes_with_a_line_each(project, capsys):
     assert main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    told = dict(line.split(maxsplit=1) for line in lines)
-    assert told["line"] == "A straight line through sixteen points."
-    assert told["other"] == "Another line, steeper."
-    assert told["resnet50"].startswith("ResNet-50 on ")
-    assert len({line.index(text) for line, text in zip(lines, told.values(), strict=True)}) == 1  # a column
-    assert list(told) == sorted(told)
+    summaries = dict(line.split(maxsplit=1) for line in lines)
+    assert summaries["line"] == "A straight line through sixteen points."
+    assert summaries["other"] == "Another line, steeper."
+    assert summaries["resnet50"].startswith("ResNet-50 on ")
+    assert len({line.index(text) for line, text in zip(lines, summaries.values(), strict=True)}) == 1  # a column
+    assert list(summaries) == sorted(summaries)
 
 
 def test_recipes_in_a_folder_without_a_conf(tmp_path, monkeypatch, capsys):

@@ -59,7 +59,7 @@ def fit(folder: Path, *, sharded: bool, epochs: int = 2, ckpt: Path | None = Non
     return run.rename(folder) / Path(saver.best_model_path).name, module
 
 
-def said(capsys: Any, words: list[Any]) -> tuple[int, str]:
+def status_and_error(capsys: Any, words: list[Any]) -> tuple[int, str]:
     """Return the exit status, and the error without the path of the traceback."""
     status = main([str(word) for word in words])
     return status, " ".join(capsys.readouterr().err.replace("--debug prints the full traceback.", "").split())
@@ -81,10 +81,10 @@ def test_folder_of_a_run_is_the_file_of_that_run(tmp_path: Path, capsys: Any) ->
     assert folder.name == "epoch=1-step=6.ckpt"  # an = in a name makes it no setting
     assert main(["consolidate", str(folder), str(tmp_path / "new" / "whole.ckpt")]) == 0
     whole = tmp_path / "new" / "whole.ckpt"
-    told = capsys.readouterr().out
-    assert told.startswith(f"Wrote {whole}: 0.0 MiB in ")
-    assert "Left out, because objects are not constructed" in told
-    assert told.endswith(": hyper_parameters.activation.\n")
+    out = capsys.readouterr().out
+    assert out.startswith(f"Wrote {whole}: 0.0 MiB in ")
+    assert "Left out, because objects are not constructed" in out
+    assert out.endswith(": hyper_parameters.activation.\n")
     file, _ = fit(tmp_path / "file", sharded=False)
     made, direct = load(whole), with_object(file)
     assert differences({name: made[name] for name in SAME}, {name: direct[name] for name in SAME}) == []
@@ -172,8 +172,8 @@ def test_views_are_exported_with_their_values(tmp_path: Path) -> None:
 def test_without_safetensors(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a.ckpt")
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    status, told = said(capsys, ["export", tmp_path / "a.ckpt", tmp_path / "w.safetensors"])
-    assert (status, told) == (
+    status, error = status_and_error(capsys, ["export", tmp_path / "a.ckpt", tmp_path / "w.safetensors"])
+    assert (status, error) == (
         2, "trainer: export needs safetensors, which is not installed: pip install safetensors",
     )  # fmt: skip
 
@@ -259,10 +259,10 @@ REFUSED = [
 @pytest.mark.parametrize(("line", "complaint"), REFUSED, ids=[line for line, _ in REFUSED])
 def test_mistakes_print_one_sentence_and_change_nothing(here: Path, capsys: Any, line: str, complaint: str) -> None:
     before = tree(here)
-    status, told = said(capsys, line.split())
+    status, error = status_and_error(capsys, line.split())
     assert status == 2
-    assert re.search(complaint, told), told
-    assert "Traceback" not in told
+    assert re.search(complaint, error), error
+    assert "Traceback" not in error
     assert tree(here) == before
     assert not (here / "ran").exists()
 
@@ -278,8 +278,8 @@ def test_failed_write_leaves_no_file(here: Path, capsys: Any, monkeypatch: pytes
     monkeypatch.setattr("safetensors.torch.save_file", full_there)
     before = tree(here)
     for line in ("consolidate good.ckpt new", "shard file.ckpt new", "export good.ckpt new.safetensors"):
-        status, told = said(capsys, line.split())
-        assert (status, "new" in told, "was not written: No space left on device" in told) == (1, True, True), told
+        status, error = status_and_error(capsys, line.split())
+        assert (status, "new" in error, "was not written: No space left on device" in error) == (1, True, True), error
         assert tree(here) == before
 
 

@@ -88,7 +88,7 @@ def line(state: Any, points: torch.Tensor) -> torch.Tensor:
     return points @ state["net.weight"].T + state["net.bias"]
 
 
-def said(capfd: Any, *words: str) -> tuple[int, str, str]:
+def export(capfd: Any, *words: str) -> tuple[int, str, str]:
     capfd.readouterr()
     status = main(["export", *words])
     out, err = capfd.readouterr()
@@ -101,7 +101,7 @@ def files(folder: Path) -> list[str]:
 
 def test_graph_equals_forward(project: Path, capfd: Any) -> None:
     state = fit()
-    status, out, err = said(capfd, "ckpt=run", "to=out/model.pt2")
+    status, out, err = export(capfd, "ckpt=run", "to=out/model.pt2")
     assert (status, err) == (0, "")
     assert re.search(r"out/model.pt2: [\d.]+ MiB, float32, for batches of any size \(checked with 4 and 1\)", out)
     assert "are bitwise equal" in out
@@ -113,7 +113,7 @@ def test_graph_equals_forward(project: Path, capfd: Any) -> None:
         found = loaded.module()(points)
         torch.testing.assert_close(found["value"], line(state, points))
         assert found["large"].dtype == torch.float32
-    status, _, err = said(capfd, "ckpt=run", "to=out/model.pt2")
+    status, _, err = export(capfd, "ckpt=run", "to=out/model.pt2")
     assert (status, err) == (2, "trainer: out/model.pt2 exists already. Choose another name, or remove it first.")
 
 
@@ -121,35 +121,35 @@ def test_checkpoint_with_a_config_and_settings(project: Path, capfd: Any) -> Non
     fit()
     last = "run/checkpoints/last.ckpt"
     words = ["+recipe=line", "model._target_=nets.Net", f"ckpt_path={last}", "to=a=b.pt2", "data.batch_size=8"]
-    status, out, _ = said(capfd, *words)
+    status, out, _ = export(capfd, *words)
     assert status == 0
     assert "checked with 8 and 1" in out
     assert Path("a=b.pt2").is_file()
-    status, out, _ = said(capfd, "ckpt=run", "to=one.pt2", "data.batch_size=1")
+    status, out, _ = export(capfd, "ckpt=run", "to=one.pt2", "data.batch_size=1")
     assert "checked with 2 and 1" in out  # of one row a graph would take the number for a constant
 
 
 def test_weights_only(project: Path, capfd: Any) -> None:
     state = fit()
-    assert said(capfd, "to=a.safetensors", "ckpt=run")[0] == 0
+    assert export(capfd, "to=a.safetensors", "ckpt=run")[0] == 0
     found = load_file("a.safetensors")
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], value) for name, value in state.items())
-    status, _, err = said(capfd, "ckpt=run", "to=b.safetensors", "data.batch_size=8")
+    status, _, err = export(capfd, "ckpt=run", "to=b.safetensors", "data.batch_size=8")
     assert status == 2
     assert "got ckpt=run data.batch_size=8, expected" in err
 
 
 def test_forward_of_one_size(project: Path, capfd: Any) -> None:
     fit("Fixed")
-    status, out, _ = said(capfd, "ckpt=run", "to=model.pt2")
+    status, out, _ = export(capfd, "ckpt=run", "to=model.pt2")
     assert status == 0
     assert "for batches of 4, no other size." in out
 
 
 def test_graph_with_other_results_is_not_kept(project: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fit("Random")
-    status, _, err = said(capfd, "ckpt=run", "to=out/model.pt2")
+    status, _, err = export(capfd, "ckpt=run", "to=out/model.pt2")
     assert status == 1
     assert "out/model.pt2 was not written: its outputs differ from those of forward" in err
     assert "Greatest absolute difference: " in err
@@ -159,7 +159,7 @@ def test_graph_with_other_results_is_not_kept(project: Path, capfd: Any, monkeyp
 
 def test_modules_without_a_graph(project: Path, capfd: Any) -> None:
     fit("Branches")
-    status, _, err = said(capfd, "ckpt=run", "to=model.pt2")
+    status, _, err = export(capfd, "ckpt=run", "to=model.pt2")
     assert status == 1
     assert "torch.export failed for Branches.forward:" in err
     assert not Path("model.pt2").exists()
@@ -167,7 +167,7 @@ def test_modules_without_a_graph(project: Path, capfd: Any) -> None:
 
 def test_the_example_of_the_module(project: Path, capfd: Any) -> None:
     fit("Given")
-    status, out, _ = said(capfd, "ckpt=run", "to=model.pt2")
+    status, out, _ = export(capfd, "ckpt=run", "to=model.pt2")
     assert status == 0
     assert "batches of any size (checked with 3 and 1)" in out
     assert torch.export.load("model.pt2").module()(torch.ones(2, 1, 2)).shape == (2, 1)
@@ -209,7 +209,7 @@ MISTAKES = [
 def test_mistakes(project: Path, capfd: Any, kind: str, words: list[str], expected: str) -> None:
     fit(kind)
     before = files(project)
-    status, _, err = said(capfd, *words)
+    status, _, err = export(capfd, *words)
     assert status == 2
     assert expected in err
     assert files(project) == before
@@ -217,14 +217,14 @@ def test_mistakes(project: Path, capfd: Any, kind: str, words: list[str], expect
 
 def test_module_without_forward(project: Path, capfd: Any) -> None:
     assert main(["fit", "+recipe=line", "hydra.run.dir=run", "-q"]) == 0
-    status, _, err = said(capfd, "ckpt=run", "to=model.pt2")
+    status, _, err = export(capfd, "ckpt=run", "to=model.pt2")
     assert (status, "and Line has no forward" in err) == (2, True)
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch, project: Path, capfd: Any) -> None:
     fit()
     monkeypatch.setattr("trainer.packages.is_installed", lambda name: False)
-    status, _, err = said(capfd, "ckpt=run", "to=model.onnx")
+    status, _, err = export(capfd, "ckpt=run", "to=model.onnx")
     assert status == 2
     assert "export needs onnx, which is not installed: pip install onnx onnxscript onnxruntime" in err
 
@@ -235,7 +235,7 @@ def test_onnx(project: Path, capfd: Any) -> None:
     from onnx.reference import ReferenceEvaluator
 
     state = fit()
-    status, out, err = said(capfd, "ckpt=run", "to=model.onnx")
+    status, out, err = export(capfd, "ckpt=run", "to=model.onnx")
     assert (status, err) == (0, "")
     assert "batches of any size (checked with 4 and 1)" in out
     points = torch.linspace(-2, 2, 9).unsqueeze(1)

@@ -43,11 +43,11 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("function", "said", "advice"), KINDS)
-def test_advice_depends_on_the_type_of_the_error(function, said, advice):
+@pytest.mark.parametrize(("function", "message", "advice"), KINDS)
+def test_advice_depends_on_the_type_of_the_error(function, message, advice):
     first, *rest = failure.paragraph(raised(function)).splitlines()
     assert first.startswith("trainer: ")
-    assert said in first
+    assert message in first
     assert any(advice in line for line in rest), rest
     assert rest[-1] == "  --debug prints the full traceback."
 
@@ -60,10 +60,10 @@ def test_message_of_another_library_is_printed_without_advice():
 
 
 def test_out_of_memory_advice_uses_command_line_settings():
-    told = failure.paragraph(raised(out_of_memory))
-    assert "Memory ran out at batch_idx 3 of epoch 0 (train_dataloader).\n" in told
-    assert "trainer.accumulate_grad_batches" in told
-    assert "Try Trainer" not in told
+    text = failure.paragraph(raised(out_of_memory))
+    assert "Memory ran out at batch_idx 3 of epoch 0 (train_dataloader).\n" in text
+    assert "trainer.accumulate_grad_batches" in text
+    assert "Try Trainer" not in text
 
 
 MODULE = """
@@ -108,10 +108,10 @@ class Items(torch.utils.data.Dataset):
 
 @pytest.mark.filterwarnings("default")
 def test_error_in_a_worker_is_the_datasets_own():
-    told = failure.paragraph(raised(next, iter(DataLoader(Items(), num_workers=1)))).splitlines()
-    assert told[:2] == ["trainer: KeyError: 'labels'", "  In DataLoader worker process 0."]
-    assert told[2].startswith("  Raised in ")
-    assert told[2].endswith(', in __getitem__: raise KeyError("labels")')
+    lines = failure.paragraph(raised(next, iter(DataLoader(Items(), num_workers=1)))).splitlines()
+    assert lines[:2] == ["trainer: KeyError: 'labels'", "  In DataLoader worker process 0."]
+    assert lines[2].startswith("  Raised in ")
+    assert lines[2].endswith(', in __getitem__: raise KeyError("labels")')
 
 
 class DamagedError(ValueError):
@@ -130,23 +130,23 @@ class Damaged(Items):
 
 @pytest.mark.filterwarnings("default")
 def test_error_in_a_worker_omits_its_cause():
-    told = failure.paragraph(raised(next, iter(DataLoader(Damaged(), num_workers=1)))).splitlines()
-    assert told[0] == "trainer: DamagedError: cat.jpg cannot be read. Mend it."
-    assert told[1] == "  In DataLoader worker process 0."
-    assert "raise DamagedError(" in told[2]
+    lines = failure.paragraph(raised(next, iter(DataLoader(Damaged(), num_workers=1)))).splitlines()
+    assert lines[0] == "trainer: DamagedError: cat.jpg cannot be read. Mend it."
+    assert lines[1] == "  In DataLoader worker process 0."
+    assert "raise DamagedError(" in lines[2]
 
 
 def test_long_message_ends_early(monkeypatch):
-    told = failure.paragraph(ValueError("\n".join(["word " * 20] * 100)))
-    assert "[...]" in told
-    assert len(told) < 800
+    text = failure.paragraph(ValueError("\n".join(["word " * 20] * 100)))
+    assert "[...]" in text
+    assert len(text) < 800
 
 
 def test_errors_without_advice():
     assert failure.paragraph(FolderInUseError("Another run writes there.")) == "trainer: Another run writes there."
-    told = failure.paragraph(ResumeError("Other data."))
-    assert told.startswith("trainer: Other data.\n  On the command line, exact_resume=false resumes anyway.")
-    assert "data.batch_size" not in told
+    text = failure.paragraph(ResumeError("Other data."))
+    assert text.startswith("trainer: Other data.\n  On the command line, exact_resume=false resumes anyway.")
+    assert "data.batch_size" not in text
     error = ResumeError("An update had 32 samples; set a batch size of 8, 16")
     error.folder = Path("outputs/mine")
     assert "hydra.run.dir=outputs/mine resume=auto" in failure.paragraph(error)

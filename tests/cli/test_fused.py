@@ -42,11 +42,11 @@ def test_parameter_groups_keep_their_options(cuda):
     assert named.param_groups[0]["param_names"] == ["weight", "bias"]
 
 
-@pytest.mark.parametrize("asked", [{"fused": False}, {"foreach": True}, {"differentiable": True}])
-def test_explicit_options_are_kept(cuda, asked):
+@pytest.mark.parametrize("options", [{"fused": False}, {"foreach": True}, {"differentiable": True}])
+def test_explicit_options_are_kept(cuda, options):
     net = nn.Linear(2, 3).cuda()
-    assert not fused(fused_on_cuda(partial(ADAMW, **asked))(net.parameters()))
-    assert not fused(fused_on_cuda(ADAMW)(net.parameters(), **asked))
+    assert not fused(fused_on_cuda(partial(ADAMW, **options))(net.parameters()))
+    assert not fused(fused_on_cuda(ADAMW)(net.parameters(), **options))
 
 
 def test_parameters_without_a_fused_step(cuda):
@@ -66,11 +66,11 @@ def test_other_optimizers_are_not_changed(kind):
     assert fused_on_cuda(make) is make
 
 
-@pytest.mark.parametrize(("asked", "expected"), [([], True), (["+optimizer.fused=false"], False)])
-def test_run_of_the_command_line(cuda, tmp_path, monkeypatch, asked, expected):
+@pytest.mark.parametrize(("overrides", "expected"), [([], True), (["+optimizer.fused=false"], False)])
+def test_run_of_the_command_line(cuda, tmp_path, monkeypatch, overrides, expected):
     monkeypatch.chdir(tmp_path)
     command = ["fit", "+recipe=tabular", "trainer=gpu", "precision=16-mixed", "callbacks=none"]
-    settings = plain(validate(read([*command, *asked])), tmp_path)
+    settings = plain(validate(read([*command, *overrides])), tmp_path)
     settings["trainer"]["max_steps"] = 2  # `plain` is for long ones
     module, data, trainer = assemble(settings, tmp_path)
     trainer.fit(module, data)

@@ -50,9 +50,9 @@ def run_with(value, metric="a", mode="max", status="completed"):
     return RunRecord(facts, Path())
 
 
-@pytest.mark.parametrize(("value", "told"), [(0.5, 0.5), (float("nan"), None), (float("inf"), None)])
-def test_only_finite_values_are_used(value, told):
-    assert run_with(value).result == told
+@pytest.mark.parametrize(("value", "expected"), [(0.5, 0.5), (float("nan"), None), (float("inf"), None)])
+def test_only_finite_values_are_used(value, expected):
+    assert run_with(value).result == expected
     assert run_with(value, metric="b").result is None
     assert run_with(value, status="failed").result is None
 
@@ -82,9 +82,9 @@ def test_record_has_the_value_of_the_objective(project, monkeypatch):
     returned = []
     monkeypatch.setattr(run, "task", lambda config, task=run.task: returned.append(task(config)))
     assert main(["fit", *LINE, "objective.metric=val_loss"]) == 0
-    told = json.loads(Path("run/run.json").read_text())
-    assert told["objective"] == {"metric": "val_loss", "mode": "min", "value": told["metrics"]["val_loss"]}
-    assert returned == [told["metrics"]["val_loss"]]
+    record = json.loads(Path("run/run.json").read_text())
+    assert record["objective"] == {"metric": "val_loss", "mode": "min", "value": record["metrics"]["val_loss"]}
+    assert returned == [record["metrics"]["val_loss"]]
 
 
 def test_missing_metric_is_reported(project, capsys):

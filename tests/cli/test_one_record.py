@@ -40,8 +40,8 @@ def in_a_table() -> dict[str, object]:
     """The run in the table of a sweep, as a file."""
     RunRecord(read_json(RUN) | {"job": 0}, RUN).write()
     sweep.report(RUN.parent)
-    (told,) = json.loads((RUN.parent / "summary.json").read_text())
-    return told
+    (row,) = json.loads((RUN.parent / "summary.json").read_text())
+    return row
 
 
 def test_run_that_overflows_until_it_stops(project, capsys):
@@ -66,8 +66,8 @@ def test_run_that_overflows_until_it_stops(project, capsys):
     assert scale.lines[0].get_ydata()[-1] == 1.0
     assert len(scale.lines[1].get_xdata()) == run.steps
 
-    told = in_a_table()
-    assert {name: told[name] for name in ("status", "steps", "skipped_steps", "scale", "seconds")} == {
+    row = in_a_table()
+    assert {name: row[name] for name in ("status", "steps", "skipped_steps", "scale", "seconds")} == {
         "status": "failed",
         "steps": run.steps,
         "skipped_steps": run.steps,
@@ -96,8 +96,8 @@ def test_run_that_is_completed(project, capsys):
     assert report.lines("Loss")["val_loss"]["y"][-1] == pytest.approx(run.metrics["val_loss"], rel=1e-3)
     assert run.metric_curve("val_loss").last == pytest.approx(run.rows["val_loss"].last) == run.metrics["val_loss"]
 
-    told = in_a_table()
-    assert (told["status"], told["seconds"], told["metrics"]) == ("completed", run.seconds, run.metrics)
+    row = in_a_table()
+    assert (row["status"], row["seconds"], row["metrics"]) == ("completed", run.seconds, run.metrics)
     assert f"| completed | 10 | {run.seconds:.1f} s |" in (RUN.parent / "summary.md").read_text()
 
 

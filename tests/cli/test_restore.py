@@ -125,7 +125,7 @@ def test_types_are_checked_and_unknown_keys_named(run):
 
 
 @pytest.mark.parametrize(
-    ("asked", "latest", "found"),
+    ("given", "latest", "found"),
     [
         ("", False, "epoch=1-step=8.ckpt"),
         ("checkpoints", False, "last.ckpt"),  # no record here, and two to choose from
@@ -133,8 +133,8 @@ def test_types_are_checked_and_unknown_keys_named(run):
         ("", True, "last.ckpt"),
     ],
 )
-def test_selected_checkpoint(run, asked, latest, found):
-    assert restore.find(run / asked, latest=latest).name == found
+def test_selected_checkpoint(run, given, latest, found):
+    assert restore.find(run / given, latest=latest).name == found
 
 
 def test_checkpoint_of_an_interruption_is_resumed_from(run):
@@ -225,9 +225,9 @@ def test_run_with_classes_from_the_command_line_is_resumed_by_the_printed_comman
     command = ["fit", "ckpt=first", "trainer.max_epochs=3", "hydra.run.dir=second"]
     capsys.readouterr()
     assert main(command) == 2
-    told = capsys.readouterr().err
-    assert all(part in told for part in ("data is named_here.Data", "model is named_here.Net"))
-    (word,) = re.findall(r"add '(allowed_packages=\[.*?\])' to the command", told)
+    err = capsys.readouterr().err
+    assert all(part in err for part in ("data is named_here.Data", "model is named_here.Net"))
+    (word,) = re.findall(r"add '(allowed_packages=\[.*?\])' to the command", err)
     assert main([*command, word]) == 0
     assert result("second")["epochs"] == 3
     assert main(["test", "ckpt=second", *words[:2]]) == 0  # the names are on the command line
@@ -291,11 +291,11 @@ def test_checkpoint_not_selected_by_a_metric_is_the_last_one(project, monitor, e
     settings = ["optimizer.lr=2", "trainer.max_epochs=3", f"callbacks.model_checkpoint.monitor={monitor}"]
     more = ["logger=none", "callbacks.learning_rate_monitor=null", "hydra.run.dir=run"]
     assert main(["fit", "+recipe=line", *settings, *more]) == 0
-    told = json.loads(Path("run/run.json").read_text())
-    assert told["monitor"] == goal
-    assert ("best_checkpoint" in told["paths"]) == (goal is not None)
-    assert "last_checkpoint" in told["paths"]
-    assert told["objective"] == (None if goal is None else goal | {"value": told["best_score"]})
+    record = json.loads(Path("run/run.json").read_text())
+    assert record["monitor"] == goal
+    assert ("best_checkpoint" in record["paths"]) == (goal is not None)
+    assert "last_checkpoint" in record["paths"]
+    assert record["objective"] == (None if goal is None else goal | {"value": record["best_score"]})
     assert torch.load(restore.find(Path("run")), weights_only=True)["epoch"] == epoch
     assert torch.load("run/checkpoints/last.ckpt", weights_only=True)["epoch"] == 2
 

@@ -123,16 +123,16 @@ def test_run_is_resumed_until_it_is_completed(capsys, monkeypatch):
     capsys.readouterr()
     assert main(words) == 0
     assert re.search(r"checkpoint at \S+\.ckpt: epoch 2, step 8", "".join(capsys.readouterr()))
-    told, whole = result(folder), result(Path("whole"))
-    assert (told["status"], told["epochs"], told["steps"]) == ("completed", 3, 12)
-    assert told["metrics"] == whole["metrics"]
+    resumed, whole = result(folder), result(Path("whole"))
+    assert (resumed["status"], resumed["epochs"], resumed["steps"]) == ("completed", 3, 12)
+    assert resumed["metrics"] == whole["metrics"]
     for name in ("csv/metrics.csv", "checkpoints"):
         ours, theirs = folder / name, Path("whole") / name
         if ours.is_file():
             assert ours.read_text() == theirs.read_text()
     assert "resuming from" in (folder / "fit.log").read_text()
     assert main(words) == 0
-    assert result(folder) == told
+    assert result(folder) == resumed
     assert "Nothing to do: the run has already trained 12 optimizer steps" in "".join(capsys.readouterr())
     assert [path.name for path in Path("outputs/line").iterdir()] == [folder.name]
 
@@ -154,9 +154,9 @@ def test_run_is_resumed_on_two_processes(python, project, monkeypatch):
     again = python.trainer(*words, "trainer=ddp", "trainer.accelerator=cpu", cwd=project)
     assert again.returncode == 0, again.stderr
     (folder,) = Path("outputs/line").iterdir()
-    told, whole = result(folder), result(Path("whole"))
-    assert (told["status"], told["epochs"], told["steps"]) == ("completed", 3, 6)
-    assert told["metrics"] == pytest.approx(whole["metrics"], rel=1e-5)
+    resumed, whole = result(folder), result(Path("whole"))
+    assert (resumed["status"], resumed["epochs"], resumed["steps"]) == ("completed", 3, 6)
+    assert resumed["metrics"] == pytest.approx(whole["metrics"], rel=1e-5)
     assert "resuming from" in (folder / "fit.log").read_text()
 
 
@@ -166,8 +166,8 @@ def test_refused_run_keeps_the_result_of_the_other(monkeypatch, capsys):
     words = [*FIT, *SHORT, "logger=none", "trainer.max_epochs=1"]
     assert main(words) == 0
     (folder,) = Path("outputs/line").iterdir()
-    told = result(folder)
+    record = result(folder)
     monkeypatch.setattr(folders, "_try_lock", lambda handle: False)
     assert main(words) == 1
     assert "in use by another run" in capsys.readouterr().err
-    assert result(folder) == told
+    assert result(folder) == record

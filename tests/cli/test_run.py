@@ -65,16 +65,16 @@ def test_fit_writes_everything_into_the_runs_folder(project):
         "- trainer.max_epochs=3",
         "- command=fit",
     ]
-    told = result()
-    assert (told["status"], told["command"], told["recipe"], told["precision"]) == (
+    record = result()
+    assert (record["status"], record["command"], record["recipe"], record["precision"]) == (
         "completed",
         "fit",
         "line",
         "32-true",
     )
-    assert (told["epochs"], told["steps"], told["skipped_steps"], told["scale"]) == (3, 12, 0, None)
-    assert 0 < told["metrics"]["val_loss"] < 1.5
-    assert told["peak_memory"]["process"] > 2**20
+    assert (record["epochs"], record["steps"], record["skipped_steps"], record["scale"]) == (3, 12, 0, None)
+    assert 0 < record["metrics"]["val_loss"] < 1.5
+    assert record["peak_memory"]["process"] > 2**20
     assert sorted(file.name for file in project.iterdir() if file.name != "__pycache__") == [
         "conf",
         "line_fit.py",
@@ -85,18 +85,18 @@ def test_fit_writes_everything_into_the_runs_folder(project):
 def test_record_has_the_values_of_a_comparison(monkeypatch):
     settings = ["callbacks.model_checkpoint.monitor=val_loss", "precision=bf16", "seed=3"]
     assert main(["fit", *LINE, *settings, "logger=none", "hydra.run.dir=plain"]) == 0
-    told = result(Path("plain"))
-    assert (told["precision"], told["seed"], told["devices"], told["gpu"]) == ("bf16-mixed", 3, "1 x CPU", None)
-    assert told["monitor"] == {"metric": "val_loss", "mode": "min"}
-    assert "throughput" not in told
+    record = result(Path("plain"))
+    assert (record["precision"], record["seed"], record["devices"], record["gpu"]) == ("bf16-mixed", 3, "1 x CPU", None)
+    assert record["monitor"] == {"metric": "val_loss", "mode": "min"}
+    assert "throughput" not in record
     throughput = "++callbacks.throughput._target_=trainer.callbacks.Throughput"
     settings = ["callbacks.model_checkpoint.monitor=null", "logger=none", "hydra.run.dir=measured"]
     assert main(["fit", *LINE, throughput, *settings]) == 0
-    told = result(Path("measured"))
-    assert told["monitor"] is None
-    assert told["throughput"]["measured_batches"] == 2 + 4
-    assert told["throughput"]["samples_per_second"] > 0
-    assert len(told["throughput"]["batches"]) == 2
+    record = result(Path("measured"))
+    assert record["monitor"] is None
+    assert record["throughput"]["measured_batches"] == 2 + 4
+    assert record["throughput"]["samples_per_second"] > 0
+    assert len(record["throughput"]["batches"]) == 2
 
 
 def test_same_seed_and_settings_give_the_same_result():
@@ -116,12 +116,12 @@ SKIPPED = ["precision=16", "precision.init_scale=1e30", "trainer.max_epochs=1"] 
 
 def test_run_with_only_skipped_steps_has_failed(capsys):
     assert main(["fit", *LINE, *SKIPPED, "objective.metric=val_loss"]) == 1
-    told, said = result(), capsys.readouterr()
-    assert (told["status"], told["steps"], told["skipped_steps"]) == ("failed", 4, 4)
-    assert told["error"].startswith("TrainerError: No weight was updated: all 4 optimizer steps were skipped")
-    assert "precision.init_scale=6.25e+28" in told["error"]
-    assert "completed" not in said.out
-    assert said.err.count("No weight was updated") == 1
+    record, output = result(), capsys.readouterr()
+    assert (record["status"], record["steps"], record["skipped_steps"]) == ("failed", 4, 4)
+    assert record["error"].startswith("TrainerError: No weight was updated: all 4 optimizer steps were skipped")
+    assert "precision.init_scale=6.25e+28" in record["error"]
+    assert "completed" not in output.out
+    assert output.err.count("No weight was updated") == 1
     assert (only("outputs/*/*") / "checkpoints" / "last.ckpt").is_file()
 
 
@@ -191,8 +191,8 @@ def test_error_in_a_run_is_a_paragraph_and_its_traceback_is_in_the_log(capsys):
     logged = Path("run/fit.log").read_text()
     assert "Traceback (most recent call last):" in logged
     assert logged.rstrip().endswith("RuntimeError: asked to fail")
-    told = result(Path("run"))
-    assert (told["status"], told["error"], told["steps"]) == ("failed", "RuntimeError: asked to fail", 2)
+    record = result(Path("run"))
+    assert (record["status"], record["error"], record["steps"]) == ("failed", "RuntimeError: asked to fail", 2)
 
 
 @pytest.mark.parametrize(
@@ -213,8 +213,8 @@ def test_last_checkpoint_has_to_exist(command, capsys):
     assert re.search(r"ckpt_path is last, and there is no last checkpoint in \S*run/checkpoints\. ", err)
     assert f"python -m trainer {command} ckpt=RUN" in err
     assert main(["fit", *LINE, "logger=none", "hydra.run.dir=run"]) == 0
-    told = pytest.warns(UserWarning, match="exists and is not empty") if command == "fit" else nullcontext()
-    with told:
+    warns = pytest.warns(UserWarning, match="exists and is not empty") if command == "fit" else nullcontext()
+    with warns:
         assert main([command, *LINE, "logger=none", "ckpt_path=last", "hydra.run.dir=run"]) == 0
 
 
@@ -233,12 +233,12 @@ def test_out_of_memory_error_is_reported_and_recorded(capsys, monkeypatch, comma
     monkeypatch.setattr(torch.nn.functional, "mse_loss", fail)
     more = ["trainer.num_sanity_val_steps=0", "logger=none", "hydra.run.dir=run"]
     assert main([command, *LINE, *more]) == 1
-    told = capsys.readouterr().err
-    assert told.count("Memory ran out") == told.count("Alive were: weights 8 bytes, ") == 1
-    assert "in the forward pass." in told
-    tries = "accumulate_grad_batches" in told, "python -m trainer tune batch_size +recipe=line" in told
+    err = capsys.readouterr().err
+    assert err.count("Memory ran out") == err.count("Alive were: weights 8 bytes, ") == 1
+    assert "in the forward pass." in err
+    tries = "accumulate_grad_batches" in err, "python -m trainer tune batch_size +recipe=line" in err
     assert tries == (command == "fit", command == "fit")
-    assert "Try a smaller data.batch_size" in told or command == "fit"
+    assert "Try a smaller data.batch_size" in err or command == "fit"
     found = result(Path("run"))
     assert found["status"] == "failed"
     assert (found["out_of_memory"]["weights"], found["out_of_memory"]["gradients"]) == (8, 0)
@@ -371,11 +371,11 @@ def test_setting_reaches_the_trainer(project, monkeypatch, settings, holds):
 
 def test_messages_of_lightning_are_in_the_log_only(project, capfd):
     assert main(["fit", *LINE, "trainer.profiler=simple"]) == 0
-    log, said = only("outputs/line/*") / "fit.log", capfd.readouterr()
-    assert "GPU available" not in said.err
+    log, output = only("outputs/line/*") / "fit.log", capfd.readouterr()
+    assert "GPU available" not in output.err
     assert "GPU available" in log.read_text()
-    assert "Profiler Report" not in said.out + said.err
-    assert f"The profile is in {log}." in said.out
+    assert "Profiler Report" not in output.out + output.err
+    assert f"The profile is in {log}." in output.out
     assert "FIT Profiler Report" in log.read_text()
 
 
@@ -392,8 +392,8 @@ def test_last_line_names_a_metric_once(monkeypatch):
     monkeypatch.setattr("trainer.cli.run.is_quiet", lambda: True)
     found = dict.fromkeys(("loss", "loss_epoch", "loss_step", "one_step"), 1.0)
     facts = {"command": "fit", "status": "completed", "seconds": 1.0, "metrics": found}
-    told = _last_line(RunRecord(facts, Path("run")))
-    assert told == "fit completed in 1.0 s: loss=1, one_step=1. Results are in run"
+    line = _last_line(RunRecord(facts, Path("run")))
+    assert line == "fit completed in 1.0 s: loss=1, one_step=1. Results are in run"
 
 
 FORGETFUL = """
@@ -407,10 +407,10 @@ class Net(line_fit.Line):
 
 def test_warnings_are_in_the_log():
     write(Path(), {"forgetful.py": FORGETFUL})
-    said = "`training_step` returned `None`. If this was on purpose, ignore this warning"
-    with pytest.warns(UserWarning, match=said):  # as before
+    message = "`training_step` returned `None`. If this was on purpose, ignore this warning"
+    with pytest.warns(UserWarning, match=message):  # as before
         assert main(["fit", *LINE, "model._target_=forgetful.Net", "hydra.run.dir=run", "-q"]) == 0
-    assert f"[py.warnings][WARNING] - {said}" in Path("run/fit.log").read_text()
+    assert f"[py.warnings][WARNING] - {message}" in Path("run/fit.log").read_text()
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="there are no such pipes")
@@ -423,9 +423,9 @@ def test_run_reports_a_closed_output_pipe(python):
         os.close(writes)
         _, err = process.communicate(timeout=200)
     assert process.returncode == 1
-    said = "The output pipe was closed"
-    assert said in err
-    assert said in Path("run/fit.log").read_text()
+    message = "The output pipe was closed"
+    assert message in err
+    assert message in Path("run/fit.log").read_text()
     assert result(Path("run"))["status"] == "interrupted"
 
 

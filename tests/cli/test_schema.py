@@ -70,13 +70,13 @@ def test_one_mistake_one_sentence(project, capsys, name):
     """On the command line, and in Python with its spellings of null, true and false."""
     for value, message in MISTAKES[name].items():
         assert main(["fit", "+recipe=line", f"trainer.{name}={describe(value)}"]) == 2
-        told = capsys.readouterr().err
+        err = capsys.readouterr().err
         start = f"trainer: trainer.{name} is {describe(value)}, expected "
-        assert told.startswith(start)
-        assert message in told
+        assert err.startswith(start)
+        assert message in err
         with pytest.raises(ConfigurationError) as error:
             Trainer(**{name: value})
-        expected = told.removeprefix(start).strip()
+        expected = err.removeprefix(start).strip()
         for word, in_python in IN_PYTHON.items():
             expected = re.sub(word, in_python, expected)
         assert str(error.value) == f"{name} is {value!r}, expected {expected}"

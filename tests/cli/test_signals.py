@@ -61,8 +61,8 @@ def test_exit_status_has_the_signal(stopped: Path, number: int, status: int) -> 
 
 def test_interrupted_run_prints_the_resume_command(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", *LINE, "model.number=15", "seed=3"]) == 143
-    (said,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("To resume: ")]
-    words = shlex.split(said.removeprefix("To resume: python -m trainer "))
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("To resume: ")]
+    words = shlex.split(line.removeprefix("To resume: python -m trainer "))
     (folder,) = Path("outputs/line").iterdir()
     assert words == ["fit", *LINE, "model.number=15", "seed=3", "resume=auto", f"hydra.run.dir={folder}"]
     assert main([*words[:-2], *words[-2:], "model.number=0"]) == 0
@@ -74,14 +74,14 @@ def test_resume_command_has_the_values_and_configs_of_the_run(stopped: Path, cap
     write(stopped, {"far/recipe/far.yaml": "# @package _global_\ndefaults: [line]\n"})
     words = ["+recipe=far", *LINE[1:], "model.number=15", "+name=run-${now:%f}", "data.batch_size=${oc.decode:'8'}"]
     assert main(["fit", "--config-dir", "far", *words]) == 143
-    (said,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("To resume: ")]
-    again = shlex.split(said.removeprefix("To resume: python -m trainer "))
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("To resume: ")]
+    again = shlex.split(line.removeprefix("To resume: python -m trainer "))
     (folder,) = Path("outputs").glob("run-*/*")
     assert again[:3] == ["fit", "--config-dir", str(stopped / "far")]
     assert {f"+name={folder.parent.name}", "data.batch_size=8"} <= set(again)
     assert main([*again, "model.number=0"]) == 0
-    told = json.loads((folder / "run.json").read_text())
-    assert (told["status"], told["steps"]) == ("completed", 4)
+    record = json.loads((folder / "run.json").read_text())
+    assert (record["status"], record["steps"]) == ("completed", 4)
 
 
 @pytest.mark.whole

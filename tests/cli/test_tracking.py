@@ -136,13 +136,13 @@ def test_run_in_all_loggers_at_once(project: Path) -> None:
 def test_secrets_are_not_logged_as_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(redaction._values, "hush-hush", "TOKEN")
     optimizer = {"lr": 0.1, "weight_decay": None}
-    said = {
+    settings = {
         "data": {"password": "1234", "root": "s3/hush-hush", "limit": None},
         "model": {"width": 3, "optimizer": optimizer},
         "optimizer": optimizer,
         "logger": {"wandb": {}},
     }
-    assert tracking.settings_to_log(said) == {
+    assert tracking.settings_to_log(settings) == {
         "data": {"password": "***", "root": "s3/${oc.env:TOKEN}"},
         "model": {"width": 3},
         "optimizer": {"lr": 0.1},
@@ -208,8 +208,8 @@ tracking.open_stores(tracking.complete({"m": node}, LoggedRun(Path("run"), "line
 def test_parallel_jobs_create_one_database() -> None:
     jobs = [subprocess.Popen([sys.executable, "-c", OPENS], stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for job in jobs:
-        said = job.communicate(timeout=120)[1]
-        assert job.returncode == 0, said
+        err = job.communicate(timeout=120)[1]
+        assert job.returncode == 0, err
     with closing(sqlite3.connect("outputs/mlflow.db")) as database:
         assert sorted(database.execute("select name from experiments")) == [("Default",), ("line",)]
 

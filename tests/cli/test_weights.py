@@ -48,8 +48,8 @@ def test_run_starts_with_the_weights_of_another(project: Path, capfd: Any) -> No
     best = Path("first/checkpoints", Path(first["paths"]["best_checkpoint"]).name)
     capfd.readouterr()
     record = fit("second", "weights=first", "optimizer.lr=0.0")
-    said = f"Weights from {best}: 2 of 2 tensors, 2 of 2 parameters."
-    assert said in capfd.readouterr().err
+    message = f"Weights from {best}: 2 of 2 tensors, 2 of 2 parameters."
+    assert message in capfd.readouterr().err
     assert record["weights"] == {
         "path": str(best), "tensors": [2, 2], "parameters": [2, 2], "missing": [], "differing": {}, "unused": [],
         "prefixes": ["", ""],
@@ -114,14 +114,14 @@ MISTAKES = [
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("words", "said"), MISTAKES)
-def test_mistakes(project: Path, capfd: Any, words: list[str], said: str) -> None:
+@pytest.mark.parametrize(("words", "expected"), MISTAKES)
+def test_mistakes(project: Path, capfd: Any, words: list[str], expected: str) -> None:
     fit("first")
     torch.save({"loss": 1.0}, "numbers.pt")
     torch.save({"a": torch.ones(1)}, "other.pt")
     capfd.readouterr()
     assert main(["fit", *words, "hydra.run.dir=second"]) != 0
-    assert said in " ".join(capfd.readouterr().err.split())
+    assert expected in " ".join(capfd.readouterr().err.split())
 
 
 @pytest.mark.whole

@@ -340,16 +340,16 @@ def test_numbers_equal_those_of_a_hand_written_step(kind, factor, capsys):
 def test_anomalies_are_reported(settings, status, problem, remark, capsys):
     found = look(capsys, *settings, status=status)
     assert len(found["problems"]) >= bool(problem)
-    assert not problem or any(problem in told for told in found["problems"])
+    assert not problem or any(problem in text for text in found["problems"])
     assert problem or not found["problems"]
-    assert not remark or any(remark in told for told in found["remarks"])
+    assert not remark or any(remark in text for text in found["remarks"])
     is_sound = not problem and settings != ["checks.steps=false"]
     assert (found["layers"] is not None and found["float16"] is not None) == is_sound
     assert found["batch"]["entries"]
 
 
 @pytest.mark.parametrize(
-    ("settings", "status", "said"),
+    ("settings", "status", "expected"),
     [
         (["data.kind=empty"], 2, "Got 0 batches from the training data"),
         (["data.kind=none"], 2, "train_dataloader of Data returns null, expected a DataLoader."),
@@ -359,11 +359,11 @@ def test_anomalies_are_reported(settings, status, problem, remark, capsys):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_unavailable_data(settings, status, said, capsys):
+def test_unavailable_data(settings, status, expected, capsys):
     given = settings if "+recipe=bare" in settings else ["+recipe=mine", *settings]
     assert main(["checks", *given]) == status
     printed, errors = capsys.readouterr()
-    assert said in " ".join(errors.split())
+    assert expected in " ".join(errors.split())
     assert "Traceback" not in errors
     assert printed == ""
 
@@ -417,7 +417,7 @@ def test_contents_of_tensors():
 
 
 @pytest.mark.parametrize(
-    ("labels", "classes", "said"),
+    ("labels", "classes", "expected"),
     [
         ([0, 1, 2], 3, ""),
         ([0, 3, 9], 3, "batch[0] has the labels 3, 9, expected labels from 0 to 2, because the model has 3 classes."),
@@ -426,9 +426,9 @@ def test_contents_of_tensors():
         ([9], None, ""),
     ],
 )
-def test_labels_out_of_range(labels, classes, said):
-    assert labels_out_of_range([torch.tensor(labels)], classes).startswith(said)
-    assert bool(labels_out_of_range([torch.tensor(labels)], classes)) == bool(said)
+def test_labels_out_of_range(labels, classes, expected):
+    assert labels_out_of_range([torch.tensor(labels)], classes).startswith(expected)
+    assert bool(labels_out_of_range([torch.tensor(labels)], classes)) == bool(expected)
     assert labels_out_of_range([torch.tensor(labels), torch.tensor(labels)], classes) == ""  # which of them?
 
 
@@ -554,7 +554,7 @@ def test_no_batch():
 
 
 @pytest.mark.parametrize(
-    ("workers", "loading", "step", "gpus", "said"),
+    ("workers", "loading", "step", "gpus", "expected"),
     [
         (0, 0.001, 1.0, 1, "The training step is the bottleneck: training waits for data < 0.1% of the time"),
         (
@@ -576,9 +576,9 @@ def test_no_batch():
         (0, None, 3.0, 1, ""),
     ],
 )
-def test_bottleneck(workers, loading, step, gpus, said, monkeypatch):
+def test_bottleneck(workers, loading, step, gpus, expected, monkeypatch):
     monkeypatch.setattr("trainer.machine.cores", lambda: SimpleNamespace(usable=4))
     loaded = Loaded(None, 1.0, loading, 10, workers)
-    told = first_look.bottleneck(recipe(None), loaded, Step(step, 1, "32-true", "cuda"), gpus)
-    assert told.startswith(said)
-    assert bool(told) == bool(said)
+    sentence = first_look.bottleneck(recipe(None), loaded, Step(step, 1, "32-true", "cuda"), gpus)
+    assert sentence.startswith(expected)
+    assert bool(sentence) == bool(expected)

@@ -162,13 +162,13 @@ TINY = ["+recipe=gpt", "data.context=32", "precision=bf16-mixed", NO_STEPS]
 def test_command(capsys):
     assert main(["checks", "json", *TINY, "checks.gpu_memory=1040MiB", "checks.devices=4", "callbacks=none"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    told = facts["memory_of_recipe"]
-    assert told["gpu_memory"] == 1040 * 2**20
-    single, ddp, fsdp = told["needs"]
-    assert [(need["strategy"], need["devices"]) for need in told["needs"]] == [("single", 1), ("ddp", 4), ("fsdp", 4)]
-    assert all(need["fits"] for need in told["needs"])
-    assert ddp["peak"] == single["peak"] + 4 * told["parameters"]
-    assert fsdp["after"] == pytest.approx(4 * told["parameters"], rel=0.05)
+    memory = facts["memory_of_recipe"]
+    assert memory["gpu_memory"] == 1040 * 2**20
+    single, ddp, fsdp = memory["needs"]
+    assert [(need["strategy"], need["devices"]) for need in memory["needs"]] == [("single", 1), ("ddp", 4), ("fsdp", 4)]
+    assert all(need["fits"] for need in memory["needs"])
+    assert ddp["peak"] == single["peak"] + 4 * memory["parameters"]
+    assert fsdp["after"] == pytest.approx(4 * memory["parameters"], rel=0.05)
     assert "A device has 1.0 GiB (checks.gpu_memory)." in facts["remarks"]
     assert facts["verdict"].startswith(
         "Fits into 1.0 GiB (with 1.0 GiB reserved for CUDA): one device, trainer=ddp, trainer=fsdp"
@@ -238,11 +238,11 @@ def test_unused_settings_of_a_run(settings, expected, capsys, monkeypatch):
     assert main(["checks", "json", "+recipe=unet", "checks.gpu_memory=8GiB", NO_STEPS, *settings]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert sorted(facts["missed"]) == sorted(expected)
-    told = [remark for remark in facts["remarks"] if "Faster settings on a GPU" in remark]
-    assert len(told) == bool(expected)
+    remarks = [remark for remark in facts["remarks"] if "Faster settings on a GPU" in remark]
+    assert len(remarks) == bool(expected)
     for name in expected:
-        assert f"{name} (" in told[0]
-        assert told[0].endswith("tuning=fast enables the safe ones.")
+        assert f"{name} (" in remarks[0]
+        assert remarks[0].endswith("tuning=fast enables the safe ones.")
 
 
 @pytest.mark.parametrize("recipe", tiered(["mlp", "unet"], quick=["mlp"]))
@@ -269,7 +269,7 @@ def test_training_step_without_an_index():
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected"),
     [
         (["optimizer=sgd"], "There is no model to check. Choose a recipe"),
         (["+recipe=gpt", "checks.gpu_memory=much"], "checks.gpu_memory is much, expected a size such as 3GiB"),
@@ -280,9 +280,9 @@ def test_training_step_without_an_index():
         (["yaml", "+recipe=gpt"], "'yaml'"),
     ],
 )
-def test_what_is_refused(settings, said, capsys):
+def test_what_is_refused(settings, expected, capsys):
     assert main(["checks", *settings]) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert expected in " ".join(capsys.readouterr().err.split())
 
 
 def test_verdict():

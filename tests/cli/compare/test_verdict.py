@@ -139,16 +139,16 @@ def test_cpu_has_no_thresholds_for_speed_and_memory():
     verdict = assess(run("16-mixed", rate=50.0, memory=11 * GB, gpu=False), run(gpu=False), None, Thresholds())
     assert verdict.text == "2.0x slower."
     assert verdict.met
-    asked = assess(
+    strict = assess(
         run("16-mixed", rate=50.0, memory=11 * GB, gpu=False),
         run(gpu=False),
         None,
         Thresholds(min_speedup=1.0, min_memory_saving=0),
     )
-    assert asked.text == "2.00x slower, 10.0% more memory."
-    assert len(asked.advice) == 2
-    assert "A CPU has no Tensor Cores" in asked.advice[0]
-    assert "whole process" in asked.advice[1]
+    assert strict.text == "2.00x slower, 10.0% more memory."
+    assert len(strict.advice) == 2
+    assert "A CPU has no Tensor Cores" in strict.advice[0]
+    assert "whole process" in strict.advice[1]
 
 
 def test_thresholds_apply_to_16_bits_against_more_only():

@@ -32,12 +32,12 @@ class Browser:
         self._number = 0
         self._session: str | None = None
         self.events: list[dict[str, Any]] = []
-        target = self.ask("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
-            self.ask(f"{domain}.enable")
+            self.send(f"{domain}.enable")
 
-    def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
+    def send(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send a command, and wait for its answer."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
@@ -55,29 +55,29 @@ class Browser:
         """Load a page, as on a screen of this size in CSS pixels."""
         phone = width < 600
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": phone}
-        self.ask("Emulation.setDeviceMetricsOverride", **size)
+        self.send("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.ask("Emulation.setEmulatedMedia", features=[scheme])
+        self.send("Emulation.setEmulatedMedia", features=[scheme])
         self.events.clear()
-        self.ask("Page.navigate", url=file.resolve().as_uri())
+        self.send("Page.navigate", url=file.resolve().as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self._next()
 
     def value(self, expression: str) -> Any:
         """Return the value of an expression on the page."""
-        return self.ask("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+        return self.send("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
     def picture(self, file: Path) -> None:
         """The whole page."""
-        shot = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         file.write_bytes(base64.b64decode(shot["data"]))
 
     @property
     def complaints(self) -> list[str]:
         """Errors on the console, violations of the page's policy among them."""
         found = [e["params"]["entry"] for e in self.events if e["method"] == "Log.entryAdded"]
-        told = [entry["text"] for entry in found if entry["level"] in ("error", "warning")]
-        return told + [str(e["params"]) for e in self.events if e["method"] == "Runtime.exceptionThrown"]
+        messages = [entry["text"] for entry in found if entry["level"] in ("error", "warning")]
+        return messages + [str(e["params"]) for e in self.events if e["method"] == "Runtime.exceptionThrown"]
 
     @property
     def requests(self) -> list[str]:

@@ -194,9 +194,9 @@ def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., P
     """Write the folder of a run. A file that is None is left out."""
     monkeypatch.chdir(tmp_path)
 
-    def make(name: str = "outputs/digits/one", told: dict[str, Any] | None = None, **files: Any) -> Path:
+    def make(name: str = "outputs/digits/one", record: dict[str, Any] | None = None, **files: Any) -> Path:
         usual: dict[str, Any] = {
-            "run.json": told if told is not None else facts(),
+            "run.json": record if record is not None else facts(),
             "csv/metrics.csv": ROWS,
             ".hydra/config.yaml": CONFIG,
             ".hydra/overrides.yaml": "- +recipe=digits\n- precision=16-mixed\n- command=fit\n",

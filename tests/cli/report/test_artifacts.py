@@ -38,10 +38,10 @@ def test_confusion_matrix(make_run):
     folder = make_run()
     put(folder, "test.json", matrix())
     page = report(folder)
-    said = page.sections["results"]
-    assert "Confusion matrix: test 20 samples, 85.0% correct." in said
-    assert "cat dog <owl> recall cat 8 2 80.0% dog 1 9 90.0% <owl> Most" in said
-    assert "Most frequent mistakes: cat predicted as dog 2 , dog predicted as cat 1" in said.replace(" 2,", " 2 ,")
+    results = page.sections["results"]
+    assert "Confusion matrix: test 20 samples, 85.0% correct." in results
+    assert "cat dog <owl> recall cat 8 2 80.0% dog 1 9 90.0% <owl> Most" in results
+    assert "Most frequent mistakes: cat predicted as dog 2 , dog predicted as cat 1" in results.replace(" 2,", " 2 ,")
     assert page.html.count("--share:0.800") == page.html.count("--share:0.200") == 1
     assert "#results" in page.having("a", "href")
     assert page.text.index("Learning rate") < page.text.index("Confusion matrix")
@@ -59,7 +59,7 @@ def test_pictures_are_in_the_page(make_run):
 
 
 def test_test_shows_its_results_first_and_no_curves_of_one_point(make_run):
-    folder = make_run(told=facts(command="test", metrics={"test_acc": 0.5}, curves={}), files={
+    folder = make_run(record=facts(command="test", metrics={"test_acc": 0.5}, curves={}), files={
         "csv/metrics.csv": "epoch,step,test_acc\n0,0,0.5\n",
     })  # fmt: skip
     put(folder, "test.json", matrix(classes=None))
@@ -75,15 +75,15 @@ def test_most_confused_of_many_classes(make_run):
     counts = [[5 * (i == j) for j in range(40)] for i in range(40)]
     counts[37][3] = 9
     put(folder, "test.json", matrix(counts, classes=[f"c{i}" for i in range(40)]))
-    said = report(folder).sections["results"]
-    assert "Shows the 24 classes with the most mistakes of 40." in said
-    assert "c37 predicted as c3 9" in said
-    assert "c37 9 5 35.7%" in said
-    assert "c30" not in said
+    results = report(folder).sections["results"]
+    assert "Shows the 24 classes with the most mistakes of 40." in results
+    assert "c37 predicted as c3 9" in results
+    assert "c37 9 5 35.7%" in results
+    assert "c30" not in results
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "expected"),
     [
         ("a.json", b"{", "a.json cannot be shown: JSONDecodeError"),
         ("a.json", {"kind": "scatter"}, "expected 'confusion matrix'"),
@@ -95,12 +95,12 @@ def test_most_confused_of_many_classes(make_run):
         ("a.png", png() + bytes(2**21), "a.png cannot be shown: larger than 2 MiB"),
     ],
 )
-def test_invalid_figures_are_reported(make_run, name, content, told):
+def test_invalid_figures_are_reported(make_run, name, content, expected):
     folder = make_run()
     put(folder, name, content)
     put(folder, "good.png", png())
     page = report(folder)
-    assert told in page.sections["results"]
+    assert expected in page.sections["results"]
     assert page.having("img", "alt") == ["good"]
     assert len(page.scripts) == 1
 

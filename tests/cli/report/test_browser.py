@@ -19,13 +19,13 @@ LONG = "a_name_without_any_place_to_break_it_" * 6
 
 def test_page_fits_and_loads_nothing(make_run, tmp_path):
     wide = {"losses": series([1.0 + math.cos(step / 9) for step in range(300)])}
-    told = facts(
+    record = facts(
         curves=CURVES | wide, status="failed", error=LONG, overrides=[f"+a.{LONG}={LONG}"], metrics={f"val_{LONG}": 1.0}
     )
-    folder = make_run(told=told, files={"fit.log": f"[x][WARNING] - {LONG}\n"})
+    folder = make_run(record=record, files={"fit.log": f"[x][WARNING] - {LONG}\n"})
     report(folder)
     for number in range(3):
-        make_run(f"multirun/a/1/{number}", told=facts(job=number, overrides=[f"x.{LONG}={number}"]))
+        make_run(f"multirun/a/1/{number}", record=facts(job=number, overrides=[f"x.{LONG}={number}"]))
     report("multirun/a/1")
     with browser(tmp_path / "profile") as tab:
         for page in (folder / "report.html", tmp_path / "multirun/a/1/report.html"):
@@ -50,11 +50,11 @@ def test_values_under_the_pointer(make_run, tmp_path):
         tab.open(folder / "report.html", 1280, 2400)
         box = tab.value("JSON.parse(JSON.stringify(document.querySelector('.plot svg').getBoundingClientRect()))")
         middle = {"x": box["x"] + box["width"] * 0.98, "y": box["y"] + box["height"] / 2}
-        tab.ask("Input.dispatchMouseEvent", type="mouseMoved", **middle)
+        tab.send("Input.dispatchMouseEvent", type="mouseMoved", **middle)
         tip = tab.value("document.querySelector('.tip').innerText")
         assert [word for word in tip.split() if word] == ["step", "4", "1", "train", "1.5", "val_loss"]
         assert tab.value("document.querySelectorAll('.plot .point').length") == 2
-        tab.ask("Input.dispatchMouseEvent", type="mouseMoved", x=5, y=5)
+        tab.send("Input.dispatchMouseEvent", type="mouseMoved", x=5, y=5)
         assert tab.value("document.querySelectorAll('.tip, .cursor, .point').length") == 0
         assert tab.complaints == []
 

@@ -17,20 +17,20 @@ from trainer.cli import main
 
 def test_everything_is_on_the_page(make_run):
     page = report(make_run())
-    for told in (
+    for expected in (
         "digits Completed", "Precision 16-mixed", "Devices 1 x CPU", "Seed 42", "Best val_acc 0.75 at step 3",
         "val_loss 1.5 last", "Optimizer steps 4 2 of 2 epochs", "Skipped steps 1 25.0% of all", "Loss scale 32,768",
         "Time 1 min 02 s", "Throughput 123.4 samples per second", "Peak memory 3.0 GiB of the process",
     ):  # fmt: skip
-        assert told in page.text
+        assert expected in page.text
     assert page.titles == [
         "Loss", "val_acc", "Learning rate", "Loss scale", "Skipped steps", "Skip rate", "Gradient norm", "Throughput",
         "Memory",
     ]  # fmt: skip
     assert "python -m trainer fit +recipe=digits precision=16-mixed" in page.sections["settings"]
     assert "optimizer lr 0.1" in page.sections["settings"]
-    for told in ("Zuse Z4", "torch 2.15.0", "0123456789ab with changes", "16.0 GiB", "OMP_NUM_THREADS 1"):
-        assert told in page.sections["environment"]
+    for expected in ("Zuse Z4", "torch 2.15.0", "0123456789ab with changes", "16.0 GiB", "OMP_NUM_THREADS 1"):
+        assert expected in page.sections["environment"]
     assert page.sections["warnings"] == "Warnings take care"
     assert "csv/metrics.csv" in page.sections["files"]
     assert "[INFO] - hello" in page.sections["files"]
@@ -66,14 +66,14 @@ def test_half_of_a_diagnosis(make_run):
 
 
 def test_run_that_failed(make_run):
-    told = facts(status="failed", error="NonFiniteError: loss nan.\nTry: another way.")
-    page = report(make_run(told=told))
+    record = facts(status="failed", error="NonFiniteError: loss nan.\nTry: another way.")
+    page = report(make_run(record=record))
     assert "digits Failed" in page.text
     assert "Why it failed NonFiniteError: loss nan. Try: another way." in page.text
 
 
 def test_interrupted_run(make_run):
-    assert "digits Interrupted" in report(make_run(told=facts(status="interrupted"))).text
+    assert "digits Interrupted" in report(make_run(record=facts(status="interrupted"))).text
 
 
 def running(pid: int, **more: object) -> dict:
@@ -81,7 +81,7 @@ def running(pid: int, **more: object) -> dict:
 
 
 def test_running_run(make_run):
-    page = report(make_run(told=running(os.getpid(), epochs=1)))
+    page = report(make_run(record=running(os.getpid(), epochs=1)))
     assert "digits Running" in page.text
     assert "The run is in progress: step 4, written" in page.text
     assert "Optimizer steps 4 1 of 2 epochs" in page.text
@@ -90,7 +90,7 @@ def test_running_run(make_run):
 
 def test_rows_that_are_newer_than_the_points(make_run):
     rows = ROWS + "16384.0,0.25,2.0,2,2.5,,5,0.75,,\n8192.0,0.25,3.0,2,2.5,,7,0.5,,\n"
-    page = report(make_run(told=running(os.getpid()), files={"csv/metrics.csv": rows}))
+    page = report(make_run(record=running(os.getpid()), files={"csv/metrics.csv": rows}))
     scale, loss = page.lines("Loss scale")["scale"], page.lines("Loss")["train"]
     assert (scale["x"], scale["y"]) == ([1, 3, 4, 5, 7], [65536.0, 32768.0, 32768.0, 16384.0, 8192.0])
     assert (loss["x"], loss["y"]) == ([1, 2, 3, 4, 5, 7], [4.0, 3.0, 2.0, 1.0, 0.75, 0.5])
@@ -100,14 +100,14 @@ def test_rows_that_are_newer_than_the_points(make_run):
 def test_run_with_a_lost_process(make_run):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait(60)
-    page = report(make_run(told=running(process.pid)))
+    page = report(make_run(record=running(process.pid)))
     assert "digits Killed" in page.text
     assert "Last: step 4" in page.text
 
 
 def test_run_on_another_machine(make_run):
     elsewhere = facts(status="running", environment=ENVIRONMENT | {"host": "elsewhere"})
-    assert "digits Not finished" in report(make_run(told=elsewhere)).text
+    assert "digits Not finished" in report(make_run(record=elsewhere)).text
 
 
 HALVES = {
@@ -151,8 +151,8 @@ def test_files_of_another_format_are_accepted(make_run, name, content):
 
 def test_run_with_only_a_record(make_run):
     others = ("csv/metrics.csv", ".hydra/config.yaml", ".hydra/overrides.yaml", "fit.log")
-    told = facts(environment={}, curves={})
-    page = report(make_run(told=told, files=dict.fromkeys([*others, "csv/diagnosis_step_2.md"])))
+    record = facts(environment={}, curves={})
+    page = report(make_run(record=record, files=dict.fromkeys([*others, "csv/diagnosis_step_2.md"])))
     assert page.titles == []
     assert "There is no metrics.csv" in page.sections["curves"]
     assert "There is no run.json" in page.sections["environment"]
@@ -160,19 +160,19 @@ def test_run_with_only_a_record(make_run):
 
 
 @pytest.mark.parametrize(
-    ("logger", "told"),
+    ("logger", "expected"),
     [
         ("{}", "The run had no logger (logger=none)."),
         ("{tensorboard: {_target_: a}}", "the run was logged only by tensorboard. logger=csv"),
         ("{csv: {_target_: a}}", "the run ended before its first rows were written"),
     ],
 )
-def test_page_without_rows_has_a_note(make_run, logger, told):
+def test_page_without_rows_has_a_note(make_run, logger, expected):
     config = f"trainer: {{max_epochs: 1}}\nlogger: {logger}\n"
     files = {"csv/metrics.csv": None, ".hydra/config.yaml": config}
-    page = report(make_run(told=facts(curves={}), files=files))
+    page = report(make_run(record=facts(curves={}), files=files))
     assert page.titles == []
-    assert told in page.sections["curves"]
+    assert expected in page.sections["curves"]
 
 
 def test_run_shorter_than_the_logging_interval(make_run):
@@ -183,36 +183,36 @@ def test_run_shorter_than_the_logging_interval(make_run):
 
 def test_speed_is_averaged(make_run):
     quick = CURVES | {"seconds": {"steps": [1, 2, 3, 4], "values": [1.0, 1.01, 1.02, 1.05]}}
-    page = report(make_run(told=facts(curves=quick)))
+    page = report(make_run(record=facts(curves=quick)))
     assert "Memory" in page.titles
     assert "Throughput" not in page.titles
     once = quick | {"memory": {"steps": [1], "values": [2**20]}}
-    page = report(make_run("outputs/b/1", told=facts(curves=once)))
+    page = report(make_run("outputs/b/1", record=facts(curves=once)))
     assert "Memory" not in page.titles
 
 
 @pytest.mark.parametrize(
-    ("callbacks", "told"),
+    ("callbacks", "expected"),
     [
         ("{scale_monitor: {_target_: a}}", "the run was too short (trainer.log_every_n_steps, callbacks.scale_"),
         ("{scale_monitor: {every_n_steps: 4}}", "add ScaleMonitor, which is in callbacks=default"),  # of a recipe
         ("null", "add ScaleMonitor, which is in callbacks=default"),
     ],
 )
-def test_page_without_scale_values_has_the_reason(make_run, callbacks, told):
+def test_page_without_scale_values_has_the_reason(make_run, callbacks, expected):
     files = {"csv/metrics.csv": "step,val_acc\n1,0.5\n"}
     page = report(
         make_run(
-            told=facts(curves={}, skipped_steps=0, scale=None),
+            record=facts(curves={}, skipped_steps=0, scale=None),
             files=files | {".hydra/config.yaml": f"callbacks: {callbacks}\n"},
         )
     )
-    assert f"Loss scale and gradients were not logged: {told}" in page.sections["curves"]
+    assert f"Loss scale and gradients were not logged: {expected}" in page.sections["curves"]
 
 
 def test_large_scales_and_small_losses_have_powers_at_their_axes(make_run):
     curves = CURVES | {"losses": {"steps": [1, 2, 3, 4], "values": [1.0, 1e-3, 1e-5, 1e-7]}}
-    html = report(make_run(told=facts(curves=curves))).html
+    html = report(make_run(record=facts(curves=curves))).html
     assert ">10\u207b\u2076<" in html
     assert ">2\u00b9\u2076<" in html
     assert "2^16" not in html
@@ -220,7 +220,7 @@ def test_large_scales_and_small_losses_have_powers_at_their_axes(make_run):
 
 def test_axis_without_values_has_no_ticks(make_run):
     rows = "step,val_acc\n1,nan\n3,inf\n"
-    html = report(make_run(told=facts(curves={}, skipped_steps=0, scale=None), files={"csv/metrics.csv": rows})).html
+    html = report(make_run(record=facts(curves={}, skipped_steps=0, scale=None), files={"csv/metrics.csv": rows})).html
     chart = html[html.index("<h4>val_acc") :]
     assert "not finite, the first at step 1" in chart
     assert 'id="ytick' not in chart
@@ -235,7 +235,7 @@ def test_curves_without_rows(make_run):
 
 def test_values_that_are_not_finite(make_run):
     curves = CURVES | {"losses": {"steps": [1, 2, 3, 4], "values": [1.0, float("nan"), float("inf"), 2.0]}}
-    page = report(make_run(told=facts(curves=curves)))
+    page = report(make_run(record=facts(curves=curves)))
     assert "of the values" not in page.text
     assert "not finite, the first at step 2" in page.sections["curves"]
     assert "NaN" not in json.dumps(page.data)
@@ -243,14 +243,14 @@ def test_values_that_are_not_finite(make_run):
 
 def test_other_values_that_were_logged(make_run):
     rows = "epoch,reward,step,train_f1_epoch,train_f1_step,val_f1\n0,5.0,1,,0.1,\n0,,1,0.2,,0.3\n0,6.0,2,,0.4,\n"
-    page = report(make_run(told=facts(curves={}, skipped_steps=0, scale=None), files={"csv/metrics.csv": rows}))
+    page = report(make_run(record=facts(curves={}, skipped_steps=0, scale=None), files={"csv/metrics.csv": rows}))
     assert page.titles == ["f1", "reward"]
     assert set(page.lines("f1")) == {"train_f1_epoch", "val_f1"}  # that of the step is drawn below, without a name
 
 
 def test_run_of_another_command(make_run):
-    told = facts(command="test", metrics={"test_acc": 0.5}, curves={}, skipped_steps=0)
-    page = report(make_run(told=told, files={"csv/metrics.csv": None}))
+    record = facts(command="test", metrics={"test_acc": 0.5}, curves={}, skipped_steps=0)
+    page = report(make_run(record=record, files={"csv/metrics.csv": None}))
     assert "There are no curves for the command test." in page.sections["curves"]
     assert "test_acc 0.5" in page.text
 
@@ -277,14 +277,14 @@ BAD = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&</style>"
 def test_values_of_a_run_are_escaped(make_run):
     rows = f'epoch,step,"val_{BAD.replace(chr(34), chr(34) * 2)}"\n0,1,0.5\n0,2,0.75\n'
     where = ENVIRONMENT | {"host": BAD, "cpu": BAD, "versions": {BAD: BAD}, "command": [BAD]}
-    told = facts(
+    record = facts(
         recipe=BAD, status=BAD, error=BAD, devices=BAD, metrics={f"val_{BAD}": 1.0}, overrides=[f"+recipe={BAD}", BAD],
         environment=where,
     )  # fmt: skip
     diagnosis = f"# {BAD}\n\n{BAD}\n\n- {BAD}\n\n| {BAD} | {BAD} |\n"
     page = report(
         make_run(
-            told=told,
+            record=record,
             files={
                 "csv/metrics.csv": rows,
                 ".hydra/config.yaml": json.dumps({BAD: {BAD: BAD}, "logger": {BAD: {}}}),
@@ -316,7 +316,7 @@ def test_secrets_are_not_in_the_page(make_run):
     try:
         page = report(
             make_run(
-                told=facts(
+                record=facts(
                     overrides=["+logger.wandb.api_key=0123abcd", "a=hunter2hunter2"],
                     environment=ENVIRONMENT | {"command": ["x", "logger.wandb.api_key=0123abcd"]},
                 ),
@@ -331,8 +331,8 @@ def test_secrets_are_not_in_the_page(make_run):
     for secret in ("hunter2hunter2", "0123abcd", "pw9"):
         assert secret not in page.html
     assert "logger.wandb.api_key=***" in page.text
-    for told in ("wandb.api_key ***", "wandb.token ${oc.env:T}", "wandb.tokens 512", "https://me:***@host/x"):
-        assert told in page.sections["settings"]
+    for expected in ("wandb.api_key ***", "wandb.token ${oc.env:T}", "wandb.tokens 512", "https://me:***@host/x"):
+        assert expected in page.sections["settings"]
 
 
 @pytest.mark.whole
@@ -352,7 +352,7 @@ def test_long_run_makes_a_page_of_moderate_size(make_run):
 
 def test_fit_in_a_script(make_run):
     """A fit of a Trainer without the command line: no configs, all files in the logger's folder."""
-    told = {
+    record = {
         "status": "completed",
         "steps": 4,
         "epochs": 2,
@@ -361,7 +361,7 @@ def test_fit_in_a_script(make_run):
         "metrics": {"a": 1},
     }
     others = dict.fromkeys([".hydra/config.yaml", ".hydra/overrides.yaml", "csv/metrics.csv", "fit.log"])
-    folder = make_run("lightning_logs/version_0", told=told, files=others | {"metrics.csv": ROWS})
+    folder = make_run("lightning_logs/version_0", record=record, files=others | {"metrics.csv": ROWS})
     page = report(folder)
     assert "version_0 Completed" in page.text
     assert "val_acc" in page.titles

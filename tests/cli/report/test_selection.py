@@ -11,7 +11,7 @@ from trainer.cli import main
 from trainer.cli.report import selection
 
 
-def told(capsys, *words) -> str:
+def error_of(capsys, *words) -> str:
     assert main(["report", *words]) == 2
     return capsys.readouterr().err
 
@@ -19,7 +19,7 @@ def told(capsys, *words) -> str:
 def test_newest_run_by_default(make_run, capsys):
     old, new = (
         make_run("outputs/a/1"),
-        make_run("multirun/b/2/0", told={"status": "completed", "job": 0, "overrides": []}),
+        make_run("multirun/b/2/0", record={"status": "completed", "job": 0, "overrides": []}),
     )
     for file in old.rglob("*.*"):
         os.utime(file, (1e9, 1e9))
@@ -32,12 +32,12 @@ def test_newest_run_by_default(make_run, capsys):
 
 def test_no_run_in_the_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert "there is no run in outputs/, multirun/" in told(capsys)
+    assert "there is no run in outputs/, multirun/" in error_of(capsys)
 
 
 def test_no_such_folder(make_run, capsys):
     make_run("outputs/a/1")
-    error = told(capsys, "outputs/a/2")
+    error = error_of(capsys, "outputs/a/2")
     assert error.startswith("trainer: There is no folder outputs/a/2. There are:\n  python")
     assert f"python -m trainer report {os.path.join('outputs', 'a', '1')}" in error
 
@@ -45,14 +45,14 @@ def test_no_such_folder(make_run, capsys):
 def test_folder_without_a_run(make_run, capsys, tmp_path):
     make_run("outputs/a/1")
     (tmp_path / "empty").mkdir()
-    error = told(capsys, "empty")
+    error = error_of(capsys, "empty")
     assert "empty is not the folder of a run or a sweep: the folder of a run contains run.json" in error
     assert os.path.join("outputs", "a", "1") in error
 
 
 def test_file(make_run, capsys):
     folder = make_run()
-    error = told(capsys, str(folder / "run.json"))
+    error = error_of(capsys, str(folder / "run.json"))
     assert f"is a file, expected the folder of a run. There are:\n  python -m trainer report {folder}\n" in error
 
 
@@ -63,7 +63,7 @@ def test_only_run_below(make_run, capsys):
 
 
 def test_newest_fit_has_precedence_over_a_later_test(make_run):
-    fit, other = make_run("outputs/a/1"), make_run("outputs/a/2", told={"status": "completed", "command": "test"})
+    fit, other = make_run("outputs/a/1"), make_run("outputs/a/2", record={"status": "completed", "command": "test"})
     for folder, moment in ((fit, 1000), (other, 2000)):
         for file in folder.rglob("*"):
             os.utime(file, (moment, moment))
@@ -74,7 +74,7 @@ def test_newest_fit_has_precedence_over_a_later_test(make_run):
 
 def test_sweep_is_one_thing(make_run):
     for job in (0, 1):
-        make_run(f"multirun/a/1/{job}", told={"status": "completed", "job": job, "overrides": []})
+        make_run(f"multirun/a/1/{job}", record={"status": "completed", "job": job, "overrides": []})
     (sweep,) = selection.below(selection.Path("multirun"))
     assert sweep == selection.Path("multirun/a/1")
     assert [job.name for job in selection.jobs_of(sweep)] == ["0", "1"]
@@ -82,27 +82,27 @@ def test_sweep_is_one_thing(make_run):
 
 def test_page_overwrites_nothing_else(make_run, capsys):
     folder = make_run()
-    assert "expected a name that ends in .html" in told(capsys, str(folder), "page.txt")
+    assert "expected a name that ends in .html" in error_of(capsys, str(folder), "page.txt")
     (folder.parent / "page.html").mkdir()
-    assert "expected a name that ends in .html" in told(capsys, str(folder), str(folder.parent / "page.html"))
+    assert "expected a name that ends in .html" in error_of(capsys, str(folder), str(folder.parent / "page.html"))
 
 
 def test_folder_that_cannot_be_written(make_run, capsys):
     folder = make_run()
     (folder / "report.html").mkdir()
-    assert "expected a name that ends in .html" in told(capsys, str(folder))
-    assert "Cannot write" in told(capsys, str(folder), str(folder / "run.json" / "page.html"))
+    assert "expected a name that ends in .html" in error_of(capsys, str(folder))
+    assert "Cannot write" in error_of(capsys, str(folder), str(folder / "run.json" / "page.html"))
 
 
 def test_too_many_words(make_run, capsys):
-    assert "'three'" in told(capsys, "one", "two.html", "three")
+    assert "'three'" in error_of(capsys, "one", "two.html", "three")
 
 
 @pytest.mark.parametrize("name", ["result.json", "curves.json", "environment.json"])
 def test_folder_of_an_older_version(make_run, capsys, name):
     folder = make_run(files={"run.json": None, name: "{}"})
     for words in ([], [str(folder)], ["outputs"]):
-        error = told(capsys, *words)
+        error = error_of(capsys, *words)
         assert f"was written by an older version (it has {name}, expected run.json)" in error
         assert "Start the run again" in error
         assert error.count("\n") == 1
@@ -111,4 +111,4 @@ def test_folder_of_an_older_version(make_run, capsys, name):
 def test_sweep_of_an_older_version(make_run, capsys):
     job = make_run("multirun/a/1/0", files={"run.json": None, "result.json": "{}"})
     (job.parent / "multirun.yaml").touch()
-    assert "was written by an older version" in told(capsys, str(job.parent))
+    assert "was written by an older version" in error_of(capsys, str(job.parent))

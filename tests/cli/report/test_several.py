@@ -29,7 +29,7 @@ def two(make_run):
     first = make_run("outputs/digits/one")
     second = make_run(
         "elsewhere/scans/two",
-        told=facts(recipe="scans", overrides=words, environment=there, skipped_steps=0, best_score=0.875),
+        record=facts(recipe="scans", overrides=words, environment=there, skipped_steps=0, best_score=0.875),
         files={".hydra/config.yaml": config, "csv/metrics.csv": rows},
     )
     return first, second
@@ -38,15 +38,16 @@ def two(make_run):
 def test_differing_settings_come_first(two):
     page = several(*two)
     assert page.text.index("Differences") < page.text.index("Best val_acc") < page.text.index("The x-axis")
-    said = page.sections["differences"]
-    assert "recipe 1digits 2scans" in said
-    assert "optimizer.lr 10.1 20.5" in said
-    assert "optimizer.momentum 1 - 20.9" in said
-    assert "trainer.max_epochs 12 27" in said
-    assert said.index("optimizer.lr") < said.index("trainer.max_epochs")  # overrides of the user come first
+    differences = page.sections["differences"]
+    assert "recipe 1digits 2scans" in differences
+    assert "optimizer.lr 10.1 20.5" in differences
+    assert "optimizer.momentum 1 - 20.9" in differences
+    assert "trainer.max_epochs 12 27" in differences
+    # overrides of the user come first
+    assert differences.index("optimizer.lr") < differences.index("trainer.max_epochs")
     for same in ("seed", "precision", "callbacks.model_checkpoint.monitor"):
-        assert same not in said
-    assert "1 difference in code, machine and versions 1 2 torch 12.15.0 22.16.0" in said
+        assert same not in differences
+    assert "1 difference in code, machine and versions 1 2 torch 12.15.0 22.16.0" in differences
 
 
 def test_best_values_and_their_steps(two):
@@ -85,7 +86,7 @@ def test_folder_with_several_runs(two, make_run):
     make_run("outputs/mine/a/1")
     make_run("outputs/mine/b/2")
     for number in (0, 1):
-        make_run(f"outputs/mine/sweep/{number}", told=facts(job=number))
+        make_run(f"outputs/mine/sweep/{number}", record=facts(job=number))
     page = several("outputs/mine")
     assert "4 runs" in page.text
     assert "outputs/mine" in page.text
@@ -95,7 +96,7 @@ def test_folder_with_several_runs(two, make_run):
 
 def test_sweeps_and_runs_together_each_once(two, make_run):
     for number in (0, 1):
-        make_run(f"multirun/x/1/{number}", told=facts(job=number, overrides=["+recipe=digits", f"seed={number}"]))
+        make_run(f"multirun/x/1/{number}", record=facts(job=number, overrides=["+recipe=digits", f"seed={number}"]))
     page = several(two[0], "multirun/x/1", "multirun/x/1/1", two[0])
     assert "3 runs" in page.text
     assert several(two[0], two[0].parent / "one" / "csv" / "..").titles  # the same run twice is one
@@ -105,9 +106,9 @@ def test_sweeps_and_runs_together_each_once(two, make_run):
 def test_one_bad_run_does_not_spoil_the_report(two, make_run, capsys, tmp_path):
     (tmp_path / "empty").mkdir()
     old = make_run("old/1", files={"run.json": None, "result.json": "{}", ".hydra/config.yaml": None})
-    odd = make_run("odd/1", told=facts(seconds="long"))
+    odd = make_run("odd/1", record=facts(seconds="long"))
     page = several(*two, "empty", "nowhere", two[0] / "fit.log", old, odd)
-    told = capsys.readouterr().err
+    err = capsys.readouterr().err
     assert "2 runs" in page.text
     for words in (
         "empty is not the folder of a run or a sweep: the folder of a run contains run.json",
@@ -116,24 +117,24 @@ def test_one_bad_run_does_not_spoil_the_report(two, make_run, capsys, tmp_path):
         f"{old} was written by an older version (it has result.json, expected run.json)",
         f"The files in {odd} have contents that no run writes (ValueError",
     ):
-        assert told.count(f"Left out: {words}") + told.count(f"{os.sep}{words}") == 1, told
+        assert err.count(f"Left out: {words}") + err.count(f"{os.sep}{words}") == 1, err
         assert words in page.text
-    assert told.count("Left out: ") == 5
+    assert err.count("Left out: ") == 5
 
 
 def test_only_unreadable_runs(make_run, capsys):
-    odd = make_run("odd/1", told=facts(seconds="long"))
+    odd = make_run("odd/1", record=facts(seconds="long"))
     assert main(["report", str(odd), "nowhere"]) == 2
     assert "have contents that no run writes" in capsys.readouterr().err
     assert main(["report", "here", "nowhere"]) == 2
-    told = capsys.readouterr().err
-    assert "There is no folder here." in told
-    assert "There is no folder nowhere." in told
+    err = capsys.readouterr().err
+    assert "There is no folder here." in err
+    assert "There is no folder nowhere." in err
     assert not Path("report.html").exists()
 
 
 def test_sweep_with_one_job_of_an_older_version(make_run, capsys):
-    make_run("multirun/a/1/0", told=facts(job=0))
+    make_run("multirun/a/1/0", record=facts(job=0))
     make_run("multirun/a/1/1", files={"run.json": None, "result.json": "{}"})
     page = several("multirun/a/1")
     assert "Sweep of 1 job digits" in page.text
@@ -143,8 +144,8 @@ def test_sweep_with_one_job_of_an_older_version(make_run, capsys):
 
 def test_runs_without_curves_without_settings_and_still_going(two, make_run):
     others = dict.fromkeys(["csv/metrics.csv", ".hydra/config.yaml", ".hydra/overrides.yaml"])
-    test = make_run("t/1", told=facts(command="test", curves={}, metrics={"test_acc": 0.5}), files=others)
-    going = make_run("g/1", told=facts(status="running", steps=None, overrides=["+recipe=digits", "seed=3"]))
+    test = make_run("t/1", record=facts(command="test", curves={}, metrics={"test_acc": 0.5}), files=others)
+    going = make_run("g/1", record=facts(status="running", steps=None, overrides=["+recipe=digits", "seed=3"]))
     page = several(*two, test, going)
     assert "has no curves: its command was test." in page.sections["curves"]
     assert "are unknown: there is no .hydra/config.yaml" in page.sections["differences"]
@@ -153,8 +154,8 @@ def test_runs_without_curves_without_settings_and_still_going(two, make_run):
 
 
 def test_runs_that_cannot_be_compared(make_run):
-    told = facts(metrics={"reward": 1.0}, monitor=None, objective=None, curves={})
-    runs = [make_run(f"a/{number}", told=told, files={"csv/metrics.csv": None}) for number in (1, 2)]
+    record = facts(metrics={"reward": 1.0}, monitor=None, objective=None, curves={})
+    runs = [make_run(f"a/{number}", record=record, files={"csv/metrics.csv": None}) for number in (1, 2)]
     page = several(*runs)
     assert "best" not in page.sections["jobs"]
     assert "No run has curves" in page.sections["curves"]

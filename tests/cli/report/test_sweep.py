@@ -22,9 +22,9 @@ def job(number: int, accuracy: float, **more):
 @pytest.fixture
 def sweep(make_run):
     def make(*jobs, name=FOLDER):
-        for told in jobs:
-            rows = ROWS.replace("0.75", str(told["metrics"].get("val_acc", 0.75)))
-            make_run(str(name / str(told["job"])), told=told, files={"csv/metrics.csv": rows})
+        for record in jobs:
+            rows = ROWS.replace("0.75", str(record["metrics"].get("val_acc", 0.75)))
+            make_run(str(name / str(record["job"])), record=record, files={"csv/metrics.csv": rows})
         (name / "multirun.yaml").write_text("")
         return name
 
@@ -77,7 +77,7 @@ def test_pruned_jobs(sweep):
 
 def test_job_that_has_not_ended(sweep, make_run):
     folder = sweep(job(0, 0.5))
-    make_run(str(folder / "1"), told=facts(status="running"))
+    make_run(str(folder / "1"), record=facts(status="running"))
     page = report(folder)
     assert "Running 1" in page.text
     assert list(page.lines("val_acc")) == ["optimizer.lr=0.0", "16-mixed"] or len(page.lines("val_acc")) == 2
@@ -108,7 +108,7 @@ def test_more_jobs_than_colours(sweep):
 def test_many_long_jobs_make_a_page_of_moderate_size(sweep, make_run):
     rows = "\n".join(["epoch,step,val_acc", *(f"0,{step},{step % 97 / 97:.5f}" for step in range(2000)), ""])
     for number in range(30):
-        make_run(str(FOLDER / str(number)), told=job(number, 0.5), files={"csv/metrics.csv": rows})
+        make_run(str(FOLDER / str(number)), record=job(number, 0.5), files={"csv/metrics.csv": rows})
     (FOLDER / "multirun.yaml").write_text("")
     page = report(FOLDER)
     assert len(page.html) < 900_000
@@ -127,7 +127,7 @@ def test_comparison(sweep):
 
 def test_sweep_without_curves(make_run):
     folder = make_run(
-        str(FOLDER / "0"), told=job(0, 0.5, curves={}, skipped_steps=0), files={"csv/metrics.csv": None}
+        str(FOLDER / "0"), record=job(0, 0.5, curves={}, skipped_steps=0), files={"csv/metrics.csv": None}
     ).parent
     assert "No job has curves" in report(folder).sections["curves"]
 

@@ -36,8 +36,8 @@ ONCE = {
                 self.number, self.to_parent = number, to_parent
 
             def training_step(self, batch, batch_idx):
-                if self.global_step == 2 and not Path("told").exists():
-                    Path("told").touch()
+                if self.global_step == 2 and not Path("interrupted").exists():
+                    Path("interrupted").touch()
                     whom = os.getppid() if self.to_parent else int(Path("sweep").read_text())
                     os.kill(whom, self.number)
                     time.sleep(2.0)  # to be passed on
@@ -102,8 +102,8 @@ def test_signal_ends_parallel_jobs_and_the_same_command_completes_the_sweep(once
 def test_job_requeued_by_submitit_is_resumed(once: Path, python: WarmPython) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     number = int(signal.SIGUSR2)
-    told = [f"model.number={number}", "model.to_parent=true"]  # submitit's process
-    words = ["fit", "-m", *LINE, *told, "hydra/launcher=submitit_local", "hydra.sweep.dir=jobs"]
+    arguments = [f"model.number={number}", "model.to_parent=true"]  # submitit's process
+    words = ["fit", "-m", *LINE, *arguments, "hydra/launcher=submitit_local", "hydra.sweep.dir=jobs"]
     done = sweep(python, *words, children=True)
     assert done.returncode == 0, done.stderr
     (job,) = results()

@@ -79,12 +79,12 @@ def rates() -> list[float]:
 def test_trials_are_jobs_and_the_study_has_their_results(trials, capsys):
     trials.fails_at[:], trials.pruned_at[:] = [1], [2]
     assert main([*SWEEP, LR, "hydra.sweeper.n_trials=9"]) == 1  # one has failed
-    told = study().get_trials()
-    assert [trial.state.name for trial in told] == [
+    finished = study().get_trials()
+    assert [trial.state.name for trial in finished] == [
         "COMPLETE", "FAIL", "PRUNED", "COMPLETE", "COMPLETE", "COMPLETE", "COMPLETE", "FAIL", "COMPLETE",
     ]  # fmt: skip
     assert study().direction.name == "MINIMIZE"
-    assert [trial.params["optimizer.lr"] for trial in told] == rates()
+    assert [trial.params["optimizer.lr"] for trial in finished] == rates()
     best = study().best_trial
     numbers = json.loads(Path("jobs/summary.json").read_text())
     assert [job["job"] for job in numbers if job["best"]] == [best.number]
@@ -119,10 +119,11 @@ def test_same_sweep_resumes_interrupted_and_missing_trials(trials, capsys):
     assert [trial.state.name for trial in study().get_trials()] == ["COMPLETE", "COMPLETE", "RUNNING"]
     capsys.readouterr()
     assert main(words) == 0
-    told = study().get_trials()
-    assert [trial.state.name for trial in told] == ["COMPLETE"] * 4
-    assert [trial.user_attrs["job"] for trial in told] == [0, 1, 2, 3]
-    assert rates() == [trial.params["optimizer.lr"] for trial in (*told[:3], told[2], told[3])]  # the third one twice
+    finished = study().get_trials()
+    assert [trial.state.name for trial in finished] == ["COMPLETE"] * 4
+    assert [trial.user_attrs["job"] for trial in finished] == [0, 1, 2, 3]
+    # the third one twice
+    assert rates() == [trial.params["optimizer.lr"] for trial in (*finished[:3], finished[2], finished[3])]
     assert len(set(rates())) == 4  # a seed does not restart the study
     assert len(json.loads(Path("jobs/summary.json").read_text())) == 4  # complete trials count
     before = len(Trial.started)
@@ -140,8 +141,14 @@ def test_another_sweep_may_share_the_study(trials, capsys):
     assert main([*SWEEP, LR, *storage, "hydra.sweeper.n_trials=2"]) == 0
     theirs = study("sqlite:///shared.db", "both").ask()  # of a third, running trial
     assert main([*SWEEP, LR, *storage, "hydra.sweeper.n_trials=5", "hydra.sweep.dir=other"]) == 0
-    told = study("sqlite:///shared.db", "both").get_trials()
-    assert [trial.state.name for trial in told] == ["COMPLETE", "COMPLETE", "RUNNING", "COMPLETE", "COMPLETE"]
+    finished = study("sqlite:///shared.db", "both").get_trials()
+    assert [trial.state.name for trial in finished] == [
+        "COMPLETE",
+        "COMPLETE",
+        "RUNNING",
+        "COMPLETE",
+        "COMPLETE",
+    ]
     assert theirs.number == 2
     assert [Path(read_json(Path("other", str(job)))["run_dir"]).name for job in (0, 1)] == ["0", "1"]
 

@@ -82,8 +82,8 @@ def test_printed_command_repeats_the_best_job(project, python):
     assert "${" not in printed.replace("\\", "")
     again = python.trainer(*command[3:], "hydra.run.dir=again")
     assert again.returncode == 0, again.stderr
-    told = json.loads(Path("again/run.json").read_text())
-    assert (told["metrics"], told["seed"]) == (winner["metrics"], winner["seed"])
+    record = json.loads(Path("again/run.json").read_text())
+    assert (record["metrics"], record["seed"]) == (winner["metrics"], winner["seed"])
     assert [job["seed"] for job in results] == [0, 1]
 
 
@@ -143,13 +143,13 @@ def test_best_job_is_reported_and_has_a_value(tmp_path, capsys):
     assert report(tmp_path) == 1  # a job that was pruned has not failed
     numbers = json.loads((tmp_path / "summary.json").read_text())
     assert [job["job"] for job in numbers if job["best"]] == [1]
-    header, _, *rows, _, said, _, command = (tmp_path / "summary.md").read_text().splitlines()
+    header, _, *rows, _, sentence, _, command = (tmp_path / "summary.md").read_text().splitlines()
     assert header.startswith("| job | overrides | status | epochs | time | loss | test_acc | val_acc |")
     assert rows[1].startswith("| 1 (best) | optimizer.lr=1 | completed |")
     assert [row.split(" | ")[0] for row in rows if "best" in row] == ["| 1 (best)"]
-    assert said == "Best: job 1, with loss 0.2, the lowest: optimizer.lr=1"
+    assert sentence == "Best: job 1, with loss 0.2, the lowest: optimizer.lr=1"
     assert command == "    python -m trainer fit +recipe=a optimizer.lr=1"
-    assert said in capsys.readouterr().out
+    assert sentence in capsys.readouterr().out
 
 
 def test_table_and_means_have_the_objective_at_the_best_checkpoint(tmp_path):
@@ -191,8 +191,8 @@ def test_means_over_seeds_and_folds(tmp_path, capsys):
         "Mean of 3 jobs optimizer.lr=1: loss 0.3 ± 0.26",
         "Mean of 2 jobs optimizer.lr=2: loss 0.6 ± 0.14",
     ]
-    said = (tmp_path / "summary.md").read_text().split("|\n\n")[1].splitlines()
-    assert said[:4] == [*means, "", "Best: job 0, with loss 0.1, the lowest: optimizer.lr=1 seed=1 +data.fold=0"]
+    lines = (tmp_path / "summary.md").read_text().split("|\n\n")[1].splitlines()
+    assert lines[:4] == [*means, "", "Best: job 0, with loss 0.1, the lowest: optimizer.lr=1 seed=1 +data.fold=0"]
     assert "\n".join(means) in capsys.readouterr().out
 
 
@@ -206,7 +206,7 @@ def test_incomparable_jobs_have_no_best():
 
 
 @pytest.mark.parametrize(
-    ("jobs", "said"),
+    ("jobs", "prints_it"),
     [
         ([reached(0, None), reached(1, 0.1, status="failed")], True),
         ([reached(0, None, status="failed")], False),
@@ -214,12 +214,12 @@ def test_incomparable_jobs_have_no_best():
         ([reached(0, None), reached(1, None, metric="acc")], False),
     ],
 )
-def test_sweep_without_a_best_job_prints_the_reason(tmp_path, capsys, jobs, said):
+def test_sweep_without_a_best_job_prints_the_reason(tmp_path, capsys, jobs, prints_it):
     write(tmp_path, {f"{job['job']}/run.json": json.dumps(job) for job in jobs})
     report(tmp_path)
     sentence = "There is no best job: no job has a finite value of loss."
-    assert (sentence in capsys.readouterr().out) is said
-    assert (sentence in (tmp_path / "summary.md").read_text()) is said
+    assert (sentence in capsys.readouterr().out) is prints_it
+    assert (sentence in (tmp_path / "summary.md").read_text()) is prints_it
 
 
 @pytest.mark.parametrize(
@@ -378,5 +378,5 @@ def test_two_processes_share_a_folder_and_one_result(project, python):
     done = python.trainer("fit", *LINE, "trainer=ddp", "trainer.accelerator=cpu")
     assert done.returncode == 0, done.stderr
     (folder,) = Path("outputs/line").iterdir()
-    told = json.loads((folder / "run.json").read_text())
-    assert (told["status"], told["steps"]) == ("completed", 4)  # 16 points, batches of 4 on each of two ranks
+    record = json.loads((folder / "run.json").read_text())
+    assert (record["status"], record["steps"]) == ("completed", 4)  # 16 points, batches of 4 on each of two ranks

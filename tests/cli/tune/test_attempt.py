@@ -42,7 +42,7 @@ def settings(project, monkeypatch):
     return compose
 
 
-def told(function, settings: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+def message_of(function, settings: dict[str, Any], **arguments: Any) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
     function(messages.append, Path("scratch"), settings, **arguments)
     assert len(messages) == 1
@@ -51,7 +51,7 @@ def told(function, settings: dict[str, Any], **arguments: Any) -> dict[str, Any]
 
 
 def tried(settings: dict[str, Any], memory: int | None = None):
-    return told(try_batch_size, settings, steps=3, memory=memory)
+    return message_of(try_batch_size, settings, steps=3, memory=memory)
 
 
 def test_try(settings):
@@ -98,17 +98,17 @@ def test_config_that_cannot_be_built_is_the_users(settings):
 
 
 def test_peak_beyond_the_budget_is_out_of_memory(settings, monkeypatch):
-    monkeypatch.setattr(attempt, "watch_memory", lambda budget, tell: None)
+    monkeypatch.setattr(attempt, "watch_memory", lambda budget, report: None)
     message = tried(settings(), memory=2**20)
     assert (message["status"], message["error"]) == ("out of memory", "the process exceeded the budget")
     assert message["memory"] > 2**26
 
 
 def test_watch_ends_the_process_while_it_grows(monkeypatch):
-    peaks, said = iter([10, 50, 200]), []
+    peaks, messages = iter([10, 50, 200]), []
     monkeypatch.setattr(machine, "peak_memory", lambda: next(peaks))
-    watch_memory(100, said.append)  # reporting ends the process
-    assert [(message["status"], message["memory"]) for message in said] == [("out of memory", 200)]
+    watch_memory(100, messages.append)  # reporting ends the process
+    assert [(message["status"], message["memory"]) for message in messages] == [("out of memory", 200)]
 
 
 def test_budget_of_a_gpu_is_its_allocators(monkeypatch):
@@ -191,7 +191,7 @@ def test_number_of_samples_in_the_training_set(loader, samples):
 def test_range_test_leaves_nothing_behind(settings):
     made = settings("optimizer.momentum=0", "data.batch_size=16", "callbacks=default")
     before = copy.deepcopy(made)
-    message = told(run_range_test, made, min_lr=1e-4, max_lr=0.3, steps=20)
+    message = message_of(run_range_test, made, min_lr=1e-4, max_lr=0.3, steps=20)
     assert (message["status"], message["ended_by"]) == ("ok", "the last rate")
     rates, losses = zip(*message["points"], strict=True)
     assert rates == pytest.approx([1e-4 * 3000 ** (step / 19) for step in range(20)])
@@ -206,6 +206,6 @@ def test_range_test_that_is_refused(settings):
         Path(),
         {"manual.py": "from line_fit import Line\n\n\nclass Manual(Line):\n    automatic_optimization = False\n"},
     )
-    message = told(run_range_test, settings("model._target_=manual.Manual"), min_lr=1e-4, max_lr=0.3, steps=20)
+    message = message_of(run_range_test, settings("model._target_=manual.Manual"), min_lr=1e-4, max_lr=0.3, steps=20)
     assert (message["status"], message["is_usage"]) == ("failed", True)
     assert "manual optimization" in message["error"]

@@ -147,7 +147,7 @@ def hungry(project):
     return ["tune", "batch_size", "+recipe=line", "model=hungry", "callbacks=default", "tune.multiple_of=1"]
 
 
-def told() -> dict[str, Any]:
+def tune_json() -> dict[str, Any]:
     (file,) = Path("outputs").rglob("tune.json")
     return json.loads(file.read_text())
 
@@ -159,7 +159,7 @@ def left() -> set[str]:
 @pytest.mark.whole
 def test_out_of_memory_above_ten_samples_finds_ten(hungry, capfd):
     assert main([*hungry, "precision=16"]) == 0
-    (result,) = told()["results"]
+    (result,) = tune_json()["results"]
     assert (result["precision"], result["largest"]) == ("16-mixed", 10)
     assert [one["size"] for one in result["tried"]] == [4, 8, 16, 12, 10, 11]
     fits = [one for one in result["tried"] if one["status"] == "ok"]
@@ -183,7 +183,7 @@ def test_budget_is_kept(hungry, capfd):
     write(Path(), {"conf/data/points.yaml": "_target_: line_fit.Points\nbatch_size: 4"})
     budget = 1500 * 2**20
     assert main([*hungry, *settings, "tune.memory=1500MiB"]) == 0
-    (result,) = told()["results"]
+    (result,) = tune_json()["results"]
     assert 1 <= result["largest"] < 16
     fits = [one for one in result["tried"] if one["status"] == "ok"]
     others = [one for one in result["tried"] if one["status"] != "ok"]
@@ -217,6 +217,6 @@ def test_table(project, capsys, monkeypatch):
     assert "bf16-mixed none - -" in out
     assert "precision=16-mixed data.batch_size=14" in out
     assert "precision=bf16-mixed: not even one sample fits." in out
-    result = told()
+    result = tune_json()
     assert (result["key"], result["budget"], result["seed"]) == ("data.batch_size", 2**30, 42)
     assert {one["precision"]: one["largest"] for one in result["results"]} == answers

@@ -17,28 +17,28 @@ from trainer.cli.tune.child import run_in_child
 HERE = "tests.cli.tune.test_child"
 
 
-def told(tell, folder, number):
+def reports_ok(report, folder, number):
     print("said aloud")
     (folder / "something").write_text("of no use afterwards")
     method = multiprocessing.get_start_method()
-    tell({"status": "ok", "twice": 2 * number, "pid": os.getpid(), "method": method, "folder": str(folder)})
+    report({"status": "ok", "twice": 2 * number, "pid": os.getpid(), "method": method, "folder": str(folder)})
     time.sleep(60)  # not waited for
 
 
-def leaves_its_number(tell, folder, file):
+def leaves_its_number(report, folder, file):
     file.write_text(str(os.getpid()))
     time.sleep(120)
 
 
-def silent(tell, folder):
+def silent(report, folder):
     os._exit(3)
 
 
-def struck(tell, folder, number):
+def struck(report, folder, number):
     os.kill(os.getpid(), number)
 
 
-def raises(tell, folder):
+def raises(report, folder):
     raise ValueError("not caught")
 
 
@@ -47,7 +47,7 @@ def raises(tell, folder):
 def test_results_and_exit_status_of_processes(tmp_path):
     log = tmp_path / "log"
     begun = time.monotonic()
-    message = run_in_child(f"{HERE}:told", log, number=21)
+    message = run_in_child(f"{HERE}:reports_ok", log, number=21)
     assert time.monotonic() - begun < 50
     assert (message["status"], message["twice"]) == ("ok", 42)
     assert message["pid"] != os.getpid()

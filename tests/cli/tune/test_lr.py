@@ -37,12 +37,12 @@ def test_suggestion(config, tmp_path, capsys):
     assert "The test ended with divergence, after 100 rates and 2 skipped steps." in out
 
 
-@pytest.mark.parametrize(("own", "told"), [([0.025, 0.1], False), ([0.1000000001], False), ([0.3], True), ([], False)])
-def test_rate_that_is_not_read_from_the_setting(config, tmp_path, capsys, own, told):
+@pytest.mark.parametrize(("own", "warns"), [([0.025, 0.1], False), ([0.1000000001], False), ([0.3], True), ([], False)])
+def test_rate_that_is_not_read_from_the_setting(config, tmp_path, capsys, own, warns):
     report(message(sigmoid(1e-3), own_rates=own), *config, tmp_path)
     out = capsys.readouterr().out
-    assert ("optimizer.lr is 0.1, but the learning rate of the optimizer is 0.3." in out) is told
-    assert ("such as tune.lr_key=model.lr" in out) is told
+    assert ("optimizer.lr is 0.1, but the learning rate of the optimizer is 0.3." in out) is warns
+    assert ("such as tune.lr_key=model.lr" in out) is warns
 
 
 def test_no_suggestion(config, tmp_path, capsys):
