@@ -73,9 +73,9 @@ def test_log_records():
 
         record = logging.LogRecord("n", logging.INFO, "", 0, "it is %s", ("hunter2",), sys.exc_info())
     assert redaction.Filter().filter(record)
-    said = logging.Formatter("%(message)s").format(record)
-    assert said.startswith("it is ${oc.env:TOKEN}\nTraceback")
-    assert said.endswith("ValueError: no ${oc.env:TOKEN}")
+    message = logging.Formatter("%(message)s").format(record)
+    assert message.startswith("it is ${oc.env:TOKEN}\nTraceback")
+    assert message.endswith("ValueError: no ${oc.env:TOKEN}")
     record = logging.LogRecord("n", logging.INFO, "", 0, "it is %s", ("fine",), None)
     redaction.Filter().filter(record)
     assert record.args == ("fine",)

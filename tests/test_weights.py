@@ -165,7 +165,7 @@ def test_differing_weights_are_kept_and_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("in_file", "in_module", "said"),
+    ("in_file", "in_module", "expected"),
     [
         ("model.", "", "Names in the file start with 'model.', those of the module do not."),
         ("state.model.", "", "Names in the file start with 'state.model.', those of the module do not."),
@@ -173,13 +173,13 @@ def test_differing_weights_are_kept_and_reported(tmp_path: Path) -> None:
         ("net.", "model.", "Names in the file start with 'net.', those of the module with 'model.'."),
     ],
 )
-def test_names_that_begin_differently(tmp_path: Path, in_file: str, in_module: str, said: str) -> None:
+def test_names_that_begin_differently(tmp_path: Path, in_file: str, in_module: str, expected: str) -> None:
     source = small(1).state_dict()
     torch.save({f"{in_file}{name}": value for name, value in source.items()} | {"other": torch.ones(1)}, tmp_path / "a")
     module = small(2) if not in_module else nn.ModuleDict({in_module[:-1]: small(2), "loss": nn.Linear(1, 1)})
     loaded = load_weights(module, tmp_path / "a")
     assert loaded.prefixes == (in_file, in_module)
-    assert said in str(loaded)
+    assert expected in str(loaded)
     assert loaded.unused == ("other",)
     found = module.state_dict()
     assert all(torch.equal(found[f"{in_module}{name}"], value) for name, value in source.items())

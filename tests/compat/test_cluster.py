@@ -59,7 +59,7 @@ def test_auto_takes_as_many_nodes_as_were_started(
 
 
 @pytest.mark.parametrize(
-    ("environment", "devices", "num_nodes", "said"),
+    ("environment", "devices", "num_nodes", "expected"),
     [
         (TORCHRUN, 2, 1, "2 processes, but torchrun has started 4 processes: WORLD_SIZE=4"),
         (TORCHRUN, 4, 1, "LOCAL_WORLD_SIZE=2 on each of 2 nodes"),
@@ -68,10 +68,10 @@ def test_auto_takes_as_many_nodes_as_were_started(
     ],
 )
 def test_other_counts_are_refused_before_processes_wait(
-    environment: dict[str, str], devices: int, num_nodes: int, said: str, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], devices: int, num_nodes: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = build(monkeypatch, environment, devices=devices, num_nodes=num_nodes, strategy="ddp")
-    with pytest.raises(ClusterError, match=said) as raised:
+    with pytest.raises(ClusterError, match=expected) as raised:
         trainer.fit(BoringModel())
     assert f"Got devices={devices} and num_nodes={num_nodes}" in str(raised.value)
     assert "Expected devices=2 and num_nodes=2" in str(raised.value)
@@ -137,7 +137,7 @@ def test_several_processes_of_single_device_trainers_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("environment", "num_nodes", "said"),
+    ("environment", "num_nodes", "expected"),
     [
         ({"LOCAL_RANK": "1"}, 1, "LOCAL_RANK=1 indicates .* but MASTER_PORT is not set"),
         ({"LOCAL_RANK": "1", "MASTER_PORT": "1"}, 2, "but MASTER_ADDR is not set"),
@@ -146,10 +146,10 @@ def test_several_processes_of_single_device_trainers_are_refused(
     ],
 )
 def test_variables_without_which_processes_cannot_find_each_other(
-    environment: dict[str, str], num_nodes: int, said: str, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], num_nodes: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = build(monkeypatch, environment, devices=2, num_nodes=num_nodes, strategy="ddp")
-    with pytest.raises(ConfigurationError, match=said):
+    with pytest.raises(ConfigurationError, match=expected):
         trainer.fit(BoringModel())
 
 
@@ -240,18 +240,18 @@ def test_hosts_with_a_shared_folder_read_the_lock(tmp_path: Path) -> None:
     assert owner(folder) == ""
 
 
-@pytest.mark.parametrize(("num_nodes", "resume", "files", "asked"), [
+@pytest.mark.parametrize(("num_nodes", "resume", "files", "expected"), [
     (2, "auto", None, ["resume='auto' resumes from there"]), (2, None, None, []), (1, "auto", None, []),
 ])  # fmt: skip
 def test_folders_must_be_shared_if_a_later_run_needs_them(
-    num_nodes: int, resume: Any, files: Any, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_nodes: int, resume: Any, files: Any, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = []
-    monkeypatch.setattr(cluster, "check_shared", lambda engine, look, what: said.append((look(), what)))
+    checked = []
+    monkeypatch.setattr(cluster, "check_shared", lambda engine, look, what: checked.append((look(), what)))
     monkeypatch.setattr(Trainer, "num_nodes", num_nodes)
     saver = ModelCheckpoint(tmp_path / "checkpoints")
     trainer = Trainer(**QUIET | {"accelerator": "cpu", "resume": resume, "callbacks": [saver], "max_steps": 1}
                       | {"enable_checkpointing": True, "devices": 1})  # fmt: skip
     trainer.fit(BoringModel())
-    assert [what.partition(", and ")[2] for _, what in said] == [f"{one} on any first node" for one in asked]
-    assert all(f"{os.getpid()}" in owner for owner, _ in said)
+    assert [what.partition(", and ")[2] for _, what in checked] == [f"{one} on any first node" for one in expected]
+    assert all(f"{os.getpid()}" in owner for owner, _ in checked)

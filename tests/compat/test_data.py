@@ -187,19 +187,19 @@ def test_set_epoch_of_a_sampler_is_called_once(anew: int) -> None:
 
 def test_dataloaders_are_requested_once_per_run() -> None:
     class Counts(Classifier):
-        asked: list[str] = []
+        requested: list[str] = []
 
         def train_dataloader(self) -> Any:
-            self.asked.append("train")
+            self.requested.append("train")
             return data(4)
 
         def val_dataloader(self) -> Any:
-            self.asked.append("val")
+            self.requested.append("val")
             return data(4)
 
     trainer = ours(max_epochs=3)
     trainer.fit(Counts())
-    assert Counts.asked == ["val", "train"]
+    assert Counts.requested == ["val", "train"]
 
 
 class Reloads(Classifier):
@@ -253,9 +253,9 @@ def test_data_is_requested_at_the_same_points_as_in_lightning(sanity: int, argum
     assert mine == theirs
 
 
-@pytest.mark.parametrize(("every", "saved_after", "asked"), [(2, 0, [1, 2, 4]), (2, 1, [2, 4]), (3, 1, [2, 3])])
+@pytest.mark.parametrize(("every", "saved_after", "expected"), [(2, 0, [1, 2, 4]), (2, 1, [2, 4]), (3, 1, [2, 3])])
 def test_resumed_run_requests_data_at_the_same_points(
-    every: int, saved_after: int, asked: list[int], tmp_path: Path
+    every: int, saved_after: int, expected: list[int], tmp_path: Path
 ) -> None:
     class Saves(Reloads):
         def on_train_epoch_end(self) -> None:
@@ -266,7 +266,7 @@ def test_resumed_run_requests_data_at_the_same_points(
     ours(**arguments).fit(Saves())
     resumed = Reloads()
     ours(**arguments).fit(resumed, ckpt_path=tmp_path / "saved.ckpt")
-    assert [epoch for what, epoch, *_ in resumed.seen if what == "train"] == asked
+    assert [epoch for what, epoch, *_ in resumed.seen if what == "train"] == expected
 
 
 def test_dataloaders_are_recreated_on_request() -> None:
@@ -280,8 +280,8 @@ def test_dataloaders_are_recreated_on_request() -> None:
     with pytest.raises(RuntimeError, match="can only be called during training"):
         trainer.reload_dataloaders()
     trainer.fit(module)
-    asked = [(what, epoch) for what, epoch, *_ in module.seen if what in ("train", "val")]
-    assert asked == [("val", 0), ("train", 0), ("train", 2), ("val", 2)]
+    requested = [(what, epoch) for what, epoch, *_ in module.seen if what in ("train", "val")]
+    assert requested == [("val", 0), ("train", 0), ("train", 2), ("val", 2)]
     with pytest.raises(RuntimeError, match="can only be called during training"):
         trainer.reload_dataloaders()
 
@@ -324,12 +324,12 @@ def test_same_advice_on_workers(monkeypatch: pytest.MonkeyPatch, options: dict[s
     monkeypatch.setattr(f"{source}.suggested_max_num_workers", lambda devices: 4)
 
     def scenario(make: Any) -> Any:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer = make()
             trainer.fit_loop.max_epochs = 0
             trainer.fit(Learner(), data(4, **options))
-        return [str(one.message) for one in said if "workers" in str(one.message)]
+        return [str(one.message) for one in caught if "workers" in str(one.message)]
 
     theirs, mine = run_both(scenario)
     assert mine == theirs
@@ -445,22 +445,22 @@ def test_batch_none_is_not_trained(how: str) -> None:
         def __iter__(self) -> Any:
             yield from [next(iter(data(2))), None, next(iter(data(2)))]
 
-    class Says(Callback):
+    class Records(Callback):
         def __init__(self) -> None:
-            self.said: list[Any] = []
+            self.events: list[Any] = []
 
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            self.said.append(("start", batch_idx))
+            self.events.append(("start", batch_idx))
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.said.append(("end", batch_idx, batch is None, outputs if outputs is None else sorted(outputs)))
+            self.events.append(("end", batch_idx, batch is None, outputs if outputs is None else sorted(outputs)))
 
     def scenario(make: Any) -> Any:
-        says, module = Says(), {"by hand": ByHand, "in a closure": InAClosure}.get(how, Learner)()
-        trainer = make(max_epochs=1, callbacks=[says])
+        records, module = Records(), {"by hand": ByHand, "in a closure": InAClosure}.get(how, Learner)()
+        trainer = make(max_epochs=1, callbacks=[records])
         with pytest.warns(UserWarning, match="train_dataloader yielded None"):
             trainer.fit(module, DataLoader(Holes(), batch_size=None))
-        return says.said, trainer.global_step, [w.tolist() for w in weights(module)]
+        return records.events, trainer.global_step, [w.tolist() for w in weights(module)]
 
     theirs, mine = run_both(scenario)
     assert mine == theirs

@@ -353,15 +353,15 @@ def test_hooks_may_replace_hyperparameters(tmp_path):
 
 def test_error_without_weights_only_names_the_argument(tmp_path):
     """The error is Lightning's for the files of both. A resume needs no ``weights_only``."""
-    said = []
+    errors = []
     for make in (lightnings, make_trainer):
         file = saved(tmp_path, Many(loss=torch.nn.HuberLoss()), make)
         with pytest.raises(pickle.UnpicklingError, match="`weights_only` set to `False`"), lightnings_noise_ignored():
             lightnings(tmp_path, max_epochs=2).fit(Many(), data(2), ckpt_path=file)
         with pytest.raises(pickle.UnpicklingError, match="`weights_only` set to `False`") as error:
             Many.load_from_checkpoint(file)
-        said.append(str(error.value))
-    assert said[0] == said[1]
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
 
 
 def test_hyperparameters_of_a_datamodule(tmp_path):

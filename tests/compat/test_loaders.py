@@ -75,30 +75,30 @@ class Draws(Classifier):
         return self.draw(dataloader_iter)
 
 
-class Says(Callback):
+class Records(Callback):
     """Records the arguments of hooks around a step, and the counters at the end of an epoch."""
 
     def __init__(self) -> None:
-        self.said: list[Any] = []
+        self.events: list[Any] = []
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.said.append(("start", plain(batch), batch_idx))
+        self.events.append(("start", plain(batch), batch_idx))
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.said.append(("end", plain(batch), batch_idx, trainer.is_last_batch))
+        self.events.append(("end", plain(batch), batch_idx, trainer.is_last_batch))
 
     def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, *where: int) -> None:
-        self.said.append(("to validate", plain(batch), where))
+        self.events.append(("to validate", plain(batch), where))
 
     def on_predict_batch_start(self, trainer: Any, module: Any, batch: Any, *where: int) -> None:
-        self.said.append(("to predict", plain(batch), where))
+        self.events.append(("to predict", plain(batch), where))
 
     def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *where: int) -> None:
-        self.said.append(("validated", plain(outputs), plain(batch), where))
+        self.events.append(("validated", plain(outputs), plain(batch), where))
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
-        self.said.append((progress.ready, trainer.fit_loop._data_fetcher.fetched))
+        self.events.append((progress.ready, trainer.fit_loop._data_fetcher.fetched))
 
 
 LOADERS: dict[str, Any] = {
@@ -114,10 +114,10 @@ LOADERS: dict[str, Any] = {
 @pytest.mark.parametrize("loader", ["sized", "unsized"])
 def test_fit(loader: str, at_once: int, how: dict[str, bool], arguments: dict[str, Any]) -> None:
     def scenario(make: Any) -> Any:
-        module, says = Draws(at_once, **how), Says()
-        trainer = make(max_epochs=2, callbacks=[says], **arguments)
+        module, records = Draws(at_once, **how), Records()
+        trainer = make(max_epochs=2, callbacks=[records], **arguments)
         trainer.fit(module, LOADERS[loader](), LOADERS[loader]())
-        return module.drawn, says.said, trainer.current_epoch, [w.tolist() for w in weights(module)]
+        return module.drawn, records.events, trainer.current_epoch, [w.tolist() for w in weights(module)]
 
     theirs, mine = run_both(scenario)
     for their, my in zip(theirs, mine, strict=True):
@@ -129,11 +129,11 @@ def test_fit(loader: str, at_once: int, how: dict[str, bool], arguments: dict[st
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_evaluation(fn: str, loader: str, at_once: int) -> None:
     def scenario(make: Any) -> Any:
-        module, says = Draws(at_once), Says()
-        trainer = make(callbacks=[says])
+        module, records = Draws(at_once), Records()
+        trainer = make(callbacks=[records])
         result = getattr(trainer, fn)(module, LOADERS[loader]())
         fetcher = getattr(trainer, f"{fn}_loop")._data_fetcher
-        return module.drawn, says.said, plain(result), fetcher is not None and trainer.state.fn.value
+        return module.drawn, records.events, plain(result), fetcher is not None and trainer.state.fn.value
 
     theirs, mine = run_both(scenario)
     assert mine[:3] == theirs[:3]
@@ -147,10 +147,10 @@ def test_several_dataloaders() -> None:
             return self.loss(batch["a"])
 
     def scenario(make: Any) -> Any:
-        module, says = Several(), Says()
-        trainer = make(max_epochs=1, callbacks=[says])
+        module, records = Several(), Records()
+        trainer = make(max_epochs=1, callbacks=[records])
         trainer.fit(module, LOADERS["side by side"](), [data(4), data(6)])
-        return module.drawn, says.said
+        return module.drawn, records.events
 
     theirs, mine = run_both(scenario)
     assert mine == theirs

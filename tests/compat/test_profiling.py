@@ -123,16 +123,16 @@ def test_each_function_has_a_file(kind: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("function", ["fit", "validate", "test", "predict"])
 def test_pytorch_profiler_warns_about_a_short_run(function: str, tmp_path: Path) -> None:
     stage = {"fit": "train", "validate": "val"}.get(function, function)
-    told = {}
+    warned = {}
     for make in (lightning, ours):
         warning_cache.clear()
         trainer = make(profiler="pytorch", max_epochs=1, default_root_dir=tmp_path, **{f"limit_{stage}_batches": 4})
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             getattr(trainer, function)(Classifier(), data(12))
-        told[make] = sum("not enough steps to properly record traces" in str(w.message) for w in caught)
+        warned[make] = sum("not enough steps to properly record traces" in str(w.message) for w in caught)
     warning_cache.clear()
-    assert told[ours] == told[lightning] == 1
+    assert warned[ours] == warned[lightning] == 1
 
 
 def test_run_without_a_profiler_wraps_no_call() -> None:

@@ -166,9 +166,9 @@ def test_larger_max_time_continues_training(tmp_path: Path) -> None:
 
 def test_run_that_stopped_early_reports_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    for said in (0, 1):
+    for number in (0, 1):
         script(tmp_path, more=[EarlyStopping("val_loss", stopping_threshold=1e9)])
-        assert caplog.text.count("had stopped early (should_stop), so it does not continue") == said
+        assert caplog.text.count("had stopped early (should_stop), so it does not continue") == number
 
 
 def test_folder_of_a_running_run_is_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

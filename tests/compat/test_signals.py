@@ -91,8 +91,8 @@ def test_run_ends(action: Any, stage: str, fn: str, batches: int, handlers: list
         with pytest.raises(SystemExit) as raised:
             getattr(trainer, fn)(Classifier(), *loaders)
         codes.append(raised.value.code)
-        said = (type(raised.value), trainer.received_sigterm, trainer.interrupted, list(handlers))
-        return does.seen, does.raised, said
+        outcome = (type(raised.value), trainer.received_sigterm, trainer.interrupted, list(handlers))
+        return does.seen, does.raised, outcome
 
     codes: list[Any] = []
     theirs, mine = run_both(scenario)

@@ -14,23 +14,23 @@ from trainer.engine.stalls import StallWatch
 
 def test_stall_is_reported_in_each_run_of_the_same_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store belongs to the processes; a run that ends during a stall leaves its entries there."""
-    store, said = distributed.HashStore(), list[str]()
+    store, messages = distributed.HashStore(), list[str]()
     monkeypatch.setattr(distributed.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(stalls, "write_stderr", said.append)
+    monkeypatch.setattr(stalls, "write_stderr", messages.append)
     for run in (1, 2):
         with StallWatch((0, 1), timedelta(seconds=0.3), lambda: 0, lambda frames: "", lambda: None) as watch:
             end = time.monotonic() + 20.0
-            while len(said) < run and time.monotonic() < end:
+            while len(messages) < run and time.monotonic() < end:
                 time.sleep(0.01)
-            assert len(said) == run
-            assert said[-1].startswith("The run has not moved for ")
-            assert watch.found() == said[-1]
+            assert len(messages) == run
+            assert messages[-1].startswith("The run has not moved for ")
+            assert watch.found() == messages[-1]
 
 
 def test_stall_that_ends_during_the_exchange_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, said = distributed.HashStore(), list[str]()
+    store, messages = distributed.HashStore(), list[str]()
     monkeypatch.setattr(distributed.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(stalls, "write_stderr", said.append)
+    monkeypatch.setattr(stalls, "write_stderr", messages.append)
     counted: list[int] = []
 
     def counters() -> bool:
@@ -43,4 +43,4 @@ def test_stall_that_ends_during_the_exchange_is_not_reported(monkeypatch: pytest
             time.sleep(0.01)
         time.sleep(0.2)
     assert sum(counted) >= 3
-    assert said == []
+    assert messages == []

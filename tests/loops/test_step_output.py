@@ -42,11 +42,11 @@ def test_outputs_of_on_train_batch_end():
     assert outputs_of(None, None) == outputs_of(None, {"extra": 1}) == outputs_of(share, None) == {}
     assert outputs_of(share, share) == {"loss": 2.0}
     assert not outputs_of(share, share)["loss"].requires_grad
-    told = outputs_of(share, {"loss": share * 3, "extra": share * 5, "name": "x"})
-    assert told == {"loss": 2.0, "extra": 10.0, "name": "x"}
-    assert list(told) == ["loss", "extra", "name"]
-    assert not told["loss"].requires_grad
-    assert told["extra"].requires_grad
+    outputs = outputs_of(share, {"loss": share * 3, "extra": share * 5, "name": "x"})
+    assert outputs == {"loss": 2.0, "extra": 10.0, "name": "x"}
+    assert list(outputs) == ["loss", "extra", "name"]
+    assert not outputs["loss"].requires_grad
+    assert outputs["extra"].requires_grad
 
 
 class ReturnsMore(Classifier):

@@ -60,9 +60,9 @@ def test_trainer_logs_the_selected_name_once(tmp_path, hardware, caplog, bfloat1
         module = Looking()
         trainer.fit(module, loader_of(make_batches(2)))
         trainer.fit(module, loader_of(make_batches(2)))
-    said = [record.getMessage() for record in caplog.records if "auto" in record.getMessage()]
-    assert len(said) == 1
-    assert said[0].startswith(f"precision='auto' is {name} here: this CPU ")
+    messages = [record.getMessage() for record in caplog.records if "auto" in record.getMessage()]
+    assert len(messages) == 1
+    assert messages[0].startswith(f"precision='auto' is {name} here: this CPU ")
     assert trainer.precision == trainer.loop.precision.name == name
     assert seen == {torch.bfloat16 if bfloat16 else torch.float32}
 

@@ -210,15 +210,15 @@ def test_report_lists_converted_layers_and_reasons() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         ({"modules": "net.head"}, "no Linear layer of Classifier .*net.head is 32 x 10: not multiples of 16"),
         ({"modules": "head"}, "modules: 'head' matches no Linear layer of Classifier. It has: net.blocks.0.0"),
         ({"fp32_modules": "net.bloks"}, "fp32_modules: 'net.bloks' matches no module"),
     ],
 )
-def test_model_without_float8_layers_is_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(PrecisionError, match=said):
+def test_model_without_float8_layers_is_refused(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(PrecisionError, match=expected):
         fitted(Float8Precision(**options))
 
 

@@ -307,9 +307,9 @@ def test_eps_that_float16_cannot_hold(tmp_path, optimizer, warns):
         for precision in ("16-true", "bf16-true", "16-mixed"):
             trainer = make_trainer(tmp_path, precision=precision)
             trainer.fit(Regression(optimizer=optimizer), loader_of(make_batches(1)))
-    said = [str(w.message) for w in caught if "eps=" in str(w.message) and "has eps" in str(w.message)]
-    assert [text.split(" and float16 weights")[0] for text in said] == ([warns] if warns else [])
-    assert all("Use eps=1e-4" in text for text in said)
+    messages = [str(w.message) for w in caught if "eps=" in str(w.message) and "has eps" in str(w.message)]
+    assert [text.split(" and float16 weights")[0] for text in messages] == ([warns] if warns else [])
+    assert all("Use eps=1e-4" in text for text in messages)
 
 
 @pytest.mark.parametrize(("eps", "finite"), [(1e-8, False), (1e-4, True)])

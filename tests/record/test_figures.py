@@ -33,8 +33,8 @@ class Evaluated(Regression):
 def test_module_writes_a_matrix_into_the_folder_of_its_run(tmp_path):
     trainer = make_trainer(tmp_path / "default", callbacks=[RunRecorder(dirpath=tmp_path / "run")])
     trainer.test(Evaluated(), loader_of(make_batches(1)))
-    told = json.loads((tmp_path / "run" / "figures" / "test.json").read_text())
-    assert told == {"kind": "confusion matrix", "classes": ["cat", "dog"], "counts": [[3, 1], [0, 2]]}
+    figure = json.loads((tmp_path / "run" / "figures" / "test.json").read_text())
+    assert figure == {"kind": "confusion matrix", "classes": ["cat", "dog"], "counts": [[3, 1], [0, 2]]}
 
 
 def test_figures_are_in_the_loggers_folder_under_lightning(tmp_path):

@@ -101,14 +101,14 @@ def test_link_at_the_pages_path_is_replaced(given, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "entry",
     [
         {"seconds": "long"}, {"steps": 10**400}, {"steps": "many"}, {"skipped_steps": "x", "steps": 1},
         {"metrics": {"val_loss": 10**400}}, {"peak_memory": {"cpu": "x"}}, {"samples_per_second": "x"},
     ],
 )  # fmt: skip
-def test_malformed_records_raise_a_short_error(given, capsys, said: dict[str, Any]):
-    write(given, {"run.json": json.dumps({"command": "fit", "status": "completed", **said})})
+def test_malformed_records_raise_a_short_error(given, capsys, entry: dict[str, Any]):
+    write(given, {"run.json": json.dumps({"command": "fit", "status": "completed", **entry})})
     assert main(["report", str(given)]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"trainer: The files in {given} have contents that no run writes")

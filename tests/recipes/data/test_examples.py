@@ -55,7 +55,7 @@ def test_classes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "expected"),
     [
         ([{"question": "?"}], r"begins with \['question'\], expected lines with 'prompt' and 'completion'"),
         ([], "begins with nothing"),
@@ -66,8 +66,8 @@ def test_classes(tmp_path):
         ([{"text": "a", "label": 1}, {"text": "a"}], "line 2 has 'text', expected an object with 'label'"),
     ],
 )
-def test_invalid_examples(tmp_path, rows, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_examples(tmp_path, rows, expected):
+    with pytest.raises(ValueError, match=expected):
         examples(tmp_path, rows)
 
 
