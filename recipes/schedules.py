@@ -34,7 +34,7 @@ def with_schedule(
     total_steps = module.trainer.estimated_stepping_batches
     if total_steps == float("inf"):
         raise ValueError(
-            "The learning-rate schedule spans the whole run, but this run has no limit. "
+            "The learning-rate schedule spans the whole run, but this run has no end. "
             "Set trainer.max_epochs or trainer.max_steps, or scheduler=none."
         )
     scheduler = make_scheduler(optimizer, int(total_steps))

@@ -624,10 +624,10 @@ def test_estimated_stepping_batches_of_a_fit_to_come(arguments: Any) -> None:
 def test_estimated_stepping_batches_before_the_data_is_loaded(
     caplog: pytest.LogCaptureFixture, monkeypatch: Any
 ) -> None:
-    told = []
-    monkeypatch.setattr("trainer.trainer.rank_zero_info", told.append)
+    messages = []
+    monkeypatch.setattr("trainer.trainer.rank_zero_info", messages.append)
     fitted(ours, Asks())
-    assert told == ["Loading `train_dataloader` to estimate number of stepping batches."]
+    assert messages == ["Loading `train_dataloader` to estimate number of stepping batches."]
 
 
 # --- precision -------------------------------------------------------------------------------------------------------

@@ -417,20 +417,20 @@ def test_evaluating_without_the_step_or_the_data(function: str) -> None:
 # --- exceptions ---------------------------------------------------------------------------------------------------
 
 
-class Told(Callback):
+class RecordsEnd(Callback):
     """Records the hooks at the end of a run."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.events: list[Any] = []
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self.told.append((type(exception), trainer.state.status, trainer.state.stage is not None))
+        self.events.append((type(exception), trainer.state.status, trainer.state.stage is not None))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self.told.append("teardown")
+        self.events.append("teardown")
 
     def on_train_end(self, *args: Any) -> None:
-        self.told.append("train end")
+        self.events.append("train end")
 
 
 RAISING_HOOKS = [
@@ -450,16 +450,16 @@ def test_exception_in_a_hook(hook: str) -> None:
     def raises(*args: Any, **kwargs: Any) -> Any:
         raise BrokenError
 
-    told, logger = Told(), RecordingLogger()
+    recorder, logger = RecordsEnd(), RecordingLogger()
     module = Classifier()
     if hasattr(module, hook):
         module = type("Raises", (Classifier,), {hook: raises})()
     else:
-        setattr(told, hook, raises)
-    trainer = ours(max_epochs=1, callbacks=[told], logger=logger)
+        setattr(recorder, hook, raises)
+    trainer = ours(max_epochs=1, callbacks=[recorder], logger=logger)
     with pytest.raises(BrokenError):
         trainer.fit(module, data(4), data(4))
-    reported = [entry for entry in told.told if isinstance(entry, tuple)]
+    reported = [entry for entry in recorder.events if isinstance(entry, tuple)]
     assert reported == [(BrokenError, TrainerStatus.INTERRUPTED, True)]
     assert trainer.interrupted
     assert trainer.state.stage is None
@@ -471,7 +471,7 @@ def test_exception_in_a_hook(hook: str) -> None:
     # a Trainer with a failed run can run again
     trainer.fit_loop.max_epochs = 5
     healthy = Classifier()
-    setattr(told, hook, getattr(Callback, hook, None)) if not hasattr(Classifier, hook) else None
+    setattr(recorder, hook, getattr(Callback, hook, None)) if not hasattr(Classifier, hook) else None
     if hasattr(Classifier, hook):
         trainer.fit(healthy, data(4), data(4))
         assert trainer.state.status is TrainerStatus.FINISHED
@@ -486,15 +486,15 @@ def test_keyboard_interrupt_equals_lightnings() -> None:
 
     ends = []
     for make in (lightning, ours):
-        told, logger = Told(), RecordingLogger()
+        recorder, logger = RecordsEnd(), RecordingLogger()
         with lightnings_noise_ignored():
-            trainer = make(max_epochs=1, callbacks=[told], logger=logger)
+            trainer = make(max_epochs=1, callbacks=[recorder], logger=logger)
             kind: Any = None
             try:
                 trainer.fit(Interrupts(), data(8))
             except BaseException as error:
                 kind = type(error)
-        ends.append((kind, told.told[0], logger.status, trainer.global_step, trainer.interrupted))
+        ends.append((kind, recorder.events[0], logger.status, trainer.global_step, trainer.interrupted))
     assert ends[1][1:] == ends[0][1:]
     assert ends[1][0] in (KeyboardInterrupt, SystemExit)
     assert ends[0][0] is SystemExit  # Lightning exits the process with status 1; ours lets the interrupt through

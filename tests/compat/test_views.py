@@ -168,14 +168,14 @@ def test_trainer_state_can_be_set(
         loop.epoch_progress.current.completed = epochs
         loop.epoch_loop.batch_progress.current.ready = batches
         loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = steps
-        said = []
+        found = []
         for trainer.should_stop in (False, True):
             caplog.clear()
             with caplog.at_level(logging.DEBUG, logger="lightning.pytorch.utilities.rank_zero"):
-                said.append((loop.done, [message for message in caplog.messages if "Trainer.fit" in message]))
-            said.append((loop.epoch_loop.done, loop._can_stop_early))
+                found.append((loop.done, [message for message in caplog.messages if "Trainer.fit" in message]))
+            found.append((loop.epoch_loop.done, loop._can_stop_early))
         counts = (trainer.global_step, trainer.current_epoch, loop.epoch_loop.batch_idx, trainer.num_training_batches)
-        return [*said, *counts]
+        return [*found, *counts]
 
     theirs, mine = run_both(scenario)
     assert mine == theirs

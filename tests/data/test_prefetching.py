@@ -296,20 +296,20 @@ def test_no_prefetching_on_a_cpu(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("pinned", "told"),
+    ("pinned", "expected"),
     [
         (True, "1 batch, from pinned memory"),
         (False, "1 batch, from memory that is not pinned: DataLoader(pin_memory=True)"),
     ],
 )
-def test_summary_reports_prefetching_and_pinning(cuda, tmp_path, pinned, told):
+def test_summary_reports_prefetching_and_pinning(cuda, tmp_path, pinned, expected):
     batches = make_batches() if pinned else [[part.clone() for part in batch] for batch in make_batches()]
     for on in (True, False):
         written = io.StringIO()
         summary = RunSummary(console=Console(file=written))
         make(tmp_path, on=on, callbacks=[summary]).fit(Probe(), loader_of(batches))
-        assert summary.summary.get("prefetching") == (told if on else None)
-        assert bool(re.search(f"prefetching +{re.escape(told)} ", written.getvalue())) is on
+        assert summary.summary.get("prefetching") == (expected if on else None)
+        assert bool(re.search(f"prefetching +{re.escape(expected)} ", written.getvalue())) is on
 
 
 # --- memory -------------------------------------------------------------------------------------------------------

@@ -85,10 +85,10 @@ def test_test_leaves_a_confusion_matrix_and_samples(tmp_path: Path):
     tested = trainer(tmp_path, logger=CSVLogger(tmp_path, name="", version=""))
     for _ in range(2):  # and the second one is counted separately
         tested.test(module, loader(6, right=5), verbose=False)
-        told = json.loads((tmp_path / "figures" / "test.json").read_text())
+        matrix = json.loads((tmp_path / "figures" / "test.json").read_text())
         labels = torch.cat([labels for _, labels in loader(6, right=5)])
-        assert [sum(row) for row in told["counts"]] == torch.bincount(labels, minlength=CLASSES).tolist()
-        assert sum(told["counts"][i][i] for i in range(CLASSES)) == 5
+        assert [sum(row) for row in matrix["counts"]] == torch.bincount(labels, minlength=CLASSES).tolist()
+        assert sum(matrix["counts"][i][i] for i in range(CLASSES)) == 5
     assert (tmp_path / "figures" / "test_samples.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -104,9 +104,9 @@ def test_test_leaves_a_confusion_matrix_and_samples(tmp_path: Path):
     wrong[0] = 1 - masks[0]
     trainer = make_trainer(tmp_path, logger=CSVLogger(tmp_path, name="", version=""))
     trainer.test(Segmenter(Brightness(), ADAMW, num_classes=2), loader_of([(images, wrong)]), verbose=False)
-    told = json.loads((tmp_path / "figures" / "test.json").read_text())
+    matrix = json.loads((tmp_path / "figures" / "test.json").read_text())
     found = [[int(((wrong == i) & (masks == j)).sum()) for j in range(2)] for i in range(2)]
-    assert told["counts"] == found
+    assert matrix["counts"] == found
     assert found[0][1] + found[1][0] == masks[0].numel()
     with Image.open(tmp_path / "figures" / "test_samples.png") as picture:
         column = np.asarray(picture)[:72:3, :24:3, :3]  # three times as large

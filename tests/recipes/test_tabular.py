@@ -149,6 +149,6 @@ def test_classification_predicts_probabilities(tmp_path):
 def test_example_for_newcomers_runs_and_is_right(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(EXAMPLE), run_name="__main__")  # warnings are errors here
-    said = capsys.readouterr().out.splitlines()[-1]
-    accuracy = float(re.fullmatch(r"accuracy (0\.\d\d\d), 0 skipped steps", said)[1])
+    line = capsys.readouterr().out.splitlines()[-1]
+    accuracy = float(re.fullmatch(r"accuracy (0\.\d\d\d), 0 skipped steps", line)[1])
     assert accuracy >= 0.94
