@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.simulated_cuda.device import Stream
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -61,17 +63,18 @@ def test_with_workers(tmp_path, python):
 def test_batches_from_the_host_to_a_gpu(cuda, monkeypatch, capsys):
     words = ["--device", "cuda", "--steps", "4", "--warmup", "2", "--repeats", "1", "--precision", "bf16-mixed"]
     modes = ["from the host", "from the host, not prefetched"]
-    words += ["--mode", *modes, "--host-rows", "64", "--only", "ours"]
+    words += ["--mode", *modes, "--host-rows", "512", "--only", "ours"]
     monkeypatch.setattr(sys, "argv", ["benchmark_overhead", *words])
     monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
     monkeypatch.setenv("AMP_BENCH", "1")  # stay in this process
     monkeypatch.setattr(logging, "disable", lambda level: None)  # for other tests
+    monkeypatch.setattr(Stream, "query", lambda self: False)  # the device is behind the host
     with cuda.watch() as seen:
         runpy.run_path(str(ROOT / "scripts" / "benchmark_overhead"), run_name="__main__")
     table = capsys.readouterr().out
     for mode in modes:
         assert len(re.findall(rf"\| bf16-mixed \| {mode} \| \d+ \| [+-]\d+ \|", table)) == 2
-    large = [copy.stream > 0 for copy in seen.copies if copy.nbytes == 64 * 1024 * 4]
+    large = [copy.stream > 0 for copy in seen.copies if copy.nbytes == 512 * 1024 * 4]
     assert large == [*[True] * 2 * 7, *[False] * 2 * 7]  # by hand and with us
 
 
