@@ -107,7 +107,7 @@ class Model(LightningModule):
         optimizer = torch.optim.Adam(self.parameters(), self.hparams.rate)
         if self.trainer.train_dataloader is None:
             _ = self.trainer.estimated_stepping_batches  # loads it: only then there is a number of batches
-        steps = self.trainer.num_training_batches * self.trainer.max_epochs
+        steps = self.trainer.num_training_batches * 5  # of the resumed run, too, which would have another schedule
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (steps + 1))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
