@@ -326,6 +326,8 @@ class OverflowReport(RunCallback):
             self._keep_weights(trainer)
 
     def _scale_of(self, step: int) -> float:
+        if self._history[-1][0] <= step:
+            return self._history[-1][1]
         return next((scale for begin, scale in reversed(self._history) if begin <= step), self._history[0][1])
 
     def _has_grown(self, losses: list[float]) -> bool:
