@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 from pathlib import Path
 
@@ -29,3 +30,11 @@ def replace_table(page: Path, name: str, table: str) -> None:
     if not (has_start and has_end):
         sys.exit(f"Got {page}, expected a file with the lines {start} and {end}. Add them where the table should go.")
     page.write_text(f"{before}{start}\n{table}\n{end}{after}")
+
+
+def spread(values: list[float]) -> float:
+    """Return half the distance from the lower to the upper quartile."""
+    if len(values) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / 2

@@ -36,6 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import lightning as L
 import torch
 import torch.nn.functional as F
+from _benchmark import spread
 from torch import Tensor, nn
 
 AGREES, DIFFERS, MET, MISSED, MEASURED, NOT_RUN = "agrees", "differs", "met", "missed", "measured", "not run"
@@ -300,25 +301,15 @@ def overhead(part: Part) -> None:
         ):
             times = bench.measure(precision, mode, batches, steps, warmup, repeats, names)
             added = {
-                name: spread(a - b for a, b in zip(times[name], times["hand-written"], strict=True))
-                for name in names[1:]
+                name: [a - b for a, b in zip(times[name], times["hand-written"], strict=True)] for name in names[1:]
             }
             hand = statistics.median(times["hand-written"])
-            measured = ", ".join(f"{name} {middle:+.0f} ± {half:.0f} us" for name, (middle, half) in added.items())
-            middle, half = added["ours"]
+            measured = ", ".join(f"{n} {statistics.median(a):+.0f} ± {spread(a):.0f} us" for n, a in added.items())
+            middle, half = statistics.median(added["ours"]), spread(added["ours"])
             verdict = "inconclusive" if abs(middle - target) < half else MET if middle <= target else MISSED
             command = f'scripts/benchmark_overhead --device cuda --precision {precision} --mode "{mode}"'
             expected = f"ours at most +{target} us"
             part.row(f"a step, {mode}, {precision}", f"by hand {hand:.0f} us, {measured}", verdict, expected, command)
-
-
-def spread(values: Iterable[float]) -> tuple[float, float]:
-    """Return the median, and half the distance between the quartiles."""
-    ordered = sorted(values)
-    if len(ordered) < 2:
-        return ordered[0], 0.0
-    low, middle, high = statistics.quantiles(ordered, n=4)
-    return middle, (high - low) / 2
 
 
 FIRST, LAST = 10, 20

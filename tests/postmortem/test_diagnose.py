@@ -38,6 +38,18 @@ def test_weights_that_other_code_breaks(tmp_path):
     assert "writes to 'net.0.weight'" in text
 
 
+def test_rate_that_was_too_high_for_one_step_is_no_other_code(tmp_path):
+    class Spike(PROGRAMS["Plateau"]):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1e30 if step == 3 else 1.0)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    text = run(Spike, tmp_path).text
+    assert "Verdict: " in text
+    assert "other code" not in text
+
+
 def test_error_after_a_gradient_that_was_not_finite(tmp_path):
     class Eigenvectors(PROGRAMS["Plateau"]):
         def training_step(self, batch, batch_idx):

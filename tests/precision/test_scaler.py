@@ -112,15 +112,6 @@ def test_it_is_a_grad_scaler():
     other.load_state_dict(scaler.state_dict())  # and torch's reads ours
 
 
-def test_former_name_of_the_reduction_is_deprecated():
-    scaler = LossScaler("cpu")
-    with pytest.warns(FutureWarning, match=r"use LossScaler\.all_reduce_flag"):
-        scaler.agree = torch.Tensor.zero_
-    assert scaler.all_reduce_flag is torch.Tensor.zero_
-    with pytest.warns(FutureWarning, match=r"use LossScaler\.all_reduce_flag"):
-        assert scaler.agree is torch.Tensor.zero_
-
-
 def test_copies_and_pickles():
     scaler, p = LossScaler("cpu", init_scale=8.0, min_scale=2.0), parameter()
     train(scaler, p, sgd(p), INF)

@@ -188,7 +188,7 @@ class OverflowReport(RunCallback):
                 part = trainer.engine.gradients.part
                 self._first_norm = get_total_norm([part(p.detach()) for p in pl_module.parameters() if p.numel()])
             size = sum(tensor.nbytes for tensor in tensors_in(loop.metrics.batch))
-            number = self._every * loop.window.size
+            number = (_KEEP_EVERY + self._every) * loop.window.size  # all since the copy of the weights
             self._recent = deque(maxlen=max(1, min(_BYTES // max(size, 1), number)))
         window, progress, losses = loop.window, loop.progress, loop.gradients.scaler.losses
         if progress.batches_started != self._latest_batch:  # a closure or a manual step may have several losses
@@ -277,11 +277,11 @@ class OverflowReport(RunCallback):
                 latest.count += 1
             return
         first = min((one.step for one in batches), default=step)
-        recent = [one for one in self._recent if one.step < first][-8:]
+        recent = [one for one in self._recent if one.step < first]
         norm = self._first_norm  # a host-device synchronization
         since = self._known if norm is None or not trainer.engine.any_rank(not norm.isfinite()) else -1
         evidence = recent, self._before, since, self._buffers
-        case = Case(step, batches, scale, *evidence, self._skips, trigger, self.reports)
+        case = Case(step, batches, scale, *evidence, self._skips, trigger, self.reports, self._kept_at)
         try:
             found = diagnose(trainer, case)
         except Exception:  # of the user's code, which may not run twice: it must not end the run
@@ -474,8 +474,8 @@ class OverflowReport(RunCallback):
             return
         step, scale = trainer.global_step, trainer.scaler.current_scale
         one = RecordedBatch(batch, progress.batch_idx, step, copy(self._loop.window), {})
-        evidence = list(self._recent)[-8:], self._before, self._known, self._buffers
-        case, found = Case(step, [one], scale, *evidence, trigger="error"), None
+        evidence = list(self._recent), self._before, self._known, self._buffers
+        case, found = Case(step, [one], scale, *evidence, trigger="error", kept=self._kept_at), None
         index = _index_out_of_range(exception.__traceback__)
         with suppress(Exception):  # after an error of the device, too
             if index is not None:
@@ -498,8 +498,7 @@ class OverflowReport(RunCallback):
         trainer.scaler.load_state_dict({"scale": first.scale, "_growth_tracker": 0})
         if self.reports:
             lines += self.reports[-1].lines()
-        weights_are_finite = all(bool(parameter.isfinite().all()) for parameter in module.parameters())
-        if trainer.checkpoint_callbacks and not trainer.fast_dev_run and weights_are_finite:
+        if trainer.checkpoint_callbacks and not trainer.fast_dev_run and _are_finite(module):
             folder = getattr(trainer.checkpoint_callback, "dirpath", None) or folder_of_reports(trainer)
             folder = folder or trainer.default_root_dir
             path = os.path.join(folder, "before_collapse.ckpt")  # no Path: it may be a URL
@@ -523,7 +522,7 @@ def _values_of(losses: list[Tensor]) -> list[float]:
     return torch.stack(losses).flatten().tolist() if losses else []
 
 
-def _are_finite(module: LightningModule, batch: Any) -> bool:
+def _are_finite(module: LightningModule, batch: Any = ()) -> bool:
     """Return whether all weights and all numbers of the batch are finite. A host-device synchronization."""
     return all(bool(tensor.isfinite().all()) for tensor in (*module.parameters(), *tensors_in(batch)))
 

@@ -35,6 +35,8 @@ _TINY = 2.0**-24
 """Relative change of a weight that float32 rounds to none."""
 _COMPARED = 5
 """Batches to compare."""
+_EXAMINED = 8
+"""Batches to examine alone."""
 
 
 @dataclass
@@ -54,6 +56,7 @@ class Case:
         trigger: "loss" (a loss was not finite), "growth" (of the loss), "underflow", "skips" (skipped steps in a row),
             "single skip" or "error" (the step ended with an exception).
         known: earlier diagnoses. A failure at the same place as in one of them is not examined any further.
+        kept: ``trainer.global_step`` of the earlier weights.
     """
 
     step: int
@@ -66,6 +69,7 @@ class Case:
     in_a_row: int = 0
     trigger: str = "skips"
     known: Sequence[Diagnosis] = ()
+    kept: int = 0
 
 
 def diagnose(trainer: Trainer, case: Case) -> Diagnosis | None:
@@ -258,8 +262,9 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
     broken = [name for name, value in case.before.items() if not value.isfinite().all()]
     names = broken or finding.broken_weights
     if case.before and not broken:
+        recent = case.recent[-_EXAMINED:]
         with remedies.weights_of(trainer, case.before):
-            for recorded in [*case.recent, *case.batches]:
+            for recorded in [*recent, *case.batches]:
                 found = examine(trainer, [recorded], case.scale)
                 if found is not None and found.is_hopeless:
                     one = replace(case, batches=[recorded], step=recorded.step)
@@ -267,10 +272,9 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
                         return verdict
         if (verdict := _optimizer(trainer, case, finding)) is not None:
             return verdict
-        has_all = len(case.recent) + len(case.batches) > case.step - case.first  # each batch alone is finite
-        can_repeat = has_all and trainer.world_size == 1 and trainer.lightning_module.automatic_optimization
-        if can_repeat and (verdict := _repeated(trainer, case, finding)) is not None:
+        if (verdict := _repeated(trainer, case, finding)) is not None:
             return verdict
+        has_all = len(recent) + len(case.batches) > case.step - case.first  # each batch alone is finite
         verdict = _divergence(trainer, case, finding)
         is_certain = verdict.tried or has_all or not _rates_are_finite(trainer)
         return verdict if is_certain else _lost(trainer, case, finding)
@@ -293,7 +297,10 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
 
 def _repeated(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
     """Take all steps since the earlier weights again, and explain them unless the loss grows."""
-    batches = [*case.recent, *case.batches]
+    batches = [one for one in (*case.recent, *case.batches) if one.step >= case.kept]
+    is_recorded = bool(batches) and batches[0].step == case.kept
+    if not is_recorded or trainer.world_size > 1 or not trainer.lightning_module.automatic_optimization:
+        return None
     with remedies.weights_of(trainer, case.before):
         usual = [abs(loss) for loss in remedies.losses(trainer, batches) if math.isfinite(loss)]
     limit = _WORSE * max(usual, default=1.0)
@@ -303,12 +310,13 @@ def _repeated(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | Non
             found = examine(trainer, [recorded], case.scale)
             one = replace(case, batches=[recorded], step=recorded.step)
             return _explain(trainer, one, found) if found is not None and found.is_hopeless else None
-    if weights or not _rates_are_finite(trainer):
+    is_same = not case.kept and not trainer.lr_scheduler_configs  # new optimizer states, and the same learning rates
+    if weights or not is_same or not _rates_are_finite(trainer):
         return None
     return _diagnosis(
         case, finding, "weights",
-        f"{some(finding.broken_weights, 4)} became not finite after step {case.first}, although each step is finite if"
-        " it is taken again: other code than the optimizer has changed them.",
+        f"{some(finding.broken_weights, 4)} became not finite before step {case.step}, although all steps are finite if"
+        " they are taken again: other code than the optimizer has changed them.",
         f"find the code, such as a hook or a callback, that writes to {finding.broken_weights[0]!r}.",
         tried="", key=finding.broken_weights[0],
     )  # fmt: skip

@@ -26,7 +26,7 @@ from torch.amp.grad_scaler import OptState
 from torch.autograd.function import BackwardCFunction
 from torch.optim import SGD, Optimizer
 
-from trainer.errors import PrecisionError, expect, is_count, warn
+from trainer.errors import PrecisionError, expect, is_count
 from trainer.precision.dtypes import real_view
 from trainer.precision.readback import Readback
 
@@ -278,17 +278,6 @@ class LossScaler(torch.amp.GradScaler):
         unread = [number for check in checks if check.overflowed is None for number in check.found_inf]
         if unread:
             self.readback.start(unread)
-
-    @property
-    def agree(self) -> Callable[[Tensor], None] | None:
-        """Deprecated name of ``all_reduce_flag``."""
-        warn("LossScaler.agree is deprecated: use LossScaler.all_reduce_flag.", FutureWarning)
-        return self.all_reduce_flag
-
-    @agree.setter
-    def agree(self, function: Callable[[Tensor], None] | None) -> None:
-        warn("LossScaler.agree is deprecated: use LossScaler.all_reduce_flag.", FutureWarning)
-        self.all_reduce_flag = function
 
     @property
     def outcome_is_on_host(self) -> bool:
