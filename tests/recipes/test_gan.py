@@ -16,7 +16,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from recipes.data import DigitScans
 from recipes.gan import GAN, SamplePictures, frechet_distance
-from tests.support import AUTOCAST_DTYPES, make_trainer, native_fp16, tiered
+from tests.support import AUTOCAST_DTYPES, make_trainer, native_fp16
 
 ADAM = partial(torch.optim.Adam, lr=2e-3, betas=(0.5, 0.999))
 
@@ -29,18 +29,16 @@ def scans() -> DigitScans:
 
 
 class Watch(Callback):
-    """Records the losses and the scale of each batch, and the number of scale updates."""
+    """Records the losses and the scale of each batch."""
 
     def __init__(self) -> None:
         self.losses: list[tuple[float, float]] = []
         self.scales: list[float] = []
-        self.trackers: list[int] = []
 
     def on_train_batch_end(self, trainer, module, *_):
         metrics = trainer.callback_metrics
         self.losses.append((metrics["d_loss"].item(), metrics["g_loss"].item()))
         self.scales.append(trainer.scaler.get_scale())
-        self.trackers.append(trainer.scaler.state_dict().get("_growth_tracker", 0))
 
 
 def train_by_hand(gan: GAN, batches, precision: str, scaler: torch.amp.GradScaler):
@@ -73,9 +71,7 @@ OVERFLOWS = ("16-mixed", 2.0**24)  # more than once
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(
-    "setup", tiered([("32-true", 1.0), ("bf16-mixed", 1.0), ("16-mixed", 2.0**10), OVERFLOWS], quick=[OVERFLOWS])
-)
+@pytest.mark.parametrize("setup", [("32-true", 1.0), ("16-mixed", 2.0**10), OVERFLOWS])
 def test_training_equals_a_hand_written_loop(setup, scans, tmp_path):
     precision, init_scale = setup
     torch.manual_seed(0)
@@ -91,7 +87,7 @@ def test_training_equals_a_hand_written_loop(setup, scans, tmp_path):
 
     torch.manual_seed(1)
     batches = (batch for _, batch in zip(range(8), scans.train_dataloader(), strict=False))
-    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, enabled=is_scaled)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, enabled=is_scaled)  # updated once in a batch
     by_hand = list(train_by_hand(twin, batches, precision, scaler))
 
     assert watch.losses == [losses for losses, _ in by_hand]
@@ -99,47 +95,17 @@ def test_training_equals_a_hand_written_loop(setup, scans, tmp_path):
     weights, others = gan.state_dict(), twin.state_dict()
     assert all(torch.equal(weights[name], others[name]) for name in others)
     assert trainer.global_step == 2 * 8
-    before = [init_scale, *watch.scales]
-    assert trainer.skipped_steps == sum(a > b for a, b in pairwise(before))
-    if is_scaled and init_scale < 2**20:
-        assert watch.trackers == [1, 2, 3, 4, 5, 6, 7, 8]  # one adjustment in a batch, although two networks step
-    if is_scaled and init_scale > 2**20:
+    assert trainer.skipped_steps == sum(a > b for a, b in pairwise([init_scale, *watch.scales]))
+    if setup is OVERFLOWS:
         assert trainer.skipped_steps >= 2
 
 
-def trained(folder: Path, precision: str = "32-true", epochs: int = 5, **options) -> tuple[GAN, object]:
+def trained(folder: Path, epochs: int = 5, **options) -> tuple[GAN, object]:
     seed_everything(0, verbose=False)
     gan = GAN(ADAM, width=32)
-    trainer = make_trainer(folder, precision=precision, max_epochs=epochs, **options)
+    trainer = make_trainer(folder, max_epochs=epochs, **options)
     trainer.fit(gan, datamodule=DigitScans())
     return gan, trainer
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_generated_images_become_like_the_digits(precision, scans, tmp_path):
-    gan, trainer = trained(tmp_path, precision)
-    assert set(trainer.callback_metrics) == {"d_loss", "g_loss", "val_frechet"}
-    assert trainer.callback_metrics["val_frechet"] < 15  # noise: 40; the training images: 0.5
-    real, generated = scans.splits["train"].images, gan.sample(1000)
-    assert generated.shape == (1000, 1, 8, 8)
-    assert generated.dtype == torch.float32
-    assert (real.mean(0) - generated.mean(0)).square().mean().sqrt() < 0.25  # pixels lie in [-1, 1]
-    assert generated.var(0).sum() > 0.5 * real.var(0).sum()  # and are not all the same
-
-
-@pytest.mark.parametrize("precision", tiered(["64-true", "bf16-true"], quick=["64-true"]))
-def test_weights_may_be_of_another_dtype(precision, scans, tmp_path):
-    gan, trainer = trained(tmp_path, precision, epochs=1, limit_train_batches=2)
-    assert trainer.callback_metrics["val_frechet"].isfinite()
-    (images, *_) = make_trainer(tmp_path, precision=precision).predict(gan, datamodule=scans)
-    assert images.dtype == torch.float32
-
-
-def test_same_seed_trains_the_same_gan(tmp_path):
-    (gan, first), (twin, second) = (trained(tmp_path / name, epochs=1, limit_train_batches=5) for name in "ab")
-    assert first.callback_metrics["val_frechet"] == second.callback_metrics["val_frechet"]
-    assert torch.equal(gan.sample(4), twin.sample(4))
 
 
 def test_samples_depend_on_their_seed_only():
@@ -153,9 +119,7 @@ def test_samples_depend_on_their_seed_only():
     assert not torch.equal(gan.sample(3, seed=1), first)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, weights[name]) for name, value in gan.state_dict().items())  # BatchNorm's as well
-    gan.eval()
-    assert not gan.generator.training
-    gan.sample(1)
+    gan.eval().sample(1)
     assert not gan.generator.training
 
 
@@ -191,12 +155,17 @@ def test_frechet_distance_is_that_of_the_formula():
 
 def test_predictions_are_images_and_a_checkpoint_loads(scans, tmp_path):
     gan, trainer = trained(tmp_path, epochs=1, limit_train_batches=2)
+    assert set(trainer.callback_metrics) == {"d_loss", "g_loss", "val_frechet"}
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     loaded = GAN.load_from_checkpoint(tmp_path / "last.ckpt", optimizer=ADAM, weights_only=True)
     first, second, *_ = make_trainer(tmp_path).predict(loaded, datamodule=scans)
     assert torch.allclose(first, gan.sample(64), atol=1e-6)
     assert not torch.allclose(first, second)
     assert first.abs().max() <= 1
+
+
+def images_of(data: DigitScans) -> torch.Tensor:
+    return torch.cat([images for images, _ in data.val_dataloader()])
 
 
 class Predictions(BasePredictionWriter):
@@ -213,7 +182,9 @@ class Predictions(BasePredictionWriter):
 @pytest.mark.filterwarnings("ignore:Using `DistributedSampler`")
 def test_two_processes_know_the_same_distance_and_draw_different_images(tmp_path, monkeypatch):
     gan, data = GAN(ADAM, width=16), DigitScans()
+    gan.validation_step((torch.ones(5, 1, 8, 8), None), 0)  # as left by an interrupted validation
     (alone,) = make_trainer(tmp_path).validate(gan, datamodule=data, verbose=False)
+    assert alone["val_frechet"] == pytest.approx(frechet_distance(images_of(data), gan.sample(270)).item())
     monkeypatch.setattr(os, "environ", os.environ.copy())  # a launch leaves its addresses and ranks behind
     two = {"devices": 2, "strategy": "ddp_fork"}
     (metrics,) = make_trainer(tmp_path, **two).validate(gan, datamodule=data, verbose=False)
@@ -223,19 +194,3 @@ def test_two_processes_know_the_same_distance_and_draw_different_images(tmp_path
     make_trainer(tmp_path, callbacks=[writer], **two).predict(gan, datamodule=data, return_predictions=False)
     drawn = torch.cat([image for rank in range(2) for image in torch.load(tmp_path / f"{rank}.pt")])
     assert len(drawn.unique(dim=0)) == len(drawn) == 270
-
-
-def test_validation_that_was_broken_off_leaves_no_images_behind(scans, tmp_path):
-    gan = GAN(ADAM, width=16)
-    (expected,) = make_trainer(tmp_path).validate(gan, datamodule=scans, verbose=False)
-    gan.validation_step((torch.ones(5, 1, 8, 8), None), 0)
-    (metrics,) = make_trainer(tmp_path).validate(gan, datamodule=scans, verbose=False)
-    assert metrics == expected
-
-
-def test_scans_are_those_of_scikit_learn(scans):
-    assert {name: len(split) for name, split in scans.splits.items()} == {"train": 1257, "val": 270, "test": 270}
-    images = torch.cat([split.images for split in scans.splits.values()])
-    assert (images.min(), images.max(), images.dtype) == (-1, 1, torch.float32)
-    assert images.mean().item() == pytest.approx(4.884 / 8 - 1, abs=1e-3)  # 4.884 of 16 grey levels
-    assert len(torch.cat([split.labels for split in scans.splits.values()]).unique()) == 10

