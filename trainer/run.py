@@ -108,11 +108,11 @@ class Run:
             return
         except BaseException as error:
             stall = None if self.stalls is None else self.stalls.found
-            named = diagnosis.explain(error, self._trainer, self._folder, stall)
+            explained = diagnosis.explain(error, self._trainer, self._folder, stall)
             with self._signals.ending(error):
-                self._fail(named or error)
-            if named is not None:
-                raise named from error
+                self._fail(explained or error)
+            if explained is not None:
+                raise explained from error
             raise
         state = self._trainer.state  # a launcher that spawns processes replaces it
         state.status, state.stage = TrainerStatus.FINISHED, None
@@ -121,7 +121,7 @@ class Run:
     def attach(
         self,
         model: LightningModule | None,
-        given: dict[RunningStage, Any],
+        dataloaders: dict[RunningStage, Any],
         datamodule: LightningDataModule | None,
         ckpt_path: str | Path | None,
         weights: str | Path | None = None,
@@ -130,27 +130,27 @@ class Run:
 
         Args:
             model: the module. None for the module of an earlier run.
-            given: dataloaders by stage. The first value may be a datamodule.
-            datamodule: the datamodule, or None. Excludes dataloaders.
-            ckpt_path: the argument of ``fit``, ``validate``, ``test`` or ``predict``.
-            weights: the argument of ``fit``. Default: None.
+            dataloaders: dataloaders by stage. The first value may be a datamodule.
+            datamodule: the datamodule, or None. Cannot be combined with dataloaders.
+            ckpt_path: the argument ``ckpt_path`` of ``fit``, ``validate``, ``test`` or ``predict``.
+            weights: the argument ``weights`` of ``fit``. Default: None.
 
         Raises:
             ConfigurationError: if both dataloaders and a datamodule are given, or the checkpoint cannot be selected.
         """
-        trainer, first = self._trainer, next(iter(given.values()))
+        trainer, first = self._trainer, next(iter(dataloaders.values()))
         module = modules.attach(trainer, model)
         arguments.refuse_other_package("datamodule", datamodule)
-        arguments.refuse_other_package("dataloaders", *given.values())
+        arguments.refuse_other_package("dataloaders", *dataloaders.values())
         if isinstance(first, LightningDataModule):  # fit(model, datamodule)
-            datamodule, given = first, {}
-        if datamodule is not None and any(loaders is not None for loaders in given.values()):
+            datamodule, dataloaders = first, {}
+        if datamodule is not None and any(loaders is not None for loaders in dataloaders.values()):
             assert trainer.state.fn is not None
             raise ConfigurationError(
                 f"You cannot pass both dataloaders and a datamodule to `Trainer.{trainer.state.fn.value}`. Got"
-                f" {type(datamodule).__name__} and {sorted(stage.value for stage in given)} dataloaders."
+                f" {type(datamodule).__name__} and {sorted(stage.value for stage in dataloaders)} dataloaders."
             )
-        trainer.data.attach(module, given, datamodule)
+        trainer.data.attach(module, dataloaders, datamodule)
         if trainer.state.fn is TrainerFn.FITTING:
             trainer.eval_loops[RunningStage.VALIDATING].loaders = None  # drop those of an earlier `validate`
         self._connector.select(ckpt_path, model_given=model is not None, weights=weights)
@@ -166,7 +166,7 @@ class Run:
         arguments.
         """
         trainer = self._trainer
-        # set them again, because a module and a datamodule are pickled without their trainer
+        # set the references again, because a module and a datamodule are pickled without their trainer
         module.trainer = trainer
         if trainer.datamodule is not None:
             trainer.datamodule.trainer = trainer
@@ -181,8 +181,9 @@ class Run:
             _ = trainer.fit_loop.done  # logs the reason for the end of the fit
             if 0 < steps == trainer.global_step and trainer.is_global_zero:
                 advice.info(
-                    f"Nothing to do: the run has already trained {steps} optimizer steps, to its end. To train longer,"
-                    " set a larger max_epochs (or max_steps); for the same Trainer, set trainer.fit_loop.max_epochs."
+                    f"Nothing to do: the run has already trained {steps} optimizer steps and is complete. To train"
+                    " longer, pass a larger max_epochs (or max_steps) to a new Trainer, or set"
+                    " trainer.fit_loop.max_epochs of this one."
                 )
             if problem := reason_without_updates(trainer):
                 rank_zero_info(problem)  # not a warning, because a test of one step is legitimate
@@ -238,7 +239,7 @@ class Run:
         # after the setup, which may replace modules (sync_batchnorm)
         self.session.enter_context(engine.precision.session(module, engine.device))
         engine.precision.check_optimizers(engine.optimizers)
-        if trainer.prefetch_batches and engine.device.type == "cuda":  # others have no separate stream for copies
+        if trainer.prefetch_batches and engine.device.type == "cuda":  # other devices have no streams for copies
             trainer.data.prefetching = Prefetching(engine.device)
         preparation = self.preparation = Preparation(trainer)
         if fitting:
@@ -262,11 +263,11 @@ class Run:
         trainer, engine = self._trainer, self._trainer.engine
         if engine.world_size == 1 or not torch.distributed.is_initialized():
             return None
-        loops = [one.progress for one in set(trainer.eval_loops.values())]
+        evaluations = [loop.progress for loop in set(trainer.eval_loops.values())]
         watch = StallWatch(
             (engine.global_rank, engine.world_size),
             engine.timeout,
-            lambda: (trainer.progress.batches_started, trainer.progress.batches, *(one.batches for one in loops)),
+            lambda: (trainer.progress.batches_started, trainer.progress.batches, *(e.batches for e in evaluations)),
             lambda frames: diagnosis.whereabouts(frames, trainer),
             self._folder,
         )
@@ -295,7 +296,7 @@ class Run:
         """Run a few validation batches before training, to find an error in the validation early."""
         trainer = self._trainer
         state, loop = trainer.state, trainer.eval_loops[RunningStage.SANITY_CHECKING]
-        # as in Lightning, a run with max_steps skips it if it resumes, also at the end of an epoch
+        # as in Lightning: skipped by a run that resumes inside an epoch, or anywhere if max_steps is set
         resumes = trainer.ckpt_path is not None and (trainer.progress.batches_this_epoch or trainer.max_steps != -1)
         if not trainer.enable_validation or not trainer.num_sanity_val_steps or resumes:
             return
@@ -317,8 +318,8 @@ class Run:
         if trainer.detect_anomaly and not trainer.scaler.is_enabled():  # with loss scaling, AnomalyDetection does this
             self.session.enter_context(torch.autograd.set_detect_anomaly(True))
         resume = None if self.process_state is None else self._restore_process
-        begins = trainer.ckpt_path is None and not trainer.loop.limits.ends_fit()
-        if begins and trainer.resume == "auto" and trainer.engine.may_change_world_size:
+        starts_training = trainer.ckpt_path is None and not trainer.loop.limits.ends_fit()
+        if starts_training and trainer.resume == "auto" and trainer.engine.may_change_world_size:
             resume = self._save_start
         preparation.fit(validate=self._validate if trainer.enable_validation else None, resume=resume)
         overridden = preparation.hooks.override_of("optimizer_step") is not None
@@ -354,7 +355,10 @@ class Run:
         return not all(map(loop.gradients.are_used, loop.optimizers))
 
     def _save_start(self) -> None:
-        """Write a checkpoint before an elastic job trains, so that a restart on other nodes knows the update size."""
+        """Write a checkpoint before an elastic job trains.
+
+        It stores the number of samples per optimizer step, for a restart with another number of processes.
+        """
         if (folder := model_checkpoints.first_folder(self._trainer)) is not None:
             self._trainer.save_checkpoint(f"{folder}/{START}")
 
@@ -399,8 +403,8 @@ class Run:
         if trainer.state.fn is TrainerFn.PREDICTING:
             loop = trainer.eval_loops[RunningStage.PREDICTING]
             loop.predictions = move_data_to_device(loop.predictions, torch.device("cpu"))
-        if (metrics := trainer.active_metrics) is not None:  # a batch has raised, possibly only in this process
-            with suppress(ConfigurationError):  # the metrics may have raised
+        if (metrics := trainer.active_metrics) is not None:  # a batch raised an error, possibly only in this process
+            with suppress(ConfigurationError):  # the metrics may be the cause of the error
                 trainer.published.take(metrics.current(on_step=True))
             metrics.end_batch()  # frees the batch
         if trainer.data.prefetching is not None:

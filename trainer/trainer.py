@@ -1,7 +1,7 @@
 """The Trainer: arguments, components and public methods.
 
-The order of a run is in ``trainer/run.py``. From ``fit`` to a module's ``training_step`` there are four functions:
-``Trainer.fit``, ``Run.__call__``, ``FitLoop.run``, ``FitLoop.train_batch``.
+The order of a run is in ``trainer/run.py``. To follow a run from ``fit`` to a module's ``training_step``, read four
+functions: ``Trainer.fit``, ``Run.__call__``, ``FitLoop.run``, ``FitLoop.train_batch``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _ATTRIBUTES = (
     "num_sanity_val_steps", "reload_dataloaders_every_n_epochs", "enable_autolog_hparams", "resume", "exact_resume",
     "dataloader_timeout", "pad_evaluation", "prefetch_batches", "barebones", "inference_mode", "detect_anomaly",
 )  # fmt: skip
-"""The arguments that are attributes of the same name, with the values that `arguments.parse_limits` returns."""
+"""The arguments that become attributes of the same name, with the values that ``arguments.parse_limits`` returns."""
 
 
 class Trainer(TrainerBase):
@@ -73,9 +73,9 @@ class Trainer(TrainerBase):
 
     Args:
         precision: a name (``"32-true"``, ``"16-mixed"``, ``"bf16-mixed"``, ``"fp8-mixed"``, ``"16-true"``,
-            ``"bf16-true"``, ``"64-true"``, ``"auto"``, or an alias) or a ``trainer.precision.Precision``. Never changed
-            silently: an error is raised if the device does not support it, and the choice of ``"auto"`` is logged.
-            Default: None, for ``"32-true"``.
+            ``"bf16-true"``, ``"64-true"``, ``"auto"``, or an alias) or a ``trainer.precision.Precision``. The Trainer
+            never replaces it silently: it raises an error if the device does not support the precision, and logs the
+            choice of ``"auto"``. Default: None, for ``"32-true"``.
         accumulate_grad_batches: short for ``GradientAccumulation(batches)``; the last, short window of an epoch is
             averaged over its actual number of batches. Default: 1.
         gradient_clip_val, gradient_clip_algorithm: short for ``GradientClipping``. Default: None, no clipping.
@@ -88,8 +88,8 @@ class Trainer(TrainerBase):
             in the folders that this run writes checkpoints to, or starts from the beginning if there is none. Default:
             None.
         exact_resume: not in Lightning. Whether to refuse a resume that would not be exact, for example because the data
-            have changed or because the updates could not get the same samples on another number of processes. If False,
-            the run resumes as exactly as possible, with a warning. Default: True.
+            have changed, or because the optimizer steps would get other samples on another number of processes. If
+            False, the run resumes as exactly as possible, with a warning. Default: True.
         dataloader_timeout: not in Lightning. Seconds that the worker processes of a dataloader may take for a batch
             before a :class:`~trainer.errors.DataLoaderError` ends the run. 0 means no limit, the default of torch. A
             dataloader's own ``timeout`` takes precedence. Default: 1800.
@@ -102,10 +102,10 @@ class Trainer(TrainerBase):
             steps that draw their own batches. Default: 1.
 
     Attributes:
-        scaler: the loss scaler, the same one from construction to the end; disabled if the precision does not scale the
-            loss.
-        loaded_weights: the weights that ``fit(weights=...)`` has loaded. None before that, and after a fit without
-            them.
+        scaler: the loss scaler. The object stays the same for the Trainer's lifetime, and is disabled if the precision
+            does not scale the loss.
+        loaded_weights: the weights that the last ``fit(weights=...)`` loaded. None before the first fit, and after a
+            fit without ``weights``.
 
     Raises:
         ConfigurationError: if an argument is out of range or given twice, or if arguments exclude each other.
@@ -217,15 +217,15 @@ class Trainer(TrainerBase):
         self.recorder.loggers = defaults.build_loggers(
             given["logger"], self._default_root_dir, fast_dev_run=bool(fast_dev_run)
         )
-        own = callback_order.find_callback(self.callbacks, GradientAccumulation)
-        accumulation = own or GradientAccumulation(accumulate_grad_batches or 1)
+        accumulation = callback_order.find_callback(self.callbacks, GradientAccumulation)
+        accumulation = accumulation or GradientAccumulation(accumulate_grad_batches or 1)
         shared: dict[str, Any] = {
             "engine": self.engine,
             "precision": plugin,
             "published": self.published,
             "recorder": self.recorder,
         }
-        evaluates: dict[str, Any] = {"fit_progress": self.progress, "counts_once": not self.pad_evaluation}
+        evaluation: dict[str, Any] = {"fit_progress": self.progress, "counts_once": not self.pad_evaluation}
         self.loop = FitLoop(
             **shared,
             window=AccumulationWindow(accumulation.batches_in(0), accumulation.straddles_epochs),
@@ -245,12 +245,12 @@ class Trainer(TrainerBase):
         )
         self.engine.refuse(self.callbacks)
         self.engine.check_accumulation(max(callback_order.accumulation_schedule(self).values()))
-        validation = EvalLoop("validation", **shared, **evaluates)
+        validation = EvalLoop("validation", **shared, **evaluation)
         self.eval_loops = {
             RunningStage.SANITY_CHECKING: validation,
             RunningStage.VALIDATING: validation,
-            RunningStage.TESTING: EvalLoop("test", **shared, **evaluates),
-            RunningStage.PREDICTING: EvalLoop("predict", **shared, **evaluates),
+            RunningStage.TESTING: EvalLoop("test", **shared, **evaluation),
+            RunningStage.PREDICTING: EvalLoop("predict", **shared, **evaluation),
         }
         self.fit_loop = FitLoopView(self)
         self.validate_loop = EvalLoopView(self, RunningStage.VALIDATING, TrainerFn.VALIDATING)
@@ -275,7 +275,7 @@ class Trainer(TrainerBase):
         weights_only: bool | None = None,
         weights: str | Path | None = None,
     ) -> None:
-        """Train.
+        """Train a module.
 
         Args:
             model: the module.
@@ -285,11 +285,13 @@ class Trainer(TrainerBase):
             datamodule: a LightningDataModule, instead of dataloaders. Default: None.
             ckpt_path: resume from this checkpoint: a path or URL, ``"best"``, ``"last"`` or ``"hpc"``. Default: None.
             weights_only: False to load a checkpoint that holds more than tensors and plain containers. This can execute
-                arbitrary code, so use it only for files that you trust. Objects among the hyperparameters need it only
-                if the module's ``on_load_checkpoint`` uses them; otherwise they are skipped. Default: None, like True.
+                arbitrary code, so use it only for files that you trust. Hyperparameters that are objects are skipped
+                without an error, except if the module's ``on_load_checkpoint`` uses them: then pass False. Default:
+                None, like True.
             weights: not in Lightning. Start with the weights of another run: its folder, a checkpoint, a state dict, or
                 a safetensors file, loaded after ``configure_model`` as by :func:`trainer.load_weights`. Ignored if the
-                run resumes from its own checkpoint with ``resume="auto"``. Excludes ``ckpt_path``. Default: None.
+                run resumes from its own checkpoint with ``resume="auto"``. Cannot be combined with ``ckpt_path``.
+                Default: None.
         """
         given = {RunningStage.TRAINING: train_dataloaders, RunningStage.VALIDATING: val_dataloaders}
         self.should_stop = False
@@ -343,8 +345,8 @@ class Trainer(TrainerBase):
         if return_predictions and not self.engine.runs_here:
             raise ConfigurationError(
                 "`return_predictions` should be set to `False` when using the strategies that spawn or fork. Got"
-                f" return_predictions={return_predictions} with {type(self.strategy).__name__}: write them to files,"
-                " by a BasePredictionWriter, or use strategy='ddp'."
+                f" return_predictions={return_predictions} with {type(self.strategy).__name__}. Write the predictions"
+                " to files with a BasePredictionWriter, or use strategy='ddp'."
             )
         loop = self.eval_loops[RunningStage.PREDICTING]
         keep = return_predictions is not False
@@ -363,7 +365,7 @@ class Trainer(TrainerBase):
 
         Args:
             filepath: a path or a URL.
-            weights_only: whether to leave out the state that only resuming needs. Default: None, for False.
+            weights_only: whether to leave out the state that only a resume needs. Default: None, for False.
             storage_options: passed to the checkpoint IO plugin. Default: None.
 
         Raises:
@@ -463,8 +465,8 @@ class Trainer(TrainerBase):
     def gradient_clip_algorithm(self) -> GradClipAlgorithmType | None:
         """``"norm"`` or ``"value"``; None, the default, means ``"norm"``. Can be set between two runs."""
         clipping = callback_order.find_callback(self.callbacks, GradientClipping)
-        is_ours = clipping is None or self._gradient_clip_val is not None
-        algorithm = self._gradient_clip_algorithm if is_ours else clipping.algorithm
+        is_from_argument = clipping is None or self._gradient_clip_val is not None
+        algorithm = self._gradient_clip_algorithm if is_from_argument else clipping.algorithm
         return GradClipAlgorithmType(algorithm.lower()) if algorithm else None
 
     @gradient_clip_algorithm.setter

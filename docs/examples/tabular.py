@@ -1,4 +1,4 @@
-"""Benign or malignant? A small network on a table that comes with scikit-learn, in mixed precision."""
+"""Classify tumors as benign or malignant in mixed precision. The data comes with scikit-learn."""
 
 import lightning as L
 import torch

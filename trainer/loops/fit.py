@@ -35,9 +35,9 @@ class FitLoop:
 
     Args:
         engine: devices, processes, and all operations on gradients.
-        precision: the autocast context of a forward.
+        precision: provides the autocast context of forward passes.
         window: determines the batches between two optimizer steps.
-        progress: the counters.
+        progress: counts epochs, batches, optimizer steps and skipped steps.
         published: the metrics that callbacks and progress bars read.
         recorder: sends metrics to the loggers.
         limits: the conditions for stopping, validation and logging.
@@ -69,19 +69,20 @@ class FitLoop:
         self.stepped: list[Optimizer] = []
         # True while a closure or a manual training step runs: the scale is updated once, at its end
         self.freezes_scale = False
-        self.unresolved: tuple[int, ...] = ()  # optimizers (indices) whose last step has no known outcome yet
-        self.skipped: tuple[Optimizer, ...] = ()
+        self.unresolved: tuple[int, ...] = ()  # indices of the optimizers of an update without a known outcome
+        self.skipped: tuple[Optimizer, ...] = ()  # the optimizers that skipped the last update
         self.has_updated = self.skips_epoch = self.validates_this_epoch = False
         # the objects of one run
         self.hooks: Hooks = NO_HOOKS
         self.batches = TrainingBatches(None)
-        self.optimizers: list[Optimizer] = []  # bare torch optimizers; a live list
+        self.optimizers: list[Optimizer] = []  # the engine's own list, without Lightning's wrappers
         self.schedules = Schedules([], identity, dict)
         self.validate: Callable[[], None] | None = None
         self.resume: Callable[[], None] | None = None
         self.follow_changes: Callable[[], Any] = identity
         self.build_path: Callable[[], TrainingPath] = identity
-        self.path = self.base_path = NO_PATH  # the path of a batch, with and without wrappers
+        # the functions that a batch passes through, with and without wrappers
+        self.path = self.base_path = NO_PATH
         self.wrappers: tuple[TrainingWrapper, ...] = ()
 
     def prepare(
@@ -101,7 +102,7 @@ class FitLoop:
             hooks: the hooks of callbacks and of the module.
             batches: the training data.
             schedules: the learning-rate schedules.
-            build_path: builds the path of a batch, now and after the optimizers are replaced.
+            build_path: builds the functions that a batch passes through. Called now and if optimizers are replaced.
             follow_changes: called between epochs to register changed callbacks and hooks. Default: a no-op.
             validate: runs one validation. Default: None, no validation.
             resume: called after ``on_train_start`` to restore the state of a checkpoint or to write the first one.
@@ -125,8 +126,8 @@ class FitLoop:
         """
         self.has_updated = has_updated
         if outcome is not None:
-            self.outcome, number = outcome, len(self.optimizers)
-            self.skipped = tuple(self.optimizers[i] for i in outcome.skipped_optimizers if i < number)
+            self.outcome, count = outcome, len(self.optimizers)
+            self.skipped = tuple(self.optimizers[i] for i in outcome.skipped_optimizers if i < count)
 
     # --- the path of a batch --------------------------------------------------------------------------------
 
@@ -207,7 +208,7 @@ class FitLoop:
     def end_data_early(self) -> None:
         """Finish the last batch of an epoch if the dataloaders yielded fewer batches than their length.
 
-        When ``on_train_batch_end`` of this batch ran, the loop expected another batch.
+        The hooks of this batch have already run as if another batch followed.
         """
         progress = self.progress
         progress.is_last_batch, progress.is_followed_up, self.skips_epoch = True, False, False
@@ -282,7 +283,7 @@ class FitLoop:
             path.update_weights()
         elif window.is_last and (batch is not None or self.engine.data_parallel_size > 1):
             self.progress.optimizer_steps += len(self.optimizers)  # an attempt, although no process had a loss
-            outputs = outputs and {}  # a loss with a weight of 0, which was read late, does not count
+            outputs = outputs and {}  # without the loss: its weight, which was read after the backward pass, is 0
         self.end_batch(outputs, batch, batch_idx)
 
     def forward_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
@@ -305,7 +306,7 @@ class FitLoop:
         return output
 
     def start_batch(self, batch: Any, batch_idx: int, is_last: bool) -> Any:
-        """Count the batch, move it to the device, and run the hooks before it. Return the batch on the device."""
+        """Move the batch to the device, count it, and run ``on_train_batch_start``. Return the batch on the device."""
         batch = self.path.transfer(batch)
         self.progress.begin_batch(batch_idx, is_last)
         self.has_updated = False
@@ -348,17 +349,18 @@ class FitLoop:
 
         Args:
             output: the return value of ``training_step``.
-            may_read_late: whether a weight on the device may be read later, in ``window.close``. Default: False.
+            may_read_late: whether ``window.close`` may read the batch's weight in the mean if it is on the device, so
+                that the host does not wait here. Default: False.
         """
         window = self.window
         loss, weight = loss_in(output, reads_weight=False)
-        if loss is not None and isinstance(weight, Tensor):  # the weight is on a device
+        if loss is not None and isinstance(weight, Tensor):  # on a device
             if may_read_late and window.may_read_late(self.engine):
                 return window.share_late(loss, weight)
             loss, weight = loss_in(output)  # a host-device synchronization
         if window.batch_weight == 0 and self.engine.supports_uneven_inputs:
             loss = None
-        elif window.batch_weight == 0:  # DeepSpeed needs a backward pass on all ranks, so this one adds zeros
+        elif window.batch_weight == 0:  # DeepSpeed needs a backward pass on all ranks; this rank adds zeros
             weight = 0.0
         if loss is None:
             self.gradients.forward_without_loss(has_run=output is not NOTHING)
@@ -416,7 +418,7 @@ class FitLoop:
             self.progress.closing = False
 
     def validation_is_due(self) -> bool:
-        """Return whether a validation follows the current batch. Callbacks that need its metrics save after it."""
+        """Return whether a validation follows the current batch. Checkpoints of its metrics are saved after it."""
         progress = self.progress
         validates = self.validates_this_epoch and not progress.has_validated
         return validates and (progress.owes_validation or self.limits.validation_is_due())
@@ -474,8 +476,9 @@ class FitLoop:
         if not self.stepped or self.freezes_scale:
             return
         stepped, self.stepped = self.stepped, []
-        indices = tuple(i for i, one in enumerate(self.optimizers) if any(one is other for other in stepped))
-        self.finish_update(indices, [one for one in self.optimizers if not self.gradients.are_used(one)])
+        ids = {id(optimizer) for optimizer in stepped}
+        indices = tuple(i for i, optimizer in enumerate(self.optimizers) if id(optimizer) in ids)
+        self.finish_update(indices, [o for o in self.optimizers if not self.gradients.are_used(o)])
 
     def resolve_if_due(self) -> None:
         """Resolve the outcome at the end of a batch if the epoch's metrics or the loggers need it."""
@@ -485,8 +488,8 @@ class FitLoop:
     def resolve_outcome(self) -> None:
         """Read the outcome of the last weight update if it was not read yet, and call the hooks that need it.
 
-        All code that reads or saves the state of a run calls this first. It also finishes steps that the module took in
-        a hook.
+        All code that reads or saves the state of a run calls this first. It also finishes the steps that the module
+        made in a hook.
 
         A fused optimizer decides on the device whether to skip the step. Therefore the outcome is read as late as
         possible: before the next update, or when it is needed. By then, the device has usually computed it.
@@ -541,7 +544,7 @@ class FitLoop:
     def close_window_early(self) -> None:
         """Update the weights with the batches of an open window, because no other batch follows.
 
-        The window is discarded if the engine needs a loss on all ranks (DeepSpeed), unless there is only one.
+        The window is discarded if the engine needs a loss on all of several ranks (DeepSpeed).
         """
         window, engine = self.window, self.engine
         if window.is_open and (engine.data_parallel_size == 1 or engine.supports_uneven_inputs):
