@@ -54,10 +54,10 @@ _ROWS = ("metrics.csv", "*/metrics.csv", "lightning_logs/*/metrics.csv")
 
 
 class Fact(Generic[Value]):
-    """The entry of ``run.json`` with the attribute's name, or None.
+    """The entry of ``run.json`` with the attribute's name.
 
     Args:
-        kind: converts the entry.
+        kind: converts the entry; gets None if there is none.
     """
 
     def __init__(self, kind: Callable[[Any], Value]) -> None:
@@ -66,9 +66,16 @@ class Fact(Generic[Value]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, record: RunRecord, owner: type) -> Value | None:
-        fact = record.facts.get(self._name)
-        return None if fact is None else self._kind(fact)
+    def __get__(self, record: RunRecord, owner: type) -> Value:
+        return self._kind(record.facts.get(self._name))
+
+
+def _optional(kind: Callable[[Any], Value]) -> Fact[Value | None]:
+    return Fact(lambda value: None if value is None else kind(value))
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 class Reached(NamedTuple):
@@ -116,26 +123,38 @@ class RunRecord:
         train_seconds: time of training without validations, in seconds.
         samples_per_step: number of samples per optimizer step over all processes, from the first batch of an epoch.
         best_score: monitored metric at the best checkpoint.
+        environment: the result of `trainer.record.provenance`.
+        paths: the files and folders that the run has written.
+        gpu: ``capability`` and ``tf32`` of the GPU; empty on another device.
+        throughput: measurements of the callback Throughput; empty without it.
+        curves: series of the recorder by name.
+        compile: the modules that the callback Compile has compiled; empty without it.
     """
 
-    recipe = Fact(str)
-    module = Fact(str)
-    precision = Fact(str)
-    devices = Fact(str)
-    sharding = Fact(str)
-    prefetching = Fact(str)
-    seed = Fact(str)
-    job = Fact(int)
-    error = Fact(str)
-    epochs = Fact(int)
-    steps = Fact(int)
-    skipped_steps = Fact(int)
-    nonfinite_losses = Fact(int)
-    scale = Fact(float)
-    seconds = Fact(float)
-    train_seconds = Fact(float)
-    samples_per_step = Fact(int)
-    best_score = Fact(float)
+    recipe = _optional(str)
+    module = _optional(str)
+    precision = _optional(str)
+    devices = _optional(str)
+    sharding = _optional(str)
+    prefetching = _optional(str)
+    seed = _optional(str)
+    job = _optional(int)
+    error = _optional(str)
+    epochs = _optional(int)
+    steps = _optional(int)
+    skipped_steps = _optional(int)
+    nonfinite_losses = _optional(int)
+    scale = _optional(float)
+    seconds = _optional(float)
+    train_seconds = _optional(float)
+    samples_per_step = _optional(int)
+    best_score = _optional(float)
+    environment = Fact(_mapping)
+    paths = Fact(_mapping)
+    gpu = Fact(_mapping)
+    throughput = Fact(_mapping)
+    compile = Fact(_mapping)
+    curves = Fact(_mapping)
 
     def __init__(self, facts: dict[str, Any], folder: Path | None, now: float | None = None) -> None:
         self.facts = facts
@@ -205,34 +224,9 @@ class RunRecord:
         return [str(name) for name in names] if isinstance(names, list) else None
 
     @property
-    def environment(self) -> Mapping[str, Any]:
-        """The result of `trainer.record.provenance`."""
-        return self._mapping("environment")
-
-    @property
-    def paths(self) -> Mapping[str, Any]:
-        """The files and folders that the run has written."""
-        return self._mapping("paths")
-
-    @property
-    def gpu(self) -> Mapping[str, Any]:
-        """``capability`` and ``tf32`` of the GPU; empty on another device."""
-        return self._mapping("gpu")
-
-    @property
-    def throughput(self) -> Mapping[str, Any]:
-        """The measurements of the callback Throughput; empty without it."""
-        return self._mapping("throughput")
-
-    @property
-    def compile(self) -> Mapping[str, Any]:
-        """The modules that the callback Compile has compiled; empty without it."""
-        return self._mapping("compile")
-
-    @property
     def metrics(self) -> dict[str, float]:
         """The last value of each metric."""
-        found = self._mapping("metrics").items()
+        found = _mapping(self.facts.get("metrics")).items()
         return {str(name): float(value) for name, value in found if isinstance(value, int | float)}
 
     @property
@@ -267,12 +261,12 @@ class RunRecord:
     @property
     def peak_memory(self) -> int | None:
         """Peak memory in bytes: of the tensors on a GPU, otherwise of the process."""
-        return next((int(size) for size in self._mapping("peak_memory").values()), None)
+        return next((int(size) for size in _mapping(self.facts.get("peak_memory")).values()), None)
 
     @property
     def memory_is_the_gpus(self) -> bool:
         """Whether `peak_memory` is that of a GPU, instead of the process."""
-        return "gpu" in self._mapping("peak_memory")
+        return "gpu" in _mapping(self.facts.get("peak_memory"))
 
     @property
     def objective(self) -> tuple[str, str] | None:
@@ -370,18 +364,28 @@ class RunRecord:
     @property
     def losses(self) -> Curve:
         """The training loss per batch, as returned by ``training_step``."""
-        return self._curve("losses")
-
-    @property
-    def scales(self) -> Curve:
-        """The loss scale at each change; no points without loss scaling."""
-        found = self._curve("scales")
-        return found if self.scale is not None or set(found.values) != {1.0} else Curve()
+        return Curve.of(self.curves.get("losses"))
 
     @property
     def skipped(self) -> Curve:
         """The number of skipped steps so far, at each skipped step."""
-        return self._curve("skipped")
+        return Curve.of(self.curves.get("skipped"))
+
+    @property
+    def elapsed(self) -> Curve:
+        """Seconds of training so far."""
+        return Curve.of(self.curves.get("seconds"))
+
+    @property
+    def memory(self) -> Curve:
+        """Memory in bytes: reserved by torch on a GPU, otherwise of the process."""
+        return Curve.of(self.curves.get("memory"))
+
+    @property
+    def scales(self) -> Curve:
+        """The loss scale at each change; no points without loss scaling."""
+        found = Curve.of(self.curves.get("scales"))
+        return found if self.scale is not None or set(found.values) != {1.0} else Curve()
 
     @property
     def scales_to_the_end(self) -> Curve:
@@ -401,19 +405,9 @@ class RunRecord:
         return Curve([step for step, _ in found], [scale for _, scale in found])
 
     @property
-    def elapsed(self) -> Curve:
-        """Seconds of training so far."""
-        return self._curve("seconds")
-
-    @property
-    def memory(self) -> Curve:
-        """Memory in bytes: reserved by torch on a GPU, otherwise of the process."""
-        return self._curve("memory")
-
-    @property
     def stages(self) -> dict[str, dict[str, Curve]]:
         """The metrics of epochs and validations, by stage ("train" or "val") and name."""
-        stages = self._mapping("curves").get("metrics")
+        stages = self.curves.get("metrics")
         found = stages.items() if isinstance(stages, Mapping) else ()
         return {
             str(stage): {str(name): Curve.of(series) for name, series in metrics.items()}
@@ -449,17 +443,10 @@ class RunRecord:
         except Exception:  # an incomplete file can raise many errors
             return None
 
-    def _mapping(self, name: str) -> Mapping[str, Any]:
-        value = self.facts.get(name)
-        return value if isinstance(value, Mapping) else {}
-
     def _goal(self, name: str) -> tuple[str, str] | None:
-        goal = self._mapping(name)
+        goal = _mapping(self.facts.get(name))
         metric = goal.get("metric")
         return (metric, "max" if goal.get("mode") == "max" else "min") if isinstance(metric, str) else None
-
-    def _curve(self, name: str) -> Curve:
-        return Curve.of(self._mapping("curves").get(name))
 
     def _is_alive(self) -> bool | None:
         """Return whether the process of the run exists, or None if that cannot be determined."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -66,11 +65,6 @@ class Browser:
     def value(self, expression: str) -> Any:
         """Return the value of an expression on the page."""
         return self.send("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
-
-    def picture(self, file: Path) -> None:
-        """The whole page."""
-        shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        file.write_bytes(base64.b64decode(shot["data"]))
 
     @property
     def complaints(self) -> list[str]:

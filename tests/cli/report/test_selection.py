@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
 from trainer.cli import main
-from trainer.cli.report import selection
+from trainer.cli.arguments import UsageError
+from trainer.cli.report.selection import chosen
 
 
 def error_of(capsys, *words) -> str:
@@ -16,99 +18,65 @@ def error_of(capsys, *words) -> str:
     return capsys.readouterr().err
 
 
-def test_newest_run_by_default(make_run, capsys):
-    old, new = (
-        make_run("outputs/a/1"),
-        make_run("multirun/b/2/0", record={"status": "completed", "job": 0, "overrides": []}),
-    )
-    for file in old.rglob("*.*"):
-        os.utime(file, (1e9, 1e9))
+def changed_at(moment: float, folder: Path) -> None:
+    for file in folder.rglob("*"):
+        os.utime(file, (moment, moment))
+
+
+def test_newest_fit_or_sweep_by_default(make_run):
+    old, test = make_run("outputs/a/1"), make_run("outputs/a/2", record={"status": "completed", "command": "test"})
+    jobs = [make_run(f"multirun/b/2/{n}", record={"status": "completed", "job": n}) for n in (0, 1)]
+    changed_at(1000, old)
+    changed_at(3000, test)
+    changed_at(2000, jobs[0].parent)
+    sweep = chosen([])
+    assert (sweep.kind, sweep.folder, list(sweep.runs)) == ("sweep", Path("multirun/b/2"), jobs)
+    shutil.rmtree("multirun")
+    assert (chosen([]).kind, chosen([]).folder) == ("run", old)
+    assert chosen(["outputs/a"]).runs == [old, test]
+    shutil.rmtree(old)
+    assert chosen([]).folder == chosen(["outputs"]).folder == test
+
+
+def test_newest_run_is_printed(make_run, capsys):
+    folder = make_run(record={"status": "completed"}, files={"csv/metrics.csv": None})
     assert main(["report"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"The newest run is {new.parent}",
-        f"The report is {new.parent / 'report.html'}",
+        f"The newest run is {folder}",
+        f"The report is {folder / 'report.html'}",
     ]
 
 
-def test_no_run_in_the_folder(tmp_path, monkeypatch, capsys):
+def test_mistakes(make_run, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "there is no run in outputs/, multirun/" in error_of(capsys)
-
-
-def test_no_such_folder(make_run, capsys):
-    make_run("outputs/a/1")
-    error = error_of(capsys, "outputs/a/2")
-    assert error.startswith("trainer: There is no folder outputs/a/2. There are:\n  python")
-    assert f"python -m trainer report {os.path.join('outputs', 'a', '1')}" in error
-
-
-def test_folder_without_a_run(make_run, capsys, tmp_path):
-    make_run("outputs/a/1")
+    folder = make_run("outputs/a/1")
     (tmp_path / "empty").mkdir()
+    others = f" There are:\n  python -m trainer report {folder}\n"
+    assert error_of(capsys, "outputs/a/2") == f"trainer: There is no folder outputs/a/2.{others}"
     error = error_of(capsys, "empty")
     assert "empty is not the folder of a run or a sweep: the folder of a run contains run.json" in error
-    assert os.path.join("outputs", "a", "1") in error
-
-
-def test_file(make_run, capsys):
-    folder = make_run()
-    error = error_of(capsys, str(folder / "run.json"))
-    assert f"is a file, expected the folder of a run. There are:\n  python -m trainer report {folder}\n" in error
-
-
-def test_only_run_below(make_run, capsys):
-    folder = make_run("outputs/a/1")
-    assert main(["report", "outputs"]) == 0
-    assert (folder / "report.html").is_file()
-
-
-def test_newest_fit_has_precedence_over_a_later_test(make_run):
-    fit, other = make_run("outputs/a/1"), make_run("outputs/a/2", record={"status": "completed", "command": "test"})
-    for folder, moment in ((fit, 1000), (other, 2000)):
-        for file in folder.rglob("*"):
-            os.utime(file, (moment, moment))
-    assert selection.chosen([]).folder == fit
-    shutil.rmtree(fit)
-    assert selection.chosen([]).folder == other
-
-
-def test_sweep_is_one_thing(make_run):
-    for job in (0, 1):
-        make_run(f"multirun/a/1/{job}", record={"status": "completed", "job": job, "overrides": []})
-    (sweep,) = selection.below(selection.Path("multirun"))
-    assert sweep == selection.Path("multirun/a/1")
-    assert [job.name for job in selection.jobs_of(sweep)] == ["0", "1"]
-
-
-def test_page_overwrites_nothing_else(make_run, capsys):
-    folder = make_run()
-    assert "expected a name that ends in .html" in error_of(capsys, str(folder), "page.txt")
+    assert error.endswith(others)
+    assert f"is a file, expected the folder of a run.{others}" in error_of(capsys, str(folder / "run.json"))
     (folder.parent / "page.html").mkdir()
-    assert "expected a name that ends in .html" in error_of(capsys, str(folder), str(folder.parent / "page.html"))
-
-
-def test_folder_that_cannot_be_written(make_run, capsys):
-    folder = make_run()
-    (folder / "report.html").mkdir()
-    assert "expected a name that ends in .html" in error_of(capsys, str(folder))
+    for page in ("page.txt", str(folder.parent / "page.html")):  # overwrites nothing else
+        assert "expected a name that ends in .html" in error_of(capsys, str(folder), page)
     assert "Cannot write" in error_of(capsys, str(folder), str(folder / "run.json" / "page.html"))
+    assert "after the name of the page, two.html, expected" in error_of(capsys, "one", "two.html", "three")
 
 
-def test_too_many_words(make_run, capsys):
-    assert "'three'" in error_of(capsys, "one", "two.html", "three")
-
-
-@pytest.mark.parametrize("name", ["result.json", "curves.json", "environment.json"])
-def test_folder_of_an_older_version(make_run, capsys, name):
-    folder = make_run(files={"run.json": None, name: "{}"})
+def test_runs_of_an_older_version(make_run, capsys):
+    folder = make_run(files={"run.json": None, "curves.json": "{}"})
     for words in ([], [str(folder)], ["outputs"]):
         error = error_of(capsys, *words)
-        assert f"was written by an older version (it has {name}, expected run.json)" in error
+        assert "was written by an older version (it has curves.json, expected run.json)" in error
         assert "Start the run again" in error
         assert error.count("\n") == 1
-
-
-def test_sweep_of_an_older_version(make_run, capsys):
     job = make_run("multirun/a/1/0", files={"run.json": None, "result.json": "{}"})
     (job.parent / "multirun.yaml").touch()
-    assert "was written by an older version" in error_of(capsys, str(job.parent))
+    with pytest.raises(UsageError, match="was written by an older version"):
+        chosen([str(job.parent)])
+    new = make_run("multirun/a/1/1", record={"job": 1})
+    sweep = chosen([str(job.parent)])
+    assert (sweep.kind, list(sweep.runs)) == ("sweep", [new])
+    assert "older version" in sweep.left_out[0]

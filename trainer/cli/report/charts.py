@@ -244,13 +244,10 @@ def _mixed_precision(run: RunRecord, rows: dict[str, Curve]) -> tuple[list[Chart
                 ]
             charts.append(Chart(title, lines, "linear", note=note))
     if not charts and run.command == "fit" and run.rows:
-        callbacks = run.config.get("callbacks")
-        monitor = callbacks.get("scale_monitor") if isinstance(callbacks, dict) else None
-        if isinstance(monitor, dict) and "_target_" in monitor:
-            why = "the run was too short (trainer.log_every_n_steps, callbacks.scale_monitor.every_n_steps)"
-        else:
-            why = "add ScaleMonitor, which is in callbacks=default"
-        notes.append(f"Loss scale and gradients were not logged: {why}.")
+        notes.append(
+            "Loss scale and gradients were not logged. ScaleMonitor, which is in callbacks=default, logs them every"
+            " callbacks.scale_monitor.every_n_steps steps."
+        )
     return charts, notes
 
 
@@ -291,22 +288,10 @@ def speed(run: RunRecord) -> Curve:
 
 def _without_rows(run: RunRecord) -> str:
     """Return a sentence about the missing metrics.csv."""
-    contents = "learning rate, gradient norm, underflow and all values that the module logs"
-    if run.status == "running":
-        return f"There is no metrics.csv yet: it is written every 100 steps and after each epoch. It has {contents}."
     if run.command != "fit":
         return f"There are no curves for the command {run.command}."
-    chosen = run.config.get("logger")
-    names = sorted(chosen) if isinstance(chosen, dict) else []
-    if chosen is not None and not names:
-        return f"The run had no logger (logger=none). The default logger writes {contents}."
-    if "csv" in names:
-        every = (run.config.get("trainer") or {}).get("log_every_n_steps")
-        if run.completed and isinstance(every, int) and (run.step or 0) < every:
-            return (
-                f"There is no metrics.csv: rows are written every {every} steps (trainer.log_every_n_steps), and the"
-                f" run had {run.step}. Rows have {contents}."
-            )
-        return f"There is no metrics.csv: the run ended before its first rows were written. Rows have {contents}."
-    by = f" only by {' and '.join(names)}" if names else ""
-    return f"There is no metrics.csv: the run was logged{by}. logger=csv and the default logger write {contents}."
+    yet = " yet" if run.status == "running" else ""
+    return (
+        f"There is no metrics.csv{yet}. logger=csv and the default logger write it, with a row every"
+        " trainer.log_every_n_steps steps: learning rate, gradient norm, underflow and all values that the module logs."
+    )

@@ -23,17 +23,9 @@ from trainer.cli.walk import walk
 from trainer.machine import readable
 from trainer.record.run_record import RunRecord, load_run
 from trainer.record.sweep import worth_showing
+from trainer.terminal import four_digits
 
 _TEMPLATE = Path(__file__).parent / "template"
-STATUS_LABELS = {
-    "completed": "Completed",
-    "running": "Running",
-    "interrupted": "Interrupted",
-    "failed": "Failed",
-    "killed": "Killed",
-    "pruned": "Pruned",
-    "unfinished": "Not finished",
-}
 _METRICS = 3
 
 
@@ -95,7 +87,6 @@ def render(template: str, out: Path, **context: Any) -> str:
         script=script,
         policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}';"
         " base-uri 'none'; form-action 'none'",
-        status_labels=STATUS_LABELS,
         now=time.time(),
         versions=versions().splitlines()[0],
         link=lambda file: _link(Path(file), out),
@@ -130,7 +121,7 @@ def tiles_of(run: RunRecord, goal: tuple[str, str] | None) -> list[Tile]:
     if run.samples_per_second is not None:
         mfu = run.throughput.get("mfu")
         note = "samples per second" if mfu is None else f"samples per second, MFU {mfu:.1%}"
-        tiles.append(Tile("Throughput", format_rate(run.samples_per_second), note))
+        tiles.append(Tile("Throughput", four_digits(run.samples_per_second), note))
     if run.peak_memory is not None:
         kind = "on the GPU" if run.memory_is_the_gpus else "of the process"
         tiles.append(Tile("Peak memory", readable(run.peak_memory), kind))
@@ -244,11 +235,6 @@ def _link(file: Path, out: Path) -> str:
     except ValueError:  # on another Windows drive
         return file.resolve().as_uri()
     return "./" + quote(Path(relative).as_posix())
-
-
-def format_rate(rate: float | None) -> str:
-    """Return a rate with four digits, or "-" if it is None."""
-    return "-" if rate is None else format_number(float(f"{rate:.4g}"))
 
 
 def _when(moment: float) -> str:

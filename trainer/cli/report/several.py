@@ -15,13 +15,11 @@ from trainer.cli.report.artifacts import diagnoses_of, figures_of
 from trainer.cli.report.charts import overlay, sections_of
 from trainer.cli.report.drawing import PALETTE, format_number
 from trainer.cli.report.page import (
-    STATUS_LABELS,
     Tile,
     draw_sections,
     environment_of,
     flat,
     format_duration,
-    format_rate,
     note_of,
     render,
     tiles_of,
@@ -30,6 +28,7 @@ from trainer.cli.report.selection import Chosen
 from trainer.machine import readable
 from trainer.record.run_record import ENDED_WELL, RunRecord, direction_of, load_run, read_json
 from trainer.record.sweep import Sweep, best_of, worth_showing
+from trainer.terminal import four_digits
 
 NOT_A_RUNS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Exceptions when reading files with contents that no run writes."""
@@ -102,7 +101,6 @@ def several_page(about: Chosen, out: Path) -> tuple[str, list[str]]:
     goal = sweep.goal if is_sweep else _goal(runs)
     winner = best_of([run for run in runs if run.completed or not is_sweep], goal) if len(runs) > 1 else None
     jobs, header = _jobs(sweep, is_sweep, winner, goal, comparison)
-    counts = {status: sum(run.status == status for run in runs) for status in STATUS_LABELS}
     names = list(dict.fromkeys(run.name for run in runs))
     settings, elsewhere = ([], []) if is_sweep else _differences(runs)
     text = render(
@@ -114,7 +112,7 @@ def several_page(about: Chosen, out: Path) -> tuple[str, list[str]]:
         noun="job" if is_sweep else "run",
         jobs=jobs,
         header=header,
-        counts=[(STATUS_LABELS[status], count, status) for status, count in counts.items() if count],
+        counts=Counter(run.status for run in runs),
         tiles=_tiles(runs, winner, goal, "Jobs" if is_sweep else "Runs"),
         common=sweep.common,
         differences=settings,
@@ -186,7 +184,7 @@ def _jobs(
             *((format_number(reached.value), at) if goal else ()),
             *(format_number(run.latest.get(name)) for name in metrics),
             "-" if run.duration is None else format_duration(run.duration),
-            format_rate(run.samples_per_second),
+            "-" if run.samples_per_second is None else four_digits(run.samples_per_second),
             "-" if run.peak_memory is None else readable(run.peak_memory),
             "-" if run.skipped_steps is None else f"{run.skipped_steps:,}",
         ]
