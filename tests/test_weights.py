@@ -97,7 +97,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.pt").touch()
     expected = [
         ("text.pt", UnsafeCheckpointError, "contains more than tensors and plain containers, or is damaged"),
-        ("numbers.pt", CheckpointError, "has no weights: it is a mapping of loss, epochs. Expected"),
+        ("numbers.pt", CheckpointError, "has no weights: it contains a mapping with the keys loss, epochs. Expected"),
         ("module.pt", UnsafeCheckpointError, "it asks for tests.test_weights.Small"),
         ("cut.pt", CheckpointError, "is damaged: it has no end"),
         ("cut.safetensors", CheckpointError, "cannot be read as a checkpoint; it may be cut short"),

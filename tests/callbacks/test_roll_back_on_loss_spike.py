@@ -183,7 +183,7 @@ def test_number_and_distance_of_roll_backs_are_configurable(tmp_path: Path) -> N
     callbacks = callbacks_of(tmp_path, 3, margin=3, max_rollbacks=1)
     with (
         pytest.warns(UserWarning, match=ROLLED_BACK),
-        pytest.raises(LossSpikeError, match=r"The loss of step 11 .* The run has gone back 1 times before"),
+        pytest.raises(LossSpikeError, match=r"The loss of step 11 .* already rolled back 1 times"),
     ):
         fit(tmp_path, Regression(), batches, [*callbacks, RunRecorder()])
     assert [(one["step"], one["to_step"]) for one in callbacks[0].rollbacks] == [(10, 6)]
@@ -205,7 +205,7 @@ def test_loss_that_is_not_finite_is_a_spike(tmp_path: Path) -> None:
 
 def test_run_without_an_earlier_checkpoint_continues(tmp_path: Path) -> None:
     module, batches = Regression(), make_batches(8, gains={6: 50.0})
-    with pytest.warns(UserWarning, match=ROLLED_BACK + ". There is no checkpoint from before, so"):
+    with pytest.warns(UserWarning, match=ROLLED_BACK + ".* The run continues without a rollback"):
         fit(tmp_path, module, batches, callbacks_of(tmp_path, 100))
     train_by_hand(net := make_net(), batches)
     assert_equal(module.net, net)

@@ -108,7 +108,7 @@ MISTAKES = [
         ["+recipe=line", "weights=first", "trainer._target_=lightning.Trainer"],
         "Got weights with trainer._target_=lightning.Trainer, expected trainer.Trainer.",
     ),
-    (["+recipe=line", "weights=numbers.pt"], "numbers.pt has no weights: it is a mapping of loss."),
+    (["+recipe=line", "weights=numbers.pt"], "numbers.pt has no weights: it contains a mapping with the keys loss."),
     (["+recipe=line", "weights=other.pt"], "No name in other.pt is one of the Line's. It has a; expected net."),
 ]
 

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class RollBackOnLossSpike(RunCallback):
-    """Rolls back to the last checkpoint if the loss of an update is a spike, and skips the batches since then.
+    """Roll back to the last checkpoint if the loss of an update is a spike, and skip the batches since then.
 
-    A spike is a loss of more than ``threshold`` times the median of the last ``window`` updates' losses, or one that is
-    not finite, unless the step is skipped because of it (:class:`~trainer.callbacks.NonFiniteGuard`, a loss scaler).
-    The loss of an update is the mean over its accumulation window and all processes.
+    A loss is a spike if it exceeds ``threshold`` times the median loss of the last ``window`` updates. A loss that is
+    not finite is also a spike, unless its step is skipped by :class:`~trainer.callbacks.NonFiniteGuard` or a loss
+    scaler. The loss of an update is the mean over its accumulation window and all processes.
 
     Weights, optimizers, schedules, the loss scale, random states and other callbacks are restored from the newest good
     checkpoint of this run's ModelCheckpoints before the spike, and the run continues with the next batch. This is
@@ -33,51 +33,53 @@ class RollBackOnLossSpike(RunCallback):
     the checkpoint; epochs and batches are not reset. PaLM was trained this way, by hand
     (https://arxiv.org/abs/2204.02311, section 5.1: about 100 steps back, and 200 to 500 batches skipped).
 
-    Loggers keep the rows of the undone steps, and get further rows of the same steps. A schedule that monitors a metric
-    ignores the validations between. If samples draw random numbers in the training process (``num_workers=0``), later
-    samples draw from the checkpoint's random state.
+    Loggers keep the rows of the undone steps, and add new rows with the same step numbers. A schedule that monitors a
+    metric ignores the validations between the checkpoint and the spike. If samples draw random numbers in the training
+    process (``num_workers=0``), later samples draw from the checkpoint's random state.
 
     Costs an addition for each batch and about 30 microseconds on the host for each update; with several processes, also
-    a collective of two numbers. On a GPU a loss is checked one update later, without a host-device synchronization;
-    non-finite weights may then end the run earlier, if they are to be saved.
+    a collective of two numbers. On a GPU, a loss is checked one update later, without a host-device synchronization. If
+    a checkpoint with non-finite weights is due before that check, the run ends instead.
 
     Args:
-        threshold: the factor on the median, above 1; losses must be positive. Default: 2.0.
-        window: the number of updates. No loss counts as a spike before there are as many. Default: 100.
+        threshold: the factor on the median loss, above 1; losses must be positive. Default: 2.0.
+        window: the number of updates in the median. No rollback happens before this many updates. Default: 100.
         margin: the smallest number of optimizer steps between the checkpoint and the spike, because a spike may begin
             before it is visible. Without ``save_top_k=-1`` there may be no checkpoint that old. Default: 0.
-        max_rollbacks: the largest number of rollbacks in a run; None for no limit. Default: 3.
+        max_rollbacks: the maximum number of rollbacks in a run; None for no limit. Default: 3.
 
     Attributes:
         rollbacks: one dict for each rollback, also in ``run.json`` and in checkpoints: ``step``, ``loss`` and
             ``median`` of the spike; the ``checkpoint`` and its step, ``to_step``; and the ``first`` and the ``last``
-            skipped batch, each as an epoch and an index in it.
+            skipped batch, each as ``[epoch, batch_idx]``.
 
     Raises:
         ConfigurationError: if a number is out of range; when a fit starts, if the Trainer has no ModelCheckpoint, or
             the module uses manual optimization.
-        LossSpikeError: if there is one spike more than ``max_rollbacks``.
+        LossSpikeError: at the first spike after ``max_rollbacks`` rollbacks.
     """
 
     runs_last: ClassVar = True
     unsupported_with: ClassVar = {
-        "deepspeed": "loads a checkpoint in the middle of a run, for which DeepSpeed's parameters are not made."
+        "deepspeed": "loads a checkpoint in the middle of a run, which DeepSpeed does not support."
     }
     reset_in_copies: ClassVar = {"_sum": None, "_last": None, "_readback": Readback("cpu")}
 
     def __init__(
         self, threshold: float = 2.0, window: int = 100, margin: int = 0, max_rollbacks: int | None = 3
     ) -> None:
-        expect(threshold > 1, "more than 1: how many times the median", threshold=threshold)
-        least = "at least 1 update, 0 steps and 0 rollbacks, or None for any number of these"
-        are_enough = window >= 1 and margin >= 0 and (max_rollbacks is None or max_rollbacks >= 0)
-        expect(are_enough, least, window=window, margin=margin, max_rollbacks=max_rollbacks)
+        expect(threshold > 1, "a factor on the median loss above 1", threshold=threshold)
+        expect(window >= 1, "at least 1 update", window=window)
+        expect(margin >= 0, "at least 0 optimizer steps", margin=margin)
+        expect(
+            max_rollbacks is None or max_rollbacks >= 0, "at least 0, or None for no limit", max_rollbacks=max_rollbacks
+        )
         self.threshold, self.window = threshold, window
         self.margin, self.max_rollbacks = margin, max_rollbacks
         self.rollbacks: list[dict[str, Any]] = []
         self._losses: deque[float] = deque(maxlen=window)
         self._sum: Tensor | None = None  # of the open window
-        self._step = 0  # the step before the window
+        self._step = 0  # `trainer.global_step` when the open window began
         self._readback = Readback("cpu")
         # the update that is not checked yet: its step, and the loss if it was read
         self._last: tuple[int, float | None] | None = None
@@ -86,13 +88,13 @@ class RollBackOnLossSpike(RunCallback):
         """Refuse fits that cannot be rolled back."""
         if not pl_module.automatic_optimization:
             raise ConfigurationError(
-                "Got RollBackOnLossSpike with manual optimization, expected automatic optimization: otherwise the"
-                " losses of an optimizer step are unknown."
+                "Got RollBackOnLossSpike with manual optimization, expected automatic optimization: with manual"
+                " optimization, the loss of an optimizer step is unknown. Remove the callback."
             )
         if not any(isinstance(one, ModelCheckpoint) for one in trainer.checkpoint_callbacks):
             raise ConfigurationError(
-                "Got RollBackOnLossSpike without a ModelCheckpoint: there is nothing to go back to. Expected one, such"
-                " as ModelCheckpoint(every_n_train_steps=500, save_top_k=-1)."
+                "Got RollBackOnLossSpike without a ModelCheckpoint, so there is no checkpoint to roll back to. Add one,"
+                " such as ModelCheckpoint(every_n_train_steps=500, save_top_k=-1)."
             )
         self._readback, self._step = Readback(trainer.engine.device.type), trainer.global_step
 
@@ -106,7 +108,7 @@ class RollBackOnLossSpike(RunCallback):
         if trainer.loop.window.is_open:
             return
         total, self._sum, step, self._step = self._sum, None, self._step, trainer.global_step
-        before = self._read_loss()  # on a GPU, the previous update
+        unchecked = self._read_loss()  # on a GPU, of the previous update
         engine = trainer.engine
         numbers: list[Any] = [] if total is None else [total]
         if engine.data_parallel_size > 1:
@@ -114,12 +116,12 @@ class RollBackOnLossSpike(RunCallback):
         if numbers:
             self._readback.start([torch.as_tensor(number) for number in numbers])
             self._last = step, None
-            before = self._read_loss() if self._readback.arrives_at_once else before
-        if before is not None:
-            self._check_spike(trainer, batch_idx, *before)
+            unchecked = self._read_loss() if self._readback.arrives_at_once else unchecked
+        if unchecked is not None:
+            self._check_spike(trainer, batch_idx, *unchecked)
 
     def _read_loss(self) -> tuple[int, float] | None:
-        """Return the step and the loss of the update to check next. None without such an update, or without a loss."""
+        """Return the step and the loss of the update to check next, or None if there is no update or it has no loss."""
         if self._last is None:
             return None
         (step, loss), self._last = self._last, None
@@ -132,41 +134,42 @@ class RollBackOnLossSpike(RunCallback):
 
     def _check_spike(self, trainer: Trainer, batch_idx: int, step: int, loss: float) -> None:
         """Record the loss of the update that began at ``step``, or roll back if it is a spike."""
-        is_known, is_finite = len(self._losses) == self.window, math.isfinite(loss)
-        middle = median(self._losses) if is_known else math.inf
-        if not is_known or (loss <= self.threshold * middle if is_finite else trainer.scaler.skips_steps):
+        is_complete, is_finite = len(self._losses) == self.window, math.isfinite(loss)
+        usual = median(self._losses) if is_complete else math.inf
+        if not is_complete or (loss <= self.threshold * usual if is_finite else trainer.scaler.skips_steps):
             if is_finite:
                 self._losses.append(loss)
             return
-        spike = (
-            f"The loss of step {step} is {loss:.5g}, more than {self.threshold:g} times {middle:.5g}, the median of the"
-            f" last {self.window}."
-        )
+        size = f"more than {self.threshold:g} times {usual:.5g}," if is_finite else f"not finite; {usual:.5g} is"
+        spike = f"The loss of step {step} is {loss:.5g}, {size} the median of the last {self.window} updates."
         if len(self.rollbacks) == self.max_rollbacks:
             raise LossSpikeError(
-                f"{spike} The run has gone back {self.max_rollbacks} times before, as often as it may:"
-                " RollBackOnLossSpike(max_rollbacks=...). Try a lower learning rate, gradient clipping, or an older"
-                " checkpoint to go back to (margin=...)."
+                f"{spike} The run has already rolled back {self.max_rollbacks} times, the limit of"
+                f" RollBackOnLossSpike(max_rollbacks={self.max_rollbacks}). Use a lower learning rate, gradient"
+                " clipping, a larger limit, or an older checkpoint (margin=...)."
             )
-        done, epoch = self.rollbacks, trainer.current_epoch
-        to = trainer.roll_back(step - self.margin)
-        if to is None:
+        earlier, epoch = self.rollbacks, trainer.current_epoch
+        restored = trainer.roll_back(step - self.margin)
+        if restored is None:
             self._losses.append(loss)
-            at_least = f", {self.margin} steps before it" if self.margin else ""
-            rank_zero_warn(f"{spike} There is no checkpoint from before{at_least}, so the run continues.")
+            rank_zero_warn(
+                f"{spike} The run continues without a rollback, because no checkpoint has at most"
+                f" {step - self.margin} optimizer steps."
+            )
             return
         self._step = trainer.global_step
         self.rollbacks = [
-            *done,
+            *earlier,
             {
-                "step": step, "loss": loss, "median": middle, "to_step": to.step, "checkpoint": to.path,
-                "first": [to.epoch, to.batch_idx], "last": [epoch, batch_idx],
+                "step": step, "loss": loss, "median": usual, "to_step": restored.step, "checkpoint": restored.path,
+                "first": [restored.epoch, restored.batch_idx], "last": [epoch, batch_idx],
             },
         ]  # fmt: skip
+        limit = "without a limit" if self.max_rollbacks is None else f"of at most {self.max_rollbacks}"
         rank_zero_warn(
-            f"{spike} The run has gone back to step {to.step} ({to.path}), and leaves out the batches from batch_idx"
-            f" {to.batch_idx} of epoch {to.epoch} to batch_idx {batch_idx} of epoch {epoch}. That was time"
-            f" {len(self.rollbacks)} of {self.max_rollbacks or 'any number'}."
+            f"{spike} Rolled back to step {restored.step} ({restored.path}), and skipped the batches from batch_idx"
+            f" {restored.batch_idx} of epoch {restored.epoch} to batch_idx {batch_idx} of epoch {epoch}. This is"
+            f" rollback {len(self.rollbacks)} {limit}."
         )
 
     def run_facts(self) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from trainer.state.containers import Place, mapped
 def on_host(checkpoint: Any) -> Any:
     """Return a copy of ``checkpoint``, with the data of every tensor copied to host memory.
 
-    Objects that are identical, or share memory, are also identical, or share memory, in the copy. So ``torch.save``
+    Tensors that are one object or share memory in ``checkpoint`` also do so in the copy. Therefore ``torch.save``
     writes the same bytes for a checkpoint on the CPU and for its copy.
     """
-    copies: dict[int, Any] = {}  # by the id of the original, as `copy.deepcopy` keeps them
+    copies: dict[int, Any] = {}  # by the id of the original: the memo of `copy.deepcopy`
     storages: dict[int, torch.UntypedStorage] = {}
 
     def copy_tensor(_: Place, tensor: Tensor) -> Tensor:
@@ -32,13 +32,13 @@ def on_host(checkpoint: Any) -> Any:
 
 
 def is_sharded(value: Any) -> bool:
-    """Return whether ``value`` is a ``DTensor``, of which each process holds a part."""
+    """Return whether ``value`` is a ``DTensor``, which is distributed over processes."""
     module = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only if its module has been imported
     return module is not None and isinstance(value, module.DTensor)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is of torch's own classes and its storage contains only its elements."""
+    """Return whether ``tensor`` is dense, of torch's own classes, and has the values that its storage contains."""
     is_dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     return type(tensor) in (Tensor, Parameter) and is_dense
 
@@ -50,8 +50,8 @@ def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor
         return copy.deepcopy(tensor.detach()).cpu()
     storage = tensor.untyped_storage()
     if storage._cdata not in storages:
-        storages[storage._cdata] = made = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
-        made.copy_(storage)  # host-device synchronization
+        storages[storage._cdata] = on_cpu = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+        on_cpu.copy_(storage)  # host-device synchronization
     copied = torch.empty(0, dtype=tensor.dtype)
     copied.set_(storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
     if type(tensor) is Parameter:

@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from trainer.checkpoint.shards import Template
 
 SAFETENSORS = ".safetensors"
-"""Suffix of files that are read by the package safetensors. All others are read by torch."""
+"""Suffix of the files that the package safetensors reads. ``torch.load`` reads all other files."""
 
-_PLACES = ("state_dict", "model_state_dict", "model")
+_KEYS = ("state_dict", "model_state_dict", "model")
 """Keys of the weights in files that contain more, as used by Lightning, PyTorch's tutorials and torchvision."""
 
 
 def read(path: Path, weights_only: bool | None = None, template: Template | None = None) -> dict[str, Tensor]:
     """Return the tensors of a module in a file or folder, by name.
 
-    Supported are checkpoints (file or folder), state dicts written by ``torch.save``, directly or in a mapping under
-    ``state_dict``, ``model_state_dict`` or ``model``, and safetensors files. Files are verified and memory-mapped if
-    possible, so that only the used part is loaded into memory.
+    Supports checkpoints (a file or a folder), safetensors files, and state dicts written by ``torch.save``, either at
+    the top level or under the key ``state_dict``, ``model_state_dict`` or ``model``. Files are verified, and
+    memory-mapped if possible, so that only the used part is loaded into memory.
 
     Args:
         path: the file or folder.
@@ -40,14 +40,14 @@ def read(path: Path, weights_only: bool | None = None, template: Template | None
 
     Raises:
         CheckpointNotFoundError: if the file does not exist.
-        UnsafeCheckpointError: if it contains other objects than tensors and plain containers.
-        CheckpointError: if it is damaged, or has no weights.
-        ConfigurationError: if the package safetensors is required, but not installed.
+        UnsafeCheckpointError: if the file contains objects other than tensors and plain containers.
+        CheckpointError: if the file is damaged, or has no weights.
+        ConfigurationError: if the package safetensors is required but not installed.
     """
     if path.suffix == SAFETENSORS and (problem := packages.missing("safetensors")):
         raise ConfigurationError(f"{path} needs {problem}")
-    found: dict[str, Tensor] = state.read(partial(_load, template=template), path, weights_only)["state_dict"]
-    return found
+    tensors: dict[str, Tensor] = state.read(partial(_load, template=template), path, weights_only)["state_dict"]
+    return tensors
 
 
 def _load(path: Path, weights_only: bool, template: Template | None) -> dict[str, Any]:
@@ -65,14 +65,16 @@ def _load(path: Path, weights_only: bool, template: Template | None) -> dict[str
 
 
 def _tensors_in(loaded: Any, path: Path) -> dict[str, Tensor]:
-    nodes = [loaded[name] for name in _PLACES if name in loaded] if isinstance(loaded, Mapping) else []
+    nodes = [loaded[key] for key in _KEYS if key in loaded] if isinstance(loaded, Mapping) else []
     for node in (*nodes, loaded):
         if isinstance(node, Mapping):
             tensors = {name: value for name, value in node.items() if isinstance(value, Tensor)}
             if tensors and all(isinstance(name, str) for name in tensors):
                 return tensors
-    what = f"a mapping of {', '.join(map(str, list(loaded)[:5])) or 'nothing'}" if isinstance(loaded, Mapping) else ""
+    found = f"a {type(loaded).__name__}"
+    if isinstance(loaded, Mapping):
+        found = f"a mapping with the keys {', '.join(map(str, list(loaded)[:5]))}" if loaded else "an empty mapping"
     raise CheckpointError(
-        f"{path} has no weights: it is {what or f'a {type(loaded).__name__}'}. Expected a checkpoint, or tensors by"
-        f" name, at the top level or under {', '.join(_PLACES[:-1])} or {_PLACES[-1]}."
+        f"{path} has no weights: it contains {found}. Expected a checkpoint, or tensors by name, at the top level or"
+        f" under the key {', '.join(_KEYS[:-1])} or {_KEYS[-1]}."
     )

@@ -1,4 +1,4 @@
-"""The writers of Lightning's CSV loggers, without deleting the rows of an interrupted run."""
+"""Writers for Lightning's CSV loggers that keep the rows of an interrupted run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trainer.compat.checkpoint_io import local_path
 from trainer.files import write_text
 
 
-def continued(logger: Any, step: int | None, count: int | None) -> Any:
+def appending_writer(logger: Any, step: int | None, count: int | None) -> Any:
     """Return a writer for ``logger`` that appends to its existing rows.
 
     Args:
         logger: a CSV logger that has not opened its file.
-        step: rows of this step and later ones are dropped. None keeps all.
+        step: the first step with rows to drop. None keeps all rows.
         count: the number of rows to keep; takes precedence over ``step``. None if it is unknown.
     """
     writer = (_Rows if isinstance(logger, CSVLogger) else _PlainRows)(logger.log_dir)
@@ -44,7 +44,7 @@ class _Rows(_KeepsFile, ExperimentWriter):
 
 
 def _cut(path: Path, step: int | None, count: int | None) -> list[str]:
-    """Drop rows, and an incomplete last line. Return the columns."""
+    """Drop the rows of undone steps and an incomplete last line from the file. Return the names of its columns."""
     with path.open(newline="", encoding="utf-8") as file:
         lines = [line for line in file if line.endswith("\n")]
     reader = csv.DictReader(lines)

@@ -80,7 +80,7 @@ class CSV(_Numbered):
     def resume(self, step: int | None, position: int | str | None = None) -> None:
         """Truncate the file after the rows of the checkpoint, and append to it."""
         from trainer.compat.checkpoint_io import local_path
-        from trainer.compat.csv_rows import continued
+        from trainer.compat.csv_rows import appending_writer
 
         if not isinstance(position, str) and local_path(self.logger.log_dir) is not None:
-            self.logger._experiment = continued(self.logger, step, position)
+            self.logger._experiment = appending_writer(self.logger, step, position)
