@@ -478,8 +478,11 @@ def test_buffers_that_the_first_skip_has_broken(tmp_path):
     saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=3, save_top_k=-1, filename="{step}")
     module = Grows(sequential())
     message, _ = collapse(tmp_path, module, callbacks=[saver], enable_checkpointing=True)
-    assert "Buffers that were not finite after step 3 already: net.1.running_mean, net.1.running_var." in message
-    assert f"The newest checkpoint from before: {tmp_path / 'checkpoints' / 'step=3.ckpt'}." in message
+    assert "These buffers were already non-finite after step 3: net.1.running_mean, net.1.running_var." in message
+    assert (
+        f"The newest checkpoint from before the first skipped step: {tmp_path / 'checkpoints' / 'step=3.ckpt'}."
+        in message
+    )
     assert "Verdict: forward pass overflows in 16 bits" in message
 
 

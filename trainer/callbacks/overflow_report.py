@@ -1,4 +1,4 @@
-"""Detect in every precision that training breaks, report the cause, and end a run that only skips steps."""
+"""Detect a training that breaks, report the cause, and end a run that skips every step. For every precision."""
 
 from __future__ import annotations
 
@@ -45,60 +45,61 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _HISTORY = 40
-"""Changes of the scale that are remembered: more than it takes from 2**24 down to 1."""
+"""Number of stored changes of the loss scale: more than the 24 that lower it from 2**24 to 1."""
 log = logging.getLogger(__name__)
 
 _BYTES = 2**26
-"""Of recent batches, and of weights, that are kept."""
+"""Maximum size of the stored batches, and of the stored copy of the weights."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _KEEP_EVERY = 50
-"""Optimizer steps between two copies of the weights, also if ``log_every_n_steps`` is smaller."""
+"""Minimum number of optimizer steps between two copies of the weights."""
 _GROWN = 10.0
-"""Times the loss has to be larger than in the best part of the run, to have it examined."""
+"""A loss is examined if it exceeds the lowest one by this many times the lowest one."""
 _EXAMINED = 4
-"""Examinations for one kind of trigger in a run."""
+"""Maximum number of examinations per trigger in a run."""
 
 
 class OverflowReport(RunCallback):
     """Diagnose a training that breaks: one verdict and one remedy, tried before it is printed.
 
-    On by default in every precision. Triggers: a skipped step with a loss that was not finite; ``after`` skipped steps
-    in a row; a loss that is not finite without loss scaling; a loss that grows without bound; gradients that vanish in
-    float16; an index that is out of range. Then the batch is replayed, in the run's precision and in float32, and
-    :func:`~trainer.postmortem.diagnose.diagnose` explains it. The verdict is printed in a few lines, once for each
-    cause, and written with its details to ``diagnosis_step_N.md``. A replay leaves the run as it was, to the bit:
-    weights, gradients, buffers, random states, metrics, logs.
+    On by default in every precision. Triggers: a skipped step with a non-finite loss; ``after`` skipped steps in a row;
+    a non-finite loss without loss scaling; a loss that grows without bound; gradients that vanish in float16; an index
+    that is out of range. After a trigger, the batch is replayed in the run's precision and in float32, and
+    :func:`~trainer.postmortem.diagnose.diagnose` finds the cause. The verdict is printed in a few lines, once for each
+    cause, and written with its details to ``diagnosis_step_N.md``. A replay does not change the run: weights,
+    gradients, buffers, random states, metrics and logs stay the same, bit for bit.
 
     Adds no kernel to a step, and no host-device synchronization except every ``log_every_n_steps`` updates and before a
-    validation or a checkpoint. Keeps up to 64 MiB of recent batches by reference, at least one, and a copy of weights
-    of up to 64 MiB.
+    validation or a checkpoint. Holds references to up to 64 MiB of recent batches (at least one batch), and a copy of
+    the weights if they take at most 64 MiB.
 
     Args:
-        after: skipped steps in a row with finite losses that are explained; at least 3, because fewer are how a loss
-            scale finds its level. On one process, single skips are examined, too, from the second one on that follows
-            a step without a skip. None for neither.
-        at_step: report on this optimizer step as well (``trainer.global_step`` when it begins, or the next one that
-            comes), skipped or not, and in any precision: how far is it from overflowing? Copies the weights, once.
-        collapse_after: skipped steps in a row that stop the run; None to continue. 50 is past the 16 skips that it
-            takes from the default scale, 2**16, down to 1, three times over.
-        at_floor: skipped steps in a row, all at the scaler's ``min_scale``, that stop the run: the scale
-            cannot fall any further. None to continue.
-        dirpath: folder of the files. Default: that of the run, or of the first logger, or the ``default_root_dir`` that
-            the Trainer was given; without any of these no file is written.
-        console: where to print. Default: rich's global console, which writes to ``sys.stdout``.
+        after: explain this number of skipped steps in a row with finite losses; at least 3, because one or two are
+            normal while the loss scale adjusts. With one process, single skips are also examined, beginning with the
+            second one. None disables both. Default: 3.
+        at_step: also report on this optimizer step (``trainer.global_step`` when it begins, or the first one after
+            that), skipped or not, in any precision: the largest loss scale that fits. Copies the weights once. Default:
+            None.
+        collapse_after: number of skipped steps in a row that stop the run; None for no limit. The default, 50, is three
+            times the 16 skips that lower the default scale from 2**16 to 1. Default: 50.
+        at_floor: number of skipped steps in a row at the scaler's ``min_scale`` that stop the run, because the scale
+            cannot decrease further; None for no limit. Default: 10.
+        dirpath: folder of the files. Default: the folder of the run, or of the first logger, or the Trainer's
+            ``default_root_dir`` if it was given; otherwise no file is written.
+        console: console to print to. Default: rich's global console, which writes to ``sys.stdout``.
 
     Attributes:
         reports: the diagnoses of this run (:class:`~trainer.postmortem.report.Diagnosis`), the same on all ranks.
 
     Raises:
-        ConfigurationError: a number out of range.
-        LossScaleCollapse: while training; see ``collapse_after`` and ``at_floor``. If the Trainer writes
-            checkpoints, ``before_collapse.ckpt`` is written before, with the buffers and the scale from before the
-            skipped steps; weights, optimizers and schedules have not changed since.
+        ConfigurationError: if a number is out of range.
+        LossScaleCollapse: while training; see ``collapse_after`` and ``at_floor``. If the Trainer writes checkpoints,
+            ``before_collapse.ckpt`` is written first: the weights, optimizers and schedules, which the skipped steps
+            have not changed, and the buffers and the loss scale from before these steps.
     """
 
     unsupported_with: ClassVar = {
-        "deepspeed": "runs the batches of a skipped step again, for gradients that DeepSpeed keeps to itself."
+        "deepspeed": "replays the batches of a skipped step, but DeepSpeed does not expose their gradients."
     }
     observes_only: ClassVar = True
     reset_in_copies: ClassVar = {
@@ -121,7 +122,7 @@ class OverflowReport(RunCallback):
         console: Console | None = None,
     ) -> None:
         expect(after is None or after >= 3, "at least 3 skipped steps in a row, or None", after=after)
-        expect(at_step is None or at_step >= 0, "the number of a step, from 0, or None", at_step=at_step)
+        expect(at_step is None or at_step >= 0, "a step number of at least 0, or None", at_step=at_step)
         expect(collapse_after is None or collapse_after >= 3, "at least 3, or None", collapse_after=collapse_after)
         expect(at_floor is None or at_floor >= 1, "at least 1, or None", at_floor=at_floor)
         self.after = after
@@ -131,12 +132,12 @@ class OverflowReport(RunCallback):
         self.reports: list[Diagnosis] = []
         self.dirpath = dirpath
         self._console = console
-        self._recorder: Recorder | None = None  # while steps are skipped, or for at_step
+        self._recorder: Recorder | None = None  # records batches while steps are skipped, or for at_step
         self._reports_step = False  # whether the report of at_step is due
         self._history: deque[tuple[int, float]] = deque(maxlen=_HISTORY)
-        self._skips = 0  # in a row, up to now
+        self._skips = 0  # number of skipped steps in a row
         self._skips_at_floor = 0
-        self._singles = 0  # skips after steps that were not skipped
+        self._singles = 0  # number of single skips, each after a step that was not skipped
         self._first_skip: _FirstSkip | None = None
         # with a fused optimizer on a GPU, the outcome of a step comes one step late
         limits = [limit for limit in (after, collapse_after, at_floor) if limit is not None]
@@ -144,22 +145,23 @@ class OverflowReport(RunCallback):
         self._occurrences: Counter[str] = Counter()  # by trigger
         self._latest: dict[str, Diagnosis] = {}  # by trigger
         self._recent: deque[RecordedBatch] = deque(maxlen=1)
-        self._before: dict[str, Tensor] = {}  # weights from a step when all was known to be finite
-        self._buffers: dict[str, Tensor] = {}  # their largest values when the fit began
-        self._known = self._kept_at = 0  # the step when all was last known to be finite, and that of the copy
-        self._latest_batch = 0  # `batches_started` of the latest recent batch
-        self._losses: list[tuple[int, Tensor]] = []  # since then, with their steps; still scaled
-        self._skipped: set[int] = set()  # skipped steps since then
-        self._every, self._updates = 50, 0  # updates between two checks; and since the last one
-        self._lowest = math.inf  # median of the losses between two checks
+        self._before: dict[str, Tensor] = {}  # copy of the weights from a step at which all values were finite
+        self._buffers: dict[str, Tensor] = {}  # the largest value of each buffer when the fit began
+        self._known = 0  # the last step at which all values were finite
+        self._kept_at = 0  # the step of `_before`
+        self._latest_batch = 0  # `batches_started` of the newest batch in `_recent`
+        self._losses: list[tuple[int, Tensor]] = []  # (step, scaled loss) since the last check
+        self._skipped: set[int] = set()  # skipped steps since the last check
+        self._every, self._updates = 50, 0  # updates between two checks, and since the last check
+        self._lowest = math.inf  # the lowest median of the losses between two checks
         self._probe: UnderflowProbe | None = None
-        self._checks = 0  # in this fit, every `log_every_n_steps` updates
-        self._first_norm: Tensor | None = None  # of weights that are not kept, when the fit began
+        self._checks = 0  # number of checks in this fit, one every `log_every_n_steps` updates
+        self._first_norm: Tensor | None = None  # norm of the weights when the fit began, if they are not copied
         self._loop: Any = None
         self._is_broken = self._tries_scale = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget an earlier run."""
+        """Reset the state of an earlier fit."""
         self._clean_up(trainer)
         self.reports, self._latest = [], {}
         self._occurrences.clear()
@@ -180,7 +182,7 @@ class OverflowReport(RunCallback):
             trainer.scaler.before_unscale.append(self._count_small)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Keep the batch and its loss, without reading it."""
+        """Store the batch and its loss. Reads no value from the device."""
         loop = self._loop
         if not self._recent.maxlen:  # the first batch
             self._keep_weights(trainer)
@@ -188,13 +190,13 @@ class OverflowReport(RunCallback):
                 part = trainer.engine.gradients.part
                 self._first_norm = get_total_norm([part(p.detach()) for p in pl_module.parameters() if p.numel()])
             size = sum(tensor.nbytes for tensor in tensors_in(loop.metrics.batch))
-            number = (_KEEP_EVERY + self._every) * loop.window.size  # all since the copy of the weights
+            number = (_KEEP_EVERY + self._every) * loop.window.size  # all batches since the copy of the weights
             self._recent = deque(maxlen=max(1, min(_BYTES // max(size, 1), number)))
         window, progress, losses = loop.window, loop.progress, loop.gradients.scaler.losses
         if progress.batches_started != self._latest_batch:  # a closure or a manual step may have several losses
             self._latest_batch = progress.batches_started
-            mark = window if window.batches == 1 else copy(window)
-            recorded = RecordedBatch(loop.metrics.batch, progress.batch_idx, progress.optimizer_steps, mark, {})
+            position = window if window.batches == 1 else copy(window)
+            recorded = RecordedBatch(loop.metrics.batch, progress.batch_idx, progress.optimizer_steps, position, {})
             self._recent.append(recorded)
         self._losses.append((progress.optimizer_steps, losses[-1] if losses else kept(loss)))
 
@@ -202,7 +204,7 @@ class OverflowReport(RunCallback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
         """Process a skipped step, and check the losses every ``log_every_n_steps`` updates."""
-        if optimizer is not trainer.optimizers[outcome.optimizers[0]]:  # several optimizers are one update
+        if optimizer is not trainer.optimizers[outcome.optimizers[0]]:  # the steps of several optimizers are one update
             return
         self._process(trainer, outcome)
         self._updates += 1
@@ -218,8 +220,8 @@ class OverflowReport(RunCallback):
             return
         step = trainer.global_step - len(outcome.optimizers)
         if changes:
-            last = self._history[-1]  # the scale of this step was just raised, to see if it fits
-            self._tries_scale = (
+            last = self._history[-1]
+            self._tries_scale = (  # whether the scaler has raised the scale just before this step
                 outcome.skipped and step <= last[0] and len(self._history) > 1 and last[1] > self._history[-2][1]
             )
             self._history.append((trainer.global_step, outcome.next_scale))
@@ -252,7 +254,7 @@ class OverflowReport(RunCallback):
                 self._write(trainer, report)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Explain an index that is out of range, or a number that float16 does not have."""
+        """Explain an index that is out of range, or a number that exceeds the range of float16."""
         self._explain_error(trainer, exception)
         super().on_exception(trainer, pl_module, exception)
 
@@ -265,7 +267,7 @@ class OverflowReport(RunCallback):
             trainer: the Trainer.
             trigger: the kind of event (:class:`~trainer.postmortem.diagnose.Case`). Only the first few events of one
                 kind are examined.
-            batches: of the window; [] if they are gone.
+            batches: the batches of the window; [] if they are no longer stored.
             step: ``trainer.global_step`` when the weight update began.
             scale: the loss scale of the update.
         """
@@ -284,8 +286,8 @@ class OverflowReport(RunCallback):
         case = Case(step, batches, scale, *evidence, self._skips, trigger, self.reports, self._kept_at)
         try:
             found = diagnose(trainer, case)
-        except Exception:  # of the user's code, which may not run twice: it must not end the run
-            log.info("Step %d could not be examined, because running it again failed.", step, exc_info=True)
+        except Exception:  # the user's code may fail if it runs twice; this must not end the run
+            log.info("Step %d could not be examined, because its replay failed.", step, exc_info=True)
             return
         if found is None:
             return
@@ -301,22 +303,23 @@ class OverflowReport(RunCallback):
     def _check_losses(self, trainer: Trainer) -> None:
         """Read the losses since the last check. A host-device synchronization."""
         engine, scaled, is_alone = trainer.engine, trainer.scaler.skips_steps, trainer.world_size == 1
-        ripe = [one for one in self._losses if not scaled or one[0] < trainer.global_step]  # skipped or not: known
-        self._losses, self._updates = self._losses[len(ripe) :], 0
-        if self._is_broken or not (ripe or not is_alone) or self._loop is None:
+        # with loss scaling, only the losses of steps that are known to be skipped or not
+        due = [(step, loss) for step, loss in self._losses if not scaled or step < trainer.global_step]
+        self._losses, self._updates = self._losses[len(due) :], 0
+        if self._is_broken or not (due or not is_alone) or self._loop is None:
             return
-        values = _values_of([loss for _, loss in ripe])
-        steps = [step for (step, _), value in zip(ripe, values, strict=True) if not math.isfinite(value)]
+        values = _values_of([loss for _, loss in due])
+        steps = [step for (step, _), value in zip(due, values, strict=True) if not math.isfinite(value)]
         broken = [step for step in steps if step not in self._skipped]
         self._skipped.clear()
         if engine.any_rank(bool(broken)):
             self._is_broken = not scaled
-            own = torch.tensor(broken[0] if broken else sys.maxsize, device=engine.device)
-            step = int(engine.reduce(own, "min"))  # the first of all ranks
+            local = torch.tensor(broken[0] if broken else sys.maxsize, device=engine.device)
+            step = int(engine.reduce(local, "min"))  # the first step on any rank
             self._explain(trainer, "loss", self._batches_of(step), step, trainer.scaler.current_scale)
             return
         if trainer.scaler.is_enabled():
-            values = [value / self._scale_of(step) for (step, _), value in zip(ripe, values, strict=True)]
+            values = [value / self._scale_of(step) for (step, _), value in zip(due, values, strict=True)]
         finite = [value for value in values if math.isfinite(value)]
         is_comparable = is_alone and trainer.lightning_module.automatic_optimization
         if is_comparable and len(finite) >= 6 and self._has_grown(finite):
@@ -374,7 +377,7 @@ class OverflowReport(RunCallback):
     def _process_skip(
         self, trainer: Trainer, step: int, outcome: StepOutcome, batches: Sequence[RecordedBatch]
     ) -> None:
-        """Count one skipped step. Explain it, and end the run, if there were too many."""
+        """Count one skipped step, explain it if necessary, and end the run after too many of them."""
         at_floor = outcome.scale <= trainer.scaler.min_scale
         self._skips += 1
         self._skips_at_floor = self._skips_at_floor + 1 if at_floor else 0
@@ -383,7 +386,7 @@ class OverflowReport(RunCallback):
             self._first_skip = _FirstSkip(step, time.time(), outcome.scale, buffers)
         self._skipped.update(range(step, trainer.global_step))
         collapses = self._skips == self.collapse_after or self._skips_at_floor == self.at_floor
-        # a replay of manual optimization would exchange gradients, which communication hooks count
+        # with manual optimization, a replay would all-reduce gradients, which changes the state of communication hooks
         replays = trainer.world_size == 1 or trainer.lightning_module.automatic_optimization
         if outcome.nonfinite_loss and replays:
             self._explain(trainer, "loss", batches, step, outcome.scale)
@@ -397,9 +400,9 @@ class OverflowReport(RunCallback):
             self._recorder = Recorder(trainer)
 
     def _examines_single(self, trainer: Trainer) -> bool:
-        """Return whether to examine a single skip: from the second one on, because one alone is normal.
+        """Return whether to examine a single skip: the second one and later ones, because the first one is normal.
 
-        Not with several processes, because a replay would need collectives.
+        Returns False with several processes, because a replay would need collectives.
         """
         if trainer.world_size > 1 or not trainer.progress.has_learned or self._tries_scale:
             return False
@@ -427,7 +430,7 @@ class OverflowReport(RunCallback):
             trainer.scaler.before_unscale.remove(self._count_small)
 
     def _report_step(self, trainer: Trainer, step: int, outcome: StepOutcome, batches: Sequence[RecordedBatch]) -> bool:
-        """Report on ``at_step``. Return False if no rank has recorded it."""
+        """Report on the step ``at_step``. Return False if no rank has recorded it."""
         finding = examine(trainer, batches, outcome.scale)
         if finding is None:
             return False
@@ -458,16 +461,16 @@ class OverflowReport(RunCallback):
         path = folder / f"diagnosis_step_{report.step}.md"
         try:
             write_text(path, report.markdown())
-        except OSError as problem:  # no reason to end a run
+        except OSError as problem:  # must not end the run
             warn(f"The diagnosis could not be written to {path}: {problem}")
         return path
 
     def _explain_error(self, trainer: Trainer, exception: BaseException) -> None:
-        """Explain an exception that a step has raised, from the variables of its frames."""
+        """Explain an exception of a step from the local variables in its traceback."""
         is_examined = isinstance(exception, (IndexError, RuntimeError, ValueError))
         if trainer.world_size > 1 or self._loop is None or not is_examined or is_out_of_memory(exception):
             return
-        with suppress(Exception):  # `exception` is the one to raise
+        with suppress(Exception):  # the run ends with `exception`
             self._check_losses(trainer)
         batch, progress = self._loop.metrics.batch, self._loop.progress
         if batch is None or not self._loop.metrics.in_batch:
@@ -477,7 +480,7 @@ class OverflowReport(RunCallback):
         evidence = list(self._recent), self._before, self._known, self._buffers
         case, found = Case(step, [one], scale, *evidence, trigger="error", kept=self._kept_at), None
         index = _index_out_of_range(exception.__traceback__)
-        with suppress(Exception):  # after an error of the device, too
+        with suppress(Exception):  # a replay fails after a device error
             if index is not None:
                 found = out_of_range(trainer, case, *index, error=str(exception))
             elif "without overflow" in str(exception) or not _are_finite(trainer.lightning_module, batch):
@@ -508,10 +511,10 @@ class OverflowReport(RunCallback):
                 f" {path}; a run that resumes from it begins with the current batch."
             )
         if broken := [name for name, buffer in module.named_buffers() if not buffer.isfinite().all()]:
-            lines.append(f"Buffers that were not finite after step {first.step} already: {', '.join(broken[:6])}.")
+            lines.append(f"These buffers were already non-finite after step {first.step}: {', '.join(broken[:6])}.")
         if older := _newest_checkpoint(trainer, first.time):
-            lines.append(f"The newest checkpoint from before: {older}.")
-        lines.append("OverflowReport(collapse_after=None, at_floor=None) lets such a run continue.")
+            lines.append(f"The newest checkpoint from before the first skipped step: {older}.")
+        lines.append("To let such a run continue, use OverflowReport(collapse_after=None, at_floor=None).")
         raise LossScaleCollapse("\n".join(lines))
 
 
