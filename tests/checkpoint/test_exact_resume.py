@@ -21,9 +21,9 @@ from _faults.training import Setup
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.loggers import Logger
 
-from trainer import Trainer
+from tests.parity import RecordingLogger
+from tests.support import make_trainer
 from trainer.callbacks import OverflowReport
 
 EXAMPLES = int(os.environ.get("EXACT_RESUME_EXAMPLES", "0"))
@@ -58,22 +58,6 @@ def setups(draw: Any) -> Setup:
         metrics=metrics,
         validate_every=validate_every,
     )
-
-
-class Rows(Logger):
-    """Records the rows of the loggers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[int | None, dict[str, str]]] = []
-
-    name = version = None
-
-    def log_hyperparams(self, *_: Any) -> None:
-        pass
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        self.rows.append((step, {name: float(value).hex() for name, value in metrics.items()}))
 
 
 class Saver(Checkpoint):
@@ -118,19 +102,11 @@ def train(setup: Setup, folder: Path, seed: int, start: Path | None) -> Finished
     torch.manual_seed(seed)
     batches: list[Any] = []
     module = training.Classifier(setup, lambda *line: batches.append((*line[:3], line[3].hex())))
-    rows = Rows()
+    rows = RecordingLogger()
     saver = Saver(folder, rows.rows)
-    trainer = Trainer(
-        accelerator="cpu",
-        default_root_dir=folder,
-        logger=False,
-        log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[*training.Averaging.callbacks(setup), OverflowReport(after=None), saver],  # it would step again
-        **training.arguments_of(setup),
-    )
-    trainer.loggers = [rows]  # so rarely that no curves are drawn
+    callbacks = [*training.Averaging.callbacks(setup), OverflowReport(after=None), saver]  # it would step again
+    arguments = {"log_every_n_steps": 1, **training.arguments_of(setup)}
+    trainer = make_trainer(folder, logger=rows, enable_checkpointing=True, callbacks=callbacks, **arguments)
     trainer.fit(module, training.training_data(setup), training.validation_data(setup), ckpt_path=start)
     return Finished(training.state_of(trainer, module), rows.rows, saver.places, batches)
 
@@ -153,7 +129,7 @@ def check(setup: Setup, interruptions: list[int]) -> None:
             assert last.batches == whole.batches[len(whole.batches) - len(last.batches) :]
             assert int(place.split()[1]) + len(last.batches) == len(whole.batches)
             assert training.differences(last.state, whole.state) == []
-            assert last.rows == rows
+            assert training.differences(last.rows, rows) == []
             assert list(last.places) == places[places.index(place) + 1 :]
 
 

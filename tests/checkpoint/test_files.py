@@ -4,7 +4,6 @@ import errno
 import io
 import os
 import pickle
-import resource
 import subprocess
 import sys
 import time
@@ -41,46 +40,23 @@ def complaint(path: Path) -> str:
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-def test_file_is_a_valid_zip_archive(tmp_path: Path) -> None:
-    path = saved(tmp_path / "deep" / "er" / "x.ckpt")
-    files.verify(path)
-    with path.open("rb") as opened:
-        found = [torch.load(where, weights_only=True) for where in (path, opened)]
-    for loaded in (*found, torch.load(path, weights_only=True, mmap=True)):
-        assert torch.equal(loaded["state_dict"]["b"], content()["state_dict"]["b"])
-    with zipfile.ZipFile(path) as archive:
-        assert archive.testzip() is None
-        assert archive.comment.startswith(b'{"format": 1, "bytes": ')
-    assert os.listdir(path.parent) == ["x.ckpt"]
-
-
-def test_manifest_describes_the_file(tmp_path: Path) -> None:
-    buffer = io.BytesIO()
-    torch.save(content(), buffer)
+def test_file_is_a_valid_zip_archive_with_a_manifest(tmp_path: Path) -> None:
     before = time.time()
-    path = saved(tmp_path / "x.ckpt", step=7)
+    path = saved(tmp_path / "deep" / "er" / "x.ckpt", step=7)
+    files.verify(path)
+    for loaded in (torch.load(path, weights_only=True), torch.load(path, weights_only=True, mmap=True)):
+        assert torch.equal(loaded["state_dict"]["b"], content()["state_dict"]["b"])
+    with zipfile.ZipFile(path) as opened:
+        assert opened.testzip() is None
+        assert opened.comment.startswith(b'{"format": 1, "bytes": ')
+    assert os.listdir(path.parent) == ["x.ckpt"]
     manifest = files.read_manifest(path)
     assert manifest is not None
-    assert manifest.size == len(buffer.getvalue())
-    assert path.read_bytes()[: manifest.size - 2] == buffer.getvalue()[:-2]  # but for the length of the comment
+    assert manifest.size == len(archive())
+    assert path.read_bytes()[: manifest.size - 2] == archive()[:-2]  # but for the length of the comment
     assert before <= manifest.saved_at <= time.time()
     assert dict(manifest.facts) == {"step": 7}
     assert manifest.resumable
-
-
-@pytest.mark.parametrize("piece", [1, 2, 3, 1000])
-def test_size_of_writes_does_not_matter(tmp_path: Path, piece: int) -> None:
-    buffer = io.BytesIO()
-    torch.save(content(), buffer)
-    data = buffer.getvalue()
-
-    def save(stream: Any) -> None:
-        for start in range(0, len(data), piece):
-            assert stream.write(data[start : start + piece]) == len(data[start : start + piece])
-
-    files.write(save, tmp_path / "x.ckpt")
-    files.verify(tmp_path / "x.ckpt")
-    assert torch.load(tmp_path / "x.ckpt", weights_only=True)["epoch"] == 0
 
 
 def archive() -> bytes:
@@ -115,6 +91,12 @@ def test_files_of_other_formats_are_written_unchanged(tmp_path: Path, what: str,
     assert files.write(save, tmp_path / "x.ckpt") is None
     assert (tmp_path / "x.ckpt").read_bytes() == data
     assert os.listdir(tmp_path) == ["x.ckpt"]
+    if not data.startswith(b"PK"):
+        assert not data or files.read_manifest(tmp_path / "x.ckpt") is None
+        assert not data or not files.verify(tmp_path / "x.ckpt")
+    data = archive()  # in writes of the same size
+    assert files.write(save, tmp_path / "x.ckpt") is not None
+    assert files.verify(tmp_path / "x.ckpt")
 
 
 # --- verify -----------------------------------------------------------------------------------------------------------
@@ -169,21 +151,6 @@ def test_without_a_manifest_the_archives_own_checksums_are_checked(tmp_path: Pat
     path.write_bytes(data[:-100] + b"\0" * 78 + data[-22:])
     assert "cannot be read as a zip archive" in complaint(path)
     path.write_bytes(data + b"signature")
-    assert files.verify(path)
-
-
-def test_files_of_the_oldest_format_have_no_checksum(tmp_path: Path) -> None:
-    torch.save(content(), tmp_path / "x.ckpt", _use_new_zipfile_serialization=False)
-    assert not files.verify(tmp_path / "x.ckpt")
-
-
-@pytest.mark.parametrize("what", ["pickle", "encrypted", "zeros", "an archive behind a header"])
-def test_files_of_other_formats_have_no_checksum(tmp_path: Path, what: str) -> None:
-    path = tmp_path / "x.ckpt"
-    path.write_bytes(OTHERS[what])
-    assert files.read_manifest(path) is None
-    assert not files.verify(path)
-    path.write_bytes(archive())
     assert files.verify(path)
 
 
@@ -287,14 +254,6 @@ except CheckpointWriteError as error:
     assert "bytes free" in done.stdout
     assert path.read_bytes() == b"the old one"
     assert os.listdir(tmp_path) == ["x.ckpt"]
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 50_000
-
-
-@pytest.mark.parametrize("folder", ["file/below", "file"])
-def test_folder_that_cannot_be(tmp_path: Path, folder: str) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointWriteError, match=r"was not written: (Not a directory|File exists)"):
-        saved(tmp_path / folder / "x.ckpt")
 
 
 # --- the newest good one ----------------------------------------------------------------------------------------------
@@ -327,19 +286,18 @@ def test_newest_that_is_good(tmp_path: Path, recwarn: pytest.WarningsRecorder) -
         assert files.newest_valid([a, b]) == newest.resolve()
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda d: d[:-9], lambda d: d[:99] + b"?" + d[100:], lambda d: b"", lambda d: d * 2]
-)
-def test_damaged_checkpoints_are_named_and_skipped(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_damaged_checkpoints_are_named_and_skipped(tmp_path: Path) -> None:
     torch.save(content(), tmp_path / "old.ckpt")
     aged(tmp_path / "old.ckpt", 1000)
-    for name in ("newer.ckpt", "newest.ckpt"):
-        path = saved(tmp_path / name)
+    damages: dict[str, Callable[[bytes], bytes]] = {
+        "a": lambda data: data[:-9], "b": lambda data: data[:99] + b"?" + data[100:], "c": lambda data: data * 2
+    }  # fmt: skip
+    for name, damage in damages.items():
+        path = saved(tmp_path / f"{name}.ckpt")
         path.write_bytes(damage(path.read_bytes()))
     with pytest.warns(UserWarning, match="is damaged: .* passed over") as caught:
         assert files.newest_valid([tmp_path]) == (tmp_path / "old.ckpt").resolve()
-    assert len(caught) == 2
-    assert {Path(str(w.message).split(" is damaged")[0]).name for w in caught} == {"newer.ckpt", "newest.ckpt"}
+    assert {Path(str(w.message).split(" is damaged")[0]).stem for w in caught} == damages.keys()
 
 
 def test_leftovers_of_killed_saves_are_not_checkpoints(tmp_path: Path) -> None:

@@ -19,19 +19,17 @@ import os, sys, time
 sys.path.insert(0, sys.argv[2])
 from trainer.checkpoint.folder_locks import held
 with held(sys.argv[1]):
-    child = os.fork() if sys.argv[3] == "forks" else 1
+    child = os.fork()
     if child:
         print(os.getpid(), child, flush=True)
     time.sleep(60)
 """
 
 
-def holder(folder: Path, how: str = "") -> tuple[subprocess.Popen[str], int, int]:
+def holder(folder: Path) -> tuple[subprocess.Popen[str], int, int]:
     """Start another process that holds ``folder``. Yields its id, and that of its fork."""
     root = Path(folders.__file__).parents[2]
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, folder, root, how or "alone"], stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, folder, root], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     pid, child = process.stdout.readline().split()
     return process, int(pid), int(child)
@@ -61,17 +59,17 @@ def test_same_process_may_hold_it_twice(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
+def test_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".123-abc.ckpt-part").touch()
+    (tmp_path / folders.LOCK).touch()
     with folders.held(tmp_path):
         assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("how", ["alone", "forks"])
-def test_lock_of_another_process_ends_with_its_kill(tmp_path: Path, how: str) -> None:
+def test_lock_of_another_process_ends_with_its_kill(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     (tmp_path / "link").symlink_to("a")
-    process, pid, child = holder(folder, how)
+    process, pid, child = holder(folder)
     try:
         who = rf"in use by another run \(process {pid} on .*, since 20..-..-.. "
         with pytest.raises(FolderInUseError, match=who), folders.held(tmp_path / "link"):
@@ -83,8 +81,7 @@ def test_lock_of_another_process_ends_with_its_kill(tmp_path: Path, how: str) ->
             assert json.loads(lock_of(folder).read_text())["pid"] == os.getpid()
     finally:
         process.kill()
-        if how == "forks":
-            os.kill(child, signal.SIGKILL)
+        os.kill(child, signal.SIGKILL)
         process.communicate(timeout=10)
     assert sorted(os.listdir(tmp_path)) == ["a", "link"]
     assert os.listdir(folder) == []
@@ -118,16 +115,10 @@ def test_lock_is_in_the_folder_if_its_parent_is_not_writable(
         monkeypatch.undo()
         script = HOLDER.replace("time.sleep(60)", "")
         root = Path(folders.__file__).parents[2]
-        other = subprocess.run([sys.executable, "-c", script, folder, root, ""], capture_output=True, text=True)
+        other = subprocess.run([sys.executable, "-c", script, folder, root], capture_output=True, text=True)
         assert "FolderInUseError" in other.stderr  # although the parent folder is writable
     assert os.listdir(folder) == []
     assert os.listdir(tmp_path) == ["a"]
-
-
-def test_lock_in_the_folder_left_by_a_kill_is_removed(tmp_path: Path) -> None:
-    (tmp_path / folders.LOCK).touch()
-    with folders.held(tmp_path):
-        assert os.listdir(tmp_path) == []
 
 
 def test_lock_removed_meanwhile_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

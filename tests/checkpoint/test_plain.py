@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from tests.support import Regression, fit_and_watch, loader_of, make_batches, make_trainer
+from tests.support import Regression, fit_and_watch, make_batches
 from trainer.checkpoint.plain import require_loadable
 from trainer.errors import CheckpointError
 
@@ -54,13 +54,10 @@ def test_numpys_scalars_become_numbers_and_nothing_else_is_copied():
     [
         (Path("a"), r"checkpoint\['x'\]\[0\]\['y'\] is a pathlib.*Path"),
         (np.zeros(2), "is a numpy.ndarray"),
-        (defaultdict(int), "is a collections.defaultdict"),
         (Pair(1, 2), r"is a .*Pair"),
-        (frozenset([1]), "is a frozenset"),
         ({Path("a")}, r"checkpoint\['x'\]\[0\]\['y'\]\{\} is a pathlib"),
         ({Path("a"): 1}, r"a key of checkpoint\['x'\]\[0\]\['y'\] is a pathlib"),
         (lambda: 0, "is a function"),
-        (torch.nn.ReLU(), "ReLU"),
     ],
 )
 def test_unreadable_values_are_named(value, expected):
@@ -72,13 +69,9 @@ def test_unreadable_values_are_named(value, expected):
     require_loadable(checkpoint, strict=False, warn=False)
 
 
-class Own:
-    pass
-
-
 def test_safe_globals_are_accepted():
-    with torch.serialization.safe_globals([Own]):
-        require_loadable({"own": Own()}, strict=True, warn=True)
+    with torch.serialization.safe_globals([Adds]):
+        require_loadable({"own": Adds(1)}, strict=True, warn=True)
 
 
 class Adds(Callback):
@@ -114,6 +107,3 @@ def test_fit_saves_loadable_values(tmp_path):
     with pytest.raises(CheckpointError, match=r"checkpoint\['own'\]\['best'\]"):
         trainer.save_checkpoint(tmp_path / "c.ckpt")
     assert not (tmp_path / "c.ckpt").exists()
-    again = Watches(schedule=ReduceLROnPlateau, monitor="score")
-    make_trainer(tmp_path, max_epochs=2).fit(again, loader_of(make_batches(3)), ckpt_path=tmp_path / "a.ckpt")
-    assert again.lr_schedulers().best == 1.0

@@ -104,7 +104,6 @@ RUNS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {"val_check_interval": 0.5},
         ("epoch=0-step=2", "epoch=1-step=6", "epoch=1-step=8"),
     ),
-    "batches": (Diary, {"every_n_train_steps": 1}, {}, ("epoch=0-step=1", "epoch=1-step=7")),
     "manual": (
         partial(Diary, by_hand=True),
         {"every_n_train_steps": 1},
@@ -126,27 +125,19 @@ def test_both_trainers_resume_checkpoints_of_the_other(tmp_path: Path, name: str
     module, options, arguments, files = RUNS[name]
     for make in MAKERS:
         write(make, tmp_path / make.__name__, module, options, **{"max_epochs": 2, **arguments})
+    counted = ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.state_dict")
     longer = {**arguments, "max_steps": 11} if "max_steps" in arguments else {**arguments, "max_epochs": 3}
     for file in files:
+        loops = [
+            torch.load(tmp_path / make.__name__ / f"{file}.ckpt", weights_only=True)["loops"]["fit_loop"]
+            for make in MAKERS
+        ]
+        assert {k: loops[0][k] for k in counted} == {k: loops[1][k] for k in counted}, file
         theirs, expected = resume(lightning, tmp_path / "lightning" / f"{file}.ckpt", module, **longer)
         for writer, reader in (("lightning", ours), ("ours", lightning), ("ours", ours)):
             mine, seen = resume(reader, tmp_path / writer / f"{file}.ckpt", module, **longer)
             assert seen == expected, (file, writer, reader.__name__)
             assert_same_weights(theirs, mine)
-
-
-def test_loops_in_a_checkpoint_count_as_lightnings_do(tmp_path: Path) -> None:
-    counted = ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.state_dict")
-    for name, (module, options, arguments, files) in RUNS.items():
-        folder = tmp_path / name
-        for make in MAKERS:
-            write(make, folder / make.__name__, module, options, **{"max_epochs": 2, **arguments})
-        for file in files:
-            theirs, mine = (
-                torch.load(folder / make.__name__ / f"{file}.ckpt", weights_only=True)["loops"]["fit_loop"]
-                for make in MAKERS
-            )
-            assert {k: mine[k] for k in counted} == {k: theirs[k] for k in counted}, (name, file)
 
 
 # --- an epoch ended by max_steps --------------------------------------------------------------------------------------
@@ -186,7 +177,7 @@ class Failing(Diary):
 
 
 @pytest.mark.parametrize("writer", MAKERS)
-@pytest.mark.parametrize(("interval", "steps"), [(0.5, 2), (0.5, 4), (1.0, 4), (0.5, 6)])
+@pytest.mark.parametrize(("interval", "steps"), [(0.5, 2), (1.0, 4)])
 def test_validation_that_failed_is_run_again(tmp_path: Path, writer: Any, interval: float, steps: int) -> None:
     arguments = {"max_epochs": 2, "val_check_interval": interval, "num_sanity_val_steps": 0}
     whole, module = ours(**arguments), Diary()
@@ -207,7 +198,7 @@ def test_validation_that_failed_is_run_again(tmp_path: Path, writer: Any, interv
 # --- dataloaders with a state -----------------------------------------------------------------------------------------
 
 
-class Counter:
+class StatefulCounter:
     """Yields ten numbers from ``start``."""
 
     def __init__(self, start: int = 0) -> None:
@@ -221,8 +212,6 @@ class Counter:
             self.next += 1
             yield torch.tensor([float(self.next)])
 
-
-class StatefulCounter(Counter):
     def state_dict(self) -> dict[str, Any]:
         return {"next": self.next}
 
@@ -240,14 +229,7 @@ class Reader(Diary):
 
 
 @pytest.mark.parametrize(
-    "loaders",
-    [
-        StatefulCounter,
-        lambda: CombinedLoader(StatefulCounter()),
-        lambda: CombinedLoader([StatefulCounter(3), StatefulCounter(1)]),
-        list,
-    ],
-    ids=["one", "in a combined loader", "two", "no data"],
+    "loaders", [StatefulCounter, lambda: CombinedLoader([StatefulCounter(3), StatefulCounter(1)]), list]
 )
 def test_stateful_dataloaders_resume_at_their_position(tmp_path: Path, loaders: Any) -> None:
     seen = []
@@ -265,22 +247,8 @@ def test_stateful_dataloaders_resume_at_their_position(tmp_path: Path, loaders: 
     assert len(seen[1][1]) == (0 if loaders is list else 4)
 
 
-def test_dataloader_without_a_state_continues_by_its_attributes(tmp_path: Path) -> None:
-    def loaders() -> Any:
-        return CombinedLoader([Counter(3), StatefulCounter(1)])
-
-    whole, first, resumed = Reader(), Reader(), Reader()
-    ours(max_steps=4).fit(whole, loaders())
-    trainer = ours(max_steps=2)
-    trainer.fit(first, loaders())
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    ours(max_steps=4).fit(resumed, loaders(), ckpt_path=tmp_path / "a.ckpt")
-    batches = [[entry[0] for entry in one.entries if isinstance(entry[0], list)] for one in (whole, first, resumed)]
-    assert len(batches[0]) == 4
-    assert batches[0] == batches[1] + batches[2]  # Lightning's starts again
-
-
 def test_resume_inside_an_epoch_reports_the_differences(tmp_path: Path) -> None:
+    torch.manual_seed(0)
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
     first = ours(max_epochs=1, callbacks=[saver], enable_checkpointing=True)
     first.fit(Diary(), data(8), same_batches(2))

@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
-from tests.warm_python import WarmPython
 from trainer import CheckpointFiles
 from trainer.checkpoint import conversion, files, sharded_files, shards
 from trainer.checkpoint.folder_locks import held
@@ -90,43 +89,20 @@ def test_values_are_restored_in_order(tmp_path: Path) -> None:
     made = write(tmp_path / "a.ckpt")
     assert names(tmp_path / "a.ckpt") == [".metadata", "__0_0.distcp", "manifest.json", "state.ckpt"]
     assert_same(shards.read_whole(tmp_path / "a.ckpt"), made)
-
-
-def test_optimizer_states_are_stored_by_name(tmp_path: Path) -> None:
-    write(tmp_path / "a.ckpt")
     tree, processes = shards.read(tmp_path / "a.ckpt")
     (state,) = tree["optimizer_states"]
-    assert list(state["state"]) == ["weight", "bias"]
-    assert state["param_groups"][0]["params"] == ["weight", "bias"]
+    assert list(state["state"]) == state["param_groups"][0]["params"] == ["weight", "bias"]
     assert processes == [{"rng": 1}]
-
-
-def test_other_tensors_need_not_be_read(tmp_path: Path) -> None:
-    write(tmp_path / "a.ckpt")
     tree, _ = shards.read(tmp_path / "a.ckpt", only="state_dict")
-    assert tree["optimizer_states"][0]["state"]["weight"]["exp_avg"].is_meta
+    assert tree["optimizer_states"][0]["state"]["weight"]["exp_avg"].is_meta  # not read
     assert torch.equal(tree["state_dict"]["half"], torch.ones(3, dtype=torch.bfloat16))
-
-
-def test_colliding_names_are_distinguished(tmp_path: Path) -> None:
-    made = {"state_dict": {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}, "loops": {}}
-    tree, tensors, own = shards.split_for_write(made)
-    assert len(tensors) == 2
-    shards.write(tmp_path / "a.ckpt", tree, tensors, own, {}, None)
-    assert_same(shards.read_whole(tmp_path / "a.ckpt"), made)
 
 
 def test_tensor_without_values_is_refused_by_its_name(tmp_path: Path) -> None:
     """It could be taken for one of another file, and the checkpoint could not be read."""
-    made = checkpoint()
-    for place in (made["state_dict"], made["hyper_parameters"], made["loops"][OUR_KEY]["progress"]):
-        place["later"] = torch.empty(2, device="meta")
-        with pytest.raises(CheckpointError, match=r"Got [a-z_.]+\.later on the meta device .*sharded=False"):
-            shards.split_for_write(made)
-        del place["later"]
     module = Regression(optimizer=torch.optim.AdamW)
     module.on_save_checkpoint = lambda made: made.update(extra={"later": torch.empty(2, device="meta")})
-    with pytest.raises(CheckpointError, match=r"Got extra\.later on the meta device"):
+    with pytest.raises(CheckpointError, match=r"Got extra\.later on the meta device .*sharded=False"):
         fit(tmp_path, module=module)
 
 
@@ -137,14 +113,11 @@ def test_folder_to_file_and_back(tmp_path: Path) -> None:
     assert files.verify(tmp_path / "b.ckpt")
     assert conversion.split(tmp_path / "b.ckpt", tmp_path / "c.ckpt") == []
     assert_same(shards.read_whole(tmp_path / "c.ckpt"), made)
-
-
-def test_foreign_file_has_no_names_of_parameters(tmp_path: Path) -> None:
-    made = checkpoint()
-    del made["loops"]
+    del made["loops"]  # of Lightning's files, the names of parameters are not known
+    made["state_dict"] |= {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}
     torch.save(made, tmp_path / "b.ckpt")
-    conversion.split(tmp_path / "b.ckpt", tmp_path / "c.ckpt")
-    assert_same(shards.read_whole(tmp_path / "c.ckpt"), made)
+    conversion.split(tmp_path / "b.ckpt", tmp_path / "d.ckpt")
+    assert_same(shards.read_whole(tmp_path / "d.ckpt"), made)
 
 
 def test_weights_as_safetensors(tmp_path: Path) -> None:
@@ -168,32 +141,23 @@ def test_weights_as_safetensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "manifest.json", "state.ckpt"])
-@pytest.mark.parametrize("damage", ["a bit", "cut", "longer", "missing", "a link"])
-def test_damage_is_found(tmp_path: Path, file: str, damage: str) -> None:
+def test_damage_is_found(tmp_path: Path, file: str) -> None:
     write(tmp_path / "a.ckpt")
     path = tmp_path / "a.ckpt" / file
-    data = bytearray(path.read_bytes())
-    if damage == "a bit":
-        for place in random.Random(0).sample(range(len(data)), 20):
-            data[place] ^= 1 << place % 8
-            path.write_bytes(data)
-            with pytest.raises(CheckpointError, match=r"a\.ckpt is (damaged|no checkpoint)"):
-                files.verify(tmp_path / "a.ckpt")
-            data[place] ^= 1 << place % 8
-        return
-    path.unlink()
-    if damage == "cut":
-        path.write_bytes(data[: len(data) // 2])
-    elif damage == "longer":
-        path.write_bytes(data + b" ")
-    elif damage == "a link":
+    data = path.read_bytes()
+    damaged = [None, data[: len(data) // 2], data + b" "]
+    for place in random.Random(0).sample(range(len(data)), 20):
+        damaged.append(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
+    for content in damaged:
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"a\.ckpt is (damaged|no checkpoint)"):
+            files.verify(tmp_path / "a.ckpt")
+    if file != "manifest.json":
+        path.unlink()
         (tmp_path / "elsewhere").write_bytes(data)
         path.symlink_to(tmp_path / "elsewhere")
-    if (file, damage) == ("manifest.json", "a link"):
-        files.verify(tmp_path / "a.ckpt")  # the content decides
-        return
-    with pytest.raises(CheckpointError, match=r"a\.ckpt is (damaged|no checkpoint)"):
-        files.verify(tmp_path / "a.ckpt")
+        with pytest.raises(CheckpointError, match=r"a\.ckpt is damaged: .* is no file"):
+            files.verify(tmp_path / "a.ckpt")
 
 
 def test_damaged_folder_is_named_and_skipped(tmp_path: Path) -> None:
@@ -253,17 +217,11 @@ def test_kill_at_any_rename_keeps_the_old_or_the_new_checkpoint(
     files.verify(tmp_path / "c" / "a.ckpt")
     weight = shards.read_whole(tmp_path / "c" / "a.ckpt")["state_dict"]["weight"]
     assert weight[0, 0].item() == pytest.approx({0: 0.9, 1: 0.9, 2: 1.9}[renames], abs=1e-3)
-
-
-def test_kill_during_a_removal_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "c" / "a.ckpt")
-    write(tmp_path / "c" / "b.ckpt")
     with monkeypatch.context() as killing:
-        killing.setattr(sharded_files, "discard", lambda part: None)  # right after it was renamed
+        killing.setattr(sharded_files, "discard", lambda part: None)  # killed right after it was renamed
         sharded_files.remove(tmp_path / "c" / "a.ckpt")
-    assert len(names(tmp_path / "c")) == 2
-    with held(tmp_path / "c"):  # as the next run does
-        assert names(tmp_path / "c") == ["b.ckpt"]
+    with held(tmp_path / "c"):
+        assert names(tmp_path / "c") == []
 
 
 def test_file_takes_a_folders_place_and_the_other_way_round(tmp_path: Path) -> None:
@@ -499,12 +457,3 @@ def test_parameters_in_another_order_get_their_own_states(tmp_path: Path) -> Non
     assert len(seen) == 6
     for name, parameter in module.named_parameters():
         assert torch.equal(seen[name], optimizer.state[parameter]["exp_avg"])
-
-
-def test_dcp_is_imported_for_shards_only(python_without_lightning: WarmPython) -> None:
-    program = (
-        "import sys, warnings; warnings.simplefilter('ignore'); from trainer import Trainer;"
-        "Trainer(accelerator='cpu', logger=False);"
-        "sys.exit('torch.distributed.checkpoint' in sys.modules)"
-    )
-    assert python_without_lightning.run("-c", program).returncode == 0

@@ -51,8 +51,9 @@ def test_mask_is_as_large_as_its_image():
     assert masks.shape == (2, 3, 12, 24)
     masks.square().sum().backward()
     assert all(parameter.grad is not None for parameter in net.parameters())  # of every level
-    with pytest.raises(ValueError, match=r"The images have 12x22 pixels, expected multiples of 4"):
-        net(torch.zeros(1, 3, 12, 22))
+    for height, width in ((12, 22), (22, 12)):
+        with pytest.raises(ValueError, match=f"The images have {height}x{width} pixels, expected multiples of 4"):
+            net(torch.zeros(1, 3, height, width))
 
 
 def test_loss_is_cross_entropy_plus_dice():
