@@ -532,7 +532,7 @@ def test_output_uses_richs_console(tmp_path, capsys):
     ("arguments", "message"),
     [
         ({"after": 2}, "after=2, expected at least 3 skipped steps in a row, or None"),
-        ({"at_step": -1}, "at_step=-1, expected the number of a step, from 0"),
+        ({"at_step": -1}, "at_step=-1, expected a step number of at least 0"),
         ({"collapse_after": 2}, "collapse_after=2, expected at least 3"),
         ({"at_floor": 0}, "at_floor=0, expected at least 1"),
     ],
