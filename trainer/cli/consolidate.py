@@ -24,7 +24,9 @@ def command(arguments: Arguments) -> int:
     given, made = two_paths(
         arguments, f"{folder}, and the file to write" if to_file else f"{file}, and the folder to write"
     )
-    check_exists(given, str(arguments.command))
+    if not given.exists():
+        near = did_you_mean(given.name, [one.name for one in given.parent.iterdir()] if given.parent.is_dir() else [])
+        raise UsageError(f"{arguments.command} got {given}: there is no such file or folder.{near}")
     if to_file and not is_checkpoint_folder(given):
         found = f"there is no {MANIFEST} in it" if given.is_dir() else "it is a file"
         raise UsageError(
@@ -60,17 +62,6 @@ def two_paths(arguments: Arguments, expected: str) -> tuple[Path, Path]:
             f" `{command_line(arguments.command, *words)}`"
         )
     return Path(arguments.words[0]).expanduser(), Path(arguments.words[1]).expanduser()
-
-
-def check_exists(path: Path, command: str) -> None:
-    """Check that ``path`` exists.
-
-    Raises:
-        UsageError: if it does not.
-    """
-    if not path.exists():
-        near = did_you_mean(path.name, [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else [])
-        raise UsageError(f"{command} got {path}: there is no such file or folder.{near}")
 
 
 def check_new(path: Path) -> None:

@@ -1,7 +1,7 @@
 """``trainer export``: write a trained module as a graph, or its weights, for use without this package.
 
-With ``ckpt=RUN to=FILE``, the suffix of FILE selects the graph of the module's ``forward`` (`trainer.cli.graphs`) or
-the weights. With a checkpoint and a ``.safetensors`` file, the weights are written without a config.
+The suffix of the file selects the graph of the module's ``forward`` (`trainer.cli.graphs`) or the weights, which are
+copied from the checkpoint without its config.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from tempfile import TemporaryDirectory
 
 from trainer import packages
 from trainer.cli.arguments import Arguments, UsageError
-from trainer.cli.consolidate import check_exists, check_new, run_conversion, two_paths
+from trainer.cli.consolidate import check_new, run_conversion, two_paths
 from trainer.errors import TrainerError
-from trainer.record.find_checkpoint import find, is_checkpoint_folder
+from trainer.record.find_checkpoint import find
 from trainer.terminal import command_line
 
 WEIGHTS = ".safetensors"
@@ -23,24 +23,20 @@ _EXTRAS = {WEIGHTS: "safetensors", ".onnx": "export"}
 
 
 def command(arguments: Arguments) -> int:
-    """Run ``export ckpt=RUN to=FILE [SETTING=VALUE]`` or ``export CHECKPOINT FILE.safetensors [PREFIX]``.
+    """Run ``export ckpt=RUN to=FILE [SETTING=VALUE]`` or ``export RUN FILE [PREFIX]``.
 
     Returns:
         0, or 1 if the module cannot be exported, or the outputs of the file differ from those of the module.
     """
-    if not arguments.overrides:
-        checkpoint, file = two_paths(arguments, f"a checkpoint, and the {WEIGHTS} file to write")
-        check_exists(checkpoint, "export")
-        if file.suffix in GRAPHS or (checkpoint.is_dir() and not is_checkpoint_folder(checkpoint)):
-            raise UsageError(
-                f"export got {checkpoint} and {file}, expected a checkpoint and a {WEIGHTS} file. For a graph, or the"
-                f" best checkpoint of a run: `{command_line('export', f'ckpt={checkpoint}', f'to={file}')}`"
-            )
-        return _weights(checkpoint, _writable(file), *arguments.words[2:])
     arguments.check_flags()
-    if arguments.words:
-        raise UsageError(f"export got the word {arguments.words[0]!r} among settings, expected ckpt=RUN to=FILE.")
     given = {word.partition("=")[0]: word.partition("=")[2].strip("'\"") for word in arguments.overrides}
+    prefix = arguments.words[2:]
+    if not given:
+        checkpoint, to = two_paths(arguments, f"a checkpoint, and the {WEIGHTS} file to write")
+        given = {"ckpt": str(checkpoint), "to": str(to)}
+        arguments.overrides = [f"ckpt='{checkpoint}'"]
+    elif arguments.words:
+        raise UsageError(f"export got the word {arguments.words[0]!r} among settings, expected ckpt=RUN to=FILE.")
     if "to" not in given:
         raise UsageError(
             f"export got no file to write, expected to=FILE with a name that ends in {', '.join(GRAPHS)} or {WEIGHTS}:"
@@ -55,7 +51,7 @@ def command(arguments: Arguments) -> int:
             f"export to a {WEIGHTS} file got {' '.join(arguments.overrides) or 'no checkpoint'}, expected"
             f" ckpt=RUN to=FILE{WEIGHTS} without other settings: it copies the weights from the checkpoint."
         )
-    return _weights(find(Path(*given.values()).expanduser()), file)
+    return _weights(find(Path(*given.values()).expanduser()), file, *prefix)
 
 
 def _writable(file: Path) -> Path:

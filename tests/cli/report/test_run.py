@@ -60,7 +60,7 @@ def test_page_has_everything_and_uses_no_network(make_run, capsys):
 
 def test_contents_of_the_charts_of_a_running_fit(make_run):
     """Rows are written earlier than the points in ``run.json``."""
-    rows = ROWS + "16384.0,0.25,2.0,2,2.5,,5,0.75,,\n8192.0,0.25,3.0,2,2.5,,7,0.5,,\n"
+    rows = ROWS + ",,,2,,,4,9.0,,\n16384.0,0.25,2.0,2,2.5,,5,0.75,,\n8192.0,0.25,3.0,2,2.5,,7,0.5,,\n"
     page = report(make_run(record=facts(status="running", steps=None, epochs=1), files={"csv/metrics.csv": rows}))
     assert "digits Running" in page.text
     assert "The run is in progress: step 8, written" in page.text

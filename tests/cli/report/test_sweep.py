@@ -66,13 +66,16 @@ def test_jobs_and_curves(sweep):
 def test_more_jobs_than_colors(sweep):
     """Gray lines are drawn below the others, and do not affect the axes."""
     rows = "\n".join(["epoch,step,val_acc", *(f"0,{step},{step % 7}" for step in range(2000)), "0,2000,0.75", ""])
-    page = report(sweep(*(job(number, number / 16 if number else -1e30) for number in range(12)), rows=rows))
+    page = report(
+        sweep(*(job(number, (11 - number) / 16 if number < 11 else -1e30) for number in range(12)), rows=rows)
+    )
     lines = page.lines("val_acc")
     assert all(48 <= len(line["x"]) <= 300 for line in lines.values())
     colors = {name: line["color"] for name, line in lines.items()}
-    assert [name for name, color in colors.items() if color < 0] == [f"optimizer.lr={n / 10}" for n in range(4)]
+    assert [name for name, color in colors.items() if color < 0] == list(lines)[:4]
+    assert set(list(lines)[:4]) == {f"optimizer.lr={number / 10}" for number in range(8, 12)}
     assert sorted(color for color in colors.values() if color >= 0) == [*range(8)]
-    assert list(lines)[-1] == "optimizer.lr=1.1"
+    assert list(lines)[-1] == "optimizer.lr=0.0"
     assert "the other 4" in page.sections["curves"]
     (chart,) = (data for data in page.data if "-1e+30" in str(data))
     assert -1 < chart["y"][0] < chart["y"][1] < 7

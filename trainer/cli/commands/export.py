@@ -11,8 +11,8 @@ as forward requires. The graph is in float32, and accepts batches of any size if
 outputs must equal those of forward within 0.0001 of the largest value; otherwise it is removed. Its size and the
 difference are printed. Existing files are not overwritten.
 
-The weights of a checkpoint can be exported without its run. With PREFIX, only weights with names that start with it are
-written, without the prefix. For example, a LightningModule's self.model has the prefix "model.".
+`export RUN FILE` is the same without settings. With PREFIX, only weights with names that start with it are written,
+without the prefix. For example, a LightningModule's self.model has the prefix "model.".
 
 Examples:
     python -m trainer export ckpt=outputs/unet/DATE_TIME to=unet.onnx
@@ -25,7 +25,7 @@ from trainer.cli.commands import Command
 COMMAND = Command(
     __doc__,
     group="Use a trained model",
-    usage="ckpt=RUN to=FILE [SETTING=VALUE ...] | CHECKPOINT FILE.safetensors [PREFIX]",
+    usage="ckpt=RUN to=FILE [SETTING=VALUE ...] | RUN FILE.safetensors [PREFIX]",
     function="trainer.cli.export:command",
     words=3,
 )
