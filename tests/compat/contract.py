@@ -1,22 +1,15 @@
-"""Attributes of a Trainer used by the installed Lightning's modules, callbacks, loggers and tuner, from its sources.
-
-``scripts/record_contract`` writes them into ``lightning_contract.json``; ``test_contract.py`` compares them with that
-record, and both with our Trainer.
-"""
+"""Attributes of a Trainer used by the installed Lightning's modules, callbacks, loggers and tuner, from its sources."""
 
 from __future__ import annotations
 
 import ast
 import functools
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch
 
-RECORD = Path(__file__).with_name("lightning_contract.json")
 SOURCES = Path(lightning.pytorch.__file__).parent
 PARTS = (
     "core",
@@ -61,25 +54,6 @@ def installed() -> dict[str, Use]:
                 use.places.append(f"{name}:{line}")
                 use.is_written |= is_written
     return dict(sorted(uses.items()))
-
-
-def recorded() -> dict[str, bool]:
-    """Return the record: each name, and whether it is written."""
-    attributes: dict[str, dict[str, Any]] = json.loads(RECORD.read_text())["attributes"]
-    return {chain: found["is_written"] for chain, found in attributes.items()}
-
-
-def write_record() -> None:
-    """Record the attributes used by the installed Lightning.
-
-    Places have no line numbers, which change with every release.
-    """
-    attributes = {
-        chain: {"is_written": use.is_written, "in": sorted({place.rpartition(":")[0] for place in use.places})}
-        for chain, use in installed().items()
-    }
-    record = {"lightning": lightning.pytorch.__version__, "attributes": attributes}
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def used_in(source: str) -> Iterator[tuple[str, int, bool]]:
