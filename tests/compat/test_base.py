@@ -9,10 +9,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch import Trainer as LightningTrainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.trainer.states import RunningStage
 from torch import nn
 
 from tests.parity import (
@@ -51,8 +49,15 @@ with lightnings_noise_ignored():
     ATTRIBUTES = attributes(lightning())
 
 
+INHERITED: dict[str, Any] = {
+    name: value
+    for name, value in inspect.getmembers(Trainer)
+    if vars(LightningTrainer).get(name) is value and not name.startswith("_")
+}
+
+
 class Reads(Callback):
-    """Reads every attribute at several hooks."""
+    """Reads every attribute at several hooks, assigns an inherited one to itself, and calls the inherited methods."""
 
     def __init__(self) -> None:
         self.read: dict[str, dict[str, Any]] = {}
@@ -64,6 +69,12 @@ class Reads(Callback):
                 continue  # reading it requests the training data from Lightning, early or without any
             value = getattr(trainer, name)
             values[name] = str(value) if name == "state" else plain(value)
+            if (attribute := INHERITED.get(name)) is not None and attribute.fset is not None:
+                setattr(trainer, name, value)
+                assert getattr(trainer, name) == value, name
+        trainer.print(where)
+        with trainer.init_module():
+            assert nn.Linear(2, 2).weight.device == trainer.strategy.root_device
         self.read[where] = values
 
     def on_fit_start(self, trainer: Any, *args: Any) -> None:
@@ -108,10 +119,15 @@ class Logs(Classifier):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"accumulate_grad_batches": 2, "val_check_interval": 2}, {"limit_val_batches": 1, "num_sanity_val_steps": 5}],
+    [{"accumulate_grad_batches": 2, "val_check_interval": 2}, {"limit_val_batches": 1, "num_sanity_val_steps": 5}],
     ids=str,
 )
-def test_attributes_have_lightnings_values(arguments: dict[str, Any], tmp_path: Any) -> None:
+def test_attributes_have_lightnings_values(
+    arguments: dict[str, Any], tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    methods = {name for name, value in INHERITED.items() if not isinstance(value, property)}
+    assert methods == {"print", "init_module"}, "call the others in `look`, too"
+
     def scenario(make: Any) -> Any:
         reads = Reads()
         trainer = make(
@@ -123,9 +139,10 @@ def test_attributes_have_lightnings_values(arguments: dict[str, Any], tmp_path: 
         trainer.test(Logs(), data(4), verbose=False)
         trainer.predict(Logs(), data(4))
         reads.look("after", trainer)
-        return reads.read
+        return reads.read, capsys.readouterr().out
 
-    theirs, mine = run_both(scenario)
+    (theirs, printed), (mine, printed_by_ours) = run_both(scenario)
+    assert printed_by_ours == printed
     assert theirs.keys() == mine.keys()
     different = {
         f"{where}: {name}": (theirs[where][name], mine[where][name])
@@ -134,75 +151,6 @@ def test_attributes_have_lightnings_values(arguments: dict[str, Any], tmp_path: 
         if theirs[where][name] != mine[where][name]
     }
     assert not different
-
-
-INHERITED = {
-    name: value
-    for name, value in inspect.getmembers(Trainer)
-    if vars(LightningTrainer).get(name) is value and not name.startswith("_")
-}
-PROPERTIES = {name: value for name, value in INHERITED.items() if isinstance(value, property)}
-
-
-class UsesAllThatIsInherited(Reads):
-    """Reads each attribute inherited from Lightning's Trainer, assigns it to itself if possible, and calls it."""
-
-    def look(self, where: str, trainer: Any) -> None:
-        for name, attribute in PROPERTIES.items():
-            value = getattr(trainer, name)
-            if attribute.fset is not None:
-                setattr(trainer, name, value)
-                assert getattr(trainer, name) == value, name
-            if name not in IN_OUR_OWN_WAY:
-                self.read.setdefault(where, {})[name] = plain(value)
-        trainer.print(where)
-        with trainer.init_module():
-            assert nn.Linear(2, 2).weight.device == trainer.strategy.root_device
-
-
-def test_inherited_attributes_of_lightnings_trainer_work(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert INHERITED.keys() - PROPERTIES.keys() == {"print", "init_module"}, "call the others in `look`, too"
-
-    def scenario(make: Any) -> Any:
-        uses, arguments = UsesAllThatIsInherited(), {"default_root_dir": tmp_path, "logger": RecordingLogger()}
-        trainer = make(max_epochs=2, callbacks=[uses], log_every_n_steps=1, **arguments)
-        uses.look("built", trainer)
-        trainer.validate(Logs(), data(4), verbose=False)
-        trainer.fit(Logs(), data(8), data(4))
-        trainer.test(Logs(), data(4), verbose=False)
-        trainer.predict(Logs(), data(4))
-        uses.look("after", trainer)
-        return uses.read, capsys.readouterr().out.splitlines()
-
-    (theirs, printed), mine = run_both(scenario)
-    assert mine[1] == printed
-    assert set(printed) == theirs.keys() == mine[0].keys()
-    for where, values in theirs.items():
-        assert mine[0][where] == values, where
-
-
-def test_callbacks_are_found_by_kind() -> None:
-    early, saver = EarlyStopping("x"), ModelCheckpoint()
-    trainer = ours(callbacks=[early, saver], enable_checkpointing=True)
-    assert (trainer.early_stopping_callback, trainer.checkpoint_callback) == (early, saver)
-    assert (trainer.early_stopping_callbacks, trainer.checkpoint_callbacks) == ([early], [saver])
-    assert trainer.progress_bar_callback is None
-
-
-def test_loggers_may_be_exchanged() -> None:
-    trainer, logger = ours(), RecordingLogger()
-    assert (trainer.logger, trainer.loggers) == (None, [])
-    trainer.logger = logger
-    assert (trainer.logger, trainer.loggers) == (logger, [logger])
-    trainer.loggers = [logger, RecordingLogger()]
-    assert trainer.logger is logger
-    trainer.logger = None
-    assert trainer.loggers == []
-
-
-def test_only_rank_zero_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    ours().print("hello", end="!")
-    assert capsys.readouterr().out == "hello!"
 
 
 def test_declared_attributes_exist_after_construction() -> None:
@@ -240,23 +188,9 @@ def test_fp32_modules_are_created_in_float32() -> None:
         assert nn.Linear(2, 2).weight.dtype is torch.float32
 
 
-@pytest.mark.parametrize("stage", ["training", "validating", "testing", "predicting", "sanity_checking"])
-def test_stages_may_be_set(stage: str) -> None:
-    def scenario(make: Any) -> Any:
-        trainer, seen = make(), []
-        trainer.state.stage = RunningStage.TRAINING
-        for value in (False, True, False):
-            setattr(trainer, stage, value)
-            seen.append((getattr(trainer, stage), trainer.state.stage))
-        return seen
-
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
-
-
 @pytest.mark.parametrize(
     ("name", "value", "epochs"),
-    [("check_val_every_n_epoch", 1, [1, 2, 3]), ("val_check_batch", 1, [1, 1, 3, 3]), ("log_every_n_steps", 1, [1, 3])],
+    [("check_val_every_n_epoch", 1, [1, 2, 3]), ("val_check_batch", 1, [1, 1, 3, 3])],
 )
 def test_when_to_validate_may_be_set_in_a_run(name: str, value: int, epochs: list[int]) -> None:
     class Sets(Callback):

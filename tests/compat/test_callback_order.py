@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
     EarlyStopping,
     LambdaCallback,
     LearningRateFinder,
     ModelCheckpoint,
 )
 
-from tests.parity import Classifier, Learner, data, lightning, lightnings_noise_ignored, ours, run_both
-from trainer.callbacks.traits import reads_epoch_metrics
+from tests.parity import Classifier, Learner, data, lightning, ours, run_both
 from trainer.compat.callback_order import sort_callbacks
 from trainer.compat.overrides import overrides
 
@@ -27,71 +25,24 @@ class Own(Callback):
     def on_train_start(self, *args: Any) -> None: ...
 
 
-class Inherits(Own):
-    pass
+def test_overrides_are_found_in_classes_and_on_instances() -> None:
+    class Inherits(Own):
+        def on_after_optimizer_step(self, *args: Any) -> None: ...
 
-
-def test_overrides_checks_classes_and_instances() -> None:
-    assert overrides(Own(), "on_train_start")
-    assert overrides(Inherits(), "on_train_start")
-    assert not overrides(Own(), "on_train_end")
-    assert not overrides(Callback(), "on_train_start")
-    callback = Callback()
-    callback.on_train_end = lambda *args: None  # type: ignore[method-assign]
-    assert overrides(callback, "on_train_end")
+    for name in ("on_train_start", "on_after_optimizer_step"):
+        assert overrides(Inherits(), name)
+        assert not overrides(Callback(), name)
+    assert not overrides(Own(), "on_after_optimizer_step")
     assert overrides(LambdaCallback(on_fit_start=lambda *args: None), "on_fit_start")
-
-
-def test_overrides_knows_modules_and_datamodules() -> None:
     assert overrides(Learner(), "training_step")
     assert not overrides(Learner(), "validation_step")
-    assert not overrides(Learner(), "on_train_start")
     assert not overrides(LightningDataModule(), "setup")
 
 
-def test_own_hook_counts_as_overridden_if_defined() -> None:
-    class Has(Callback):
-        def on_after_optimizer_step(self, *args: Any) -> None: ...
-
-    assert overrides(Has(), "on_after_optimizer_step")
-    assert not overrides(Own(), "on_after_optimizer_step")
-    assert not overrides(Learner(), "on_after_optimizer_step")
-
-
 def test_tuners_come_first_and_checkpoints_last() -> None:
-    given = [ModelCheckpoint(), Own(), LearningRateFinder(), EarlyStopping("x"), BatchSizeFinder(), Inherits()]
+    given = [ModelCheckpoint(), Own(), LearningRateFinder(), EarlyStopping("x")]
     order = [type(callback).__name__ for callback in sort_callbacks(given)]
-    assert order == [
-        "LearningRateFinder", "BatchSizeFinder", "Own", "EarlyStopping", "Inherits", "ModelCheckpoint",
-    ]  # fmt: skip
-    with lightnings_noise_ignored():
-        theirs = lightning(callbacks=list(given), enable_checkpointing=True).callbacks
-    assert [type(callback).__name__ for callback in theirs] == order
-
-
-def test_epoch_end_callbacks_run_after_the_module() -> None:
-    assert reads_epoch_metrics(EarlyStopping("x"))
-    assert reads_epoch_metrics(ModelCheckpoint())
-    assert not reads_epoch_metrics(Own())
-
-
-def test_modules_callbacks_run() -> None:
-    seen: list[str] = []
-
-    class Sees(Callback):
-        def on_train_start(self, trainer: Any, *args: Any) -> None:
-            seen.append(type(self).__name__)
-
-    class Module(Learner):
-        def configure_callbacks(self) -> Any:
-            return [Sees()]
-
-    trainer = ours(max_epochs=1)
-    trainer.fit(Module(), data(2))
-    assert seen == ["Sees"]
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(Module(), data(2))
-    assert seen == ["Sees", "Sees"]  # not twice in the second run
+    assert order == ["LearningRateFinder", "Own", "EarlyStopping", "ModelCheckpoint"]
 
 
 def test_step_set_to_none_does_not_count_as_a_step() -> None:
@@ -129,13 +80,10 @@ class Stops(EarlyStopping):
 
 STOPS, STOPS_TOO, CHECKPOINT = Stops("x"), EarlyStopping("x"), ModelCheckpoint()
 CONFIGURED: dict[str, tuple[list[Any], Any]] = {
-    "none": ([STOPS], None),
     "one": ([Own()], STOPS),
-    "of the same type": ([Own(), EarlyStopping("y")], [STOPS_TOO]),
     "of a subclass": ([EarlyStopping("y"), Own()], [STOPS]),
     "of a base": ([STOPS], [STOPS_TOO]),
     "several": ([EarlyStopping("y"), EarlyStopping("z"), CHECKPOINT], (STOPS_TOO, Own())),
-    "callbacks that do nothing": ([Callback()], [Callback()]),
 }
 
 

@@ -6,7 +6,6 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -182,12 +181,10 @@ def test_checkpoint_without_optimizer_states_warns(tmp_path: Path) -> None:
     assert trainer.global_step == 4
 
 
-@pytest.mark.parametrize("before", ["validate", "fit of no epoch", "strategy"])
+@pytest.mark.parametrize("before", ["fit of no epoch", "strategy"])
 def test_checkpoint_from_before_the_first_fit_does_not_warn(tmp_path: Path, before: str) -> None:
     first = ours(max_epochs=0)
-    if before == "validate":
-        first.validate(Scored(), data(4), verbose=False)
-    elif before == "strategy":
+    if before == "strategy":
         first.strategy.connect(Scored())
     else:
         first.fit(Scored(), data(8), data(4))
@@ -219,12 +216,7 @@ SAVERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"val_check_interval": 0.25},
     ),
     "a link": ({"monitor": "step_number_epoch", "save_top_k": -1, "save_last": "link"}, {}),
-    "every 2 epochs": ({"every_n_epochs": 2, "save_top_k": -1}, {"max_epochs": 5}),
-    "every 3 steps": ({"every_n_train_steps": 3, "save_top_k": -1, "save_last": True}, {}),
-    "by the clock": ({"train_time_interval": timedelta(seconds=0), "save_top_k": -1}, {}),
     "every second validation": ({"monitor": "score"}, {"check_val_every_n_epoch": 2, "max_epochs": 5}),
-    "at the epoch's end": ({"save_on_train_epoch_end": True, "save_top_k": -1}, {"val_check_interval": 0.5}),
-    "steps cut short": ({"save_top_k": -1}, {"max_steps": 6, "accumulate_grad_batches": 1}),
     "windows": ({"save_top_k": -1, "every_n_train_steps": 1}, {"accumulate_grad_batches": 3}),
     "nothing but the last": ({"save_top_k": 0, "save_last": True}, {}),
 }

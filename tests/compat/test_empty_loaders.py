@@ -53,18 +53,13 @@ TOO_SHORT = DataLoader(TensorDataset(torch.ones(2, 1)), batch_size=4, drop_last=
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: DataLoader([]), r"`train_dataloader`, a DataLoader of 0 samples with batch_size=1"),
         (
             lambda: TOO_SHORT,
             r"`train_dataloader`, a DataLoader of 2 samples with batch_size=4 and drop_last=True, has no",
         ),
-        (lambda: {"a": full(), "b": DataLoader([])}, r"`train_dataloader\['b'\]`, .* has no batch"),
         (lambda: [full(), {"c": TOO_SHORT}], r"`train_dataloader\[1\]\['c'\]`, .* has no batch"),
-        (lambda: CombinedLoader([full(), TOO_SHORT], "min_size"), r"`train_dataloader\[1\]`, .* has no batch"),
         (lambda: stream(Stream, 0), r"`train_dataloader`, a DataLoader, yielded no batch in epoch 0"),
         (lambda: stream(Sized, 0), r"`train_dataloader`, a DataLoader.*, yielded no batch in epoch 0"),
-        (lambda: iter([]), r"`train_dataloader`, a list_iterator, yielded no batch in epoch 0"),
-        (lambda: {"a": full(), "b": stream(Stream, *[0] * 9)}, r"`train_dataloader\['b'\]`, .*no batch in epoch 0"),
         (lambda: {"a": full(), "b": stream(Sized, *[0] * 9)}, r"`train_dataloader\['b'\]`, .*no batch in epoch 0"),
         (
             lambda: CombinedLoader([stream(Stream, 0)] * 1, "max_size"),
@@ -85,12 +80,9 @@ def test_fit_without_a_batch_names_the_empty_dataloader(tmp_path, make, named):
 
 
 @pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
-@pytest.mark.parametrize(
-    ("arguments", "make"),
-    [({}, list), ({"max_epochs": 0}, lambda: DataLoader([])), ({"max_steps": 0}, lambda: DataLoader([]))],
-)
-def test_fit_without_training_is_not_an_error(tmp_path, arguments, make):
-    make_trainer(tmp_path, **arguments).fit(Regression(), make())
+def test_fit_without_training_is_not_an_error(tmp_path):
+    make_trainer(tmp_path).fit(Regression(), [])
+    make_trainer(tmp_path, max_steps=0).fit(Regression(), DataLoader([]))
 
 
 @pytest.mark.filterwarnings("ignore:Total length of `DataLoader` across ranks is zero")
@@ -101,11 +93,10 @@ def test_empty_member_of_a_max_size_collection(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
-@pytest.mark.parametrize("kind", [Stream, Sized])
-def test_epoch_without_a_batch_warns_and_two_in_succession_are_an_error(tmp_path, kind):
+def test_epoch_without_a_batch_warns_and_two_in_succession_are_an_error(tmp_path):
     trainer = make_trainer(tmp_path, max_epochs=4)
     with pytest.warns(UserWarning, match="yielded no batch in epoch 1. The epoch ends without training"):
-        trainer.fit(Regression(), stream(kind, 2, 0, 3, 1))
+        trainer.fit(Regression(), stream(Sized, 2, 0, 3, 1))
     assert (trainer.current_epoch, trainer.global_step) == (4, 6)
     trainer = make_trainer(tmp_path, max_epochs=-1, max_steps=9)
     with (

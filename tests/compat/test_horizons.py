@@ -11,9 +11,6 @@ import torch
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingLR,
-    CosineAnnealingWarmRestarts,
-    CyclicLR,
-    ExponentialLR,
     LambdaLR,
     LinearLR,
     LRScheduler,
@@ -59,10 +56,7 @@ SCHEDULES: dict[str, Callable[[Any, int], Any]] = {
     "cosine": lambda optimizer, steps: CosineAnnealingLR(optimizer, steps),
     "object": lambda optimizer, steps: LambdaLR(optimizer, Factor(steps)),
     "closure": lambda optimizer, steps: LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps)),
-    "exponential": lambda optimizer, steps: ExponentialLR(optimizer, 0.01 ** (1 / steps)),
     "steps": lambda optimizer, steps: StepLR(optimizer, steps // 2),
-    "cyclic": lambda optimizer, steps: CyclicLR(optimizer, 0.01, 0.1, steps // 2, cycle_momentum=False),
-    "restarts": CosineAnnealingWarmRestarts,
     "other package": Polynomial,
     "sequence": warm_up,
     "chain": lambda optimizer, steps: ChainedScheduler(

@@ -10,7 +10,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 
-from tests.parity import lightning, lightnings_noise_ignored, ours
 from tests.support import Regression, loader_of, loss_of, make_batches, make_trainer
 
 NAMES = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
@@ -40,8 +39,9 @@ def kept_of(trainer: Any) -> dict[str, dict[str, Any]]:
     return {name: getattr(trainer, name) for name in NAMES}
 
 
-@pytest.mark.parametrize("then", ["fit", "validate", "test", "predict"])
-@pytest.mark.parametrize("first", ["fit", "validate", "test"])
+@pytest.mark.parametrize(
+    ("first", "then"), [("fit", "test"), ("validate", "fit"), ("test", "predict"), ("test", "validate")]
+)
 def test_run_leaves_the_metrics_of_the_run_before_as_they_were(tmp_path, first, then):
     trainer, module = make_trainer(tmp_path, logger=CSVLogger(tmp_path), log_every_n_steps=1), Module()
 
@@ -63,19 +63,6 @@ def test_run_leaves_the_metrics_of_the_run_before_as_they_were(tmp_path, first, 
         assert bool(now) is (then != "predict"), name
         if first != "fit" and then in ("validate", "test") and first != then:
             assert not now.keys() & metrics.keys()
-
-
-@pytest.mark.parametrize("make", [ours, lightning])
-def test_pattern_of_hydra_templates(tmp_path, make):
-    module = Module()
-    with lightnings_noise_ignored():
-        trainer = make(max_epochs=1, default_root_dir=tmp_path)
-        trainer.fit(module, batches(), batches())
-        train_metrics = trainer.callback_metrics
-        trainer.test(module, batches(), verbose=False)
-        test_metrics = trainer.callback_metrics
-    assert {**train_metrics, **test_metrics}.keys() == {"train_loss", "val_loss", "test_loss"}
-    assert test_metrics.keys() == {"test_loss"}
 
 
 class Holds(Callback):

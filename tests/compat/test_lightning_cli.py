@@ -121,22 +121,3 @@ def test_config_is_printed_as_for_lightnings_trainer(call: Any, capsys: pytest.C
     ours |= {"prefetch_batches": 1}
     assert {name: printed[1]["trainer"].pop(name) for name in ours} == ours
     assert printed[0] == printed[1]
-
-
-class Mine(Trainer):
-    """A Trainer with an additional argument."""
-
-    def __init__(self, *args: Any, mine: int = 3, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.mine = mine
-
-
-def make(**arguments: Any) -> Trainer:
-    """A factory function instead of a class."""
-    return Trainer(logger=False, **arguments)
-
-
-def test_subclasses_and_functions(call: Any) -> None:
-    trainer = call("--trainer.mine=5", "--trainer.logger=false", run=False, trainer_class=Mine).trainer
-    assert (type(trainer), trainer.mine, trainer.max_epochs) == (Mine, 5, 1)
-    assert call(run=False, trainer_class=make).trainer.loggers == []

@@ -108,10 +108,17 @@ LOADERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("arguments", [{}, {"limit_train_batches": 2, "limit_val_batches": 1}], ids=str)
-@pytest.mark.parametrize("how", [{}, {"catches": True}, {"manual": True}], ids=str)
-@pytest.mark.parametrize("at_once", [1, 2])
-@pytest.mark.parametrize("loader", ["sized", "unsized"])
+@pytest.mark.parametrize(
+    ("loader", "at_once", "how", "arguments"),
+    [
+        ("sized", 1, {}, {"limit_train_batches": 2, "limit_val_batches": 1}),
+        ("sized", 2, {"manual": True}, {}),
+        ("unsized", 2, {"catches": True}, {}),
+        ("unsized", 1, {"manual": True}, {}),
+        ("unsized", 2, {}, {}),
+    ],
+    ids=str,
+)
 def test_fit(loader: str, at_once: int, how: dict[str, bool], arguments: dict[str, Any]) -> None:
     def scenario(make: Any) -> Any:
         module, records = Draws(at_once, **how), Records()
@@ -124,9 +131,9 @@ def test_fit(loader: str, at_once: int, how: dict[str, bool], arguments: dict[st
         assert my == their
 
 
-@pytest.mark.parametrize("fn", ["validate", "test", "predict"])
-@pytest.mark.parametrize("loader", ["sized", "unsized"])
-@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize(
+    ("fn", "loader", "at_once"), [("validate", "sized", 1), ("test", "unsized", 2), ("predict", "sized", 2)]
+)
 def test_evaluation(fn: str, loader: str, at_once: int) -> None:
     def scenario(make: Any) -> Any:
         module, records = Draws(at_once), Records()
@@ -174,12 +181,6 @@ def test_profilers_time_batches_drawn_by_a_step() -> None:
     trainer = ours(max_epochs=1, profiler="simple")
     trainer.fit(Draws(at_once=2), data(8))
     assert len(trainer.profiler.recorded_durations["[_TrainingEpochLoop].train_dataloader_next"]) == 4
-
-
-def test_accumulation_window_ends_with_the_batches() -> None:
-    trainer = ours(max_epochs=2, accumulate_grad_batches=4)
-    trainer.fit(Draws(at_once=2), data(12))  # three steps
-    assert trainer.global_step == 2
 
 
 def test_module_that_draws_batches_is_warned() -> None:
@@ -230,7 +231,6 @@ class Sees(Classifier):
 
 
 KEEPING: dict[str, Any] = {
-    "one": Bookmark,
     "several": lambda: [Bookmark(10), Bookmark(20)],
     "some of several": lambda: {"a": Numbers(10), "b": Bookmark(20)},
 }
@@ -299,8 +299,7 @@ class SavesInBetween(Draws):
         return super().loss(batch["a"] if isinstance(batch, dict) else batch)
 
 
-@pytest.mark.parametrize("shape", [lambda loader: loader, lambda loader: {"a": loader}], ids=["one", "dict"])
-@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize(("at_once", "shape"), [(1, lambda loader: loader), (2, lambda loader: {"a": loader})])
 def test_steps_that_draw_batches_are_resumed_at_their_position(at_once: int, shape: Any, tmp_path: Path) -> None:
     torch.manual_seed(2)
     first, second = SavesInBetween(at_once), SavesInBetween(at_once)

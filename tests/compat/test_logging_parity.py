@@ -149,20 +149,6 @@ def tables(make: Make) -> Any:
     return printed
 
 
-def rows_at_a_step_of_ones_own(make: Make) -> Any:
-    def training(module: Any, batch: Any, batch_idx: int) -> None:
-        module.log_dict({"loss": 1.0, "step": 100.0 + batch_idx})
-
-    def evaluation(module: Any, batch: Any, batch_idx: int) -> None:
-        module.log("v", 1.0, on_step=True, on_epoch=True)
-        module.log("epoch", 17.0)
-
-    logger = RecordingLogger()
-    trainer = make(max_epochs=2, logger=logger, log_every_n_steps=1)
-    trainer.fit(Logs(training, evaluation), data(4), data(4))
-    return logger.rows, shown(trainer.logged_metrics)
-
-
 def how_often_there_are_rows(make: Make) -> Any:
     rows = []
     for every, stop in ((0, None), (1, None), (3, 4), (0, 2)):
@@ -190,16 +176,6 @@ def a_run_that_broke_off_and_another(make: Make) -> Any:
     broken_off = everything(trainer)
     trainer.fit(module, data(10))
     return outcome, broken_off, everything(trainer)
-
-
-def options_that_change_from_run_to_run(make: Make) -> Any:
-    def evaluation(module: Any, batch: Any, batch_idx: int) -> None:
-        module.log("x", float(batch_idx), on_step=module.trainer.state.fn == "fit", on_epoch=True)
-
-    trainer, module = make(max_epochs=1), Logs(evaluation=evaluation)
-    trainer.fit(module, data(4), data(4))
-    after_fit = everything(trainer)
-    return after_fit, trainer.validate(module, data(4), verbose=False), everything(trainer)
 
 
 def metric_objects(make: Make) -> Any:
@@ -313,16 +289,6 @@ def results_by_hook_and_name(make: Make) -> Any:
     return seen
 
 
-def what_users_write_into_the_dictionaries(make: Make) -> Any:
-    class Writes(Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            trainer.callback_metrics["c"] = torch.tensor(1.0)
-            trainer.logged_metrics["l"] = torch.tensor(2.0)
-            trainer.progress_bar_metrics["p"] = 3.0
-
-    return fitted(make, lambda m, b, i: m.log("x", float(i), prog_bar=True), callbacks=Writes())
-
-
 def callbacks_that_log(make: Make) -> Any:
     outcomes: list[Any] = []
 
@@ -337,22 +303,6 @@ def callbacks_that_log(make: Make) -> Any:
             self.log_dict({"a": 1.0, "b": torch.tensor(2.0)}, on_step=True, on_epoch=True, prog_bar=True)
 
     return fitted(make, lambda m, b, i: None, callbacks=Own()), outcomes
-
-
-def what_a_logger_is_called_with(make: Make) -> Any:
-    logger = mock.Mock(version="0", save_dir=None)
-    logger.name = "any object will do"
-    by_hook: dict[str, list[str]] = {}
-
-    class Looks(Callback):
-        def setup(self, *args: Any, **kwargs: Any) -> None:
-            by_hook["setup"] = [call[0] for call in logger.method_calls]
-
-        def on_train_start(self, *args: Any) -> None:
-            by_hook["on_train_start"] = [call[0] for call in logger.method_calls]
-
-    fitted(make, lambda m, b, i: m.log("x", float(i)), logger=logger, callbacks=Looks(), log_every_n_steps=1)
-    return by_hook, [(name, kwargs) for name, _, kwargs in logger.method_calls]
 
 
 def where_logging_is_allowed(make: Make) -> Any:
@@ -438,17 +388,13 @@ PROGRAMS = [
     values_and_types_without_a_logger,
     batch_sizes_found_in_batches,
     tables,
-    rows_at_a_step_of_ones_own,
     how_often_there_are_rows,
     a_run_that_broke_off_and_another,
-    options_that_change_from_run_to_run,
     metric_objects,
     wrong_use,
     without_a_run,
     results_by_hook_and_name,
-    what_users_write_into_the_dictionaries,
     callbacks_that_log,
-    what_a_logger_is_called_with,
     where_logging_is_allowed,
     one_name_in_training_and_validation,
 ]

@@ -81,7 +81,7 @@ def test_no_step_is_saved_twice(tmp_path: Path) -> None:
     assert train(tmp_path / "run", saver(tmp_path / "run" / "kept"), **arguments) == whole
 
 
-@pytest.mark.parametrize(("killed", "save_last"), [(7, None), (3, "link"), (7, "link"), (3, True)])
+@pytest.mark.parametrize(("killed", "save_last"), [(3, None), (7, "link")])
 def test_kill_leaves_no_additional_files(tmp_path: Path, killed: int, save_last: Any) -> None:
     saver = partial(ModelCheckpoint, every_n_train_steps=2, save_last=save_last)
     whole = train(tmp_path / "whole", saver(tmp_path / "whole" / "kept"), max_epochs=3)
@@ -206,29 +206,18 @@ def contents(folder: Path) -> dict[str, Any]:
     return {name: {key: file[key] for key in keys} for name, file in files.items()}
 
 
-EVERY = pytest.mark.parametrize(
-    ("every", "manual", "arguments"),
+@pytest.mark.parametrize(
+    ("kind", "every", "manual", "arguments"),
     [
-        (2, False, {"val_check_interval": 2, "check_val_every_n_epoch": None}),
-        (2, True, {"val_check_interval": 2, "check_val_every_n_epoch": None}),
-        (2, False, {"val_check_interval": 2, "accumulate_grad_batches": 2}),
-        (1, False, {"val_check_interval": 3, "accumulate_grad_batches": 2}),
-        (5, False, {}),
-        (5, True, {}),
-        (2, False, {}),
-        (2, True, {"val_check_interval": 0.4}),
-        (1, False, {"val_check_interval": 1}),
-        (5, False, {"check_val_every_n_epoch": 2, "max_epochs": 4}),
-        (3, False, {"val_check_interval": 3, "precision": "bf16-mixed", "num_sanity_val_steps": 0}),
-        (2, False, {"val_check_interval": 2, "max_steps": 8, "max_epochs": -1}),
-        (1, True, {"val_check_interval": timedelta(microseconds=1)}),
-        (4, False, {"limit_val_batches": 0, "max_epochs": 2}),
+        (ModelCheckpoint, 2, False, {"val_check_interval": 2, "check_val_every_n_epoch": None}),
+        (Counts, 1, False, {"val_check_interval": 3, "accumulate_grad_batches": 2}),
+        (ModelCheckpoint, 5, True, {}),
+        (Counts, 2, True, {"val_check_interval": 0.4}),
+        (ModelCheckpoint, 5, False, {"check_val_every_n_epoch": 2, "max_epochs": 4}),
+        (ModelCheckpoint, 1, True, {"val_check_interval": timedelta(microseconds=1)}),
+        (ModelCheckpoint, 4, False, {"limit_val_batches": 0, "max_epochs": 2}),
     ],
 )
-
-
-@EVERY
-@pytest.mark.parametrize("kind", [ModelCheckpoint, Counts])
 def test_score_is_that_of_the_validation_after_the_same_batch(
     tmp_path: Path, kind: Any, every: int, manual: bool, arguments: dict[str, Any]
 ) -> None:
@@ -243,33 +232,13 @@ def test_score_is_that_of_the_validation_after_the_same_batch(
     assert bool(expected) == ("limit_val_batches" not in arguments)
 
 
-def test_best_weights_are_kept(tmp_path: Path) -> None:
-    class Example(Scored):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log(
-                "val_loss", {2: 5.0, 4: 4.0, 6: 1.0, 8: 3.0, 10: 6.0}.get(self.trainer.global_step, 9.0), batch_size=1
-            )
-
-    saver = ModelCheckpoint(tmp_path / "kept", monitor="val_loss", every_n_train_steps=2, save_last=True)
-    trainer = make_trainer(tmp_path, callbacks=[saver], enable_checkpointing=True, val_check_interval=2)
-    trainer.fit(Example(), loader_of(make_batches(10)), loader_of(BATCHES[:1]))
-    assert (saver.best_model_score, Path(saver.best_model_path).name) == (1.0, "epoch=0-step=6.ckpt")
-    assert {name: file["global_step"] for name, file in contents(tmp_path / "kept").items()} == {
-        "epoch=0-step=6.ckpt": 6,
-        "last.ckpt": 10,
-    }
-
-
-@pytest.mark.parametrize("manual", [False, True])
 @pytest.mark.parametrize(
-    ("options", "waits"),
+    ("options", "waits", "manual"),
     [
-        ({"every_n_train_steps": 2}, False),
-        ({"every_n_train_steps": 2, "monitor": "val_loss"}, True),
-        ({"every_n_train_steps": 2, "monitor": "loss"}, True),
-        ({"every_n_train_steps": 2, "monitor": "step", "mode": "max"}, False),
-        ({"train_time_interval": timedelta(0)}, False),
-        ({"train_time_interval": timedelta(0), "monitor": "loss"}, False),
+        ({"every_n_train_steps": 2}, False, True),
+        ({"every_n_train_steps": 2, "monitor": "loss"}, True, False),
+        ({"every_n_train_steps": 2, "monitor": "step", "mode": "max"}, False, False),
+        ({"train_time_interval": timedelta(0), "monitor": "loss"}, False, True),
     ],
 )
 def test_only_monitored_saves_by_steps_are_postponed(
@@ -303,12 +272,9 @@ def savers(folder: Path, order: str) -> list[ModelCheckpoint]:
     ("order", "manual", "killed", "arguments"),
     [
         ("wn", False, 2, {"val_check_interval": 2}),
-        ("nw", False, 2, {"val_check_interval": 2}),
         ("nw", True, 5, {"val_check_interval": 2, "check_val_every_n_epoch": None}),
-        ("nwe", False, 2, {}),
         ("ewn", True, 1, {}),
         ("wne", False, 3, {"val_check_interval": 2, "accumulate_grad_batches": 2, "precision": "bf16-mixed"}),
-        ("w", False, 3, {"val_check_interval": 4}),
     ],
 )
 def test_kill_in_a_validation_changes_no_file(
@@ -329,12 +295,8 @@ def test_kill_in_a_validation_changes_no_file(
 @pytest.mark.parametrize(
     ("options", "interval"),
     [
-        ({"every_n_train_steps": 2}, 2),
         ({"every_n_train_steps": 2, "monitor": "val_loss", "save_last": True}, 2),
-        ({"every_n_train_steps": 1, "monitor": "val_loss", "save_last": "link"}, 1.0),
         ({"train_time_interval": timedelta(0), "save_last": "link"}, 3),
-        ({"train_time_interval": timedelta(0), "monitor": "loss"}, 2),
-        ({"every_n_epochs": 2, "monitor": "val_loss"}, 1.0),
         ({"every_n_epochs": 1, "save_on_train_epoch_end": True, "save_last": True}, 2),
         ({"every_n_epochs": 1, "save_on_train_epoch_end": False, "monitor": "val_loss"}, 3),
     ],

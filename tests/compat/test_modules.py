@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -16,9 +15,16 @@ FUNCTIONS = ("fit", "validate", "test", "predict")
 pytestmark = pytest.mark.filterwarnings("ignore:.*`val_dataloader`", "ignore:.*no `validation_step`")
 
 
-@pytest.mark.parametrize("fn", FUNCTIONS)
 @pytest.mark.parametrize(
-    "method", ["training_step", "configure_optimizers", "validation_step", "test_step", "predict_step", "forward"]
+    ("fn", "method"),
+    [
+        ("fit", "training_step"),
+        ("fit", "configure_optimizers"),
+        ("fit", "validation_step"),
+        ("validate", "validation_step"),
+        ("predict", "predict_step"),
+        ("predict", "forward"),
+    ],
 )
 def test_required_methods_equal_lightnings(method: str, fn: str) -> None:
     def scenario(make: Any) -> Any:
@@ -37,8 +43,7 @@ def test_required_methods_equal_lightnings(method: str, fn: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # at a graph break
-@pytest.mark.parametrize("kind", ["torch.compile", "module.compile"])
-@pytest.mark.parametrize("fn", FUNCTIONS)
+@pytest.mark.parametrize(("fn", "kind"), [("fit", "torch.compile"), ("test", "module.compile")])
 def test_compiled_modules(fn: str, kind: str) -> None:
     class Logs(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -65,41 +70,6 @@ def test_compiled_modules(fn: str, kind: str) -> None:
     assert mine[:2] == ("dynamo" if kind == "torch.compile" else None, True)
 
 
-@pytest.mark.parametrize("fn", FUNCTIONS)
-def test_objects_that_are_not_modules_are_refused(fn: str) -> None:
-    with pytest.raises(TypeError, match=r"must be a `LightningModule`.*got `Linear`"):
-        getattr(ours(max_steps=1), fn)(torch.nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize("inference_mode", [True, False])
-@pytest.mark.parametrize("fn", FUNCTIONS[1:])
-def test_evaluation_uses_inference_mode_if_possible(fn: str, inference_mode: bool) -> None:
-    class Notes(Classifier):
-        def note(self, *_: Any) -> None:
-            seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
-
-        on_validation_start = on_test_start = on_predict_start = note
-        on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = note
-
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            output = self(batch[0])
-            seen.append((batch[0].is_inference(), output.is_inference(), output.requires_grad))
-            return output.mean()
-
-        test_step = predict_step = validation_step
-
-    seen: list[Any] = []
-
-    def scenario(make: Any) -> Any:
-        seen.clear()
-        getattr(make(inference_mode=inference_mode), fn)(Notes(), data(4))
-        return list(seen)
-
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
-    assert (False, inference_mode) in mine
-
-
 def test_in_fit_validation_tracks_no_gradients_but_may_train_on() -> None:
     class Notes(Classifier):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -115,7 +85,7 @@ def test_in_fit_validation_tracks_no_gradients_but_may_train_on() -> None:
     [
         ("training_step", "on_fit_start"),
         ("validation_step", "on_fit_start"),
-        *product(SET_ONCE, ["on_train_start", "on_train_epoch_start"]),
+        *zip(SET_ONCE, ["on_train_start", "on_train_epoch_start"] * 3, strict=False),
     ],
 )
 def test_step_that_is_set_during_a_fit_is_used_or_refused(what: str, when: str) -> None:

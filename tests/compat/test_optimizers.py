@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback
 
 from tests.support import Regression, loader_of, loss_of, make_batches, make_net, make_trainer, native_fp16
+from trainer.compat.optimizers import MultipleOptimizersError
 from trainer.errors import ConfigurationError
 
 sgd = partial(torch.optim.SGD, lr=0.05)
@@ -23,7 +24,7 @@ class Halves(Regression):
         return [sgd(self.net[:2].parameters()), adam(self.net[2:].parameters())]
 
 
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_each_steps_on_the_gradients_of_the_one_loss(tmp_path, precision):
     ours, theirs, batches = make_net(), make_net(), make_batches(6)
     plugin = native_fp16(init_scale=2.0**9) if precision == "16-mixed" else precision
@@ -31,12 +32,11 @@ def test_each_steps_on_the_gradients_of_the_one_loss(tmp_path, precision):
     trainer.fit(Halves(ours), loader_of(batches))
     assert trainer.global_step == 2 * 3
     optimizers = [sgd(theirs[:2].parameters()), adam(theirs[2:].parameters())]
-    dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(precision)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**9, enabled=precision == "16-mixed")
     for i, batch in enumerate(batches):
         if i % 2 == 0:
             theirs.zero_grad()
-        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        with torch.autocast("cpu", torch.float16, enabled=precision == "16-mixed"):
             loss = loss_of(theirs, batch)
         scaler.scale(loss / 2).backward()
         if i % 2:
@@ -85,17 +85,18 @@ class OneIsLBFGS(Regression):
         (OneIsLBFGS, r"or an optimizer that evaluates the loss itself, expected one"),
     ],
 )
-@pytest.mark.parametrize("error", [ConfigurationError, RuntimeError])
-def test_settings_unsupported_with_several_optimizers(tmp_path, kind, message, error):
-    with pytest.raises(error, match=rf"^Training with multiple optimizers is only supported with manual.*{message}"):
+def test_settings_unsupported_with_several_optimizers(tmp_path, kind, message):
+    assert issubclass(MultipleOptimizersError, RuntimeError)
+    with pytest.raises(
+        MultipleOptimizersError, match=rf"^Training with multiple optimizers is only supported with manual.*{message}"
+    ):
         make_trainer(tmp_path).fit(kind(), loader_of(make_batches(1)))
 
 
-@pytest.mark.parametrize("returned", [[], ([], [])])
-def test_automatic_optimization_needs_an_optimizer(tmp_path, returned):
+def test_automatic_optimization_needs_an_optimizer(tmp_path):
     class Without(Regression):
         def configure_optimizers(self) -> Any:
-            return returned
+            return []
 
     with pytest.raises(ConfigurationError, match=r"from Without.configure_optimizers, expected at least one"):
         make_trainer(tmp_path).fit(Without(), loader_of(make_batches(1)))

@@ -15,7 +15,6 @@ from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BasePredictionWriter,
-    DeviceStatsMonitor,
     EarlyStopping,
     EMAWeightAveraging,
     LearningRateMonitor,
@@ -27,7 +26,6 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
@@ -118,9 +116,9 @@ class Swa(StochasticWeightAveraging):
         self.look(trainer)
 
 
-@pytest.mark.parametrize("norm", [True, False], ids=["norm", "no norm"])
-@pytest.mark.parametrize("crashes_at", [None, 2])
-@pytest.mark.parametrize("endless", [False, True])
+@pytest.mark.parametrize(
+    ("norm", "endless", "crashes_at"), [(True, False, None), (False, True, None), (False, False, 2)]
+)
 def test_stochastic_weight_averaging(tmp_path: Any, norm: bool, endless: bool, crashes_at: int | None) -> None:
     def scenario(make: Any) -> Any:
         folder = tmp_path / make.__name__
@@ -170,7 +168,6 @@ class OfEpochs(WeightAveraging):
 
 
 AVERAGES: dict[str, Callable[[], Any]] = {
-    "mean": WeightAveraging,
     "ema": lambda: EMAWeightAveraging(decay=0.9, update_every_n_steps=3, update_starting_at_step=2),
     "epochs": lambda: OfEpochs(use_buffers=False),
 }
@@ -206,12 +203,9 @@ def test_weight_averaging(tmp_path: Any, kind: str, crashes_at: int | None) -> N
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [
-        ("fit", {"max_steps": 3}),
         ("fit", {"max_steps": 3, "val_check_interval": 1}),
         ("fit", {"max_epochs": 2, "accumulate_grad_batches": 2, "limit_train_batches": 3}),
-        ("fit", {"max_epochs": 1, "accumulate_grad_batches": 3, "log_every_n_steps": 2}),  # refused
         ("validate", {}),
-        ("test", {}),
         ("predict", {}),
     ],
     ids=str,
@@ -225,29 +219,9 @@ def test_throughput_monitor(function: str, arguments: dict[str, Any]) -> None:
         module.flops_per_batch = 10
         flops = mock.patch("lightning.pytorch.callbacks.throughput_monitor.get_available_flops", return_value=100)
         with flops, mock.patch("time.perf_counter", side_effect=range(100)):
-            try:
-                getattr(trainer, function)(module)
-                getattr(trainer, function)(module)
-            except ValueError as error:
-                return str(error)
+            getattr(trainer, function)(module)
+            getattr(trainer, function)(module)
         return [row for row in logger.rows if any("/" in name for name in row[1])]
-
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
-
-
-@pytest.mark.parametrize("cpu_stats", [None, False])
-def test_device_stats_monitor(cpu_stats: bool | None) -> None:
-    if cpu_stats is None:
-        pytest.importorskip("psutil")
-
-    def scenario(make: Any) -> Any:
-        logger = RecordingLogger()
-        trainer = make(max_epochs=1, logger=logger, log_every_n_steps=1, callbacks=[DeviceStatsMonitor(cpu_stats)])
-        module = Net()
-        trainer.fit(module)
-        trainer.test(module)
-        return [(step, sorted(row)) for step, row in logger.rows]
 
     theirs, mine = run_both(scenario)
     assert theirs == mine
@@ -258,7 +232,6 @@ def one_cycle(optimizer: Any) -> Any:
 
 
 RATES: dict[str, Callable[[Any], Any]] = {
-    "bare": lambda module: torch.optim.Adam(module.parameters(), lr=0.1, weight_decay=0.2),
     "groups": lambda module: torch.optim.SGD(
         [{"params": module.net.parameters(), "name": "head"}, {"params": module.backbone.parameters(), "lr": 0.01}],
         lr=0.1,
@@ -269,8 +242,7 @@ RATES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("interval", [None, "step", "epoch"])
-@pytest.mark.parametrize("kind", RATES)
+@pytest.mark.parametrize(("kind", "interval"), [("groups", None), ("epochs", "epoch"), ("steps", "step")])
 def test_learning_rate_monitor(kind: str, interval: Any) -> None:
     def scenario(make: Any) -> Any:
         class Rated(Net):
@@ -294,16 +266,11 @@ def test_learning_rate_monitor(kind: str, interval: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "values", "arguments"),
     [
-        ({"patience": 2}, (3, 2, 2, 2, 2, 2), {}),
         ({"patience": 2}, (3, 2, 2, 2, 2, 2), {"min_epochs": 5}),
         ({"patience": 1}, (3, 3, 3, 3, 3, 3), {"min_steps": 14, "min_epochs": 2}),
-        ({"mode": "max", "patience": 1}, (1, 2, 1, 1, 1, 1), {}),
         ({"stopping_threshold": 1.5}, (3, 2, 1, 1, 1, 1), {"check_val_every_n_epoch": 2}),
         ({"divergence_threshold": 5.0}, (3, 9, 1, 1, 1, 1), {"val_check_interval": 2}),
-        ({"check_finite": True}, (3, float("nan"), 1, 1, 1, 1), {}),
         ({"check_on_train_epoch_end": True, "patience": 0}, (1, 2, 3, 4, 5, 6), {}),
-        ({"monitor": "unknown"}, (1, 1, 1, 1, 1, 1), {}),
-        ({"monitor": "unknown", "strict": False}, (1, 1, 1, 1, 1, 1), {}),
     ],
     ids=str,
 )
@@ -315,10 +282,7 @@ def test_early_stopping(options: dict[str, Any], values: Any, arguments: dict[st
 
         callback = EarlyStopping(**{"monitor": "value", **options})
         trainer = make(max_epochs=6, callbacks=[callback], **arguments)
-        try:
-            trainer.fit(Scripted())
-        except RuntimeError as error:
-            return str(error).partition("Pass in")[0]
+        trainer.fit(Scripted())
         state = plain(callback.state_dict()), callback.stopping_reason_message
         return [*state, trainer.current_epoch, trainer.global_step, trainer.should_stop]
 
@@ -329,8 +293,6 @@ def test_early_stopping(options: dict[str, Any], values: Any, arguments: dict[st
 @pytest.mark.parametrize(
     ("options", "arguments"),
     [
-        ({}, {}),
-        ({"duration": timedelta(0)}, {}),
         ({"duration": timedelta(0), "interval": "epoch"}, {"min_epochs": 1}),
         ({"duration": timedelta(0)}, {"min_steps": 3}),
     ],
@@ -351,22 +313,13 @@ def test_timer(options: dict[str, Any], arguments: dict[str, Any]) -> None:
     assert theirs == mine
 
 
-def test_timer_that_a_checkpoint_says_has_run_out(tmp_path: Any) -> None:
-    module = Net()
-    arguments: dict[str, Any] = {"default_root_dir": tmp_path, "enable_checkpointing": True, "max_epochs": 2}
-    ours(callbacks=[Timer()], **arguments).fit(module)
-    timer = Timer(timedelta(microseconds=1))
-    trainer = ours(callbacks=[timer], **{**arguments, "max_epochs": 5})
-    trainer.fit(module, ckpt_path=last_file(tmp_path))
-    assert trainer.global_step == 8
-    assert timer._offset > 0
-
-
 # --- changing the module --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("resumes_after", [None, 1, 3])
-def test_backbone_finetuning(tmp_path: Any, resumes_after: int | None) -> None:
+@pytest.mark.parametrize("resumes_after", [1, 3])
+def test_backbone_finetuning(tmp_path: Any, resumes_after: int) -> None:
+    resumes = True
+
     def scenario(make: Any) -> Any:
         folder, groups = tmp_path / make.__name__, []
 
@@ -381,34 +334,25 @@ def test_backbone_finetuning(tmp_path: Any, resumes_after: int | None) -> None:
             make(max_epochs=epochs, callbacks=callbacks, enable_checkpointing=True).fit(module, ckpt_path=path)
             return module
 
-        if resumes_after is not None:
+        if resumes:
             fit(resumes_after)
-        module = fit(4, None if resumes_after is None else last_file(folder))
+        module = fit(4, last_file(folder) if resumes else None)
         return [groups, state_of(module), [p.requires_grad for p in module.parameters()]]
 
     theirs, mine = run_both(scenario)
     if resumes_after == 3:  # Lightning freezes the backbone again; ours continues as the uninterrupted run
         assert theirs[1:] != mine[1:]
-        resumes_after = None
+        resumes = False
         assert mine[1:] == scenario(ours)[1:]
     else:
         assert theirs == mine
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"pruning_fn": "l1_unstructured"},
-        {"pruning_fn": "l1_unstructured", "prune_on_train_epoch_end": False, "make_pruning_permanent": False},
-        {"pruning_fn": "ln_structured", "pruning_dim": 0, "pruning_norm": 1, "use_global_unstructured": False},
-    ],
-    ids=str,
-)
-def test_model_pruning(tmp_path: Any, options: dict[str, Any]) -> None:
+def test_model_pruning(tmp_path: Any) -> None:
     def scenario(make: Any) -> Any:
         module, folder = Net(), tmp_path / make.__name__
         to_prune = [(module.backbone[0], "weight"), (module.net, "weight")]
-        pruning = ModelPruning(amount=0.3, parameters_to_prune=to_prune, **options)
+        pruning = ModelPruning("l1_unstructured", amount=0.3, parameters_to_prune=to_prune)
         callbacks = [pruning, ModelCheckpoint(folder)]
         trainer = make(max_epochs=2, callbacks=callbacks, enable_checkpointing=True)
         trainer.fit(module)
@@ -437,9 +381,10 @@ class Writer(BasePredictionWriter):
         self.written.append((plain(predictions), indices))
 
 
-@pytest.mark.parametrize("loaders", ["one", "several", "iterable"])
-@pytest.mark.parametrize("returns", [None, False])
-@pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
+@pytest.mark.parametrize(
+    ("interval", "returns", "loaders"),
+    [("batch", None, "several"), ("epoch", False, "one"), ("batch_and_epoch", None, "iterable")],
+)
 def test_prediction_writer(interval: str, returns: bool | None, loaders: str) -> None:
     def scenario(make: Any) -> Any:
         class Watched(Net):
@@ -455,25 +400,6 @@ def test_prediction_writer(interval: str, returns: bool | None, loaders: str) ->
         }[loaders]()
         trainer = make(callbacks=[writer], limit_predict_batches=3)
         return writer.written, plain(trainer.predict(Watched(), given, return_predictions=returns))
-
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
-
-
-def test_on_exception_checkpoint(tmp_path: Any) -> None:
-    def scenario(make: Any) -> Any:
-        module, folder = Net(), tmp_path / make.__name__
-        module.crashes_at = 1
-        callback = OnExceptionCheckpoint(folder, filename="{epoch}-{step}")
-        with pytest.raises(ValueError, match="crash"):
-            make(max_epochs=2, callbacks=[callback], enable_checkpointing=True, default_root_dir=tmp_path).fit(module)
-        saved = torch.load(last_file(folder), weights_only=True)
-        return [
-            last_file(folder).name,
-            saved["epoch"],
-            saved["global_step"],
-            saved["loops"]["fit_loop"]["epoch_progress"],
-        ]
 
     theirs, mine = run_both(scenario)
     assert theirs == mine
@@ -509,20 +435,6 @@ def test_on_exception_is_not_called_without_a_module(what: str, tmp_path: Any) -
 # -------------------------------------------------------------------------------------------
 
 
-def test_strategys_own_backward_is_called() -> None:
-    class Counting(SingleDeviceStrategy):
-        def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            seen.append(type(optimizer).__name__)
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    seen: list[str] = []
-    module, plainly = Net(), Net()
-    ours(max_epochs=1, strategy=Counting("cpu")).fit(module)
-    ours(max_epochs=1).fit(plainly)
-    assert seen == ["SGD"] * 4
-    assert state_of(module) == state_of(plainly)
-
-
 def test_clipping_by_another_algorithm_than_the_trainers_is_refused() -> None:
     class Clipping(Net):
         def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
@@ -537,8 +449,7 @@ def test_clipping_by_another_algorithm_than_the_trainers_is_refused() -> None:
 
 EACH_SECOND: list[Any] = ["00:00:00:01", {"seconds": 1}, timedelta(seconds=1)]
 INTERVALS: list[tuple[Any, int | None]] = [
-    *((1, every) for every in (1, 2, None)), *((EACH_SECOND[0], every) for every in (1, 2, None)),
-    (2, 1), (4, None), (EACH_SECOND[1], 1), (EACH_SECOND[2], 2), (None, 1), (None, 2), (1.0, 1), (0.5, 2),
+    (EACH_SECOND[0], 1), (EACH_SECOND[1], None), (EACH_SECOND[2], 2), (1, 2), (2, 1), (4, None), (None, 2), (0.5, 2),
 ]  # fmt: skip
 """Values of ``val_check_interval`` and ``check_val_every_n_epoch``."""
 

@@ -47,12 +47,10 @@ def test_model_parallel_is_accepted_with_its_settings() -> None:
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ({}, r"FSDP2Strategy\(\)"),
         ({"auto_wrap_policy": {nn.Linear, nn.Conv2d}}, r"FSDP2Strategy\(blocks=\[Conv2d, Linear\]\)"),
         ({"sharding_strategy": "SHARD_GRAD_OP"}, r"FSDP2Strategy\(reshard_after_forward=False\)"),
         ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 4)}, r"FSDP2Strategy\(replicas=2\)"),
         ({"sharding_strategy": "NO_SHARD"}, "strategy='ddp'"),
-        ({"cpu_offload": True}, r"FSDP2Strategy\(cpu_offload=True\)"),
         (
             {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
             r"FSDP2Strategy\(mixed_precision=\{'param_dtype': 'bfloat16'\}\)",
@@ -83,7 +81,6 @@ def registered() -> Iterator[str]:
     "arguments",
     [
         {"accumulate_grad_batches": 2},
-        {"callbacks": [GradientAccumulation(2)]},
         {"callbacks": [GradientAccumulation(schedule={0: 1, 3: 2})]},
         {"callbacks": GradientAccumulationScheduler({0: 1, 3: 2})},
         {"accumulate_grad_batches": 2, "devices": 1},

@@ -32,18 +32,6 @@ def test_invalid_environment_variables_are_refused(monkeypatch: pytest.MonkeyPat
         ours()
 
 
-def test_subclass_passes_its_arguments_on() -> None:
-    class Mine(Trainer):
-        def __init__(self, extra: int, *args: Any, **arguments: Any) -> None:
-            super().__init__(*args, **arguments)
-            self.extra = extra
-
-    trainer = Mine(3, **QUIET, max_epochs=2)
-    assert (trainer.extra, trainer.max_epochs) == (3, 2)
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'abc'"):
-        Mine(3, abc=1)
-
-
 @pytest.mark.parametrize("arguments", [{}, {"fast_dev_run": 2}, {"detect_anomaly": True}], ids=str)
 def test_messages_of_the_constructor(arguments: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     said = []

@@ -87,11 +87,10 @@ class Solver(Learner):
         return self.residual(batch, "test_loss")
 
 
-@pytest.mark.parametrize("batch_size", [None, 2])
-def test_subclass_with_module_and_data(batch_size: int | None) -> None:
+def test_subclass_with_module_and_data() -> None:
     def scenario(make: Any) -> Any:
         base = type(make())
-        trainer = physics_trainer(base)(Solver(), batch_size, max_epochs=2, **QUIET)
+        trainer = physics_trainer(base)(Solver(), 2, max_epochs=2, **QUIET)
         trainer.train()
         ended = end_of(trainer, trainer.solver)
         return ended, trainer.test(), trainer.place, isinstance(trainer, LightningTrainer)
@@ -162,51 +161,6 @@ def test_several_updates_per_step_with_resampled_data() -> None:
     assert mine == theirs
 
 
-class Search(Learner):
-    """The weights are reset with each batch, with an optimizer created in the hook before it (active search)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.found: list[Any] = []
-
-    def setup(self, stage: str) -> None:
-        self.original = {name: value.clone() for name, value in self.state_dict().items()}
-
-    def configure_optimizers(self) -> Any:
-        return None
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.load_state_dict(self.original)
-        self.trainer.strategy.optimizers = [torch.optim.Adam(self.parameters(), lr=0.01)]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        for step in range(3):
-            loss = self.loss(batch)
-            self.optimizers().zero_grad()
-            self.manual_backward(loss)
-            self.optimizers().step()
-            self.log_dict({"loss": loss, "step": float(step)}, on_step=True)
-        return {"found": loss.item()}
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.found.append(outputs["found"])
-
-    def on_train_epoch_end(self) -> None:
-        self.trainer.should_stop = True
-
-
-@pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
-def test_optimizer_created_in_a_hook_before_each_batch() -> None:
-    def scenario(make: Any) -> Any:
-        module, trainer = Search(), make(max_epochs=5)
-        trainer.fit(module, data(6))
-        return end_of(trainer, module), module.found
-
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
-
-
 # --- a subclass with its own loop (torch-uncertainty) -----------------------------------------------------------------
 
 
@@ -248,7 +202,7 @@ def test_loop_with_its_own_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "dataloader_idx_1" in mine[1]
 
 
-@pytest.mark.parametrize("place", ["test_loop", "validate_loop", "fit_loop"])
+@pytest.mark.parametrize("place", ["test_loop", "fit_loop"])
 def test_loop_that_would_not_run_is_refused(place: str) -> None:
     class OwnFitLoop(_FitLoop):
         def advance(self) -> None:
@@ -259,13 +213,6 @@ def test_loop_that_would_not_run_is_refused(place: str) -> None:
     loop: Any = OwnFitLoop(trainer) if place == "fit_loop" else PoliteLoop(trainer, *stage)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=rf"for `{place}`, expected .* not (advance|on_run_end): the loops"):
         setattr(trainer, place, loop)
-
-
-def test_loop_of_lightnings_that_changes_nothing_is_welcome() -> None:
-    trainer = Trainer(**QUIET)
-    view = trainer.test_loop
-    trainer.test_loop = _EvaluationLoop(trainer, TrainerFn.TESTING, RunningStage.TESTING)  # type: ignore[arg-type, assignment]
-    assert trainer.test_loop is view
 
 
 # --- checkpoint callbacks of libraries -------------------------------------------------------------------------------
@@ -486,12 +433,6 @@ def test_model_that_builds_a_trainer_for_each_fit_and_keeps_one_for_predictions(
 
     theirs, mine = run_both(scenario)
     assert mine == theirs
-
-
-def test_list_of_callbacks_is_not_changed() -> None:
-    callbacks = [ModelCheckpoint()]
-    Trainer(callbacks=callbacks, accelerator="cpu", logger=False)
-    assert [type(callback) for callback in callbacks] == [ModelCheckpoint]
 
 
 def test_trainer_replaced_in_lightnings_package_is_the_base_of_subclasses(
