@@ -313,7 +313,7 @@ class Run:
         trainer = self._trainer
         torch.set_grad_enabled(True)
         if not trainer.loop.limits.ends_fit():
-            modules.warn_of_eval_mode(trainer.lightning_module)
+            modules.warn_of_eval_mode(trainer)
         trainer.process.begin_fit()
         if trainer.detect_anomaly and not trainer.scaler.is_enabled():  # with loss scaling, AnomalyDetection does this
             self.session.enter_context(torch.autograd.set_detect_anomaly(True))

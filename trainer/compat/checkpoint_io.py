@@ -104,15 +104,9 @@ class CheckpointFiles(TorchCheckpointIO):
             TypeError: if ``storage_options`` are given, because they are not supported.
             CheckpointWriteError: if the disk is full, or the folder cannot be written to.
         """
-        if _is_patched("save_checkpoint"):
+        if _is_patched("save_checkpoint") or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
-        if storage_options is not None:
-            raise TypeError(
-                "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for"
-                f" `{type(self).__name__}`. Please implement your custom `CheckpointIO` to define how you'd like to use"
-                " `storage_options`."
-            )
         self.wait()
         copied = checkpoint
         if self.asynchronous:

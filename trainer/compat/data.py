@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn
-from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.utilities import _select_data_fetcher
@@ -23,9 +21,9 @@ from lightning.pytorch.trainer.connectors.data_connector import (
     _DataHookSelector,
     _DataLoaderSource,
     _parse_num_batches,
+    _process_dataloader,
     _request_dataloader,
     _resolve_overfit_batches,
-    _worker_check,
 )
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -425,17 +423,8 @@ class DataSource:
         return [sampler]
 
     def _prepare(self, loader: Any, stage: RunningStage) -> Any:
-        shuffled = stage is RunningStage.TRAINING or _is_dataloader_shuffled(loader)
-        if shuffled and stage is not RunningStage.TRAINING:
-            rank_zero_warn(
-                f"Your `{stage.dataloader_prefix}_dataloader`'s sampler has shuffling enabled,"
-                " it is strongly recommended that you turn shuffling off for val/test dataloaders.",
-                category=PossibleUserWarning,
-            )
-        loader = self.connector._prepare_dataloader(loader, shuffle=shuffled, mode=stage)
-        loader = self._trainer.strategy.process_dataloader(loader)
-        _worker_check(self._trainer, loader, f"{stage.dataloader_prefix}_dataloader")
-        _auto_add_worker_init_fn(loader, self._trainer.global_rank)
+        # as in a fit, because all passes set the epochs of samplers when they start
+        loader = _process_dataloader(self._trainer, TrainerFn.FITTING, stage, loader)
         outlive_signals(loader)
         return loader
 

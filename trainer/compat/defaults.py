@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -12,14 +13,8 @@ from lightning.pytorch.callbacks import Checkpoint, ModelSummary, RichModelSumma
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.profilers import (
-    AdvancedProfiler,
-    PassThroughProfiler,
-    Profiler,
-    PyTorchProfiler,
-    SimpleProfiler,
-    XLAProfiler,
-)
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.trainer.setup import _init_profiler
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_summary.model_summary import get_formatted_model_size, get_human_readable_count
 from rich import get_console
@@ -40,13 +35,6 @@ from trainer.loggers import adapter
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-_PROFILERS: dict[str, type[Profiler]] = {
-    "simple": SimpleProfiler,
-    "advanced": AdvancedProfiler,
-    "pytorch": PyTorchProfiler,
-    "xla": XLAProfiler,
-}
 
 
 class _ModelSummary(RichModelSummary):
@@ -208,9 +196,8 @@ def in_opening_order(loggers: Iterable[Any]) -> list[Any]:
 
 def build_profiler(given: Profiler | str | None) -> Profiler:
     """Return the profiler that ``given`` names. None stands for one that costs nothing."""
-    if not given:
-        return PassThroughProfiler()
-    if not isinstance(given, str):
-        refuse_other_package("profiler", given)
-        return given
-    return _PROFILERS[given.lower()]()
+    refuse_other_package("profiler", given)
+    holder: Any = SimpleNamespace()
+    _init_profiler(holder, given)
+    profiler: Profiler = holder.profiler
+    return profiler

@@ -19,6 +19,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
@@ -30,8 +31,6 @@ from trainer.state.metrics import LoggedValue, LogOptions, MetricStore, Publishe
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-_REDUCTIONS = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max",
-               "avg": "mean", sum: "sum", min: "min", max: "max"}  # fmt: skip
 _KEPT = (torch.float32, torch.float64)
 """Values of other dtypes are converted to float32, because the sum over an epoch would lose digits in them."""
 _LOG = LightningModule.log
@@ -128,7 +127,7 @@ class ModuleLog:
             entry.load_state_dict(restored.state_dict(), self._trainer.engine.device)
         elif entry.first_options != given or (not add_dataloader_idx and entry.dataloader_idx != store.dataloader_idx):  # type: ignore[union-attr]
             if entry.first_options != given or entry.has_value:
-                raise _misuse(
+                raise MisconfigurationException(
                     f"You called `self.log({name}, ...)` twice in `{hook}` with different arguments. This is not"
                     " allowed"
                 )
@@ -162,7 +161,7 @@ class ModuleLog:
             )
         if batch_size is None:
             if self._draws and store.training:
-                raise _misuse(
+                raise MisconfigurationException(
                     "With `def training_step(self, dataloader_iter)`, `self.log(..., batch_size=...)` should be"
                     " provided."
                 )
@@ -181,33 +180,27 @@ class ModuleLog:
         """Check the options of a name that is logged for the first time, and create its entry."""
         trainer = self._trainer
         if store is None:
-            raise _misuse(
+            raise MisconfigurationException(
                 "You are trying to `self.log()` but the loop's result collection is not registered"
                 " yet. This is most likely because you are trying to log in a `predict` hook,"
                 " but it doesn't support logging"
             )
         if hook is None:
-            raise _misuse("You are trying to `self.log()` but it is not managed by the `Trainer` control flow")
+            raise MisconfigurationException(
+                "You are trying to `self.log()` but it is not managed by the `Trainer` control flow"
+            )
         if isinstance(value, dict):
             raise ValueError(f"`self.log({name}, {value})` was called, but `dict` values cannot be logged")
         on_step, on_epoch = _FxValidator.check_logging_and_get_default_levels(
             hook, on_step=given.on_step, on_epoch=given.on_epoch
         )
-        if not on_step and not on_epoch:
-            raise _misuse("`self.log(on_step=False, on_epoch=False)` is not useful.")
         if given.add_dataloader_idx and "/dataloader_idx_" in name:
-            raise _misuse(
+            raise MisconfigurationException(
                 f"You called `self.log` with the key `{name}`"
                 " but it should not contain information about `dataloader_idx` when `add_dataloader_idx=True`"
             )
-        reduce_fx = given.reduce_fx.lower() if isinstance(given.reduce_fx, str) else given.reduce_fx
-        reduce_fx = _REDUCTIONS.get(reduce_fx, reduce_fx)
-        if reduce_fx not in ("mean", "sum", "min", "max"):
-            raise _misuse(
-                "Only `self.log(..., reduce_fx={min,max,mean,sum})` are supported."
-                " If you need a custom reduction, please log a `torchmetrics.Metric` instance instead."
-                f" Found: {given.reduce_fx}"
-            )
+        reduce_fx: Any = given.reduce_fx  # or its name
+        checked = _Metadata(hook, name, on_step=on_step, on_epoch=on_epoch, reduce_fx=reduce_fx)
         if isinstance(value, Metric) and metric_attribute is None:
             _find_attribute(self._module, name, value)
         if given.logger and trainer.logger is None:
@@ -233,7 +226,7 @@ class ModuleLog:
             logger=given.logger is None or given.logger,
             on_step=on_step,
             on_epoch=on_epoch,
-            reduce_fx=reduce_fx,
+            reduce_fx=checked.reduce_fx.__name__,
             sync_dist=given.sync_dist and trainer.world_size > 1,
         )
         dataloader_idx = store.dataloader_idx if given.add_dataloader_idx else None
@@ -447,17 +440,13 @@ def _find_attribute(module: LightningModule, name: str, metric: Metric) -> None:
     """Refuse a metric that is not an attribute of the module, because it would not be moved to the device or saved."""
     attributes = _attributes_of(module)
     if not attributes:
-        raise _misuse(
+        raise MisconfigurationException(
             "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged. You can fix this by"
             " setting an attribute for the metric in your `LightningModule`."
         )
     if id(metric) not in attributes:
-        raise _misuse(
+        raise MisconfigurationException(
             "Could not find the `LightningModule` attribute for the `torchmetrics.Metric` logged."
             f" You can fix this by calling `self.log({name}, ..., metric_attribute=name)` where `name` is one"
             f" of {list(attributes.values())}"
         )
-
-
-def _misuse(message: str) -> Exception:
-    return MisconfigurationException(message)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loops.utilities import _verify_dataloader_idx_requirement
 from lightning.pytorch.trainer.call import _call_configure_model, _call_setup_hook, _call_teardown_hook
@@ -15,7 +14,6 @@ from lightning.pytorch.utilities.compile import _maybe_unwrap_optimized, _verify
 from trainer.arguments import refuse_other_package
 from trainer.compat.loaders import DrawnLoaderSet
 from trainer.data.batches import Loaders
-from trainer.errors import rank_zero_warn
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -73,15 +71,9 @@ def verify_dataloader_idx(module: LightningModule, name: str, stage: RunningStag
     _verify_dataloader_idx_requirement(hooks, several, stage, module)
 
 
-def warn_of_eval_mode(module: LightningModule) -> None:
+def warn_of_eval_mode(trainer: Trainer) -> None:
     """Warn if parts of the module are in eval mode when training begins."""
-    evaluating = sum(not part.training for part in module.modules())
-    if evaluating:
-        rank_zero_warn(
-            f"Found {evaluating} module(s) in eval mode at the start of training. This may lead to unexpected behavior"
-            " during training. If this is intentional, you can ignore this warning.",
-            category=PossibleUserWarning,
-        )
+    trainer.fit_loop._warn_if_modules_in_eval_mode()
 
 
 def set_up_profiler(trainer: Trainer, module: LightningModule) -> None:
