@@ -16,9 +16,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trainer as package
-from tests.parity import lightning, lightnings_noise_ignored, ours
+from tests.parity import assert_same_weights, lightning, lightnings_noise_ignored, ours
 from tests.support import (
-    AUTOCAST_DTYPES,
     OPTIMIZERS,
     Regression,
     assert_same,
@@ -33,7 +32,6 @@ from tests.support import (
     train_by_hand,
 )
 from trainer.callbacks import GradientClipping, OverflowReport
-from trainer.errors import ConfigurationError
 from trainer.precision import MixedPrecision
 from trainer.precision.cpu_fp16 import fast_fp16_kernels
 
@@ -54,6 +52,7 @@ def precision_and_scaler(precision: str, **options: Any) -> tuple[Any, torch.amp
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 def test_losses_and_weights_are_those_of_a_hand_written_loop(tmp_path, precision, optimizer):
+    """The order of the data and the random numbers of dropout are the same, too."""
     make = OPTIMIZERS[optimizer]
     poison = POISON if precision == "16-mixed" else {}
     if optimizer == "momentum-fused":  # in the hand-written loop torch would start from uninitialised memory
@@ -62,10 +61,11 @@ def test_losses_and_weights_are_those_of_a_hand_written_loop(tmp_path, precision
     plugin, scaler = precision_and_scaler(precision, **SMALL)
     ours, theirs = make_net(dropout=0.2), make_net(dropout=0.2)
 
+    data = loader_of(batches, shuffle=optimizer != "momentum-fused")
     torch.manual_seed(5)
-    trainer, trace = fit_and_watch(tmp_path, Regression(ours, make), loader_of(batches), precision=plugin, max_epochs=2)
+    trainer, trace = fit_and_watch(tmp_path, Regression(ours, make), data, precision=plugin, max_epochs=2)
     torch.manual_seed(5)
-    expected = train_by_hand(theirs, loader_of(batches), precision=precision, scaler=scaler, optimizer=make, epochs=2)
+    expected = train_by_hand(theirs, data, precision=precision, scaler=scaler, optimizer=make, epochs=2)
 
     assert_same(trace, expected)
     assert len(trace.losses) == trainer.global_step == 40
@@ -79,24 +79,6 @@ def test_16_mixed_by_name_with_torchs_defaults_and_a_natural_overflow(tmp_path):
     assert_same(trace, train_by_hand(theirs, batches, precision="16-mixed"))
     assert trace.scales[0] == 65536.0
     assert trainer.skipped_steps > 0  # this net overflows at 65536, so that a step is skipped without a gain
-
-
-def test_64_true(tmp_path):
-    batches = make_batches(10)
-    ours, theirs = make_net(), make_net().double()
-    _, trace = fit_and_watch(tmp_path, Regression(ours), batches, precision="64-true")
-    in_double = [[tensor.double() for tensor in batch] for batch in batches]
-    assert_same(trace, train_by_hand(theirs, in_double, precision="64-true"))
-    assert all(p.dtype is torch.float64 for p in ours.parameters())
-
-
-def test_data_order_and_random_numbers_are_those_of_a_hand_written_loop(tmp_path):
-    ours, theirs = make_net(dropout=0.5), make_net(dropout=0.5)
-    shuffled = loader_of(make_batches(9), shuffle=True)
-    torch.manual_seed(11)
-    _, trace = fit_and_watch(tmp_path, Regression(ours), shuffled, max_epochs=3)
-    torch.manual_seed(11)
-    assert_same(trace, train_by_hand(theirs, shuffled, epochs=3))
 
 
 def norm_of(limit: float, kind: float = 2.0):
@@ -128,18 +110,10 @@ def test_clipping_and_accumulation(tmp_path, precision, clipping, optimizer, win
     make, (callback, clip) = OPTIMIZERS[optimizer], CLIPPING[clipping]
     batches = make_batches(20, gains=POISON if precision == "16-mixed" else {})  # windows of 3: the last one has 2
     plugin, scaler = precision_and_scaler(precision, **SMALL)
-    ours, theirs = make_net(), make_net()
-    trainer, trace = fit_and_watch(
-        tmp_path,
-        Regression(ours, make),
-        batches,
-        precision=plugin,
-        callbacks=[callback],
-        accumulate_grad_batches=window,
-    )
-    expected = train_by_hand(
-        theirs, batches, precision=precision, scaler=scaler, optimizer=make, window=window, clip=clip
-    )
+    ours, theirs, options = make_net(), make_net(), {"callbacks": [callback], "accumulate_grad_batches": window}
+    trainer, trace = fit_and_watch(tmp_path, Regression(ours, make), batches, precision=plugin, **options)
+    options = {"scaler": scaler, "optimizer": make, "window": window, "clip": clip}
+    expected = train_by_hand(theirs, batches, precision=precision, **options)
     assert_same(trace, expected)
     limit = callback.limit
     assert any(norm > limit for norm in trace.norms), "nothing was clipped: the test would not see it missing"
@@ -147,35 +121,6 @@ def test_clipping_and_accumulation(tmp_path, precision, clipping, optimizer, win
     if precision == "16-mixed":
         assert all(not norm < torch.inf for norm, skip in zip(trace.norms, trace.skipped, strict=True) if skip)
         assert sum(trace.skipped) == 3
-
-
-@pytest.mark.parametrize(
-    "short", [{"gradient_clip_val": 0.3}, {"gradient_clip_val": 0.3, "gradient_clip_algorithm": "norm"}]
-)
-def test_gradient_clip_val_is_short_for_the_callback(tmp_path, short):
-    ours, theirs, batches = make_net(), make_net(), make_batches(6)
-    trainer, trace = fit_and_watch(tmp_path, Regression(ours), batches, **short)
-    assert_same(trace, train_by_hand(theirs, batches, clip=norm_of(0.3)))
-    assert trainer.gradient_clip_val == 0.3
-
-
-@pytest.mark.parametrize(("batches", "window", "steps"), [(9, 3, 3), (7, 3, 3), (2, 5, 1), (8, 4, 2)])
-def test_short_last_window_is_the_mean_of_its_batches(tmp_path, batches, window, steps):
-    ours, theirs, data = make_net(), make_net(), make_batches(batches)
-    trainer, trace = fit_and_watch(tmp_path, Regression(ours), data, accumulate_grad_batches=window, max_epochs=2)
-    assert_same(trace, train_by_hand(theirs, data, window=window, epochs=2))
-    assert trainer.global_step == 2 * steps
-
-
-def test_window_equals_one_large_batch(tmp_path):
-    ours, theirs, batches = make_net(), make_net(), make_batches(5)
-    fit_and_watch(tmp_path, Regression(ours), batches, accumulate_grad_batches=3)
-    merged = [
-        [torch.cat(parts) for parts in zip(*(b[:2] for b in some), strict=True)] for some in (batches[:3], batches[3:])
-    ]
-    train_by_hand(theirs, [[*pair, torch.tensor(1.0)] for pair in merged])
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
 def test_fast_fp16_kernels_equal_a_hand_written_loop_in_the_same_session(tmp_path):
@@ -190,8 +135,7 @@ def test_fast_fp16_kernels_equal_a_hand_written_loop_in_the_same_session(tmp_pat
     assert sum(trace.skipped) == 2
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("scaling", [False, True])
+@pytest.mark.parametrize(("dtype", "scaling"), [("float16", False), ("bfloat16", True)])
 def test_loss_scaling_is_independent_of_the_dtype(tmp_path, dtype, scaling):
     options = SMALL if scaling else {}
     plugin = MixedPrecision(dtype, loss_scaling=scaling, cpu_kernels="native", **options)
@@ -204,12 +148,8 @@ def test_loss_scaling_is_independent_of_the_dtype(tmp_path, dtype, scaling):
     assert trace.scales[0] == (512.0 if scaling else 1.0)
 
 
-@pytest.mark.parametrize("dampening", [0.0, 0.3])
-@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(("dampening", "nesterov"), [(0.0, False), (0.0, True), (0.3, False)])
 def test_fused_momentum_is_not_affected_by_an_overflow_in_the_first_step(tmp_path, dampening, nesterov):
-    if nesterov and dampening:
-        pytest.skip("torch refuses it")
-
     def make(parameters):
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, dampening=dampening, nesterov=nesterov, fused=True)
 
@@ -262,15 +202,14 @@ def test_step_outcome(tmp_path, fused):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             outcomes.append(trainer.step_outcome)
 
-    trainer, trace = fit_and_watch(
-        tmp_path,
-        Regression(make_net(), OPTIMIZERS["adam-fused" if fused else "adam"]),
-        make_batches(5, gains={2: 1e30}),
-        precision=native_fp16(init_scale=64.0, growth_interval=2),
-        callbacks=[Look(), GradientClipping(max_norm=1.0)],
+    plugin = native_fp16(init_scale=64.0, growth_interval=2)
+    trainer = make_trainer(tmp_path, precision=plugin, callbacks=[Look(), GradientClipping(max_norm=1.0)])
+    assert trainer.step_outcome is None
+    trainer.fit(
+        Regression(optimizer=OPTIMIZERS["adam-fused" if fused else "adam"]), loader_of(make_batches(5, gains={2: 1e30}))
     )
-    assert trace.scales == [64.0, 64.0, 128.0, 64.0, 64.0]
-    assert trace.next_scales == [64.0, 128.0, 64.0, 64.0, 128.0]
+    assert [o.scale for o in outcomes] == [64.0, 64.0, 128.0, 64.0, 64.0]
+    assert [o.next_scale for o in outcomes] == [64.0, 128.0, 64.0, 64.0, 128.0]
     assert [o.skipped for o in outcomes] == [False, False, True, False, False]
     assert [o.optimizers for o in outcomes] == [(0,)] * 5
     assert all(type(o.skipped) is bool and type(o.scale) is float for o in outcomes)
@@ -278,13 +217,6 @@ def test_step_outcome(tmp_path, fused):
     assert [norm < torch.inf for norm in norms] == [True, True, False, True, True]
     assert (trainer.global_step, trainer.skipped_steps) == (5, 1)
     assert trainer.step_outcome is outcomes[-1]
-
-
-def test_outcome_is_none_before_the_first_step_and_norm_is_none_without_clipping(tmp_path):
-    trainer = make_trainer(tmp_path)
-    assert trainer.step_outcome is None
-    trainer.fit(Regression(), loader_of(make_batches(2)))
-    assert trainer.step_outcome == (False, 1.0, 1.0, None, (0,), (), False)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
@@ -297,15 +229,6 @@ def test_optimizer_without_gradients_is_a_no_op(tmp_path, precision):
     assert trace.skipped == [False] * 3
     assert len(set(trace.scales)) == 1
     assert trainer.global_step == 3
-
-
-def test_partly_frozen_parameters(tmp_path):
-    ours, theirs, batches = make_net(), make_net(), make_batches(6)
-    for net in (ours, theirs):
-        net[0].requires_grad_(False)
-    _, trace = fit_and_watch(tmp_path, Regression(ours), batches, precision=native_fp16(**SMALL))
-    scaler = torch.amp.GradScaler("cpu", **SMALL)
-    assert_same(trace, train_by_hand(theirs, batches, precision="16-mixed", scaler=scaler))
 
 
 def test_no_optimizer_at_all(tmp_path):
@@ -376,7 +299,7 @@ class WithNone(Regression):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-@pytest.mark.parametrize("none_in", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (3,), (6,), (7,)])
+@pytest.mark.parametrize("none_in", [(0,), (1, 2), (0, 2), (7,), (0, 1, 2)])
 def test_none_leaves_a_window_to_its_other_batches(tmp_path, precision, none_in):
     ours, theirs, batches = make_net(), make_net(), make_batches(8)  # windows (0 1 2) (3 4 5) (6 7)
     plugin, scaler = precision_and_scaler(precision, **SMALL)
@@ -384,11 +307,9 @@ def test_none_leaves_a_window_to_its_other_batches(tmp_path, precision, none_in)
         tmp_path, WithNone(ours, none_in=none_in), batches, precision=plugin, accumulate_grad_batches=3
     )
     windows = [[i for i in window if i not in none_in] for window in ((0, 1, 2), (3, 4, 5), (6, 7))]
-    for window in windows:
-        assert window
     dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
     optimizer = sgd(theirs.parameters())
-    for window in windows:
+    for window in filter(None, windows):
         optimizer.zero_grad()
         for i in window:
             with torch.autocast("cpu", dtype, enabled=precision == "16-mixed"):
@@ -398,8 +319,7 @@ def test_none_leaves_a_window_to_its_other_batches(tmp_path, precision, none_in)
         scaler.update()
     assert trainer.global_step == 3
     tolerance = {"rtol": 0, "atol": 1e-4} if precision == "16-mixed" else {"rtol": 1e-5, "atol": 1e-7}
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, **tolerance)
+    torch.testing.assert_close([*ours.parameters()], [*theirs.parameters()], **tolerance)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
@@ -415,55 +335,6 @@ def test_window_of_none_only_changes_nothing(tmp_path, precision):
     assert len(trace.skipped) == 1
     assert trainer.global_step == 3  # as in Lightning: max_steps ends a training that never learns
     assert trace.rates == pytest.approx([0.1] * 3 + [0.01] * 3)
-
-
-def test_dict_brings_its_other_items_to_the_end_of_the_batch(tmp_path):
-    seen = []
-
-    class Speaking(Regression):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            return {"loss": loss, "twice": loss * 2, "note": "hello"}
-
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            seen.append(outputs)
-
-    ours, theirs, batches = make_net(), make_net(), make_batches(4)
-    _, trace = fit_and_watch(tmp_path, Speaking(ours), batches, accumulate_grad_batches=2)
-    assert_same(trace, train_by_hand(theirs, batches, window=2))
-    for outputs in seen:
-        assert set(outputs) == {"loss", "twice", "note"}
-        assert outputs["note"] == "hello"
-        assert not outputs["loss"].requires_grad
-        assert outputs["twice"].requires_grad  # as Lightning's
-        assert outputs["loss"] * 4 == outputs["twice"]  # the loss is normalised by the window, as Lightning's
-
-
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        (3.0, r"must return a Tensor, a dict, or None.*Got float"),
-        ({"los": torch.ones(())}, r"'loss' key needs to be present.*\['los'\]"),
-        ({"loss": 1.0}, r"hold a tensor.*loss=1.0"),
-    ],
-)
-def test_training_step_returns_something_else(tmp_path, output, message):
-    class Wrong(Regression):
-        def training_step(self, batch, batch_idx):
-            return output
-
-    with pytest.raises(ConfigurationError, match=message):
-        make_trainer(tmp_path).fit(Wrong(), loader_of(make_batches(1)))
-
-
-def test_training_step_without_batch_idx(tmp_path):
-    class Short(Regression):
-        def training_step(self, batch):
-            return loss_of(self.net, batch)
-
-    ours, theirs, batches = make_net(), make_net(), make_batches(3)
-    _, trace = fit_and_watch(tmp_path, Short(ours), batches)
-    assert_same(trace, train_by_hand(theirs, batches))
 
 
 # --- hooks that a module may override -------------------------------------------------------------------------------
@@ -539,22 +410,7 @@ def test_gradients_clipped_within_a_window_are_added_to_unclipped_ones_of_the_sa
         else:
             optimizer.step()
             optimizer.zero_grad()
-    for ours_now, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(ours_now, expected)
-
-
-def test_optimizers_own_zero_grad_is_called(tmp_path):
-    cleared = []
-
-    class Own(torch.optim.SGD):
-        def zero_grad(self, set_to_none=True):
-            cleared.append(set_to_none)
-            super().zero_grad(set_to_none)
-
-    ours, theirs, batches = make_net(), make_net(), make_batches(3)
-    _, trace = fit_and_watch(tmp_path, Regression(ours, lambda p: Own(p, lr=0.1)), batches)
-    assert_same(trace, train_by_hand(theirs, batches))
-    assert cleared == [True] * 3
+    assert_same_weights(ours, theirs)
 
 
 # --- end of training --------------------------------------------------------------------------------------------------
@@ -583,33 +439,22 @@ def test_gradients_left_by_training_step_are_cleared(window):
     assert all(map(torch.equal, *weights))
 
 
-class SeesGradients(Regression):
-    """Records in each step whether there are gradients."""
+@pytest.mark.parametrize(
+    ("overrides_hook", "seen"),
+    [(False, [False, True, False, True]), (True, [False, "cleared", True, True, "cleared", True])],
+)
+def test_gradients_are_freed_before_a_forward_pass_unless_a_hook_runs_at_that_point(tmp_path, overrides_hook, seen):
+    class SeesGradients(Regression):
+        def training_step(self, batch, batch_idx):
+            self.found.append(any(p.grad is not None for p in self.parameters()))
+            return super().training_step(batch, batch_idx)
 
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append(any(p.grad is not None for p in self.parameters()))
-        return super().training_step(batch, batch_idx)
-
-
-class OwnZeroGrad(SeesGradients):
-    def on_before_zero_grad(self, optimizer):
-        self.seen.append("cleared")
-
-
-def test_gradients_are_freed_before_the_first_forward_of_a_window(tmp_path):
     module = SeesGradients()
+    module.found = []
+    if overrides_hook:
+        module.on_before_zero_grad = lambda optimizer: module.found.append("cleared")
     make_trainer(tmp_path, accumulate_grad_batches=2).fit(module, loader_of(make_batches(4)))
-    assert module.seen == [False, True, False, True]
-
-
-def test_hook_for_cleared_gradients_runs_after_the_forward_pass(tmp_path):
-    module = OwnZeroGrad()
-    make_trainer(tmp_path).fit(module, loader_of(make_batches(2)))
-    assert module.seen == [False, "cleared", True, "cleared"]
+    assert module.found == seen
 
 
 def test_validation_has_the_memory_of_the_last_batch(tmp_path, monkeypatch):
@@ -639,13 +484,12 @@ class Unsized(IterableDataset):
         return iter(self.batches)
 
 
-@pytest.mark.parametrize("limit", [None, 20, 6, 7])
-@pytest.mark.parametrize("window", [1, 3, 4])
+@pytest.mark.parametrize(("window", "limit"), [(1, None), (3, None), (3, 20), (4, 7)])
 def test_loader_of_unknown_length(tmp_path, window, limit):
     """The last window is short, whether the data or the limit ends it."""
     ours, theirs, batches = make_net(), make_net(), make_batches(8)
-    used = batches[: limit or 8]
-    last = []
+    used, last = batches[: limit or 8], []
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
 
     class Look(Callback):
         def on_train_batch_end(self, trainer, *_):
@@ -653,78 +497,33 @@ def test_loader_of_unknown_length(tmp_path, window, limit):
 
     trainer, trace = fit_and_watch(
         tmp_path,
-        Regression(ours, sgd, lambda o: torch.optim.lr_scheduler.StepLR(o, 1), interval="epoch"),
+        Regression(ours, sgd, schedule, interval="epoch"),
         DataLoader(Unsized(batches), batch_size=None),
         accumulate_grad_batches=window,
         limit_train_batches=limit,
         max_epochs=2,
         callbacks=[Look()],
     )
-    expected = train_by_hand(
-        theirs,
-        used,
-        window=window,
-        epochs=2,
-        schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 1),
-        interval="epoch",
-    )
+    expected = train_by_hand(theirs, used, window=window, epochs=2, schedule=schedule, interval="epoch")
     assert trainer.num_training_batches == (limit or float("inf"))
     assert last == ([False] * (len(used) - 1) + [True]) * 2
     assert trainer.global_step == len(expected.skipped)
     assert trace.rates == expected.rates
-    for mine, other in zip(trace.weights, expected.weights, strict=True):
-        for a, b in zip(mine, other, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-
-def test_validation_comes_after_the_last_batch_of_a_loader_that_ends_before_its_limit(tmp_path):
-    class Validated(Regression):
-        def validation_step(self, batch, batch_idx):
-            validated.append(self.trainer.fit_loop.epoch_loop.batch_idx)
-
-    validated = []
-    trainer = make_trainer(tmp_path, limit_train_batches=20, num_sanity_val_steps=0, max_epochs=2)
-    trainer.fit(Validated(), DataLoader(Unsized(make_batches(5)), batch_size=None), loader_of(make_batches(1)))
-    assert validated == [4, 4]
-
-
-@pytest.mark.parametrize(("limit", "batches"), [(4, 4), (0.5, 5), (1.0, 10), (1, 1), (100, 10), (0.25, 2)])
-def test_limit_train_batches(tmp_path, limit, batches):
-    trainer, trace = fit_and_watch(tmp_path, Regression(), make_batches(10), limit_train_batches=limit, max_epochs=2)
-    assert trainer.num_training_batches == batches
-    assert len(trace.losses) == trainer.global_step == 2 * batches
-
-
-@pytest.mark.parametrize("limit", [0, 0.0])
-def test_no_training_batches_no_training(tmp_path, limit):
-    trainer, trace = fit_and_watch(tmp_path, Regression(), make_batches(3), limit_train_batches=limit)
-    assert trace.losses == []
-    assert trainer.current_epoch == 0
+    torch.testing.assert_close(trace.weights, expected.weights, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
     ("arguments", "batches", "steps", "epochs"),
     [
-        ({"max_steps": 7, "max_epochs": -1}, 7, 7, 2),
         ({"max_steps": 5, "max_epochs": -1}, 5, 5, 1),
-        ({"max_steps": 3, "max_epochs": -1, "accumulate_grad_batches": 2}, 5, 3, 1),
         ({"max_steps": 4, "max_epochs": -1, "accumulate_grad_batches": 2}, 7, 4, 2),
         ({"max_steps": 100, "max_epochs": 2}, 10, 10, 2),
         ({"max_steps": 0, "max_epochs": 2}, 0, 0, 0),
-        ({"max_epochs": 0}, 0, 0, 0),
-        ({"max_epochs": 3}, 15, 15, 3),
     ],
 )
 def test_max_steps_and_max_epochs(tmp_path, arguments, batches, steps, epochs):
     trainer, trace = fit_and_watch(tmp_path, Regression(), make_batches(5), **arguments)
     assert (len(trace.losses), trainer.global_step, trainer.current_epoch) == (batches, steps, epochs)
-
-
-def test_max_steps_counts_skipped_steps(tmp_path):
-    trainer, _ = fit_and_watch(
-        tmp_path, Regression(), make_batches(5, gains={1: 1e30}), max_steps=3, precision=native_fp16(**SMALL)
-    )
-    assert (trainer.global_step, trainer.skipped_steps, trainer.progress.batches) == (3, 1, 3)
 
 
 class StopAt(Callback):
@@ -742,10 +541,8 @@ class StopAt(Callback):
     ("arguments", "batches"),
     [
         ({}, 2),
-        ({"min_epochs": 1}, 5),
         ({"min_epochs": 2}, 10),
         ({"min_steps": 4}, 5),  # as Lightning: min_steps alone brings min_epochs=1
-        ({"min_steps": 4, "min_epochs": 0}, 4),
         ({"min_steps": 7, "min_epochs": 0}, 7),
     ],
 )
@@ -754,55 +551,24 @@ def test_should_stop_ends_the_fit_after_the_minimum(tmp_path, arguments, batches
     assert len(trace.losses) == batches
 
 
-def test_should_stop_inside_a_window_uses_the_batches_it_has(tmp_path):
-    ours, theirs, batches = make_net(), make_net(), make_batches(9)
-    trainer, _ = fit_and_watch(tmp_path, Regression(ours), batches, callbacks=[StopAt(5)], accumulate_grad_batches=4)
-    assert trainer.global_step == 2
-    train_by_hand(theirs, batches[:4], window=4)
-    optimizer = sgd(theirs.parameters())
-    optimizer.zero_grad()
-    loss_of(theirs, batches[4]).backward()
-    optimizer.step()
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize(("stop_at", "trained", "steps"), [(0, 0, 0), (3, 3, 1), (4, 4, 2), (5, 5, 2)])
-def test_minus_one_from_on_train_batch_start_ends_the_epoch(tmp_path, stop_at, trained, steps):
-    """With windows of 3, also inside a window, which is averaged over its batches."""
+@pytest.mark.parametrize(("stop_at", "steps"), [(0, 0), (3, 1), (5, 2)])
+def test_minus_one_from_on_train_batch_start_ends_the_epoch(tmp_path, stop_at, steps):
+    """Inside a window, its batches are averaged, and it counts as a step of schedules and loggers."""
 
     class Ending(Regression):
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == stop_at else None
 
     ours, theirs, batches = make_net(), make_net(), make_batches(8)
-    trainer, trace = fit_and_watch(tmp_path, Ending(ours), batches, accumulate_grad_batches=3, max_epochs=2)
-    assert len(trace.losses) == 2 * trained
-    assert (trainer.global_step, trainer.current_epoch) == (2 * steps, 2)
-    if trained:
-        train_by_hand(theirs, batches[:trained], window=3, epochs=2)
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-
-def test_current_epoch_batch_idx_and_epoch_hooks(tmp_path):
-    seen = []
-
-    class Look(Callback):
-        def on_train_epoch_start(self, trainer, module):
-            seen.append(("start", trainer.current_epoch, trainer.global_step))
-
-        def on_train_epoch_end(self, trainer, module):
-            seen.append(("end", trainer.current_epoch, trainer.global_step))
-
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            seen.append((batch_idx, trainer.current_epoch, trainer.global_step))
-
-    fit_and_watch(tmp_path, Regression(), make_batches(3), callbacks=[Look()], accumulate_grad_batches=2, max_epochs=2)
-    assert seen == [
-        ("start", 0, 0), (0, 0, 0), (1, 0, 1), (2, 0, 2), ("end", 0, 2),
-        ("start", 1, 2), (0, 1, 2), (1, 1, 3), (2, 1, 4), ("end", 1, 4),
-    ]  # fmt: skip
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+    module = Ending(ours, schedule=schedule, interval="step")
+    trainer, trace = fit_and_watch(tmp_path, module, batches, accumulate_grad_batches=3, max_epochs=2)
+    assert len(trace.losses) == 2 * stop_at
+    assert (trainer.global_step, trainer.progress.updates, trainer.current_epoch) == (2 * steps, 2 * steps, 2)
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2 * steps
+    if stop_at:
+        train_by_hand(theirs, batches[:stop_at], window=3, epochs=2, schedule=schedule)
+    torch.testing.assert_close([*ours.parameters()], [*theirs.parameters()], rtol=1e-5, atol=1e-7)
 
 
 # --- weighted windows -----------------------------------------------------------------------------------------------
@@ -831,17 +597,12 @@ def masked_batches(number: int, rows: int = 8) -> list[Any]:
     ]
 
 
-WEIGHTS = {
-    "tensor": lambda count: count,
-    "number": lambda count: int(count),
-    "thousands": lambda count: float(count) / 1000,
-    "a million times": lambda count: count * 1_000_000,
-}
+WEIGHTS = {"number": int, "a million times": lambda count: count * 1_000_000}
 
 
 @pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize("sized", [True, False])
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_weighted_window_is_one_big_batch(tmp_path, precision, sized, weight):
     """Equal up to rounding for unequal and empty micro-batches, and loaders with and without a length."""
     batches = masked_batches(7)
@@ -860,71 +621,11 @@ def test_weighted_window_is_one_big_batch(tmp_path, precision, sized, weight):
         optimizer.zero_grad()
         mask = torch.cat([mask for *_, mask in window])
         x, y = (torch.cat([batch[i] for batch in window])[mask] for i in range(2))
-        with torch.autocast("cpu", AUTOCAST_DTYPES.get(precision), enabled=precision in AUTOCAST_DTYPES):
+        with torch.autocast("cpu", torch.float16, enabled=precision == "16-mixed"):
             loss = F.mse_loss(theirs(x), y)
         loss.backward()
         optimizer.step()
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(
-            a, b, rtol=0, atol={"32-true": 1e-6, "16-mixed": 1e-3, "bf16-mixed": 1e-2}[precision]
-        )
-
-
-@pytest.mark.parametrize("batch", range(3))
-def test_infinity_in_one_micro_batch_skips_the_window_once(tmp_path, batch):
-    ours, theirs, batches = make_net(), make_net(), make_batches(9, gains={3 + batch: float("inf")})
-    trainer, trace = fit_and_watch(
-        tmp_path, Regression(ours), batches, precision=native_fp16(**SMALL), accumulate_grad_batches=3
-    )
-    assert trace.skipped == [False, True, False]
-    assert (trainer.skipped_steps, trainer.scaler.get_scale()) == (1, 2.0**8)
-    kept = batches[:3] + batches[6:]
-    scaler = torch.amp.GradScaler("cpu", **SMALL)
-    train_by_hand(theirs, kept, precision="16-mixed", scaler=scaler, window=3)
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-3)  # the last window had half the scale
-
-
-@pytest.mark.parametrize("missing", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2)])
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_none_in_any_position_of_a_window(tmp_path, precision, missing):
-    """The others' gradients are kept, and averaged over their number."""
-
-    class Sometimes(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx in missing else super().training_step(batch, batch_idx)
-
-    ours, theirs, batches = make_net(), make_net(), make_batches(6)
-    trainer, _ = fit_and_watch(
-        tmp_path, Sometimes(ours), batches, accumulate_grad_batches=3,
-        precision=native_fp16(**SMALL) if precision == "16-mixed" else precision,
-    )  # fmt: skip
-    kept = [batches[i] for i in range(3) if i not in missing]
-    assert trainer.global_step == 2
-    optimizer = sgd(theirs.parameters())
-    for window in filter(None, (kept, batches[3:])):
-        optimizer.zero_grad()
-        for batch in window:
-            with torch.autocast("cpu", torch.float16, enabled=precision == "16-mixed"):
-                loss = loss_of(theirs, batch) / len(window)
-            loss.backward()
-        optimizer.step()
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6 if precision == "32-true" else 2e-3)
-
-
-def test_window_closed_early_counts_as_a_step(tmp_path):
-    """For the schedule and for the step of the loggers."""
-
-    class Ending(Regression):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-            return -1 if batch_idx == 3 else None
-
-    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
-    module = Ending(schedule=schedule, interval="step")
-    trainer, _ = fit_and_watch(tmp_path, module, make_batches(8), accumulate_grad_batches=2, max_epochs=2)
-    assert trainer.global_step == trainer.progress.updates == 4
-    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 4
+    torch.testing.assert_close([*ours.parameters()], [*theirs.parameters()], rtol=0, atol=1e-6 if precision == "32-true" else 1e-3)
 
 
 def test_share_of_a_batch_restores_its_loss(tmp_path):
