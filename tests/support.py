@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -17,7 +17,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from trainer import Trainer
 from trainer.precision import MixedPrecision
@@ -102,6 +102,21 @@ def make_batches(number: int, seed: int = 1, gains: dict[int, float] | None = No
 def loader_of(batches: Iterable[Any], **options: Any) -> DataLoader[Any]:
     """Return a dataloader that yields the batches unchanged."""
     return DataLoader(list(batches), batch_size=None, **options)
+
+
+class Stream(IterableDataset[Any]):
+    """A dataset without a length."""
+
+    def __init__(self, samples: Iterable[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples)
+
+
+def stream_of(batches: Iterable[Any]) -> DataLoader[Any]:
+    """Return a dataloader without a length that yields the batches unchanged."""
+    return DataLoader(Stream(batches), batch_size=None)
 
 
 def loss_of(net: nn.Module, batch: list[Tensor]) -> Tensor:

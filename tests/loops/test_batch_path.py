@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 import trainer
 from tests.support import Regression, loader_of, make_batches, make_trainer
@@ -33,11 +31,6 @@ def test_only_loops_assign_to_the_path_of_a_batch() -> None:
     names = {"path", "base_path", "wrappers", "build_path", *BatchPath.__slots__, *TrainingPath.__slots__}
     for file in PACKAGE.rglob("*.py"):
         assert not assigned_to_loops(file) & names, file
-
-
-def test_path_cannot_be_changed() -> None:
-    with pytest.raises(FrozenInstanceError):
-        NO_PATH.step = print  # type: ignore[misc]
 
 
 def test_wrappers_apply_from_the_inside_to_the_outside() -> None:

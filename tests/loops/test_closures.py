@@ -60,22 +60,11 @@ class Insisting(Adam):
         return super().step(closure)
 
 
-class Usual(Optimizer):
+class Usual(SGD):
     """Calls the closure once, and first, as most libraries do."""
 
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.add_(p.grad.sign(), alpha=-group["lr"])
-        return loss
+        return super().step(closure)
 
 
 class Wrapper(Optimizer):

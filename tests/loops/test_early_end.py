@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
-from tests.support import Regression, loader_of, loss_of, make_batches, make_net, make_trainer, native_fp16, sgd
+from tests.support import Regression, loader_of, loss_of, make_batches, make_trainer, native_fp16
 from trainer.callbacks import GradientAccumulation
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
@@ -237,19 +237,6 @@ def lbfgs(parameters: Any) -> torch.optim.Optimizer:
 def test_every_path_of_a_batch_uses_an_open_window(tmp_path, make_module, arguments):
     seen = assert_as_with_the_right_length(tmp_path, iterable_dataset, make_module, 12, 6, **arguments)
     assert len(seen["validations"]) == 3
-
-
-def test_weighted_window_is_the_mean_of_its_batches(tmp_path):
-    class Weighted(Trained):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return {"loss": super().training_step(batch, batch_idx), "weight": float(batch_idx + 1)}
-
-    batches, net = make_batches(3), make_net()
-    module = Weighted(make_net())
-    make_trainer(tmp_path, accumulate_grad_batches=8).fit(module, iterable_dataset(batches, 12, [3]))
-    sum(loss_of(net, batch) * (i + 1) / 6 for i, batch in enumerate(batches)).backward()
-    sgd(net.parameters()).step()
-    torch.testing.assert_close([*module.net.parameters()], [*net.parameters()])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import trainer as package
 from tests.parity import assert_same_weights, lightning, lightnings_noise_ignored, ours
@@ -29,11 +29,11 @@ from tests.support import (
     make_trainer,
     native_fp16,
     sgd,
+    stream_of,
     train_by_hand,
 )
 from trainer.callbacks import GradientClipping, OverflowReport
 from trainer.precision import MixedPrecision
-from trainer.precision.cpu_fp16 import fast_fp16_kernels
 
 NAN = float("nan")
 POISON = {0: 1e30, 9: 1e30, 13: NAN}  # gains of batches with gradients that overflow or are NaN
@@ -121,18 +121,6 @@ def test_clipping_and_accumulation(tmp_path, precision, clipping, optimizer, win
     if precision == "16-mixed":
         assert all(not norm < torch.inf for norm, skip in zip(trace.norms, trace.skipped, strict=True) if skip)
         assert sum(trace.skipped) == 3
-
-
-def test_fast_fp16_kernels_equal_a_hand_written_loop_in_the_same_session(tmp_path):
-    plugin = MixedPrecision("float16", cpu_kernels="fast", **SMALL)
-    ours, theirs, batches = make_net(), make_net(), make_batches(12, gains=POISON)
-    _, trace = fit_and_watch(tmp_path, Regression(ours), batches, precision=plugin, accumulate_grad_batches=3)
-    with fast_fp16_kernels():
-        expected = train_by_hand(
-            theirs, batches, precision="16-mixed", scaler=torch.amp.GradScaler("cpu", **SMALL), window=3
-        )
-    assert_same(trace, expected)
-    assert sum(trace.skipped) == 2
 
 
 @pytest.mark.parametrize(("dtype", "scaling"), [("float16", False), ("bfloat16", True)])
@@ -474,16 +462,6 @@ def test_validation_has_the_memory_of_the_last_batch(tmp_path, monkeypatch):
     assert alive == [False] * 8
 
 
-class Unsized(IterableDataset):
-    """Batches without a length."""
-
-    def __init__(self, batches):
-        self.batches = batches
-
-    def __iter__(self):
-        return iter(self.batches)
-
-
 @pytest.mark.parametrize(("window", "limit"), [(1, None), (3, None), (3, 20), (4, 7)])
 def test_loader_of_unknown_length(tmp_path, window, limit):
     """The last window is short, whether the data or the limit ends it."""
@@ -498,7 +476,7 @@ def test_loader_of_unknown_length(tmp_path, window, limit):
     trainer, trace = fit_and_watch(
         tmp_path,
         Regression(ours, sgd, schedule, interval="epoch"),
-        DataLoader(Unsized(batches), batch_size=None),
+        stream_of(batches),
         accumulate_grad_batches=window,
         limit_train_batches=limit,
         max_epochs=2,
@@ -611,7 +589,7 @@ def test_weighted_window_is_one_big_batch(tmp_path, precision, sized, weight):
     batches[6][2][:] = True
     ours, theirs = make_net(), make_net()
     plugin = native_fp16(init_scale=2.0**12) if precision == "16-mixed" else precision
-    loader = loader_of(batches) if sized else DataLoader(Unsized(batches), batch_size=None)
+    loader = loader_of(batches) if sized else stream_of(batches)
     trainer, _ = fit_and_watch(
         tmp_path, Tokens(ours, weigh=WEIGHTS[weight]), loader, precision=plugin, accumulate_grad_batches=3
     )
@@ -625,7 +603,9 @@ def test_weighted_window_is_one_big_batch(tmp_path, precision, sized, weight):
             loss = F.mse_loss(theirs(x), y)
         loss.backward()
         optimizer.step()
-    torch.testing.assert_close([*ours.parameters()], [*theirs.parameters()], rtol=0, atol=1e-6 if precision == "32-true" else 1e-3)
+    torch.testing.assert_close(
+        [*ours.parameters()], [*theirs.parameters()], rtol=0, atol=1e-6 if precision == "32-true" else 1e-3
+    )
 
 
 def test_share_of_a_batch_restores_its_loss(tmp_path):
@@ -642,6 +622,6 @@ def test_share_of_a_batch_restores_its_loss(tmp_path):
     for x, y, mask in batches:
         expected.append(F.mse_loss(net(x[mask]), y[mask]).item())
     module = Tokens(net, optimizer=partial(sgd, lr=0.0))
-    loader = DataLoader(Unsized(batches), batch_size=None)
+    loader = stream_of(batches)
     make_trainer(tmp_path, accumulate_grad_batches=3, callbacks=[Losses()]).fit(module, loader)
     assert seen == pytest.approx(expected)

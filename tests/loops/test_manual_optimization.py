@@ -23,6 +23,7 @@ from tests.support import (
     make_trainer,
     native_fp16,
     sgd,
+    stream_of,
     train_by_hand,
 )
 from trainer.callbacks import GradientClipping
@@ -596,7 +597,7 @@ def test_lbfgs_evaluates_whole_windows(tmp_path, weights, missing, sized, search
     make = partial(lbfgs, line_search_fn=search, max_iter=6)
     ours, theirs, batches = make_net(), make_net(), make_batches(5)
     module, data = Weighted(ours, make, weights=weights, missing=missing), loader_of(batches)
-    trainer, _ = fit_and_watch(tmp_path, module, data if sized else iter_of(data), accumulate_grad_batches=2)
+    trainer, _ = fit_and_watch(tmp_path, module, data if sized else stream_of(batches), accumulate_grad_batches=2)
 
     optimizer, evaluations = make(theirs.parameters()), 0
     for window in ((0, 1), (2, 3), (4,)):
@@ -618,13 +619,3 @@ def test_lbfgs_evaluates_whole_windows(tmp_path, weights, missing, sized, search
     torch.testing.assert_close([*ours.parameters()], [*theirs.parameters()], rtol=1e-4, atol=1e-5)
     assert trainer.global_step == 3
     assert evaluations > 10
-
-
-def iter_of(loader):
-    """An iterable of the same batches without a length."""
-
-    class Unsized:
-        def __iter__(self):
-            return iter(loader)
-
-    return Unsized()

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import mse_loss
 
 from tests.parity import Classifier, data, plain, run_both
-from tests.support import AUTOCAST_DTYPES, Regression, loader_of, make_batches, make_net, make_trainer, native_fp16, sgd
 from trainer.errors import ConfigurationError
-from trainer.loops.step_output import loss_in, outputs_of, weight_in
+from trainer.loops.step_output import loss_in, weight_in
 
 
 def test_loss_and_weight_in_a_dict():
@@ -35,18 +33,6 @@ def test_loss_and_weight_in_a_dict():
 def test_something_else(output, message):
     with pytest.raises(ConfigurationError, match=message):
         loss_in(output)
-
-
-def test_outputs_of_on_train_batch_end():
-    share = torch.tensor(1.0, requires_grad=True) * 2
-    assert outputs_of(None, None) == outputs_of(None, {"extra": 1}) == outputs_of(share, None) == {}
-    assert outputs_of(share, share) == {"loss": 2.0}
-    assert not outputs_of(share, share)["loss"].requires_grad
-    outputs = outputs_of(share, {"loss": share * 3, "extra": share * 5, "name": "x"})
-    assert outputs == {"loss": 2.0, "extra": 10.0, "name": "x"}
-    assert list(outputs) == ["loss", "extra", "name"]
-    assert not outputs["loss"].requires_grad
-    assert outputs["extra"].requires_grad
 
 
 class ReturnsMore(Classifier):
@@ -104,43 +90,6 @@ def test_outputs_of_on_train_batch_end_equal_lightnings(automatic: bool, kind: s
     theirs, mine = run_both(scenario)
     assert mine == theirs
     assert len(mine) > 4
-
-
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
-def test_manual_optimization_may_run_backward_from_an_output(tmp_path: Any, precision: str) -> None:
-    """The loss is computed from ``outputs["pred"]`` in ``on_train_batch_end``, which also steps."""
-
-    class LateLoss(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return {"pred": self.net(batch[0])}
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(mse_loss(outputs["pred"].float(), batch[1]))
-            optimizer.step()
-
-    batches, module, net = make_batches(5), LateLoss(make_net()), make_net()
-    module.automatic_optimization = False
-    trainer = make_trainer(tmp_path, precision=native_fp16() if precision == "16-mixed" else precision)
-    trainer.fit(module, loader_of(batches))
-    optimizer, scaler = sgd(net.parameters()), torch.amp.GradScaler("cpu", enabled=precision == "16-mixed")
-    dtype = AUTOCAST_DTYPES.get(precision)
-    for batch in batches:
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-            pred = net(batch[0])
-        scaler.scale(mse_loss(pred.float(), batch[1])).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    for (name, a), b in zip(module.net.named_parameters(), net.parameters(), strict=True):
-        assert torch.equal(a, b), name
-    assert trainer.scaler.get_scale() == scaler.get_scale()
-
-
-@pytest.mark.parametrize("output", [torch.tensor(1.0), {"loss": torch.tensor(1.0)}, None])
-def test_no_weight(output):
-    assert weight_in(output) is None
 
 
 @pytest.mark.parametrize("weight", [3, 3.0, torch.tensor(3), torch.tensor([[3.0]], dtype=torch.float64)])

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from tests.simulated_cuda.device import DEVICE, Seen
-from tests.support import OPTIMIZERS, Regression, loader_of, make_batches, make_net, make_trainer
+from tests.support import OPTIMIZERS, Regression, loader_of, make_batches, make_net, make_trainer, stream_of
 from trainer.errors import ConfigurationError
 from trainer.precision import MixedPrecision
 
@@ -63,8 +63,7 @@ def fit(folder: Any, kind: str, precision: str, optimizer: str, window: int, *, 
         folder, accelerator="gpu", devices=1, precision=plugin, accumulate_grad_batches=window, max_epochs=2,
         callbacks=[outcomes], gradient_clip_val=0.5,
     )  # fmt: skip
-    data = loader_of(batches())
-    trainer.fit(module, data if sized else Unsized(data))
+    trainer.fit(module, (loader_of if sized else stream_of)(batches()))
     state = {
         "weights": [p.cpu().tolist() for p in module.net.parameters()],
         "outputs": [sorted(outputs) for outputs in module.outputs],
@@ -78,21 +77,10 @@ def fit(folder: Any, kind: str, precision: str, optimizer: str, window: int, *, 
     return state
 
 
-class Unsized:
-    """The same batches without a length."""
-
-    def __init__(self, data: Any) -> None:
-        self.data = data
-
-    def __iter__(self) -> Any:
-        return iter(self.data)
-
-
 @pytest.mark.parametrize("window", [1, 2, 3])
-@pytest.mark.parametrize(("precision", "optimizer"), [
-    ("32-true", "sgd"), ("32-true", "adam-fused"), ("bf16-mixed", "momentum-fused"), ("bf16-mixed", "adamw"),
-    ("16-mixed", "sgd"), ("16-mixed", "adam-fused"), ("16-mixed", "momentum-fused"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("precision", "optimizer"), [("32-true", "sgd"), ("bf16-mixed", "adam-fused"), ("16-mixed", "momentum-fused")]
+)
 def test_weight_on_a_device_equals_one_on_the_host(cuda, tmp_path, precision, optimizer, window):
     on_host = fit(tmp_path, "float", precision, optimizer, window)
     on_device = fit(tmp_path, "tensor", precision, optimizer, window)
