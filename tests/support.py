@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from packaging.version import Version
 from torch import Tensor, nn
@@ -190,6 +192,20 @@ class Watch(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.trace.after_batch(outputs.get("loss", torch.tensor(torch.nan)), module.net, trainer.optimizers[0])
+
+
+class SavesEverywhere(Checkpoint):
+    """Writes a checkpoint after each batch, validation batch, validation and epoch. Their paths are in ``files``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.files = folder, list[Path]()
+
+    def save(self, trainer: Any, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self.files.append(self.folder / f"{len(self.files):02}.ckpt")
+            trainer.save_checkpoint(self.files[-1])
+
+    on_train_batch_end = on_validation_batch_end = on_validation_end = on_train_epoch_end = save
 
 
 def train_by_hand(

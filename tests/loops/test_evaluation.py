@@ -112,20 +112,7 @@ def test_without_data_nothing_happens(loaders: Any) -> None:
     assert calls == []
 
 
-def test_results_of_each_dataloader() -> None:
-    loop: EvalLoop
-
-    def step(batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        log(loop, "x", 10.0 * dataloader_idx + batch_idx)
-
-    logger = RecordingLogger()
-    loop = loop_of([], Loaders(2, 3), step=step, loggers=[logger])
-    assert loop.run() == [{"x/dataloader_idx_0": 0.5}, {"x/dataloader_idx_1": 11.0}]
-    assert loop.published.callback == {"x/dataloader_idx_0": 0.5, "x/dataloader_idx_1": 11.0}
-    assert logger.rows == [(11, {"x/dataloader_idx_0": 0.5, "x/dataloader_idx_1": 11.0, "epoch": 3})]
-
-
-def test_single_batches_are_logged_at_their_number_in_the_run() -> None:
+def test_single_batches_are_logged_at_their_number_in_the_run_and_those_of_a_sanity_check_not_at_all() -> None:
     loop: EvalLoop
 
     def step(batch: Any, batch_idx: int) -> None:
@@ -133,38 +120,14 @@ def test_single_batches_are_logged_at_their_number_in_the_run() -> None:
 
     logger = RecordingLogger()
     loop = loop_of([], Loaders(2), step=step, loggers=[logger])
-    loop.run()
-    loop.run()
-    assert logger.rows == [(0, {"x": 0.0}), (1, {"x": 1.0}), (2, {"x": 0.0}), (3, {"x": 1.0})]
-
-
-def test_sanity_check_changes_no_logs_and_counters() -> None:
-    loop: EvalLoop
-
-    def step(batch: Any, batch_idx: int) -> None:
-        log(loop, "x", 1.0, on_step=True)
-
-    logger = RecordingLogger()
-    loop = loop_of([], Loaders(2), step=step, loggers=[logger])
     loop.sanity_checking = True
     loop.run()
-    assert logger.rows == []
     assert (loop.progress.has_run, loop.progress.total_batches) == (False, 0)
     loop.sanity_checking = False
     loop.run()
-    assert (loop.progress.has_run, loop.progress.total_batches) == (True, 2)
-    assert logger.rows[0][0] == 0
-
-
-def test_metrics_of_an_earlier_pass_are_reset() -> None:
-    loop: EvalLoop
-    values = iter([1.0, 3.0, 10.0, 20.0])
-
-    def step(batch: Any, batch_idx: int) -> None:
-        log(loop, "x", next(values))
-
-    loop = loop_of([], Loaders(2), step=step)
-    assert [loop.run(), loop.run()] == [[{"x": 2.0}], [{"x": 15.0}]]
+    loop.run()
+    assert (loop.progress.has_run, loop.progress.total_batches) == (True, 4)
+    assert logger.rows == [(0, {"x": 0.0}), (1, {"x": 1.0}), (2, {"x": 0.0}), (3, {"x": 1.0})]
 
 
 def test_modes_are_put_back_part_by_part() -> None:

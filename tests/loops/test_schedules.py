@@ -110,25 +110,12 @@ def test_rates_are_those_of_a_hand_written_loop(tmp_path, precision, schedule, i
     make, scaled = OPTIMIZERS[optimizer], precision == "16-mixed"
     batches = make_batches(10, gains=POISON if scaled else {})
     ours, theirs = make_net(), make_net()
-    _, trace = fit_and_watch(
-        tmp_path,
-        Regression(ours, make, SCHEDULES[schedule], interval=interval),
-        batches,
-        precision=native_fp16(**SMALL) if scaled else precision,
-        accumulate_grad_batches=window,
-        max_epochs=2,
-    )
-    expected = train_by_hand(
-        theirs,
-        batches,
-        precision=precision,
-        optimizer=make,
-        scaler=torch.amp.GradScaler("cpu", enabled=scaled, **SMALL),
-        window=window,
-        epochs=2,
-        schedule=SCHEDULES[schedule],
-        interval=interval,
-    )
+    module = Regression(ours, make, SCHEDULES[schedule], interval=interval)
+    options = {"precision": native_fp16(**SMALL) if scaled else precision, "accumulate_grad_batches": window}
+    _, trace = fit_and_watch(tmp_path, module, batches, max_epochs=2, **options)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled, **SMALL)
+    options = {"precision": precision, "optimizer": make, "scaler": scaler, "window": window, "interval": interval}
+    expected = train_by_hand(theirs, batches, epochs=2, schedule=SCHEDULES[schedule], **options)
     assert_same(trace, expected)
     assert sum(trace.skipped) == ((6 if window == 1 else 4) if scaled else 0)
     assert len(set(trace.rates)) > 1
@@ -184,14 +171,9 @@ def test_frequency_counts_completed_updates_across_epochs(
     """Lightning counts the batches of the current epoch, in contrast to its documentation."""
     module = kind(make_net(), OPTIMIZERS[optimizer], halve, interval="step", frequency=frequency)
     watch = RatesOfUpdates()
-    trainer = make_trainer(
-        tmp_path,
-        precision=native_fp16(**SMALL) if gains or optimizer.endswith("fused") else "32-true",
-        callbacks=[watch],
-        accumulate_grad_batches=window,
-        max_epochs=epochs,
-        log_every_n_steps=0,
-    )
+    plugin = native_fp16(**SMALL) if gains or optimizer.endswith("fused") else "32-true"
+    options = {"accumulate_grad_batches": window, "max_epochs": epochs, "log_every_n_steps": 0}
+    trainer = make_trainer(tmp_path, precision=plugin, callbacks=[watch], **options)
     trainer.fit(module, loader_of(make_batches(batches, gains=gains)))
     skipped = watch.trace.skipped
     assert len(skipped) == -(-batches // window) * epochs
@@ -288,30 +270,6 @@ def test_plateau_schedule_with_a_frequency_reads_every_validation(tmp_path):
     )  # fmt: skip
     trainer.fit(module, loader_of(make_batches(3)), loader_of(make_batches(1)))
     assert read == logged == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-
-
-def test_plateau_schedule_counts_the_step_of_a_window_closed_early(tmp_path):
-    """Otherwise the schedule would miss this step."""
-    read = []
-
-    class Skips(Regression):
-        def on_train_batch_start(self, batch, batch_idx):
-            return -1 if batch_idx == 3 else None  # the window of batch 2 is open
-
-        def training_step(self, batch, batch_idx):
-            self.log("value", float(batch_idx), batch_size=1)
-            return super().training_step(batch, batch_idx)
-
-        def lr_scheduler_step(self, scheduler, metric):
-            read.append(float(metric))
-            scheduler.step(metric)
-
-    module = Skips(
-        make_net(), schedule=lr_scheduler.ReduceLROnPlateau, monitor="value", interval="step", frequency=2
-    )  # fmt: skip
-    trainer = make_trainer(tmp_path, max_epochs=2, accumulate_grad_batches=2)
-    trainer.fit(module, loader_of(make_batches(6)))
-    assert read == [2.0, 2.0]
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")

@@ -6,15 +6,13 @@ the end of the run.
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, EMAWeightAveraging
 from torch import nn
-from torch.optim.swa_utils import get_ema_avg_fn
 
 from tests.loops.test_manual_optimization import (
     PRECISIONS,
@@ -26,7 +24,18 @@ from tests.loops.test_manual_optimization import (
     scaler_of,
 )
 from tests.parity import assert_same_weights
-from tests.support import OPTIMIZERS, Regression, adam, loader_of, loss_of, make_batches, make_net, make_trainer, sgd
+from tests.support import (
+    OPTIMIZERS,
+    Regression,
+    SavesEverywhere,
+    adam,
+    loader_of,
+    loss_of,
+    make_batches,
+    make_net,
+    make_trainer,
+    sgd,
+)
 
 BATCHES, EPOCHS = 5, 2  # an epoch ends inside an accumulation window
 POISON = {2: 1e30, 7: 1e30, 9: 1e30}  # of all batches; the last one overflows
@@ -100,30 +109,20 @@ def moments(hook: str) -> list[int]:
 
 
 def train_by_hand(hook: str, precision: str, optimizer: Any, gains: dict[int, float]) -> Any:
-    """Train with a hand-written loop and one ``update`` per step.
-
-    Returns net, scaler, skipped steps, and an average.
-    """
+    """Train with a hand-written loop and one ``update`` per step. Return the net, the scaler and the skipped steps."""
     net, scaler, batches = make_net(), scaler_of(precision), make_batches(BATCHES)
-    stepper, average, skips = optimizer(net.parameters()), None, 0
+    stepper, skips = optimizer(net.parameters()), 0
     for index in range(BATCHES * EPOCHS):
         with forward_context(precision):
             loss = loss_of(net, batches[index % BATCHES]) * gains.get(index, 1.0) / 2
         scaler.scale(loss).backward()
-        if index + 1 not in moments(hook):
-            continue
-        scale = scaler.get_scale()
-        scaler.step(stepper)
-        scaler.update()
-        stepper.zero_grad()
-        if scaler.get_scale() < scale:
-            skips += 1
-        elif average is None:
-            average = deepcopy(net)
-        else:
-            for kept, new in zip(average.parameters(), net.parameters(), strict=True):
-                kept.data = get_ema_avg_fn(0.5)(kept.data, new.data, 1)
-    return net, scaler, skips, average
+        if index + 1 in moments(hook):
+            scale = scaler.get_scale()
+            scaler.step(stepper)
+            scaler.update()
+            stepper.zero_grad()
+            skips += scaler.get_scale() < scale
+    return net, scaler, skips
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam-fused"])
@@ -138,7 +137,7 @@ def test_step_in_any_hook_equals_a_hand_written_loop(tmp_path, precision, hook, 
     arguments: dict[str, Any] = {"max_epochs": EPOCHS, "callbacks": [outcomes], "precision": plugin_of(precision)}
     trainer = make_trainer(tmp_path, val_check_interval=2, num_sanity_val_steps=1, **arguments)
     trainer.fit(module, loader_of(make_batches(BATCHES)), loader_of(make_batches(1)))
-    net, scaler, skips, _ = train_by_hand(hook, precision, make, gains)
+    net, scaler, skips = train_by_hand(hook, precision, make, gains)
     assert_same_weights(module.net, net)
     assert trainer.scaler.get_scale() == trainer.scaler.current_scale == scaler.get_scale()
     if scaler.is_enabled():
@@ -154,33 +153,11 @@ def fit(folder: Any, hook: str, *callbacks: Any, optimizer: Any = sgd, **argumen
     """Fit in 16-mixed with three overflows, and with validations every second batch if a hook needs them."""
     module = StepsIn(hook, make_net(), optimizer, gains=POISON)
     options: dict[str, Any] = {"max_epochs": EPOCHS, "val_check_interval": 2, "num_sanity_val_steps": 0}
-    options["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    options["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in callbacks)
     ckpt_path = arguments.pop("ckpt_path", None)
     trainer = make_trainer(folder, precision=plugin_of("16-mixed"), callbacks=list(callbacks), **(options | arguments))
     trainer.fit(module, loader_of(make_batches(BATCHES)), loader_of(make_batches(1)), ckpt_path=ckpt_path)
     return trainer, module
-
-
-class SaveAll(ModelCheckpoint):
-    """Writes a checkpoint after each batch, validation and epoch."""
-
-    def __init__(self, folder: Any, *, saves: bool) -> None:
-        super().__init__(folder, save_top_k=-1, every_n_train_steps=1)
-        self.saves, self.number = saves, 0
-
-    def save(self, trainer: Any) -> None:
-        self.number += 1
-        if self.saves:
-            trainer.save_checkpoint(f"{self.dirpath}.{self.number:02}.ckpt")
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.save(trainer)
-
-    def on_validation_end(self, trainer: Any, *_: Any) -> None:
-        self.save(trainer)
-
-    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
-        self.save(trainer)
 
 
 def all_state(trainer: Any, module: StepsIn) -> dict[str, Any]:
@@ -194,14 +171,6 @@ def all_state(trainer: Any, module: StepsIn) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam-fused"])
-@pytest.mark.parametrize("hook", [*AFTER_BATCH, "module.on_train_batch_start", "module.on_validation_end"])
-def test_average_includes_every_step_except_skipped_ones(tmp_path, hook, optimizer):
-    _, module = fit(tmp_path, hook, EMAWeightAveraging(decay=0.5), optimizer=OPTIMIZERS[optimizer])
-    *_, average = train_by_hand(hook, "16-mixed", OPTIMIZERS[optimizer], POISON)
-    assert_same_weights(module.net, average)
-
-
 @pytest.mark.whole
 @pytest.mark.parametrize("hook", [
     *AFTER_BATCH, "module.on_train_batch_start", "module.on_train_epoch_end", "callback.on_train_epoch_end",
@@ -210,14 +179,14 @@ def test_average_includes_every_step_except_skipped_ones(tmp_path, hook, optimiz
 def test_each_checkpoint_resumes_exactly(tmp_path, hook):
     """Also after an overflow, and inside an accumulation window. The average is compared, too."""
 
-    def run(*, saves: bool = False, **arguments: Any) -> Any:
-        callbacks = EMAWeightAveraging(decay=0.5), SaveAll(tmp_path / "saved", saves=saves)
-        return all_state(*fit(tmp_path, hook, *callbacks, optimizer=adam, **arguments))
+    def run(*callbacks: Callback, **arguments: Any) -> Any:
+        average = EMAWeightAveraging(decay=0.5)
+        return all_state(*fit(tmp_path, hook, average, *callbacks, optimizer=adam, **arguments))
 
-    expected = run(saves=True)
-    files = sorted(tmp_path.glob("saved.*.ckpt"))
-    assert len(files) >= BATCHES * EPOCHS + EPOCHS
-    for path in files if hook in AFTER_BATCH[:1] else files[1::4]:
+    saver = SavesEverywhere(tmp_path / "saved")
+    expected = run(saver)
+    assert len(saver.files) >= BATCHES * EPOCHS + EPOCHS
+    for path in saver.files if hook in AFTER_BATCH[:1] else saver.files[1::4]:
         assert run(ckpt_path=path) == expected, path.name
 
 

@@ -89,11 +89,6 @@ def test_weight_on_a_device_equals_one_on_the_host(cuda, tmp_path, precision, op
     assert on_host["steps"][1] == 0
 
 
-def test_window_of_unknown_length_may_end_with_a_weight_of_0(cuda, tmp_path):
-    on_host, on_device = (fit(tmp_path, kind, "16-mixed", "adam-fused", 2, sized=False) for kind in ("float", "tensor"))
-    assert on_device == on_host
-
-
 class Watch(Callback):
     """The host waits of each batch, without those of the first and the last."""
 

@@ -136,10 +136,7 @@ def test_first_steps_decide(uses, change, watched, then):
 READS: dict[str, Callable[[nn.Linear], Any]] = {
     "shape": lambda net: net.weight.shape,
     "number of elements": lambda net: net.weight.numel(),
-    "state_dict": lambda net: net.state_dict(),
     "clone": lambda net: net.weight.clone(),
-    "data": lambda net: net.weight.data.sum(),
-    "source of a copy": lambda net: torch.zeros(2, 2).copy_(net.weight.detach()),
     "clipped at the end": lambda net: [p.data.mul_(0.9).add_(0.1) for p in net.parameters()],
     "loaded at the end": lambda net: net.load_state_dict(net.state_dict()),
     "gradient flags": lambda net: net.requires_grad_(False).requires_grad_(True),

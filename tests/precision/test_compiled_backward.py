@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import config
 
-from tests.support import Regression, fit_and_watch, loader_of, make_batches, make_trainer, sgd
+from tests.support import Regression, loader_of, make_batches, make_trainer, sgd
 from trainer.callbacks import Compile
 from trainer.precision import MixedPrecision
 
@@ -24,38 +24,6 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-
-
-class InFloat32(nn.Sequential):
-    """A part that disables autocast."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return super().forward(x.float())
-
-
-def make_net(inner: type[nn.Module] = nn.Sequential) -> nn.Module:
-    torch.manual_seed(0)
-    middle = inner(nn.Linear(16, 16), nn.GELU())
-    return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), middle, nn.Linear(16, 3))
-
-
-def plugin(dtype: str, *fp32_modules: str) -> MixedPrecision:
-    kernels: Any = "native" if dtype == "float16" else "auto"
-    return MixedPrecision(dtype, init_scale=2.0**8, cpu_kernels=kernels, fp32_modules=fp32_modules)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("way", ["fp32_modules", "by itself"])
-def test_weights_are_those_of_the_uncompiled_run(tmp_path: Path, way: str, dtype: str) -> None:
-    weights = []
-    for callbacks in ([Compile(backend="aot_eager")], []):
-        module = Regression(make_net(InFloat32 if way == "by itself" else nn.Sequential), sgd)
-        precision = plugin(dtype, *(["net.3"] if way == "fp32_modules" else []))
-        _, trace = fit_and_watch(tmp_path, module, make_batches(4), callbacks=callbacks, precision=precision)
-        assert not any(trace.skipped)
-        weights.append(trace.weights)
-    assert all(torch.equal(*pair) for one, other in zip(*weights, strict=True) for pair in zip(one, other, strict=True))
 
 
 def test_gradients_of_a_part_in_float32_do_not_overflow(tmp_path: Path) -> None:

@@ -33,6 +33,14 @@ def rounded(op: Op) -> Op:
     return lambda *inputs: op(*(tensor.half().float() for tensor in inputs)).half()
 
 
+def under_autocast(op: Op) -> Op:
+    def run(*inputs: Tensor) -> Tensor:
+        with autocast():
+            return op(*inputs)
+
+    return run
+
+
 def values_and_gradients(op: Op, inputs: list[Tensor]) -> list[Tensor]:
     output = op(*inputs)
     torch.manual_seed(1)
@@ -55,55 +63,25 @@ class TestValues:
     # Factors are powers of two, so that the order of scaling and rounding does not show.
     OPS: dict[str, tuple[Op, list[tuple[int, ...]]]] = {
         "linear": (F.linear, [(7, 33), (17, 33)]),
-        "linear_bias": (F.linear, [(7, 33), (17, 33), (17,)]),
-        "linear_bias_3d": (F.linear, [(2, 7, 33), (17, 33), (17,)]),
-        "linear_empty": (F.linear, [(0, 33), (17, 33), (17,)]),
-        "mm": (torch.mm, [(7, 33), (33, 17)]),
+        "linear_bias": (F.linear, [(2, 7, 33), (17, 33), (17,)]),
         "mm_strided": (lambda a, b: torch.mm(a[::2], b.t()), [(14, 33), (17, 33)]),
-        "bmm": (torch.bmm, [(3, 7, 33), (3, 33, 17)]),
         "bmm_empty": (torch.bmm, [(0, 7, 33), (0, 33, 17)]),
         "matmul": (torch.matmul, [(2, 3, 7, 33), (33, 17)]),
         "matmul_vector": (torch.matmul, [(7, 33), (33,)]),
         "matmul_vectors": (torch.matmul, [(33,), (33,)]),
-        "addmm": (torch.addmm, [(17,), (7, 33), (33, 17)]),
-        "addmm_scaled": (lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=-2), [(7, 17), (7, 33), (33, 17)]),
-        "addbmm": (
-            lambda c, a, b: torch.addbmm(c, a, b, beta=2, alpha=0.25),
-            [(7, 17), (3, 7, 33), (3, 33, 17)],
-        ),
-        "baddbmm": (torch.baddbmm, [(3, 7, 17), (3, 7, 33), (3, 33, 17)]),
-        "baddbmm_scaled": (
-            lambda c, a, b: torch.baddbmm(c, a, b, beta=0.5, alpha=4),
-            [(7, 1), (3, 7, 33), (3, 33, 17)],
-        ),
-        "conv1d": (lambda x, w, b: F.conv1d(x, w, b, 2, 1), [(2, 4, 19), (6, 4, 3), (6,)]),
+        "addmm": (lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=-2), [(7, 17), (7, 33), (33, 17)]),
+        "addbmm": (lambda c, a, b: torch.addbmm(c, a, b, beta=2), [(7, 17), (3, 7, 33), (3, 33, 17)]),
+        "baddbmm": (lambda c, a, b: torch.baddbmm(c, a, b, beta=0.5, alpha=4), [(7, 1), (3, 7, 33), (3, 33, 17)]),
         "conv1d_same": (lambda x, w: F.conv1d(x, w, padding="same", dilation=2), [(2, 4, 19), (6, 4, 3)]),
         "conv2d": (F.conv2d, [(2, 4, 9, 9), (6, 4, 3, 3), (6,)]),
-        "conv2d_unbatched": (F.conv2d, [(4, 9, 9), (6, 4, 3, 3), (6,)]),
-        "conv2d_empty": (F.conv2d, [(0, 4, 9, 9), (6, 4, 3, 3), (6,)]),
-        "conv2d_same": (lambda x, w: F.conv2d(x, w, padding="same"), [(2, 4, 9, 9), (6, 4, 3, 3)]),
-        "conv2d_valid": (lambda x, w: F.conv2d(x, w, padding="valid", stride=2), [(2, 4, 9, 9), (6, 4, 3, 3)]),
         "conv2d_grouped": (
             lambda x, w, b: F.conv2d(x, w, b, stride=(2, 1), padding=(0, 1), dilation=2, groups=2),
             [(2, 4, 9, 9), (6, 2, 3, 3), (6,)],
         ),
-        "conv2d_strided_input": (
-            lambda x, w: F.conv2d(x[:, ::2].transpose(2, 3), w),
-            [(2, 8, 9, 11), (6, 4, 3, 3)],
-        ),
         "conv3d": (lambda x, w, b: F.conv3d(x, w, b, padding=1), [(2, 3, 5, 6, 7), (4, 3, 3, 3, 3), (4,)]),
-        "conv3d_same": (lambda x, w: F.conv3d(x, w, padding="same"), [(2, 3, 5, 6, 7), (4, 3, 3, 3, 3)]),
-        "conv_transpose1d": (
-            lambda x, w, b: F.conv_transpose1d(x, w, b, 2, 1, 1),
-            [(2, 4, 9), (4, 6, 3), (6,)],
-        ),
         "conv_transpose2d": (
             lambda x, w, b: F.conv_transpose2d(x, w, b, stride=2, padding=1, output_padding=1, groups=2),
             [(2, 4, 6, 6), (4, 3, 3, 3), (6,)],
-        ),
-        "conv_transpose3d": (
-            lambda x, w: F.conv_transpose3d(x, w, dilation=2),
-            [(2, 3, 4, 5, 6), (3, 4, 2, 2, 2)],
         ),
         "einsum": (lambda a, b: torch.einsum("bij,bkj->bik", a, b), [(3, 7, 33), (3, 17, 33)]),
     }
@@ -112,54 +90,18 @@ class TestValues:
     def test_products_equal_their_definition(self, fast: None, name: str) -> None:
         op, shapes = self.OPS[name]
         inputs = [rand(*shape) for shape in shapes]
-        with autocast():
-            output = op(*inputs)
-        assert output.dtype is torch.float16
-
-        def under_autocast(*tensors: Tensor) -> Tensor:
-            with autocast():
-                return op(*tensors)
-
-        got = values_and_gradients(under_autocast, inputs)
+        got = values_and_gradients(under_autocast(op), inputs)
+        assert got[0].dtype is torch.float16
         expected = values_and_gradients(rounded(op), inputs)
         for mine, definition in zip(got, expected, strict=True):
             assert mine.dtype is definition.dtype
             assert torch.equal(mine, definition)
-
-    @pytest.mark.parametrize("name", OPS)
-    def test_is_close_to_torchs_own_fp16(self, name: str) -> None:
-        op, shapes = self.OPS[name]
-        inputs = [rand(*shape) for shape in shapes]
-
-        def under_autocast(*tensors: Tensor) -> Tensor:
-            with autocast():
-                return op(*tensors)
-
-        expected = values_and_gradients(under_autocast, inputs)
-        with fast_fp16_kernels():
-            got = values_and_gradients(under_autocast, inputs)
-        for mine, native in zip(got, expected, strict=True):
-            assert mine.dtype is native.dtype
-            torch.testing.assert_close(mine, native, rtol=1e-2, atol=4e-2)
-
-    def test_broadcast_gradients_are_summed_in_fp16(self, fast: None) -> None:
-        # As in torch on every device: the gradient of each copy is an fp16 product, their sum is another operation.
-        a, b = rand(2, 1, 7, 33), rand(3, 33, 17)
-        with autocast():
-            y = a @ b
-        y.sum().backward()
-        copies = (torch.ones(2, 3, 7, 17) @ b.half().float().transpose(1, 2)).half()
-        assert torch.equal(a.grad, copies.sum(1, keepdim=True).float())
 
     def test_is_accumulated_in_fp32(self, fast: None) -> None:
         # In fp16, 2048 + 1 is 2048: the sum would stop there.
         ones = torch.ones(1, 4096, dtype=torch.float16)
         assert (ones @ ones.t()).item() == 4096.0
         assert (ones[0] @ ones[0]).item() == 4096.0
-
-    def test_overflows_like_fp16(self, fast: None) -> None:
-        a = torch.full((1, 2), 250.0, dtype=torch.float16)
-        assert (a @ a.t()).item() == torch.inf
 
     @pytest.mark.parametrize("name", ["addmm", "addmv", "addbmm", "baddbmm"])
     def test_in_place(self, fast: None, name: str) -> None:
@@ -192,16 +134,6 @@ class TestValues:
         with pytest.raises(RuntimeError, match="dtype"):
             op(*inputs, out=torch.empty(expected.shape))
 
-    def test_channels_last_stays_channels_last(self, fast: None) -> None:
-        x = torch.randn(2, 8, 9, 9).to(memory_format=torch.channels_last).requires_grad_()
-        conv = nn.Conv2d(8, 6, 3).to(memory_format=torch.channels_last)
-        with autocast():
-            y = conv(x)
-        y.sum().backward()
-        assert y.is_contiguous(memory_format=torch.channels_last)
-        assert x.grad.is_contiguous(memory_format=torch.channels_last)
-        assert torch.equal(y, rounded(F.conv2d)(x, conv.weight, conv.bias))
-
     def test_tensors_that_are_fp16_already(self, fast: None) -> None:
         x, w = torch.randn(7, 33).half().requires_grad_(), torch.randn(17, 33).half().requires_grad_()
         with autocast():
@@ -231,10 +163,6 @@ class TestAttention:
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(query, key, value, **arguments)
 
-        def under_autocast(*tensors: Tensor) -> Tensor:
-            with autocast():
-                return attend(*tensors)
-
         def definition(*tensors: Tensor) -> Tensor:
             halves = [tensor.half().float() for tensor in tensors]
             mask = arguments.get("attn_mask")
@@ -242,7 +170,7 @@ class TestAttention:
                 return F.scaled_dot_product_attention(*halves, attn_mask=mask.half().float()).half()
             return attend(*halves).half()
 
-        got = values_and_gradients(under_autocast, inputs)
+        got = values_and_gradients(under_autocast(attend), inputs)
         expected = values_and_gradients(definition, inputs)
         assert got[0].dtype is torch.float16
         assert torch.equal(got[0], expected[0])
@@ -263,13 +191,6 @@ class TestAttention:
         assert not torch.allclose(y, without)
         assert torch.isfinite(q.grad).all()
 
-    def test_multihead_attention(self, fast: None) -> None:
-        attention = nn.MultiheadAttention(32, 4, batch_first=True)
-        x = torch.randn(2, 6, 32)
-        with autocast():
-            got = attention(x, x, x, need_weights=False)[0]
-        torch.testing.assert_close(got.float(), attention(x, x, x, need_weights=False)[0], rtol=1e-2, atol=2e-3)
-
 
 class TestRecurrent:
     @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -286,14 +207,6 @@ class TestRecurrent:
         for (name, got), wanted in zip(layer.named_parameters(), reference.parameters(), strict=True):
             assert got.grad is not None, name
             torch.testing.assert_close(got.grad, wanted.grad, rtol=2e-2, atol=2e-2)
-
-    def test_lstm_gives_fp16_and_runs_in_evaluation(self, fast: None) -> None:
-        layer = nn.LSTM(8, 16).eval()
-        x = torch.randn(5, 3, 8)
-        with torch.inference_mode(), autocast():
-            y, (h, c) = layer(x)
-        assert (y.dtype, h.dtype, c.dtype) == (torch.float16, torch.float16, torch.float16)
-        torch.testing.assert_close(y.float(), layer(x)[0].detach(), rtol=1e-2, atol=2e-3)
 
 
 def small_net() -> nn.Sequential:
@@ -342,15 +255,9 @@ class TestTraining:
         net = small_net()
         by_hand = ByHand(copy.deepcopy(net))
 
-        def forward(x: Tensor) -> Tensor:
-            with autocast():
-                return net(x)
-
-        start = net[0].weight.detach().clone()
         with fast_fp16_kernels():
-            got = train(net, forward)
+            got = train(net, under_autocast(net))
         expected = train(by_hand, by_hand)
-        assert not torch.equal(net[0].weight, start)
         assert all(map(torch.equal, got, expected))
 
     @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -371,31 +278,6 @@ class TestTraining:
         checkpointed = gradients(lambda x: checkpoint(net, x, use_reentrant=use_reentrant))
         assert all(map(torch.equal, checkpointed, plain))
 
-    def test_hooks_see_fp16(self, fast: None) -> None:
-        layer = nn.Linear(8, 4)
-        seen: list[torch.dtype] = []
-        layer.register_forward_hook(lambda _, args, y: seen.append(y.dtype))
-        layer.register_full_backward_hook(lambda _, gi, go: seen.extend([gi[0].dtype, go[0].dtype]))
-        x = rand(2, 8)
-        with autocast():
-            layer(x).sum().backward()
-        assert seen == [torch.float16, torch.float32, torch.float16]
-
-    def test_backward_inside_autocast(self, fast: None) -> None:
-        net, x = nn.Linear(8, 4), rand(2, 8)
-        with autocast():
-            net(x).sum().backward()
-        assert torch.equal(x.grad, rounded(torch.mm)(torch.ones(2, 4), net.weight).float())
-
-    def test_accumulates_in_another_thread(self, fast: None) -> None:
-        x, w = rand(7, 33), rand(17, 33)
-        with autocast():
-            y = F.linear(x, w)
-        thread = threading.Thread(target=lambda: y.sum().backward())
-        thread.start()
-        thread.join()
-        assert torch.equal(x.grad, rounded(torch.mm)(torch.ones(7, 17), w).float())
-
 
 class TestHigherOrder:
     def test_gradient_penalty_equals_the_definition(self) -> None:
@@ -407,13 +289,6 @@ class TestHigherOrder:
             y = apply(torch.tanh(convolve(x, conv.weight, conv.bias)).flatten(1), linear.weight)
             (slope,) = torch.autograd.grad(y.float().sum(), x, create_graph=True)
             return list(torch.autograd.grad((slope.flatten(1).norm(dim=1) - 1).square().sum(), parameters[::2]))
-
-        def under_autocast(op: Op) -> Op:
-            def run(*tensors: Tensor) -> Tensor:
-                with autocast():
-                    return op(*tensors)
-
-            return run
 
         with fast_fp16_kernels():
             got = penalty(under_autocast(F.conv2d), under_autocast(F.linear))
@@ -490,12 +365,6 @@ class TestWhatMustNotChange:
         assert torch.equal(inner, expected)
         assert outer.dtype is torch.float16
 
-    def test_mixed_dtypes_are_still_refused(self, fast: None) -> None:
-        with pytest.raises(RuntimeError, match="dtype"):
-            torch.mm(torch.randn(2, 2).half(), torch.randn(2, 2))
-        with pytest.raises(RuntimeError):
-            F.conv2d(torch.randn(1, 1, 3, 3).half(), torch.randn(1, 1, 3, 3))
-
     @pytest.mark.parametrize("op", [torch.mm, lambda a, b: torch.mv(a, b[0]), torch.dot])
     def test_errors_name_the_given_dtypes(self, op: Op) -> None:
         inputs = [torch.randn(2, 2).half(), torch.ones(2, 2, dtype=torch.int64)]
@@ -527,7 +396,7 @@ def kernels_are_fast() -> bool:
 
 
 class TestContext:
-    def test_restores_torchs_kernels(self) -> None:
+    def test_restores_torchs_kernels_after_the_outermost_context(self) -> None:
         a, b = torch.randn(64, 999).half(), torch.randn(999, 64).half()
         x, w = torch.randn(2, 16, 9, 9).half(), torch.randn(16, 16, 3, 3).half()
 
@@ -536,21 +405,11 @@ class TestContext:
 
         before = native()
         with fast_fp16_kernels():
+            with pytest.raises(ValueError, match="mine"), fast_fp16_kernels():
+                raise ValueError("mine")
             assert kernels_are_fast()
         assert not kernels_are_fast()
         assert all(map(torch.equal, native(), before))
-
-    def test_nests(self) -> None:
-        with fast_fp16_kernels():
-            with fast_fp16_kernels():
-                pass
-            assert kernels_are_fast()
-        assert not kernels_are_fast()
-
-    def test_ends_with_an_error(self) -> None:
-        with pytest.raises(ValueError, match="mine"), fast_fp16_kernels():
-            raise ValueError("mine")
-        assert not kernels_are_fast()
 
     def test_overlaps_across_threads(self) -> None:
         opened, close = threading.Event(), threading.Event()
@@ -606,16 +465,13 @@ class TestPays:
     @pytest.mark.parametrize(
         ("build", "expected"),
         [
-            (lambda: mlp(32, 32, 32), False),
             (lambda: mlp(64, 64, 64, 10), False),
             (lambda: nn.Conv2d(1, 4, 3), False),
             (lambda: nn.Embedding(10_000, 64), False),
             (lambda: nn.LayerNorm([256, 256]), False),
             (lambda: nn.Sequential(nn.LazyLinear(512)), False),
-            (lambda: nn.Identity(), False),
             (lambda: nn.GRU(32, 32), False),
             (lambda: mlp(784, 128, 10), True),
-            (lambda: mlp(256, 256, 256), True),
             (lambda: nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.Conv2d(64, 64, 3)), True),
             (lambda: nn.MultiheadAttention(256, 4), True),
             (lambda: nn.LSTM(4, 4), True),  # torch cannot run it at all
@@ -624,25 +480,13 @@ class TestPays:
     def test_rule(self, build: Callable[[], nn.Module], expected: bool) -> None:
         assert is_faster(build()) is expected
 
-    @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
-    def test_resnets(self, name: str) -> None:
-        models = pytest.importorskip("torchvision.models")
-        with torch.device("meta"):
-            assert is_faster(getattr(models, name)())
 
-
-class TestNativeFp16:
-    def test_asks_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for answer in (True, False):
-            monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda answer=answer: answer)
-            assert native_fp16() is answer
-
-    def test_missing_query_of_torch_means_false(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Nothing:
-            pass
-
-        monkeypatch.setattr(torch.ops, "mkldnn", Nothing())
-        assert native_fp16() is False
+def test_native_fp16_is_reported_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for answer in (True, False):
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda answer=answer: answer)
+        assert native_fp16() is answer
+    monkeypatch.setattr(torch.ops, "mkldnn", None)
+    assert native_fp16() is False
 
 
 PARALLEL = """
@@ -655,7 +499,7 @@ with cpu_fp16._replacement.used():
     pass
 net = torch.nn.Sequential(torch.nn.Linear(4, 392), torch.nn.Unflatten(1, (8, 7, 7)), torch.nn.ConvTranspose2d(8, 8, 4))
 with torch.autograd.set_detect_anomaly(True):
-    for _ in range(50):
+    for _ in range(15):
         with torch.autocast("cpu", torch.float16):
             loss = net(torch.randn(64, 4)).float().sum()
         loss.backward()

@@ -38,27 +38,14 @@ def gpu(monkeypatch):
 GPUS = [
     # name, compute capability, bfloat16, Tensor Cores
     ("NVIDIA GeForce GTX 1080", (6, 1), False, False),
-    ("Tesla P100-PCIE-16GB", (6, 0), False, False),
     ("Tesla V100-SXM2-32GB", (7, 0), False, True),
-    ("NVIDIA TITAN V", (7, 0), False, True),
-    ("Xavier", (7, 2), False, True),
     ("Tesla T4", (7, 5), False, True),
-    ("NVIDIA T4G", (7, 5), False, True),
-    ("NVIDIA GeForce RTX 2060", (7, 5), False, True),
-    ("Quadro RTX 4000", (7, 5), False, True),
     ("TITAN RTX", (7, 5), False, True),
     ("NVIDIA GeForce GTX 1650", (7, 5), False, False),
-    ("NVIDIA GeForce GTX 1660 Ti", (7, 5), False, False),
     ("NVIDIA GeForce MX450", (7, 5), False, False),
-    ("Quadro T1000", (7, 5), False, False),
     ("Quadro T2000 with Max-Q Design", (7, 5), False, False),
     ("NVIDIA T400 4GB", (7, 5), False, False),
-    ("NVIDIA T550 Laptop GPU", (7, 5), False, False),
-    ("NVIDIA T1200 Laptop GPU", (7, 5), False, False),
     ("NVIDIA A100-SXM4-80GB", (8, 0), True, True),
-    ("NVIDIA GeForce RTX 3090", (8, 6), True, True),
-    ("NVIDIA H200", (9, 0), True, True),
-    ("NVIDIA GB200", (10, 0), True, True),
 ]
 
 

@@ -130,13 +130,6 @@ def test_windows_clipping_and_fp32_layers_equal_a_hand_written_loop() -> None:
     assert_same(module.net, by_hand("tensorwise", window=2, clip=0.1, keep=frozenset({"blocks.0.2"})))
 
 
-def test_float8_differs_from_bfloat16() -> None:
-    _, eight = fitted()
-    _, sixteen = fitted("bf16-mixed")
-    difference = eight.net.blocks[0][0].weight - sixteen.net.blocks[0][0].weight
-    assert 1e-5 < difference.abs().max() < 0.1
-
-
 class Looks(Callback):
     def __init__(self) -> None:
         self.layer: nn.Module | None = None
@@ -186,16 +179,6 @@ def test_checkpoints_are_those_of_bfloat16(tmp_path: Any) -> None:
     again.fit(resumed, loader_of(batches()), ckpt_path=tmp_path / "eight.ckpt")
     assert again.global_step == 12
     assert resumed.kinds == set()
-
-
-def test_custom_forward_is_kept() -> None:
-    module = Classifier()
-    layer = module.net.blocks[0][0]
-    layer.forward = own = lambda x: nn.functional.linear(x, layer.weight)
-    fitted("fp8-mixed", module)
-    assert module.kinds == FLOAT8 - {"blocks.0.0"}
-    assert layer.forward is own
-    assert Float8Precision().layers(module.net)[1]["blocks.0.0"] == "has its own forward"
 
 
 def test_report_lists_converted_layers_and_reasons() -> None:

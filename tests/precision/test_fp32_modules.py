@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import copy
 import io
-from collections import namedtuple
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
-from torch.utils.checkpoint import checkpoint
 
 from tests.support import (
-    OPTIMIZERS,
     Regression,
     adam,
     assert_same,
@@ -100,20 +94,14 @@ def head_dtype(net: nn.Module) -> torch.dtype:
 # --- computation -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw-fused"])
-@pytest.mark.parametrize(
-    ("patterns", "chosen"),
-    [(("net.4",), (4,)), (("net.[14]",), (1, 4)), (("net.0", "*.1"), (0, 1)), (("net",), (0, 1, 2, 3, 4))],
-    ids=str,
-)
+@pytest.mark.parametrize(("patterns", "chosen"), [(("net.0", "*.1"), (0, 1)), (("net",), (0, 1, 2, 3, 4))], ids=str)
 @pytest.mark.parametrize("kernels", ["bf16", "native", "fast"])
-def test_weights_equal_a_hand_written_loop(tmp_path, kernels, patterns, chosen, optimizer):
+def test_weights_equal_a_hand_written_loop(tmp_path, kernels, patterns, chosen):
     name, dtype = ("bf16-mixed", "bfloat16") if kernels == "bf16" else ("16-mixed", "float16")
     plugin = MixedPrecision(dtype, fp32_modules=patterns, cpu_kernels="native" if kernels == "bf16" else kernels)
     batches = make_batches(6, gains={3: 1e9} if name == "16-mixed" else None)  # an overflow
-    module = Regression(optimizer=OPTIMIZERS[optimizer])
-    _, ours = fit_and_watch(tmp_path, module, batches, precision=plugin)
-    by_hand = partial(train_by_hand, precision=name, optimizer=OPTIMIZERS[optimizer])
+    _, ours = fit_and_watch(tmp_path, Regression(optimizer=adam), batches, precision=plugin)
+    by_hand = partial(train_by_hand, precision=name, optimizer=adam)
     fast = cpu_fp16.fast_fp16_kernels if kernels == "fast" else torch.enable_grad  # the latter changes nothing
     with fast():
         theirs = by_hand(ByHand(*make_net(), chosen=chosen), batches)
@@ -127,50 +115,12 @@ def test_inside_everything_is_float32(precision):
     net = nn.Sequential(nn.Linear(4, 4), Look())
     with session(net, "1", dtype=BOTH[precision]):
         output = net(torch.randn(2, 4))
-    [((x,), _, autocast, made)] = net[1].seen
+        net[1](x := torch.ones(2, 4, dtype=BOTH[precision]), key=[x, (x, "a")])
+    ((x,), _, autocast, made), (_, kwargs, *_) = net[1].seen
     assert (x.dtype, output.dtype, autocast, made) == (torch.float32, torch.float32, False, torch.float32)
+    first, (second, text) = kwargs["key"]
+    assert (first.dtype, second.dtype, text) == (torch.float32, torch.float32, "a")
     assert net[0](torch.randn(2, 4)).dtype is torch.float32  # and afterwards nothing is cast
-
-
-@pytest.mark.parametrize("kernels", ["native", "fast"])
-def test_fp32_modules_do_not_round_in_a_float16_run_on_a_cpu(kernels):
-    """Values that overflow in float16, in a product that the fast kernels would otherwise compute."""
-    net, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(8, 64) * 1e6
-    plugin = MixedPrecision("float16", fp32_modules=["1"], cpu_kernels=kernels)
-    with plugin.session(net, CPU), plugin.autocast():
-        output = net[1](x)
-        assert not net[0](x).isfinite().all()
-    assert torch.equal(output, F.linear(x, net[1].weight, net[1].bias))
-    assert output.abs().max() > torch.finfo(torch.float16).max
-
-
-Pair = namedtuple("Pair", "a b")
-
-
-@dataclass
-class Data:
-    x: Tensor
-    note: str
-
-
-def test_nested_inputs_are_cast_and_nothing_else():
-    net, half, double = Look(), torch.ones(2, 4).half(), torch.ones(1).double()
-    number, filled = torch.arange(3), []
-    with session(nn.ModuleDict({"look": net}), "look", dtype=torch.float16):
-        net(half, [half, (half, "a")], Data(half, "n"), key={"k": half, "deep": {"er": Pair(half, 1)}}, out=filled)
-        net(half, double, number, None, [double, number], key="text")
-    (_, (first, (second, text)), data), kwargs, *_ = net.seen[0]
-    cast = [first, second, data.x, kwargs["key"]["k"], kwargs["key"]["deep"]["er"].a]
-    assert [value.dtype for value in cast] == [torch.float32] * 5
-    assert (text, data.note, kwargs["key"]["deep"]["er"].b) == ("a", "n", 1)
-    assert type(kwargs["key"]["deep"]["er"]) is Pair
-    assert kwargs["out"] is filled  # a list to be filled is the caller's own
-    (_, *others), kwargs, *_ = net.seen[1]
-    assert others[0] is double
-    assert others[1] is number
-    assert others[2] is None
-    assert (others[3][0], others[3][1]) == (double, number)
-    assert kwargs == {"key": "text"}
 
 
 def test_packed_sequences():
@@ -196,33 +146,6 @@ def test_parent_and_child_may_both_match():
 # --- a run, its ends, and its stages -------------------------------------------------------------------------------
 
 
-def test_evaluation_and_prediction_too(tmp_path):
-    seen = {}
-
-    class Learner(Regression):
-        def training_step(self, batch, batch_idx):
-            seen["train"] = self.net(batch[0]).dtype
-            return super().training_step(batch, batch_idx)
-
-        def validation_step(self, batch, batch_idx):
-            seen["validate"] = self.net(batch[0]).dtype
-
-        def test_step(self, batch, batch_idx):
-            seen["test"] = self.net(batch[0]).dtype
-
-        def predict_step(self, batch, batch_idx):
-            return self.net(batch[0])
-
-    module, data = Learner(), loader_of(make_batches(2))
-    trainer = make_trainer(tmp_path, precision=MixedPrecision("bfloat16", fp32_modules="net.4"))
-    trainer.fit(module, data, data)
-    trainer.test(module, data, verbose=False)
-    assert seen == dict.fromkeys(("train", "validate", "test"), torch.float32)
-    assert {output.dtype for output in trainer.predict(module, data)} == {torch.float32}
-    plain = make_trainer(tmp_path, precision="bf16-mixed").predict(module, data)
-    assert {output.dtype for output in plain} == {torch.bfloat16}
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_run_leaves_nothing_behind(tmp_path, fails):
     class Failing(Regression):
@@ -245,36 +168,12 @@ def test_run_leaves_nothing_behind(tmp_path, fails):
     assert torch.backends.mha.get_fastpath_enabled() is fastpath is True
 
 
-def test_custom_forward_is_restored():
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    own = net[0].forward = lambda x: F.linear(x, net[0].weight) * 0
-    with session(net, "0"):
-        assert torch.equal(net[0](torch.ones(1, 4)), torch.zeros(1, 4))
-        assert net[0](torch.ones(1, 4)).dtype is torch.float32
-    assert net[0].forward is own
-
-
 def test_forward_replaced_during_the_run_is_kept():
     net = nn.Sequential(nn.Linear(4, 4))
     with session(net, "0"):
         ours = net[0].forward
         theirs = net[0].forward = lambda x: ours(x)
     assert net[0].forward is theirs
-
-
-def test_second_run_may_choose_others(tmp_path):
-    module, data = Regression(), loader_of(make_batches(2))
-    for patterns, expected in ((["net.4"], torch.float32), ([], torch.bfloat16), (["net.0"], torch.bfloat16)):
-        seen = []
-
-        class Looking(Callback):
-            def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, seen=seen):
-                with trainer.precision_plugin.forward_context():
-                    seen.append(pl_module.net(batch[0]).dtype)
-
-        plugin = MixedPrecision("bfloat16", fp32_modules=patterns)
-        make_trainer(tmp_path, precision=plugin, callbacks=[Looking()]).fit(module, data)
-        assert set(seen) == {expected}
 
 
 def test_modules_that_the_strategy_replaces_are_chosen_after_that(tmp_path):
@@ -317,41 +216,7 @@ def test_module_pickled_during_a_run():
     assert keys == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
-class CopyLate(Callback):
-    """Copies the module in the middle of a run, as weight averaging does."""
-
-    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self.copied = copy.deepcopy(pl_module.net)
-
-
-def test_weight_averaging(tmp_path):
-    batches, late = make_batches(4), CopyLate()
-    chosen = MixedPrecision("bfloat16", fp32_modules=["net.4"])
-    module = Regression()
-    fit_and_watch(tmp_path, module, batches, precision=chosen, callbacks=[WeightAveraging(), late])
-    theirs = train_by_hand(ByHand(*make_net(), chosen=(4,)), batches, precision="bf16-mixed")
-    mean = torch.stack([weights[-1] for weights in theirs.weights]).mean(0)
-    torch.testing.assert_close(module.net[4].bias, mean, rtol=1e-6, atol=1e-6)
-    for mine, before in zip(late.copied.parameters(), theirs.weights[-2], strict=True):
-        assert torch.equal(mine, before)
-
-
 # --- torch's wrappers of modules -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("precision", BOTH)
-def test_activation_checkpointing(tmp_path, precision, reentrant):
-    """The recomputation in the backward pass is outside of the run's autocast, and has the same result."""
-
-    class Recomputed(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(super().forward, x.requires_grad_(), use_reentrant=reentrant)
-
-    batches = make_batches(4)
-    plugin = MixedPrecision(BOTH[precision], fp32_modules=["net.4", "net.1"], cpu_kernels="native")
-    _, ours = fit_and_watch(tmp_path, Regression(Recomputed(*make_net())), batches, precision=plugin)
-    assert_same(ours, train_by_hand(ByHand(*make_net(), chosen=(1, 4)), batches, precision=precision))
 
 
 COMPILER_LOOKS = "ignore:The .grad attribute of a Tensor that is not a leaf"
@@ -359,7 +224,7 @@ COMPILER_LOOKS = "ignore:The .grad attribute of a Tensor that is not a leaf"
 
 
 @pytest.mark.parametrize("precision", BOTH)
-@pytest.mark.parametrize("recomputed", [["net.4"], ["net"], ["net.0", "net.4"]], ids=str)
+@pytest.mark.parametrize("recomputed", [["net"], ["net.0", "net.4"]], ids=str)
 def test_callback_that_recomputes(tmp_path, precision, recomputed):
     """It wraps our forward in its own."""
     batches, module = make_batches(4), Regression()
@@ -462,26 +327,6 @@ def test_compiled_modules(compiled, has_hook, warm):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_lightning_module(tmp_path):
-    class Learner(Regression):
-        def training_step(self, batch, batch_idx):
-            output = self.net(batch[0])
-            return {"loss": F.mse_loss(output, batch[1]), "output": output.detach()}
-
-    seen = []
-
-    class Looking(Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            seen.append(outputs["output"].dtype)
-
-    compiled, data = torch.compile(Learner(), backend="aot_eager"), loader_of(make_batches(1))
-    for patterns in ((), ("net.4",), ()):
-        plugin = MixedPrecision("bfloat16", fp32_modules=patterns)
-        make_trainer(tmp_path, precision=plugin, callbacks=[Looking()]).fit(compiled, data)
-    assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]
-
-
-@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings(COMPILER_LOOKS)
 @pytest.mark.parametrize("patterns", [[], ["*.norm"], ["*.norm", "*.linear"]], ids=str)
 def test_compiled_blocks_share_a_graph(patterns):
@@ -562,32 +407,15 @@ def found(model: nn.Module, *patterns: str) -> list[str]:
 @pytest.mark.parametrize(
     ("patterns", "expected"),
     [
-        (("head",), ["head"]),
         (("*.norm",), ["blocks.0.norm", "blocks.1.norm"]),
-        (("*norm",), ["blocks.0.norm", "blocks.1.norm", "norm"]),
         (("head", "norm", "he*"), ["norm", "head"]),
-        (("blocks.1.*m",), ["blocks.1.norm"]),
         (("blocks.[0].norm",), ["blocks.0.norm"]),
         (("blocks.0",), ["blocks.0.norm", "blocks.0.attention", "blocks.0.attention.out_proj"]),
-        (("blocks.?.norm", "blocks"), [
-            "blocks.0.norm", "blocks.0.attention", "blocks.0.attention.out_proj",
-            "blocks.1.norm", "blocks.1.attention", "blocks.1.attention.out_proj",
-        ]),
         ((), []),
     ],
-)  # fmt: skip
+)
 def test_matching_modules(patterns, expected):
     assert found(Model(), *patterns) == expected
-
-
-def test_star_is_every_module_that_is_called():
-    assert set(found(Model(), "*")) == {*found(Model(), "blocks"), "norm", "head", "end"}
-
-
-def test_module_with_two_names_is_found_by_either():
-    net = nn.ModuleDict({"a": nn.Linear(1, 1)})
-    net["b"] = net["a"]
-    assert find_modules(net, ["b"]) == find_modules(net, ["a"]) == [net["a"]]
 
 
 def test_prefixes_of_wrappers_are_ignored_in_names():
@@ -604,9 +432,7 @@ def test_prefixes_of_wrappers_are_ignored_in_names():
     ("pattern", "message"),
     [
         ("haed", r"'haed' matches no module of Model\. Did you mean 'head'\? Its modules: blocks, blocks\.0, "),
-        ("*.nrom", r"Did you mean '\*\.norm'\?"),
         ("attention", r"Did you mean '\*\.attention'\?"),
-        ("Head", r"Did you mean 'head'\?"),
         ("zzz", r"matches no module of Model\. Its modules: .* and 1 more\."),
         ("scales", r"'scales' is scales, a ParameterList that is never called.* Name the module that uses it"),
         ("*.out_proj", r"blocks\.0\.attention\.out_proj is never called.* Name the attention: 'blocks\.0\.attention'"),
@@ -618,16 +444,11 @@ def test_patterns_that_cannot_be(pattern, message):
 
 
 @pytest.mark.parametrize("kind", [MixedPrecision, HalfPrecision])
-@pytest.mark.parametrize("given", [[""], [3], [None], ["head", nn.Linear(1, 1)]])
+@pytest.mark.parametrize("given", [[""], ["head", 3]])
 def test_invalid_patterns(kind, given):
+    assert kind("bfloat16", fp32_modules="head").fp32_modules == ("head",)
     with pytest.raises(PrecisionError, match=r"fp32_modules with .* expected names of modules or patterns"):
         kind("bfloat16", fp32_modules=given)
-
-
-@pytest.mark.parametrize("kind", [MixedPrecision, HalfPrecision])
-def test_single_string_is_one_pattern(kind):
-    assert kind("bfloat16", fp32_modules="head").fp32_modules == ("head",)
-    assert kind("bfloat16", fp32_modules=["a", "b"]).fp32_modules == ("a", "b")
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate"])
@@ -660,18 +481,3 @@ def test_modules_that_run_in_float32():
     with in_float32(find_modules(net, ["head"]), "cpu"):
         assert running_in_float32(net) == {net.head, net.head[0]}
     assert running_in_float32(net) == set()
-
-
-def test_adam_states_of_chosen_modules_resume(tmp_path):
-    """Resumed from a checkpoint in the middle, equal to the uninterrupted run."""
-    batches = make_batches(6)
-    chosen = partial(MixedPrecision, "bfloat16", fp32_modules=["net.4"])
-    _, straight = fit_and_watch(tmp_path, Regression(optimizer=adam), batches, precision=chosen(), max_epochs=2)
-    trainer = make_trainer(tmp_path, precision=chosen())
-    trainer.fit(Regression(optimizer=adam), loader_of(batches))
-    trainer.save_checkpoint(tmp_path / "half.ckpt")
-    module = Regression(make_net(seed=5), optimizer=adam)
-    again = make_trainer(tmp_path, precision=chosen(), max_epochs=2)
-    again.fit(module, loader_of(batches), ckpt_path=tmp_path / "half.ckpt")
-    for mine, other in zip(module.net.parameters(), straight.weights[-1], strict=True):
-        assert torch.equal(mine, other)

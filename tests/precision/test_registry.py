@@ -63,11 +63,6 @@ def test_registered_name_is_refused():
     assert type(resolve_precision("16-mixed")) is MixedPrecision
 
 
-def test_object_is_returned_unchanged():
-    plugin = MixedPrecision("bfloat16")
-    assert resolve_precision(plugin) is plugin
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -102,12 +97,3 @@ def test_lightnings_plugin_among_the_plugins(tmp_path, several):
 def test_lightnings_plugin_inside_a_strategy(tmp_path):
     with pytest.raises(PrecisionError, match=r"through DDPStrategy\(precision_plugin\).*MixedPrecision\('float16'"):
         make_trainer(tmp_path, strategy=DDPStrategy(precision_plugin=lightnings()))
-
-
-def test_name_on_the_trainer(tmp_path):
-    class Own(Precision):
-        name = "own"
-
-    assert make_trainer(tmp_path, precision="16").precision == "16-mixed"
-    assert make_trainer(tmp_path).precision == "32-true"
-    assert make_trainer(tmp_path, precision=Own()).precision == "own"

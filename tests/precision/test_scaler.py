@@ -125,26 +125,6 @@ def test_copies_and_pickles():
 # --- floor and ceiling ----------------------------------------------------------------------------------------------
 
 
-def test_scale_has_a_floor():
-    scaler, p = LossScaler("cpu", init_scale=4.0), parameter()
-    optimizer = sgd(p)
-    scales = []
-    for _ in range(4):
-        assert train(scaler, p, optimizer, INF)
-        scales.append((scaler.get_scale(), scaler.current_scale))
-    assert scales == [(2.0, 2.0), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0)]
-
-
-def test_scale_has_a_ceiling():
-    scaler, p = LossScaler("cpu", init_scale=4.0, growth_interval=1, max_scale=10.0), parameter()
-    optimizer = sgd(p)
-    scales = []
-    for slope in (1.0, 1.0, 1.0, INF, 1.0):
-        train(scaler, p, optimizer, slope)
-        scales.append((scaler.get_scale(), scaler.current_scale))
-    assert scales == [(s, s) for s in (8.0, 10.0, 10.0, 5.0, 10.0)]
-
-
 def test_setting_a_new_scale():
     scaler, p = LossScaler("cpu", init_scale=4.0, max_scale=100.0), parameter()
     scaler.update(16.0)  # before the first loss
@@ -197,18 +177,12 @@ def test_overflow_in_any_of_several_steps_halves_the_scale_once(fused, overflow)
     assert scaler.resolve_outcome() == ((optimizer,), 8.0, 4.0, True)
     assert torch.equal(p, torch.full((2,), -2.0))
     assert scaler.get_scale() == scaler.current_scale == 4.0
-    assert train(scaler, p, optimizer) is False
-
-
-def test_without_an_overflow_several_steps_advance_the_growth_by_one():
-    scaler, p = LossScaler("cpu", init_scale=8.0, growth_interval=2), parameter()
-    optimizer = sgd(p)
     for _ in range(3):
         p.grad = None
         backward(scaler, p)
         scaler.step(optimizer)
     scaler.update()
-    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (8.0, 1)
+    assert scaler._get_growth_tracker() == 1  # once, however many steps there were
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -312,28 +286,6 @@ def test_update_does_not_read_the_outcome_of_a_fused_optimizer(monkeypatch):
     assert scaler.outcome_is_on_host
 
 
-def test_plain_optimizer_is_settled_at_once():
-    scaler, p = late_scaler(init_scale=8.0), parameter()
-    optimizer = sgd(p)
-    backward(scaler, p, INF)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.outcome_is_on_host
-    assert scaler.resolve_outcome() == ((optimizer,), 8.0, 4.0, True)
-
-
-def test_reading_the_scale_keeps_the_outcome():
-    scaler, p = late_scaler(init_scale=8.0), parameter()
-    optimizer = sgd(p, fused=True)
-    backward(scaler, p, INF)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.current_scale == scaler.current_scale == 4.0
-    assert scaler.outcome_is_on_host
-    assert scaler.resolve_outcome() == ((optimizer,), 8.0, 4.0, True)
-    assert scaler.resolve_outcome() == ((), 4.0, 4.0, False)
-
-
 @pytest.mark.parametrize("ask", [lambda s: s.current_scale, lambda s: s.update(), lambda s: s.forget_steps()])
 def test_outcome_is_read_on_request(ask):
     scaler, p = late_scaler(init_scale=8.0), parameter()
@@ -341,20 +293,25 @@ def test_outcome_is_read_on_request(ask):
     backward(scaler, p, INF)
     scaler.step(optimizer)
     scaler.update()
-    ask(scaler)
+    is_kept = ask(scaler) == 4.0  # reading the scale keeps the outcome for others
+    assert scaler.outcome_is_on_host
     assert scaler.current_scale == scaler.get_scale() == 4.0
+    assert scaler.resolve_outcome() == (((optimizer,), 8.0, 4.0, True) if is_kept else ((), 4.0, 4.0, False))
 
 
-def test_floor_and_ceiling_hold_on_the_device():
-    scaler, p = late_scaler(init_scale=2.0, min_scale=1.5, max_scale=3.0, growth_interval=1), parameter()
-    optimizer, seen = sgd(p, fused=True), []
+@pytest.mark.parametrize("late", [False, True])
+def test_scale_has_a_floor_and_a_ceiling(late):
+    """On the device and on the host."""
+    settings = {"init_scale": 2.0, "min_scale": 1.5, "max_scale": 3.0, "growth_interval": 1}
+    scaler, p = late_scaler(**settings) if late else LossScaler("cpu", **settings), parameter()
+    optimizer, seen = sgd(p, fused=late), []
     for slope in (INF, INF, 0.0, 0.0, 0.0):
         p.grad = None
         backward(scaler, p, slope)
         scaler.step(optimizer)
         scaler.update()
         seen.append(scaler._scale.item())
-        assert scaler.resolve_outcome().next_scale == seen[-1]
+        assert scaler.resolve_outcome().next_scale == scaler.current_scale == seen[-1]
     assert seen == [1.5, 1.5, 3.0, 3.0, 3.0]
 
 
@@ -458,15 +415,12 @@ def test_empty_state_of_a_disabled_scaler_is_refused():
     [
         ({"growth_factor": 1.0}, r"growth_factor=1.0, expected a number above 1"),
         ({"backoff_factor": 1.0}, r"backoff_factor=1.0, expected a number between 0 and 1"),
-        ({"backoff_factor": 0.0}, r"backoff_factor=0.0"),
         ({"growth_interval": 0}, r"growth_interval=0, expected a whole number"),
-        ({"growth_interval": 2.5}, r"growth_interval=2.5, expected a whole number"),
         ({"min_scale": 0.0}, r"min_scale=0.0, expected above 0"),
         ({"min_scale": 8.0, "max_scale": 4.0}, r"min_scale=8.0.*max_scale=4.0"),
         ({"init_scale": 0.5}, r"init_scale=0.5, expected from 1.0"),
         ({"init_scale": 64.0, "max_scale": 32.0}, r"init_scale=64.0, expected from 1.0 to 32.0"),
         ({"init_scale": INF}, r"init_scale=inf"),
-        ({"init_scale": NAN}, r"init_scale=nan"),
     ],
 )
 def test_impossible_settings(arguments, message):
@@ -493,25 +447,15 @@ def test_gradients_of_a_loss_that_was_not_scaled(fused):
     assert torch.equal(p, torch.ones(2))
 
 
-def test_half_precision_weights_are_refused_as_by_torch():
-    scaler, p = LossScaler("cpu", init_scale=8.0), nn.Parameter(torch.ones(2, dtype=torch.float16))
-    backward(scaler, p)
-    with pytest.raises(ValueError, match="unscale FP16"):
-        scaler.unscale_(sgd(p))
-
-
 def test_closure_is_refused_while_the_loss_is_scaled():
     (weight,) = weights = [torch.ones(2, requires_grad=True)]
     optimizer = torch.optim.SGD(weights, lr=0.1)
 
     def closure():
-        raise AssertionError("nobody evaluates it")
+        raise AssertionError("it is not evaluated")
 
     scaler = LossScaler("cpu", init_scale=4.0)
     scaler.scale(weight.sum()).backward()
-    for one in (scaler, torch.amp.GradScaler("cpu")):
-        with pytest.raises(RuntimeError, match=r"(?i)closure"):
-            one.step(optimizer, closure=closure)
     with pytest.raises(RuntimeError, match=r"Got a closure for SGD while the loss is scaled.*precision='bf16-mixed'"):
         scaler.step(optimizer, closure=closure)
     assert torch.equal(weight, torch.ones(2))

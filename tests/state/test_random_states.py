@@ -26,14 +26,6 @@ def test_random_states_are_restored(device: torch.device | None) -> None:
     assert draw() == first
 
 
-def test_state_is_plain_data(tmp_path) -> None:
-    state = random_states.capture()
-    torch.save(state, tmp_path / "state.pt")
-    first = draw()
-    random_states.restore(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert draw() == first
-
-
 def test_random_numbers_inside_the_context_do_not_change_the_state() -> None:
     state = random_states.capture()
     expected = draw()

@@ -38,13 +38,6 @@ def test_decision_after_a_batch_is_kept() -> None:
     assert asked == [False, True]
 
 
-def test_early_stop_validates_at_any_time() -> None:
-    limits = StoppingConditions(FitProgress(), max_epochs=1, val_check_seconds=1e9)
-    limits.restart_validation_clock()
-    limits.should_stop = True
-    assert limits.validation_is_due()
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
