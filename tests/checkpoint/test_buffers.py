@@ -154,6 +154,7 @@ def test_buffers_follow_another_precision(tmp_path: Path) -> None:
     _, module = fit(tmp_path, 2, precision="bf16-true", ckpt=tmp_path / "a.ckpt", max_epochs=2)
     assert (module.cache.mean.dtype, module.cache.count.dtype) == (torch.bfloat16, torch.int64)
     assert int(module.cache.count) == 12
+    assert module.cache.again.shared is module.cache.shared
 
 
 class Averaged(LightningModule):

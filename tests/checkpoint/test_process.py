@@ -143,7 +143,9 @@ def run(folder: Path, how: dict[str, Any], ckpt_path: Path | None = None, saving
                  "num_sanity_val_steps": 1, **how.get("trainer", dict)()}  # fmt: skip
     arguments["callbacks"] = [*arguments.get("callbacks", ()), *saving]
     trainer = make_trainer(folder, **arguments)
-    trainer.fit(module, Drawn(), DataLoader(BATCHES[:2], batch_size=None, shuffle=True), ckpt_path=ckpt_path)
+    generator = torch.Generator().manual_seed(3)
+    validation = DataLoader(BATCHES[:2], batch_size=None, shuffle=True, generator=generator)
+    trainer.fit(module, Drawn(), validation, ckpt_path=ckpt_path)
     return {
         "weights": module.state_dict(),
         "optimizer": trainer.optimizers[0].state_dict(),

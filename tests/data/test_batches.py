@@ -65,75 +65,41 @@ def numbered(*indices, last):
     return [(f"batch {i}", i, i == last) for i in indices]
 
 
-def test_passes_are_opened_when_iterated():
-    loaders = Counted(3)
-    batches = TrainingBatches(loaders, opened_for=0)
-    opened = []
-    for epoch in range(3):
-        batches.start_epoch(epoch, skip=0)
-        assert len(list(batches)) == 3
-        opened.append(loaders.opened)
-    assert opened == [0, 1, 2]
-
-
 def test_state_before_the_first_batch_is_that_of_the_opened_pass():
-    assert TrainingBatches(Counted(3)).state_dict() == {}
     state = TrainingBatches(Counted(3), opened_for=0).state_dict()
     assert state == {"epoch": 0, "batches": 0, "is_over": False, "made_in": 0, "loaders": [0]}
     resumed = TrainingBatches(Counted(3), opened_for=0)
     resumed.load_state_dict(state)
     resumed.start_epoch(0, skip=0)
     assert resumed.loaders.loaded == [{**state, "inside": False}]
-
-
-def test_pass_over_batches_of_known_number():
-    loaders = Counted(3)
-    batches = TrainingBatches(loaders)
-    assert batches
-    assert (batches.num_batches, batches.has_length) == (3, True)
-    batches.start_epoch(7, skip=0)
-    assert list(batches) == numbered(0, 1, 2, last=2)
-    assert loaders.epochs == [7]
+    assert [list(resumed), resumed.start_epoch(1, skip=0), list(resumed)][::2] == [numbered(0, 1, 2, last=2)] * 2
+    assert resumed.loaders.opened == 1  # for the second pass
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_limit_draws_no_batch_too_many(known):
     loaders = Counted(5, limit=2, known=known)
     batches = TrainingBatches(loaders)
+    assert (batches.num_batches, batches.has_length) == (2, known)
     batches.start_epoch(0, skip=0)
     assert list(batches) == numbered(0, 1, last=1)
-    assert loaders.drawn == 2
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_batches_that_were_trained_are_skipped(known):
-    batches = TrainingBatches(Counted(4, known=known))
+    assert (loaders.drawn, loaders.epochs) == (2, [0])
+    batches = TrainingBatches(Counted(4, known=known, limit=10))
     batches.start_epoch(0, skip=2)
     assert batches.state_dict()["batches"] == 2
     assert list(batches) == numbered(2, 3, last=3)
 
 
-def test_batches_are_drawn_one_by_one_if_the_length_is_known():
-    """Fetching one ahead would change the order of random numbers relative to a plain loop."""
-    loaders = Counted(3)
+@pytest.mark.parametrize("known", [True, False])
+def test_last_of_an_unknown_number_is_known_by_looking_one_ahead(known):
+    """If the number is known, this would change the order of random numbers relative to a plain loop."""
+    loaders = Counted(3, known=known)
     batches = TrainingBatches(loaders)
     batches.start_epoch(0, skip=0)
     iterator = iter(batches)
-    for drawn in (1, 2, 3):
-        next(iterator)
-        assert loaders.drawn == drawn
-
-
-@pytest.mark.parametrize("length", [1, 2, 5])
-def test_last_of_an_unknown_number_is_known_by_looking_one_ahead(length):
-    loaders = Counted(length, known=False)
-    batches = TrainingBatches(loaders)
-    assert batches.num_batches == float("inf")
-    batches.start_epoch(0, skip=0)
-    iterator = iter(batches)
-    for i in range(length):
-        assert next(iterator) == (f"batch {i}", i, i == length - 1)
-        assert loaders.drawn == min(i + 2, length)
+    for i in range(3):
+        assert next(iterator) == (f"batch {i}", i, i == 2)
+        assert loaders.drawn == min(i + 2 - known, 3)
     with pytest.raises(StopIteration):
         next(iterator)
 
@@ -148,14 +114,6 @@ def test_fetching_ahead_reports_the_time(now):
     assert next(ahead) == "b"
     assert ahead.is_exhausted
     assert list(ahead) == []
-
-
-@pytest.mark.parametrize(("limit", "last"), [(2, 1), (3, 2), (10, 2)])
-def test_limit_on_an_unknown_number(limit, last):
-    batches = TrainingBatches(Counted(3, known=False, limit=limit))
-    assert batches.num_batches == limit
-    batches.start_epoch(0, skip=0)
-    assert list(batches) == numbered(*range(last + 1), last=last)
 
 
 def test_nothing_to_train_on():
@@ -260,7 +218,7 @@ def resumed_for_reasons(skip, **exact):
     return [i for _, i, _ in batches]
 
 
-@pytest.mark.parametrize(("skip", "exact"), [(2, False), (1, True), (1, False)])
+@pytest.mark.parametrize(("skip", "exact"), [(2, False), (1, True)])
 def test_inexact_resume_warns(skip, exact):
     """Also for a checkpoint written inside a batch."""
     with pytest.warns(UserWarning, match="not those that would have followed: the one; the other"):
@@ -276,21 +234,15 @@ def unmoved(batch, device):
     raise AssertionError(f"{batch} was on the device already")
 
 
-def test_tensors_on_the_device_are_not_moved():
-    transfer, tensor = Transfer(CPU, lambda batch: batch, unmoved), torch.ones(1)
+def test_batches_are_moved_unless_their_tensors_are_on_the_device():
+    tensor, moved = torch.ones(1), []
+    stays = Transfer(CPU, lambda batch: batch, unmoved)
     for batch in (tensor, [tensor, tensor], (tensor,)):
-        assert transfer(batch) is batch
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [torch.ones(1), [torch.ones(1)], {"x": torch.ones(1)}, [torch.ones(1), "text"], [[torch.ones(1)]], "text"],
-)
-def test_everything_else_is_moved(batch):
-    moved = []
-    transfer = Transfer(META, lambda batch: batch, lambda *args: moved.append(args) or "moved")
-    assert transfer(batch) == "moved"
-    assert moved == [(batch, META)]
+        assert stays(batch) is batch
+    for device, batch in ((META, tensor), (META, [tensor]), (CPU, {"x": tensor}), (CPU, [tensor, "a"]), (CPU, "text")):
+        transfer = Transfer(device, lambda batch: batch, lambda *args: moved.append(args) or "moved")
+        assert transfer(batch) == "moved"
+        assert moved.pop() == (batch, device)
 
 
 def test_users_hooks_and_their_order():

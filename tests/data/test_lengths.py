@@ -12,12 +12,9 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     Sampler,
     SequentialSampler,
-    SubsetRandomSampler,
     TensorDataset,
-    WeightedRandomSampler,
 )
 
 from trainer.data.lengths import has_exact_length
@@ -52,17 +49,12 @@ class OwnLoader(DataLoader[Any]):
 @pytest.mark.parametrize(
     ("loader", "exact"),
     [
-        (DataLoader(DATA), True),
         (DataLoader(DATA, batch_size=None), True),
         (DataLoader(DATA, batch_size=4, shuffle=True, drop_last=True), True),
-        (DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=9, replacement=True)), True),
-        (DataLoader(DATA, sampler=SubsetRandomSampler([1, 2])), True),
-        (DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 6, 4)), True),
         (DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0)), True),
         (DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 2, False)), True),
         (DataLoader(Stream()), False),
         (DataLoader(DATA, sampler=Own()), False),
-        (DataLoader(DATA, batch_size=None, sampler=Own()), False),
         (DataLoader(DATA, batch_sampler=OwnBatches(SequentialSampler(DATA), 2, False)), False),
         (DataLoader(DATA, batch_sampler=[[0, 1], [2]]), False),
         (OwnLoader(DATA), False),

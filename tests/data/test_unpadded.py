@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from trainer.data.unpadded import UnpaddedSampler
 from trainer.errors import ConfigurationError
@@ -24,16 +24,14 @@ def shares(sampler: Sampler[int], processes: int, epoch: int = 0) -> list[list[i
     return found
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 5, 6])
-@pytest.mark.parametrize("processes", [1, 2, 3])
-def test_each_sample_is_one_process_s(count: int, processes: int) -> None:
-    found = shares(SequentialSampler(range(count)), processes)
-    assert found == [list(range(rank, count, processes)) for rank in range(processes)]
+@pytest.mark.parametrize("count", [0, 2, 7])
+def test_each_sample_is_one_process_s(count: int) -> None:
+    found = shares(SequentialSampler(range(count)), 3)
+    assert found == [list(range(rank, count, 3)) for rank in range(3)]
 
 
-@pytest.mark.parametrize("make", [RandomSampler, SubsetRandomSampler])
-def test_all_ranks_divide_the_same_order(make: type[Sampler[int]]) -> None:
-    sampler = make(range(7))
+def test_all_ranks_divide_the_same_order() -> None:
+    sampler = RandomSampler(range(7))
     first = list(UnpaddedSampler(sampler, 2, 0))
     torch.rand(3)
     assert sorted(first + list(UnpaddedSampler(sampler, 2, 1))) == list(range(7))
@@ -75,9 +73,3 @@ def test_sampler_without_a_length_is_refused() -> None:
 
     with pytest.raises(ConfigurationError, match=r"Endless without a length.*use_distributed_sampler=False"):
         UnpaddedSampler(Endless(), 2, 0)
-
-
-def test_dataloader_makes_batches_of_it() -> None:
-    loader = DataLoader(range(7), batch_size=2, sampler=UnpaddedSampler(SequentialSampler(range(7)), 2, 1))
-    assert [batch.tolist() for batch in loader] == [[1, 3], [5]]
-    assert len(loader) == 2

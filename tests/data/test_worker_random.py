@@ -48,7 +48,7 @@ def arrived(marked: Any) -> Any:
 
 
 @workers_that_write
-@pytest.mark.parametrize("names", [[], ["python"], ["numpy"], ["torch"], ["own"], list(DRAWS)], ids=str)
+@pytest.mark.parametrize("names", [[], ["torch"], list(DRAWS)], ids=str)
 def test_changed_states_arrive_and_are_restored_in_another_worker(names: list[str], writers: int) -> None:
     states = WorkerStates({}, writers, ahead=1)
     worker = started(memory=states.memory)
@@ -59,7 +59,10 @@ def test_changed_states_arrive_and_are_restored_in_another_worker(names: list[st
     assert states.take(arrived(worker.collate("second"))) == "second"
     after = states.state_dict()
     assert {number: list(changed) for number, changed in after.items()} == ({2: names} if names else {})
-    states.take(arrived(worker.collate("third")))
+    third = worker.collate("third")
+    assert len(pickle.dumps(third)) < 100  # unchanged states are not sent
+    batch, *mark = arrived(third)
+    assert states.take(pin_memory(([batch], *mark))) == ["third"]  # as the thread of a DataLoader does it
     assert states.state_dict() == after
     following = [DRAWS[name]() for name in names]
     worker.collate("fourth")  # is on its way
@@ -107,17 +110,6 @@ def test_random_numbers_of_user_functions_are_included() -> None:
     assert {number: list(changed) for number, changed in states.state_dict().items()} == {7: ["python"]}
 
 
-def test_unrandom_batch_costs_next_to_nothing_on_its_way() -> None:
-    assert len(pickle.dumps(started().collate(0))) < 100
-
-
-def test_random_batch_with_shared_states_sends_no_more_bytes() -> None:
-    worker = started(memory=WorkerStates({}, 3, ahead=1).memory)
-    for draw in DRAWS.values():
-        draw()
-    assert len(pickle.dumps(worker.collate(0))) < 100
-
-
 @pytest.mark.parametrize("ahead", [1, 4])
 def test_worker_that_is_ahead_keeps_the_last_taken_states(ahead: int) -> None:
     states = WorkerStates({}, 3, ahead)
@@ -141,16 +133,3 @@ def test_states_that_are_too_large_for_the_memory_are_sent(monkeypatch: pytest.M
         own[0].random()
         states.take(arrived(worker.collate(0)))
         assert states.state_dict() == {2: {"own": random_states.states_of(own)}}
-
-
-def test_batch_is_pinned_on_its_way() -> None:
-    class Batch:
-        def pin_memory(self) -> str:
-            return "pinned"
-
-    worker, states = started(), WorkerStates({})
-    np.random.rand()
-    _, *mark = worker.collate(0)
-    pinned = pin_memory(([Batch(), "text"], *mark))  # as the thread of a DataLoader does it
-    assert states.take(pinned) == ["pinned", "text"]
-    assert states.state_dict() == {2: {"numpy": random_states.capture()["numpy"]}}
