@@ -317,7 +317,7 @@ FIRST, LAST = 10, 20
 
 
 class Counter:
-    """Count the kernels and the host waits between :meth:`start` and :meth:`stop`."""
+    """Count the kernels and the synchronizations between :meth:`start` and :meth:`stop`."""
 
     def __init__(self, simulated: Any) -> None:
         self._simulated = simulated
@@ -408,7 +408,7 @@ CASES = [("32-true", True), ("bf16-mixed", True), ("16-mixed", True), ("32-true"
 
 
 def counts(simulated: Any) -> dict[str, tuple[float, float, float, float]]:
-    """Count kernels by hand and with the Trainer, and host waits of both, for a step of each case."""
+    """Count kernels by hand and with the Trainer, and synchronizations of both, for a step of each case."""
     from trainer.precision import MixedPrecision
 
     found = {}
@@ -437,7 +437,7 @@ def counts(simulated: Any) -> dict[str, tuple[float, float, float, float]]:
 
 
 def kernels(part: Part) -> None:
-    """Compare kernels and host waits of a step with those on the simulated device."""
+    """Compare kernels and synchronizations of a step with those on the simulated device."""
     command = [sys.executable, __file__, "predict_kernels", "--simulate", "--rows", os.devnull]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -448,14 +448,15 @@ def kernels(part: Part) -> None:
         measured = counts(simulated)
     for name, (hand, ours, waits_by_hand, waits) in measured.items():
         text = (
-            f"by hand {hand:.1f} kernels, ours {ours - hand:+.1f}; host waits {waits:.1f}, by hand {waits_by_hand:.1f}"
+            f"by hand {hand:.1f} kernels, ours {ours - hand:+.1f};"
+            f" synchronizations {waits:.1f}, by hand {waits_by_hand:.1f}"
         )
         if name not in predicted:
             part.row(f"a step, {name}", text, MEASURED, "no prediction: the simulated device does not run here")
             continue
         hand_there, ours_there, _, waits_there = predicted[name]
         agrees = abs((ours - hand) - (ours_there - hand_there)) < 0.05 and abs(waits - waits_there) < 0.05
-        expected = f"ours {ours_there - hand_there:+.1f} kernels, {waits_there:.1f} host waits"
+        expected = f"ours {ours_there - hand_there:+.1f} kernels, {waits_there:.1f} synchronizations"
         part.row(f"a step, {name}", text, AGREES if agrees else DIFFERS, expected)
 
 
@@ -860,7 +861,7 @@ class Planted(Module):
 
 
 def sync_detector(part: Part) -> None:
-    """Compare the lines that ``SyncDetector`` reports with the lines that wait."""
+    """Compare the lines that ``SyncDetector`` reports with the lines that synchronize."""
     from trainer.callbacks import SyncDetector
 
     text = Path(__file__).read_text().splitlines()
@@ -873,9 +874,9 @@ def sync_detector(part: Part) -> None:
             folder, accelerator="cpu" if part.simulate else "gpu", max_epochs=1, callbacks=[detector]
         )
         trainer.fit(Planted(mlp(16, 2), partial(torch.optim.SGD, lr=0.1)), Repeated(batch, 8))
-    found = {wait.line for wait in detector.waits}
+    found = {one.line for one in detector.synchronizations}
     text_of = f"{len(found & planted)} of {len(planted)} planted, {len(found - planted)} others: {sorted(found)}"
-    part.row("lines that wait", text_of, AGREES if found == planted else DIFFERS, f"{sorted(planted)}")
+    part.row("lines that synchronize", text_of, AGREES if found == planted else DIFFERS, f"{sorted(planted)}")
 
 
 PARTS: dict[str, Callable[[Part], None]] = {

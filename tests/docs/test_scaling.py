@@ -13,7 +13,7 @@ ENGINES = ["one device", "DDP", "FSDP", "DeepSpeed"]
 REFUSED = {"Fused SGD", "Ignored parameters (`ignored_params`)", "`GradientCheck`"}
 """Features that a sharded engine refuses, and no others."""
 
-KEPT_BY_DEEPSPEED = {"off", "refused", "waits"}
+KEPT_BY_DEEPSPEED = {"off", "refused", "synchronizes"}
 """Words for features that DeepSpeed implements itself."""
 
 UNTESTED = {"one device": 0, "DDP": 0, "FSDP": 0, "DeepSpeed": 0}

@@ -1,4 +1,4 @@
-"""With a fused optimizer a steady-state step never makes the host wait for the device."""
+"""With a fused optimizer, a steady-state step makes no host-device synchronization."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_weight_on_a_device_equals_one_on_the_host(cuda, tmp_path, precision, op
 
 
 class Watch(Callback):
-    """The host waits of each batch, without those of the first and the last."""
+    """The host-device synchronizations of each batch, without those of the first and the last."""
 
     def __init__(self) -> None:
         self.waits: list[list[str]] = []

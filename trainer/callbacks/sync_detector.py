@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.callbacks.run_callback import RunCallback
-from trainer.errors import expect
+from trainer.errors import expect, warn
 
 log = logging.getLogger("lightning.pytorch.advice")
 """Lightning prints records of its loggers; on the command line, ``hydra/job_logging: trainer`` prints these."""
@@ -36,15 +36,17 @@ _IF = "no `if` on a tensor: torch.where(condition, a, b), or multiply by the con
 _SIZE = "the size of the result depends on values: torch.where, or a product with the mask, keeps the shape"
 _EQUAL = "compare on the device: (a == b).all() is a tensor"
 _CLASSES = "pass the number of classes: F.one_hot(labels, num_classes)"
-_CHECKED = "torch.linalg.inv_ex, cholesky_ex and solve_ex do not ask the GPU whether it went well"
-_FILLED = "torch.where(mask, value, x): a masked fill on a GPU reads the value first"
+_CHECKED = "torch.linalg.inv_ex, cholesky_ex and solve_ex do not read on the host whether they succeeded"
+_FILLED = "torch.where(mask, value, x): masked_fill reads a value that is a tensor on the GPU"
 _INDEX = "create the index on the device: torch.randperm(n, device=self.device); or register it as a buffer"
-_BY_NUMBER = "index with a one-dimensional tensor: x[i[None]]; the ends of a slice are read by the host"
+_BY_NUMBER = (
+    "index with a one-dimensional tensor: x[i[None]]; the host reads an index without dimensions and slice bounds"
+)
 _SENT = (
     "create it on the device (torch.zeros(..., device=self.device)), register it as a buffer, or copy it from pinned"
     " memory: .pin_memory().to(device, non_blocking=True)"
 )
-_ANY = "the host waits for the GPU: remove it from the step"
+_ANY = "it synchronizes host and GPU: move it out of the step"
 _INSTEAD = {
     **dict.fromkeys(("item", "__float__", "__int__", "__index__", "_local_scalar_dense"), _NUMBER),
     **dict.fromkeys(("tolist", "cpu", "numpy", "__array__"), _COPY),
@@ -64,11 +66,11 @@ _SIZES_FROM_VALUES = frozenset(
     ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal",
      "allclose", "bincount", "repeat_interleave", "_linalg_check_errors")
 )  # fmt: skip
-"""Operations with a result, or a size, that the host reads from the device."""
+"""Operations with a result, or a result's size, that the host reads from the device."""
 _BY_MASK = frozenset(("index", "index_put", "index_put_", "_index_put_impl_"))
 _FILLS = frozenset(("masked_fill", "masked_fill_"))
 _COPIES = frozenset(("tolist", "cpu", "numpy", "__array__", "__repr__", "__format__"))
-"""Copies of a device's tensor to the host. On a CPU they are no-ops, or invisible to a mode."""
+"""Functions that copy from the device to the host. On a CPU they are no-ops, or no mode intercepts them."""
 _MAKES = frozenset(("tensor", "as_tensor", "asarray", "new_tensor"))
 """Functions that create tensors from Python values."""
 _TAKE_INDICES = frozenset(("__getitem__", "__setitem__", "index_put", "index_put_"))
@@ -77,62 +79,62 @@ _LIBRARIES = frozenset(
     ("torch", "numpy", "torchmetrics", "lightning", "lightning_utilities", "lightning_fabric", "pytorch_lightning",
      "trainer", *sys.stdlib_module_names)
 )  # fmt: skip
-"""Packages that are not the user's code: their callers are searched instead."""
+"""Packages other than the user's code. For a line in them, the line of the caller is reported."""
 _LOOPS = ("trainer.loops", "trainer.run", "trainer.cli", "lightning.pytorch.loops", "lightning.pytorch.trainer")
 _OWN_WORK = (
     "torch.optim", "trainer.callbacks", "trainer.data", "trainer.engine", "trainer.postmortem", "trainer.precision",
     "trainer.record", "trainer.state", "lightning.pytorch.callbacks", "lightning.pytorch.loggers",
 )  # fmt: skip
-"""Modules that synchronize themselves, independent of their callers."""
+"""Modules with synchronizations that are not reported, because the user's code does not cause them."""
 _ON_THE_HOST = ("torch.utils.data",)
 _BEFORE_TRANSFER = "on_before_batch_transfer"
 _HOST = "_made_on_the_host"
 
 
 @dataclass
-class Wait:
+class Synchronization:
     """A line that causes a host-device synchronization.
 
     Attributes:
-        file, line: its place.
+        file, line: the file and the line number.
         code: the text of the line.
-        what: the function, as Python names it (``item``, ``__bool__``), or the argument that causes the
-            synchronization.
-        count: the number of times, in all watched steps.
+        cause: the function that synchronizes, as Python names it (``item``, ``__bool__``), or the kind of argument.
+        count: the number of synchronizations in all watched steps.
     """
 
     file: str
     line: int
     code: str
-    what: str
+    cause: str
     count: int = 0
 
     @property
     def instead(self) -> str:
         """Advice on how to avoid the synchronization."""
-        return _INSTEAD.get(self.what, _ANY)
+        return _INSTEAD.get(self.cause, _ANY)
 
 
 class SyncDetector(RunCallback):
-    """Logs the lines of the module, or of callbacks, that synchronize host and device in each step, with advice.
+    """Log the lines of the module and of callbacks that synchronize host and device in each step, with advice.
 
     A GPU works asynchronously while the host prepares the next operations. ``loss.item()``, ``if mask.any()``,
     ``print(tensor)``, ``.tolist()``, ``.cpu()``, ``nonzero``, indexing with a mask and copies from pageable memory
-    block the host until the GPU has completed all of its work. Some batches are watched, and then the lines are logged,
-    once per fit. The logged line is the innermost one outside torch, Lightning and this package; their own
-    synchronizations, and those of optimizers and dataloaders, are not logged.
+    block the host until the GPU has completed all of its work. The callback watches some batches, and then logs the
+    lines, once per fit. The logged line is the innermost one outside torch, Lightning and this package. These packages'
+    own synchronizations, and those of optimizers and dataloaders, are not logged.
 
-    On CUDA, torch's sync debug mode reports them. A CPU does not synchronize, so operations that would synchronize on a
-    GPU are searched for: a step on a CPU reports the same lines, as far as the host tensors of a run on a GPU can be
-    determined (those created without ``device=``, and results computed from these only). Several synchronizations in
-    one call (``print``) count once. Compiled modules run eagerly in the watched batches; results do not change.
+    On CUDA, torch's sync debug mode reports synchronizations. A CPU does not synchronize; on a CPU, the callback finds
+    the operations that would synchronize on a GPU. It finds the same lines if it can determine which tensors a run on a
+    GPU has on the host: those created without ``device=``, and results computed only from these. Several
+    synchronizations in one call (``print``) count once. Compiled modules run eagerly in the watched batches; results do
+    not change.
 
     Args:
         batches: the number of batches to watch, at least 1. Default: 10.
-        after: the number of batches before these, in which things are set up. Default: 2.
+        after: the number of batches before these, for initialization. Default: 2.
 
     Attributes:
-        waits: the synchronizations (:class:`Wait`), most frequent first.
+        synchronizations: the lines (:class:`Synchronization`), most frequent first.
         watched: the number of watched batches so far.
 
     Raises:
@@ -142,18 +144,25 @@ class SyncDetector(RunCallback):
     reset_in_copies: ClassVar = {"_watch": None}
 
     def __init__(self, batches: int = 10, after: int = 2) -> None:
-        expect(batches >= 1 and after >= 0, "at least 1 and 0", batches=batches, after=after)
+        expect(batches >= 1, "at least 1 batch", batches=batches)
+        expect(after >= 0, "at least 0 batches", after=after)
         self.batches = batches
         self.after = after
-        self.waits: list[Wait] = []
+        self.synchronizations: list[Synchronization] = []
         self.watched = 0
         self._seen = 0
-        self._watch: HostWaits | None = None
-        self._found: dict[tuple[str, int, str], Wait] = {}
+        self._watch: SyncWatch | None = None
+        self._found: dict[tuple[str, int, str], Synchronization] = {}
+
+    @property
+    def waits(self) -> list[Synchronization]:
+        """Deprecated alias of ``synchronizations``."""
+        warn("SyncDetector.waits is deprecated: use SyncDetector.synchronizations.", FutureWarning)
+        return self.synchronizations
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Drop the results of an earlier fit."""
-        self.waits, self._found = [], {}
+        self.synchronizations, self._found = [], {}
         self.watched = self._seen = 0
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -166,7 +175,7 @@ class SyncDetector(RunCallback):
             return
         self.watched += 1
         if self._watch is None:
-            self._watch = HostWaits(trainer.strategy.root_device.type, self._found)
+            self._watch = SyncWatch(trainer.strategy.root_device.type, self._found)
             self._watch.__enter__()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
@@ -180,7 +189,7 @@ class SyncDetector(RunCallback):
 
     def run_facts(self) -> dict[str, Any]:
         """Return the entries for the record of the run."""
-        return {"host_waits": [vars(wait) for wait in self.waits]} if self.waits else {}
+        return {"synchronizations": [vars(one) for one in self.synchronizations]} if self.synchronizations else {}
 
     def _clean_up(self, trainer: pl.Trainer) -> None:
         """Stop watching."""
@@ -190,25 +199,24 @@ class SyncDetector(RunCallback):
 
     def _report(self, trainer: pl.Trainer) -> None:
         self._clean_up(trainer)
-        self.waits = sorted(self._found.values(), key=lambda wait: -wait.count)
-        if self.waits and trainer.is_global_zero:
+        self.synchronizations = sorted(self._found.values(), key=lambda one: -one.count)
+        if self.synchronizations and trainer.is_global_zero:
             steps = "1 step" if self.watched == 1 else f"{self.watched} steps"
-            log.info(
-                "\n  ".join([f"These lines make the host wait for the GPU; in {steps}:", *format_waits(self.waits)])
-            )
+            heading = f"These lines synchronize host and GPU (counts in {steps}):"
+            log.info("\n  ".join([heading, *format_synchronizations(self.synchronizations)]))
         self.watched = self.batches + 1
 
 
-def format_waits(waits: list[Wait]) -> list[str]:
-    """Return one line of text for each: place, code, count, advice."""
+def format_synchronizations(synchronizations: Iterable[Synchronization]) -> list[str]:
+    """Return one line of text for each: file and line, code, count, advice."""
     return [
         f"{Path(one.file).name}:{one.line}: {one.code} ({'once' if one.count == 1 else f'{one.count} times'});"
         f" {one.instead}"
-        for one in waits
+        for one in synchronizations
     ]
 
 
-class HostWaits:
+class SyncWatch:
     """A context that finds host-device synchronizations.
 
     Args:
@@ -216,15 +224,15 @@ class HostWaits:
         found: filled with the results, by file, line and function.
     """
 
-    def __init__(self, device: str, found: dict[tuple[str, int, str], Wait]) -> None:
+    def __init__(self, device: str, found: dict[tuple[str, int, str], Synchronization]) -> None:
         self.is_cuda = device == "cuda"
         self._found = found
         self._stack = ExitStack()
-        self.marked: dict[tuple[str, int], str] | None = None  # lines, within a call of a torch function
+        self.marked: dict[tuple[str, int], str] | None = None  # causes by line, during a call of a torch function
 
-    def __enter__(self) -> HostWaits:
+    def __enter__(self) -> SyncWatch:
         """Watch every call of a torch function."""
-        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
+        if "torch._dynamo" in sys.modules:  # if not imported, nothing is compiled; importing it takes seconds
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         if self.is_cuda:
             self._stack.enter_context(warnings.catch_warnings())
@@ -235,7 +243,7 @@ class HostWaits:
             torch.cuda.set_sync_debug_mode("warn")
         else:
             self._stack.enter_context(_Operations(self))
-            for name in ("from_numpy", "frombuffer"):  # invisible to modes
+            for name in ("from_numpy", "frombuffer"):  # no mode intercepts them
                 make = getattr(torch, name)
                 setattr(torch, name, _tag_host_tensors(make))
                 self._stack.callback(setattr, torch, name, make)
@@ -246,21 +254,21 @@ class HostWaits:
         """Restore the previous state."""
         self._stack.close()
 
-    def mark(self, what: str) -> None:
+    def mark(self, cause: str) -> None:
         """Record a synchronization at the current line."""
-        line = users_line(inspect.currentframe())
+        line = user_line(inspect.currentframe())
         if line is None:
             return
         if self.marked is None:
-            self.add(line, what)
+            self.add(line, cause)
         else:
-            self.marked.setdefault(line, what)
+            self.marked.setdefault(line, cause)
 
-    def add(self, line: tuple[str, int], what: str) -> None:
+    def add(self, line: tuple[str, int], cause: str) -> None:
         """Count a synchronization."""
         file, number = line
         code = linecache.getline(file, number).strip()
-        self._found.setdefault((*line, what), Wait(file, number, code, what)).count += 1
+        self._found.setdefault((*line, cause), Synchronization(file, number, code, cause)).count += 1
 
     def _record_warnings(self, show: Callable[..., None]) -> Callable[..., None]:
         def showwarning(message: Any, *args: Any, **kwargs: Any) -> None:
@@ -275,10 +283,10 @@ class HostWaits:
 class _Functions(TorchFunctionMode):
     """Intercepts each torch function that Python calls.
 
-    Only the outermost counts: several synchronizations inside it count once.
+    Only the outermost call counts: several synchronizations inside it count once.
     """
 
-    def __init__(self, watch: HostWaits) -> None:
+    def __init__(self, watch: SyncWatch) -> None:
         super().__init__()
         self._watch = watch
 
@@ -293,14 +301,14 @@ class _Functions(TorchFunctionMode):
                 watch.mark(copies)
             result = func(*args, **kwargs)
             if copies or not (of_host or _synchronizes_only_on_cpu(name, args, kwargs)):
-                for line, what in watch.marked.items():
-                    watch.add(line, copies or _named(name, what))
+                for line, cause in watch.marked.items():
+                    watch.add(line, copies or _cause_of(name, cause))
         finally:
             watch.marked = marked
         if watch.is_cuda or not isinstance(result, Tensor):
             return result
         if name in ("to", "cuda", "cpu"):
-            result = result.view_as(result)  # a CPU returns the same tensor, a GPU another one
+            result = result.view_as(result)  # on a CPU, the result may be the argument itself, which must not be tagged
             of_host = name == "cpu" or _is_on_cpu(_device_argument(args, kwargs))
         elif not tensors:
             of_host = kwargs.get("device") is None
@@ -310,7 +318,7 @@ class _Functions(TorchFunctionMode):
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Intercepts each operation, from any caller."""
 
-    def __init__(self, watch: HostWaits) -> None:
+    def __init__(self, watch: SyncWatch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._watch = watch
 
@@ -325,8 +333,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def users_line(frame: FrameType | None) -> tuple[str, int] | None:
-    """Return file and number of the innermost line of the user's code within a step, or None."""
+def user_line(frame: FrameType | None) -> tuple[str, int] | None:
+    """Return the file and the number of the innermost line of the user's code in a step, or None."""
     found, outermost = None, ""
     while frame is not None:
         module = outermost = str(frame.f_globals.get("__name__", ""))
@@ -334,20 +342,20 @@ def users_line(frame: FrameType | None) -> tuple[str, int] | None:
             return found
         if module.startswith(_ON_THE_HOST) or frame.f_code.co_name == _BEFORE_TRANSFER:
             return None
-        passes_on = module == __name__ or frame.f_code.co_name == "__torch_function__"  # of a mode
-        if found is None and not passes_on:
+        is_of_mode = module == __name__ or frame.f_code.co_name == "__torch_function__"
+        if found is None and not is_of_mode:
             if module.startswith(_OWN_WORK):
                 return None
             if module.partition(".")[0] not in _LIBRARIES:
                 found = (frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
-    # On a GPU, the backward pass runs in a thread of autograd, which Python has not started and no loop has called.
-    is_autograds = threading.get_ident() != threading.main_thread().ident and outermost != "threading"
-    return found if is_autograds else None
+    # on a GPU, autograd runs the backward pass in its own thread, which has no frame of a loop or of `threading`
+    is_in_autograd = threading.get_ident() != threading.main_thread().ident and outermost != "threading"
+    return found if is_in_autograd else None
 
 
 def _copied(name: str, args: Any, kwargs: Any, of_host: bool) -> str:
-    """Return the copy that would synchronize on a GPU but is a no-op on a CPU, or ""."""
+    """Return the name of the copy that would synchronize on a GPU but is a no-op on a CPU, or ""."""
     if name in _COPIES:
         return "" if of_host else name
     if name in _MAKES:
@@ -377,13 +385,13 @@ def _copied(name: str, args: Any, kwargs: Any, of_host: bool) -> str:
 def _is_made_on_the_device(name: str, args: Any, kwargs: Any) -> bool:
     """Return whether a tensor on the device is created from data on the host."""
     data = args[1:2] if name == "new_tensor" else args[:1]
-    is_of_host = not data or not isinstance(data[0], Tensor) or _is_host(data[0])
-    is_there = not _is_host(args[0]) if name == "new_tensor" else kwargs.get("device") is not None
-    return is_of_host and is_there
+    is_from_host = not data or not isinstance(data[0], Tensor) or _is_host(data[0])
+    is_on_device = not _is_host(args[0]) if name == "new_tensor" else kwargs.get("device") is not None
+    return is_from_host and is_on_device
 
 
 def _is_on_host(index: Any) -> bool:
-    """Return whether a part of an index must be copied to the device: a host tensor, an array, a list of numbers."""
+    """Return whether a part of the index must be copied to the device: a host tensor, an array or a list of numbers."""
     for one in index if type(index) is tuple else (index,):
         if isinstance(one, Tensor):
             if _is_host(one) and one.dim() > 0:
@@ -393,17 +401,17 @@ def _is_on_host(index: Any) -> bool:
     return False
 
 
-def _named(name: str, what: str) -> str:
-    """Return the name of a synchronization: the function, or the operation in it without advice on the function."""
-    if name in ("__getitem__", "__setitem__") and what == "_local_scalar_dense":
+def _cause_of(name: str, operation: str) -> str:
+    """Return the cause of a synchronization: the function if there is advice for it, otherwise the operation in it."""
+    if name in ("__getitem__", "__setitem__") and operation == "_local_scalar_dense":
         return _NUMBER_INDEX
-    return name if name in _INSTEAD else what
+    return name if name in _INSTEAD else operation
 
 
 def _synchronizes_only_on_cpu(name: str, args: Any, kwargs: Any) -> bool:
-    """Return whether only a CPU reads the value here.
+    """Return whether the function reads a value on a CPU but not on a GPU.
 
-    ``one_hot`` with a number of classes checks the labels on a CPU only; setting a number under a mask
+    ``one_hot`` with a number of classes checks the labels only on a CPU; assigning a number under a mask
     (``x[mask] = 0.0``) is a fill on a GPU.
     """
     if name == "one_hot":
@@ -420,7 +428,7 @@ def _device_argument(args: Any, kwargs: Any) -> Any:
 
 
 def _is_on_cpu(device: Any) -> bool:
-    """Return whether this names the host. A ``torch.device`` of the CPU is taken for that of the module."""
+    """Return whether ``device`` is the host. A ``torch.device`` of the CPU counts as the module's device."""
     return _is_host(device) or (isinstance(device, str) and device == "cpu")
 
 

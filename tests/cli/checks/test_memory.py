@@ -129,7 +129,7 @@ def _built(module: LanguageModel) -> nn.Module:
     return module
 
 
-class Waiting(Regression):
+class Synchronizing(Regression):
     """Reads its custom loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -142,15 +142,15 @@ class Waiting(Regression):
 @pytest.mark.parametrize("precision", [BF16, MixedPrecision("float16")])
 def test_differences_of_a_step_on_a_gpu(precision):
     (batch,) = make_batches(1)
-    waits: dict[Any, Any] = {}
+    found: dict[Any, Any] = {}
     here = str(precision.dtype).removeprefix("torch.")
-    assert look(Waiting, batch, precision, waits) == {"layer_norm": (here, "float32"), "pow": (here, "float32")}
-    assert {(wait.file, wait.code, wait.what, wait.count) for wait in waits.values()} == {
+    assert look(Synchronizing, batch, precision, found) == {"layer_norm": (here, "float32"), "pow": (here, "float32")}
+    assert {(one.file, one.code, one.cause, one.count) for one in found.values()} == {
         (__file__, "if loss > 1:", "__bool__", 1),
         (__file__, "self.seen = loss.item()", "item", 1),
     }
-    assert look(Waiting, batch, Precision(), {}) == {}  # no autocast, no lists
-    assert measure(Waiting, batch, precision, nothing, None).peak > 0  # a value that is read is 1
+    assert look(Synchronizing, batch, Precision(), {}) == {}  # no autocast, no lists
+    assert measure(Synchronizing, batch, precision, nothing, None).peak > 0  # a value that is read is 1
 
 
 NO_STEPS = "checks.steps=false"  # their messages are in test_first_look.py
@@ -173,7 +173,7 @@ def test_command(capsys):
     assert facts["verdict"].startswith(
         "Fits into 1.0 GiB (with 1.0 GiB reserved for CUDA): one device, trainer=ddp, trainer=fsdp"
     )
-    assert facts["host_waits"] == []
+    assert facts["synchronizations"] == []
     assert all(here == "bfloat16" and on_cuda == "float32" for here, on_cuda in facts["autocast_ops"].values())
     assert facts["speed"] is None  # only the required facts of the machine are read
 

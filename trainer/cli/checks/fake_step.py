@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from trainer.callbacks.sync_detector import HostWaits, Wait
+from trainer.callbacks.sync_detector import Synchronization, SyncWatch
 from trainer.engine.parts import local
 from trainer.engine.sharding.wrap import find_blocks
 from trainer.precision import MixedPrecision, cuda_autocast_ops
@@ -89,13 +89,13 @@ def without_values() -> Iterator[tuple[FakeTensorMode, Living]]:
 
 
 def look(
-    build: Callable[[], Any], batch: Any, precision: Any, waits: dict[tuple[str, int, str], Wait]
+    build: Callable[[], Any], batch: Any, precision: Any, synchronizations: dict[tuple[str, int, str], Synchronization]
 ) -> dict[str, tuple[str, str]]:
     """Find host-device synchronizations and different dtypes that a forward pass would have on a GPU.
 
     Args:
         build, batch, precision: as in :func:`measure`.
-        waits: is filled with the lines that synchronize, even if the step then fails.
+        synchronizations: filled with the lines that synchronize, even if the step then fails.
 
     Returns:
         Operations that run in another dtype under CUDA autocast than under CPU autocast
@@ -108,7 +108,7 @@ def look(
         module = precision.convert_module(module.to_empty(device="cpu"))
         _optimizers(module)
         batch = tree_map_only(Tensor, fakes.from_tensor, precision.convert_batch(batch))
-        with HostWaits("cpu", waits), ops_that_differ() as found, autocast:
+        with SyncWatch("cpu", synchronizations), ops_that_differ() as found, autocast:
             _training_step(module, batch)
     return found
 

@@ -74,7 +74,7 @@ class Findings:
         default_factory=lambda: {
             "versions": {}, "problems": [], "remarks": [], "devices": [], "precisions": {}, "speed": None,
             "batch": None, "loading": None, "layers": None, "float16": None, "memory_of_recipe": None, "missed": {},
-            "host_waits": [], "autocast_ops": {}, "verdict": None,
+            "synchronizations": [], "autocast_ops": {}, "verdict": None,
         }
     )  # fmt: skip
     tables: list[Table] = field(default_factory=list)

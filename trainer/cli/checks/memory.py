@@ -12,7 +12,7 @@ import torch
 
 from trainer.arguments import SWITCH, WHOLE
 from trainer.callbacks import fast_settings, sync_detector
-from trainer.callbacks.sync_detector import Wait
+from trainer.callbacks.sync_detector import Synchronization
 from trainer.cli.arguments import COMPARED_PRECISIONS, UsageError
 from trainer.cli.build import make
 from trainer.cli.checks.fake_step import look, measure
@@ -77,7 +77,7 @@ class Prediction:
         others: needs of one device in precisions other than that of the run.
         parameters: number of parameter elements of the module.
         gradients: size of all gradients in bytes.
-        waits: lines that synchronize the host with a GPU.
+        synchronizations: lines that synchronize host and GPU.
         ops: by operation, its dtypes under CPU autocast and CUDA autocast, if they differ.
         missed: settings that would make the run faster on a GPU, with their effect.
     """
@@ -88,7 +88,7 @@ class Prediction:
     others: list[Need] = field(default_factory=list)
     parameters: int = 0
     gradients: int = 0
-    waits: dict[tuple[str, int, str], Wait] = field(default_factory=dict)
+    synchronizations: dict[tuple[str, int, str], Synchronization] = field(default_factory=dict)
     ops: dict[str, tuple[str, str]] = field(default_factory=dict)
     missed: dict[str, str] = field(default_factory=dict)
 
@@ -135,14 +135,14 @@ def check_memory(found: Findings, recipe: Recipe) -> None:
     needs, others = ([one._asdict() | {"fits": prediction.fits(one)} for one in kind] for kind in (
         prediction.needs, prediction.others
     ))  # fmt: skip
-    waits = list(prediction.waits.values())
+    lines = list(prediction.synchronizations.values())
     found.facts |= {
         "memory_of_recipe": {
             "parameters": prediction.parameters, "gpu_memory": prediction.memory, "needs": needs, "others": others,
         },
         "verdict": prediction.verdict,
         "missed": prediction.missed,
-        "host_waits": [vars(wait) | {"instead": wait.instead} for wait in waits],
+        "synchronizations": [vars(line) | {"instead": line.instead} for line in lines],
         "autocast_ops": prediction.ops,
     }  # fmt: skip
     found.facts["remarks"] += prediction.assumptions
@@ -159,11 +159,11 @@ def check_memory(found: Findings, recipe: Recipe) -> None:
     ]
     header = ("strategy", "devices", "precision", "peak of a step", "after it", "fits")
     title = f"Memory on each device, for {prediction.parameters:,} parameters and this batch"
-    lines = [[f"{Path(wait.file).name}:{wait.line}", wait.code, wait.instead] for wait in waits]
+    rows_of_lines = [[f"{Path(one.file).name}:{one.line}", one.code, one.instead] for one in lines]
     ops = [[name, *dtypes] for name, dtypes in prediction.ops.items()]
     found.tables += [
         Table(title, header, rows, ("strategy", "precision", "fits")),
-        Table("Host-device synchronizations in each step on a GPU", ("line", "code", "instead"), lines),
+        Table("Host-device synchronizations in each step on a GPU", ("line", "code", "instead"), rows_of_lines),
         Table("Operations that autocast runs in another dtype on CUDA", ("operation", "here", "on CUDA"), ops),
     ]
 
@@ -235,7 +235,7 @@ def _measure(recipe: Recipe, device: torch.device, number: int, prediction: Pred
     build: Callable[[], Any] = partial(make, settings["model"], "model", allowlist, fuse)
     try:
         with FlopCounter() as counter:
-            ops = look(build, batch, precision, prediction.waits)
+            ops = look(build, batch, precision, prediction.synchronizations)
         recipe.operations = counter.total
         peak, after = measure(build, batch, precision, prepare, None)
         prediction.needs.append(Need("single", 1, peak, after, precision.name))
@@ -259,7 +259,8 @@ def _measure(recipe: Recipe, device: torch.device, number: int, prediction: Pred
             f" use manual optimization. `{command_line('tune', 'batch_size', *recipe.words)}` measures the memory"
             " instead."
             + "".join(
-                f" It reads values in {line}." for line in sync_detector.format_waits(list(prediction.waits.values()))
+                f" It reads values in {line}."
+                for line in sync_detector.format_synchronizations(prediction.synchronizations.values())
             )
         ) from error
     is_rehearsed = getattr(precision, "autocast_ops", "") == "cuda" or device.type != "cpu"
