@@ -61,8 +61,13 @@ def test_auto_takes_as_many_nodes_as_were_started(
     ("environment", "devices", "num_nodes", "expected"),
     [
         (TORCHRUN, 2, 1, "2 processes, but torchrun has started 4 processes: WORLD_SIZE=4"),
-        (SRUN, 2, 1, "2 processes, but Slurm has started 4 processes: SLURM_NTASKS=4, SLURM_NNODES=2"),
-        (TORCHRUN, 4, 1, "LOCAL_WORLD_SIZE=2 on each of 2 nodes"),
+        (
+            SRUN,
+            2,
+            1,
+            "2 processes, but Slurm has started 4 processes: SLURM_NTASKS=4, SLURM_NTASKS_PER_NODE=2, SLURM_NNODES=2",
+        ),
+        (TORCHRUN, 4, 1, "LOCAL_WORLD_SIZE=2, GROUP_WORLD_SIZE=2"),
     ],
 )
 def test_other_counts_are_refused_before_processes_wait(

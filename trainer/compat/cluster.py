@@ -250,27 +250,23 @@ def explained(error: torch.distributed.DistNetworkError) -> BaseException:
     )
 
 
+_VARIABLES: dict[type[Any], tuple[str, ...]] = {
+    TorchElasticEnvironment: ("torchrun", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    SLURMEnvironment: ("Slurm", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"),
+}
+"""The name of each launcher, and its variables with the numbers of processes, of processes per node, and of nodes."""
+
+
 def _started(environment: Any) -> LaunchedProcesses | None:
     """Return the processes that the launcher of ``environment`` has started, or None if it has not started any."""
-    if type(environment) is TorchElasticEnvironment:
-        count = {name: _number_in(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")}
-        here, processes = count["LOCAL_WORLD_SIZE"], count["WORLD_SIZE"]
-        nodes = count["GROUP_WORLD_SIZE"]
-        if processes is None:
-            return None
-        each = f" (LOCAL_WORLD_SIZE={here} on each of {_number(nodes, 'node')})" if here and nodes else ""
-        return LaunchedProcesses(
-            f"torchrun has started {_number(processes)}: WORLD_SIZE={processes}{each}", processes, here, nodes
-        )
-    if type(environment) is SLURMEnvironment:
-        processes, here, nodes = map(_number_in, ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"))
-        if processes is None or os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
-            return None
-        more = f", SLURM_NNODES={nodes}" if nodes else ""
-        return LaunchedProcesses(
-            f"Slurm has started {_number(processes)}: SLURM_NTASKS={processes}{more}", processes, here, nodes
-        )
-    return None
+    launcher, *names = _VARIABLES.get(type(environment), ("", "", "", ""))
+    processes, per_node, nodes = map(_number_in, names)
+    is_shell = launcher == "Slurm" and os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    if processes is None or is_shell:
+        return None
+    variables = ", ".join(f"{name}={os.environ[name]}" for name in names if _number_in(name))
+    what = f"{launcher} has started {_number(processes)}: {variables}"
+    return LaunchedProcesses(what, processes, per_node, nodes)
 
 
 def _workers_of_ray() -> int:
@@ -286,5 +282,5 @@ def _number_in(name: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _number(count: int, what: str = "process") -> str:
-    return f"{count} {what}" + ("" if count == 1 else "es" if what == "process" else "s")
+def _number(count: int) -> str:
+    return f"{count} process{'' if count == 1 else 'es'}"

@@ -338,6 +338,14 @@ def _without_auto(value: Any) -> Any:
     return [_without_auto(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
+def _check_equal(config: dict[str, Any], key: str, ours: Any, given: str) -> None:
+    if key in config and config[key] != ours:
+        raise ConfigurationError(
+            f"Got {given} and {key!r}: {config[key]!r} in the DeepSpeed config, expected one number. Change one of"
+            " them, or leave it out of the config."
+        )
+
+
 def _window_of(trainer: Trainer) -> list[int]:
     """Return the different sizes of accumulation windows over the epochs, in ascending order."""
     return sorted(set(accumulation_schedule(trainer).values()))
@@ -484,11 +492,7 @@ class DeepSpeedEngine(LightningEngine):
             ("gradient_accumulation_steps", "accumulate_grad_batches", windows[0] if len(windows) == 1 else windows),
             ("gradient_clipping", "gradient_clip_val", clip),
         ):
-            if key in config and config[key] != ours:
-                raise ConfigurationError(
-                    f"Got Trainer({name}={ours!r}) and {key!r}: {config[key]!r} in the DeepSpeed config, expected one"
-                    f" number. Set Trainer({name}={config[key]!r}), or leave it out of the config."
-                )
+            _check_equal(config, key, ours, f"Trainer({name}={ours!r})")
 
     def setup_environment(self) -> None:
         """Restore a module that an earlier run has left with DeepSpeed, after the usual setup."""
@@ -557,11 +561,7 @@ class DeepSpeedEngine(LightningEngine):
             ("train_micro_batch_size_per_gpu", size, "the dataloader's batch size"),
             ("train_batch_size", total, "batch size times processes times accumulate_grad_batches"),
         ):
-            if key in config and config[key] != ours:
-                raise ConfigurationError(
-                    f"Got {ours} as {what} and {key!r}: {config[key]!r} in the DeepSpeed config, expected one number."
-                    " Change one of them, or leave it out of the config."
-                )
+            _check_equal(config, key, ours, f"{ours} as {what}")
 
     def replay_step(self, name: str) -> Callable[..., Any]:
         """Return the step through the wrapper, which gathers weights."""

@@ -15,7 +15,6 @@ from lightning.pytorch.core import optimizer as parsing
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -47,12 +46,12 @@ def set_up_optimizers(strategy: Strategy, trainer: Trainer) -> None:
     """
     module = strategy.lightning_module
     assert module is not None
-    _refuse_optimizer_idx(module)
     returned = call._call_lightning_module_hook(trainer, "configure_optimizers", pl_module=module)
     if returned is None:
         rank_zero_warn("`LightningModule.configure_optimizers` returned `None`, this fit will run with no optimizer")
         returned = parsing._MockOptimizer()
     optimizers, schedules, monitor = parsing._configure_optimizers(returned)
+    parsing._validate_multiple_optimizers_support(optimizers[:1], module)  # a `training_step` with `optimizer_idx`
     if module.automatic_optimization and not optimizers:
         raise ConfigurationError(
             f"Got {returned!r} from {type(module).__name__}.configure_optimizers, expected at least one optimizer."
@@ -125,12 +124,3 @@ def _check_several(module: LightningModule, optimizers: list[Optimizer], owns_st
                     f" {index}, expected each in one of them: its gradient would be unscaled and clipped twice. Give"
                     " it to one, or set `self.automatic_optimization = False`."
                 )
-
-
-def _refuse_optimizer_idx(module: LightningModule) -> None:
-    if is_param_in_hook_signature(module.training_step, "optimizer_idx", explicit=True):
-        raise RuntimeError(
-            "Training with multiple optimizers is only supported with manual optimization. Remove the `optimizer_idx`"
-            " argument from `training_step`, set `self.automatic_optimization = False` and access your optimizers"
-            " in `training_step` with `opt1, opt2, ... = self.optimizers()`."
-        )
