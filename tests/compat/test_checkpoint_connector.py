@@ -1,4 +1,4 @@
-"""Resolution of `ckpt_path` under both Trainers, and the files written by ModelCheckpoint."""
+"""Resolution of `ckpt_path` under both Trainers."""
 
 from __future__ import annotations
 
@@ -138,8 +138,6 @@ WORK = {
     "requeued": requeued,
     "on exception": on_exception,
     "best without a callback": evaluate("best"),
-    "best in a fast run": evaluate("best", fast_dev_run=True, enable_checkpointing=True),
-    "best that was not saved": evaluate("best", enable_checkpointing=True),
     "last that is not there": evaluate("last", enable_checkpointing=True),
     "hpc that is not there": evaluate("hpc"),
     "no such file": evaluate("nowhere.ckpt"),
@@ -205,43 +203,3 @@ def test_url_of_a_file_system_is_a_path_like_any_other() -> None:
     assert resumed.global_step == 12
     with pytest.raises(CheckpointError, match="Checkpoint file not found: memory://nowhere"):
         resumed.validate(Scored(), data(4), ckpt_path="memory://nowhere/x.ckpt")
-
-
-# --- ModelCheckpoint --------------------------------------------------------------------------------------------------
-
-SAVERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "top 2": ({"monitor": "score", "save_top_k": 2}, {"val_check_interval": 0.5}),
-    "the highest, and the last": (
-        {"monitor": "score", "mode": "max", "save_last": True, "filename": "{score:.1f}-{step}"},
-        {"val_check_interval": 0.25},
-    ),
-    "a link": ({"monitor": "step_number_epoch", "save_top_k": -1, "save_last": "link"}, {}),
-    "every second validation": ({"monitor": "score"}, {"check_val_every_n_epoch": 2, "max_epochs": 5}),
-    "windows": ({"save_top_k": -1, "every_n_train_steps": 1}, {"accumulate_grad_batches": 3}),
-    "nothing but the last": ({"save_top_k": 0, "save_last": True}, {}),
-}
-
-
-@pytest.mark.parametrize("what", SAVERS)
-def test_modelcheckpoint_writes_the_same_at_the_same_moments(tmp_path: Path, what: str) -> None:
-    options, arguments = SAVERS[what]
-
-    def scenario(make: Any) -> Any:
-        folder = tmp_path / make.__name__
-        saver = ModelCheckpoint(folder, **options)
-        trainer = make(callbacks=[saver], enable_checkpointing=True, max_epochs=arguments.get("max_epochs", 3),
-                       **{k: v for k, v in arguments.items() if k != "max_epochs"})  # fmt: skip
-        saves, save = [], trainer.save_checkpoint
-
-        def watch(path: Any, weights_only: Any = None) -> None:
-            saves.append((name(path), trainer.global_step, trainer.current_epoch, str(trainer.state.stage)))
-            save(path, weights_only)
-
-        trainer.save_checkpoint = watch
-        trainer.fit(Scored(), data(8), data(4, seed=1))
-        state = {k: str(v).replace(str(folder), "") for k, v in saver.state_dict().items()}
-        links = [path.name for path in folder.iterdir() if path.is_symlink()]
-        return sorted(os.listdir(folder)), links, saves, state
-
-    theirs, mine = run_both(scenario)
-    assert mine == theirs

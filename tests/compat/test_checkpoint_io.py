@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from io import BytesIO
@@ -79,13 +78,6 @@ def test_arguments_of_checkpoint_files_are_checked() -> None:
         CheckpointFiles(when_full="ignore")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`storage_options`.*`CheckpointFiles`"):
         CheckpointFiles().save_checkpoint({}, "x.ckpt", storage_options={})
-
-
-def test_checkpoint_files_can_be_pickled(tmp_path: Path) -> None:
-    copy = pickle.loads(pickle.dumps(CheckpointFiles(when_full="continue")))
-    copy.save_checkpoint({"state_dict": {}}, tmp_path / "x.ckpt")
-    assert copy.when_full == "continue"
-    assert copy.load_checkpoint(tmp_path / "x.ckpt") == {"state_dict": {}}
 
 
 # --- contents
@@ -313,26 +305,6 @@ def test_files_written_by_lightning_are_removed(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="The last model of the previous `fit` call will be used"):
         fit(tmp_path, OnExceptionCheckpoint(tmp_path))
     assert names(tmp_path) == ["sub"]
-
-
-@pytest.mark.parametrize("save_last", [True, "link"])
-def test_last_checkpoint_is_kept_while_others_are_removed(tmp_path: Path, save_last: Any) -> None:
-    seen = []
-
-    class Look(Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.current_epoch:
-                last = tmp_path / "c" / "last.ckpt"
-                files.verify(last)
-                found = torch.load(last, weights_only=True)["global_step"]
-                seen.append((found, last.is_symlink(), trainer.global_step))
-
-    saver = ModelCheckpoint(tmp_path / "c", save_last=save_last, save_on_train_epoch_end=True)
-    fit(tmp_path, saver, Look(), max_epochs=3)
-    assert [found for found, _, _ in seen] == [4] * 4 + [8] * 4
-    assert {is_link for _, is_link, _ in seen} == {save_last == "link"}
-    assert names(tmp_path / "c") == ["epoch=2-step=12.ckpt", "last.ckpt"]
-    assert files.newest_valid([tmp_path / "c"]) is not None
 
 
 # --- ownership of folders

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from tests.support import make_trainer
 from trainer import Trainer
@@ -118,11 +118,6 @@ def resumed(path: Path, data: Any = None, module: Any = None, **arguments: Any) 
         ckpt_path=path,
     )
     return trainer, module
-
-
-class Stream(IterableDataset[Tensor]):
-    def __iter__(self) -> Any:
-        return iter(DATA)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

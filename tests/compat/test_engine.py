@@ -53,19 +53,6 @@ def test_lightnings_precision_is_refused_in_each_argument(options: dict[str, Any
         ours(**options)
 
 
-def test_optimizers_are_bare_and_live() -> None:
-    trainer = ours(max_epochs=1)
-    assert trainer.optimizers == []
-
-    class Look(Learner):
-        def on_train_start(self) -> None:
-            assert type(self.trainer.optimizers[0]) is torch.optim.SGD
-            assert self.trainer.optimizers is self.trainer.strategy.optimizers
-            assert self.optimizers().optimizer is self.trainer.optimizers[0]
-
-    trainer.fit(Look(), data(4))
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_strategy_decides_when_weights_are_restored(late: bool, tmp_path: Any) -> None:
     order: list[str] = []

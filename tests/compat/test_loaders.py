@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -228,34 +227,6 @@ class Sees(Classifier):
     def on_train_batch_end(self, *args: Any) -> None:
         if self.global_step == 2:
             self.trainer.save_checkpoint(self.path)
-
-
-KEEPING: dict[str, Any] = {
-    "several": lambda: [Bookmark(10), Bookmark(20)],
-    "some of several": lambda: {"a": Numbers(10), "b": Bookmark(20)},
-}
-
-
-@pytest.mark.parametrize("make_loaders", KEEPING.values(), ids=KEEPING.keys())
-def test_stateful_dataloaders_continue_at_their_position(make_loaders: Any, tmp_path: Path) -> None:
-    def scenario(make: Any) -> Any:
-        first, second = Sees(), Sees()
-        first.path = second.path = tmp_path / f"{make.__name__}.ckpt"
-        make(max_steps=2).fit(first, make_loaders())
-        places = torch.load(first.path, weights_only=True)["loops"]["fit_loop"]["state_dict"]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Resuming inside an epoch: a Numbers cannot skip batches")
-            make(max_epochs=1).fit(second, make_loaders(), ckpt_path=first.path)
-        return first.seen, places, second.seen
-
-    theirs, mine = run_both(scenario)
-    assert mine[:2] == theirs[:2]
-    assert [batch_idx for _, batch_idx, _ in mine[-1]] == [2, 3]
-    if make_loaders is KEEPING["some of several"]:
-        assert [batch for *_, batch in theirs[-1]] == [{"a": 10, "b": 22}, {"a": 11, "b": 23}]
-        assert [batch for *_, batch in mine[-1]] == [{"a": 12, "b": 22}, {"a": 13, "b": 23}]  # as if never left
-    else:
-        assert mine[-1] == theirs[-1]
 
 
 def test_resume_is_exact_or_reports_the_batches_it_cannot_skip(tmp_path: Path) -> None:

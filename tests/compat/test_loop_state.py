@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from tests.loops.test_hooks import Manual, Scheduled
-from tests.parity import Classifier, Learner, data, lightning, lightnings_noise_ignored, ours, run_both
+from tests.parity import Classifier, Learner, data, lightning, lightnings_noise_ignored, run_both
 from trainer.compat.loop_state import fit_loop_of, progress_from
 from trainer.loops.accumulation import AccumulationWindow
 from trainer.state.progress import EpochStart, EvalProgress, FitProgress
@@ -147,8 +147,7 @@ def test_finished_runs_counts_are_lightnings() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
-@pytest.mark.parametrize("saver", [lightning, ours])
-def test_run_limited_by_steps_continues_at_its_last_step(saver: Any, tmp_path: Path) -> None:
+def test_run_limited_by_steps_continues_at_its_last_step(tmp_path: Path) -> None:
     """A run limited by epochs does not, because its epoch is complete."""
 
     class Sees(Learner):
@@ -166,7 +165,7 @@ def test_run_limited_by_steps_continues_at_its_last_step(saver: Any, tmp_path: P
             self.trainer.save_checkpoint(path)
 
     with lightnings_noise_ignored():
-        saver(max_steps=1).fit(Saves(), data(6))
+        lightning(max_steps=1).fit(Saves(), data(6))
 
     def scenario(make: Any) -> Any:
         module = Sees()

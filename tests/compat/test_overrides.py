@@ -266,7 +266,7 @@ def among(events: list[Event], owner: str, names: list[str]) -> list[Event]:
 
 def compare(theirs: list[Event], owner: str, names: list[str], folder: Path, base: Any, ddp: bool) -> None:
     """Run the program with these methods overridden; compare the calls with Lightning's."""
-    resumes = not {f"{owner}.{name}" for name in names} & {event for event, _ in theirs[: theirs.index(RESUME)]}
+    resumes = not {f"{owner}.{name}" for name in names} <= {event for event, _ in theirs[: theirs.index(RESUME)]}
     mine = program(ours, Watch({owner: names}), folder / f"{owner}-{names[0]}", base, ddp, resumes)
     end = None if resumes else theirs.index(RESUME)
     assert among(mine, owner, names) == among(theirs[:end], owner, names), names
@@ -282,12 +282,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_method_of_a_strategy_is_called_as_by_lightning(
     base: Any, ddp: bool, folder: Path, tmp_path: Path
 ) -> None:
-    """One method at a time, so that each is called without another override."""
+    """A few methods at a time, so that each is called without an override of a related one."""
     theirs = lightnings(base, ddp, folder)
     names = called(theirs, "strategy")
     assert len(names) > 30
-    for name in names:
-        compare(theirs, "strategy", [name], tmp_path, base, ddp)
+    for first in range(10):
+        compare(theirs, "strategy", names[first::10], tmp_path, base, ddp)
 
 
 @pytest.mark.whole
