@@ -59,10 +59,10 @@ def leave(*results: dict) -> list[RunRecord]:
     return read_runs(Path())
 
 
-@pytest.mark.draws
-def test_report(folder, capsys):
+def test_report(folder, capsys, monkeypatch):
     leave(result(0, "32-true"), result(1, "16-mixed"))
-    assert report(folder, Thresholds(), ["+recipe=a", "precision=32-true,16-mixed", "hydra.sweep.dir='x y'"]) == 0
+    words = ["+recipe=a", "precision=32-true,16-mixed", "hydra.sweep.dir='x y'"]
+    assert report(folder, Thresholds(), words) == 0
     text = (folder / "compare.md").read_text()
     assert text.startswith(
         "# a: 32-true, 16-mixed\n\n    python -m trainer compare +recipe=a precision=32-true,16-mixed\n\n"
@@ -71,48 +71,25 @@ def test_report(folder, capsys):
         "| 32-true | 0.5 | 0.9 | 61.2 s | 1,000 | 2,048 MiB | 0 | - | - | - |\n"
         "| 16-mixed | 0.5 | 0.901 | 61.2 s | 1,600 | 1,536 MiB | 1 | 1.60x | -25% | missed |\n"
     )
-    assert (
-        "- **16-mixed**: val_acc within 0.1 points of 32-true, 1.6x faster, 25.0% less memory.\n"
-        "  - Saves less than 30% of the memory. Mixed precision keeps" in text
-    )
+    verdict = "val_acc within 0.1 points of 32-true, 1.6x faster, 25.0% less memory."
+    assert f"- **16-mixed**: {verdict}\n  - Saves less than 30% of the memory. Mixed precision keeps" in text
     assert (
         "- Equal in all runs: seed 42, 1 x NVIDIA A100, 3 epochs (60 optimizer steps), the first batch of every"
         " epoch.\n- Each setting has one run" in text
     )
     out = capsys.readouterr().out
-    assert "16-mixed: val_acc within 0.1 points of 32-true, 1.6x faster, 25.0% less memory.\n  - Saves less" in out
-    assert f"The report is {folder / 'compare.md'}" in out
+    assert f"16-mixed: {verdict}\n  - Saves less" in out
+    end = f"The report is {folder / 'compare.md'}\n"
+    assert out.endswith(end)
 
-
-def test_quiet_leaves_a_line_for_each_verdict(folder, capsys, monkeypatch):
-    monkeypatch.setenv(QUIET, "1")
-    leave(result(0, "32-true"), result(1, "16-mixed"))
-    report(folder, Thresholds())
-    assert capsys.readouterr().out == (
-        "16-mixed: val_acc within 0.1 points of 32-true, 1.6x faster, 25.0% less memory.\n"
-        f"The report is {folder / 'compare.md'}\n"
-    )
-    assert "Saves less than 30%" in (folder / "compare.md").read_text()
-
-
-def test_high_rate_is_not_a_power_of_ten(folder, capsys):
-    leave(result(0, "32-true", samples_per_second=66961.2), result(1, "16-mixed"))
-    report(folder, Thresholds())
-    assert "| 66,960 |" in (folder / "compare.md").read_text()
-
-
-def test_numbers(folder, capsys):
-    leave(result(0, "32-true"), result(1, "bf16-mixed"))
-    report(folder, Thresholds(strict=True), ["+recipe=a"])
     numbers = json.loads((folder / "compare.json").read_text())
-    assert numbers["command"] == "python -m trainer compare +recipe=a"
-    assert numbers["metric"] == "val_acc"
-    assert numbers["thresholds"]["strict"] is True
+    assert numbers["command"] == "python -m trainer compare +recipe=a precision=32-true,16-mixed"
+    assert (numbers["metric"], numbers["thresholds"]["strict"]) == ("val_acc", False)
     first, second = numbers["runs"]
     assert first["verdict"] is None
     assert second == {
-        "label": "bf16-mixed",
-        "precision": "bf16-mixed",
+        "label": "16-mixed",
+        "precision": "16-mixed",
         "status": "completed",
         "error": None,
         "final_loss": 0.5,
@@ -124,11 +101,15 @@ def test_numbers(folder, capsys):
         "verdict": second["verdict"],
         "run_dir": "1",
     }
-    assert (second["verdict"]["speedup"], second["verdict"]["memory_saving"]) == (1.6, 0.25)
-    assert second["verdict"]["met"] is False
+    measured = {name: second["verdict"][name] for name in ("speedup", "memory_saving", "met")}
+    assert measured == {"speedup": 1.6, "memory_saving": 0.25, "met": False}
+
+    monkeypatch.setenv(QUIET, "1")
+    report(folder, Thresholds())
+    assert capsys.readouterr().out == f"16-mixed: {verdict}\n{end}"
 
 
-def test_missed_threshold_fails_with_strict_only(folder, capsys):
+def test_missed_threshold_fails_with_strict_only(folder):
     leave(result(0, "32-true"), result(1, "16-mixed"), result(2, "bf16-mixed"))  # 25% and 50% less memory
     assert report(folder, Thresholds()) == 0
     assert report(folder, Thresholds(strict=True)) == 1
@@ -147,56 +128,27 @@ def test_run_that_failed_is_a_row(folder, capsys):
     assert "16-mixed: failed: LossScaleCollapse: [b]1[/b]\n" in capsys.readouterr().out
 
 
-def test_comparison_without_its_first_run(folder, capsys):
-    leave(result(0, "32-true", status="failed", error="OSError: no"), result(1, "16-mixed"))
-    assert report(folder, Thresholds()) == 1
-    text = (folder / "compare.md").read_text()
-    assert "- **32-true**: failed: OSError: no\n- **16-mixed**: completed, but 32-true did not.\n" in text
-
-
-def test_interrupt_writes_a_report_of_the_finished_runs(folder, capsys):
+def test_comparison_without_its_first_run_or_without_others(folder):
+    assert report(folder, Thresholds()) == 0
+    assert list(folder.iterdir()) == []
     leave(result(0, "32-true"))
     assert report(folder, Thresholds()) == 0
     assert "- **32-true**: there is no other run to compare with." in (folder / "compare.md").read_text()
     leave(result(1, "16-mixed", status="interrupted"))
     assert report(folder, Thresholds()) == 1
     assert "- **16-mixed**: interrupted: no error was recorded" in (folder / "compare.md").read_text()
+    leave(result(0, "32-true", status="failed", error="OSError: no"), result(1, "16-mixed"))
+    assert report(folder, Thresholds()) == 1
+    text = (folder / "compare.md").read_text()
+    assert "- **32-true**: failed: OSError: no\n- **16-mixed**: completed, but 32-true did not.\n" in text
 
 
-def test_without_runs_there_is_no_report(folder, capsys):
-    assert report(folder, Thresholds()) == 0
-    assert list(folder.iterdir()) == []
-    assert capsys.readouterr().out == ""
-
-
-def test_earlier_comparison_in_the_same_folder_is_ignored(folder):
-    leave(*(result(job, precision) for job, precision in enumerate(("32-true", "16-mixed"))))
+def test_runs_of_a_comparison(folder):
+    """They are labeled by their differences, and those of an earlier comparison in the same folder are left out."""
+    auto = result(1, "auto") | {"precision": "bf16-mixed"}
+    assert [run.label for run in leave(result(0, "32-true"), auto)] == ["32-true", "auto (bf16-mixed)"]
     os.utime("1/run.json", (1000.0, 1000.0))
     assert [run.label for run in read_runs(folder, since=2000.0)] == ["32-true"]
-
-
-def test_runs_without_measurements_are_not_compared(folder, capsys):
-    for job, precision in enumerate(("32-true", "16-mixed")):
-        nothing = {"throughput": None, "samples_per_second": None, "peak_memory": {}, "metrics": {}, "curves": {}}
-        leave(result(job, precision, **nothing))
-    assert report(folder, Thresholds()) == 0
-    text = (folder / "compare.md").read_text()
-    assert "- **16-mixed**: no figure was measured in both runs." in text
-
-
-def test_runs_are_named_by_their_differences(folder):
-    def named(*results):
-        return [run.label for run in leave(*results)]
-
-    assert named(result(0, "32-true"), result(1, "16-mixed")) == ["32-true", "16-mixed"]
-    fused = [result(job, "16-mixed") for job in (0, 1)]
-    for job, each in enumerate(fused):
-        each["overrides"].insert(1, f"+optimizer.fused={bool(job)}")
-    assert named(*fused) == ["+optimizer.fused=False", "+optimizer.fused=True"]
-    fused[1]["overrides"][2] = "precision=bf16-mixed"
-    assert named(*fused) == ["+optimizer.fused=False 16-mixed", "+optimizer.fused=True bf16-mixed"]
-    chosen = result(1, "auto") | {"precision": "bf16-mixed"}
-    assert named(result(0, "32-true"), chosen) == ["32-true", "auto (bf16-mixed)"]
 
 
 def runs(**of_second) -> list[RunRecord]:
@@ -207,41 +159,33 @@ def runs(**of_second) -> list[RunRecord]:
 @pytest.mark.parametrize(
     ("of_second", "sentence"),
     [
-        ({}, "Equal in all runs: "),
         ({"throughput": None}, "1 x NVIDIA A100, 3 epochs (60 optimizer steps)."),  # nothing is known of the batches
         ({"seed": 7}, "Different between runs: 16-mixed has seed 7, 32-true 42."),
-        ({"devices": "1 x CPU"}, "16-mixed has devices 1 x CPU, 32-true 1 x NVIDIA A100."),
         (
             {"epochs": 1, "steps": 1},
             "16-mixed trained for 1 epoch (1 optimizer step), 32-true for 3 epochs (60 optimizer steps).",
         ),
-        (
-            {"throughput": {"batches": [[1, 2], [3, 9], [0, 6]]}},
-            "16-mixed and 32-true got different batches from epoch 2 (counted from 1)",
-        ),
         ({"throughput": {"batches": [[None, 2], [None, 4], [5, 6]]}}, "Equal in all runs: "),
-        ({"throughput": {"batches": [[None, 2], [None, 5], [5, 6]]}}, "from epoch 2 (counted from 1)"),
+        (
+            {"throughput": {"batches": [[None, 2], [None, 5], [5, 6]]}},
+            "different batches from epoch 2 (counted from 1)",
+        ),
     ],
 )
-def test_whether_it_was_fair(of_second, sentence):
+def test_conditions_that_differ(of_second, sentence):
     (found,) = condition_differences(runs(**of_second))
     assert sentence in found
 
 
-def test_unfair_circumstances_are_reported():
-    found = condition_differences(runs(seed=7, epochs=2))
-    assert [line.startswith("Different between runs") for line in found] == [True, False]
+def test_conditions():
+    different = Comparison(runs(seed=7, devices="1 x CPU"), Thresholds()).conditions
+    assert [line.startswith("Different between runs") for line in different] == [True, False, False]
     assert condition_differences(runs(status="failed", seed=7)) == []
-
-
-def test_circumstances():
     few = {"throughput": result(0, "")["throughput"] | {"measured_batches": 5}}
     assert "The rates were measured over only 5 batches." in Comparison(runs(**few), Thresholds()).conditions[1]
-    on_cpu = result(0, "32-true", peak_memory={"process": 2**30})
-    on_cpu = Comparison([labeled("32-true", on_cpu)] * 2, Thresholds())
-    (hint,) = [line for line in on_cpu.conditions if "CPU" in line]
+    on_cpu = labeled("32-true", result(0, "32-true", peak_memory={"process": 2**30}))
+    (hint,) = [line for line in Comparison([on_cpu] * 2, Thresholds()).conditions if "CPU" in line]
     assert "not expected to be faster" in hint
-    assert len(Comparison(runs(), Thresholds()).conditions) == 2
     assert Comparison(runs(), Thresholds(metric="val_ac")).conditions[0].startswith("compare.metric is val_ac, which")
 
 
@@ -254,14 +198,12 @@ class Job:
         self.started.append(command)
         (folder,) = [word.partition("=")[2].strip("'") for word in command if word.startswith("hydra.run.dir=")]
         (precision,) = [word.partition("=")[2] for word in command if word.startswith("precision=")]
-        self.returncode = int(precision == "64-true")
-        left = result(0, precision, run_dir=folder)
-        if self.returncode:
-            left |= {"status": "failed", "error": "Oops: no"}
-        write(Path(folder), {"run.json": json.dumps(left)})
+        write(Path(folder), {"run.json": json.dumps(result(0, precision, run_dir=folder))})
+
+    returncode = 0
 
     def wait(self):
-        return self.returncode
+        return 0
 
 
 @pytest.fixture
@@ -287,22 +229,7 @@ def test_one_job_for_each_precision(project, jobs, capsys):
     assert all(measured in command for command in jobs.started)
     # the command line of a job is valid
     assert main([*jobs.started[1][3:], "--cfg", "job"]) == 0
-
-
-@pytest.mark.whole
-def test_failed_job_keeps_the_others_and_has_status_1(project, jobs, capsys):
-    assert main(["compare", "+recipe=line", "precision=32,64,bf16"]) == 1
-    assert len(jobs.started) == 3
-    (folder,) = Path("multirun/line").iterdir()
-    assert "- **64-true**: failed: Oops: no\n- **bf16-mixed**: " in (folder / "compare.md").read_text()
-
-
-@pytest.mark.whole
-def test_strict_shows_in_the_exit_status(project, jobs, capsys):
-    missed = ["compare", "+recipe=line", "precision=32,16"]  # as fast, as much memory
-    assert main(missed) == 0
-    assert main([*missed, "compare.strict=true"]) == 1
-    assert main([*missed, "compare.strict=true", "compare.min_speedup=0.5", "compare.min_memory_saving=0"]) == 0
+    assert main(["compare", "+recipe=line", "precision=32,16", "compare.strict=true"]) == 1  # as fast, as much memory
 
 
 def test_comparison_under_torchrun_raises_with_the_fix(project, monkeypatch, capsys):
@@ -312,13 +239,6 @@ def test_comparison_under_torchrun_raises_with_the_fix(project, monkeypatch, cap
         "`python -m trainer compare +recipe=line precision=32-true,16-mixed,bf16-mixed trainer=ddp trainer.devices=2`"
         in capsys.readouterr().err
     )
-
-
-def test_help(capsys):
-    assert main(["compare", "--help"]) == 0
-    out = capsys.readouterr().out
-    for word in ("compare.md", "precision=32,16-mixed,bf16-mixed", "compare.min_speedup=auto", "exit status"):
-        assert word in out
 
 
 @pytest.mark.whole
@@ -343,19 +263,6 @@ def test_real_trainings_in_two_precisions(project, python):
         assert run["samples_per_second"] > 0
     assert second["verdict"]["speedup"] == second["samples_per_second"] / first["samples_per_second"]
     assert (first["skipped_steps"], second["skipped_steps"]) == (0, 2)  # a loss above 1, times 65536
-
-
-@pytest.mark.whole
-def test_real_training_that_fails_does_not_affect_others(project, python):
-    done = python.trainer("compare", *LINE, "precision=16", "model.fail_at=null,3", "hydra.sweep.dir=jobs")
-    assert done.returncode == 1, done.stderr
-    runs = json.loads(Path("jobs/compare.json").read_text())["runs"]
-    assert [(run["label"], run["status"]) for run in runs] == [
-        ("model.fail_at=null", "completed"),
-        ("model.fail_at=3", "failed"),
-    ]
-    assert "model.fail_at=3: failed: RuntimeError: asked to fail" in done.stdout
-    assert len(load_run(Path("jobs/1")).losses) == 3  # the last step
 
 
 @pytest.mark.gpu(simulated=False)  # processes with their own memory

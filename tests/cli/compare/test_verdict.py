@@ -38,34 +38,18 @@ def run(precision="32-true", *, rate=100.0, memory=10 * GB, gpu=True, waiting=0.
     return labeled(precision, facts | more)
 
 
-def test_sentence_of_the_verdict():
-    first = run(metrics={"val_acc": 0.913})
-    verdict = assess(
-        run("bf16-mixed", rate=160.0, memory=6.2 * GB, metrics={"val_acc": 0.9105}), first, ACC, Thresholds()
-    )
-    assert verdict.text == "val_acc within 0.3 points of 32-true, 1.6x faster, 38% less memory."
-    assert verdict.met
-    assert verdict.advice == ()
-    assert verdict.speedup == 1.6
-    assert verdict.memory_saving == pytest.approx(0.38)
-
-
 @pytest.mark.parametrize(
     ("metric", "value", "reference", "clause", "met"),
     [
         (ACC, 0.9, 0.9, "the same val_acc as 32-true", True),
         (ACC, 0.89, 0.9, "val_acc within 1.0 points of 32-true", True),
         (ACC, 0.8999, 0.9, "val_acc within 0.1 points of 32-true", True),  # rounded up, so that it is true
-        (ACC, 0.908, 0.9, "val_acc within 0.8 points of 32-true", True),
         (ACC, 0.889, 0.9, "val_acc 1.1 points below 32-true", False),
         (ACC, 0.95, 0.9, "val_acc 5.0 points above 32-true", True),  # better is no failure
         (LOSS, 0.504, 0.5, "val_loss within 0.8% of 32-true", True),
         (LOSS, 0.51, 0.5, "val_loss 2.0% above 32-true", False),
-        (LOSS, 0.4, 0.5, "val_loss 20.0% below 32-true", True),
-        (LOSS, 0.0, 0.0, "the same val_loss as 32-true", True),
         (LOSS, 0.1, 0.0, "val_loss is 0.1 (32-true: 0)", False),
         (Metric("val_bleu", True), 30.0, 31.0, "val_bleu 3.3% below 32-true", False),
-        (Metric("val_err", False), 0.105, 0.1, "val_err within 0.5 points of 32-true", True),
         (Metric("val_err", False), 0.12, 0.1, "val_err 2.0 points above 32-true", False),
         (ACC, math.nan, 0.9, "val_acc is nan (32-true: 0.9)", False),
         (ACC, 0.9, math.nan, "val_acc is 0.9 (32-true: nan)", True),
@@ -105,16 +89,14 @@ def test_metric_that_a_run_did_not_log():
     [
         (150.0, "1.5x faster", True),
         (149.9, "1.50x faster", False),
-        (104.0, "as fast", False),
         (96.0, "as fast", False),
         (50.0, "2.00x slower", False),
-        (1234.0, "12.3x faster", True),
     ],
 )
 def test_speed_on_a_gpu(rate, clause, met):
     verdict = assess(run("16-mixed", rate=rate, memory=5 * GB), run(), None, Thresholds())
     assert verdict.text == f"{clause}, 50% less memory."
-    assert verdict.met is met
+    assert (verdict.met, verdict.speedup, verdict.memory_saving) == (met, rate / 100, 0.5)
     assert [line.startswith("Less than 1.5x as fast as 32-true.") for line in verdict.advice] == [True] * (not met)
 
 
@@ -180,7 +162,7 @@ def test_why_a_gpu_is_not_faster(of_run, of_first, reason):
 def test_run_without_measurements():
     verdict = assess(run("16-mixed", rate=None, throughput=None, peak_memory={}), run(), None, Thresholds())
     assert verdict.text == "no figure was measured in both runs."
-    assert (verdict.met, verdict.speedup, verdict.memory_saving) == (True, None, None)
+    assert (verdict.met, verdict.advice, verdict.speedup, verdict.memory_saving) == (True, (), None, None)
 
 
 def test_final_loss_is_the_mean_of_the_last_tenth():
@@ -198,16 +180,12 @@ def test_final_loss_is_the_mean_of_the_last_tenth():
     ("logged", "settings", "monitor", "name", "higher"),
     [
         (["val_loss", "val_acc"], {}, None, "val_acc", True),
-        (["train_acc", "val_loss", "val_acc"], {}, None, "val_acc", True),
         (["train_acc", "val_loss"], {}, None, "train_acc", True),
         (["val_loss", "val_f1"], {}, None, "val_f1", True),
         (["val_loss", "val_wer"], {}, None, "val_loss", False),
-        (["val_rmse"], {}, None, "val_rmse", False),
         (["val_acc_step", "val_acc_epoch", "val_acc"], {}, None, "val_acc", True),
         (["val_acc_epoch"], {}, None, "val_acc_epoch", True),
         (["val_loss", "val_acc"], {}, {"metric": "val_loss", "mode": "min"}, "val_loss", False),
-        (["val_loss", "val_acc"], {}, {"metric": "nowhere", "mode": "min"}, "val_acc", True),
-        (["val_loss", "score"], {}, {"metric": "score", "mode": "max"}, "score", True),
         (["val_loss", "score"], {"mode": "min"}, {"metric": "score", "mode": "max"}, "score", False),
         (["val_loss", "val_acc"], {"metric": "val_loss"}, {"metric": "val_acc", "mode": "max"}, "val_loss", False),
         (["val_energy"], {"metric": "val_energy", "mode": "min"}, None, "val_energy", False),
@@ -245,11 +223,8 @@ def test_default_settings_equal_the_config():
     ("settings", "message"),
     [
         ({"tolerance": 1}, "There is no setting 'compare.tolerance'. Did you mean 'accuracy_tolerance'?"),
-        ({"metrc": "val_acc"}, "There is no setting 'compare.metrc'. Did you mean 'metric'?"),
         ({"mode": "best"}, "compare.mode is best, expected max, min or null."),
-        ({"accuracy_tolerance": -1}, "compare.accuracy_tolerance is -1, expected at least 0."),
         ({"min_speedup": "much"}, "compare.min_speedup is much, expected a number, auto or null."),
-        ({"strict": "yes"}, "compare.strict is yes, expected true or false."),
     ],
 )
 def test_invalid_thresholds(settings, message):
