@@ -178,6 +178,7 @@ MISTAKES = [
     (["ckpt=run", "to=a.pt2", "model._target_=os.system"], "model is os.system, which executes, unpickles or writes"),
     (["a.ckpt", "ckpt=run", "to=a.pt2"], "export got the word 'a.ckpt' among settings"),
     (["ckpt=run", "to=a.pt2", "weights=run"], "with export, expected a command that trains"),
+    (["to=a.safetensors"], "export to a .safetensors file got no checkpoint, expected"),
     (["ckpt=run", "to=a.safetensors", "data.batch_size=8"], "got ckpt=run data.batch_size=8, expected"),
     (
         ["ckpt=run", "to=a.pt2", "model._target_=nets.Other"],

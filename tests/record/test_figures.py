@@ -52,18 +52,12 @@ def stand_in(folder, *, is_first=True):
     return SimpleNamespace(is_global_zero=is_first, callbacks=[], loggers=[logger], default_root_dir=str(folder))
 
 
-def test_other_processes_write_nothing(tmp_path):
-    trainer = stand_in(tmp_path, is_first=False)
-    assert figures_of(trainer) is None
-    write_confusion_matrix(trainer, "test", COUNTS)
-    write_pictures(trainer, "test", torch.zeros(1, 1, 4, 4))
+def test_no_figures_on_other_ranks_and_without_a_local_folder(tmp_path):
+    for trainer in (stand_in(tmp_path, is_first=False), stand_in("s3://bucket")):
+        assert figures_of(trainer) is None
+        write_confusion_matrix(trainer, "test", COUNTS)
+        write_pictures(trainer, "test", torch.zeros(1, 1, 4, 4))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_run_without_a_local_folder_writes_no_figures(tmp_path):
-    trainer = stand_in("s3://bucket")
-    assert figures_of(trainer) is None
-    write_confusion_matrix(trainer, "test", COUNTS)
 
 
 def test_run_without_a_record_writes_no_figures(tmp_path, monkeypatch):
@@ -78,16 +72,17 @@ def test_run_without_a_record_writes_no_figures(tmp_path, monkeypatch):
     assert list(tmp_path.rglob("figures")) == []
 
 
-def test_classes_without_names_are_numbers(tmp_path):
-    write_confusion_matrix(stand_in(tmp_path), "val", COUNTS)
-    assert json.loads((tmp_path / "figures" / "val.json").read_text())["classes"] == ["0", "1"]
-
-
-def test_invalid_matrices(tmp_path):
+def test_invalid_matrices_and_pictures(tmp_path):
+    trainer = stand_in(tmp_path)
     with pytest.raises(ValueError, match=r"Got counts of shape \(2, 3\), expected \(classes, classes\)"):
-        write_confusion_matrix(stand_in(tmp_path), "test", torch.zeros(2, 3))
+        write_confusion_matrix(trainer, "test", torch.zeros(2, 3))
     with pytest.raises(ValueError, match="Got 3 names for 2 classes"):
-        write_confusion_matrix(stand_in(tmp_path), "test", COUNTS, ["a", "b", "c"])
+        write_confusion_matrix(trainer, "test", COUNTS, ["a", "b", "c"])
+    for shape in ((3, 4, 4), (1, 2, 4, 4)):
+        with pytest.raises(ValueError, match="expected \\(count, channels, height, width\\) of 1 or 3 channels"):
+            write_pictures(trainer, "x", torch.zeros(shape))
+    write_confusion_matrix(trainer, "val", COUNTS)
+    assert json.loads((tmp_path / "figures" / "val.json").read_text())["classes"] == ["0", "1"]
 
 
 def test_small_pictures_are_enlarged_and_placed_in_a_row(tmp_path):
@@ -113,9 +108,3 @@ def test_large_pictures_are_made_smaller(tmp_path):
     write_pictures(stand_in(tmp_path), "large", torch.zeros(1, 3, 1024, 512))
     with Image.open(tmp_path / "figures" / "large.png") as picture:
         assert picture.size == (128 + 6, 256 + 6)
-
-
-@pytest.mark.parametrize("shape", [(3, 4, 4), (1, 2, 4, 4)])
-def test_invalid_pictures(tmp_path, shape):
-    with pytest.raises(ValueError, match="expected \\(count, channels, height, width\\) of 1 or 3 channels"):
-        write_pictures(stand_in(tmp_path), "x", torch.zeros(shape))

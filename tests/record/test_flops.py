@@ -18,22 +18,10 @@ from trainer.record.flops import PEAKS, FlopCounter, is_compiled, peak_flops
         ("NVIDIA H100 80GB HBM3", "bf16-mixed", False, 989.4),
         ("NVIDIA H100 80GB HBM3", "32-true", True, 494.7),
         ("NVIDIA H100 80GB HBM3", "32-true", False, 66.9),
-        ("NVIDIA H100 PCIe", "16-mixed", False, 756.0),
-        ("NVIDIA H100 NVL", "bf16-true", False, 835.5),
-        ("NVIDIA H200", "bf16-mixed", False, 989.5),
-        ("NVIDIA H200 NVL", "bf16-mixed", False, 835.5),
         ("NVIDIA GH200 480GB", "bf16-mixed", False, 989.5),
-        ("NVIDIA B200", "bf16-mixed", False, 2250.0),
-        ("NVIDIA A100-SXM4-80GB", "16-mixed", False, 312.0),
         ("NVIDIA A100 80GB PCIe", "32-true", True, 156.0),
-        ("NVIDIA A10", "16-true", False, 125.0),
-        ("NVIDIA L4", "bf16-mixed", False, 121.0),
-        ("NVIDIA L40", "bf16-mixed", False, 181.0),
         ("NVIDIA L40S", "bf16-mixed", False, 362.0),
-        ("Tesla T4", "16-mixed", False, 65.0),
         ("Tesla T4", "32-true", True, 8.1),  # which has no TensorFloat-32
-        ("Tesla V100-SXM2-16GB", "16-mixed", False, 125.0),
-        ("NVIDIA GeForce RTX 4090", "bf16-mixed", False, 165.2),
         ("AMD Instinct MI300X", "bf16-mixed", False, 1307.4),
     ],
 )
@@ -46,12 +34,9 @@ def test_peaks_are_those_of_dense_products(name: str, precision: str, tf32: bool
     [
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16-mixed"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16-mixed"),
-        ("NVIDIA GeForce RTX 3090 Ti", "bf16-mixed"),
-        ("NVIDIA RTX A4000", "bf16-mixed"),
         ("Simulated H100", "bf16-mixed"),
         ("Tesla T4", "bf16-mixed"),
         ("NVIDIA H100 80GB HBM3", "64-true"),
-        ("NVIDIA H100 80GB HBM3", "transformer-engine"),
     ],
 )
 def test_unknown_devices_have_no_peak(name: str, precision: str) -> None:

@@ -77,16 +77,28 @@ def test_only_completed_runs_are_the_best_of_a_sweep(tmp_path: Path) -> None:
     assert best_of(sweep.runs, None) is None
 
 
+def labels(folder: Path, *overrides: list[str], distinct: bool = False) -> list[str]:
+    for job, words in enumerate(overrides):
+        write(folder, job, 0.5, overrides=["+recipe=line", *words])
+    sweep = load_sweep(folder)
+    sweep.set_labels(distinct=distinct)
+    return [run.label for run in sweep.runs]
+
+
 def test_labels_are_the_overrides_that_differ(tmp_path: Path) -> None:
-    for job in (1, 2):
-        write(tmp_path, job, 0.5)
-    write(tmp_path, 3, 0.5, overrides=["+recipe=line", "precision=16-mixed"])
-    sweep = load_sweep(tmp_path)
-    sweep.set_labels()
-    assert [run.label for run in sweep.runs] == ["optimizer.lr=1", "optimizer.lr=2", "16-mixed"]
+    words = ["optimizer.lr=1"], ["optimizer.lr=2"], ["precision=16-mixed"]
+    assert labels(tmp_path, *words) == ["optimizer.lr=1", "optimizer.lr=2", "16-mixed"]
+    pruning = "++callbacks.pruning={_target_:trainer.callbacks.OptunaPruning,storage:'sqlite:///x',trial:3}"
+    words = ["optimizer.lr=0.013311216080736894", pruning], ["model.act=v1.234567x", pruning], []
+    assert labels(tmp_path, *words) == ["optimizer.lr=0.01331", "model.act=v1.234567x", "2"]
+    words = ["optimizer.lr=0.0133111"], ["optimizer.lr=0.0133112"], []  # rounded, they would be equal
+    assert labels(tmp_path, *words) == ["optimizer.lr=0.0133111", "optimizer.lr=0.0133112", "2"]
 
 
-def test_equal_labels_get_the_folder(tmp_path: Path) -> None:
+def test_labels_that_are_equal_or_long(tmp_path: Path) -> None:
+    words = "a=" + 99 * "x", "a=" + 98 * "x" + "y"
+    start = f"{words[0][:63]}\u2026"
+    assert labels(tmp_path / "long", *([word] for word in words), distinct=True) == [f"{start} (0)", f"{start} (1)"]
     for name in ("a", "b"):
         write(tmp_path / name, 0, 0.5)
     sweep = Sweep([load_run(tmp_path / name / "0") for name in ("a", "b")])

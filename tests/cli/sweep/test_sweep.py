@@ -15,8 +15,6 @@ from rich.console import Console
 from tests.cli.conftest import write
 from trainer.cli import main
 from trainer.cli.sweep import report
-from trainer.record.run_record import RunRecord
-from trainer.record.sweep import Sweep
 
 LINE = ["+recipe=line", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false"]
 
@@ -52,16 +50,6 @@ def test_sweep_loses_only_the_job_that_fails(project, python, monkeypatch):
     assert "Results are in jobs" in done.stdout
     assert "fit completed" in Path("jobs/1/console.log").read_text()
     assert "fit completed" not in done.stdout
-
-
-@pytest.mark.whole
-def test_job_with_only_skipped_steps_has_failed_and_is_not_the_best(project, python):
-    settings = ["precision=16", "precision.init_scale=1e30,1", "optimizer.lr=1e-9", "objective.metric=val_loss"]
-    done = python.trainer("fit", "-m", *LINE, *settings, "trainer.max_epochs=1", "hydra.sweep.dir=jobs")
-    assert done.returncode == 1, done.stderr
-    results = json.loads(Path("jobs/summary.json").read_text())
-    assert [(job["status"], job["best"]) for job in results] == [("failed", False), ("completed", True)]
-    assert "Job 0 failed: TrainerError: No weight was updated: all 4 optimizer steps were skipped" in done.stdout
 
 
 @pytest.mark.whole
@@ -103,22 +91,27 @@ def result(job: int, **more) -> dict:
     return usual | more
 
 
-def test_table_has_the_differences_and_results(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    jobs = [result(0), result(10, scale=None, status="failed", error="Oops: no", metrics={}), result(2)]
-    write(tmp_path, {f"jobs/{job['job']}/run.json": json.dumps(job) for job in jobs})
-    write(tmp_path, {"jobs/left_over/run.json": json.dumps({"status": "completed"})})
-    assert report(Path("jobs")) == 1
-    lines = Path("jobs/summary.md").read_text().splitlines()
+def left(folder: Path, *jobs: dict) -> Path:
+    write(folder, {f"{job['job']}/run.json": json.dumps(job) for job in jobs})
+    return folder
+
+
+def test_table_has_the_differences_and_results(tmp_path, capsys):
+    failed = result(10, scale=None, status="failed", error="Oops: no", metrics={})
+    left(tmp_path, result(0), failed, result(2), result(1))
+    os.utime(tmp_path / "1" / "run.json", (1000.0, 1000.0))  # of an earlier sweep in the same folder
+    write(tmp_path, {"left_over/run.json": json.dumps({"status": "completed"})})
+    assert report(tmp_path, since=2000.0) == 1
+    lines = (tmp_path / "summary.md").read_text().splitlines()
     assert lines[0] == (
         "| job | overrides | status | epochs | time | test_acc | val_acc | val_loss | skipped | scale | memory"
         " | run dir |"
     )
-    assert lines[2] == (
-        "| 0 | optimizer.lr=0 | completed | 3 | 61.2 s | 0.9 | 0.9877 | 0.1 | 2 | 32768 | 2,048 MiB | 0 |"
-    )
-    assert lines[3].startswith("| 2 |")
-    assert lines[4] == "| 10 | optimizer.lr=10 | failed | 3 | 61.2 s | - | - | - | 2 | - | 2,048 MiB | 10 |"
+    assert lines[2:] == [
+        "| 0 | optimizer.lr=0 | completed | 3 | 61.2 s | 0.9 | 0.9877 | 0.1 | 2 | 32768 | 2,048 MiB | 0 |",
+        "| 2 | optimizer.lr=2 | completed | 3 | 61.2 s | 0.9 | 0.9877 | 0.1 | 2 | 32768 | 2,048 MiB | 2 |",
+        "| 10 | optimizer.lr=10 | failed | 3 | 61.2 s | - | - | - | 2 | - | 2,048 MiB | 10 |",
+    ]
     out = capsys.readouterr().out
     assert "0.9877" in out
     assert "Job 10 failed: Oops: no" in out
@@ -131,36 +124,51 @@ def reached(job: int, value: float | None, mode: str = "min", metric: str = "los
 
 
 def test_best_job_is_reported_and_has_a_value(tmp_path, capsys):
-    jobs = [
+    left(
+        tmp_path,
         reached(0, 0.4, metrics={"val_acc": 1.0, "test_acc": 1.0}),
         reached(1, 0.2),
         reached(2, float("nan")),
         reached(3, 0.1, status="failed", error="Oops"),
         reached(4, 0.15, status="pruned"),
         reached(5, 0.2),
-    ]
-    write(tmp_path, {f"{job['job']}/run.json": json.dumps(job) for job in jobs})
+    )
     assert report(tmp_path) == 1  # a job that was pruned has not failed
     numbers = json.loads((tmp_path / "summary.json").read_text())
     assert [job["job"] for job in numbers if job["best"]] == [1]
     header, _, *rows, _, sentence, _, command = (tmp_path / "summary.md").read_text().splitlines()
     assert header.startswith("| job | overrides | status | epochs | time | loss | test_acc | val_acc |")
-    assert rows[1].startswith("| 1 (best) | optimizer.lr=1 | completed |")
     assert [row.split(" | ")[0] for row in rows if "best" in row] == ["| 1 (best)"]
     assert sentence == "Best: job 1, with loss 0.2, the lowest: optimizer.lr=1"
     assert command == "    python -m trainer fit +recipe=a optimizer.lr=1"
     assert sentence in capsys.readouterr().out
 
 
+def test_means_over_seeds_and_folds(tmp_path):
+    def job(number, value, *own, **more):
+        return reached(number, value, overrides=["command=fit", "+recipe=a", *own], **more)
+
+    left(
+        tmp_path,
+        job(0, 0.1, "optimizer.lr=1", "seed=1", "+data.fold=0"),
+        job(1, 0.2, "optimizer.lr=1", "seed=2", "+data.fold=1"),
+        job(2, 0.6, "optimizer.lr=1", "seed=3", "+data.fold=1"),
+        job(3, 9.0, "optimizer.lr=1", "seed=4", "+data.fold=0", status="failed"),
+        job(4, 0.8, "optimizer.lr=3", "seed=1", "+data.fold=0"),
+        job(5, 0.9, "optimizer.lr=4", "data.split_seed=1"),
+        job(6, 0.9, "optimizer.lr=4", "data.split_seed=2"),
+    )
+    report(tmp_path)
+    lines = (tmp_path / "summary.md").read_text().split("|\n\n")[1].splitlines()
+    assert lines[:2] == ["Mean of 3 jobs optimizer.lr=1: loss 0.3 ± 0.26", ""]
+    assert lines[2] == "Best: job 0, with loss 0.1, the lowest: optimizer.lr=1 seed=1 +data.fold=0"
+
+
 def test_table_and_means_have_the_objective_at_the_best_checkpoint(tmp_path):
-    jobs = [
-        reached(
-            number, 2.0 - number, metric="val/loss", metrics={"val/acc": 0.5}, best_score=0.2 + 0.2 * number,
-            monitor={"metric": "val/loss", "mode": "min"}, overrides=["+recipe=a", f"seed={number}"],
-        )
-        for number in range(2)
-    ]  # fmt: skip
-    write(tmp_path, {f"{job['job']}/run.json": json.dumps(job) for job in jobs})
+    monitor = {"metric": "val/loss", "mode": "min"}
+    for number in range(2):
+        best = {"monitor": monitor, "best_score": 0.2 + 0.2 * number, "overrides": ["+recipe=a", f"seed={number}"]}
+        left(tmp_path, reached(number, 2.0 - number, metric="val/loss", metrics={"val/acc": 0.5}, **best))
     report(tmp_path)
     header, _, *rows = (tmp_path / "summary.md").read_text().splitlines()
     assert "| best val/loss | val/acc |" in header
@@ -170,81 +178,38 @@ def test_table_and_means_have_the_objective_at_the_best_checkpoint(tmp_path):
     assert any(line.startswith("Best: job 0, with val/loss 0.2 at its best checkpoint") for line in rows)
 
 
-def test_means_over_seeds_and_folds(tmp_path, capsys):
-    def job(number, value, *own, **more):
-        return reached(number, value, overrides=["command=fit", "+recipe=a", *own], **more)
-
-    jobs = [
-        job(0, 0.1, "optimizer.lr=1", "seed=1", "+data.fold=0"),
-        job(1, 0.2, "optimizer.lr=1", "seed=2", "+data.fold=1"),
-        job(2, 0.6, "optimizer.lr=1", "seed=3", "+data.fold=1"),
-        job(3, 0.5, "optimizer.lr=2", "seed=1", "+data.fold=0"),
-        job(4, 0.7, "optimizer.lr=2", "seed=2", "+data.fold=0"),
-        job(5, 9.0, "optimizer.lr=2", "seed=3", "+data.fold=0", status="failed"),
-        job(6, 0.8, "optimizer.lr=3", "seed=1", "+data.fold=0"),
-        job(7, 0.9, "optimizer.lr=4", "data.split_seed=1"),
-        job(8, 0.9, "optimizer.lr=4", "data.split_seed=2"),
-    ]
-    write(tmp_path, {f"{one['job']}/run.json": json.dumps(one) for one in jobs})
-    report(tmp_path)
-    means = [
-        "Mean of 3 jobs optimizer.lr=1: loss 0.3 ± 0.26",
-        "Mean of 2 jobs optimizer.lr=2: loss 0.6 ± 0.14",
-    ]
-    lines = (tmp_path / "summary.md").read_text().split("|\n\n")[1].splitlines()
-    assert lines[:4] == [*means, "", "Best: job 0, with loss 0.1, the lowest: optimizer.lr=1 seed=1 +data.fold=0"]
-    assert "\n".join(means) in capsys.readouterr().out
-
-
-def test_incomparable_jobs_have_no_best():
-    def best_of(*jobs):
-        return Sweep([RunRecord(job, Path()) for job in jobs]).best
-
-    assert best_of(result(0), result(1)) is None
-    assert best_of(reached(0, 1.0), reached(1, 1.0, "max")) is None
-    assert best_of(reached(0, 1.0, "max"), reached(1, 2.0, "max"), result(2)).job == 1
-
-
 @pytest.mark.parametrize(
     ("jobs", "prints_it"),
     [
         ([reached(0, None), reached(1, 0.1, status="failed")], True),
         ([reached(0, None, status="failed")], False),
         ([result(0), result(1)], False),
-        ([reached(0, None), reached(1, None, metric="acc")], False),
+        ([reached(0, 1.0), reached(1, 2.0, "max")], False),
     ],
 )
 def test_sweep_without_a_best_job_prints_the_reason(tmp_path, capsys, jobs, prints_it):
-    write(tmp_path, {f"{job['job']}/run.json": json.dumps(job) for job in jobs})
-    report(tmp_path)
+    report(left(tmp_path, *jobs))
     sentence = "There is no best job: no job has a finite value of loss."
     assert (sentence in capsys.readouterr().out) is prints_it
-    assert (sentence in (tmp_path / "summary.md").read_text()) is prints_it
+    text = (tmp_path / "summary.md").read_text()
+    assert (sentence in text) is prints_it
+    assert "Best: job" not in text
 
 
 @pytest.mark.parametrize(
     ("columns", "shown"),
     [
-        (160, "job overrides status epochs time test_acc val_acc val_loss skipped scale memory run dir"),
         (110, "job overrides status epochs time test_acc val_acc val_loss skipped memory"),
         (80, "job overrides status time test_acc val_acc val_loss"),
     ],
 )
 def test_narrow_terminal_gets_fewer_columns_and_no_broken_words(tmp_path, monkeypatch, capsys, columns, shown):
     monkeypatch.setattr("trainer.terminal.console", lambda: Console(width=columns))
-    write(tmp_path, {f"{job}/run.json": json.dumps(result(job)) for job in (0, 1)})
-    report(tmp_path)
+    report(left(tmp_path, result(0), result(1)))
     _, _, header, _, first, second, *_ = capsys.readouterr().out.splitlines()
     assert header.split() == shown.split()
     assert first.split()[:4] == ["0", "optimizer.lr=0", "completed", "61.2" if columns == 80 else "3"]
     assert second.split()[0] == "1"
-
-
-def test_earlier_sweep_in_the_same_folder_is_ignored(tmp_path, capsys):
-    write(tmp_path, {f"{job}/run.json": json.dumps(result(job)) for job in (0, 1)})
-    os.utime(tmp_path / "1" / "run.json", (1000.0, 1000.0))
-    assert report(tmp_path, since=2000.0) == 0
-    assert [job["job"] for job in json.loads((tmp_path / "summary.json").read_text())] == [0]
 
 
 def test_sweep_without_jobs_has_no_table(tmp_path, capsys):
@@ -303,52 +268,37 @@ def test_each_job_is_a_separate_command(project, jobs, monkeypatch, capsys):
 
 
 @pytest.mark.whole
-def test_sweep_written_in_a_config(project, jobs, capsys):
-    assert main(["fit", "+recipe=line", "+sweep=precision", "optimizer.lr=0.1,0.2"]) == 0
+def test_sweep_written_in_a_config(project, jobs):
+    """Short names of precisions, in a file of the user."""
+    sweep = "hydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      precision: 32,bf16\n"
+    write(project, {"conf/sweep/mine.yaml": f"# @package _global_\n{sweep}"})
+    assert main(["fit", "+recipe=line", "+sweep=mine", "optimizer.lr=0.1,0.2"]) == 0
     words = [command[3:8] for command, _ in jobs.started]
     assert [(word[0], word[3]) for word in words] == [
         ("precision=32-true", "optimizer.lr=0.1"), ("precision=32-true", "optimizer.lr=0.2"),
-        ("precision=16-mixed", "optimizer.lr=0.1"), ("precision=16-mixed", "optimizer.lr=0.2"),
         ("precision=bf16-mixed", "optimizer.lr=0.1"), ("precision=bf16-mixed", "optimizer.lr=0.2"),
     ]  # fmt: skip
     command, _ = jobs.started[3]
     assert main([*command[3:], "--cfg", "job"]) == 0
 
 
-@pytest.mark.whole
-def test_sweep_in_a_file_of_yours_may_use_short_names(project, jobs):
-    sweep = "hydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      precision: 32,16,bf16\n"
-    write(project, {"conf/sweep/mine.yaml": f"# @package _global_\n{sweep}"})
-    assert main(["fit", "+recipe=line", "+sweep=mine"]) == 0
-    assert [command[3] for command, _ in jobs.started] == [
-        "precision=32-true",
-        "precision=16-mixed",
-        "precision=bf16-mixed",
-    ]
+def test_job_that_crashes_silently_has_failed(project, jobs, monkeypatch):
+    statuses = iter([2, -9, -11, -77])
 
-
-@pytest.mark.whole
-@pytest.mark.parametrize(
-    ("status", "error"),
-    [
-        (2, "exit status 2"),
-        (-9, "ended by SIGKILL, which the system sends when memory runs out"),
-        (-11, "ended by SIGSEGV"),
-        (-77, "ended by signal 77"),
-    ],
-)
-@pytest.mark.parametrize("word", [None, {"status": "running", "metrics": {}, "error": None}])
-def test_job_that_crashes_silently_has_failed(project, jobs, monkeypatch, capsys, status, error, word):
     def wait(self):
-        if word is not None:  # output during the run
-            write(self.folder, {"run.json": json.dumps(word)})
-        return status
+        self.returncode = next(statuses)
+        if self.returncode < -9:  # a record that the run wrote at its start
+            write(self.folder, {"run.json": json.dumps({"status": "running", "metrics": {}, "error": None})})
+        return self.returncode
 
-    monkeypatch.setattr(Job, "returncode", status)
     monkeypatch.setattr(Job, "wait", wait)
-    assert main(["fit", "-m", "+recipe=line", "seed=1,2", "hydra.sweep.dir=jobs"]) == 1
-    results = json.loads(Path("jobs/summary.json").read_text())
-    assert [(job["status"], job["error"]) for job in results] == [("failed", error)] * 2
+    assert main(["fit", "-m", "+recipe=line", "seed=1,2,3,4", "hydra.sweep.dir=jobs"]) == 1
+    assert [(job["status"], job["error"]) for job in json.loads(Path("jobs/summary.json").read_text())] == [
+        ("failed", "exit status 2"),
+        ("failed", "ended by SIGKILL, which the system sends when memory runs out"),
+        ("failed", "ended by SIGSEGV"),
+        ("failed", "ended by signal 77"),
+    ]
 
 
 def test_interrupt_ends_the_sweep_with_its_table(project, jobs, monkeypatch, capsys):

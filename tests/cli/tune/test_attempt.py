@@ -12,22 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer, WeightAveraging
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from tests.cli.conftest import write
-from trainer import Trainer, machine
-from trainer.callbacks import ActivationCheckpointing
+from trainer import machine
 from trainer.cli import tune
 from trainer.cli.arguments import read
 from trainer.cli.tune import attempt
-from trainer.cli.tune.attempt import (
-    Meter,
-    callbacks_that_stay,
-    run_range_test,
-    try_batch_size,
-    watch_memory,
-)
+from trainer.cli.tune.attempt import Meter, train, watch_memory
 
 
 @pytest.fixture
@@ -42,16 +34,16 @@ def settings(project, monkeypatch):
     return compose
 
 
-def message_of(function, settings: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+def message_of(settings: dict[str, Any], **arguments: Any) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
-    function(messages.append, Path("scratch"), settings, **arguments)
+    train(messages.append, Path("scratch"), settings, **arguments)
     assert len(messages) == 1
     json.dumps(messages[0])
     return messages[0]
 
 
 def tried(settings: dict[str, Any], memory: int | None = None):
-    return message_of(try_batch_size, settings, steps=3, memory=memory)
+    return message_of(settings, limits={"steps": 3, "memory": memory})
 
 
 def test_try(settings):
@@ -141,14 +133,6 @@ def test_fp16_continues_until_two_completed_steps(settings):
     assert (message["status"], message["skipped"]) == ("ok", 5)
 
 
-def test_callbacks_that_save_stop_or_handle_errors_are_left_out():
-    kept = [ActivationCheckpointing("net"), WeightAveraging()]
-    others = [ModelCheckpoint(), EarlyStopping("loss"), Timer("00:01:00:00")]
-    trainer = Trainer(accelerator="cpu", callbacks=[*kept, *others], logger=False, precision="16-mixed")
-    names = [type(callback).__name__ for callback in callbacks_that_stay(trainer.callbacks)]
-    assert sorted(names) == sorted(["ActivationCheckpointing", "WeightAveraging", "ScalerCheckpoint"])
-
-
 def test_rates_exclude_the_first_step_and_waiting_time():
     ticks = iter([0, 9, 20, 22, 30, 34, 50, 51])  # the start and the end of four batches
     meter = Meter(print, 4)
@@ -191,7 +175,7 @@ def test_number_of_samples_in_the_training_set(loader, samples):
 def test_range_test_leaves_nothing_behind(settings):
     made = settings("optimizer.momentum=0", "data.batch_size=16", "callbacks=default")
     before = copy.deepcopy(made)
-    message = message_of(run_range_test, made, min_lr=1e-4, max_lr=0.3, steps=20)
+    message = message_of(made, rates={"min_lr": 1e-4, "max_lr": 0.3, "steps": 20})
     assert (message["status"], message["ended_by"]) == ("ok", "the last rate")
     rates, losses = zip(*message["points"], strict=True)
     assert rates == pytest.approx([1e-4 * 3000 ** (step / 19) for step in range(20)])
@@ -199,13 +183,3 @@ def test_range_test_leaves_nothing_behind(settings):
     assert all(map(math.isfinite, losses))
     assert made["optimizer"] == before["optimizer"]
     assert not any(file.suffix == ".ckpt" for file in Path().rglob("*"))
-
-
-def test_range_test_that_is_refused(settings):
-    write(
-        Path(),
-        {"manual.py": "from line_fit import Line\n\n\nclass Manual(Line):\n    automatic_optimization = False\n"},
-    )
-    message = message_of(run_range_test, settings("model._target_=manual.Manual"), min_lr=1e-4, max_lr=0.3, steps=20)
-    assert (message["status"], message["is_usage"]) == ("failed", True)
-    assert "manual optimization" in message["error"]

@@ -13,7 +13,7 @@ from trainer.cli import main
 from trainer.cli.arguments import UsageError, read
 from trainer.cli.tune import Settings, TuneError
 from trainer.cli.tune import batch_size as tune_batch_size
-from trainer.cli.tune.batch_size import Finding, find, precisions_in
+from trainer.cli.tune.batch_size import Finding, find, next_size, precisions_in
 
 OK = {"status": "ok", "device": "CPU", "precision": "32-true", "memory": 2**20, "skipped": 0, "samples": 1000}
 
@@ -44,13 +44,6 @@ def test_largest_size_is_found():
     assert sizes(found)[:4] == [64, 128, 256, 512]
     assert at(found, 512)["error"] == "OutOfMemoryError: tried to allocate 512 GiB"
     assert at(found, 300)["memory"] == 300 * 2**20
-
-
-def test_process_that_the_system_kills_did_not_fit():
-    killed = {"status": "out of memory", "error": "killed by the system"}
-    found = run(lambda size: answer(size) if size <= 70 else killed, multiple_of=1)
-    assert found.largest == 70
-    assert at(found, 128)["error"] == "killed by the system"
 
 
 @pytest.mark.parametrize(
@@ -106,6 +99,41 @@ def test_precisions(words, precisions):
     assert precisions_in(read(["tune", "batch_size", *words]).overrides) == precisions
 
 
+def search(capacity: int, start: int = 64, most: int | None = None, multiple_of: int = 1) -> tuple[int, list[int]]:
+    tried: list[int] = []
+    size: int | None = start
+    found, too_large = 0, None
+    while size is not None:
+        tried.append(size)
+        if size <= capacity:
+            found = size
+        else:
+            too_large = size
+        size = next_size(found, too_large, most, multiple_of)
+    return found, tried
+
+
+@pytest.mark.parametrize("start", [1, 7, 1000])
+@pytest.mark.parametrize("capacity", [0, 1, 3, 63, 100, 1025])
+def test_search_is_exact(capacity, start):
+    found, tried = search(capacity, start)
+    assert found == capacity
+    assert len(set(tried)) == len(tried) <= 24
+    assert min(tried) >= 1
+
+
+def test_order_of_the_tries():
+    assert search(100, 16) == (100, [16, 32, 64, 128, 96, 112, 104, 100, 102, 101])
+    assert search(100, 50, multiple_of=8) == (100, [50, 100, 200, 144, 120, 104])
+    assert search(10**9, 64, most=1257) == (1257, [64, 128, 256, 512, 1024, 1257])
+    assert search(10**9, 64, most=64) == (64, [64])
+
+
+@pytest.mark.parametrize(("capacity", "found"), [(100, 96), (96, 96), (95, 88), (7, 7), (8, 8), (15, 8)])
+def test_multiples_of_eight_and_below_it_any(capacity, found):
+    assert search(capacity, 64, multiple_of=8)[0] == found
+
+
 # --- whole runs -----------------------------------------------------------------------------------------------
 
 HUNGRY = '''
@@ -116,16 +144,14 @@ from line_fit import Line, Points
 
 
 class Hungry(Line):
-    """Fits ten samples, or as many bytes a sample as it is told; fails at some size for another reason."""
+    """Raises an error above ``capacity`` samples, and needs ``each`` bytes per sample."""
 
-    def __init__(self, optimizer, capacity=10, each=0, breaks_at=None):
+    def __init__(self, optimizer, capacity=10, each=0):
         super().__init__(optimizer)
-        self.capacity, self.each, self.breaks_at = capacity, each, breaks_at
+        self.capacity, self.each = capacity, each
 
     def training_step(self, batch, batch_idx):
         size = len(batch[0])
-        if size == self.breaks_at:
-            raise ValueError("the labels are wrong")
         if size > self.capacity:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         held = torch.ones(size * self.each, dtype=torch.uint8)
@@ -137,7 +163,6 @@ MODEL = """
     optimizer: ${optimizer}
     capacity: 10
     each: 0
-    breaks_at: null
 """
 
 
@@ -189,16 +214,6 @@ def test_budget_is_kept(hungry, capfd):
     others = [one for one in result["tried"] if one["status"] != "ok"]
     assert max(one["memory"] for one in fits) <= budget < min(one["memory"] for one in others)
     assert {one["error"] for one in others} == {"the process exceeded the budget"}
-
-
-@pytest.mark.whole
-def test_another_error_ends_it(hungry, capfd):
-    assert main([*hungry, "precision=32", "model.breaks_at=8"]) == 1
-    captured = capfd.readouterr()
-    assert "data.batch_size=8 in precision=32-true: ValueError: the labels are wrong. Its output is in " in captured.err
-    assert "Traceback" not in captured.err
-    (log,) = Path("outputs").rglob("tune.log")
-    assert "ValueError: the labels are wrong" in log.read_text()
 
 
 def test_table(project, capsys, monkeypatch):

@@ -31,27 +31,24 @@ def test_suggestion(config, tmp_path, capsys):
     assert result["suggestion"] == pytest.approx(1e-3, rel=0.2)
     assert (result["key"], result["precision"]) == ("optimizer.lr", "16-mixed")
     assert result["curve"]["lr"] == RATES
-    assert len(result["curve"]["smoothed"]) == 100
     out = capsys.readouterr().out
     assert f": optimizer.lr={result['suggestion']:.2g} (currently 0.1)\n" in out
     assert "The test ended with divergence, after 100 rates and 2 skipped steps." in out
 
 
-@pytest.mark.parametrize(("own", "warns"), [([0.025, 0.1], False), ([0.1000000001], False), ([0.3], True), ([], False)])
+@pytest.mark.parametrize(("own", "warns"), [([0.025, 0.1000000001], False), ([0.3], True), ([], False)])
 def test_rate_that_is_not_read_from_the_setting(config, tmp_path, capsys, own, warns):
     report(message(sigmoid(1e-3), own_rates=own), *config, tmp_path)
     out = capsys.readouterr().out
     assert ("optimizer.lr is 0.1, but the learning rate of the optimizer is 0.3." in out) is warns
-    assert ("such as tune.lr_key=model.lr" in out) is warns
 
 
 def test_no_suggestion(config, tmp_path, capsys):
-    assert report(message([(rate, 1.0) for rate in RATES], ended_by="the last rate", skipped=0), *config, tmp_path) == 1
-    out = capsys.readouterr().out
-    assert "No suggestion: the loss does not decrease clearly: use another tune.min_lr" in out
-    assert "optimizer.lr=" not in out
     assert report(message([], ended_by="overflows"), *config, tmp_path) == 1
-    assert "The test ended with overflows, after 0 rates" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "The test ended with overflows, after 0 rates" in out
+    assert "No suggestion: the curve has only 0 points" in out
+    assert "optimizer.lr=" not in out
 
 
 @pytest.mark.whole
@@ -63,6 +60,5 @@ def test_whole_run(project, capfd):
     assert 0.02 < result["suggestion"] < 2.0
     assert result["ended_by"] == "divergence"
     assert f"optimizer.lr={result['suggestion']:.2g} (currently 0.1)" in (out := capfd.readouterr().out)
-    assert "was given" not in out
     assert f"The losses at all rates are in {file}" in out
     assert {each.name for each in Path("outputs").rglob("*") if each.is_file()} == {"tune.json", "tune.log"}

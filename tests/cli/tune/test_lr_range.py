@@ -10,19 +10,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer import Trainer
+from tests.support import make_trainer
 from trainer.cli.tune.lr import suggest
 from trainer.cli.tune.lr_range import LearningRateSweep
 from trainer.errors import ConfigurationError
-
-QUIET: dict[str, Any] = {
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "logger": False,
-    "accelerator": "cpu",
-    "max_epochs": 1000,
-}
 
 
 class Quadratic(L.LightningModule):
@@ -48,7 +39,7 @@ def batches(count: int = 8) -> DataLoader:
 
 def sweep(module: L.LightningModule, *arguments: float, **options: Any) -> LearningRateSweep:
     callback = LearningRateSweep(*arguments)
-    Trainer(callbacks=[callback], **QUIET | options).fit(module, batches())
+    make_trainer(None, callbacks=[callback], max_epochs=1000, **options).fit(module, batches())
     return callback
 
 
@@ -125,7 +116,7 @@ def test_only_overflows():
             return loss
 
     found = LearningRateSweep(1e-4, 0.4, 20)
-    trainer = Trainer(callbacks=[found], precision="16-mixed", **QUIET)
+    trainer = make_trainer(None, precision="16-mixed", max_epochs=1000)
     trainer.callbacks = [found]  # without callbacks that end such a run
     trainer.fit(Always(), batches())
     assert (found.ended_by, found.points) == ("overflows", [])
@@ -150,15 +141,6 @@ def test_groups_keep_their_proportions_and_schedules_are_gone():
     assert found.found()["own_rates"] == [0.01, 0.1]
 
 
-def test_configured_rate_is_found_under_one_cycle():
-    def configure(module: Quadratic) -> Any:
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=100)  # begins at 0.004
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    assert sweep(Quadratic(configure=configure), 1e-3, 1e-1, 10).found()["own_rates"] == pytest.approx([0.004, 0.1])
-
-
 def test_rate_in_a_tensor():
     configure = lambda module: torch.optim.Adam([module.w], lr=torch.tensor(0.1), foreach=False)  # noqa: E731
     found = sweep(Quadratic(configure=configure), 1e-3, 1e-1, 10)
@@ -166,14 +148,11 @@ def test_rate_in_a_tensor():
     assert found.points[-1][1] < found.points[0][1]
 
 
-def test_two_optimizers_are_refused():
+def test_modules_without_a_single_rate_are_refused():
     configure = lambda module: [torch.optim.SGD([module.w], lr=0.1), torch.optim.SGD([module.other], lr=0.1)]  # noqa: E731
+    module = Quadratic(configure=configure)
     with pytest.raises(ConfigurationError, match="2 optimizers, expected automatic optimization of one"):
-        sweep(Quadratic(configure=configure), 1e-3, 1e-1, 10)
-
-
-def test_manual_optimization_is_refused():
-    module = Quadratic()
+        sweep(module, 1e-3, 1e-1, 10)
     module.automatic_optimization = False
     with pytest.raises(ConfigurationError, match="manual optimization"):
         sweep(module, 1e-3, 1e-1, 10)

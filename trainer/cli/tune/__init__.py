@@ -27,7 +27,6 @@ from trainer.cli.keys import example_recipe
 from trainer.cli.processes import under_torchrun
 from trainer.cli.schema import read_settings, setting
 from trainer.cli.validate import validate
-from trainer.cli.workdir import claim
 from trainer.errors import TrainerError, did_you_mean
 from trainer.files import from_here
 from trainer.terminal import command_line, is_quiet
@@ -142,17 +141,6 @@ def composed(arguments: Arguments) -> tuple[DictConfig, Settings]:
             f"tune.max_lr is {settings.max_lr:g}, expected more than tune.min_lr, which is {settings.min_lr:g}."
         )
     return config, settings
-
-
-def claim_folder(arguments: Arguments, config: DictConfig) -> Path:
-    """Create the folder of this run. Print a remark if the config has several devices."""
-    folder = claim(arguments, config).resolve()
-    if config.trainer.devices not in (1, "1", "auto") or config.trainer.num_nodes not in (1, "auto"):
-        print_unless_quiet(
-            "The config has several devices, but tune uses one. DDP needs memory for another copy of the gradients, and"
-            " its total batch size grows with the number of devices."
-        )
-    return folder
 
 
 def plain(config: DictConfig, folder: Path, **changes: Any) -> dict[str, Any]:

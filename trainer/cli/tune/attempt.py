@@ -33,38 +33,28 @@ _MOST_SKIPPED = 30  # the initial loss scale reaches 1 after 16 skipped steps
 _LOOK_EVERY = 0.02  # seconds
 
 
-def try_batch_size(send: Send, folder: Path, settings: dict[str, Any], **limits: Any) -> None:
-    """Train for a few steps and send their measurements: for `trainer.cli.tune.child.run_in_child`.
-
-    Args:
-        send: sends the message. Its ``status`` is ``ok``, with the ``precision`` and :meth:`Meter.found`, or ``out of
-            memory`` or ``failed``, with ``error``.
-        folder: the Trainer's ``default_root_dir``.
-        settings: the resolved config, with the batch size.
-        limits: arguments of :class:`Meter`.
-    """
-    _train(send, folder, settings, Meter(send, **limits))
-
-
-def run_range_test(send: Send, folder: Path, settings: dict[str, Any], **rates: Any) -> None:
-    """Train with increasing learning rates and send the curve: for `trainer.cli.tune.child.run_in_child`.
-
-    Args:
-        send: sends the message, as in :func:`try_batch_size`, with :meth:`LearningRateSweep.found`.
-        folder: the Trainer's ``default_root_dir``.
-        settings: the resolved config. Its ``weights`` initialize the training.
-        rates: arguments of :class:`~trainer.cli.tune.lr_range.LearningRateSweep`.
-    """
-    _train(send, folder, settings, LearningRateSweep(**rates), **first_weights(settings))
-
-
-def _train(
-    send: Send, folder: Path, settings: dict[str, Any], observer: Meter | LearningRateSweep, **begin: Any
+def train(
+    send: Send,
+    folder: Path,
+    settings: dict[str, Any],
+    limits: dict[str, Any] | None = None,
+    rates: dict[str, Any] | None = None,
 ) -> None:
+    """Train and send the measurements: for `trainer.cli.tune.child.run_in_child`.
+
+    Args:
+        send: sends the message. Its ``status`` is ``ok``, with the ``precision`` and the result of ``found`` of the
+            callback, or ``out of memory`` or ``failed``, with ``error``.
+        folder: the Trainer's ``default_root_dir``.
+        settings: the resolved config. Its ``weights`` initialize a range test.
+        limits: arguments of :class:`Meter`, to try a batch size.
+        rates: arguments of :class:`~trainer.cli.tune.lr_range.LearningRateSweep`, for a range test.
+    """
+    observer = Meter(send, **limits or {}) if rates is None else LearningRateSweep(**rates)
     try:
         module, data, trainer = assemble(settings, folder)
         trainer.callbacks = callbacks_that_stay(trainer.callbacks)
-        rehearse(trainer, module, observer, datamodule=data, **begin)
+        rehearse(trainer, module, observer, datamodule=data, **(first_weights(settings) if rates else {}))
         message = {"status": "ok", "precision": trainer.precision, **observer.found()}
     except (Exception, SystemExit) as error:
         message = _failure(error)
@@ -90,10 +80,8 @@ class Meter(Clock):
 
     def __init__(self, send: Send, steps: int, memory: int | None = None, only_on_cpu: bool = False) -> None:
         super().__init__()
-        self._send = send
-        self._steps = steps
-        self._memory = memory
-        self._only_on_cpu = only_on_cpu
+        self._send, self._steps = send, steps
+        self._memory, self._only_on_cpu = memory, only_on_cpu
         self._device = torch.device("cpu")
         self._samples: list[int] = []  # number of samples in each batch
         self._warm_up = 0  # number of batches until the first optimizer step

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -19,6 +20,7 @@ from trainer.cli import tune
 from trainer.cli.arguments import COMPARED_PRECISIONS, Arguments, UsageError
 from trainer.cli.tune import LOG, Settings
 from trainer.cli.tune.child import Message, run_in_child
+from trainer.cli.workdir import claim
 from trainer.files import from_here
 from trainer.machine import readable
 from trainer.terminal import Table, four_digits
@@ -32,7 +34,7 @@ class Finding:
 
     Args:
         precision: value of the override.
-        tried: the messages of the child processes (`trainer.cli.tune.attempt.try_batch_size`), with the ``size``.
+        tried: the messages of the child processes (`trainer.cli.tune.attempt.train`), with the ``size``.
         largest: the largest size that fits; 0 if no size does.
         problem: why this precision was not tried, or "".
     """
@@ -59,11 +61,11 @@ def run(arguments: Arguments) -> int:
     configs = [tune.composed(one) for one in each]
     config, settings = configs[0]
     start = start_of(config, settings)
-    folder = tune.claim_folder(each[0], config)
+    folder = claim(each[0], config).resolve()
     budget, is_default = tune.bytes_in(settings.memory), settings.memory is None
     if is_default and (usable := machine.memory().usable) is not None:
         budget = int(_MARGIN * usable)
-    limits = {"memory": budget, "only_on_cpu": is_default}
+    limits = {"steps": settings.steps_per_try, "memory": budget, "only_on_cpu": is_default}
     tune.print_unless_quiet(f"Memory budget on a CPU{'' if is_default else ' or a GPU'}: {readable(budget)}.")
     findings = []
     for name, (its_config, _) in zip(precisions_in(given), configs, strict=True):
@@ -75,23 +77,20 @@ def run(arguments: Arguments) -> int:
     return 0 if any(finding.largest for finding in findings) else 1
 
 
-def attempt_size(
-    config: DictConfig, settings: Settings, folder: Path, limits: dict[str, int | None], size: int
-) -> Message:
+def attempt_size(config: DictConfig, settings: Settings, folder: Path, limits: dict[str, Any], size: int) -> Message:
     """Train for a few steps with a batch size in a child process, and return its message.
 
     Args:
         config: with the node ``hydra``.
         settings: of the search.
         folder: of the run.
-        limits: memory limits, arguments of `trainer.cli.tune.attempt.Meter`.
+        limits: arguments of `trainer.cli.tune.attempt.Meter`.
         size: the batch size.
     """
     made = tune.plain(config, folder, **{settings.batch_size_key: size})
     # Within an accumulation window, gradients need memory during the next batch, so two batches show the peak.
     made["trainer"]["accumulate_grad_batches"] = min(2, made["trainer"]["accumulate_grad_batches"] or 1)
-    function = "trainer.cli.tune.attempt:try_batch_size"
-    return run_in_child(function, folder / LOG, settings=made, steps=settings.steps_per_try, **limits)
+    return run_in_child("trainer.cli.tune.attempt:train", folder / LOG, settings=made, limits=limits)
 
 
 def precisions_in(given: list[str]) -> list[str]:

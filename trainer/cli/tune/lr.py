@@ -15,6 +15,7 @@ from trainer.cli import tune
 from trainer.cli.arguments import Arguments
 from trainer.cli.tune import LOG, Settings
 from trainer.cli.tune.child import Message, run_in_child
+from trainer.cli.workdir import claim
 from trainer.files import from_here
 
 _CLEAR = 5  # standard errors; a smaller decrease may be chance, given the number of means
@@ -32,15 +33,10 @@ def run(arguments: Arguments) -> int:
         TuneError: if the test failed.
     """
     config, settings = tune.composed(arguments)
-    folder = tune.claim_folder(arguments, config)
-    message = run_in_child(
-        "trainer.cli.tune.attempt:run_range_test",
-        folder / LOG,
-        settings=tune.plain(config, folder),
-        min_lr=settings.min_lr,
-        max_lr=settings.max_lr,
-        steps=settings.steps,
-    )
+    folder = claim(arguments, config).resolve()
+    rates = {name: getattr(settings, name) for name in ("min_lr", "max_lr", "steps")}
+    function = "trainer.cli.tune.attempt:train"
+    message = run_in_child(function, folder / LOG, settings=tune.plain(config, folder), rates=rates)
     if message["status"] != "ok":
         raise tune.failure(message, "The range test failed", folder)
     return report(message, config, settings, folder)
@@ -50,7 +46,7 @@ def report(message: Message, config: DictConfig, settings: Settings, folder: Pat
     """Print the suggestion of a curve, and write ``tune.json``.
 
     Args:
-        message: message of `trainer.cli.tune.attempt.run_range_test`.
+        message: message of `trainer.cli.tune.attempt.train`.
         config: with the node ``hydra``.
         settings: of the test.
         folder: of the run.
@@ -65,7 +61,7 @@ def report(message: Message, config: DictConfig, settings: Settings, folder: Pat
         "suggestion": found.lr,
         "reason": found.why,
         "lowest_loss_at": found.lowest,
-        "curve": {"lr": [rate for rate, _ in points], "loss": [loss for _, loss in points], "smoothed": found.smoothed},
+        "curve": {"lr": [rate for rate, _ in points], "loss": [loss for _, loss in points]},
         **{name: message[name] for name in ("ended_by", "skipped", "first_loss")},
     }
     tune.write(folder, result)
@@ -95,13 +91,11 @@ class Suggestion(NamedTuple):
     Args:
         lr: the learning rate, or None.
         why: the rule, or the reason why there is no suggestion.
-        smoothed: centered moving mean of the losses, with a value for each point.
-        lowest: the rate with the lowest smoothed loss; None without points.
+        lowest: the rate with the lowest smoothed loss; None with too few points.
     """
 
     lr: float | None
     why: str
-    smoothed: list[float]
     lowest: float | None
 
 
@@ -120,7 +114,7 @@ def suggest(points: Sequence[tuple[float, float]]) -> Suggestion:
     smoothed = [statistics.fmean(losses[max(0, i - reach) : i + reach + 1]) for i in range(len(losses))]
     if len(points) < 4 * reach:
         why = f"the curve has only {len(points)} points: use more tune.steps, or a smaller tune.min_lr"
-        return Suggestion(None, why, smoothed, None)
+        return Suggestion(None, why, None)
     inner = range(reach, len(points) - reach)  # points with means over the same number of points
     lowest = min(inner, key=smoothed.__getitem__)
     # The spread of the loss from one point to the next, as a standard deviation, before the loss diverges.
@@ -131,11 +125,11 @@ def suggest(points: Sequence[tuple[float, float]]) -> Suggestion:
             "the loss does not decrease clearly: use another tune.min_lr and tune.max_lr, larger batches, or more"
             " tune.steps"
         )
-        return Suggestion(None, why, smoothed, points[lowest][0])
+        return Suggestion(None, why, points[lowest][0])
 
     def slope(i: int) -> float:
         near = slice(i - reach, i + reach + 1)
         return statistics.linear_regression(logs[near], losses[near]).slope
 
     steepest = min(range(reach, lowest + 1), key=slope)
-    return Suggestion(points[steepest][0], "at the steepest decrease of the loss", smoothed, points[lowest][0])
+    return Suggestion(points[steepest][0], "at the steepest decrease of the loss", points[lowest][0])
