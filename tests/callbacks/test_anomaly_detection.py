@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.postmortem.layers import Amplifier, Huge, Nan, sequential
+from tests.postmortem.layers import Amplifier, sequential
 from tests.support import Regression, assert_same, fit_and_watch, make_batches, native_fp16
 from trainer.callbacks import AnomalyDetection
 
@@ -23,33 +23,22 @@ def fit(folder, module, gains=OVERFLOWS, **arguments):
     return fit_and_watch(folder, module, make_batches(5, gains=gains), **given)
 
 
-def test_overflows_do_not_raise(tmp_path):
-    _, trace = fit(tmp_path, Regression())
-    assert trace.skipped == [False, True, False, True, False]
-
-
 def test_run_is_the_same_with_it(tmp_path):
     module = sequential()
     ours = fit(tmp_path, Regression(module))[1]
+    assert ours.skipped == [False, True, False, True, False]
     theirs = fit(tmp_path, Regression(sequential()), detect_anomaly=False)[1]
     assert_same(ours, theirs)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-@pytest.mark.parametrize("window", [1, 5])
-def test_real_nan_stops_the_run_with_the_traceback_of_its_forward(tmp_path, window):
+def test_real_nan_stops_the_run_with_the_traceback_of_its_forward(tmp_path):
     with (
         pytest.warns(UserWarning, match=r"(?s)Error detected in SqrtBackward0.*torch.sqrt\(loss - loss\)"),
         pytest.raises(RuntimeError, match="Function 'SqrtBackward0' returned nan values"),
     ):
-        fit(tmp_path, Late(), accumulate_grad_batches=window)
+        fit(tmp_path, Late(), accumulate_grad_batches=5)
     assert not torch.is_anomaly_enabled()
-
-
-@pytest.mark.filterwarnings("ignore:Error detected in", "ignore:Anomaly Detection has been enabled")
-def test_nan_at_once_although_steps_may_be_skipped(tmp_path):
-    with pytest.raises(RuntimeError, match="SqrtBackward0"):
-        fit(tmp_path, Regression(sequential(Nan(), 3)))
 
 
 def test_infinity_is_not_nan(tmp_path):
@@ -57,12 +46,6 @@ def test_infinity_is_not_nan(tmp_path):
     net = torch.nn.Sequential(torch.nn.Linear(6, 3), Amplifier(6e4), Amplifier(6e4))
     _, trace = fit(tmp_path, Regression(net), gains=None)
     assert all(trace.skipped)
-
-
-@pytest.mark.filterwarnings("ignore:Error detected in", "ignore:Anomaly Detection has been enabled")
-def test_forward_that_overflows_is(tmp_path):
-    with pytest.raises(RuntimeError, match="returned nan values"):
-        fit(tmp_path, Regression(sequential(Huge(), 3)))
 
 
 def test_mode_of_each_precision(tmp_path):

@@ -6,24 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from tests.support import (
     OPTIMIZERS,
     Regression,
-    Watch,
     adam,
     assert_same,
     fit_and_watch,
     loader_of,
-    loss_of,
     make_batches,
     make_net,
     make_trainer,
     momentum,
     native_fp16,
-    sgd,
     train_by_hand,
 )
 from trainer import Trainer
@@ -43,9 +40,10 @@ def without_it(number: int = 6) -> list[list[Tensor]]:
     return [batch for i, batch in enumerate(make_batches(number)) if i != BAD]
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum-fused", "adam", "adamw-fused"])
-@pytest.mark.parametrize("gain", [NAN, float("inf")])
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "gain"),
+    [("32-true", "momentum-fused", NAN), ("bf16-mixed", "adamw-fused", float("inf")), ("64-true", "adam", NAN)],
+)
 def test_skipped_batch_changes_nothing(tmp_path: Path, precision: str, optimizer: str, gain: float) -> None:
     make, how = OPTIMIZERS[optimizer], {"schedule": STEPPED, "interval": "step"}
     dtype = torch.float64 if precision == "64-true" else torch.float32
@@ -66,19 +64,16 @@ def test_skipped_batch_changes_nothing(tmp_path: Path, precision: str, optimizer
     assert trace.scales == trace.next_scales == [1.0] * 6
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("optimizer", [sgd, OPTIMIZERS["adamw-fused"]])
-@pytest.mark.parametrize("window", [1, 2])
-def test_guard_that_finds_nothing_changes_nothing(tmp_path: Path, precision: str, optimizer: Any, window: int) -> None:
+@pytest.mark.parametrize(("precision", "optimizer"), [("32-true", "sgd"), ("bf16-true", "adamw-fused")])
+def test_guard_that_finds_nothing_changes_nothing(tmp_path: Path, precision: str, optimizer: str) -> None:
     def train(*callbacks: Any) -> Any:
-        arguments = {"precision": precision, "accumulate_grad_batches": window, "callbacks": list(callbacks)}
-        return fit_and_watch(tmp_path, Regression(make_net(), optimizer), make_batches(5), **arguments)[1]
+        arguments = {"precision": precision, "accumulate_grad_batches": 2, "callbacks": list(callbacks)}
+        return fit_and_watch(tmp_path, Regression(make_net(), OPTIMIZERS[optimizer]), make_batches(5), **arguments)[1]
 
     assert_same(train(NonFiniteGuard("stop")), train())
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("optimizer", ["momentum", "adam-fused"])
+@pytest.mark.parametrize(("precision", "optimizer"), [("32-true", "momentum"), ("bf16-mixed", "adam-fused")])
 def test_stopping_keeps_the_last_good_weights(tmp_path: Path, precision: str, optimizer: str) -> None:
     module = Regression(make_net(), OPTIMIZERS[optimizer])
     trainer = make_trainer(tmp_path, precision=precision, callbacks=[NonFiniteGuard()])
@@ -188,18 +183,6 @@ def test_skipping_ends_after_consecutive_skips(tmp_path: Path) -> None:
         trainer.fit(Regression(), loader_of(make_batches(9, gains=gains)))
 
 
-def test_averages_leave_skipped_steps_out(tmp_path: Path) -> None:
-    def train(batches: Any, *callbacks: Any) -> Any:
-        average = WeightAveraging()
-        fit_and_watch(tmp_path, module := Regression(), batches, callbacks=[average, *callbacks])
-        return list(module.net.parameters())
-
-    with pytest.warns(UserWarning, match="was skipped"):
-        mine = train(with_a_bad_one(), NonFiniteGuard("skip"))
-    for one, other in zip(mine, train(without_it()), strict=True):
-        assert torch.equal(one, other)
-
-
 class ByHand(Regression):
     """Manual optimization, or an overridden ``optimizer_step``."""
 
@@ -243,60 +226,28 @@ def test_optimizers_that_evaluate_the_loss_are_refused_at_every_step_only(tmp_pa
 # --- with loss scaling --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["stop", "skip"])
-def test_overflow_of_a_scaled_loss_is_none(tmp_path: Path, policy: Any) -> None:
-    precision = native_fp16(init_scale=2.0**40)
-    trainer, trace = fit_and_watch(
-        tmp_path, Regression(), make_batches(4), precision=precision, callbacks=[NonFiniteGuard(policy)]
-    )
-    assert trace.skipped[0]
-    assert trainer.scaler.is_enabled()
-
-
-def test_loss_that_is_not_finite_stops_a_scaled_run(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, precision=native_fp16(init_scale=8.0), callbacks=[NonFiniteGuard()])
+def test_only_a_loss_that_is_not_finite_stops_a_scaled_run(tmp_path: Path) -> None:
+    scale = native_fp16(init_scale=2.0**24)
+    trainer = make_trainer(tmp_path, precision=scale, callbacks=[NonFiniteGuard()])
     with pytest.raises(NonFiniteError, match=r"Verdict: data: .* \(step 3, batch 3\)"):
         trainer.fit(Regression(), loader_of(with_a_bad_one()))
-    assert trainer.skipped_steps == 1
+    assert trainer.skipped_steps > 1  # overflows do not stop it
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------
 
 
-def checkpoints_of(folder: Path, *callbacks: Any, raises: bool) -> dict[str, Any]:
-    saving = ModelCheckpoint(folder, save_last=True, every_n_train_steps=2, save_top_k=1)
-    trainer = make_trainer(folder, enable_checkpointing=True, callbacks=[saving, *callbacks])
-    if raises:
-        with pytest.raises(NonFiniteError) as caught:
-            trainer.fit(Regression(optimizer=adam), loader_of(with_a_bad_one()))
-        assert "so they were not saved" in str(caught.value)
-        assert "net.0.weight" in str(caught.value)
-        assert caught.value.step == 4
-    else:
-        trainer.fit(Regression(optimizer=adam), loader_of(with_a_bad_one()))
-    return {path.name: torch.load(path, weights_only=True) for path in folder.glob("*.ckpt")}
-
-
 def test_weights_that_are_not_finite_do_not_replace_good_ones(tmp_path: Path) -> None:
-    files = checkpoints_of(tmp_path, raises=True)
+    saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=2, save_top_k=1)
+    trainer = make_trainer(tmp_path, enable_checkpointing=True, callbacks=[saving])
+    with pytest.raises(NonFiniteError, match=r"so they were not saved(?s:.*)net.0.weight") as caught:
+        trainer.fit(Regression(optimizer=adam), loader_of(with_a_bad_one()))
+    assert caught.value.step == 4
+    files = {path.name: torch.load(path, weights_only=True) for path in tmp_path.glob("*.ckpt")}
     assert sorted(files) == ["epoch=0-step=2.ckpt", "last.ckpt"]
     for checkpoint in files.values():
         assert checkpoint["global_step"] == 2
         assert all(tensor.isfinite().all() for tensor in checkpoint["state_dict"].values())
-
-
-def test_weights_are_checked_at_the_end_of_a_validation(tmp_path: Path) -> None:
-    class Validated(Regression):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val_loss", loss_of(self.net, batch).nan_to_num(), batch_size=8)
-
-    saving = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1)
-    trainer = make_trainer(tmp_path, enable_checkpointing=True, callbacks=[saving], val_check_interval=1)
-    with pytest.raises(NonFiniteError, match="so they were not saved"):
-        trainer.fit(Validated(optimizer=adam), loader_of(with_a_bad_one()), loader_of(without_it(2)))
-    for path in tmp_path.glob("*.ckpt"):
-        weights = torch.load(path, weights_only=True)["state_dict"]
-        assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
 def test_large_weights_are_finite(tmp_path: Path) -> None:
@@ -308,11 +259,6 @@ def test_large_weights_are_finite(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, save_last=True)
     make_trainer(tmp_path, enable_checkpointing=True, callbacks=[saving]).fit(Large(), loader_of(make_batches(2)))
     assert (tmp_path / "last.ckpt").exists()
-
-
-def test_nonfinite_checkpoints_can_be_enabled(tmp_path: Path) -> None:
-    files = checkpoints_of(tmp_path, NonFiniteGuard("go_on"), raises=False)
-    assert files["last.ckpt"]["state_dict"]["net.0.weight"].isnan().any()
 
 
 def test_guard_leaves_no_trace_in_checkpoints(tmp_path: Path) -> None:
@@ -335,6 +281,7 @@ def test_guard_leaves_no_trace_in_checkpoints(tmp_path: Path) -> None:
 def test_only_checkpoints_are_checked_by_default(tmp_path: Path) -> None:
     (guard,) = (one for one in make_trainer(tmp_path).callbacks if isinstance(one, NonFiniteGuard))
     assert (guard.policy, guard.every_step) == ("stop", False)
+    assert guard.on_after_optimizer_step is None  # a hook that is not called
     assert not any(isinstance(one, NonFiniteGuard) for one in Trainer(accelerator="cpu", barebones=True).callbacks)
     (mine,) = (
         one
@@ -344,28 +291,7 @@ def test_only_checkpoints_are_checked_by_default(tmp_path: Path) -> None:
     assert (mine.policy, mine.every_step) == ("skip", True)
 
 
-def test_by_default_a_step_costs_nothing(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
-    (guard,) = (one for one in trainer.callbacks if isinstance(one, NonFiniteGuard))
-    assert guard.on_after_optimizer_step is None  # a hook that is not called
-
-
-@pytest.mark.parametrize("arguments", [{"policy": "ignore"}, {"max_in_a_row": 0}, {"max_in_a_row": 1.5}])
+@pytest.mark.parametrize("arguments", [{"policy": "ignore"}, {"max_in_a_row": 0}])
 def test_arguments_that_make_no_sense(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(arguments))):
         NonFiniteGuard(**arguments)
-
-
-def test_guard_is_enabled_during_a_fit_only(tmp_path: Path) -> None:
-    seen = []
-
-    class Look(Watch):
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            seen.append((trainer.scaler.skips_steps, trainer.scaler.is_enabled(), trainer.scaler.get_scale()))
-
-    trainer = make_trainer(tmp_path, callbacks=[NonFiniteGuard(), Look()])
-    for epochs in (1, 2):
-        trainer.loop.limits.max_epochs = epochs
-        trainer.fit(Regression(), loader_of(make_batches(2)))
-        assert not trainer.scaler.skips_steps
-    assert seen == [(True, False, 1.0)] * 2

@@ -15,7 +15,6 @@ from trainer.engine.protocol import Engine
 from trainer.errors import ConfigurationError, NonFiniteError, expect, is_count, rank_zero_warn, some
 from trainer.postmortem.diagnose import Case, diagnose
 from trainer.postmortem.recording import RecordedBatch, Recorder
-from trainer.postmortem.state import BufferState
 from trainer.precision.guard import StepGuard
 from trainer.record.measures import last_diagnosis
 from trainer.state.outcome import StepOutcome
@@ -108,7 +107,7 @@ class NonFiniteGuard(RunCallback):
                 f"Got NonFiniteGuard({self.policy!r}) and the optimizer {greedy[0]}, which evaluates the loss itself,"
                 " several times a step: such a step cannot be skipped. Use NonFiniteGuard(every_step=False)."
             )
-        self._recorder = Recorder(trainer, every_step=True, keeps_batches=self.policy == "stop")
+        self._recorder = Recorder(trainer, keeps_batches=self.policy == "stop")
 
     def on_after_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
@@ -123,8 +122,8 @@ class NonFiniteGuard(RunCallback):
         self._in_a_row += 1
         step = trainer.global_step - len(outcome.optimizers)
         for recorded in batches:
-            if isinstance(recorded.state, BufferState):
-                recorded.state.restore_nonfinite()
+            if recorded.buffers is not None:
+                recorded.buffers.restore_nonfinite()
         scales = trainer.scaler.is_enabled()
         if self.policy == "stop":
             if not scales or outcome.nonfinite_loss:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
-from trainer.data.samples import named_tensors_in
+from trainer.data.samples import named_tensors_in, tensors_in
 from trainer.errors import some
 from trainer.postmortem import remedies, rewrite
 from trainer.postmortem.examine import Finding, examine
@@ -35,8 +37,6 @@ _TINY = 2.0**-24
 """Relative change of a weight that float32 rounds to none."""
 _COMPARED = 5
 """Batches to compare."""
-_EXAMINED = 8
-"""Batches to examine alone."""
 
 
 @dataclass
@@ -54,9 +54,10 @@ class Case:
         buffers: the largest value of each buffer when training began.
         in_a_row: number of skipped steps in a row until then.
         trigger: "loss" (a loss was not finite), "growth" (of the loss), "underflow", "skips" (skipped steps in a row),
-            "single skip" or "error" (the step ended with an exception).
+            "single skip", "step" (on demand) or "error" (the step ended with an exception).
         known: earlier diagnoses. A failure at the same place as in one of them is not examined any further.
         kept: ``trainer.global_step`` of the earlier weights.
+        error: the exception that ended the step, or None.
     """
 
     step: int
@@ -70,18 +71,37 @@ class Case:
     trigger: str = "skips"
     known: Sequence[Diagnosis] = ()
     kept: int = 0
+    error: BaseException | None = None
 
 
 def diagnose(trainer: Trainer, case: Case) -> Diagnosis | None:
-    """Replay the case and explain it. All ranks call this together. None if all is well, or a scale only settles."""
+    """Replay the case and explain it. All ranks call this together.
+
+    Returns:
+        None if all is well, a scale only settles, or an exception has another reason than numbers. On demand, a
+        diagnosis with the largest loss scale instead.
+    """
+    if case.error is not None:
+        if (found := _index_out_of_range(case.error.__traceback__)) is not None:
+            return _out_of_range(trainer, case, *found)
+        if "without overflow" not in f"{case.error}" and are_finite(trainer.lightning_module, case.batches[0].batch):
+            return None
     if case.trigger == "underflow":
         return None if trainer.engine.gradients.are_parts else _underflow(trainer, case)
     finding = examine(trainer, case.batches, case.scale)
     if finding is None:
         return None if case.trigger == "growth" else _lost(trainer, case, None)
-    if finding.error and case.trigger != "error" and not finding.broken_weights:
+    if finding.error and case.error is None and not finding.broken_weights:
         cause = f"The replay of the batch ended with {finding.error}; the run did not."
         return _diagnosis(case, finding, "unknown", cause, "", key=finding.error)
+    diagnosis = _examined(trainer, case, finding)
+    if diagnosis is None and case.trigger == "step":
+        cause = f"The largest loss scale that fits is {finding.largest_scale:g}."
+        return _diagnosis(case, finding, "none", cause, "")
+    return diagnosis
+
+
+def _examined(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
     for earlier in case.known:
         if finding.fails and _place_of(finding) == _place_of(earlier.finding):
             return earlier
@@ -159,19 +179,12 @@ def _data(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[Reco
     )  # fmt: skip
 
 
-def out_of_range(trainer: Trainer, case: Case, indices: torch.Tensor, number: int, error: str) -> Diagnosis:
-    """Explain an index or a label that is out of range.
-
-    Args:
-        trainer: the Trainer.
-        case: with the batch.
-        indices: the tensor that was used as an index.
-        number: of rows or classes that there are.
-        error: the message of the exception.
-    """
-    finding = Finding(case.batches[0].batch_idx, 0, 1, trainer.global_rank, case.scale, fails=True, error=error)
-    bad = ((indices < 0) | (indices >= number)).reshape(len(indices) if indices.dim() else 1, -1).any(dim=1)
-    rows = bad.nonzero().flatten().tolist()
+def _out_of_range(trainer: Trainer, case: Case, indices: Tensor, number: int) -> Diagnosis:
+    """Explain an index or a label that is not between 0 and ``number``."""
+    batch_idx, error = case.batches[0].batch_idx, f"{case.error}"
+    finding = Finding(batch_idx, 0, 1, trainer.global_rank, case.scale, fails=True, error=error)
+    bad = (indices < 0) | (indices >= number)
+    rows = bad.reshape(len(indices) if indices.dim() else 1, -1).any(dim=1).nonzero().flatten().tolist()
     tensors = dict(named_tensors_in(case.batches[0].batch, "batch"))
     columns = {
         f"{name}[:, {column}]": one[:, column]
@@ -180,24 +193,40 @@ def out_of_range(trainer: Trainer, case: Case, indices: torch.Tensor, number: in
     }  # fmt: skip
     found = (n for n, one in (tensors | columns).items() if one.shape == indices.shape and one.equal(indices))
     name = next(found, "an index that the step computes")
-    values = sorted(set(indices[(indices < 0) | (indices >= number)].tolist()))
+    values = sorted(set(indices[bad].tolist()))
     return _diagnosis(
         case, finding, "data",
         f"{name} out of range, samples {some(map(str, rows), 8)}: {some(map(str, values), 4)}, of 0 to {number - 1}.",
         f"leave out the samples with {name} outside 0 to {number - 1}, or mend them.",
-        tried="", alternative="raise the number of classes or embeddings of the model", key=name,
+        alternative="raise the number of classes or embeddings of the model", key=name,
     )  # fmt: skip
+
+
+def _index_out_of_range(trace: TracebackType | None) -> tuple[Tensor, int] | None:
+    """Return the index that torch rejected and the number of rows or classes, from the frames of an exception."""
+    found: tuple[Tensor, int] | None = None
+    while trace is not None:
+        values, name = trace.tb_frame.f_locals, trace.tb_frame.f_code.co_name
+        given, weight, target = values.get("input"), values.get("weight"), values.get("target")
+        if name == "embedding" and isinstance(given, Tensor) and isinstance(weight, Tensor):
+            found = given, len(weight)
+        elif name in ("cross_entropy", "nll_loss") and isinstance(given, Tensor) and isinstance(target, Tensor):
+            found = (
+                target.masked_fill(target == values.get("ignore_index", -100), 0),
+                given.shape[min(1, given.dim() - 1)],
+            )
+        trace = trace.tb_next
+    if found is None or found[0].is_floating_point() or not ((found[0] < 0) | (found[0] >= found[1])).any():
+        return None
+    return found
 
 
 def _model(trainer: Trainer, case: Case, finding: Finding, *, is_float32: bool) -> Diagnosis:
     birth = finding.birth
     assert birth is not None
     where = f"{Path(birth.file).name}:{birth.line}" if birth.file else birth.place
-    change = next((one for one in rewrite.propose(birth) if _cures(trainer, case, one)), None)
-    tried = "" if change is None else "the batch is finite with it"
-    remedy = f"guard the operation against this input: {rewrite.HINTS.get(birth.name, 'clamp its input')}"
-    if change is not None:
-        remedy = str(change)
+    hint = f"guard the operation against this input: {rewrite.HINTS.get(birth.name, 'clamp its input')}"
+    remedy, tried = _changed_code(trainer, case, rewrite.propose(birth)) or (hint, "")
     line = f", {where}: {birth.source}" if birth.file else ""
     return _diagnosis(
         case, finding, "model",
@@ -205,6 +234,12 @@ def _model(trainer: Trainer, case: Case, finding: Finding, *, is_float32: bool) 
         f" {birth.place}{line}",
         remedy, tried=tried, key=where,
     )  # fmt: skip
+
+
+def _changed_code(trainer: Trainer, case: Case, changes: Iterable[rewrite.Change]) -> tuple[str, str] | None:
+    """Return the instruction for the first change that cures the batch, and the result of trying it, or None."""
+    change = next((one for one in changes if _cures(trainer, case, one)), None)
+    return None if change is None else (str(change), "the batch is finite with it")
 
 
 def _cures(trainer: Trainer, case: Case, change: rewrite.Change) -> bool:
@@ -241,19 +276,17 @@ def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Di
         )
     if _fits_with_cuda_ops(trainer, case):
         cause += f" CUDA's autocast would not overflow: {remedies.precision(trainer, autocast_ops='cuda')}."
-    change = (
-        None if cure is not None else next((one for one in rewrite.widen(birth) if _cures(trainer, case, one)), None)
-    )
-    remedy, tried = remedies.other_precision("bf16-mixed") if cure is None else _of(trainer, cure.variant), ""
-    if change is not None:
-        remedy, tried = str(change), "the batch is finite with it"
+    alternative, bfloat16 = _normalization(finding, 1000.0), remedies.other_precision("bf16-mixed")
     if cure is not None:
-        fits = "" if cure.variant.dtype is not None else f", scales up to {cure.finding.largest_scale:g} fit"
+        (variant, cured), fits = cure, ""
+        remedy = bfloat16 if variant.dtype is torch.bfloat16 else remedies.other_precision("32-true")
+        if variant.dtype is None:
+            own = getattr(trainer.loop.precision, "fp32_modules", ())
+            remedy = remedies.precision(trainer, fp32_modules=(*own, *variant.modules))
+            fits, alternative = f", scales up to {cured.largest_scale:g} fit", alternative or bfloat16
         tried = f"finite forward and backward{fits}"
-    wide = [f"{name} up to {value:.3g}" for name, value in finding.ranges.items() if value > 1000.0]
-    alternative = f"normalize the inputs ({some(wide, 2)})" if wide else ""
-    if not alternative and cure is not None and cure.variant.modules:
-        alternative = remedies.other_precision("bf16-mixed")
+    else:
+        remedy, tried = _changed_code(trainer, case, rewrite.widen(birth)) or (bfloat16, "")
     return _diagnosis(case, finding, phase, cause, remedy, tried=tried, alternative=alternative, key=birth.module)
 
 
@@ -262,22 +295,7 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
     broken = [name for name, value in case.before.items() if not value.isfinite().all()]
     names = broken or finding.broken_weights
     if case.before and not broken:
-        recent = case.recent[-_EXAMINED:]
-        with remedies.weights_of(trainer, case.before):
-            for recorded in [*recent, *case.batches]:
-                found = examine(trainer, [recorded], case.scale)
-                if found is not None and found.is_hopeless:
-                    one = replace(case, batches=[recorded], step=recorded.step)
-                    if (verdict := _explain(trainer, one, found)) is not None:
-                        return verdict
-        if (verdict := _optimizer(trainer, case, finding)) is not None:
-            return verdict
-        if (verdict := _repeated(trainer, case, finding)) is not None:
-            return verdict
-        has_all = len(recent) + len(case.batches) > case.step - case.first  # each batch alone is finite
-        verdict = _divergence(trainer, case, finding)
-        is_certain = verdict.tried or has_all or not _rates_are_finite(trainer)
-        return verdict if is_certain else _lost(trainer, case, finding)
+        return _repeated(trainer, case, finding)
     if case.first >= 0 and not case.before:
         return _lost(trainer, case, finding)
     remedy = (
@@ -291,35 +309,39 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
     return _diagnosis(
         case, finding, "weights",
         f"Weights were not finite when training began{f', in {source}' if source else ''}: {some(names, 4)}.",
-        remedy, tried="", key=names[0],
+        remedy, key=names[0],
     )  # fmt: skip
 
 
 def _repeated(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
-    """Take all steps since the earlier weights again, and explain them unless the loss grows."""
-    batches = [one for one in (*case.recent, *case.batches) if one.step >= case.kept]
-    is_recorded = bool(batches) and batches[0].step == case.kept
-    if not is_recorded or trainer.world_size > 1 or not trainer.lightning_module.automatic_optimization:
-        return None
+    """Take the steps since the earlier weights again, and explain the first batch that fails, or the steps."""
+    batches = [*case.recent, *case.batches]
+    since = [one for one in batches if one.step >= case.kept]
+    is_whole = bool(since) and since[0].step == case.kept and remedies.can_step(trainer)
     with remedies.weights_of(trainer, case.before):
         usual = [abs(loss) for loss in remedies.losses(trainer, batches) if math.isfinite(loss)]
     limit = _WORSE * max(usual, default=1.0)
-    recorded, weights = remedies.repeat(trainer, batches, case.before, limit)
+    recorded, weights = remedies.repeat(trainer, since if is_whole else batches, case.before, limit)
     if recorded is not None:
         with remedies.weights_of(trainer, weights):
             found = examine(trainer, [recorded], case.scale)
-            one = replace(case, batches=[recorded], step=recorded.step)
-            return _explain(trainer, one, found) if found is not None and found.is_hopeless else None
-    is_same = not case.kept and not trainer.lr_scheduler_configs  # new optimizer states, and the same learning rates
-    if weights or not is_same or not _rates_are_finite(trainer):
-        return None
-    return _diagnosis(
-        case, finding, "weights",
-        f"{some(finding.broken_weights, 4)} became not finite before step {case.step}, although all steps are finite if"
-        " they are taken again: other code than the optimizer has changed them.",
-        f"find the code, such as a hook or a callback, that writes to {finding.broken_weights[0]!r}.",
-        tried="", key=finding.broken_weights[0],
-    )  # fmt: skip
+            if found is not None and found.is_hopeless:
+                one = replace(case, batches=[recorded], step=recorded.step)
+                if (verdict := _explain(trainer, one, found)) is not None:
+                    return verdict
+    if (verdict := _optimizer(trainer, case, finding)) is not None:
+        return verdict
+    is_same = is_whole and not case.kept and not trainer.lr_scheduler_configs  # new optimizer states, the same rates
+    if is_same and recorded is None and not weights and _rates_are_finite(trainer):
+        return _diagnosis(
+            case, finding, "weights",
+            f"{some(finding.broken_weights, 4)} became not finite before step {case.step}, although all steps are"
+            " finite if they are taken again: other code than the optimizer has changed them.",
+            f"find the code, such as a hook or a callback, that writes to {finding.broken_weights[0]!r}.",
+            key=finding.broken_weights[0],
+        )  # fmt: skip
+    verdict = _divergence(trainer, case, finding)
+    return verdict if verdict.tried or weights or not _rates_are_finite(trainer) else _lost(trainer, case, finding)
 
 
 def _optimizer(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
@@ -351,7 +373,7 @@ def _buffers(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
     ]
     if not names:
         return None
-    batches = [one._replace(state=None) for one in case.batches]  # a recorded state includes the buffers
+    batches = [one._replace(buffers=None) for one in case.batches]
     with remedies.weights_of(trainer, {name: now[name].nan_to_num(0, 0, 0) for name in names}):
         cured = examine(trainer, batches, 1.0)
     if cured is None or cured.fails:
@@ -367,21 +389,19 @@ def _buffers(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
 
 def _divergence(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis:
     batches = [*case.recent, *case.batches]
-    can_try = trainer.world_size == 1 and trainer.lightning_module.automatic_optimization and bool(case.before)
+    can_try = case.before and remedies.can_step(trainer)
     learned = remedies.find_rate(trainer, batches[-8:], case.before) if can_try else None
     rates = sorted({float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups})
     now = rates[-1]
     lower = learned[0] if learned else (now / 10 if math.isfinite(now) else 0.01)
     tried = f"a few steps bring the loss from {learned[1]:.3g} to {learned[2]:.3g}" if learned else ""
-    wide = [f"{name} up to {value:.3g}" for name, value in finding.ranges.items() if value > 20.0]
     what = "a schedule that stays at" if trainer.lr_scheduler_configs else "a lower learning rate,"
     return _diagnosis(
         case, finding, "divergence",
         f"The steps make the loss grow without bound, in float32 too: the learning rate is {now:g}.",
         f"{what} {remedies.rate(lower)}",
         tried=tried,
-        alternative=f"normalize the inputs ({some(wide, 2)})" if wide else f"clip gradients: {remedies.clipping()}",
-        key="",
+        alternative=_normalization(finding, 20.0) or f"clip gradients: {remedies.clipping()}",
     )  # fmt: skip
 
 
@@ -405,21 +425,19 @@ def _underflow(trainer: Trainer, case: Case) -> Diagnosis | None:
         case, finding, "underflow",
         f"At a loss scale of {case.scale:g}, {lost['']:.0%} of the gradient is lost in float16; worst: {worst}"
         f" ({lost[worst]:.0%}).",
-        remedy, tried=tried, alternative=remedies.other_precision("bf16-mixed") if tried else "", key="",
+        remedy, tried=tried, alternative=remedies.other_precision("bf16-mixed") if tried else "",
     )  # fmt: skip
 
 
 def _lost(trainer: Trainer, case: Case, finding: Finding | None) -> Diagnosis:
     """Admit that the batch, or the weights before it, are gone."""
     finding = finding or Finding(-1, 0, 1, trainer.global_rank, case.scale, fails=True)
+    guard = "nonfinite_guard" if remedies.is_command_line() else "[NonFiniteGuard('stop')]"
     return _diagnosis(
         case, finding, "unknown",
         f"A loss or the weights became not finite between steps {case.first} and {case.step}; the batch or the weights"
         " before it are gone.",
-        "callbacks=[NonFiniteGuard('stop')] in the next run: it ends at that step and names the cause."
-        if not remedies.is_command_line() else
-        "callbacks=nonfinite_guard in the next run: it ends at that step and names the cause.",
-        tried="", key="",
+        f"callbacks={guard} in the next run: it ends at that step and names the cause.",
     )  # fmt: skip
 
 
@@ -427,14 +445,16 @@ def _lost(trainer: Trainer, case: Case, finding: Finding | None) -> Diagnosis:
 
 
 def _diagnosis(case: Case, finding: Finding, kind: str, cause: str, remedy: str, **details: Any) -> Diagnosis:
-    return Diagnosis(kind, cause, remedy, finding=finding, step=case.step, in_a_row=case.in_a_row, **details)
+    in_a_row = case.in_a_row
+    if case.trigger == "step":  # its outcome is not known yet
+        in_a_row = in_a_row + 1 if finding.fails else 0
+    return Diagnosis(kind, cause, remedy, finding=finding, step=case.step, in_a_row=in_a_row, **details)
 
 
-def _of(trainer: Trainer, variant: Variant) -> str:
-    if variant.dtype is not None:
-        return remedies.other_precision("bf16-mixed" if variant.dtype is torch.bfloat16 else "32-true")
-    own = getattr(trainer.loop.precision, "fp32_modules", ())
-    return remedies.precision(trainer, fp32_modules=(*own, *variant.modules))
+def _normalization(finding: Finding, limit: float) -> str:
+    """Return the advice to normalize the tensors of the batch with values above the limit, or ""."""
+    wide = [f"{name} up to {value:.3g}" for name, value in finding.ranges.items() if value > limit]
+    return f"normalize the inputs ({some(wide, 2)})" if wide else ""
 
 
 def _fits_with_cuda_ops(trainer: Trainer, case: Case) -> bool:
@@ -476,3 +496,8 @@ def _has_diverged(trainer: Trainer, case: Case, failing: Sequence[RecordedBatch]
     usual = statistics.median(abs(b) for _, b in pairs)
     worse = [not math.isfinite(a) or a - b > _WORSE * max(abs(b), usual) for a, b in pairs]
     return sum(worse) > len(worse) / 2
+
+
+def are_finite(module: nn.Module, batch: Any = ()) -> bool:
+    """Return whether all weights and all numbers of the batch are finite. A host-device synchronization."""
+    return all(bool(tensor.isfinite().all()) for tensor in (*module.parameters(), *tensors_in(batch)))

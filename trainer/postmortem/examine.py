@@ -18,7 +18,6 @@ from trainer.postmortem.replay import (
     Variant,
     backward,
     in_step,
-    is_idle,
     optimized,
     replay,
     rewind,
@@ -150,7 +149,7 @@ def _look_into(
 ) -> None:
     module, parameters = trainer.lightning_module, optimized(trainer)
     part = trainer.engine.gradients.part
-    if is_idle(recorded):
+    if recorded is None:
         parameters = {}
     rewind(trainer, now, recorded)
     finding.broken_weights = [
@@ -174,8 +173,8 @@ def _look_into(
         if broken and all(zero[name] for name in broken):
             largest = 0.0
         if not failed:
-            finding.loss = math.nan if is_idle(recorded) else loss.item()
-            finding.fails = bool(finding.parameters) or not (is_idle(recorded) or math.isfinite(finding.loss))
+            finding.loss = math.nan if recorded is None else loss.item()
+            finding.fails = bool(finding.parameters) or not (recorded is None or math.isfinite(finding.loss))
             finding.largest_scale = largest if finding.fails else min(finding.largest_scale, largest)
         trace.is_on = True
 

@@ -9,11 +9,12 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from trainer.engine.optimizer_calls import needs_closure
 from trainer.module_tree import has_forward, plain_name
 from trainer.postmortem.examine import Finding, examine
 from trainer.postmortem.recording import RecordedBatch
@@ -34,18 +35,6 @@ _MATTERS = 1e-4
 Weights = Mapping[str, Tensor]
 
 
-class Cure(NamedTuple):
-    """A change of the precision that was tried.
-
-    Attributes:
-        variant: the change.
-        finding: its replay.
-    """
-
-    variant: Variant
-    finding: Finding
-
-
 def is_cured(finding: Finding | None, variant: Variant) -> bool:
     """Return whether a batch is finite, forward and backward, at a scale at which gradients do not vanish."""
     if finding is None or finding.error or not math.isfinite(finding.loss):
@@ -53,18 +42,21 @@ def is_cured(finding: Finding | None, variant: Variant) -> bool:
     return not finding.fails if variant.dtype is not None else finding.largest_scale >= LOW
 
 
-def find_cure(trainer: Trainer, batches: Sequence[RecordedBatch], finding: Finding) -> Cure | None:
+def find_cure(trainer: Trainer, batches: Sequence[RecordedBatch], finding: Finding) -> tuple[Variant, Finding] | None:
     """Try modules in float32, one more as long as something overflows; then bfloat16, then float32.
 
     All ranks call this together.
+
+    Returns:
+        The first change of the precision that cures the batch, and its replay. None if none does.
     """
     named = {plain_name(name): module for name, module in trainer.lightning_module.named_modules()}
     leaves = {name for name, module in named.items() if name and not [*module.children()] and [*module.parameters()]}
 
-    def tried(variant: Variant) -> Cure | None:
+    def tried(variant: Variant) -> tuple[Variant, Finding] | None:
         scale = 1.0 if variant.dtype is not None else finding.scale
         found = examine(trainer, batches, scale, variant)
-        return Cure(variant, found) if found is not None and is_cured(found, variant) else None
+        return (variant, found) if found is not None and is_cured(found, variant) else None
 
     chosen: list[str] = []
     latest: Finding | None = finding
@@ -210,6 +202,8 @@ def repeat(
 ) -> tuple[RecordedBatch | None, Weights]:
     """Train on these batches again, from earlier weights and with new optimizer states.
 
+    Gradients are only checked if :func:`can_step` is false.
+
     Returns:
         The first batch with a gradient that is not finite, and the finite weights before it. None with other weights if
         a step with finite gradients makes a loss exceed the limit, or weights not finite. None with {} if all is well.
@@ -228,6 +222,12 @@ def repeat(
     return None, {}
 
 
+def can_step(trainer: Trainer) -> bool:
+    """Return whether a step can be taken again: in automatic optimization, without a closure, on one process."""
+    is_automatic = trainer.world_size == 1 and trainer.lightning_module.automatic_optimization
+    return is_automatic and not any(map(needs_closure, trainer.optimizers))
+
+
 @contextmanager
 def _optimizing(trainer: Trainer) -> Iterator[Callable[[RecordedBatch, Variant], list[float]]]:
     """A context that gives a function: it takes a step on a batch, and returns its losses and if gradients are finite.
@@ -236,6 +236,7 @@ def _optimizing(trainer: Trainer) -> Iterator[Callable[[RecordedBatch, Variant],
     """
     states = [optimizer.state for optimizer in trainer.optimizers]
     parameters = [p for o in trainer.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad]
+    steps = can_step(trainer)
 
     def step(recorded: RecordedBatch, variant: Variant) -> list[float]:
         found: list[float] = []
@@ -249,8 +250,8 @@ def _optimizing(trainer: Trainer) -> Iterator[Callable[[RecordedBatch, Variant],
 
         run(trainer, recorded, on_loss, variant)
         are_finite = all(bool(values.isfinite().all()) for p in parameters if (values := _values(p.grad)) is not None)
-        if recorded.window.is_last:
-            for optimizer in trainer.optimizers:
+        if recorded.window.is_last or not steps:
+            for optimizer in trainer.optimizers if steps else ():
                 type(optimizer).step(optimizer)
             for parameter in parameters:
                 parameter.grad = None

@@ -119,7 +119,7 @@ def undisturbed(trainer: Trainer) -> Iterator[ObjectState]:
     random_state = random_states.capture(device)
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    state = ObjectState([module, *schedules], groups, parameters=True)
+    state = ObjectState([module, *schedules], groups)
     calls, loggers = engine.module_calls, trainer.loggers
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -155,8 +155,8 @@ def rewind(trainer: Trainer, now: ObjectState, recorded: RecordedBatch | None) -
     """Restore the state before the ``training_step`` of a batch; state that was not recorded is restored to ``now``."""
     now.restore()  # an earlier replay may have changed it
     if recorded is not None:
-        if recorded.state is not None:
-            recorded.state.restore()
+        if recorded.buffers is not None:
+            recorded.buffers.restore()
         random_states.restore(recorded.random_state, trainer.engine.device)
 
 
@@ -168,11 +168,6 @@ def optimized(trainer: Trainer) -> dict[str, Tensor]:
     leaves: dict[str, Tensor] = trainer.engine.gradients.leaves(trainer.lightning_module)
     stepped = {id(p) for optimizer in trainer.optimizers for p in parameters_of(optimizer)}
     return {name: leaves[name] for name, p in trainer.lightning_module.named_parameters() if id(p) in stepped}
-
-
-def is_idle(recorded: RecordedBatch | None) -> bool:
-    """Return whether this process has no batch, or no loss, while others may have one."""
-    return recorded is None or not recorded.has_loss
 
 
 def run(
@@ -195,7 +190,7 @@ def run(
     """
     module, engine = trainer.lightning_module, trainer.engine
     silence(module)
-    if is_idle(recorded) or recorded is None:
+    if recorded is None:
         idle = engine.gradients.idle_loss()
         if idle is not None:
             on_loss(idle)
@@ -242,7 +237,7 @@ def replay(
         parameters = optimized(trainer)
         for recorded in in_step(trainer, batches):
             found: list[T] = []
-            watched = {} if is_idle(recorded) else parameters
+            watched = {} if recorded is None else parameters
             rewind(trainer, now, recorded)
             run(trainer, recorded, lambda loss: found.append(on_loss(loss, watched)), variant)  # noqa: B023
             yield found

@@ -19,19 +19,16 @@ class ObjectState:
 
     For each object, and for the modules and schedules in its attributes (also inside a list, tuple or dict): its
     attributes; the elements of its buffers and other tensors; the states of its ``torch.Generator``s; the items of its
-    lists, dicts, sets and deques; ``requires_grad`` of its parameters. This includes the states of metrics, lists of
-    outputs, counters, ``training`` flags and hooks. Items of nested containers are not copied.
+    lists, dicts, sets and deques; its parameters, which are copied to the host because a second model may not fit on
+    the device, with ``requires_grad``. This includes the states of metrics, lists of outputs, counters, ``training``
+    flags and hooks. Items of nested containers are not copied.
 
     Args:
         roots: the objects.
         mappings: dicts that are copied in the same way, such as an optimizer's parameter groups.
-        parameters: whether to copy the elements of parameters, too, to the host, because a second model may not fit on
-            the device. Default: False.
     """
 
-    def __init__(
-        self, roots: Iterable[object], mappings: Iterable[MutableMapping[str, Any]] = (), *, parameters: bool = False
-    ) -> None:
+    def __init__(self, roots: Iterable[object], mappings: Iterable[MutableMapping[str, Any]] = ()) -> None:
         self._attributes: list[tuple[MutableMapping[str, Any], dict[str, Any]]] = []
         self._contents: dict[int, tuple[Any, Any]] = {}
         self._trained: list[tuple[nn.Parameter, bool]] = []
@@ -42,8 +39,7 @@ class ObjectState:
                     self._keep(buffer)
                 for parameter in owner.parameters(recurse=False):
                     self._trained.append((parameter, parameter.requires_grad))
-                    if parameters:
-                        self._contents[id(parameter)] = (parameter, parameter.detach().to("cpu", copy=True))
+                    self._contents[id(parameter)] = (parameter, parameter.detach().to("cpu", copy=True))
         for mapping in mappings:
             self._keep_attributes(mapping)
 

@@ -56,12 +56,6 @@ class Magnitude(NamedTuple):
     elements: int
     dtype: str
 
-    def joined(self, other: Magnitude) -> Magnitude:
-        """Return the statistics of both."""
-        dtype = other.dtype if other.not_finite and not self.not_finite else self.dtype
-        counts = (self.not_finite + other.not_finite, self.elements + other.elements)
-        return Magnitude(max(self.largest, other.largest), *counts, dtype)
-
 
 class Birth(NamedTuple):
     """The operation that makes the first number that is not finite.
@@ -302,14 +296,10 @@ def measure(tensors: Iterable[Tensor]) -> Magnitude | None:
 
     Synchronizes. A complex tensor counts as a real one of shape (..., 2).
     """
-    found: Magnitude | None = None
-    for tensor in map(real_view, tensors):
-        if not tensor.is_floating_point() or not is_readable(tensor) or not tensor.numel():
-            continue
-        values = tensor.detach()
-        finite = values.isfinite()
-        largest = values.abs().where(finite, torch.zeros((), dtype=values.dtype, device=values.device)).max().item()
-        count, dtype = values.numel(), str(values.dtype).removeprefix("torch.")
-        one = Magnitude(largest, count - int(finite.sum().item()), count, dtype)
-        found = one if found is None else found.joined(one)
-    return found
+    every = [one.detach() for one in map(real_view, tensors) if one.is_floating_point() and is_readable(one)]
+    if not (every := [one for one in every if one.numel()]):
+        return None
+    largest = max(one.where(one.isfinite(), 0.0).abs().max().item() for one in every)
+    broken = [int((~one.isfinite()).sum()) for one in every]
+    dtype = next((one.dtype for one, number in zip(every, broken, strict=True) if number), every[0].dtype)
+    return Magnitude(largest, sum(broken), sum(one.numel() for one in every), str(dtype).removeprefix("torch."))
