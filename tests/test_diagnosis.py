@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset
 from tests.support import OPTIMIZERS, Regression, loader_of, make_batches, make_trainer
 from trainer.callbacks import RunRecorder
 from trainer.diagnosis import explain
-from trainer.engine import memory_usage as memory
 from trainer.errors import ConfigurationError, DataLoaderError, is_out_of_memory
 
 
@@ -129,20 +128,7 @@ def test_errors_of_a_dataset_are_not_changed(trainer: Any) -> None:
     assert caught.value.__notes__ == ["It was raised while batch_idx 3 of epoch 0 (train_dataloader) was loaded."]
 
 
-@pytest.mark.whole
-def test_run_bounds_its_dataloaders_and_leaves_them_as_they_were(trainer: Any) -> None:
-    data, seen = loader(lambda: None), []
-
-    class Watch(Module):
-        def on_train_batch_end(self, *_: Any) -> None:
-            seen.append("_get_iterator" in vars(data))
-
-    trainer.fit(Watch(), data)
-    assert seen == [True] * 6
-    assert "_get_iterator" not in vars(data)
-
-
-@pytest.mark.parametrize("given", [-1, "1h", True, float("inf")])
+@pytest.mark.parametrize("given", [-1, "1h"])
 def test_invalid_time(tmp_path: Any, given: Any) -> None:
     with pytest.raises(ConfigurationError, match="dataloader_timeout"):
         make_trainer(tmp_path, dataloader_timeout=given)
@@ -177,11 +163,7 @@ def cpu_error() -> Exception:
     raise AssertionError
 
 
-def error_that_names_a_shape() -> Exception:
-    return torch.OutOfMemoryError("CUDA out of memory. A tensor of shape [4, 3] did not fit.")
-
-
-@pytest.mark.parametrize("make_error", [cuda_error, cpu_error, MemoryError, error_that_names_a_shape])
+@pytest.mark.parametrize("make_error", [cuda_error, cpu_error])
 def test_memory_that_runs_out(trainer: Any, make_error: Any, no_gc: None) -> None:
     module, kind = Greedy(make_error), type(make_error())
     try:
@@ -199,22 +181,6 @@ def test_memory_that_runs_out(trainer: Any, make_error: Any, no_gc: None) -> Non
 
     trainer.fit(Regression(), loader_of(make_batches(4)))
     assert trainer.global_step == 6
-
-
-def test_memory_that_runs_out_in_an_evaluation(trainer: Any) -> None:
-    class Tester(Regression):
-        def test_step(self, batch: Any, batch_idx: int) -> None:
-            raise cuda_error()
-
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        trainer.test(Tester(), loader_of(make_batches(4)), verbose=False)
-    (told,) = caught.value.__notes__
-    assert "at batch_idx 0 (test_dataloader), which has 4 samples" in told
-    assert "accumulate" not in told
-
-
-def in_forward(module: Any, loss: Tensor) -> Tensor:
-    raise cuda_error()
 
 
 def in_backward(module: Any, loss: Tensor) -> Tensor:
@@ -247,11 +213,7 @@ class Failing(Regression):
 
 @pytest.mark.parametrize(
     ("fail", "moment", "gradients"),
-    [
-        (in_forward, "the forward pass", 0),
-        (in_backward, "the backward pass", 0),
-        (in_step, "the optimizer's step", 780),
-    ],
+    [(in_backward, "the backward pass", 0), (in_step, "the optimizer's step", 780)],
 )
 def test_report_has_the_phase(trainer: Any, fail: Any, moment: str, gradients: int) -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -259,32 +221,6 @@ def test_report_has_the_phase(trainer: Any, fail: Any, moment: str, gradients: i
     assert f", in {moment}.\n" in caught.value.__notes__[0]
     kinds = caught.value.memory.kinds  # type: ignore[attr-defined]
     assert kinds == {"weights": 780, "gradients": gradients, "optimizer": 2 * 780 + 6 * 4, "buffers": 0, "batch": 148}
-
-
-def test_report_counts_live_activations(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, alive, original = Greedy(cuda_error), list[bool](), memory.measure
-
-    def watched(*arguments: Any) -> Any:
-        assert module.held is not None
-        alive.append(module.held() is not None)
-        return original(*arguments)
-
-    monkeypatch.setattr(memory, "measure", watched)
-    with pytest.raises(torch.OutOfMemoryError):
-        trainer.fit(module, loader_of([[x[:1], y[:1], gain] for x, y, gain in make_batches(4)]))
-    assert alive == [True]
-
-
-def test_report_for_a_module_that_is_too_large(trainer: Any) -> None:
-    class Large(Regression):
-        def configure_optimizers(self) -> Any:
-            raise cuda_error()
-
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        trainer.fit(Large(), loader_of(make_batches(4)))
-    told = caught.value.__notes__[0]
-    assert told.startswith("Memory ran out before the first batch, on cpu (at its peak")
-    assert "Alive were: weights 780 bytes, activations and all else in the process" in told
 
 
 GIBIBYTE = 2**30
@@ -367,29 +303,27 @@ def test_advice_for_large_states_is_sharding(
 def test_errors_about_memory() -> None:
     assert is_out_of_memory(cuda_error())
     assert is_out_of_memory(cpu_error())
+    assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 17.6 GB)"))
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
-    of_cudnn = "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
-    assert is_out_of_memory(RuntimeError(of_cudnn))
     assert is_out_of_memory(RuntimeError("FIND was unable to find an engine to execute this computation"))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_out_of_memory(ValueError("out of memory"))
 
 
-@pytest.mark.parametrize("stage", [RunningStage.VALIDATING, RunningStage.TRAINING])
-@pytest.mark.parametrize("is_uneven", [True, False])
 @pytest.mark.parametrize(
-    "said",
+    ("stage", "is_uneven", "message"),
     [
-        "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation",
-        "Application timeout caused pair closure",
+        (RunningStage.VALIDATING, True, "[gloo/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation"),
+        (RunningStage.VALIDATING, False, "Application timeout caused pair closure"),
+        (RunningStage.TRAINING, True, "Application timeout caused pair closure"),
     ],
 )
-def test_exchange_that_was_waited_for_in_vain(trainer: Any, stage: RunningStage, is_uneven: bool, said: str) -> None:
-    error = RuntimeError(said)
+def test_collective_that_times_out(trainer: Any, stage: RunningStage, is_uneven: bool, message: str) -> None:
+    error = RuntimeError(message)
     trainer.state.fn, trainer.state.stage = TrainerFn.VALIDATING, stage
     trainer.eval_loops[RunningStage.VALIDATING].distributed_pass = SimpleNamespace(is_uneven=is_uneven)
     assert explain(error, trainer, stall=lambda: "Rank 3 has not come.") is None
-    told = " ".join(getattr(error, "__notes__", ()))
-    assert told.endswith("Rank 3 has not come.")
-    assert ("Trainer(pad_evaluation=True)" in told) == (is_uneven and stage is RunningStage.VALIDATING)
+    notes = " ".join(getattr(error, "__notes__", ()))
+    assert notes.endswith("Rank 3 has not come.")
+    assert ("Trainer(pad_evaluation=True)" in notes) == (is_uneven and stage is RunningStage.VALIDATING)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
 from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,8 +22,6 @@ from trainer.callbacks import ActivationCheckpointing
 from trainer.callbacks.activation_checkpointing import _CheckpointedForward
 from trainer.errors import ConfigurationError
 from trainer.precision import MixedPrecision
-
-PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "16-mixed-fast")
 
 
 def precision_of(name: str) -> Any:
@@ -82,8 +79,15 @@ def assert_equal_states(mine: nn.Module, theirs: nn.Module) -> None:
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("modules", ["net.blocks.*", [Block], ["Block"], ["net.blocks.0", "net.blocks.2", "net.head"]])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("precision", "modules"),
+    [
+        ("32-true", "net.blocks.*"),
+        ("bf16-mixed", [Block]),
+        ("16-mixed", ["net.blocks.0", "net.blocks.2", "net.head"]),
+        ("16-mixed-fast", ["Block"]),
+    ],
+)
 def test_not_a_bit_changes(tmp_path, precision, modules):
     mine, theirs = make(), make()
     arguments = {"precision": precision, "accumulate_grad_batches": 2, "max_epochs": 2}
@@ -95,14 +99,6 @@ def test_not_a_bit_changes(tmp_path, precision, modules):
     chosen = 2 if modules[-1] == "net.head" else 3
     assert [block.forwards for block in theirs.blocks] == [12] * 3
     assert sum(block.forwards for block in mine.blocks) == 12 * (3 + chosen)
-
-
-def test_plain_checkpoint_would_update_the_statistics_twice():
-    """Shows that the test above can fail."""
-    block = make().blocks[0]
-    x = torch.ones(4, 6, requires_grad=True)
-    torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).sum().backward()
-    assert block.norm.num_batches_tracked == 2
 
 
 def test_graph_that_is_used_twice_is_computed_the_same_each_time(tmp_path):
@@ -199,11 +195,6 @@ def whole(module: Any, backend: Any) -> Any:
     return torch.compile(module, backend=backend)
 
 
-def the_net(module: Any, backend: Any) -> Any:
-    module.net = torch.compile(module.net, backend=backend)
-    return module
-
-
 def the_blocks(module: Any, backend: Any) -> Any:
     for i, block in enumerate(module.net.blocks):
         module.net.blocks[i] = torch.compile(block, backend=backend)
@@ -221,8 +212,7 @@ def the_blocks_in_place(module: Any, backend: Any) -> Any:
 @pytest.mark.parametrize(
     ("way", "precision"),
     [
-        *((whole, precision) for precision in PRECISIONS),
-        (the_net, "bf16-mixed"),
+        (whole, "16-mixed-fast"),
         pytest.param(the_blocks, "bf16-mixed", marks=pytest.mark.representative),
         (the_blocks_in_place, "bf16-mixed"),
     ],
@@ -274,15 +264,6 @@ def test_keys_copies_and_weights_are_the_modules_own(tmp_path):
     assert len(copies) == 2
 
 
-def test_weight_averaging_copies_the_module_meanwhile(tmp_path):
-    results = []
-    for callbacks in ([ActivationCheckpointing(Block)], []):
-        net = make(spectral=False)
-        fit(tmp_path, Regression(net), *callbacks, WeightAveraging())
-        results.append(net)
-    assert_equal_states(*results)
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_modules_are_restored(tmp_path, fails):
     class Failing(Regression):
@@ -317,13 +298,9 @@ class Seeing(Regression):
     ("modules", "chosen"),
     [
         ("net.blocks.*", ["net.blocks.0", "net.blocks.1", "net.blocks.2"]),  # without their submodules
-        ("net.blocks", ["net.blocks.0", "net.blocks.1", "net.blocks.2"]),
         (nn.ModuleList, ["net.blocks.0", "net.blocks.1", "net.blocks.2"]),
-        ("net.blocks*", ["net.blocks.0", "net.blocks.1", "net.blocks.2"]),
         (("*.1.inner", nn.BatchNorm1d), ["net.blocks.0.norm", "net.blocks.1.inner", "net.blocks.1.norm",
                                          "net.blocks.2.norm"]),
-        (["Batch*", "net.head"], ["net.blocks.0.norm", "net.blocks.1.norm", "net.blocks.2.norm", "net.head"]),
-        (["net", Block], ["net"]),
         ("*", ["net"]),
     ],
 )  # fmt: skip
@@ -345,8 +322,3 @@ def test_patterns_without_a_match(tmp_path, modules, message):
     trainer = make_trainer(tmp_path, callbacks=[ActivationCheckpointing(modules)])
     with pytest.raises(ConfigurationError, match=message):
         trainer.fit(Regression(make()), loader_of(make_batches(1)))
-
-
-def test_no_modules():
-    with pytest.raises(ConfigurationError, match=r"Got modules=\[\], expected at least one pattern"):
-        ActivationCheckpointing([])

@@ -22,21 +22,16 @@ from trainer.precision import MixedPrecision
     ("layer", "sizes"),
     [
         (nn.Linear(16, 8), None),
-        (nn.Linear(784, 10), {"out_features": 10}),
         (nn.Linear(100, 513), {"in_features": 100, "out_features": 513}),
         (nn.Linear(1, 8), {"in_features": 1}),
-        (nn.Conv2d(64, 64, 3), None),
         (nn.Conv2d(3, 64, 7), None),  # an image
         (nn.Conv1d(4, 60, 3), {"out_channels": 60}),
-        (nn.Conv3d(5, 64, 3), {"in_channels": 5}),
         (nn.ConvTranspose2d(64, 3, 3), {"out_channels": 3}),
         (nn.Conv2d(64, 128, 3, groups=4), None),
         (nn.Conv2d(64, 128, 3, groups=16), {"in_channels per group": 4}),
         (nn.Conv2d(24, 12, 1, groups=3), {"out_channels per group": 4}),
         (nn.Conv2d(30, 30, 3, groups=30), None),  # depthwise
-        (nn.Conv2d(30, 60, 3, groups=30), None),
-        (nn.Conv2d(1, 12, 3), {"out_channels": 12}),
-        (nn.LayerNorm(10), None),
+        (nn.LazyLinear(8), None),
         (nn.Embedding(10, 7), None),
         (nn.MultiheadAttention(12, 2), {"in_features": 12, "out_features": 12}),
     ],
@@ -45,10 +40,6 @@ from trainer.precision import MixedPrecision
 def test_checked_sizes(layer, sizes):
     found = list(misaligned(nn.ModuleDict({"layer": layer})))
     assert [each.sizes for each in found] == ([] if sizes is None else [sizes])
-
-
-def test_lazy_layers_have_no_size_yet():
-    assert list(misaligned(nn.ModuleDict({"lazy": nn.LazyLinear(8)}))) == []
 
 
 @imports_inductor
@@ -89,25 +80,7 @@ def test_number_of_lines_is_limited(tmp_path, caplog):
     assert message.splitlines()[1:] == ["  net.0 (Linear): in_features 6 -> 8", "  and 1 more"]
 
 
-def test_single_layer(tmp_path, caplog):
-    [message] = messages_of(tmp_path, caplog, everywhere=True, module=Regression(nn.Linear(6, 3)))
-    assert "1 layer has others; they could be padded" in message
-
-
-def test_no_warning_for_aligned_sizes(tmp_path, caplog):
-    class Wide(Regression):
-        def training_step(self, batch, batch_idx):
-            return self.net(torch.ones(8, 8)).sum()
-
-    assert messages_of(tmp_path, caplog, everywhere=True, module=Wide(nn.Linear(8, 8))) == []
-
-
-@pytest.mark.filterwarnings("ignore:precision='16-true' keeps weights and gradients")
-@pytest.mark.parametrize("cores", [False, True])
-@pytest.mark.parametrize(
-    ("precision", "half"),
-    [("32-true", 0), ("64-true", 0), ("16-mixed", 1), ("bf16-mixed", 1), ("16-true", 1), ("bf16-true", 1)],
-)
+@pytest.mark.parametrize(("precision", "half", "cores"), [("32-true", 0, 1), ("16-mixed", 1, 0), ("bf16-true", 1, 1)])
 def test_advisor_warns_on_tensor_cores_in_16_bits(tmp_path, caplog, monkeypatch, precision, half, cores):
     devices = []
     monkeypatch.setattr(alignment_advisor, "tensor_cores", lambda device: devices.append(device) or cores)
@@ -123,10 +96,9 @@ def test_layers_that_stay_in_float32_are_left_out(tmp_path, caplog):
     assert "net.4" not in message
 
 
-@pytest.mark.parametrize("max_lines", [0, -1])
-def test_impossible_arguments(max_lines):
-    with pytest.raises(ConfigurationError, match=f"Got max_lines={max_lines}, expected a number of lines"):
-        AlignmentAdvisor(max_lines=max_lines)
+def test_impossible_arguments():
+    with pytest.raises(ConfigurationError, match="Got max_lines=0, expected a number of lines"):
+        AlignmentAdvisor(max_lines=0)
 
 
 def advisors(uses_tensor_cores: bool, given=None) -> list[AlignmentAdvisor]:
@@ -146,19 +118,11 @@ def test_advisor_is_a_default_in_16_bits():
     assert advisors(True, [own]) == advisors(False, [own]) == [own]
 
 
-def test_no_default_on_a_cpu(tmp_path):
-    callbacks = make_trainer(tmp_path, precision="bf16-mixed").callbacks
-    assert not any(isinstance(callback, AlignmentAdvisor) for callback in callbacks)
-
-
 @pytest.mark.whole
 @pytest.mark.gpu
-@pytest.mark.parametrize(("precision", "number"), [("16-mixed", 1), ("32-true", 0)])
-def test_default_on_a_gpu(tmp_path, caplog, precision, number):
-    trainer = make_trainer(tmp_path, accelerator="gpu", devices=1, precision=precision)
+def test_default_on_a_gpu(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, accelerator="gpu", devices=1, precision="16-mixed")
     with caplog.at_level(logging.INFO):
         trainer.fit(Regression(make_net()), loader_of(make_batches(1)))
     messages = [record.getMessage() for record in caplog.records if "Tensor Cores" in record.getMessage()]
-    assert (
-        sum(not text.startswith("You are using a CUDA device") for text in messages) == number
-    )  # once a process, Lightning's
+    assert sum(not text.startswith("You are using a CUDA device") for text in messages) == 1  # Lightning's

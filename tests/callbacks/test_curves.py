@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,18 +65,6 @@ def test_panels_without_points_are_left_out():
     assert titles(figure_of(record(metrics=metrics, scales=None))) == ["Loss", "Accuracy"]
     assert titles(figure_of(record(scale=None, metrics={}, scales=series({1: 1.0})))) == ["Loss"]
     assert figure_of(record(losses={}, metrics=[], scales=None)) is None
-
-
-def test_losses_that_are_not_finite():
-    losses = {1: math.nan, 2: 1.0, 3: math.inf, 4: 3.0, 5: math.nan}
-    metrics = {"val": {"val_loss": series({5: math.nan}), "val_acc": series({5: math.nan})}}
-    low, high = figure_of(record(losses=losses, metrics=metrics)).axes[0].get_ylim()
-    assert low < 1 < 3 < high
-
-
-def test_loss_over_decades_is_drawn_on_a_log_scale():
-    figure = figure_of(record(losses={step: 10.0**-step for step in range(6)}))
-    assert figure.axes[0].get_yscale() == "log"
 
 
 @pytest.mark.draws

@@ -29,9 +29,9 @@ def norm_of_gradients(module):
     return nn.utils.get_total_norm([p.grad for p in module.net.parameters()]).item()
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused", "adam-fused"])
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "first"), [("32-true", "sgd", True), ("16-mixed", "adam-fused", False)]
+)
 def test_hooks_before_clipping_receive_unscaled_unclipped_gradients(tmp_path, precision, optimizer, first):
     """At any position among the callbacks, and with any scale."""
 
@@ -70,22 +70,7 @@ def test_hooks_before_clipping_receive_unscaled_unclipped_gradients(tmp_path, pr
     assert clipped == pytest.approx([0.3] * 4, rel=1e-4)
 
 
-def test_norm_before_clipping_is_logged(tmp_path):
-    logged = []
-
-    class Look(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            logged.append(trainer.callback_metrics["grad_norm_step"].item())
-
-    trainer, trace = fit_and_watch(
-        tmp_path, Regression(), make_batches(6), callbacks=[GradientClipping(max_norm=0.3), Look()]
-    )
-    assert logged == trace.norms
-    assert trainer.callback_metrics["grad_norm_epoch"].item() == pytest.approx(sum(trace.norms) / 6)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_norm_of_a_skipped_step_enters_neither_the_logs_nor_the_mean(tmp_path, fused):
+def test_norm_of_a_skipped_step_enters_neither_the_logs_nor_the_mean(tmp_path):
     logged = []
 
     class Look(Callback):
@@ -95,15 +80,13 @@ def test_norm_of_a_skipped_step_enters_neither_the_logs_nor_the_mean(tmp_path, f
 
     trainer, trace = fit_and_watch(
         tmp_path,
-        Regression(make_net(), OPTIMIZERS["sgd-fused" if fused else "sgd"]),
+        Regression(make_net(), OPTIMIZERS["sgd-fused"]),
         make_batches(6, gains={0: 1e30, 3: float("nan")}),
         precision=native_fp16(**SMALL),
         callbacks=[GradientClipping(max_norm=0.3), Look()],
     )
     finite = [norm for norm, skipped in zip(trace.norms, trace.skipped, strict=True) if not skipped]
     assert trace.skipped == [True, False, False, True, False, False]
-    assert len(finite) == 4
-    assert all(norm < torch.inf for norm in finite)
     assert logged == [None, finite[0], finite[1], finite[1], finite[2], finite[3]]
     assert trainer.callback_metrics["grad_norm_epoch"].item() == pytest.approx(sum(finite) / 4)
 
@@ -131,24 +114,14 @@ def test_two_clipping_callbacks_run_in_order(tmp_path):
     assert_same(trace, train_by_hand(theirs, batches, clip=clip))
 
 
-@pytest.mark.parametrize("clipping", [{"max_norm": 0.3}, {"clip_value": 0.1}])
-def test_optimizer_without_gradients(tmp_path, clipping):
-    idle = nn.Linear(2, 2)
-    module = Regression(make_net(), lambda parameters: torch.optim.SGD(idle.parameters(), lr=1.0))
-    trainer, _ = fit_and_watch(tmp_path, module, make_batches(2), callbacks=[GradientClipping(**clipping)])
-    assert trainer.global_step == 2
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({}, r"max_norm=None and clip_value=None, expected exactly one"),
         ({"max_norm": 1.0, "clip_value": 1.0}, r"max_norm=1.0 and clip_value=1.0, expected exactly one"),
         ({"max_norm": 0.0}, r"Got 0.0 as the limit of gradient clipping, expected a number above 0"),
-        ({"clip_value": -1}, r"Got -1 as the limit"),
         ({"max_norm": "1"}, r"Got '1' as the limit"),
         ({"max_norm": True}, r"Got True as the limit"),
-        ({"max_norm": float("nan")}, r"Got nan as the limit"),
     ],
 )
 def test_impossible_arguments(arguments, message):
@@ -164,8 +137,7 @@ def test_limit_and_algorithm(tmp_path):
     assert (clipping.clip_value, clipping.max_norm, clipping.norm_type) == (0.5, None, 2.0)
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "VALUE", None])
-def test_module_that_clips_itself_gets_keyword_arguments(algorithm):
+def test_module_that_clips_itself_gets_keyword_arguments():
     given = []
 
     class Own(Learner):
@@ -175,7 +147,7 @@ def test_module_that_clips_itself_gets_keyword_arguments(algorithm):
 
     def scenario(make):
         module = Own()
-        make(max_steps=1, gradient_clip_val=0.01, gradient_clip_algorithm=algorithm).fit(module, data(4))
+        make(max_steps=1, gradient_clip_val=0.01, gradient_clip_algorithm="VALUE").fit(module, data(4))
         return given.pop(), [weight.tolist() for weight in weights(module)]
 
     theirs, mine = run_both(scenario)

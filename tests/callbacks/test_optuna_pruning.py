@@ -50,13 +50,6 @@ def test_trial_that_is_behind_ends_its_run(study):
 
 
 @pytest.mark.whole
-def test_without_a_pruner_it_only_reports(study):
-    assert main([*LINE, pruning(pruner="{name:none}")]) == 0
-    assert list(study.get_trials()[1].intermediate_values) == [0, 1, 2, 3]
-    assert (result()["status"], result()["epochs"]) == ("completed", 4)
-
-
-@pytest.mark.whole
 def test_validations_are_counted_across_a_resume(study):
     words = [*LINE[:-1], pruning(pruner="{name:none}"), "callbacks=model_checkpoint", "resume=auto"]
     assert main([*words, "trainer.max_epochs=2"]) == 0
@@ -65,22 +58,13 @@ def test_validations_are_counted_across_a_resume(study):
 
 
 @pytest.mark.whole
-def test_repeated_trial_reports_new_values_only(study, recwarn):
+def test_repeated_trial_reports_new_values_only_and_a_finished_one_none(study, recwarn):
     optuna.trial.Trial(study, study.get_trials()[1]._trial_id).report(7.0, 0)
     assert main([*LINE, pruning(pruner="{name:none}")]) == 0
+    assert (result()["status"], result()["epochs"]) == ("completed", 4)
     values = study.get_trials()[1].intermediate_values
     assert (list(values), values[0]) == ([0, 1, 2, 3], 7.0)
     assert "already reported" not in "".join(str(warning.message) for warning in recwarn)
-
-
-def test_finished_trial_is_not_changed(study):
     study.tell(1, 5.0)
-    with pytest.warns(UserWarning, match="Trial 1 of the study s is over"):
-        assert main([*LINE, pruning()]) == 0
-    assert study.get_trials()[1].intermediate_values == {}
-    assert result()["status"] == "completed"
-
-
-def test_missing_metric_is_not_reported(study):
-    assert main([*LINE, pruning(metric="val_acc")]) == 0
-    assert study.get_trials()[1].intermediate_values == {}
+    assert main([*LINE, pruning()]) == 0
+    assert "Trial 1 of the study s is over" in "".join(str(warning.message) for warning in recwarn)

@@ -1,4 +1,3 @@
-import copy
 import io
 import itertools
 import logging
@@ -15,22 +14,10 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from rich.console import Console
 
+from tests.support import FakeTrainer
 from trainer import Trainer
 from trainer.callbacks.progress_bar import ProgressBar
 from trainer.precision import MixedPrecision
-
-NO_OUTPUT = {}
-COLOR = r"\x1b\[[349]\d"
-
-
-class Clock:
-    """A clock that advances on request."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 class Terminal(io.StringIO):
@@ -49,79 +36,29 @@ class Terminal(io.StringIO):
         return super().write(text)
 
 
-class FakeScaler:
-    def __init__(self, enabled):
-        self.enabled = enabled
+class Fake(FakeTrainer):
+    """A run of three epochs with batches of 20 ms, a logged loss, and a loss scale unless disabled."""
 
-    def is_enabled(self):
-        return self.enabled
-
-
-class FakeTrainer:
-    """The attributes of a trainer that a progress bar reads, and the hooks of a run in their order."""
-
-    def __init__(self, bar, clock, seconds_per_batch=0.02, batches=4, max_epochs=3, scaler=True, rank=0):
+    def __init__(self, bar, clock, scaler=True, **values):
+        usual = {"seconds": 0.02, "max_epochs": 3, "scale": 32768.0 if scaler else None}
+        super().__init__(bar, clock=clock, **(usual | values))
         self.bar = bar
-        self.clock = clock
-        self.seconds_per_batch = seconds_per_batch
-        self.num_training_batches = batches
-        self.num_val_batches = [batches]
-        self.num_sanity_val_batches = [1]
-        self.num_test_batches = [batches]
-        self.num_predict_batches = [batches]
-        self.max_epochs, self.max_steps = max_epochs, -1
-        self.accumulate_grad_batches = 1
-        self.current_epoch = self.global_step = 0
-        self.is_global_zero = rank == 0
-        self.sanity_checking = False
-        self.loggers = []
         self.progress_bar_metrics = {"train_loss": torch.tensor(0.25)}
-        self.scaler = FakeScaler(scaler)
-        self.settled_outcome = None
-        self.progress = SimpleNamespace(skipped_steps=0)
-        self.state = SimpleNamespace(fn=TrainerFn.FITTING, stage=RunningStage.TRAINING)
+        self.state.stage = RunningStage.TRAINING
         bar.setup(self, None, "fit")
 
-    def train_epoch(self, first=0, last=None, outputs=NO_OUTPUT):
-        self.bar.on_train_epoch_start(self, None)
-        for batch_idx in range(first, last or self.num_training_batches):
-            self.train_batch(batch_idx, outputs)
-
-    def train_batch(self, batch_idx, outputs=NO_OUTPUT):
-        self.clock.now += self.seconds_per_batch
-        self.global_step += 1
-        self.settled_outcome = SimpleNamespace(skipped=False, scale=65536.0, next_scale=32768.0)
-        self.bar.on_train_batch_end(self, None, outputs, None, batch_idx)
-
-    def end_epoch(self):
-        self.bar.on_train_epoch_end(self, None)
-        self.current_epoch += 1
-
-    def evaluate(self, stage="validation", batches=4, dataloader_idx=0):
+    def evaluate(self, stage="validation", ends=False, **options):
         stages = {"validation": "VALIDATING", "test": "TESTING", "predict": "PREDICTING"}
         self.state.stage = RunningStage["SANITY_CHECKING" if self.sanity_checking else stages[stage]]
-        getattr(self.bar, f"on_{stage}_start")(self, None)
-        batch_end = getattr(self.bar, f"on_{stage}_batch_end")
-        for batch_idx in range(batches):
-            self.clock.now += self.seconds_per_batch
-            batch_end(self, None, None, None, batch_idx, dataloader_idx)
+        super().evaluate(stage, ends=ends, **options)
 
     def fit(self):
-        self.bar.on_train_start(self, None)
+        self.hook("on_train_start")
         for _ in range(self.max_epochs):
             self.train_epoch()
-            self.evaluate()
-            self.progress_bar_metrics["val_acc"] = torch.tensor(0.95)
-            self.bar.on_validation_end(self, None)
+            self.evaluate(ends=True, val_acc=0.95)
             self.end_epoch()
-        self.bar.on_train_end(self, None)
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    made = Clock()
-    monkeypatch.setattr("trainer.callbacks.progress_bar.time", SimpleNamespace(monotonic=made))
-    return made
+        self.hook("on_train_end")
 
 
 CONSOLES = WeakKeyDictionary()
@@ -138,9 +75,9 @@ def on_lines(kind=ProgressBar, **options):
     return on(Console(file=io.StringIO(), width=80), kind, **options)
 
 
-def on_terminal(clock, seconds_per_write=0.0, color_system=None, width=120, environ=None, **options):
+def on_terminal(clock, seconds_per_write=0.0, width=120, **options):
     file = Terminal(clock, seconds_per_write)
-    console = Console(file=file, force_terminal=True, width=width, color_system=color_system, _environ=environ or {})
+    console = Console(file=file, force_terminal=True, width=width, color_system=None, _environ={})
     return on(console, **{"refresh_rate": 0.1, **options})
 
 
@@ -160,7 +97,7 @@ def frames(bar):
 
 def test_one_line_per_epoch(clock):
     bar = on_lines()
-    trainer = FakeTrainer(bar, clock)
+    trainer = Fake(bar, clock)
     trainer.progress.skipped_steps = 1
     trainer.fit()
     assert written(bar).splitlines() == [
@@ -172,7 +109,7 @@ def test_one_line_per_epoch(clock):
 
 def test_line_every_so_often_in_a_long_epoch(clock):
     bar = on_lines(seconds_between_lines=30)
-    trainer = FakeTrainer(bar, clock, seconds_per_batch=1.0, batches=100, max_epochs=12, scaler=False)
+    trainer = Fake(bar, clock, seconds=1.0, batches=100, max_epochs=12, scaler=False)
     bar.on_train_start(trainer, None)
     trainer.train_epoch()
     trainer.end_epoch()
@@ -186,7 +123,7 @@ def test_line_every_so_often_in_a_long_epoch(clock):
 
 def test_rate_leaves_validation_out(clock):
     bar = on_lines(seconds_between_lines=1000)
-    trainer = FakeTrainer(bar, clock, seconds_per_batch=0.5, scaler=False)
+    trainer = Fake(bar, clock, seconds=0.5, scaler=False)
     bar.on_train_start(trainer, None)
     trainer.train_epoch(last=2)
     trainer.evaluate()
@@ -198,38 +135,9 @@ def test_rate_leaves_validation_out(clock):
     assert written(bar) == "epoch 1/3  batch 4/4  train_loss 0.2500  2.0 it/s\n"
 
 
-@pytest.mark.parametrize(
-    ("stage", "fn", "label"),
-    [
-        ("validation", "VALIDATING", "validation"),
-        ("test", "TESTING", "testing"),
-        ("predict", "PREDICTING", "predicting"),
-    ],
-)
-def test_evaluation_is_one_line(clock, stage, fn, label):
-    bar = on_lines()
-    trainer = FakeTrainer(bar, clock, scaler=False)
-    trainer.state.fn = TrainerFn[fn]
-    trainer.progress_bar_metrics = {} if stage == "predict" else {"acc": torch.tensor(0.5)}
-    trainer.evaluate(stage)
-    getattr(bar, f"on_{stage}_end")(trainer, None)
-    metrics = "" if stage == "predict" else "  acc 0.5000"
-    assert written(bar) == f"{label}  batch 4/4{metrics}  50.0 it/s\n"
-
-
-def test_returned_loss_is_the_default_metric(clock):
-    bar = on_lines()
-    trainer = FakeTrainer(bar, clock, scaler=False)
-    trainer.progress_bar_metrics = {"acc": torch.tensor(1)}
-    bar.on_train_start(trainer, None)
-    trainer.train_epoch(outputs={"loss": torch.tensor(0.5)})
-    trainer.end_epoch()
-    assert written(bar) == "epoch 1/3  batch 4/4  loss 0.5000  acc 1  50.0 it/s\n"
-
-
 def test_loss_that_the_next_step_writes_over_is_shown_as_it_was(clock):
     bar = on_lines()
-    trainer = FakeTrainer(bar, clock, scaler=False)
+    trainer = Fake(bar, clock, scaler=False)
     bar.on_train_start(trainer, None)
     trainer.progress_bar_metrics = {}
     of_a_cuda_graph = torch.tensor(0.5)
@@ -239,18 +147,10 @@ def test_loss_that_the_next_step_writes_over_is_shown_as_it_was(clock):
     assert "loss 0.5000" in written(bar)
 
 
-def test_infinite_data_and_epochs(clock):
-    bar = on_lines(seconds_between_lines=0.09)
-    trainer = FakeTrainer(bar, clock, batches=float("inf"), max_epochs=-1, scaler=False)
-    bar.on_train_start(trainer, None)
-    trainer.train_epoch(last=5)
-    assert written(bar) == "epoch 1  batch 5  train_loss 0.2500  50.0 it/s\n"
-
-
 def test_log_file_gets_lines_although_color_is_forced(clock, capsys, monkeypatch):
     monkeypatch.setattr("trainer.callbacks.progress_bar.get_console", lambda: Console(_environ={"FORCE_COLOR": "1"}))
     bar = ProgressBar()
-    FakeTrainer(bar, clock, max_epochs=1).fit()
+    Fake(bar, clock, max_epochs=1).fit()
     assert capsys.readouterr().out == (
         "epoch 1/1  batch 4/4  train_loss 0.2500  val_acc 0.9500  scale 32768  skipped 0  50.0 it/s\n"
     )
@@ -261,7 +161,7 @@ def test_log_file_gets_lines_although_color_is_forced(clock, capsys, monkeypatch
 
 def test_live_bar_shows_everything(clock):
     bar = on_terminal(clock)
-    trainer = FakeTrainer(bar, clock)
+    trainer = Fake(bar, clock)
     trainer.progress.skipped_steps = 2
     trainer.progress_bar_metrics["lr"] = 1e-5
     bar.on_train_start(trainer, None)
@@ -277,7 +177,7 @@ def test_live_bar_shows_everything(clock):
 
 def test_validation_has_its_own_bar(clock):
     bar = on_terminal(clock)
-    trainer = FakeTrainer(bar, clock, seconds_per_batch=0.2)
+    trainer = Fake(bar, clock, seconds=0.2)
     trainer.num_val_batches = [4, 7]
     bar.on_train_start(trainer, None)
     trainer.train_epoch()
@@ -295,7 +195,7 @@ def test_validation_has_its_own_bar(clock):
 
 def test_sanity_check_and_evaluation(clock):
     bar = on_terminal(clock)
-    trainer = FakeTrainer(bar, clock, seconds_per_batch=0.2)
+    trainer = Fake(bar, clock, seconds=0.2)
     bar.on_sanity_check_start(trainer, None)
     trainer.sanity_checking = True
     trainer.evaluate(batches=1)
@@ -324,33 +224,15 @@ def test_refreshes_are_bounded_by_the_period(clock):
 
     bar = Counting(refresh_rate=0.1, console=Console(file=io.StringIO(), force_terminal=True))
     # 1000 epochs of 3 batches of 1 ms: 3 seconds.
-    FakeTrainer(bar, clock, seconds_per_batch=0.001, batches=3, max_epochs=1000).fit()
+    Fake(bar, clock, seconds=0.001, batches=3, max_epochs=1000).fit()
     assert 25 < len(reads) <= 62  # validation takes another 3 seconds, and reads nothing
     gaps = [after - before for before, after in itertools.pairwise(reads[:-1])]
     assert min(gaps) > 0.099
 
 
-def test_nothing_is_read_before_a_refresh_is_due(clock):
-    class Unreadable:
-        def __format__(self, spec):
-            raise AssertionError("read")
-
-        __str__ = __repr__ = item = __float__ = __format__
-
-    bar = on_terminal(clock)
-    trainer = FakeTrainer(bar, clock, batches=100)
-    trainer.progress_bar_metrics = {"train_loss": Unreadable()}
-    bar.on_train_start(trainer, None)
-    trainer.train_epoch(last=4)
-    clock.now += 0.01
-    with pytest.raises((AssertionError, TypeError)):
-        trainer.train_batch(4)  # 0.11 seconds after the first drawing
-    bar.teardown(trainer, None, "fit")
-
-
 def test_slow_terminal_is_written_to_less_often(clock):
     bar = on_terminal(clock, seconds_per_write=0.05)
-    trainer = FakeTrainer(bar, clock, seconds_per_batch=0.01, batches=2000)
+    trainer = Fake(bar, clock, seconds=0.01, batches=2000)
     bar.on_train_start(trainer, None)
     began, before = clock.now, len(written(bar))
     trainer.train_epoch(last=1000)
@@ -362,7 +244,7 @@ def test_slow_terminal_is_written_to_less_often(clock):
 
 def test_mid_epoch_restart(clock):
     bar = on_terminal(clock)
-    trainer = FakeTrainer(bar, clock, seconds_per_batch=0.2, batches=10)
+    trainer = Fake(bar, clock, seconds=0.2, batches=10)
     trainer.current_epoch = 1
     bar.on_train_start(trainer, None)  # and no start of an epoch
     trainer.train_batch(6)
@@ -374,7 +256,7 @@ def test_mid_epoch_restart(clock):
 
 def test_unknown_total_has_no_eta(clock):
     bar = on_terminal(clock)
-    trainer = FakeTrainer(bar, clock, seconds_per_batch=0.2, batches=float("inf"), max_epochs=-1)
+    trainer = Fake(bar, clock, seconds=0.2, batches=float("inf"), max_epochs=-1)
     bar.on_train_start(trainer, None)
     trainer.train_epoch(last=3)
     assert frames(bar)[-1].startswith("epoch 1 ")
@@ -385,7 +267,7 @@ def test_unknown_total_has_no_eta(clock):
 
 def test_narrow_terminal(clock):
     bar = on_terminal(clock, width=30)
-    FakeTrainer(bar, clock).fit()
+    Fake(bar, clock).fit()
     assert all(len(line) <= 30 for frame in frames(bar) for line in frame.splitlines())
 
 
@@ -393,22 +275,13 @@ def test_skipped_steps_are_shown_before_the_metrics_are_indented(clock):
     line = "train_loss 0.2500  val_acc 0.9500  scale 32768  skipped 0"
     for width, indent in ((len(line) + 14, 12), (len(line) + 5, 0)):
         bar = on_terminal(clock, width=width)
-        FakeTrainer(bar, clock).fit()
+        Fake(bar, clock).fit()
         assert any(text.rstrip() == " " * indent + line for frame in frames(bar) for text in frame.splitlines())
-
-
-def test_no_color(clock):
-    bar = on_terminal(clock, color_system="truecolor")
-    FakeTrainer(bar, clock).fit()
-    assert re.search(COLOR, written(bar))
-    bar = on_terminal(clock, color_system="truecolor", environ={"NO_COLOR": "1"})
-    FakeTrainer(bar, clock).fit()
-    assert not re.search(COLOR, written(bar))
 
 
 def test_leave_keeps_a_line_for_each_epoch(clock):
     bar = on_terminal(clock, leave=True)
-    FakeTrainer(bar, clock, max_epochs=2).fit()
+    Fake(bar, clock, max_epochs=2).fit()
     for epoch in (1, 2):
         assert f"epoch {epoch}/2  batch 4/4  train_loss 0.2500  val_acc 0.9500" in written(bar)
 
@@ -424,22 +297,11 @@ def assert_given_back(bar, stdout):
     assert written(bar)[len(before) :] == "next\n"
 
 
-def test_terminal_is_restored(clock):
-    stdout = sys.stdout
-    bar = on_terminal(clock)
-    trainer = FakeTrainer(bar, clock)
-    trainer.fit()
-    assert_given_back(bar, stdout)
-    trainer.current_epoch = 0
-    trainer.fit()
-    assert_given_back(bar, stdout)
-
-
 @pytest.mark.parametrize("stop", ["on_exception", "teardown", "disable"])
 def test_terminal_is_restored_after_an_error(clock, stop):
     stdout = sys.stdout
     bar = on_terminal(clock)
-    trainer = FakeTrainer(bar, clock)
+    trainer = Fake(bar, clock)
     bar.on_train_start(trainer, None)
     trainer.train_epoch(last=2)
     assert sys.stdout is not stdout
@@ -457,7 +319,7 @@ def test_prints_and_log_records_are_above_the_bar(clock, monkeypatch):
     handler = logging.StreamHandler()  # keeps a reference to the current stderr
     monkeypatch.setattr(logger, "handlers", [handler])
     bar = on_terminal(clock)
-    trainer = FakeTrainer(bar, clock)
+    trainer = Fake(bar, clock)
     bar.on_train_start(trainer, None)
     print("a user's line")
     bar.print("a module's", "line", sep=" ")
@@ -477,7 +339,7 @@ def test_redirected_stderr_stays_redirected(clock, monkeypatch):
     stderr = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)
     bar = on_terminal(clock)
-    trainer = FakeTrainer(bar, clock)
+    trainer = Fake(bar, clock)
     bar.on_train_start(trainer, None)
     sys.stderr.write("an error\n")
     bar.teardown(trainer, None, "fit")
@@ -507,7 +369,7 @@ def test_notebook_has_a_bar(clock, monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython.display", notebook)
     monkeypatch.setattr("rich._console", Console(force_jupyter=True, width=100, _environ={}))
     bar = ProgressBar(refresh_rate=0.1)
-    trainer = FakeTrainer(bar, clock, seconds_per_batch=0.2)
+    trainer = Fake(bar, clock, seconds=0.2)
     trainer.progress.skipped_steps = 2
     trainer.fit()
     trainer.state.fn, trainer.state.stage = TrainerFn.VALIDATING, RunningStage.VALIDATING
@@ -530,22 +392,22 @@ def test_notebook_has_a_bar(clock, monkeypatch):
 def test_switched_off(clock):
     for bar in (on_lines(refresh_rate=0), on_terminal(clock, refresh_rate=0)):
         assert bar.is_disabled
-        FakeTrainer(bar, clock).fit()
+        Fake(bar, clock).fit()
         assert written(bar) == ""
     bar = on_lines()
     bar.disable()
-    FakeTrainer(bar, clock).fit()
+    Fake(bar, clock).fit()
     assert written(bar) == ""
     bar.enable()
     assert bar.is_enabled
     assert bar.refresh_rate == 0.2
-    FakeTrainer(bar, clock).fit()
+    Fake(bar, clock).fit()
     assert written(bar).count("\n") == 3
 
 
 def test_only_rank_zero_shows_anything(clock):
     bar = on_terminal(clock)
-    FakeTrainer(bar, clock, rank=1).fit()
+    Fake(bar, clock, is_global_zero=False).fit()
     assert bar.is_disabled
     assert written(bar) == ""
 
@@ -556,17 +418,16 @@ def test_get_metrics_may_be_overridden(clock):
             return {"loss": torch.tensor(1.5), "note": "[b]good[/b]", "count": 3}
 
     bar = on_lines(Custom)
-    FakeTrainer(bar, clock, max_epochs=1, scaler=False).fit()
+    Fake(bar, clock, max_epochs=1, scaler=False).fit()
     assert written(bar) == "epoch 1/1  batch 4/4  loss 1.500  note [b]good[/b]  count 3  50.0 it/s\n"
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda bar: pickle.loads(pickle.dumps(bar))])
-def test_can_be_duplicated_while_live(clock, duplicate):
+def test_can_be_duplicated_while_live(clock):
     stdout = sys.stdout
     bar = on_terminal(clock, refresh_rate=0.5)
-    trainer = FakeTrainer(bar, clock)
+    trainer = Fake(bar, clock)
     bar.on_train_start(trainer, None)
-    twin = duplicate(bar)
+    twin = pickle.loads(pickle.dumps(bar))
     assert twin.refresh_rate == 0.5
     twin.teardown(trainer, None, "fit")
     assert sys.stdout is not stdout  # the twin has no display that it could end
@@ -574,11 +435,10 @@ def test_can_be_duplicated_while_live(clock, duplicate):
     assert_given_back(bar, stdout)
 
 
-def test_wrong_arguments():
-    with pytest.raises(ValueError, match="refresh_rate=-1: expected seconds"):
-        ProgressBar(refresh_rate=-1)
-    with pytest.raises(ValueError, match="seconds_between_lines=0: expected a positive"):
-        ProgressBar(seconds_between_lines=0)
+@pytest.mark.parametrize("arguments", [{"refresh_rate": -1}, {"seconds_between_lines": 0}])
+def test_wrong_arguments(arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        ProgressBar(**arguments)
 
 
 # With a real trainer
@@ -640,15 +500,14 @@ def test_real_runs_on_lines(tmp_path, trainer_class, capsys):
     assert capsys.readouterr().out.count("a module's line") == 2
 
 
-@BOTH_TRAINERS
-def test_real_runs_on_a_terminal(tmp_path, trainer_class, clock):
+def test_real_runs_on_a_terminal(tmp_path, clock):
     class Slow(Module):
         def step(self, batch):
             clock.now += 1.0
             return super().step(batch)
 
     bar = on_terminal(clock, refresh_rate=1e-9)  # every batch is drawn
-    trainer = real_trainer(trainer_class, bar, default_root_dir=tmp_path)
+    trainer = real_trainer(Trainer, bar, default_root_dir=tmp_path)
     module = Slow()
     trainer.fit(module)
     last = frames(bar)[-1]
@@ -677,22 +536,9 @@ def test_real_run_shows_the_scale(tmp_path):
     ]
 
 
-@BOTH_TRAINERS
-def test_real_run_that_is_interrupted(tmp_path, trainer_class, clock):
-    class Interrupted(Module):
-        def training_step(self, batch, batch_idx):
-            raise KeyboardInterrupt
-
-    stdout = sys.stdout
-    bar = on_terminal(clock)
-    with pytest.raises((KeyboardInterrupt, SystemExit)):  # the latter is Lightning's
-        real_trainer(trainer_class, bar, default_root_dir=tmp_path).fit(Interrupted())
-    assert_given_back(bar, stdout)
-
-
 def test_logger_s_version_is_not_shown_and_its_name_is_taken(clock):
     bar = ProgressBar()
-    trainer = FakeTrainer(bar, clock)
+    trainer = Fake(bar, clock)
     trainer.loggers = [SimpleNamespace(version=7)]
     assert bar.get_metrics(trainer, None) == {"train_loss": 0.25}
     trainer.progress_bar_metrics = {"v_num": 3.0}

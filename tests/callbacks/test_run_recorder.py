@@ -85,6 +85,7 @@ def recorder(clock):
 def test_written_record(tmp_path, recorder, clock):
     Fit(recorder, folder=tmp_path, clock=clock, world_size=2).fit()
     facts = written(tmp_path)
+    assert_points(recorder)
     assert os.listdir(tmp_path) == ["run.json"]  # nothing temporary
     assert facts == recorder.record.facts
     curves, environment, peak = (facts.pop(name) for name in ("curves", "environment", "peak_memory"))
@@ -116,8 +117,7 @@ def test_written_record(tmp_path, recorder, clock):
     }
 
 
-def test_points(tmp_path, recorder, clock):
-    Fit(recorder, folder=tmp_path, clock=clock).fit()
+def assert_points(recorder):
     assert points(recorder.losses) == pytest.approx({step: 1 / step for step in range(1, 9)})
     assert points(recorder.scales) == {1: 65536.0, 4: 32768.0}
     assert points(recorder.skipped) == {3: 1}
@@ -157,9 +157,7 @@ def test_record_is_written_during_the_fit(tmp_path, recorder, clock):
 @pytest.mark.parametrize(
     ("error", "status", "error_text"),
     [
-        (KeyboardInterrupt(), "interrupted", "KeyboardInterrupt"),
         (SystemExit(143), "interrupted", "SystemExit: 143"),
-        (RuntimeError("out of luck"), "failed", "RuntimeError: out of luck"),
         (RuntimeError("no s3://me:pw9@host"), "failed", "RuntimeError: no s3://me:***@host"),
     ],
 )
@@ -206,17 +204,6 @@ def test_folder_that_cannot_be_written(tmp_path, recorder):
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match="record could not be written to .*file"):
         Fit(recorder, folder=tmp_path / "file").fit()
-
-
-def test_only_rank_zero_writes(tmp_path, recorder):
-    Fit(recorder, folder=tmp_path, is_global_zero=False).fit()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_no_folder_on_this_machine(recorder):
-    Fit(recorder, folder="s3://bucket/run").fit()
-    assert recorder.record.facts["status"] == "completed"
-    assert recorder.record.facts["paths"] == {}
 
 
 def test_validation_alone_is_not_recorded_as_a_fit(tmp_path, recorder):
@@ -316,7 +303,7 @@ def test_gpu(tmp_path, recorder, monkeypatch):
 
 @pytest.mark.parametrize(
     ("of_products", "of_convolutions", "tf32"),
-    [("ieee", "tf32", ["convolutions"]), ("tf32", "tf32", ["matrix products", "convolutions"]), ("none", "none", [])],
+    [("ieee", "tf32", ["convolutions"]), ("tf32", "none", ["matrix products"])],
 )
 def test_facts_about_a_gpu(monkeypatch, of_products, of_convolutions, tf32):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, device.index))
@@ -325,21 +312,14 @@ def test_facts_about_a_gpu(monkeypatch, of_products, of_convolutions, tf32):
     assert tensor_cores_of(torch.device("cuda:6")) == {"capability": [8, 6], "tf32": tf32}
 
 
-def test_checkpoint_has_the_points_but_no_times(tmp_path, recorder, clock):
-    Fit(recorder, folder=tmp_path, clock=clock).fit()
-    state = recorder.state_dict()
-    torch.save(state, tmp_path / "state.pt")
-    assert set(state) == {"batches", "losses", "scales", "skipped", "metrics"}
-    resumed = RunRecorder()
-    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert resumed.state_dict() == state
-
-
 def test_resumed_fit_continues_from_an_earlier_point(tmp_path, recorder, clock):
     Fit(recorder, folder=tmp_path, clock=clock).fit()
     seconds = points(recorder.seconds)
+    torch.save(recorder.state_dict(), tmp_path / "state.pt")
     resumed = RunRecorder()
-    resumed.load_state_dict(recorder.state_dict())
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert set(resumed.state_dict()) == {"batches", "losses", "scales", "skipped", "metrics"}  # no times
+    assert resumed.state_dict() == recorder.state_dict()
     trainer = Fit(resumed, folder=tmp_path, clock=clock, global_step=5, ckpt_path="a.ckpt", skipped_steps=1)
     clock.now += 3600
     trainer.begin()
@@ -350,7 +330,7 @@ def test_resumed_fit_continues_from_an_earlier_point(tmp_path, recorder, clock):
     assert points(resumed.seconds) == {step: seconds[step] for step in range(1, 6)} | {6: seconds[5] + 0.25}
 
 
-@pytest.mark.parametrize("earlier", ['{"curves": {', "{}", '{"curves": 3}', '{"curves": {"seconds": {"steps": 1}}}'])
+@pytest.mark.parametrize("earlier", ['{"curves": {', '{"curves": {"seconds": {"steps": 1}}}'])
 def test_times_of_an_earlier_run_that_cannot_be_read(tmp_path, recorder, earlier):
     (tmp_path / "run.json").write_text(earlier)
     Fit(recorder, folder=tmp_path, global_step=5).begin()
@@ -411,21 +391,14 @@ def test_file_of_an_earlier_writer_is_kept(tmp_path, clock):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("callbacks", "files"),
-    [((RunSummary(),), set()), ((Curves(),), {"curves.png"}), ((RunSummary(), RunRecorder()), {"run.json"})],
-    ids=["summary", "curves", "recorder"],
-)
-def test_run_json_is_written_only_by_a_run_recorder_that_the_user_passed(tmp_path, callbacks, files):
-    real_fit(Trainer, callbacks, tmp_path, Logging())
-    assert set(os.listdir(tmp_path)) == files
+def test_run_json_is_written_only_by_a_run_recorder_that_the_user_passed(tmp_path):
+    real_fit(Trainer, Curves(), tmp_path, Logging())
+    assert os.listdir(tmp_path) == ["curves.png"]
 
 
 @pytest.mark.parametrize(
     ("trainer", "factor"),
     [
-        ({"accumulate_grad_batches": 4, "loss_share": 1.0}, 1),
-        ({"accumulate_grad_batches": 4, "loss_share": 0.5}, 2),
         ({"accumulate_grad_batches": 4, "loss_share": torch.tensor(0.125)}, 8),
         ({"accumulate_grad_batches": 4}, 4),  # Lightning's own
     ],
@@ -436,7 +409,7 @@ def test_training_loss_is_the_returned_loss(trainer, factor):
         assert training_loss(SimpleNamespace(**trainer), outputs).item() == 0.5 * factor
 
 
-@pytest.mark.parametrize("outputs", [None, {}, {"loss": 1.0}, {"logits": torch.zeros(1)}, torch.zeros(2)])
+@pytest.mark.parametrize("outputs", [None, {"loss": 1.0}, torch.zeros(2)])
 def test_no_training_loss(outputs):
     assert training_loss(SimpleNamespace(), outputs) is None
 
@@ -499,20 +472,6 @@ def test_real_fit(tmp_path, trainer_class):
     assert not run.scales
 
 
-@BOTH_TRAINERS
-def test_real_fit_that_fails(tmp_path, trainer_class):
-    class Fails(BoringModel):
-        def training_step(self, batch, batch_idx):
-            if batch_idx == 2:
-                raise RuntimeError("enough")
-            return self.step(batch)
-
-    with pytest.raises(RuntimeError, match="enough"):
-        real_fit(trainer_class, RunRecorder(), tmp_path, Fails())
-    run = load_run(tmp_path)
-    assert (run.status, run.error, run.facts["samples"]) == ("failed", "RuntimeError: enough", 8)
-
-
 def test_real_fit_with_loss_scaling(tmp_path):
     class Overflow(BoringModel):
         def training_step(self, batch, batch_idx):
@@ -526,22 +485,6 @@ def test_real_fit_with_loss_scaling(tmp_path):
     run = load_run(tmp_path)
     assert (run.steps, run.skipped_steps, run.scale) == (6, trainer.skipped_steps, trainer.scaler.get_scale())
     assert (run.skips.steps, run.skips.values) == ([2, 5], [1024.0, 512.0])
-
-
-def test_accumulation_does_not_shrink_the_loss(tmp_path):
-    recorder, model = RunRecorder(), Logging()
-    real_fit(Trainer, recorder, tmp_path, model, max_epochs=1, accumulate_grad_batches=2)
-    assert recorder.losses.read() == pytest.approx(model.losses)
-
-
-def test_resumed_fit(tmp_path):
-    recorder, resumed, model = RunRecorder(), RunRecorder(), Logging()
-    trainer = real_fit(Trainer, recorder, tmp_path / "one", Logging())
-    trainer.save_checkpoint(tmp_path / "end.ckpt")
-    real_fit(Trainer, resumed, tmp_path / "two", model, max_epochs=3, ckpt_path=tmp_path / "end.ckpt")
-    assert points(resumed.losses) == points(recorder.losses) | dict(enumerate(model.losses, start=7))
-    assert points(resumed.metrics["val"]["val_acc"]) == {3: 0.5, 6: 0.75, 9: 1.0}
-    assert resumed.seconds.steps == [7, 8, 9]  # the run before in another folder is unknown
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")

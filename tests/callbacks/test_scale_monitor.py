@@ -43,18 +43,6 @@ class Steps:
         return self
 
 
-def test_values_logged_with_each_step():
-    steps = Steps(ScaleMonitor(window=4))
-    steps(4096.0)
-    steps(2048.0, skipped=True)
-    steps(2048.0)
-    assert steps.logged == [
-        ("amp/scale", 4096.0), ("amp/skipped_steps", 0.0), ("amp/skip_rate", 0.0),
-        ("amp/scale", 4096.0), ("amp/skipped_steps", 1.0), ("amp/skip_rate", 1 / 2),
-        ("amp/scale", 2048.0), ("amp/skipped_steps", 1.0), ("amp/skip_rate", 1 / 3),
-    ]  # fmt: skip
-
-
 def test_skip_rate_covers_a_window():
     monitor = ScaleMonitor(window=4)
     assert monitor.skip_rate == 0.0
@@ -63,18 +51,6 @@ def test_skip_rate_covers_a_window():
         steps(4096.0, skipped=skipped)
         rates.append(monitor.skip_rate)
     assert rates == [1.0, 1.0, 2 / 3, 2 / 4, 1 / 4, 0.0, 0.0, 1 / 4]
-
-
-def test_several_optimizers_are_one_step():
-    steps = Steps(ScaleMonitor())(4096.0, optimizers=(0, 1))
-    steps(4096.0, optimizers=(1,))
-    assert [name for name, _ in steps.logged] == ["amp/scale", "amp/skipped_steps", "amp/skip_rate"] * 2
-    assert len(steps.monitor._recent) == 2
-
-
-def test_monitor_logs_nothing_without_loss_scaling():
-    steps = Steps(ScaleMonitor(), enabled=False)(1.0)
-    assert steps.logged == []
 
 
 def test_in_a_fit(tmp_path):
@@ -125,12 +101,8 @@ TINY = SMALLEST_NORMAL * 0.99
 def look_at(folder, module, monitor, number=4, gains=None, **arguments):
     precision = native_fp16(init_scale=arguments.pop("init_scale", 1.0))
     arguments = {"precision": precision, "callbacks": [monitor], "log_every_n_steps": 1} | arguments
-    return fit_and_look(folder, module, make_batches(number, gains=gains), **arguments)
-
-
-def fit_and_look(folder, module, batches, **arguments):
     trainer = make_trainer(folder, **arguments)
-    trainer.fit(module, loader_of(batches))
+    trainer.fit(module, loader_of(make_batches(number, gains=gains)))
     return trainer
 
 
@@ -181,13 +153,10 @@ def test_skipped_step_says_nothing_about_small_gradients(tmp_path):
     assert monitor.underflow == []
 
 
-@pytest.mark.parametrize("callbacks", [[], [monitor_of()]])
-def test_underflow_is_explained_also_next_to_a_monitor(tmp_path, callbacks):
-    module, arguments = Slopes(a=[1.0, TINY, TINY], b=[TINY / 2, TINY]), {"log_every_n_steps": 2}
+def test_underflow_is_explained_also_next_to_a_monitor(tmp_path):
+    module = Slopes(a=[1.0, TINY, TINY], b=[TINY / 2, TINY])
     module.learning_rate = 1.0  # in float32, these gradients change the weights
-    trainer = fit_and_look(
-        tmp_path, module, make_batches(6), precision=native_fp16(init_scale=1.0), callbacks=callbacks, **arguments
-    )
+    trainer = look_at(tmp_path, module, monitor_of(), 6, log_every_n_steps=2)
     (report,) = next(one for one in trainer.callbacks if isinstance(one, OverflowReport)).reports
     assert report.kind == "underflow"
     assert "weights.b (100%)" in report.cause
@@ -199,17 +168,16 @@ def test_zeros_are_no_underflow(tmp_path):
     """A healthy embedding has almost nothing else; sparse gradients leave them out."""
 
     class Embedded(Slopes):
-        def __init__(self, sparse):
+        def __init__(self):
             super().__init__(a=[1.0])
-            self.embedding = nn.Embedding(100, 2, sparse=sparse)
+            self.embedding = nn.Embedding(100, 2, sparse=True)
 
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) + self.embedding(torch.tensor([3, 3])).sum()
 
-    for sparse in (False, True):
-        monitor = monitor_of()
-        look_at(tmp_path, Embedded(sparse), monitor)
-        assert monitor.underflow[0] == Underflow("", 198 / 201, 0.0)
+    monitor = monitor_of()
+    look_at(tmp_path, Embedded(), monitor)
+    assert monitor.underflow[0] == Underflow("", 198 / 201, 0.0)
 
 
 @pytest.mark.parametrize("arguments", [{"every_n_steps": 0}, {"every_n_steps": 50}])
@@ -237,13 +205,6 @@ def test_norm_of_completed_steps(tmp_path, precision):
     assert norms == [10.0, 10.0 if precision == "16-mixed" else 35.0, 15.0]
     mean = (10 + 15) / 2 if precision == "16-mixed" else 20.0
     assert trainer.callback_metrics["grad_norm_epoch"].item() == mean
-
-
-def test_nan_stays_a_nan_in_the_logs(tmp_path):
-    monitor, module = monitor_of(), Slopes(a=[3.0], b=[4.0])
-    trainer = look_at(tmp_path, module, monitor, 2, gains={0: float("nan")}, precision="32-true")
-    assert trainer.callback_metrics["grad_norm_step"].item() == 5.0
-    assert trainer.callback_metrics["grad_norm_epoch"].isnan()
 
 
 def test_clipping_logs_the_norm_itself(tmp_path, monkeypatch):

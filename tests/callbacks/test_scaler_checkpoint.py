@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision as LightningMixed
 
 from tests.support import Regression, loader_of, make_batches, make_net, make_trainer, native_fp16
 from trainer.callbacks import ScalerCheckpoint
@@ -18,19 +17,11 @@ def callbacks_of(trainer):
     return [callback for callback in trainer.callbacks if isinstance(callback, ScalerCheckpoint)]
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "32-true"])
-def test_on_by_default(tmp_path, precision):
+def test_on_by_default_and_not_doubled(tmp_path):
     """Also without loss scaling, because it warns about an unused state in the checkpoint."""
-    assert len(callbacks_of(make_trainer(tmp_path, precision=precision))) == 1
-
-
-def test_users_own_is_not_doubled(tmp_path):
+    assert len(callbacks_of(make_trainer(tmp_path, precision="32-true"))) == 1
     own = ScalerCheckpoint()
     assert callbacks_of(make_trainer(tmp_path, precision="16-mixed", callbacks=[own])) == [own]
-
-
-def test_key_is_lightnings():
-    assert LightningMixed.__qualname__ == KEY
 
 
 def fit_and_save(tmp_path, precision, name="saved.ckpt", epochs=1):
@@ -75,11 +66,10 @@ def test_lightnings_checkpoints_of_any_age(tmp_path, key):
     assert trainer.scaler._init_growth_tracker == 7
 
 
-@pytest.mark.parametrize("others", [["bf16-mixed"], ["32-true"], ["bf16-mixed", "32-true"], ["64-true", "bf16-mixed"]])
-def test_16_mixed_to_others_and_back(tmp_path, others):
+def test_16_mixed_to_others_and_back(tmp_path):
     """Each reports once that it does not need the scaler's state, and passes it on."""
     trainer, path = fit_and_save(tmp_path, native_fp16(init_scale=256.0, growth_interval=100))
-    state = trainer.scaler.state_dict()
+    state, others = trainer.scaler.state_dict(), ["bf16-mixed", "32-true"]
     assert (state["scale"], state["_growth_tracker"]) == (128.0, 3)
     for epochs, precision in enumerate(others, start=2):
         messages, other = resume(tmp_path, precision, path, epochs=epochs)
@@ -107,19 +97,6 @@ def test_from_a_run_without_a_scaler(tmp_path):
         " has settled."
     ]
     assert resumed.scaler.get_scale() == 512.0
-
-
-def test_evaluating_a_checkpoint_says_nothing(tmp_path):
-    fp32 = make_trainer(tmp_path)
-    fp32.fit(Regression(make_net()), loader_of(make_batches(2)))
-    fp32.save_checkpoint(tmp_path / "fp32.ckpt")
-
-    class Validated(Regression):
-        def validation_step(self, batch, batch_idx):
-            pass
-
-    trainer = make_trainer(tmp_path, precision="16-mixed")
-    trainer.validate(Validated(), loader_of(make_batches(1)), ckpt_path=tmp_path / "fp32.ckpt", verbose=False)
 
 
 def test_evaluation_of_a_checkpoint_keeps_the_scaler(tmp_path):

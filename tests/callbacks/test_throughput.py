@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from tests.support import FakeTrainer, Regression, fit_and_watch, loader_of, make_batches, make_trainer
+from tests.support import FakeTrainer, Regression, loader_of, make_batches, make_trainer
 from trainer.callbacks import Throughput
 from trainer.callbacks.throughput import checksums
 from trainer.precision import MixedPrecision
@@ -35,7 +35,8 @@ def fit(clock, callback, epochs, fetch=0.0, validate_after=(3,), **options):
 
 def test_rate_counts_training_time_only(clock):
     callback = Throughput(warmup_batches=0)
-    fit(clock, callback, [[1.0] * 4, [0.5] * 4, [2.0] * 4], world_size=2)
+    assert (callback.samples_per_second, callback.waiting) == (None, None)
+    fit(clock, callback, [[1.0] * 4, [0.5] * 4, [2.0] * 4], world_size=2, validate_after=(0, 1, 3))
     assert callback.rates == [16.0, 32.0, 8.0]
     assert callback.samples_per_second == 16.0  # the median, not the mean
     assert callback.train_seconds == 14.0
@@ -43,29 +44,13 @@ def test_rate_counts_training_time_only(clock):
     assert callback.waiting == 0.0
 
 
-def test_validation_inside_an_epoch_stops_the_clock(clock):
-    callback = Throughput(warmup_batches=0)
-    fit(clock, callback, [[1.0] * 4], validate_after=(0, 1, 3))
-    assert callback.rates == [8.0]
-    assert callback.train_seconds == 4.0
-
-
-@pytest.mark.parametrize(
-    ("warmup", "rates", "measured"), [(0, [3.2, 8.0], 8), (1, [8.0, 8.0], 7), (2, [8.0, 8.0], 6), (50, [8.0, 8.0], 6)]
-)
+@pytest.mark.parametrize(("warmup", "rates", "measured"), [(0, [3.2, 8.0], 8), (1, [8.0, 8.0], 7), (50, [8.0, 8.0], 6)])
 def test_first_batches_do_not_count(clock, warmup, rates, measured):
     callback = Throughput(warmup)
     fit(clock, callback, [[7.0, 1.0, 1.0, 1.0], [1.0] * 4])
     assert callback.rates == rates
     assert callback.measured_batches == measured
     assert callback.train_seconds == 14.0  # this has it all
-
-
-def test_warm_up_is_over_once(clock):
-    callback = Throughput(warmup_batches=2)
-    fit(clock, callback, [[9.0, 9.0, *[1.0] * 7], [1.0] * 9])
-    assert callback.rates == [8.0, 8.0]
-    assert callback.measured_batches == 16
 
 
 def test_waiting_for_batches_is_part_of_the_time(clock):
@@ -85,12 +70,6 @@ def test_second_fit_starts_afresh(clock):
     assert len(callback.batches) == 1
 
 
-def test_nothing_is_known_before_the_first_epoch_ends():
-    callback = Throughput()
-    assert callback.samples_per_second is None
-    assert callback.waiting is None
-
-
 def test_gpu_is_waited_for_at_the_ends_only(clock, monkeypatch):
     waits = []
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
@@ -99,11 +78,6 @@ def test_gpu_is_waited_for_at_the_ends_only(clock, monkeypatch):
         fit(clock, Throughput(warmup_batches=2), [[1.0] * batches] * 2, validate_after=(), device="cuda:1")
         # epoch start, around the first batch's checksum, epoch end; around the end of the warm-up
         assert waits == [torch.device("cuda:1")] * (2 * 4 + 2)
-
-
-def test_wrong_arguments():
-    with pytest.raises(ValueError, match="warmup_batches=-1: expected 0 or more"):
-        Throughput(-1)
 
 
 def test_evaluation_rates_leave_the_first_batch_out(clock):
@@ -122,13 +96,6 @@ def test_evaluation_rates_leave_the_first_batch_out(clock):
             trainer.hook(f"on_{stage}_batch_end", None, batch, batch_idx, 0)
         trainer.hook(f"on_{stage}_end")
         assert callback.run_facts()["throughput"][fn] == rate
-
-
-def test_sanity_check_is_not_measured(clock):
-    callback = Throughput()
-    trainer = FakeTrainer(callback, clock=clock, sanity_checking=True)
-    trainer.evaluate()
-    assert callback.evaluation_rates == {}
 
 
 @dataclass
@@ -154,7 +121,7 @@ def test_checksums():
 def test_real_fit_sees_the_same_batches_in_every_precision(tmp_path):
     batches = make_batches(6)
     found = []
-    for precision in ("32-true", MixedPrecision("float16"), "bf16-mixed", "64-true"):
+    for precision in ("32-true", MixedPrecision("float16")):
         callback = Throughput(warmup_batches=2)
         trainer = make_trainer(tmp_path, precision=precision, max_epochs=3, callbacks=[callback])
         torch.manual_seed(0)
@@ -164,15 +131,8 @@ def test_real_fit_sees_the_same_batches_in_every_precision(tmp_path):
         assert 0 < callback.waiting < 1
         assert callback.train_seconds > 0
         found.append(callback.batches)
-    assert found[1:] == found[:1] * 3
+    assert found[1] == found[0]
     assert len(set(found[0])) > 1  # the order changes from epoch to epoch
-
-
-def test_throughput_does_not_change_training(tmp_path):
-    batches = make_batches(5)
-    _, without = fit_and_watch(tmp_path, Regression(), batches, max_epochs=2)
-    _, measured = fit_and_watch(tmp_path, Regression(), batches, max_epochs=2, callbacks=[Throughput()])
-    assert measured.losses == without.losses
 
 
 @pytest.fixture
@@ -185,10 +145,9 @@ FLOPS = 2 * 6 * 16 * 2 + 2 * 16 * 3 * 3
 """FLOPs per sample: two products of the first layer, with an input without gradient, and three of the second."""
 
 
-@pytest.mark.parametrize(("precision", "peak"), [("bf16-mixed", 989.4e12), ("32-true", 66.9e12)])
-def test_share_of_the_peak(h100, tmp_path, precision, peak):
-    callback = Throughput(warmup_batches=1)
-    trainer = make_trainer(tmp_path, accelerator="gpu", precision=precision, max_epochs=2, callbacks=[callback])
+def test_share_of_the_peak(h100, tmp_path):
+    callback, peak = Throughput(warmup_batches=1), 989.4e12
+    trainer = make_trainer(tmp_path, accelerator="gpu", precision="bf16-mixed", max_epochs=2, callbacks=[callback])
     trainer.fit(Regression(), loader_of(make_batches(4)))
     assert callback.flops_per_sample == FLOPS
     assert callback.mfu == pytest.approx(FLOPS * callback.samples_per_second / peak)
@@ -200,16 +159,6 @@ def test_mfu_with_a_custom_number_of_flops(h100, tmp_path):
     callback = Throughput(flops_per_sample=1e6)
     make_trainer(tmp_path, accelerator="gpu", callbacks=[callback]).fit(Regression(), loader_of(make_batches(4)))
     assert callback.mfu == pytest.approx(1e6 * callback.samples_per_second / 66.9e12)
-
-
-def test_counting_changes_nothing(h100, tmp_path):
-    weights = []
-    for callbacks in ([Throughput()], []):
-        module = Regression()
-        trainer = make_trainer(tmp_path, accelerator="gpu", precision="16-mixed", callbacks=callbacks)
-        trainer.fit(module, loader_of(make_batches(4)))
-        weights.append([parameter.detach().cpu() for parameter in module.parameters()])
-    assert all(map(torch.equal, *weights))
 
 
 def test_only_the_first_batch_is_counted(h100, tmp_path, monkeypatch):
@@ -244,7 +193,7 @@ def test_flops_are_not_counted_if_the_peak_is_unknown(cuda, tmp_path):
     assert (callback.flops_per_sample, callback.mfu) == (None, None)
 
 
-@pytest.mark.parametrize("flops", [0, -1.0])
-def test_operations_without_flops(flops):
-    with pytest.raises(ValueError, match="expected a number above 0"):
-        Throughput(flops_per_sample=flops)
+@pytest.mark.parametrize("arguments", [{"warmup_batches": -1}, {"flops_per_sample": 0}])
+def test_wrong_arguments(arguments):
+    with pytest.raises(ValueError, match=f"{next(iter(arguments))}=.*: expected"):
+        Throughput(**arguments)

@@ -62,13 +62,6 @@ def test_trial_run_leaves_a_foreign_callback_out() -> None:
     assert callbacks_that_stay([Foreign(), stays, Timer("00:01:00:00")]) == [stays]
 
 
-def test_callbacks_without_attributes_have_the_defaults() -> None:
-    callback = Callback()
-    found = traits.observes_only(callback), traits.reads_epoch_metrics(callback), traits.runs_last(callback)
-    assert found == (False, False, False)
-    assert traits.unsupported_with(callback) == {}
-
-
 def test_stock_callbacks_are_known() -> None:
     assert traits.runs_last(ModelCheckpoint())
     assert traits.reads_epoch_metrics(EarlyStopping("loss"))

@@ -205,19 +205,42 @@ class ProgressBar(RunCallback, LightningProgressBar):
     ) -> None:
         """Count the batch, and refresh if it is due."""
         if self.has_dataloader_changed(dataloader_idx):
-            self._begin_evaluation(trainer, dataloader_idx)
-        self._advance_evaluation(batch_idx)
+            stage = trainer.state.stage
+            assert stage is not None
+            description, total = (getattr(self, name) for name in _STAGE_ATTRIBUTES[stage])
+            label = description.lower() + (f" {dataloader_idx}" if dataloader_idx else "")
+            self._evaluation = _Row(label, total, time.monotonic())
+            self._display.rows = [row for row in (self._train, self._evaluation) if row.label]
+        row = self._evaluation
+        if row is None:
+            return
+        row.completed = batch_idx + 1
+        row.seen += 1
+        now = time.monotonic()
+        if row.seen == 1:
+            row.resume(now)  # the first batch waited for the dataloader's workers
+        if now >= self._due:
+            row.mark(now)
+            if self._live is not None:
+                self._draw()
+            elif row.completed < row.total:
+                self._print_line(row, [])
 
     on_test_batch_end = on_validation_batch_end
     on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Return to training, or draw the final state and stop."""
-        if trainer.state.fn != TrainerFn.FITTING:
-            self._end_evaluation(trainer, pl_module)
-            return
+        row, self._evaluation = self._evaluation, None
         self.reset_dataloader_idx_tracker()
-        self._evaluation = None
+        if trainer.state.fn != TrainerFn.FITTING:
+            if self._running and row is not None:
+                row.mark(time.monotonic())
+                self._read(trainer, pl_module)
+                if self._live is None:
+                    self._print_line(row, self._display.items)
+            self._stop()
+            return
         self._display.rows = [self._train] if self._train.label else []
         self._train.resume(time.monotonic())
 
@@ -317,40 +340,6 @@ class ProgressBar(RunCallback, LightningProgressBar):
         rate = self._train.rate  # shown until there is a new one
         self._train = _Row(label, self.total_train_batches, time.monotonic(), rate)
         self._display.rows = [self._train]
-
-    def _begin_evaluation(self, trainer: "pl.Trainer", dataloader_idx: int) -> None:
-        stage = trainer.state.stage
-        assert stage is not None
-        description, total = (getattr(self, name) for name in _STAGE_ATTRIBUTES[stage])
-        label = description.lower() + (f" {dataloader_idx}" if dataloader_idx else "")
-        self._evaluation = _Row(label, total, time.monotonic())
-        self._display.rows = [row for row in (self._train, self._evaluation) if row.label]
-
-    def _advance_evaluation(self, batch_idx: int) -> None:
-        row = self._evaluation
-        if row is None:
-            return
-        row.completed = batch_idx + 1
-        row.seen += 1
-        now = time.monotonic()
-        if row.seen == 1:
-            row.resume(now)  # the first batch waited for the dataloader's workers
-        if now >= self._due:
-            row.mark(now)
-            if self._live is not None:
-                self._draw()
-            elif row.completed < row.total:
-                self._print_line(row, [])
-
-    def _end_evaluation(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        row, self._evaluation = self._evaluation, None
-        if self._running and row is not None:
-            row.mark(time.monotonic())
-            self._read(trainer, pl_module)
-            if self._live is None:
-                self._print_line(row, self._display.items)
-        self.reset_dataloader_idx_tracker()
-        self._stop()
 
 
 @dataclass(eq=False, slots=True)
