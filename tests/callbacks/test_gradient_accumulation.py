@@ -20,16 +20,6 @@ from trainer.callbacks import GradientAccumulation
 from trainer.errors import ConfigurationError
 
 
-def test_number_of_batches(tmp_path):
-    ours, theirs, batches = make_net(), make_net(), make_batches(7)
-    trainer, trace = fit_and_watch(
-        tmp_path, Regression(ours), batches, callbacks=[GradientAccumulation(3)], max_epochs=2
-    )
-    assert_same(trace, train_by_hand(theirs, batches, window=3, epochs=2))
-    assert trainer.global_step == 6
-    assert trainer.accumulate_grad_batches == 3
-
-
 def test_gradients_of_a_schedule(tmp_path):
     """Epochs with windows of 2 and of 3: one optimizer, each window a mean."""
     ours, theirs, batches = make_net(), make_net(), make_batches(6)

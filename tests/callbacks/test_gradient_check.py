@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -245,27 +245,6 @@ def test_first_samples_and_the_precision_of_the_run(tmp_path):
     check(tmp_path, Looking(), batches, samples=2)
     assert set(seen[:-1]) == {((2, 6), (2, 3), (), 2, torch.float64)}
     assert seen[-1][0] == (4, 6)  # the training step that follows
-
-
-def test_compiled_modules_run_uncompiled(tmp_path):
-    class Look(Callback):
-        def on_train_batch_start(self, *args):
-            counts.append(len(graphs))
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    graphs: list[Any] = []
-    counts: list[int] = []
-    torch._dynamo.reset()
-    module = Regression()
-    module.net = torch.compile(module.net, backend=backend)
-    trainer = make_trainer(tmp_path, precision="64-true", callbacks=[GradientCheck(), Look()])
-    trainer.fit(module, loader_of(make_batches(2)))
-    assert counts == [0]  # after the check
-    assert graphs != []  # the training step that follows
-    torch._dynamo.reset()
 
 
 # --- unsupported modules ----------------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def test_run_that_is_resumed_ends_in_the_same_way(tmp_path: Path) -> None:
     batches = make_batches(NUMBER, gains=SPIKES)
     with pytest.warns(UserWarning, match=ROLLED_BACK):
         _, whole, _ = noisy(tmp_path, batches)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(action="ignore"):
         warnings.filterwarnings("error", ROLLED_BACK)
         trainer, module, _ = noisy(tmp_path, batches, path=tmp_path / "checkpoints" / "step=18.ckpt")
     assert_equal(module, whole)

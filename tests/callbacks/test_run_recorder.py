@@ -18,11 +18,11 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from tests.support import FakeTrainer
-from trainer import Trainer, machine
+from trainer import Trainer
 from trainer.callbacks import Curves, OptunaPruning, RunRecorder, RunSummary, Throughput
 from trainer.callbacks import run_recorder as module
 from trainer.precision import MixedPrecision
-from trainer.record.measures import folder_of_files, memory_in_use, tensor_cores_of, training_loss
+from trainer.record.measures import folder_of_files, tensor_cores_of, training_loss
 from trainer.record.run_record import RunRecord, load_run
 from trainer.record.series import Series
 
@@ -255,20 +255,6 @@ def test_loss_on_a_device_is_not_read_until_the_epoch_ends(tmp_path, recorder):
         trainer.end_epoch()
 
 
-def test_series_reads_tensors_in_place():
-    series = Series(max_points=4)
-    series.append(1, torch.tensor(1.0))
-    series.append(2, torch.tensor(2.0, dtype=torch.float16))
-    series.append(3, 3.0)
-    series.append(4, torch.tensor(4.0))
-    assert series.read() == [1.0, 2.0, 3.0, 4.0]
-    series.append(5, torch.tensor(5.0))
-    assert points(series) == {1: 1.0, 3: 3.0, 5: 5.0}
-    assert series.stride == 2
-    series.truncate(4)
-    assert points(series) == {1: 1.0, 3: 3.0}
-
-
 def test_memory_is_read_once_a_second(tmp_path, recorder, monkeypatch, clock):
     readings = iter([7, 8, 9])
     monkeypatch.setattr(module, "memory_in_use", lambda device: next(readings))
@@ -277,12 +263,6 @@ def test_memory_is_read_once_a_second(tmp_path, recorder, monkeypatch, clock):
     for seconds in (0.1, 0.4, 0.4, 0.4, 0.4, 0.4):
         trainer.train(seconds=seconds)
     assert points(recorder.memory) == {1: 7, 4: 8}
-
-
-def test_memory_in_use(monkeypatch):
-    assert 2**24 < memory_in_use(torch.device("cpu")) <= machine.peak_memory() + 2**24
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 if device.index == 1 else 6)
-    assert memory_in_use(torch.device("cuda:1")) == 5
 
 
 def test_gpu(tmp_path, recorder, monkeypatch):

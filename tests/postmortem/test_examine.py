@@ -114,20 +114,6 @@ def test_values_that_were_not_finite_before(tmp_path):
     assert finding.broken_weights == ["net.4.bias"]
 
 
-def test_error_in_the_replay_is_reported(tmp_path):
-    class Once(Regression):
-        calls = 0
-
-        def training_step(self, batch, batch_idx):
-            type(self).calls += 1
-            if self.calls > 1:
-                raise RuntimeError("not twice\nnever")
-            return super().training_step(batch, batch_idx)
-
-    finding = examined(tmp_path, Once(), make_batches(1))
-    assert finding.error == "RuntimeError: not twice"
-
-
 def test_sparse_gradients(tmp_path):
     class Words(Regression):
         def __init__(self):

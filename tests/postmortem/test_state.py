@@ -2,11 +2,9 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 
-import pytest
 import torch
 from torch import nn
-from torchmetrics import MeanMetric, MetricCollection
-from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError, SpearmanCorrCoef
+from torchmetrics import MeanMetric
 
 from trainer.postmortem.state import ObjectState
 
@@ -93,34 +91,6 @@ def test_restoring_parameters_does_not_disturb_a_graph():
     state.restore()
     loss.backward()  # a tensor saved for it that seems to have changed would raise
     assert torch.equal(layer.weight, weight)
-
-
-@pytest.mark.filterwarnings("ignore:Metric .SpearmanCorrcoef")
-@pytest.mark.parametrize(
-    "metric",
-    [
-        SpearmanCorrCoef,  # keeps lists
-        lambda: MetricCollection([MeanSquaredError(), MeanAbsoluteError()]),  # shares states
-    ],
-)
-def test_metrics(metric):
-    torch.manual_seed(0)
-    x = [torch.rand(8) for _ in range(8)]
-    module = nn.ModuleDict({"metric": metric()})
-    module["metric"](x[0], x[1])
-    module["metric"](x[2], x[3])
-    expected = module["metric"].compute()
-    state = ObjectState([module])
-    module["metric"](x[4], x[5])
-    module["metric"].reset()
-    module["metric"](x[6], x[7])
-    state.restore()
-    assert str(module["metric"].compute()) == str(expected)
-    module["metric"](x[4], x[5])  # and training continues
-    other = metric()
-    for i in (0, 2, 4):
-        other(x[i], x[i + 1])
-    assert str(module["metric"].compute()) == str(other.compute())
 
 
 def test_schedules_and_parameter_groups():

@@ -138,7 +138,7 @@ class GradientCheck(Callback):
             )
         atol = self.atol * max(1.0, abs(first))
         weights = {name: p.detach().clone() for name, p in parameters.items() if p.requires_grad}
-        self.problems = dict.fromkeys(names, "")
+        self.problems, gradient_of = dict.fromkeys(names, ""), dict[str, Tensor | None]()
         for attempt in range(self.attempts):
             for name, weight in weights.items():
                 size = weight.pow(2).mean().sqrt()
