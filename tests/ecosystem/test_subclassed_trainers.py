@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch
 import pytest
 import torch
 from lightning.pytorch import Trainer as LightningTrainer
@@ -16,7 +14,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
-from tests.parity import QUIET, Classifier, Learner, data, lightnings_noise_ignored, run_both
+from tests.parity import QUIET, Classifier, Learner, data, run_both
 from trainer import Trainer
 from trainer.errors import ConfigurationError
 
@@ -94,68 +92,6 @@ def test_subclass_with_module_and_data() -> None:
         trainer.train()
         ended = end_of(trainer, trainer.solver)
         return ended, trainer.test(), trainer.place, isinstance(trainer, LightningTrainer)
-
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
-
-
-# --- a subclass that sets attributes of its base in `fit` (RL4CO) ----------------------------------------------------
-
-
-def rl_trainer(base: type) -> type:
-    class RLTrainer(base):  # type: ignore[misc]
-        def __init__(
-            self, gradient_clip_val: float = 1.0, reload_dataloaders_every_n_epochs: int = 1, **kwargs: Any
-        ) -> None:
-            kwargs.update(gradient_clip_val=gradient_clip_val)
-            super().__init__(reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs, **kwargs)
-
-        def fit(self, model: Any, train_dataloaders: Any = None, ckpt_path: Any = None) -> None:
-            if not model.automatic_optimization and self.gradient_clip_val is not None:
-                self.gradient_clip_val = None
-            super().fit(model=model, train_dataloaders=train_dataloaders, ckpt_path=ckpt_path)
-
-    return RLTrainer
-
-
-class ProximalUpdates(Learner):
-    """Several steps on shuffled parts of a batch in one training step; the data are drawn again after each epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.seed = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        parts = torch.utils.data.TensorDataset(*batch)
-        for part in torch.utils.data.DataLoader(parts, 2, shuffle=True):
-            loss = self.loss(part) * torch.rand(())
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
-            optimizer.step()
-        self.log("loss", loss)
-        return {"loss": loss}
-
-    def train_dataloader(self) -> Any:
-        return data(8, batch_size=4, seed=self.seed, shuffle=True)
-
-    def on_train_epoch_end(self) -> None:
-        self.seed = int(torch.randint(100, ()))
-        self.lr_schedulers().step()
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
-        return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [1])]
-
-
-def test_several_updates_per_step_with_resampled_data() -> None:
-    def scenario(make: Any) -> Any:
-        module = ProximalUpdates()
-        trainer = rl_trainer(type(make()))(max_epochs=3, **QUIET)
-        trainer.fit(module)
-        return end_of(trainer, module), trainer.gradient_clip_val, trainer.optimizers[0].param_groups[0]["lr"]
 
     theirs, mine = run_both(scenario)
     assert mine == theirs
@@ -433,14 +369,3 @@ def test_model_that_builds_a_trainer_for_each_fit_and_keeps_one_for_predictions(
 
     theirs, mine = run_both(scenario)
     assert mine == theirs
-
-
-def test_trainer_replaced_in_lightnings_package_is_the_base_of_subclasses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(lightning.pytorch, "Trainer", Trainer)
-    trainer_class = physics_trainer(lightning.pytorch.Trainer)
-    assert issubclass(trainer_class, Trainer)
-    assert "max_epochs" in inspect.signature(Trainer.__init__).parameters
-    with lightnings_noise_ignored():
-        assert trainer_class(Solver(), max_epochs=1, **QUIET).solver is not None
