@@ -43,7 +43,7 @@ def assert_close(theirs: Any, mine: Any, where: str) -> None:
         assert theirs == mine, where
 
 
-STEPS = {"autoencoder": 108, "gan": 48, "language_model": 24, "finetuning": 60}
+STEPS = {"autoencoder": 108, "gan": 48, "language_model": 24}
 
 
 @pytest.mark.parametrize("name", tiered(STEPS, quick=["gan"]))

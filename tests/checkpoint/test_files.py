@@ -4,8 +4,7 @@ import errno
 import io
 import os
 import pickle
-import subprocess
-import sys
+import resource
 import time
 import zipfile
 from collections.abc import Callable
@@ -230,28 +229,20 @@ def test_old_file_is_kept_on_errors(
 
 
 def test_full_disk_error_has_the_bytes(tmp_path: Path) -> None:
-    code = """
-import os, resource, sys
-sys.path.insert(0, sys.argv[2])
-from trainer.checkpoint import files
-from trainer.errors import CheckpointWriteError
-def save(stream):
-    for _ in range(100):
-        stream.write(bytes(1000))
-resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-try:
-    files.write(save, sys.argv[1])
-except CheckpointWriteError as error:
-    print(error.errno in files.FULL, error)
-"""
+    def save(stream: Any) -> None:
+        for _ in range(100):
+            stream.write(bytes(1000))
+
     path = tmp_path / "x.ckpt"
     path.write_bytes(b"the old one")
-    root = Path(files.__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code, path, root], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.startswith(f"True The checkpoint {path} was not written: File too large. It needs 100,")
-    assert "bytes free" in done.stdout
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with pytest.raises(CheckpointWriteError, match=r"File too large\. It needs 100,.* bytes free") as caught:
+            files.write(save, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.errno in files.FULL
     assert path.read_bytes() == b"the old one"
     assert os.listdir(tmp_path) == ["x.ckpt"]
 

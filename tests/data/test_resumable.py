@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import random
-import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 from math import inf
@@ -286,15 +284,20 @@ def trained(make: Callable[[], Any], epochs: int, limit: float = inf) -> tuple[l
     return steps, checkpoints
 
 
-def resumed(loaders: Any, checkpoint: bytes, epochs: int, limit: float = inf, **exact: bool) -> list[Step]:
-    """Resume from a checkpoint in a new process."""
+def resumed(
+    loaders: Any, checkpoint: bytes, epochs: int, limit: float = inf, checkpoints: Any = None, **exact: bool
+) -> list[Step]:
+    """Resume from a checkpoint in a new process. Appends the checkpoints after each step to ``checkpoints``."""
     first, trained, state, random_state = torch.load(io.BytesIO(checkpoint), weights_only=True)
     batches, steps = batches_of(loaders, limit), []
     batches.load_state_dict(state, **exact)
     random_states.restore(random_state)
     for epoch in range(first, epochs):
         batches.start_epoch(epoch, trained if epoch == first else 0)
-        steps += [step(epoch, batch_idx, batch) for batch, batch_idx, _ in batches]
+        for batch, batch_idx, _ in batches:
+            steps.append(step(epoch, batch_idx, batch))
+            if checkpoints is not None:
+                checkpoints.append((len(steps), saved(batches, epoch, batch_idx + 1)))
     batches.loaders.close()
     return steps
 
@@ -374,19 +377,11 @@ def test_persistent_workers_keep_their_random_states_between_epochs(limit: float
 )
 def test_run_that_was_resumed_is_resumed_again(make: Any) -> None:
     steps, checkpoints = trained(make, 2)
-    for _ in range(3):
+    for _ in range(2):
         number, checkpoint = checkpoints[1]
-        assert resumed(make(), checkpoint, 2) == steps[number:]
-        first, done, state, random_state = torch.load(io.BytesIO(checkpoint), weights_only=True)
-        batches = batches_of(make())
-        batches.load_state_dict(state)
-        random_states.restore(random_state)
-        steps, checkpoints = steps[number:], []
-        for epoch in range(first, 2):
-            batches.start_epoch(epoch, done if epoch == first else 0)
-            for batch, batch_idx, _ in batches:
-                step(epoch, batch_idx, batch)
-                checkpoints.append((len(checkpoints) + 1, saved(batches, epoch, batch_idx + 1)))
+        again: list[tuple[int, bytes]] = []
+        assert resumed(make(), checkpoint, 2, checkpoints=again) == steps[number:]
+        steps, checkpoints = steps[number:], again
 
 
 def test_reading_data_between_two_epochs_changes_the_next() -> None:
@@ -676,59 +671,6 @@ def test_workers_started_by_the_user_are_used_without_states() -> None:
     assert steps[0][1] == 0
     with pytest.raises(ResumeError, match="is unknown"):
         resumed(make(), checkpoints[1][1], 1)
-
-
-class Draws(Noisy):
-    """Draws from one generator."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.rand(1)
-
-
-@pytest.mark.parametrize(("dataset", "sent"), [(TensorDataset(torch.zeros(4)), set()), (Draws(4), {"torch"})])
-def test_workers_send_changed_states(dataset: Any, sent: set[str]) -> None:
-    place = resumable(DataLoader(dataset, 2, num_workers=2))
-    deque(place, maxlen=0)
-    workers = place.state_dict()["workers"]
-    assert {name for states in workers.values() for name in states} == sent
-    assert set(workers) == ({0, 1} if sent else set())
-
-
-class Counted(Draws):
-    """Counts the drawn samples in memory shared with the workers."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self.drawn = torch.zeros(count, dtype=torch.int64).share_memory_()
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        try:
-            return super().__getitem__(index)
-        finally:
-            self.drawn[index] = 1
-
-
-@pytest.mark.parametrize(("workers", "prefetched", "in_order"), [(2, 3, True), (1, 2, False)], ids=str)
-def test_states_are_those_after_the_last_batch_despite_prefetching_workers(
-    workers: int, prefetched: int, in_order: bool
-) -> None:
-    dataset = Counted(20)
-    loader = DataLoader(dataset, num_workers=workers, prefetch_factor=prefetched, in_order=in_order)
-    place = resumable(loader)
-    batches, following = [], []
-    for number, batch in enumerate(place):
-        batches.append(batch.item())
-        deadline = time.monotonic() + 30
-        while dataset.drawn.sum() < min(number + 1 + workers * prefetched, len(dataset)):
-            assert time.monotonic() < deadline
-            time.sleep(1e-3)
-        time.sleep(5e-3)  # the last batch is put together
-        state = place.state_dict()["workers"][number % workers]["torch"]
-        generator = torch.Generator()
-        random_states.set_state(generator, state)
-        following.append(torch.rand(1, generator=generator).item())
-    assert len(batches) == len(dataset)
-    assert following[:-workers] == batches[workers:]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -69,6 +69,7 @@ class ResumableLoader:
         self.loader = loader
         self.generators = generators
         self._begun: State = {}  # the random states when the pass began
+        self._started: State = {}  # the random states when the workers were started: in this pass, or an earlier one
         self._batches = 0  # number of batches that the pass has yielded
         self._workers = WorkerStates({})  # the random states of the workers after these batches
         self._resumed: Iterator[Batch] | None = None  # the pass of the next iteration
@@ -145,6 +146,17 @@ class ResumableLoader:
         if state["prefetch_factor"] == self._prefetch_factor:  # otherwise the sampler is not as far ahead
             random_states.set_states(self.generators, state["own"])
         return reasons
+
+    def begin_pass(self, *, with_old_workers: bool = False) -> None:
+        """Record that a pass begins, with new workers or those of the last pass."""
+        self._begun, self._batches = random_states.capture(own=self.generators), 0
+        if not with_old_workers:
+            self._started = self._begun
+
+    def take(self, marked: Marked, *, is_used: bool = True) -> Batch:
+        """Return the batch that a worker has sent, record the worker's state, and count the batch if it is used."""
+        self._batches += is_used
+        return self._workers.take(marked)
 
     @property
     def _prefetch_factor(self) -> int | None:
@@ -234,22 +246,6 @@ class ReplayedLoader(ResumableLoader):
         self.replays = not isinstance(loader, Sequence)  # a list has its batches in memory
         self._persists = isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
         self._can_have_worker_states = self._persists and _uses_default_iteration(loader)
-        self._started: State = {}  # the random states when the workers were started: in this pass, or an earlier one
-
-    def begin_pass(self, *, with_old_workers: bool = False) -> None:
-        """Record that a pass begins, with new workers or those of the last pass."""
-        self._begun, self._batches = random_states.capture(own=self.generators), 0
-        if not with_old_workers:
-            self._started = self._begun
-
-    def take(self, marked: Marked) -> Batch:
-        """Return the batch that a worker has sent, and record the worker's state."""
-        self._batches += 1
-        return self._workers.take(marked)
-
-    def drop(self, marked: Marked) -> None:
-        """Record the state of a worker that has sent an unused batch."""
-        self._workers.take(marked)
 
     def _begin(self) -> Iterator[Batch]:
         running = self.loader._iterator if self._persists else None
@@ -460,7 +456,6 @@ class MapStyleLoader(ResumableLoader):
         sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         kept = (loader.prefetch_factor or 0) * loader.num_workers + 2
         self._sampler = _RecordedSampler(sampler, kept, self.generators)
-        self._started: State = {}  # the random states when the workers were started: in this pass, or an earlier one
         self._has_worker_states = True
         self._running: weakref.ref[_WorkerIterator] | None = None
         # of a resumed pass with in_order=False: the numbers of the sampled batches that had not arrived, and the number
@@ -502,19 +497,8 @@ class MapStyleLoader(ResumableLoader):
 
     def begin_pass(self, *, with_old_workers: bool = False) -> None:
         """Record that a pass begins, with new workers or those of the last pass."""
-        self._begun, self._batches = random_states.capture(own=self.generators), 0
+        super().begin_pass(with_old_workers=with_old_workers)
         self._late, self._drawn_before = [], 0
-        if not with_old_workers:
-            self._started = self._begun
-
-    def take(self, marked: Marked) -> Batch:
-        """Return the batch that a worker has sent, and record the worker's state."""
-        self._batches += 1
-        return self._workers.take(marked)
-
-    def drop(self, marked: Marked) -> None:
-        """Record the state of a worker that has sent an unused batch."""
-        self._workers.take(marked)
 
     def _begin(self) -> Iterator[Batch]:
         loader = self.loader
@@ -535,7 +519,7 @@ class MapStyleLoader(ResumableLoader):
             silent: whether to send no indices to the workers yet. Default: False.
         """
         loader, view = self.loader, copy.copy(self.loader)
-        vars(view).pop("_get_iterator", None)  # it would create an iterator of the original
+
         vars(view)["sampler" if loader.batch_sampler is None else "batch_sampler"] = self._sampler
         if not loader.num_workers:
             return iter(view)
@@ -721,7 +705,7 @@ class _OwnedIterator:
             collector, which also runs in forked workers.
     """
 
-    owner: weakref.ref[MapStyleLoader | ReplayedLoader]
+    owner: weakref.ref[ResumableLoader]
 
     def _next_data(self) -> Batch:
         marked: Marked = super()._next_data()  # type: ignore[misc]
@@ -735,14 +719,14 @@ class _OwnedIterator:
             owner.begin_pass(with_old_workers=True)
         super()._reset(loader, first_iter, **how)  # type: ignore[misc]
 
-    def _drain(self: Any, owner: MapStyleLoader | ReplayedLoader) -> None:
+    def _drain(self: Any, owner: ResumableLoader) -> None:
         """Receive the prepared, unused batches: they have changed the states of workers, too."""
         self._sampler_iter = iter(())
         interval = vars(self).get("_snapshot_interval")
         self._snapshot_interval = 0  # of torchdata: no snapshots of these
         for _ in range(len(self._task_info)):
             try:
-                owner.drop(super()._next_data())  # type: ignore[misc]
+                owner.take(super()._next_data(), is_used=False)  # type: ignore[misc]
             except StopIteration:
                 break
             except Exception:  # an error in a batch that is not used is not raised
