@@ -199,28 +199,6 @@ def test_manual_equals_a_hand_written_loop(tmp_path, precision, optimizer):
     assert_same(trace, expected)
 
 
-def test_forward_after_a_step_sees_the_new_weights(tmp_path):
-    """``training_step`` runs in one autocast. A step clears its cache of weights, also that of a custom plugin."""
-    losses = []
-
-    class Cached(Precision):
-        def autocast(self):
-            return forward_context("bf16-mixed")
-
-    class StepsFirst(Manual):
-        def training_step(self, batch, batch_idx):
-            super().training_step(batch, batch_idx)
-            losses.append(loss_of(self.net, batch).item())
-
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            with forward_context("bf16-mixed"):
-                assert losses[-1] == loss_of(self.net, batch).item()
-
-    for precision in ("bf16-mixed", Cached()):
-        fit_and_watch(tmp_path, StepsFirst(), make_batches(2), precision=precision)
-    assert len(losses) == 4
-
-
 def test_norm_belongs_to_the_step_it_was_measured_in(tmp_path):
     norms = []
 
@@ -282,6 +260,13 @@ def test_manual_accumulation(tmp_path):
     assert (trainer.global_step, trainer.skipped_steps) == (3, 1)
 
 
+class Cached(Precision):
+    """A custom plugin with autocast's usual cache."""
+
+    def autocast(self):
+        return forward_context("bf16-mixed")
+
+
 class Closing(Manual):
     """Steps with a closure."""
 
@@ -307,6 +292,25 @@ def test_closure_in_manual_optimization(tmp_path, precision):
     for name in ("weights", "skipped", "scales"):
         assert str(getattr(trace, name)) == str(getattr(expected, name))
     assert_same_weights(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", [Manual, Closing])
+def test_forward_after_a_step_sees_the_new_weights(tmp_path, kind):
+    """``training_step`` runs in one autocast. A step clears its cache of weights, also that of a custom plugin."""
+    losses = []
+
+    class StepsFirst(kind):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            losses.append(loss_of(self.net, batch).item())
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            with forward_context("bf16-mixed"):
+                assert losses[-1] == loss_of(self.net, batch).item()
+
+    for precision in ("bf16-mixed", Cached()):
+        fit_and_watch(tmp_path, StepsFirst(), make_batches(2), precision=precision)
+    assert len(losses) == 4
 
 
 def test_autocast_is_off_in_manual_backward_and_step_and_on_again_afterwards(tmp_path):
@@ -457,8 +461,10 @@ def test_lbfgs_is_exact(tmp_path, precision, clip):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_lbfgs_in_manual_optimization_is_exact(tmp_path, precision):
+    """A closure sees the moved weights, also with a custom plugin."""
     ours, theirs, batches = make_net(), make_net(), make_batches(5)
-    fit_and_watch(tmp_path, Closing(ours, lbfgs), batches, precision=precision)
+    plugin = Cached() if precision == "bf16-mixed" else precision
+    fit_and_watch(tmp_path, Closing(ours, lbfgs), batches, precision=plugin)
     optimizer = lbfgs(theirs.parameters())
     for batch in batches:
 
