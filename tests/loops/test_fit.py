@@ -125,30 +125,6 @@ def test_clipping_and_accumulation(tmp_path, precision, clipping, optimizer, win
 # --- the scaler and the outcome of a step ---------------------------------------------------------------------------
 
 
-def test_one_scaler_for_all_epochs_and_fits(tmp_path):
-    batches, plugin = make_batches(7), native_fp16(init_scale=2.0**4, growth_interval=10)
-    trainer = make_trainer(tmp_path, precision=plugin, max_epochs=2)
-    scaler = trainer.scaler
-    seen = []
-
-    class Look(Callback):
-        def on_train_batch_start(self, trainer, *_):
-            seen.append((trainer.scaler is scaler, trainer.scaler.current_scale, trainer.scaler.get_scale()))
-
-    trainer.callbacks.append(Look())
-    module = Regression()
-    trainer.fit(module, loader_of(batches))
-    assert scaler._get_growth_tracker() == 4  # 14 steps: grown once, at the tenth
-    trainer.fit_loop.max_epochs = 3
-    trainer.fit(module, loader_of(batches))
-    assert trainer.scaler is scaler
-    assert scaler.get_scale() == 2.0**6
-    assert scaler._get_growth_tracker() == 1
-    assert trainer.global_step == 21
-    scales = [2.0**4] * 10 + [2.0**5] * 10 + [2.0**6]
-    assert seen == [(True, scale, scale) for scale in scales]
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_step_outcome(tmp_path, fused):
     outcomes = []
@@ -434,45 +410,6 @@ def test_loader_of_unknown_length(tmp_path, window, limit):
     assert trainer.global_step == len(expected.skipped)
     assert trace.rates == expected.rates
     torch.testing.assert_close(trace.weights, expected.weights, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "batches", "steps", "epochs"),
-    [
-        ({"max_steps": 5, "max_epochs": -1}, 5, 5, 1),
-        ({"max_steps": 4, "max_epochs": -1, "accumulate_grad_batches": 2}, 7, 4, 2),
-        ({"max_steps": 100, "max_epochs": 2}, 10, 10, 2),
-        ({"max_steps": 0, "max_epochs": 2}, 0, 0, 0),
-    ],
-)
-def test_max_steps_and_max_epochs(tmp_path, arguments, batches, steps, epochs):
-    trainer, trace = fit_and_watch(tmp_path, Regression(), make_batches(5), **arguments)
-    assert (len(trace.losses), trainer.global_step, trainer.current_epoch) == (batches, steps, epochs)
-
-
-class StopAt(Callback):
-    """Sets ``trainer.should_stop`` in one batch."""
-
-    def __init__(self, batch):
-        self.batch = batch
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.progress.batches == self.batch:
-            trainer.should_stop = True
-
-
-@pytest.mark.parametrize(
-    ("arguments", "batches"),
-    [
-        ({}, 2),
-        ({"min_epochs": 2}, 10),
-        ({"min_steps": 4}, 5),  # as Lightning: min_steps alone brings min_epochs=1
-        ({"min_steps": 7, "min_epochs": 0}, 7),
-    ],
-)
-def test_should_stop_ends_the_fit_after_the_minimum(tmp_path, arguments, batches):
-    _, trace = fit_and_watch(tmp_path, Regression(), make_batches(5), callbacks=[StopAt(2)], max_epochs=4, **arguments)
-    assert len(trace.losses) == batches
 
 
 @pytest.mark.parametrize(("stop_at", "steps"), [(0, 0), (3, 1), (5, 2)])

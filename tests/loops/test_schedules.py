@@ -224,24 +224,16 @@ def test_frequency_starts_again_with_new_optimizers(tmp_path):
     assert watch.rates == [0.1, 0.1, 0.1, 0.05] * 2
 
 
-@pytest.mark.parametrize("writer", ["lightning", "an older version"])
-def test_frequency_continues_from_a_checkpoint_without_the_count(tmp_path, writer):
+def test_frequency_continues_from_a_checkpoint_of_lightning(tmp_path):
     """The steps that the checkpoint counts, less those known to be skipped, count as completed."""
 
     def module():
         return Regression(make_net(), schedule=halve, interval="step", frequency=3)
 
     path, batches = tmp_path / "it.ckpt", make_batches(4)
-    if writer == "lightning":
-        trainer = lightning(default_root_dir=tmp_path, max_epochs=1)
-    else:
-        trainer = make_trainer(tmp_path, max_epochs=1)
+    trainer = lightning(default_root_dir=tmp_path, max_epochs=1)
     trainer.fit(module(), loader_of(batches))
     trainer.save_checkpoint(path)
-    if writer != "lightning":
-        checkpoint = torch.load(path, weights_only=True)
-        assert checkpoint["loops"]["amp_trainer"]["progress"].pop("completed_steps") == {0: 4}
-        torch.save(checkpoint, path)
     watch = RatesOfUpdates()
     make_trainer(tmp_path, callbacks=[watch], max_epochs=3).fit(module(), loader_of(batches), ckpt_path=path)
     assert watch.rates == [0.05, 0.05, 0.025, 0.025, 0.025, 0.0125, 0.0125, 0.0125]

@@ -100,10 +100,3 @@ def test_on_this_gpu(tmp_path):
     expected = "bf16-mixed" if torch.cuda.get_device_capability() >= (8, 0) else "16-mixed"
     assert trainer.precision == expected
     trainer.fit(Regression(), loader_of(make_batches(2)))
-
-
-def test_former_name_of_the_description_is_deprecated():
-    plugin = AutoPrecision()
-    plugin.for_device(torch.device("cpu"))
-    with pytest.warns(FutureWarning, match=r"use AutoPrecision\.description"):
-        assert plugin.said == plugin.description

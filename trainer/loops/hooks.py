@@ -124,7 +124,7 @@ STRATEGY_HOOKS = (
 """The hooks of ``CALLBACK_HOOKS`` that strategies have, too."""
 
 
-def _never(_: Any) -> bool:
+def _never(*_: Any) -> bool:
     return False
 
 
@@ -277,9 +277,5 @@ class _NoScope:
         return None
 
 
-def _none(owner: object, name: str = "") -> bool:
-    return False
-
-
-NO_HOOKS = Hooks(None, None, (), _NoScope(), _none, _none)
+NO_HOOKS = Hooks(None, None, (), _NoScope(), _never, _never)
 """The hooks of a loop that has no run yet: all empty."""

@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 from lightning_utilities.core import rank_zero
 
-from trainer.errors import warn
 from trainer.precision.base import Precision
 from trainer.precision.devices import native_bfloat16, tensor_cores
 from trainer.precision.full import FullPrecision
@@ -57,12 +56,6 @@ class AutoPrecision(Precision):
         del settings["self"]
         self.description = ""
         self._bfloat16, self._float16 = MixedPrecision("bfloat16", **settings), MixedPrecision("float16", **settings)
-
-    @property
-    def said(self) -> str:
-        """Deprecated name of ``description``."""
-        warn("AutoPrecision.said is deprecated: use AutoPrecision.description.", FutureWarning)
-        return self.description
 
     def for_device(self, device: torch.device) -> Precision:
         """Return the precision for ``device``, and log it with the reason."""

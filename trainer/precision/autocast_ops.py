@@ -24,10 +24,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import get_kernel
 from torch.utils._pytree import tree_leaves
 
-from trainer.precision.kernels import Kernel, Replaced, Replacement
+from trainer.precision.kernels import Kernel, Replaced, Replacement, own_kernel
 
 __all__ = ["cuda_autocast_ops", "ops_that_differ"]
 
@@ -125,7 +124,7 @@ def _replaced() -> dict[str, Replaced]:
     replaced = {}
     for name, policy in policies.items():
         if name in of_cuda | of_cpu:  # an older torch has shorter lists
-            own = _kernel(name, "AutocastCPU") if name in of_cpu else _passing(name)
+            own = own_kernel(name, "AutocastCPU") if name in of_cpu else _passing(name)
             replaced[name] = Replaced(own, _recorded(name, own, policy(name)))
     return replaced
 
@@ -142,10 +141,6 @@ def _registered(key: str) -> set[str]:
 def _overload(name: str) -> Any:
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
-
-
-def _kernel(name: str, key: str) -> Kernel:
-    return get_kernel(f"aten::{name}", key).call_boxed
 
 
 def _recorded(name: str, own: Kernel, ours: Kernel) -> Kernel:
@@ -228,7 +223,7 @@ def _passing_float32(name: str) -> Kernel:
 
 def _rounding(name: str) -> Kernel:
     """Return a kernel that computes in float32, as on a CPU, and rounds to the dtype of the input, as CUDA does."""
-    in_float32 = _kernel(name, "AutocastCPU")
+    in_float32 = own_kernel(name, "AutocastCPU")
 
     def kernel(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         return in_float32(keys, *args, **kwargs).to(args[0].dtype)
@@ -238,7 +233,7 @@ def _rounding(name: str) -> Kernel:
 
 def _refusing(name: str) -> Kernel:
     """Return CUDA's own kernel, which raises with the operation to use instead."""
-    return _kernel(name, "AutocastCUDA")
+    return own_kernel(name, "AutocastCUDA")
 
 
 def _is_eligible(value: Any) -> bool:

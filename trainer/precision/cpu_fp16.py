@@ -29,11 +29,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.library import get_kernel
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from trainer.precision.kernels import Kernel, Replaced, Replacement
+from trainer.precision.kernels import Replaced, Replacement, own_kernel
 
 __all__ = ["fast_fp16_kernels", "is_faster", "native_fp16"]
 
@@ -128,13 +127,8 @@ def _round(value: Any) -> Any:
     return value.half() if isinstance(value, Tensor) and value.dtype is torch.float32 else value
 
 
-def _own_kernel(name: str) -> Kernel:
-    """Return torch's kernel for ``aten::name`` on the CPU, which takes the dispatch key set first."""
-    return get_kernel(f"aten::{name}", "CPU").call_boxed
-
-
 def _functional(name: str) -> Replaced:
-    own = _own_kernel(name)
+    own = own_kernel(name, "CPU")
 
     def kernel(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if not _is_fp16(args):
@@ -146,7 +140,7 @@ def _functional(name: str) -> Replaced:
 
 
 def _in_place(name: str) -> Replaced:
-    own, own_functional = _own_kernel(f"{name}_"), _own_kernel(name)
+    own, own_functional = own_kernel(f"{name}_", "CPU"), own_kernel(name, "CPU")
 
     def kernel(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if not _is_fp16(args):
@@ -157,7 +151,7 @@ def _in_place(name: str) -> Replaced:
 
 
 def _with_out(name: str) -> Replaced:
-    own, own_functional = _own_kernel(f"{name}.out"), _own_kernel(name)
+    own, own_functional = own_kernel(f"{name}.out", "CPU"), own_kernel(name, "CPU")
 
     def kernel(keys: torch.DispatchKeySet, *args: Any, out: Tensor, **kwargs: Any) -> Any:
         if not _is_fp16((*args, out)):
@@ -171,7 +165,7 @@ def _with_out(name: str) -> Replaced:
 
 
 def _attention() -> Replaced:
-    own = _own_kernel(_ATTENTION)
+    own = own_kernel(_ATTENTION, "CPU")
 
     def kernel(keys: torch.DispatchKeySet, *args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:
         if not _is_fp16(args):
@@ -183,7 +177,7 @@ def _attention() -> Replaced:
 
 
 def _attention_backward() -> Replaced:
-    own = _own_kernel(f"{_ATTENTION}_backward")
+    own = own_kernel(f"{_ATTENTION}_backward", "CPU")
 
     def kernel(keys: torch.DispatchKeySet, *args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:
         if args[0].dtype is not torch.float16:

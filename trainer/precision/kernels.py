@@ -9,10 +9,15 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.library import Library
+from torch.library import Library, get_kernel
 
 Kernel = Callable[..., Any]
 """Takes the set of dispatch keys first, then the operation's arguments."""
+
+
+def own_kernel(name: str, key: str) -> Kernel:
+    """Return the kernel that torch has registered for ``aten::name`` at a dispatch key."""
+    return get_kernel(f"aten::{name}", key).call_boxed
 
 
 class Replaced(NamedTuple):
