@@ -160,32 +160,25 @@ def test_declared_attributes_exist_after_construction() -> None:
     assert {name for name in declared if not hasattr(trainer, name)} == set()
 
 
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-true", "64-true"])
-def test_modules_are_created_in_the_dtype_of_the_precision(precision: str) -> None:
+def test_modules_are_created_in_the_dtype_and_on_the_device() -> None:
     def scenario(make: Any) -> Any:
-        with make(precision=precision).init_module():
-            return nn.Linear(2, 2).weight.dtype
+        dtypes = []
+        for precision in ("16-mixed", "bf16-true", "64-true"):
+            with make(precision=precision).init_module():
+                dtypes.append(nn.Linear(2, 2).weight.dtype)
+        return dtypes
 
     theirs, mine = run_both(scenario)
     assert theirs == mine
+    with ours(precision=HalfPrecision("bfloat16", fp32_modules="head")).init_module():
+        assert nn.Linear(2, 2).weight.dtype is torch.float32
     assert torch.get_default_dtype() == torch.float32
-
-
-def test_modules_are_created_on_the_device_with_and_without_initialization() -> None:
-    class Meta(SingleDeviceStrategy): ...
-
-    with Trainer(strategy=Meta(torch.device("meta")), logger=False).init_module():
+    with Trainer(strategy=SingleDeviceStrategy(torch.device("meta")), logger=False).init_module():
         assert nn.Linear(2, 2).weight.is_meta
-    torch.manual_seed(0)
     drawn = torch.get_rng_state()
     with ours().init_module(empty_init=True):
         nn.Linear(2, 2)
     assert torch.equal(torch.get_rng_state(), drawn)
-
-
-def test_fp32_modules_are_created_in_float32() -> None:
-    with ours(precision=HalfPrecision("bfloat16", fp32_modules="head")).init_module():
-        assert nn.Linear(2, 2).weight.dtype is torch.float32
 
 
 @pytest.mark.parametrize(

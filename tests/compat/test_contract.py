@@ -91,13 +91,6 @@ def test_attributes_that_the_installed_lightning_uses_are_on_our_trainer(tmp_pat
     assert [name.partition(",")[0].removeprefix("trainer.") for name in missing] == list(EXCEPTIONS), missing
 
 
-def test_missing_attributes_are_listed_with_their_places(tmp_path: Any) -> None:
-    later = {"fit_loop.next_thing": contract.Use(["callbacks/next.py:7"]), "fit_loop.done": contract.Use()}
-    assert missing_on_our_trainer(later, tmp_path) == {
-        "trainer.fit_loop.next_thing, in callbacks/next.py:7": "trainer.fit_loop has no next_thing"
-    }
-
-
 @pytest.mark.parametrize(
     ("source", "found"),
     [

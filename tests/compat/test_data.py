@@ -33,22 +33,17 @@ def set_of(iterables: Any, mode: Any = "sequential", *limits: float) -> LoaderSe
     return LoaderSet(combined, list(limits) or [float(len(loader)) for loader in combined.flattened], has_length=True)
 
 
-def test_plain_loader_is_iterated_without_lightnings_combined_loader() -> None:
+def test_batches_of_a_pass_and_their_limits() -> None:
     for iterables, is_plain in ((data(6), True), ([data(6)], False)):
         loaders = set_of(iterables)
-        assert loaders.num_batches() == 3
         assert [where for _, *where in loaders.batches()] == [[0, 0], [1, 0], [2, 0]]
-        assert (loaders.combined._iterator is None) is is_plain
-
-
-def test_limits_end_the_pass() -> None:
-    assert len(list(set_of(data(6), "sequential", 2.0).batches())) == 2
-    assert len(list(set_of(data(6), "sequential", float("inf")).batches())) == 3
+        assert (loaders.combined._iterator is None) is is_plain  # a single one is iterated without Lightning's class
+        assert len(list(set_of(iterables, "sequential", 2.0).batches())) == 2
     several = set_of([data(6), data(4)], "sequential", 1.0, 2.0)
     assert [where for _, *where in several.batches()] == [[0, 0], [0, 1], [1, 1]]
 
 
-@pytest.mark.parametrize("mode", ["sequential", "min_size", "max_size", "max_size_cycle"])
+@pytest.mark.parametrize("mode", ["sequential", "min_size", "max_size_cycle"])
 def test_limits_of_an_evaluation_hold_in_every_mode(mode: Any) -> None:
     class Any_(Classifier):
         def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
@@ -244,13 +239,6 @@ def test_workers_of_dataloaders_that_are_replaced_are_shut_down() -> None:
     assert made[-1]._iterator is None
 
 
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
-def test_pinned_memory_and_workers_that_stay_do_not_go_with_reloading() -> None:
-    loader = data(2, num_workers=1, persistent_workers=True, pin_memory=True)
-    with pytest.warns(UserWarning, match="The combination of .* can lead to instability"):
-        ours(max_epochs=1, reload_dataloaders_every_n_epochs=1).fit(Learner(), loader)
-
-
 def test_same_advice_on_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     source = "lightning.pytorch.trainer.connectors.data_connector"
     monkeypatch.setattr(f"{source}.suggested_max_num_workers", lambda devices: 4)
@@ -268,20 +256,13 @@ def test_same_advice_on_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ["does not have many workers" in one for one in mine] == [True]
 
 
-def test_sequential_loaders_cannot_train() -> None:
-    def scenario(make: Any) -> Any:
-        trainer = make(max_epochs=1)
-        with pytest.raises(ValueError, match='`CombinedLoader\\(mode="sequential"\\)`'):
-            trainer.fit(Learner(), CombinedLoader([data(8), data(4)], "sequential"))
-        return trainer.num_training_batches
-
-    theirs, mine = run_both(scenario)
-    assert mine == theirs == 6
-
-
-def test_predictions_come_from_one_loader_after_the_other() -> None:
+def test_modes_of_several_dataloaders_are_refused_as_by_lightning() -> None:
+    trainer = ours(max_epochs=1)
+    with pytest.raises(ValueError, match='`CombinedLoader\\(mode="sequential"\\)`'):
+        trainer.fit(Learner(), CombinedLoader([data(8), data(4)], "sequential"))
+    assert trainer.num_training_batches == 6
     with pytest.raises(ValueError, match="only supports the `CombinedLoader"):
-        ours().predict(Classifier(), CombinedLoader([data(4), data(4)], "min_size"))
+        trainer.predict(Classifier(), CombinedLoader([data(4), data(4)], "min_size"))
 
 
 @pytest.mark.parametrize("how", ["plainly", "in a closure"])

@@ -246,13 +246,10 @@ def test_sequence_of_fits_is_resumed(tmp_path: Path) -> None:
     assert rows(tmp_path / "lightning_logs") == rows(tmp_path / "whole")
 
 
-def test_folders_elsewhere_are_refused(tmp_path: Path) -> None:
+def test_folders_elsewhere_are_refused_and_missing_ones_warned_about(tmp_path: Path) -> None:
     fitted = make_trainer(tmp_path, resume="auto", callbacks=[ModelCheckpoint("memory://x")], enable_checkpointing=None)
     with pytest.raises(ConfigurationError, match="Got resume='auto' with checkpoints in memory://x, expected"):
         fitted.fit(Regression(), loader_of(BATCHES))
-
-
-def test_run_without_checkpoint_callbacks_warns(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="no ModelCheckpoint"):
         make_trainer(tmp_path, resume="auto").fit(Regression(), loader_of(BATCHES))
 
