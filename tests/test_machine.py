@@ -169,17 +169,3 @@ def test_unit_of_the_peak_memory_without_proc(monkeypatch, platform, unit):
     monkeypatch.setattr(machine.sys, "platform", platform)
     monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=1000))
     assert machine.peak_memory() == 1000 * unit
-
-
-@pytest.mark.parametrize("device", ["nvidia0", "nvidiactl", "kfd", "dxg", "nvmap", "dri/renderD128", "accel0"])
-def test_gpu_is_excluded_by_the_files_of_dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr("sys.platform", "linux")
-    assert not machine.has_no_gpu(tmp_path)  # there is no /dev: who knows
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev" / "null").touch()
-    assert machine.has_no_gpu(tmp_path)
-    (tmp_path / "dev" / device).parent.mkdir(exist_ok=True)
-    (tmp_path / "dev" / device).touch()
-    assert not machine.has_no_gpu(tmp_path)
-    monkeypatch.setattr("sys.platform", "darwin")
-    assert not machine.has_no_gpu(tmp_path)

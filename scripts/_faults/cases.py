@@ -958,10 +958,10 @@ def malformed_configs(bench: Bench, who: str) -> Outcome:
     folder, wrong = bench.new_folder("malformed"), []
     write(folder, PROJECT)
     for part in in_pairs(TABLE):
-        started = [(entry, bench.command(folder, *entry[1])) for entry in part]
-        for (name, _, expected), run in started:
+        started = [(entry, bench.command(folder, *entry[0])) for entry in part]
+        for (words, expected), run in started:
             if run.wait(END) != 2 or expected not in run.log or "data was loaded" in run.log:
-                wrong.append(f"{name} ({run.status}: {tools.last_line(run.log)[:60]})")
+                wrong.append(f"{' '.join(words)} ({run.status}: {tools.last_line(run.log)[:60]})")
     if wrong:
         return Outcome("accepted", f"{len(wrong)} of {len(TABLE)}: {', '.join(wrong[:4])}", good=False)
     return Outcome("refused", f"all {len(TABLE)}, before data is loaded, each with what is expected", good=True)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from trainer.cli.build import check, make
+from trainer.cli.targets import Allowlist
 
 MODULE = '''
 import lightning as L
@@ -97,6 +101,13 @@ FILES = {
 }
 
 
+def build(node: Any, key: str = "", allowlist: Allowlist | None = None) -> Any:
+    """Check a node of a config, and return the object that it describes."""
+    allowlist = allowlist or Allowlist()
+    check(node, key, allowlist)
+    return make(node, key, allowlist)
+
+
 def write(folder: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         path = folder / name
@@ -111,5 +122,10 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "line_fit", raising=False)
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # which a run sets
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     yield tmp_path
     sys.modules.pop("line_fit", None)

@@ -1,4 +1,4 @@
-"""A mistake in an argument of the Trainer gets the same sentence on the command line and in Python."""
+"""A mistake in an argument of the Trainer gets the same sentence in a config and in Python."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 
 from trainer import Trainer
 from trainer.arguments import ARGUMENTS, describe
-from trainer.cli import main
+from trainer.cli.arguments import UsageError
+from trainer.cli.schema import check_trainer
 from trainer.errors import ConfigurationError
 
 # Invalid values of each argument (wrong type, out of range, misspelled word), and the expected text.
@@ -66,17 +67,18 @@ def test_every_argument_is_tried():
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_one_mistake_one_sentence(project, capsys, name):
-    """On the command line, and in Python with its spellings of null, true and false."""
+def test_one_mistake_one_sentence(name):
+    """In a config, and in Python with its spellings of null, true and false."""
     for value, message in MISTAKES[name].items():
-        assert main(["fit", "+recipe=line", f"trainer.{name}={describe(value)}"]) == 2
-        err = capsys.readouterr().err
-        start = f"trainer: trainer.{name} is {describe(value)}, expected "
-        assert err.startswith(start)
-        assert message in err
+        with pytest.raises(UsageError) as in_config:
+            check_trainer({name: value})
+        start = f"trainer.{name} is {describe(value)}, expected "
+        text = str(in_config.value)
+        assert text.startswith(start)
+        assert message in text
         with pytest.raises(ConfigurationError) as error:
             Trainer(**{name: value})
-        expected = err.removeprefix(start).strip()
+        expected = text.removeprefix(start)
         for word, in_python in IN_PYTHON.items():
             expected = re.sub(word, in_python, expected)
         assert str(error.value) == f"{name} is {value!r}, expected {expected}"

@@ -13,10 +13,9 @@ import pytest
 import torch
 import yaml
 
-from tests.cli.conftest import write
+from tests.cli.conftest import build, write
 from trainer.cli import main
 from trainer.cli.arguments import UsageError
-from trainer.cli.build import build
 from trainer.cli.targets import Allowlist
 
 
@@ -290,21 +289,22 @@ def test_config_of_a_run_sets_nothing_of_hydra(project, proof, capsys):
     assert os.environ.get("LD_PRELOAD") is None
 
 
-@pytest.mark.parametrize(
-    "written",
-    [
-        "evil: !!python/object/apply:os.system [touch PROOF]",
-        "data: {_target_: '${oc.decode:os}.system', command: touch PROOF}",
-        "data: ${oc.decode:'{_target_: os.system, command: touch PROOF}'}",
-        "data: ${oc.create:{_target_:os.system,command:'touch PROOF'}}",
-    ],
-)  # fmt: skip
-def test_payload_in_an_interpolation_or_a_tag_is_refused(project, proof, capsys, written):
+WRITTEN = (
+    "evil: !!python/object/apply:os.system [touch PROOF]",
+    "data: {_target_: '${oc.decode:os}.system', command: touch PROOF}",
+    "data: ${oc.decode:'{_target_: os.system, command: touch PROOF}'}",
+    "data: ${oc.create:{_target_:os.system,command:'touch PROOF'}}",
+)
+
+
+def test_payload_in_an_interpolation_or_a_tag_is_refused(project, proof):
     assert main(["fit", "+recipe=line", "hydra.run.dir=given"]) == 0
     file = project / "given/.hydra/config.yaml"
-    file.write_text(f"{file.read_text()}\n{written.replace('PROOF', str(proof))}\n")
-    assert main(["test", "ckpt=given"]) == 2
-    assert not proof.exists()
+    config = file.read_text()
+    for written in WRITTEN:
+        file.write_text(f"{config}\n{written.replace('PROOF', str(proof))}\n")
+        assert main(["test", "ckpt=given"]) == 2, written
+        assert not proof.exists()
 
 
 def test_options_of_a_compiler_are_refused_unless_allowed(project):

@@ -29,13 +29,6 @@ _SAFE_LOADS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONL
 """Environment variables that make every ``torch.load`` use ``weights_only=True``, such as torchvision's."""
 
 
-def build(node: Any, key: str = "", allowlist: Allowlist | None = None) -> Any:
-    """Check a node with `check`, and return the object that `make` builds from it."""
-    allowlist = allowlist or Allowlist()
-    check(node, key, allowlist)
-    return make(node, key, allowlist)
-
-
 def check(node: Any, key: str, allowlist: Allowlist) -> None:
     """Check each ``_target_`` in ``node``, and its arguments against its signature. Build nothing.
 

@@ -6,7 +6,6 @@ type of the error, except for an out-of-memory error. Messages of other librarie
 
 from __future__ import annotations
 
-import errno
 import linecache
 import logging
 import os
@@ -218,13 +217,26 @@ def _shortened(message: str) -> str:
 
 def _advice(error: BaseException) -> str:
     """Return advice about ``error``, or "" for other errors."""
-    advice_by_type = _ADVICE_BY_OWN_TYPE if isinstance(error, TrainerError) else _ADVICE_BY_FOREIGN_TYPE
-    for kinds, advice in advice_by_type:
-        if isinstance(error, kinds):
-            return str(advice(error) if callable(advice) else advice)
-    if isinstance(error, TrainerError):
-        return ""
-    return _advice_out_of_memory(error) if is_out_of_memory(error) else ""
+    if isinstance(error, ResumeError):
+        advice = "On the command line, exact_resume=false resumes anyway."
+        if "set a batch size" in str(error):
+            folder = from_here(Path(error.__dict__.get("folder", "FOLDER")))
+            advice += f" To resume with another data.batch_size, name the run: hydra.run.dir={folder} resume=auto."
+        return advice
+    if isinstance(error, NonFiniteError):
+        return (
+            "On the command line, callbacks=nonfinite_guard names the step and the layer, and"
+            " callbacks.nonfinite_guard.policy=skip skips such steps and continues."
+        )
+    if isinstance(error, UnsafeCheckpointError):
+        return (
+            "The command line has no such option. In your own program, load the file with torch.load(...,"
+            " weights_only=False), remove these objects, save the rest to another file with torch.save, and use that."
+        )
+    if isinstance(error, ModuleNotFoundError):
+        return _advice_missing_module(error)
+    is_memory = is_out_of_memory(error) and not isinstance(error, TrainerError)
+    return _advice_out_of_memory(error) if is_memory else ""
 
 
 def _advice_out_of_memory(error: BaseException) -> str:
@@ -251,18 +263,6 @@ def _advice_out_of_memory(error: BaseException) -> str:
     return f"Try {'; '.join(tries)}.{found}"
 
 
-def _advice_missing_file(error: OSError) -> str:
-    return f"Relative paths are relative to the working directory, {Path.cwd()}."
-
-
-def _advice_resume(error: ResumeError) -> str:
-    advice = "On the command line, exact_resume=false resumes anyway."
-    if "set a batch size" in str(error):
-        folder = from_here(Path(error.__dict__.get("folder", "FOLDER")))
-        advice += f" To resume with another data.batch_size, name the run: hydra.run.dir={folder} resume=auto."
-    return advice
-
-
 def _advice_missing_module(error: ModuleNotFoundError) -> str:
     if error.name is None:  # not raised by an import, such as in Lightning's loggers
         found = re.search(
@@ -274,35 +274,6 @@ def _advice_missing_module(error: ModuleNotFoundError) -> str:
         f"If {error.name} is a package, install it. If it is your own file, run the command in the folder of that file."
         f" The recipes need: {packages.pip_install('recipes')}."
     )
-
-
-def _advice_system(error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "The disk is full. Free space, or write the run to another disk: hydra.run.dir=FOLDER."
-    if any(kind.__name__ in ("URLError", "HTTPError", "gaierror") for kind in type(error).__mro__):
-        return "A download failed. Without a network, copy the files to the folder that the data or weights use."
-    return ""
-
-
-_ADVICE_BY_OWN_TYPE: tuple[tuple[Any, Any], ...] = (
-    (ResumeError, _advice_resume),
-    (
-        NonFiniteError,
-        "On the command line, callbacks=nonfinite_guard names the step and the layer, and"
-        " callbacks.nonfinite_guard.policy=skip skips such steps and continues.",
-    ),
-    (
-        UnsafeCheckpointError,
-        "The command line has no such option. In your own program, load the file with torch.load(...,"
-        " weights_only=False), remove these objects, save the rest to another file with torch.save, and use that.",
-    ),
-)
-_ADVICE_BY_FOREIGN_TYPE: tuple[tuple[Any, Any], ...] = (
-    ((FileNotFoundError, NotADirectoryError), _advice_missing_file),
-    (PermissionError, "Expected permission to read the file or folder, and to write to the folder of the run."),
-    (ModuleNotFoundError, _advice_missing_module),
-    ((ConnectionError, TimeoutError, OSError), _advice_system),
-)
 
 
 def _from_run(error: BaseException) -> BaseException:
