@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +12,6 @@ from tests.cli.conftest import write
 from trainer.cli.arguments import Arguments, read
 from trainer.cli.compose import Composer
 from trainer.cli.folders import conf_folders, packaged_conf, user_conf
-from trainer.cli.validate import validate
-from trainer.cli.workdir import quoted
 
 # Finding a module is not running it: ours would import torch.
 USE_BOTH = """
@@ -35,15 +32,12 @@ def run_here(folder, *python):
 @pytest.mark.parametrize("init", [True, False], ids=["package", "namespace"])
 def test_recipes_of_the_user_and_ours_are_one_package(tmp_path, init):
     write(tmp_path, {"recipes/mine.py": "NAME = 'mine'\n"} | ({"recipes/__init__.py": ""} if init else {}))
-    name, ours = run_here(tmp_path)
+    name, ours = run_here(tmp_path, sys.executable, "-I")  # as a console script
     assert name == "mine"
     assert ours.endswith("schedules.py")
     assert not ours.startswith(str(tmp_path))
-
-
-def test_console_script_finds_them_too(tmp_path):
-    write(tmp_path, {"recipes/mine.py": "NAME = 'mine'\n"})
-    assert run_here(tmp_path, sys.executable, "-I")[0] == "mine"
+    write(tmp_path, {"recipes/schedules.py": ""})  # that of the user has precedence
+    assert run_here(tmp_path) == ["mine", str(tmp_path / "recipes" / "schedules.py")]
 
 
 @pytest.mark.parametrize("name", ["trainer.py", "trainer/__init__.py"])
@@ -58,14 +52,6 @@ def test_module_with_the_name_of_the_package_is_reported_and_not_used(tmp_path, 
     assert "Rename it" in done.stderr
 
 
-def test_module_of_the_user_has_precedence(tmp_path):
-    write(tmp_path, {"recipes/schedules.py": "", "recipes/mine.py": "NAME = 'mine'\n"})
-    out = subprocess.run(
-        [sys.executable, "-c", USE_BOTH], cwd=tmp_path, capture_output=True, text=True, check=True
-    ).stdout
-    assert out.split() == ["mine", str(tmp_path / "recipes" / "schedules.py")]
-
-
 def test_conf_of_the_user_has_precedence_and_is_optional(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert user_conf() is None
@@ -73,23 +59,8 @@ def test_conf_of_the_user_has_precedence_and_is_optional(tmp_path, monkeypatch):
     write(tmp_path, {"conf/a.yaml": "", "more/b.yaml": ""})
     assert conf_folders("more")[:2] == [tmp_path / "conf", packaged_conf()]
     assert [folder.name for folder in conf_folders("more")] == ["conf", "conf", "more"]
-
-
-def test_in_the_checkout_our_conf_is_not_the_users(monkeypatch):
     monkeypatch.chdir(packaged_conf().parent)
     assert user_conf() is None
-
-
-@pytest.mark.parametrize("path", [r"C:\runs\a b", r"C:\it's\here", "a/b=c,d", r"\\server\share\run"])
-def test_path_of_windows_goes_through_an_override(path):
-    (override,) = Composer(Arguments()).parse([f"hydra.run.dir={quoted(path)}"])
-    assert override.value() == path
-
-
-def test_runs_folder_has_a_name_that_windows_takes(project):
-    for key in ("run", "sweep"):
-        composed = validate(read(["fit", "+recipe=line", "seed=1"]))
-        assert not re.search(r'[<>:"|?*]', str(composed.hydra[key].dir))
 
 
 @pytest.mark.parametrize(

@@ -99,17 +99,3 @@ def test_run_that_is_completed(project, capsys):
     row = in_a_table()
     assert (row["status"], row["seconds"], row["metrics"]) == ("completed", run.seconds, run.metrics)
     assert f"| completed | 10 | {run.seconds:.1f} s |" in (RUN.parent / "summary.md").read_text()
-
-
-def test_quiet_run(project, capsys):
-    assert main(["fit", *LINE, "trainer.max_epochs=1", "-q"]) == 0
-    run = load_run(RUN)
-    assert f"fit completed in {run.seconds:.1f} s: val_loss={run.metrics['val_loss']:.4g}." in capsys.readouterr().out
-
-
-def test_another_command(project, capsys):
-    assert main(["test", *LINE]) == 0
-    run = load_run(RUN)
-    assert (run.status, run.command, run.precision, run.steps) == ("completed", "test", "16-mixed", 0)
-    assert f"test completed in {run.seconds:.1f} s. Results are in {RUN}" in capsys.readouterr().out
-    assert "test_loss" in page().text

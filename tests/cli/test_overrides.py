@@ -41,15 +41,11 @@ def compose(words: list[str], number: int | None = None) -> Any:
     [
         ("seed=${hydra:job.num}", "seed=3"),
         (r"seed=$\{hydra\:job.num\}", "seed=3"),
-        ("+name='job ${hydra:job.num}'", "+name='job 3'"),
         ("optimizer.lr=${data.batch_size}", "optimizer.lr=4"),
         ("++model.more={a:${hydra:job.num},b:[1,'${data.batch_size}']}", "++model.more={a:3,b:[1,4]}"),
-        ("model.start=${oc.decode:'0.5'}", "model.start=0.5"),
         ("seed=7", "seed=7"),
-        ("seed=null", "seed=null"),
         ("+name='it is \\'quoted\\''", "+name='it is \\'quoted\\''"),
         ("~scheduler", "~scheduler"),
-        ("precision=16-mixed", "precision=16-mixed"),
         (
             "trainer.default_root_dir=${hydra:runtime.output_dir}/x",
             "trainer.default_root_dir=${hydra:runtime.output_dir}/x",
@@ -58,7 +54,6 @@ def compose(words: list[str], number: int | None = None) -> Any:
             "trainer.default_root_dir=${hydra:runtime.output_dir}/${hydra:job.num}",
             "trainer.default_root_dir='${hydra:runtime.output_dir}/3'",
         ),
-        ("+token=${oc.env:A_TOKEN}", "+token=${oc.env:A_TOKEN}"),
         ("+token=${model.start}${oc.env:A_TOKEN}", "+token='0.0${oc.env:A_TOKEN}'"),
         ("+token=${oc.env:NOT_SET}", "+token=${oc.env:NOT_SET}"),
     ],

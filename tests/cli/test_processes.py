@@ -10,8 +10,9 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import OmegaConf
 
 from trainer.cli import main
-from trainer.cli.arguments import UsageError, read
-from trainer.cli.processes import broadcast_folder, clean_environment, imports_only, is_first
+from trainer.cli.arguments import Arguments, UsageError, read
+from trainer.cli.compose import Composer
+from trainer.cli.processes import clean_environment, imports_only, is_first
 from trainer.cli.validate import validate
 from trainer.cli.workdir import claim, quoted, resume_requeued_job
 
@@ -46,10 +47,6 @@ def test_jobs_do_not_inherit_process_group_variables():
         "CUDA_VISIBLE_DEVICES": "0",
     }
     assert clean_environment(environment) == {"HOME": "/home/me", "CUDA_VISIBLE_DEVICES": "0"}
-
-
-def test_folder_is_kept_without_torchrun():
-    assert broadcast_folder("outputs/a") == "outputs/a"
 
 
 def test_run_claims_its_own_folder(project):
@@ -104,26 +101,25 @@ def test_explicit_checkpoint_of_a_job_has_precedence(project, monkeypatch):
     assert claim(arguments, validate(arguments)).name.startswith("auto-")
 
 
-def test_sweep_under_srun_is_refused(project, monkeypatch):
-    slurm(monkeypatch)
+@pytest.mark.parametrize("environment", [SRUN | {"SLURM_PROCID": "0"}, {"TORCHELASTIC_RUN_ID": "none"}])
+def test_sweep_under_srun_or_torchrun_is_refused(project, monkeypatch, environment):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     arguments = read(["fit", "+recipe=line", "-m", "seed=1,2"])
     with pytest.raises(UsageError, match="torchrun or srun"):
         claim(arguments, validate(arguments))
 
 
-def test_requested_folder_is_kept(project):
-    for _ in range(2):
-        arguments = read(["fit", "+recipe=line", "hydra.run.dir=mine"])
-        assert str(claim(arguments, validate(arguments))) == "mine"
-
-
 def test_run_is_named_after_its_recipe(project):
-    arguments = read(["fit", "+recipe=line"])
-    assert claim(arguments, validate(arguments)).parent.as_posix() == "outputs/line"
-    arguments = read(["fit", "+recipe=line", "+name=lines"])
-    assert claim(arguments, validate(arguments)).parent.as_posix() == "outputs/lines"
-    arguments = read(["fit", "+recipe=line", "-m", "seed=1,2"])
-    assert claim(arguments, validate(arguments)).parent.as_posix() == "multirun/line"
+    def folder(*words):
+        arguments = read(["fit", "+recipe=line", *words])
+        return claim(arguments, validate(arguments))
+
+    assert folder().parent.as_posix() == "outputs/line"
+    assert folder("+name=lines").parent.as_posix() == "outputs/lines"
+    assert folder("-m", "seed=1,2").parent.as_posix() == "multirun/line"
+    for _ in range(2):
+        assert folder("hydra.run.dir=mine").as_posix() == "mine"
 
 
 def test_another_rank_makes_no_folder_and_writes_no_config(project, monkeypatch):
@@ -138,17 +134,10 @@ def test_another_rank_makes_no_folder_and_writes_no_config(project, monkeypatch)
     ]
 
 
-def test_sweep_under_torchrun_is_refused(project, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    arguments = read(["fit", "-m", "+recipe=line", "seed=1,2"])
-    with pytest.raises(UsageError, match="torchrun"):
-        claim(arguments, validate(arguments))
-
-
-@pytest.mark.parametrize("name", ["plain", "with space", "it's", 'a "b"', "a,b=c", "back\\slash", "${now:%Y}", "äö"])
-def test_any_folder_name_survives_hydra(project, name):
-    config = validate(read(["fit", "+recipe=line", f"hydra.run.dir={quoted(name)}"]))
-    assert config.hydra.run.dir == name
+@pytest.mark.parametrize("name", ["with space", "it's", 'a "b"', "a,b=c", r"C:\it's\here", "${now:%Y}", "äö"])
+def test_any_folder_name_survives_hydra(name):
+    (override,) = Composer(Arguments()).parse([f"hydra.run.dir={quoted(name)}"])
+    assert OmegaConf.create({"name": override.value()}).name == name
 
 
 @pytest.mark.whole

@@ -59,17 +59,6 @@ def test_exit_status_has_the_signal(stopped: Path, number: int, status: int) -> 
     assert (path.name, torch.load(path, weights_only=True)["global_step"]) == ("interrupted.ckpt", 3)
 
 
-def test_interrupted_run_prints_the_resume_command(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", *LINE, "model.number=15", "seed=3"]) == 143
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("To resume: ")]
-    words = shlex.split(line.removeprefix("To resume: python -m trainer "))
-    (folder,) = Path("outputs/line").iterdir()
-    assert words == ["fit", *LINE, "model.number=15", "seed=3", "resume=auto", f"hydra.run.dir={folder}"]
-    assert main([*words[:-2], *words[-2:], "model.number=0"]) == 0
-    assert json.loads((folder / "run.json").read_text())["status"] == "completed"
-    assert json.loads((folder / "run.json").read_text())["steps"] == 8
-
-
 def test_resume_command_has_the_values_and_configs_of_the_run(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write(stopped, {"far/recipe/far.yaml": "# @package _global_\ndefaults: [line]\n"})
     words = ["+recipe=far", *LINE[1:], "model.number=15", "+name=run-${now:%f}", "data.batch_size=${oc.decode:'8'}"]

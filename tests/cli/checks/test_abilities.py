@@ -31,12 +31,9 @@ def words(device: torch.device) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("name", "capability", "bfloat16", "about_float16"),
     [
-        ("NVIDIA A100", (8, 0), "native", "Tensor Cores"),
         ("NVIDIA H200", (9, 0), "native", "Tensor Cores"),
         ("Tesla V100", (7, 0), "emulated", "Tensor Cores"),
-        ("Tesla T4", (7, 5), "emulated", "Tensor Cores"),
         ("NVIDIA GeForce GTX 1660", (7, 5), "emulated", "no Tensor Cores: saves memory, but hardly time"),
-        ("NVIDIA GeForce GTX 1080", (6, 1), "emulated", "no Tensor Cores: saves memory, but hardly time"),
     ],
 )
 def test_gpus(gpu, name, capability, bfloat16, about_float16):
@@ -79,13 +76,6 @@ def test_cpus(monkeypatch, float16, bfloat16):
     assert (found["bf16-mixed"], found["bf16-true"]) == (("native",) * 2 if bfloat16 else ("emulated",) * 2)
     assert found["32-true"] == found["64-true"] == "native"
     assert found["fp8-mixed"] == "emulated"
-
-
-def test_every_line_is_one_line():
-    for precision in PRECISIONS:
-        for device in (CPU, MPS):
-            assert "\n" not in ability(precision, device).why
-            assert len(ability(precision, device).why) < 120
 
 
 def test_instructions(monkeypatch):
