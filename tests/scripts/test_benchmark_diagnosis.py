@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from _diagnosis import frameworks
-from _diagnosis.bench import learns, report_in
+from _diagnosis.bench import learns
 from _diagnosis.programs import PROGRAMS
 from _diagnosis.remedy import edited, execute, remedy_in
 
@@ -145,22 +145,8 @@ PROJECT = {
 
 @pytest.mark.whole
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the commands are written for a shell")
-@pytest.mark.parametrize(
-    "words",
-    [
-        "program=UnscaledAttention precision=16-mixed optimizer.lr=0.05",
-        pytest.param(
-            "program=RateTooHigh32 precision=32 optimizer.lr=20",
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param("program=HugeLoss precision=16-mixed optimizer.lr=1e-11", marks=pytest.mark.nightly),
-        pytest.param(
-            "program=LowScale precision=16-mixed optimizer.lr=5 precision.init_scale=2 precision.max_scale=4",
-            marks=pytest.mark.nightly,
-        ),
-    ],
-)
-def test_a_remedy_on_the_command_line(python: WarmPython, tmp_path: Path, words: str) -> None:
+def test_a_remedy_on_the_command_line(python: WarmPython, tmp_path: Path) -> None:
+    words = "program=UnscaledAttention precision=16-mixed optimizer.lr=0.05"
     folder, tools = tmp_path / "project", tmp_path / "tools"
     for name, text in PROJECT.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -176,8 +162,7 @@ def test_a_remedy_on_the_command_line(python: WarmPython, tmp_path: Path, words:
         )
 
     before = fit(words).stdout
-    remedy = remedy_in(before).removeprefix("a lower learning rate, ")
-    after = fit(f"{words} {remedy}")
+    after = fit(f"{words} {remedy_in(before)}")
     assert after.returncode == 0, after.stdout
     assert "Verdict:" not in after.stdout, after.stdout
     assert learns(json.loads((folder / "losses.json").read_text()))
@@ -194,21 +179,3 @@ def test_frameworks_leave_out_messages_of_healthy_programs() -> None:
     broken = frameworks.Outcome(lines=["epoch 1 step 20 loss nan", "UserWarning: division"], losses=[0.5, math.nan])
     assert frameworks.messages(broken, ordinary) == ["UserWarning: division"]
     assert frameworks.report(broken, ordinary) == "`UserWarning: division`"
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("framework", ["Lightning", "Accelerate", "Transformers"])
-def test_frameworks_train_as_a_plain_loop(framework: str) -> None:
-    pytest.importorskip(frameworks.PACKAGES[framework])
-    names = ["NanSample16", "NanSampleBf16", "RootOfZero"]
-    found, _ = frameworks.outcomes(framework, names)
-    for name in names:
-        plain = frameworks.run_in("PyTorch", PROGRAMS[name])
-        assert found[name].losses == pytest.approx(plain.losses, nan_ok=True)
-        assert found[name].skipped == plain.skipped
-
-
-def test_report_in_the_output_of_a_run() -> None:
-    report = "Verdict: data (step 4)\n  Cause.\n  Details: runs/a/diagnosis_step_4.md\n"
-    text = f"GPU available\n{report}Done.\nVerdict: model\n"
-    assert report_in(text) == "Verdict: data (step 4)\n  Cause.\n  Details: diagnosis_step_4.md"

@@ -57,12 +57,6 @@ def test_limits_are_per_ten_thousand_words(tmp_path, text, number):
     assert len(SCRIPT["check"](tmp_path)) == number
 
 
-def test_scripts_without_suffix_are_read(tmp_path):
-    (tmp_path / "script").write_text("#!/usr/bin/env python3\n# anew\n# anew\n")
-    (tmp_path / "shell").write_text("#!/bin/sh\n# anew\n# anew\n")
-    assert [line.partition(":")[0] for line in SCRIPT["check"](tmp_path)] == [str(tmp_path / "script")] * 2
-
-
 def test_exit_status_is_1_above_a_limit(tmp_path, capsys):
     good, bad = tmp_path / "good.md", tmp_path / "bad.md"
     good.write_text("Nobody waits.")

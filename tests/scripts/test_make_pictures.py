@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
+
+from tests.scripts.conftest import loaded
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def pictures():
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        loader = SourceFileLoader("make_pictures", str(ROOT / "scripts" / "make_pictures"))
-        module = module_from_spec(spec_from_loader("make_pictures", loader))
-        loader.exec_module(module)
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
-    return module
+    """The script as a module."""
+    with loaded("make_pictures") as module:
+        yield module
 
 
 BAR = "\x1b[?25lepoch 1\r\nloss 3\r\x1b[2K\x1b[1A\x1b[2K\x1b[1mepoch 2\x1b[0m\r\nloss 2  \r\n\x1b[?25hdone\n"

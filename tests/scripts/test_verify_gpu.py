@@ -7,11 +7,11 @@ import os
 import re
 import subprocess
 import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
+
+from tests.scripts.conftest import loaded
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "verify_gpu"
@@ -38,16 +38,11 @@ if name == "overhead":
 """
 
 
-@pytest.fixture
-def script(monkeypatch):
+@pytest.fixture(scope="module")
+def script():
     """The script as a module."""
-    monkeypatch.setattr(sys, "path", [str(SCRIPT.parent), *sys.path])
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setenv("AMP_BENCH", "1")  # stay in this process
-    loader = SourceFileLoader("verify_gpu", str(SCRIPT))
-    module = module_from_spec(spec_from_loader(loader.name, loader))
-    loader.exec_module(module)
-    return module
+    with loaded("verify_gpu") as module:
+        yield module
 
 
 @pytest.fixture
@@ -80,11 +75,6 @@ def test_rows_of_a_part_that_fails_or_exceeds_its_time_limit_are_kept(script, re
     assert "Not measured: fp8." in page
 
 
-def test_part_repeated_on_the_same_machine_keeps_the_others(script, results, tmp_path):
-    assert script.main(["--folder", str(tmp_path / "out"), "--only", "tests"]) == 1  # the others still differ
-    assert set(json.loads(results.read_text())["parts"]) == {"tests", "amp"}
-
-
 def test_parts_after_the_time_limit_of_the_command_are_not_started(script, results, tmp_path, capsys):
     assert script.main(["--folder", str(tmp_path / "late"), "--minutes", "0"]) == 1
     parts = json.loads((tmp_path / "late" / "results.json").read_text())["parts"]
@@ -114,16 +104,6 @@ def test_documentation_has_the_places_of_all_tables(script):
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     for marker in ("verify_gpu", "benchmark_amp cuda", "benchmark_amp cuda compiled"):
         assert f"<!-- {marker}: start -->\n" in text
-
-
-def test_missing_package_and_a_missing_gpu_are_errors(script, monkeypatch, tmp_path):
-    monkeypatch.setattr(script, "installed", lambda name: None if name == "hydra-core" else "1")
-    with pytest.raises(SystemExit, match="pip install hydra-core"):
-        script.main(["--folder", str(tmp_path)])
-    monkeypatch.setattr(script, "installed", lambda name: "1")
-    monkeypatch.setattr(script, "machine_facts", lambda simulate: MACHINE | {"gpu": None})
-    with pytest.raises(SystemExit, match="--simulate"):
-        script.main(["--folder", str(tmp_path)])
 
 
 @pytest.mark.nightly

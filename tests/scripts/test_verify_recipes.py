@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
 
+from tests.scripts.conftest import loaded
 from trainer.record.run_record import load_run
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "verify_recipes"
@@ -30,14 +28,7 @@ after
 @pytest.fixture(scope="module")
 def script():
     """The script as a module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(SCRIPT.parent), *sys.path])
-        patch.setenv("AMP_BENCH", "1")  # stay in this process
-        loader = SourceFileLoader("verify_recipes", str(SCRIPT))
-        module = module_from_spec(spec_from_loader(loader.name, loader))
-        patch.setattr(sys, "dont_write_bytecode", True)
-        patch.setitem(sys.modules, loader.name, module)
-        loader.exec_module(module)
+    with loaded("verify_recipes") as module:
         yield module
 
 
@@ -105,19 +96,6 @@ def test_complete_runs_are_kept_and_missing_ones_trained(tmp_path, page, python)
     assert "not run: Caltech-256" in page.read_text()
 
 
-def test_missing_runs_replace_no_results(script):
-    old = {("gpt", "any"): "missing", ("resnet50_cifar10", "16-mixed"): "of another machine"}
-    new = {("resnet50_cifar10", "any"): "missing", ("gpt", "32-true"): "trained", ("tabular", "16-mixed"): "trained"}
-    assert script.merged(old, new) == {
-        ("tabular", "16-mixed"): "trained",
-        ("gpt", "32-true"): "trained",
-        ("resnet50_cifar10", "16-mixed"): "of another machine",
-    }
-    assert list(script.merged(old, new)) == [
-        ("tabular", "16-mixed"), ("gpt", "32-true"), ("resnet50_cifar10", "16-mixed"),
-    ]  # fmt: skip
-
-
 def test_downloads_require_the_option(script, tmp_path, monkeypatch):
     file, got = tmp_path / "data" / "text.txt", []
 
@@ -163,13 +141,6 @@ def test_download_is_whole_or_not_at_all(script, tmp_path, monkeypatch):
     assert not other.exists()
 
 
-def test_checksum_is_that_of_the_recipe(script):
-    from recipes.data import caltech256
-
-    assert script.CALTECH256_MD5 == caltech256.MD5
-    assert [place.name for place in script.CALTECH.places()] == [caltech256.FOLDER, caltech256.ARCHIVE]
-
-
 def test_best_is_that_of_its_direction(script):
     def record(mode):
         series = {"steps": [1, 2, 3], "values": [0.2, 0.9, 0.5]}
@@ -189,14 +160,3 @@ def test_best_is_that_of_its_direction(script):
 def test_every_recipe_has_a_row(script):
     recipes = {file.stem for file in (SCRIPT.parents[1] / "conf" / "recipe").glob("*.yaml")}
     assert {case.recipe for case in script.CASES.values()} == recipes
-
-
-def test_settings_may_be_anywhere(script, capsys):
-    given = script.parse(
-        ["--recipes", "gan", "optimizer.lr=1", "--epochs", "3", "--precisions", "16", "+a=b", "--again"]
-    )
-    assert (given.recipes, given.precisions) == (["gan"], ["16-mixed"])
-    assert given.settings == ["optimizer.lr=1", "+a=b", "trainer.max_epochs=3"]
-    with pytest.raises(SystemExit):
-        script.parse(["nonsense"])
-    assert "got 'nonsense', expected an option or a setting" in capsys.readouterr().err
