@@ -28,39 +28,38 @@ def run(project: Path) -> Path:
     return project / "given"
 
 
-@pytest.mark.parametrize(
-    ("text", "key"),
-    [
-        ("callbacks: {model_checkpoint: {dirpath: FOLDER}}", "callbacks.model_checkpoint.dirpath"),
-        ("callbacks: {model_checkpoint: {dirpath: '${hydra:runtime.output_dir}/../../../x'}}", "checkpoint.dirpath"),
-        ("callbacks: {model_checkpoint: {dirpath: '~/x'}}", "callbacks.model_checkpoint.dirpath"),
-        ("callbacks: {model_checkpoint: {dirpath: 'file://FOLDER'}}", "callbacks.model_checkpoint.dirpath"),
-        ("callbacks: {model_checkpoint: {dirpath: 'filecache::file://FOLDER'}}", "callbacks.model_checkpoint.dirpath"),
-        ("callbacks: {model_checkpoint: {dirpath: 's3://theirs/x'}}", "callbacks.model_checkpoint.dirpath"),
-        ("callbacks: {model_checkpoint: {dirpath: '~nobody-at-all/x'}}", "callbacks.model_checkpoint.dirpath"),
-        ('callbacks: {model_checkpoint: {dirpath: "a\\0b"}}', "callbacks.model_checkpoint.dirpath"),
-        ("callbacks: {model_checkpoint: {filename: '../../{epoch}'}}", "callbacks.model_checkpoint.filename"),
-        ("logger: {csv: {save_dir: ../x}}", "logger.csv.save_dir"),
-        ("logger: {csv: {save_dir: $ELSEWHERE/x}}", "logger.csv.save_dir"),
-        ("logger: {csv: {_target_: lightning.pytorch.loggers.CSVLogger, _args_: [FOLDER]}}", "logger.csv._args_[0]"),
-        ("trainer: {default_root_dir: FOLDER}", "trainer.default_root_dir"),
-        *(
-            (
-                f"logger: {{m: {{_target_: lightning.pytorch.loggers.MLFlowLogger, tracking_uri: '{uri}'}}}}",
-                "logger.m.tracking_uri",
-            )
-            for uri in ("sqlite:///FOLDER/x.db", "sqlite:///../x.db", "sqlite:///file:%2Fx?uri=true")
-        ),
-    ],
-)
-def test_folder_elsewhere_in_the_config_of_a_checkpoint(run, capsys, tmp_path_factory, monkeypatch, text, key):
-    folder = tmp_path_factory.mktemp("elsewhere")
+ELSEWHERE = [
+    ("callbacks: {model_checkpoint: {dirpath: FOLDER}}", "callbacks.model_checkpoint.dirpath"),
+    ("callbacks: {model_checkpoint: {dirpath: '${hydra:runtime.output_dir}/../../../x'}}", "checkpoint.dirpath"),
+    ("callbacks: {model_checkpoint: {dirpath: '~/x'}}", "callbacks.model_checkpoint.dirpath"),
+    ("callbacks: {model_checkpoint: {dirpath: 'file://FOLDER'}}", "callbacks.model_checkpoint.dirpath"),
+    ("callbacks: {model_checkpoint: {dirpath: 'filecache::file://FOLDER'}}", "callbacks.model_checkpoint.dirpath"),
+    ("callbacks: {model_checkpoint: {dirpath: 's3://theirs/x'}}", "callbacks.model_checkpoint.dirpath"),
+    ("callbacks: {model_checkpoint: {dirpath: '~nobody-at-all/x'}}", "callbacks.model_checkpoint.dirpath"),
+    ('callbacks: {model_checkpoint: {dirpath: "a\\0b"}}', "callbacks.model_checkpoint.dirpath"),
+    ("callbacks: {model_checkpoint: {filename: '../../{epoch}'}}", "callbacks.model_checkpoint.filename"),
+    ("logger: {csv: {save_dir: ../x}}", "logger.csv.save_dir"),
+    ("logger: {csv: {save_dir: $ELSEWHERE/x}}", "logger.csv.save_dir"),
+    ("logger: {csv: {_target_: lightning.pytorch.loggers.CSVLogger, _args_: [FOLDER]}}", "logger.csv._args_[0]"),
+    ("trainer: {default_root_dir: FOLDER}", "trainer.default_root_dir"),
+    *(
+        (
+            f"logger: {{m: {{_target_: lightning.pytorch.loggers.MLFlowLogger, tracking_uri: '{uri}'}}}}",
+            "logger.m.tracking_uri",
+        )
+        for uri in ("sqlite:///FOLDER/x.db", "sqlite:///../x.db", "sqlite:///file:%2Fx?uri=true")
+    ),
+]
+
+
+def test_folder_elsewhere_in_the_config_of_a_checkpoint(run, capsys, tmp_path_factory, monkeypatch):
+    folder, file = tmp_path_factory.mktemp("elsewhere"), run / ".hydra/config.yaml"
     monkeypatch.setenv("ELSEWHERE", str(folder))
-    file = run / ".hydra/config.yaml"
-    config = OmegaConf.merge(OmegaConf.load(file), OmegaConf.create(text.replace("FOLDER", str(folder))))
-    OmegaConf.save(config, file)
-    assert main(["test", "ckpt=given"]) == 2
-    assert f"{key} is " in capsys.readouterr().err
+    written = OmegaConf.load(file)
+    for text, key in ELSEWHERE:
+        OmegaConf.save(OmegaConf.merge(written, OmegaConf.create(text.replace("FOLDER", str(folder)))), file)
+        assert main(["test", "ckpt=given"]) == 2, text
+        assert f"{key} is " in capsys.readouterr().err
     assert list(folder.iterdir()) == []
 
 
@@ -95,13 +94,12 @@ def checkpoint_of(folder: Path, change: Any) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:Checkpoint directory", "ignore:.*without a model")
-@pytest.mark.parametrize("same_folder", [True, False])
-def test_best_model_path_of_a_checkpoint_is_not_read(tmp_path, same_folder):
+def test_best_model_path_of_a_checkpoint_is_not_read(tmp_path):
     victim = tmp_path / "elsewhere/victim.ckpt"
     file = checkpoint_of(tmp_path / "run", lambda state: state.update(best_model_path=str(victim)))
     victim.parent.mkdir()
     victim.write_bytes(file.read_bytes())
-    saver = ModelCheckpoint(tmp_path / ("run" if same_folder else "other"), save_top_k=0)
+    saver = ModelCheckpoint(tmp_path / "run", save_top_k=0)
     trainer = make_trainer(tmp_path, callbacks=[saver], enable_checkpointing=True)
     trainer.fit(Regression(), loader_of(make_batches(2)), ckpt_path=file)
     assert saver.best_model_path == str(victim)

@@ -103,8 +103,7 @@ def test_link_at_the_pages_path_is_replaced(given, tmp_path):
 @pytest.mark.parametrize(
     "entry",
     [
-        {"seconds": "long"}, {"steps": 10**400}, {"steps": "many"}, {"skipped_steps": "x", "steps": 1},
-        {"metrics": {"val_loss": 10**400}}, {"peak_memory": {"cpu": "x"}}, {"samples_per_second": "x"},
+        {"seconds": "long"}, {"steps": 10**400}, {"metrics": {"val_loss": 10**400}}, {"peak_memory": {"cpu": "x"}},
     ],
 )  # fmt: skip
 def test_malformed_records_raise_a_short_error(given, capsys, entry: dict[str, Any]):
