@@ -237,6 +237,13 @@ STOCK: dict[str, tuple[Any, dict[str, Any]]] = {
         ],
         {"max_epochs": 4},
     ),
+    "link to last": (
+        lambda folder: [ModelCheckpoint(folder, save_last="link", every_n_epochs=2, save_top_k=-1)], {"max_epochs": 3}
+    ),
+    "steps, accumulation": (
+        lambda folder: [ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)],
+        {"max_epochs": 2, "accumulate_grad_batches": 2},
+    ),
     "steps, monitoring training": (
         lambda folder: [ModelCheckpoint(folder, monitor="loss_step", every_n_train_steps=1, save_top_k=2)],
         {"max_epochs": 2},

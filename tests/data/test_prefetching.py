@@ -14,7 +14,6 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule
 from rich.console import Console
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
 from tests.simulated_cuda.device import DEVICE, Stream
 from tests.support import AUTOCAST_DTYPES, OPTIMIZERS, loader_of, make_trainer
@@ -476,47 +475,3 @@ def test_batch_is_fetched_after_the_previous_step_and_released_after_an_error(cu
         make(tmp_path, callbacks=[Look()]).fit(Probe(), source)
     assert account == [(0, 1, 1), (1, 2, 2), (2, 3, 3)]
     assert bytes_held() == 0
-
-
-class Noisy(Dataset[Any]):
-    """Rows with noise added when they are fetched."""
-
-    def __len__(self) -> int:
-        return 4 * ROWS
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.full((WIDTH,), index / 100) + torch.randn(WIDTH), torch.randn(2)
-
-
-def noisy() -> Any:
-    return DataLoader(Noisy(), batch_size=ROWS, shuffle=True)
-
-
-class Killed(Callback):
-    """Saves a checkpoint at the end of a batch, and ends the run after the next step."""
-
-    def __init__(self, path: Any, after: int) -> None:
-        self.path, self.after = path, after
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self.after:
-            trainer.save_checkpoint(self.path)
-        elif trainer.global_step > self.after:
-            raise RuntimeError("killed")
-
-
-@pytest.mark.gpu
-def test_killed_run_is_resumed_exactly(tmp_path):
-    def run(on: bool, path: Any = None, **options: Any) -> list[Tensor]:
-        torch.manual_seed(3)
-        module = Hooked("usual")
-        make(tmp_path, on=on, max_epochs=2, **options).fit(module, noisy(), ckpt_path=path)
-        return weights(module)
-
-    alone = run(on=False)
-    assert_equal(run(on=True), alone)
-    for after, resumes_with in ((2, True), (7, False)):
-        path = tmp_path / f"{after}.ckpt"
-        with pytest.raises(RuntimeError, match="killed"):
-            run(on=not resumes_with, callbacks=[Killed(path, after)])
-        assert_equal(run(resumes_with, path), alone)

@@ -109,7 +109,11 @@ def test_error_without_a_network_names_the_download_and_its_place(tmp_path: Path
     assert str(tmp_path / "checkpoints" / "resnet50-11ad3fa6.pth") in str(caught.value)
 
 
-def test_weights_of_another_network_are_refused(weights: Path):
+def test_unfit_architectures_and_weights_of_another_network_are_refused(weights: Path):
+    with pytest.raises(ValueError, match=r"'resnet5', expected a name in torchvision.models: resnet50"):
+        TransferNet("resnet5", 5)
+    with pytest.raises(ValueError, match=r"'squeezenet1_1', which has no linear layer"):
+        TransferNet("squeezenet1_1", 5)
     with pytest.raises(ValueError, match=r"do not fit: .* model.architecture"):
         TransferNet("resnet50", 5, weights=str(weights))
     with pytest.raises(FileNotFoundError, match=r"does not exist.* one of IMAGENET1K_V1, DEFAULT, or to null"):
@@ -138,10 +142,3 @@ def test_file_with_other_contents_is_refused(weights: Path, tmp_path: Path, cont
         load_weights("resnet18", str(weights))
     assert not (tmp_path / "ran").exists()
     assert "weights_only" not in str(caught.value)  # without advice to allow the code
-
-
-def test_unknown_and_unfit_architectures_are_refused():
-    with pytest.raises(ValueError, match=r"'resnet5', expected a name in torchvision.models: resnet50"):
-        TransferNet("resnet5", 5)
-    with pytest.raises(ValueError, match=r"'squeezenet1_1', which has no linear layer"):
-        TransferNet("squeezenet1_1", 5)

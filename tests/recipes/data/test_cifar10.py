@@ -1,4 +1,3 @@
-import hashlib
 import pickle
 from pathlib import Path
 from urllib.error import URLError
@@ -14,39 +13,24 @@ from tests.recipes.samples import cifar10
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that torchvision takes for CIFAR-10: its file format, 100 training and 20 test images."""
-    noise = np.random.RandomState(0)
-    folder = tmp_path / "cifar-10-batches-py"
-    folder.mkdir()
+def root(tmp_path: Path) -> Path:
+    """A folder with 100 training and 20 test images in the format of CIFAR-10."""
+    return cifar10(tmp_path, images=20)
 
-    def write(name: str, content: dict[str, object]) -> list[str]:
-        data = pickle.dumps(content)
-        (folder / name).write_bytes(data)
-        return [name, hashlib.md5(data).hexdigest()]
 
-    def images(count: int) -> dict[str, object]:
-        pixels = noise.randint(0, 256, (count, 3 * 32 * 32), dtype=np.uint8)
-        return {"data": pixels, "labels": [i % 10 for i in range(count)]}
-
-    train = [write(f"data_batch_{i}", images(20)) for i in range(1, 6)]
-    test = [write("test_batch", images(20))]
-    _, md5 = write("batches.meta", {"label_names": [str(i) for i in range(10)]})
-    monkeypatch.setattr(datasets.CIFAR10, "train_list", train)
-    monkeypatch.setattr(datasets.CIFAR10, "test_list", test)
-    monkeypatch.setattr(datasets.CIFAR10, "meta", {"filename": "batches.meta", "key": "label_names", "md5": md5})
-    return tmp_path
+def data(root: Path, **options: object) -> CIFAR10:
+    return CIFAR10(root, num_workers=0, check_md5=False, **options)
 
 
 def test_splits_and_batches(root: Path):
-    module = CIFAR10(root, batch_size=16, num_workers=0)
+    module = data(root, batch_size=16)
     module.prepare_data()
     module.setup("fit")
 
     train, val = module.splits["train"], module.splits["val"]
     assert (len(val), len(module.splits["test"])) == (10, 20)
     assert sorted(train.indices + val.indices) == list(range(100))
-    again, other = CIFAR10(root), CIFAR10(root, split_seed=1)
+    again, other = data(root), data(root, split_seed=1)
     again.setup("fit")
     other.setup("fit")
     assert again.splits["val"].indices == val.indices != other.splits["val"].indices
@@ -54,18 +38,14 @@ def test_splits_and_batches(root: Path):
     assert [len(labels) for _, labels in batches] == [16] * 5
     images, labels = batches[0]
     assert images.shape == (16, 3, 32, 32)
-    assert images.dtype == torch.float32
-    assert labels.dtype == torch.int64
-    (_, val_labels), (_, test_labels) = (
-        next(iter(module.val_dataloader())),
-        next(iter(module.test_dataloader())),
-    )
+    assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)
+    ((_, val_labels),) = module.val_dataloader()
     assert sorted(val_labels.tolist()) == list(range(10))
-    assert test_labels.tolist() == [i % 10 for i in range(16)]
+    assert next(iter(module.test_dataloader()))[1].tolist() == [i % 10 for i in range(16)]
 
 
 def test_images_are_normalised_and_only_training_images_augmented(root: Path):
-    augmented, plain = CIFAR10(root), CIFAR10(root, augment=False)
+    augmented, plain = data(root), data(root, augment=False)
     augmented.setup("fit")
     plain.setup("fit")
 
@@ -87,6 +67,8 @@ def test_error_without_a_network_names_the_place_of_the_file(
         raise error
 
     monkeypatch.setattr(datasets.CIFAR10, "download", fail)
+    with pytest.raises(FileNotFoundError, match=r"no file .*data_batch_1. Set data.root"):
+        data(tmp_path).prepare_data()  # asks for no network
     with pytest.raises(FileNotFoundError) as caught:
         CIFAR10(tmp_path).prepare_data()
     assert datasets.CIFAR10.url in str(caught.value)
@@ -94,7 +76,7 @@ def test_error_without_a_network_names_the_place_of_the_file(
 
 
 def test_first_images_are_trained_on_and_later_ones_validated(root: Path):
-    module = CIFAR10(root, limit=30, val_size=20, augment=False)
+    module = data(root, limit=30, val_size=20, augment=False)
     module.setup("fit")
     train, val = module.splits["train"], module.splits["val"]
     assert train.indices == list(range(30))
@@ -104,11 +86,11 @@ def test_first_images_are_trained_on_and_later_ones_validated(root: Path):
 
     for sizes in ({"limit": 90, "val_size": 20}, {"val_size": 101}, {"limit": -1}):
         with pytest.raises(ValueError, match=r"100 training images.*data.limit and data.val_size"):
-            CIFAR10(root, **sizes).setup("fit")
+            data(root, **sizes).setup("fit")
 
 
 def test_images_can_be_enlarged_and_cropped(root: Path):
-    module = CIFAR10(root, augment=False, resize_size=64, crop_size=32, mean=(0, 0, 0), std=(1, 1, 1))
+    module = data(root, augment=False, resize_size=64, crop_size=32, mean=(0, 0, 0), std=(1, 1, 1))
     module.setup("fit")
     image, _ = module.splits["train"][0]
     pixels = torch.from_numpy(module.splits["train"].dataset.data[module.splits["train"].indices[0]]) / 255
@@ -116,16 +98,6 @@ def test_images_can_be_enlarged_and_cropped(root: Path):
     # Center: each of 16x16 pixels is repeated 2x2, so that the mean is close to it (unrelated noise is at 0.33).
     assert (image.view(3, 16, 2, 16, 2).mean((2, 4)) - pixels[8:24, 8:24].permute(2, 0, 1)).abs().mean() < 0.15
     assert module.splits["test"][0][0].shape == (3, 32, 32)
-
-
-def test_custom_files_are_read_without_checksums_and_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(datasets.CIFAR10, "download", lambda self: pytest.fail("asked for the network"))
-    module = CIFAR10(cifar10(tmp_path), check_md5=False)
-    module.prepare_data()
-    module.setup("fit")
-    assert {name: len(split) for name, split in module.splits.items()} == {"train": 180, "val": 20, "test": 40}
-    with pytest.raises(FileNotFoundError, match=r"no file .*data_batch_1. Set data.root"):
-        CIFAR10(tmp_path / "elsewhere", check_md5=False).prepare_data()
 
 
 class Runs:
