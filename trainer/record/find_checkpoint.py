@@ -7,7 +7,7 @@ from pathlib import Path
 from trainer.checkpoint.sharded_files import MANIFEST
 from trainer.errors import ConfigurationError, did_you_mean
 from trainer.files import from_here
-from trainer.record.run_record import load_run, of_older_version
+from trainer.record.run_record import load_run
 from trainer.record.sweep import load_sweep
 
 CONFIG = Path(".hydra", "config.yaml")
@@ -46,7 +46,7 @@ def find(path: Path, *, latest: bool = False, key: str = "ckpt") -> Path:
     others = [file for file in files if file not in last]
     if latest and files:  # may be that of an interruption, which is newer than last.ckpt
         return max(files, key=lambda file: (file.stat().st_mtime, file in last))
-    if best := _best(path, others, key):
+    if best := _best(path, others):
         return best
     if not files:
         if not latest and (job := load_sweep(path).best) is not None:
@@ -74,14 +74,10 @@ def run_of(checkpoint: Path) -> Path | None:
     return None
 
 
-def _best(run: Path, files: list[Path], key: str) -> Path | None:
+def _best(run: Path, files: list[Path]) -> Path | None:
     """Return the best checkpoint according to the run's record; without a record, the only file, or None."""
     name = load_run(run).best_checkpoint
     if name is None:
-        if len(files) > 1 and (message := of_older_version(run)):
-            raise ConfigurationError(
-                f"{message} The best checkpoint is unknown: pass its path, such as {key}={files[-1]}"
-            )
         return files[0] if len(files) == 1 else None
     return next((file for file in files if file.name == name), None)
 

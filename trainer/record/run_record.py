@@ -37,9 +37,6 @@ MEASURING = ("++callbacks.throughput._target_=trainer.callbacks.Throughput",)
 """The overrides that ``compare`` adds to measure a job."""
 
 _VERSION = 1
-_OLDER = ("result.json", "curves.json", "environment.json")
-"""Files that earlier versions wrote instead."""
-
 _LOWER_IS_BETTER = frozenset((
     "bits", "bpc", "cer", "err", "error", "fid", "frechet", "mae", "mape", "mse", "nll", "perplexity", "ppl",
     "rmse", "wer",
@@ -509,14 +506,3 @@ def read_json(folder: Path, name: str = RUN) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def of_older_version(folder: Path) -> str:
-    """Return the message about a folder with files of an earlier version, which are not read, or an empty text."""
-    found = [name for name in _OLDER if (folder / name).is_file()]
-    if not found or (folder / RUN).is_file():
-        return ""
-    return (
-        f"{folder} was written by an older version (it has {found[0]}, expected {RUN}), and"
-        " its record can no longer be read. Start the run again, or use the version that wrote it."
-    )

@@ -50,11 +50,11 @@ def test_pages_in_a_browser(make_run, tmp_path):
     usual = make_run()
     for number in range(2):
         make_run(f"multirun/a/1/{number}", record=facts(job=number, overrides=[f"x.{LONG}={number}"]))
-    frames = []
+    frames, style = [], "height:900px;border:0"
     for run in (str(folder), "multirun/a/1", str(usual)):
         report(run)
         frames += [
-            f"<iframe src='{run}/report.html' style='width:{width}px;height:900px;border:0' onload='look(this)'></iframe>"
+            f"<iframe src='{run}/report.html' style='{style};width:{width}px' onload='look(this)'></iframe>"
             for width in (1280, 390)
         ]
     (tmp_path / "frames.html").write_text(FRAMES + "".join(frames))

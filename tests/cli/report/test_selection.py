@@ -6,10 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-import pytest
-
 from trainer.cli import main
-from trainer.cli.arguments import UsageError
 from trainer.cli.report.selection import chosen
 
 
@@ -63,20 +60,3 @@ def test_mistakes(make_run, capsys, tmp_path, monkeypatch):
         assert "expected a name that ends in .html" in error_of(capsys, str(folder), page)
     assert "Cannot write" in error_of(capsys, str(folder), str(folder / "run.json" / "page.html"))
     assert "after the name of the page, two.html, expected" in error_of(capsys, "one", "two.html", "three")
-
-
-def test_runs_of_an_older_version(make_run, capsys):
-    folder = make_run(files={"run.json": None, "curves.json": "{}"})
-    for words in ([], [str(folder)], ["outputs"]):
-        error = error_of(capsys, *words)
-        assert "was written by an older version (it has curves.json, expected run.json)" in error
-        assert "Start the run again" in error
-        assert error.count("\n") == 1
-    job = make_run("multirun/a/1/0", files={"run.json": None, "result.json": "{}"})
-    (job.parent / "multirun.yaml").touch()
-    with pytest.raises(UsageError, match="was written by an older version"):
-        chosen([str(job.parent)])
-    new = make_run("multirun/a/1/1", record={"job": 1})
-    sweep = chosen([str(job.parent)])
-    assert (sweep.kind, list(sweep.runs)) == ("sweep", [new])
-    assert "older version" in sweep.left_out[0]

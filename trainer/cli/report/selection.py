@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.cli.arguments import UsageError
 from trainer.cli.keys import example_recipe
-from trainer.record.run_record import RUN, of_older_version, read_json
+from trainer.record.run_record import RUN, read_json
 from trainer.record.run_record import changed as written
 from trainer.terminal import command_line
 
@@ -62,7 +62,7 @@ def chosen(given: Sequence[str]) -> Chosen:
             ``outputs``, ``multirun`` and ``lightning_logs`` is returned, or the newest run if there is no fit.
 
     Raises:
-        UsageError: if there is no run in any of them, or all runs are of an older version.
+        UsageError: if there is no run in any of them.
     """
     if not given:
         found = [folder for top in _TOPS for folder in below(Path(top))]
@@ -97,7 +97,7 @@ def _runs_and_sweeps(given: str) -> list[Path]:
         raise UsageError(f"There is no folder {given}.{_near(folder)}")
     if not folder.is_dir():
         raise UsageError(f"{given} is a file, expected the folder of a run.{_near(folder)}")
-    found = [folder] if of_older_version(folder) else below(folder)
+    found = below(folder)
     if not found:
         raise UsageError(
             f"{given} is not the folder of a run or a sweep: the folder of a run contains {RUN} or metrics.csv. In"
@@ -107,22 +107,12 @@ def _runs_and_sweeps(given: str) -> list[Path]:
 
 
 def _chosen(folders: Sequence[Path], problems: Sequence[str] = (), holder: Path | None = None) -> Chosen:
-    """Return the subject of the report, without runs of an older version.
-
-    Raises:
-        UsageError: if all runs are of an older version.
-    """
-    runs, old = list[Path](), list[str]()
-    for folder in folders:
-        messages = {place: message for place in (folder, *_children(folder)) if (message := of_older_version(place))}
-        runs += [run for run in (jobs_of(folder) if is_sweep(folder) else [folder]) if run not in messages]
-        old += messages.values()
-    if old and not runs:
-        raise UsageError("\n".join([*problems, *old]))
+    """Return the subject of the report."""
+    runs = [run for folder in folders for run in (jobs_of(folder) if is_sweep(folder) else [folder])]
     if len(folders) > 1 or problems:
         runs = list({run.resolve(): run for run in runs}.values())  # the words may name a sweep and one of its jobs
-        return Chosen("runs", holder or Path(), runs, [*problems, *old])
-    return Chosen("sweep" if is_sweep(folders[0]) else "run", folders[0], runs, old)
+        return Chosen("runs", holder or Path(), runs, problems)
+    return Chosen("sweep" if is_sweep(folders[0]) else "run", folders[0], runs)
 
 
 def below(folder: Path) -> list[Path]:

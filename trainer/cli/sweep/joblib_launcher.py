@@ -35,14 +35,14 @@ class JoblibLauncher(Launcher):
         n_jobs: number of jobs at a time; -1 for the number of CPU cores, as in joblib.
         gpus_per_job: number of GPUs that only this job sees. Default: None, all jobs see all GPUs.
         threads_per_job: CPU threads of each job. Default: None, the cores divided by the number of jobs.
-
     """
+
+    places: list[dict[str, str]]
+    config: DictConfig
+    hydra_context: HydraContext
 
     def __init__(self, n_jobs: Any = 2, gpus_per_job: Any = None, threads_per_job: Any = None) -> None:
         self.n_jobs, self.gpus_per_job, self.threads_per_job = n_jobs, gpus_per_job, threads_per_job
-        self.places: list[dict[str, str]] = []
-        self.config: DictConfig | None = None
-        self.hydra_context: HydraContext | None = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Store the config. Hydra calls this before it launches jobs.
@@ -75,7 +75,6 @@ class JoblibLauncher(Launcher):
         free: SimpleQueue[dict[str, str]] = SimpleQueue()
         for place in self.places:
             free.put(place)
-        assert self.config is not None
         stop = Stop(Path(str(self.config.hydra.sweep.dir)))
 
         def run(job: Job) -> None:
@@ -95,8 +94,6 @@ class JoblibLauncher(Launcher):
 
     def _compose(self, words: list[str], number: int) -> tuple[Job, JobReturn]:
         """Compose a job, and return it with its result for Hydra."""
-        assert self.config is not None
-        assert self.hydra_context is not None
         setup_globals()
         config = self.hydra_context.config_loader.load_sweep_config(self.config, words)
         with open_dict(config):

@@ -22,14 +22,10 @@ from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.exc import ArgumentError
 
 from trainer.cli.arguments import UsageError, canonical_precisions
 from trainer.cli.objective import choose, monitored
@@ -55,6 +51,10 @@ class OptunaSweeper(Sweeper):
         params: search space by key. The command line has precedence.
     """
 
+    hydra_context: HydraContext
+    config: DictConfig
+    launcher: Launcher
+
     def __init__(
         self,
         n_trials: int,
@@ -67,9 +67,6 @@ class OptunaSweeper(Sweeper):
     ) -> None:
         self.n_trials, self.n_jobs, self.study_name, self.storage = n_trials, n_jobs, study_name, storage
         self.sampler, self.pruner, self.params = dict(sampler), dict(pruner), dict(params or {})
-        self.hydra_context: HydraContext | None = None
-        self.config: DictConfig | None = None
-        self.launcher: Launcher | None = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Create the launcher. Hydra calls this before the sweep.
@@ -95,7 +92,6 @@ class OptunaSweeper(Sweeper):
         Raises:
             UsageError: if there is no objective or no search space, or the study has other ones.
         """
-        assert self.config is not None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         folder = Path(str(self.config.hydra.sweep.dir)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,7 +110,6 @@ class OptunaSweeper(Sweeper):
         self._again = [(trial.user_attrs[_JOB], self._words(trial)) for trial in self._own_trials(TrialState.RUNNING)]
         returns = []
         while batch := self._next():
-            assert self.launcher is not None
             try:
                 returns.append(self.launcher.launch([words for _, words in batch], initial_job_idx=batch[0][0]))
             finally:
@@ -138,7 +133,6 @@ class OptunaSweeper(Sweeper):
 
     def _objective(self) -> tuple[str, str]:
         """Return the metric to optimize and its mode, ``"min"`` or ``"max"``."""
-        assert self.config is not None
         chosen = choose(self.config.get("objective"), monitored(self.config.get("callbacks")))
         if chosen is None:
             raise UsageError(
@@ -149,7 +143,6 @@ class OptunaSweeper(Sweeper):
 
     def _parameters(self, arguments: list[str]) -> tuple[list[str], dict[str, tuple[str, BaseDistribution]]]:
         """Return the overrides of all jobs, and the search space: key and distribution by parameter name."""
-        assert self.hydra_context is not None
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         params = [
             f"{key}={canonical_precisions(str(v)) if key == 'precision' else v}" for key, v in self.params.items()
@@ -183,11 +176,9 @@ class OptunaSweeper(Sweeper):
             raise UsageError(
                 f"hydra.sweeper.storage is {self._storage}, and its driver is not installed: {error}"
             ) from error
-        except Exception as error:
-            if type(error).__name__ == "ArgumentError":  # of sqlalchemy, for a malformed URL
-                message = f"hydra.sweeper.storage is {self._storage}, expected a URL such as sqlite:///study.db."
-                raise UsageError(message) from None
-            raise
+        except ArgumentError:  # a malformed URL
+            message = f"hydra.sweeper.storage is {self._storage}, expected a URL such as sqlite:///study.db."
+            raise UsageError(message) from None
         if study.direction != direction:
             raise UsageError(
                 f"objective.mode={mode} is to {direction.name.lower()}, but the study {self.study_name} in"
