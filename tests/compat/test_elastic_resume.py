@@ -260,6 +260,15 @@ def test_settings_of_the_resumed_run_are_kept(tmp_path: Path) -> None:
     assert trainer.accumulate_grad_batches == 2
 
 
+def test_accumulation_that_changes_with_the_epochs(tmp_path: Path) -> None:
+    first, second = (GradientAccumulation(schedule={0: 1, 1: 2}) for _ in range(2))
+    path = written(tmp_path, callbacks=[first])
+    _, module = resumed(path, loader(2), callbacks=[second])
+    sizes = [sum(len(batch) for update, batch in module.seen if update == number) for number in range(2, 11)]
+    assert sizes == [4, 4, 4, 4, 2, 8, 8, 8, 2]
+    assert second.schedule == {0: 1, 1: 2}
+
+
 def test_exact_resume_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     resumed(written(tmp_path), loader(2))
     (line,) = [record.message for record in caplog.records if "Going on with" in record.message]

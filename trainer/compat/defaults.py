@@ -9,13 +9,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import Checkpoint, ModelSummary, RichModelSummary, Timer
+from lightning.pytorch.callbacks import Checkpoint, ModelSummary, RichModelSummary
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 from lightning.pytorch.trainer.setup import _init_profiler
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_summary.model_summary import get_formatted_model_size, get_human_readable_count
 from rich import get_console
 from rich.table import Table
@@ -129,10 +129,7 @@ def build_callbacks(
                 f" supported. Got {', '.join(found)}: keep one of them."
             )
     callbacks += build_clipping(given["gradient_clip_val"], given["gradient_clip_algorithm"])
-    if given["max_time"] is not None and missing(Timer):
-        callbacks.append(Timer(given["max_time"]))
-    elif given["max_time"] is not None:
-        rank_zero_info("Ignoring `Trainer(max_time=...)`, callbacks list already contains a Timer.")
+    _CallbackConnector(SimpleNamespace(callbacks=callbacks))._configure_timer_callback(given["max_time"])  # type: ignore[arg-type]
     barebones, shows = given["barebones"], wanted("enable_progress_bar")
     scales_loss, uses_tensor_cores = scales_loss and not barebones, uses_tensor_cores and not barebones
     defaults: list[tuple[bool, type, Callable[[], Any]]] = [
