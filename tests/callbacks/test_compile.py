@@ -21,7 +21,6 @@ from torchmetrics import MeanMetric, MetricCollection
 from tests.support import (
     OPTIMIZERS,
     Regression,
-    Trace,
     adamw,
     assert_same,
     fit_and_watch,
@@ -34,7 +33,7 @@ from tests.support import (
     native_fp16,
     train_by_hand,
 )
-from trainer.callbacks import ActivationCheckpointing, Compile, RunRecorder
+from trainer.callbacks import Compile, RunRecorder
 from trainer.engine import compilation
 from trainer.errors import ConfigurationError
 
@@ -459,43 +458,6 @@ def test_modules_compiled_by_the_user_are_kept(tmp_path):
     fit_and_watch(tmp_path, module, make_batches(2), callbacks=[Compile(backend="eager")])
     assert own != []
     assert compilation.is_compiled(module.net)
-
-
-# --- with other features
-# --------------------------------------------------------------------------------------------------
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Dropout(0.2)) for _ in range(3))
-        self.norm = nn.LayerNorm(6)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(self.norm(x))
-
-
-def blocks() -> Blocks:
-    torch.manual_seed(0)
-    return Blocks()
-
-
-def test_with_checkpointing_and_fp32_modules(tmp_path):
-    def run(*callbacks: Any) -> Trace:
-        torch.manual_seed(3)
-        plugin = native_fp16(init_scale=2.0**9, fp32_modules=["net.head", "*.norm"])
-        more = [*callbacks, ActivationCheckpointing("net.blocks.*")]
-        return fit_and_watch(tmp_path, Regression(blocks()), make_batches(6), callbacks=more, precision=plugin)[1]
-
-    graphs: list[int] = []
-    found = run(Compile(["net.blocks.*"], backend=counting(graphs)))
-    assert graphs != []
-    torch.compiler.reset()
-    expected = run()
-    assert_same(found, expected)
 
 
 def test_module_is_restored_and_its_keys_are_unchanged(tmp_path):

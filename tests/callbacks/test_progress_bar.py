@@ -194,7 +194,7 @@ def test_validation_has_its_own_bar(clock):
 
 
 def test_sanity_check_and_evaluation(clock):
-    bar = on_terminal(clock)
+    bar, stdout = on_terminal(clock), sys.stdout
     trainer = Fake(bar, clock, seconds=0.2)
     bar.on_sanity_check_start(trainer, None)
     trainer.sanity_checking = True
@@ -212,6 +212,7 @@ def test_sanity_check_and_evaluation(clock):
     bar.on_test_end(trainer, None)
     assert frames(bar)[-1].startswith("testing  ")
     assert " 4/4 " in frames(bar)[-1]
+    assert_given_back(bar, stdout)
 
 
 def test_refreshes_are_bounded_by_the_period(clock):
@@ -498,27 +499,6 @@ def test_real_runs_on_lines(tmp_path, trainer_class, capsys):
         "predicting  batch 2/2",
     ]
     assert capsys.readouterr().out.count("a module's line") == 2
-
-
-def test_real_runs_on_a_terminal(tmp_path, clock):
-    class Slow(Module):
-        def step(self, batch):
-            clock.now += 1.0
-            return super().step(batch)
-
-    bar = on_terminal(clock, refresh_rate=1e-9)  # every batch is drawn
-    trainer = real_trainer(Trainer, bar, default_root_dir=tmp_path)
-    module = Slow()
-    trainer.fit(module)
-    last = frames(bar)[-1]
-    assert last.startswith("epoch 2/2 ")
-    assert "  3/3 " in last
-    assert "loss 2.000  acc 0.5000  val_acc 0.2500" in last
-    assert any(frame.startswith("sanity checking ") for frame in frames(bar))
-    assert any(frame.startswith("epoch 1/2 ") and "\nvalidation " in frame for frame in frames(bar))
-    assert any(frame.startswith("a module's line") for frame in frames(bar))
-    trainer.test(module, verbose=False)
-    assert frames(bar)[-1].startswith("testing ")
 
 
 def test_real_run_shows_the_scale(tmp_path):

@@ -53,6 +53,18 @@ def test_skip_rate_covers_a_window():
     assert rates == [1.0, 1.0, 2 / 3, 2 / 4, 1 / 4, 0.0, 0.0, 1 / 4]
 
 
+def test_several_optimizers_are_one_step():
+    steps = Steps(ScaleMonitor())(4096.0, optimizers=(0, 1))
+    steps(4096.0, optimizers=(1,))
+    assert [name for name, _ in steps.logged] == ["amp/scale", "amp/skipped_steps", "amp/skip_rate"] * 2
+    assert len(steps.monitor._recent) == 2
+
+
+def test_monitor_logs_nothing_without_loss_scaling():
+    steps = Steps(ScaleMonitor(), enabled=False)(1.0)
+    assert steps.logged == []
+
+
 def test_in_a_fit(tmp_path):
     logged = []
 

@@ -179,15 +179,20 @@ def recorded_fit(folder: Any, module: LightningModule, look: Any, batches: Any =
 
 
 def test_forward_is_bitwise_equal(tmp_path):
-    """With dropout and BatchNorm, from their states before the batch, and with hooks that draw random numbers."""
+    """With dropout and a buffer, from their states before the batch, and with hooks that draw random numbers."""
     losses: list[float] = []
 
     class Module(Regression):
+        def __init__(self) -> None:
+            super().__init__(sequential())
+            self.register_buffer("gain", torch.ones(()))
+
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             torch.rand(7)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
+            loss = super().training_step(batch, batch_idx) * self.gain.item()
+            self.gain *= 1.5
             losses.append(loss.item())
             return loss
 
@@ -198,7 +203,7 @@ def test_forward_is_bitwise_equal(tmp_path):
                 rewind(trainer, now, recorded)
                 run(trainer, recorded, lambda loss: losses.append(loss.item()))
 
-    recorded_fit(tmp_path, Module(sequential()), look)
+    recorded_fit(tmp_path, Module(), look)
     assert len(losses) == 5
     assert len(set(losses)) == 1
 

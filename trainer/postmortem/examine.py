@@ -141,7 +141,7 @@ def _first_failing(trainer: Trainer, batches: Sequence[RecordedBatch], scale: fl
             failing.append(not all(fits))
     except Exception:
         failing.append(True)
-    return failing.index(True) if True in failing else len(batches)
+    return failing.index(True) if True in failing else len(failing)  # also those that only other ranks have
 
 
 def _look_into(
