@@ -136,7 +136,7 @@ def test_sanity_steps(given, steps):
 
 
 def test_fraction_of_an_epoch_with_batches_counted_over_all_epochs():
-    message = r"val_check_interval is 0.5, a share of an epoch, and check_val_every_n_epoch=None counts"
+    message = r"val_check_interval is 0.5, a fraction of an epoch, and check_val_every_n_epoch=None counts"
     with pytest.raises(ConfigurationError, match=message):
         limits(check_val_every_n_epoch=None, val_check_interval=0.5)
 

@@ -128,7 +128,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "negative clipping": ({"gradient_clip_val": -1.0}, ConfigurationError, "gradient_clip_val is -1.0"),
     "clipping twice": (
-        {"gradient_clip_val": 1.0, "callbacks": [GradientClipping(1.0)]}, ConfigurationError, "they set the same thing",
+        {"gradient_clip_val": 1.0, "callbacks": [GradientClipping(1.0)]}, ConfigurationError, "expected one of them",
     ),
     "accumulation twice": (
         {"accumulate_grad_batches": 2, "callbacks": GradientAccumulation(2)}, ConfigurationError, "they set the same",

@@ -146,13 +146,13 @@ class Kind(NamedTuple):
             return f"at least {max(self.least, 0)}{self.otherwise}."
         if self.is_share and not number <= 1:
             example = f", such as {round(number)}" if math.isfinite(number) else ""
-            return f"a share of the batches, of at most 1.0, or a whole number of them{example}."
+            return f"a fraction of the batches of at most 1.0, or a whole number of batches{example}."
         return None if number <= self.most else f"at most {self.most}."
 
 
 WHOLE = Kind("a whole number", _is_whole, int)
 COUNT = Kind("a whole number", _is_count, int).at_least(0)
-ENDLESS = COUNT.at_least(-1, ", or -1 for no end")
+ENDLESS = COUNT.at_least(-1, ", or -1 for no limit")
 NUMBER = Kind("a number", _is_number, float).at_least(0)
 TEXT = Kind("text", lambda value: isinstance(value, str), str)
 PATH = Kind("a path", lambda value: isinstance(value, (str, PathLike)), str)
@@ -164,7 +164,11 @@ DEVICES = Kind("a number of devices of at least 1, a list of their indices such 
 OBJECT = Kind("", _is_object)
 OFF = Kind("", lambda value: value is False, NoneType)  # as in Lightning: False turns it off
 SWITCH = (True, False)
-AMOUNT = (WHOLE.at_least(0), NUMBER._replace(is_share=True), OFF)
+AMOUNT = (
+    WHOLE.at_least(0)._replace(words="a whole number of batches"),
+    NUMBER._replace(words="a fraction of the batches", is_share=True),
+    OFF,
+)
 
 
 def _between_validations(kind: Kind) -> Kind:
@@ -261,20 +265,20 @@ _TABLE = (
     Argument("max_steps", -1, "optimizer steps to train; -1: no limit", (ENDLESS,)),
     Argument("min_steps", None, "optimizer steps to train before anything may stop the run", (COUNT, None)),
     Argument("max_time", None, "time limit, such as 00:12:00:00 (days, hours, minutes, seconds)", (TIME, None)),
-    Argument("limit_train_batches", None, "batches of an epoch, or a share of them, to train on", (*AMOUNT, None)),
+    Argument("limit_train_batches", None, "batches of an epoch, or a fraction of them, to train on", (*AMOUNT, None)),
     Argument(
-        "limit_val_batches", None, "batches, or a share of them, to validate on; 0: no validation", (*AMOUNT, None)
+        "limit_val_batches", None, "batches, or a fraction of them, to validate on; 0: no validation", (*AMOUNT, None)
     ),
-    Argument("limit_test_batches", None, "batches, or a share of them, to test on", (*AMOUNT, None)),
-    Argument("limit_predict_batches", None, "batches, or a share of them, to predict on", (*AMOUNT, None)),
+    Argument("limit_test_batches", None, "batches, or a fraction of them, to test on", (*AMOUNT, None)),
+    Argument("limit_predict_batches", None, "batches, or a fraction of them, to predict on", (*AMOUNT, None)),
     Argument("overfit_batches", 0.0, "train and validate on the same few batches", AMOUNT),
     Argument(
         "val_check_interval",
         None,
-        "batches, a share of an epoch, or a time, between two validations",
+        "batches, a fraction of an epoch, or a time, between two validations",
         (
             _between_validations(WHOLE._replace(words="a number of batches")),
-            _between_validations(NUMBER._replace(words="a share of an epoch", is_share=True)),
+            _between_validations(NUMBER._replace(words="a fraction of an epoch", is_share=True)),
             _between_validations(TIME),
             None,
         ),
@@ -296,7 +300,12 @@ _TABLE = (
     Argument("enable_progress_bar", None, "whether a progress bar and a summary are shown", (*SWITCH, None)),
     Argument("enable_model_summary", None, "whether a table of the layers is printed", (*SWITCH, None)),
     Argument("accumulate_grad_batches", 1, "batches per optimizer step", (WHOLE.at_least(1), None)),
-    Argument("gradient_clip_val", None, "largest norm of the gradients; null: no clipping", (COUNT, NUMBER, OFF, None)),
+    Argument(
+        "gradient_clip_val",
+        None,
+        "largest norm of the gradients; null: no clipping",
+        (COUNT._replace(words=""), NUMBER, OFF, None),
+    ),
     Argument(
         "gradient_clip_algorithm",
         None,
@@ -422,7 +431,7 @@ def parse_limits(given: Mapping[str, Any], announce: Callable[[str], object] = s
     interval, sanity_steps = given["val_check_interval"], given["num_sanity_val_steps"]
     if given["check_val_every_n_epoch"] is None and isinstance(interval, float):
         raise ConfigurationError(
-            f"val_check_interval is {interval}, a share of an epoch, and check_val_every_n_epoch=None counts batches"
+            f"val_check_interval is {interval}, a fraction of an epoch, and check_val_every_n_epoch=None counts batches"
             " across epochs: expected a number of batches, or a time such as 00:12:00:00."
         )
     limits = {**given, **{name: _amount(name, given, announce) for name in _AMOUNTS}}
@@ -544,5 +553,6 @@ def refuse_twice(argument: str, value: Any, default: Any, callbacks: Sequence[An
     """
     if value not in (None, default) and any(isinstance(callback, kind) for callback in callbacks):
         raise ConfigurationError(
-            f"Got {argument}={value!r} and a {kind.__name__} callback, expected one of them: they set the same thing."
+            f"Got {argument}={value!r} and a {kind.__name__} callback, expected one of them, because both set"
+            f" {argument}. Remove one."
         )

@@ -263,6 +263,6 @@ def _no_match_error(
             " with the sizes of the file, or remove weights."
         )
     return (
-        f"No name in {file} is one of the {type(module).__name__}'s. It has {some(weights, _SHOWN)}; expected"
-        f" {some(targets, _SHOWN)}. Rename them in the file, or name another one."
+        f"No weight in {file} has a name of the {type(module).__name__}. Got {some(weights, _SHOWN)}; expected"
+        f" {some(targets, _SHOWN)}. Rename the weights in the file, or choose another file."
     )

@@ -56,7 +56,7 @@ IT = "fit +recipe=it "
 
 _EARLY = {
     # the Trainer's arguments
-    IT + "trainer.max_epochs=-5": "trainer.max_epochs is -5, expected at least 0, or -1 for no end",
+    IT + "trainer.max_epochs=-5": "trainer.max_epochs is -5, expected at least 0, or -1 for no limit",
     IT + "trainer.max_epochs=1.5": "trainer.max_epochs is 1.5, expected a whole number or null.",
     IT + "'trainer.max_epochs={a: 1}'": "expected a whole number or null",
     IT + "trainer.min_epochs=9": "trainer.min_epochs is 9, expected at most trainer.max_epochs, which is 2.",

@@ -86,7 +86,7 @@ MISTAKES = [
         "Got weights with trainer._target_=lightning.Trainer, expected trainer.Trainer.",
     ),
     (["+recipe=line", "weights=numbers.pt"], "numbers.pt has no weights: it contains a mapping with the keys loss."),
-    (["+recipe=line", "weights=other.pt"], "No name in other.pt is one of the Line's. It has a; expected net."),
+    (["+recipe=line", "weights=other.pt"], "No weight in other.pt has a name of the Line. Got a; expected net."),
 ]
 
 

@@ -75,4 +75,4 @@ def test_weights_of_another_shape_end_both_ranks(ranks: Ranks, tmp_path: Path) -
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
     with pytest.raises(RankError) as caught:
         ranks.call("tests.distributed.weights_worker:fit", str(tmp_path / "a.pt"), "fsdp")
-    assert str(caught.value).count("No name in") == 2
+    assert str(caught.value).count("No weight in") == 2

@@ -205,7 +205,9 @@ def _parse(path: Path, size: int, tail: bytes) -> Manifest | None:
     """Return the manifest in the ``tail`` of an archive, or None for an archive without a comment."""
     place = tail.rfind(_END)
     if place < 0 or len(tail) < place + _END_SIZE:
-        raise CheckpointError(f"{path} is damaged: it has no end. It was cut short after {size:,} bytes.")
+        raise CheckpointError(
+            f"{path} is damaged: it was cut short after {size:,} bytes, so its end is missing. Use another checkpoint."
+        )
     comment = tail[place + _END_SIZE :]
     length = int.from_bytes(tail[place + _END_SIZE - 2 : place + _END_SIZE], "little")
     if length == 0:

@@ -341,9 +341,9 @@ def _refuse_other_kind(optimizer: Any, state: dict[str, Any]) -> None:
     missing, unknown = optimizer.defaults.keys() - saved, saved - set().union(*optimizer.param_groups)
     if saved and missing and unknown:
         raise CheckpointError(
-            f"The checkpoint's optimizer is not a {type(optimizer).__name__}: its state has"
-            f" {', '.join(sorted(unknown))}, and not {', '.join(sorted(missing))}. Return the same one from"
-            " configure_optimizers as the run that saved it did; or start a new run from its weights:"
+            f"The checkpoint's optimizer is not of the class {type(optimizer).__name__}. Its state has the settings"
+            f" {', '.join(sorted(unknown))}; expected {', '.join(sorted(missing))}. Return the optimizer of the saved"
+            " run from configure_optimizers, or start a new run with the weights of the checkpoint:"
             " Trainer.fit(weights=PATH)."
         )
 
