@@ -49,7 +49,7 @@ def test_mistakes(make_run, capsys, tmp_path, monkeypatch):
     assert "there is no run in outputs/, multirun/" in error_of(capsys)
     folder = make_run("outputs/a/1")
     (tmp_path / "empty").mkdir()
-    others = f" There are:\n  python -m trainer report {folder}\n"
+    others = f" For the newest runs:\n  python -m trainer report {folder}\n"
     assert error_of(capsys, "outputs/a/2") == f"trainer: There is no folder outputs/a/2.{others}"
     error = error_of(capsys, "empty")
     assert "empty is not the folder of a run or a sweep: the folder of a run contains run.json" in error

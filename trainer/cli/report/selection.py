@@ -146,4 +146,5 @@ def _near(folder: Path) -> str:
     beside = [place for place in (folder.parent, *_children(folder.parent)) if is_sweep(place) or is_run(place)]
     found = beside or [place for top in _TOPS for place in below(Path(top))]
     newest = sorted(found, key=changed, reverse=True)[:_MOST_NEAR]
-    return "".join([" There are:", *(f"\n  {command_line('report', place)}" for place in newest)]) if found else ""
+    commands = [f"\n  {command_line('report', place)}" for place in newest]
+    return "".join([" For the newest runs:", *commands]) if commands else ""
