@@ -63,11 +63,13 @@ class ResumableLoader:
 
     kind = ""
     replays = False
-    _has_worker_states = False  # whether batches come with the random states of the workers
+    _can_have_worker_states = False  # whether its iterators can be made to send the random states of workers
+    _has_worker_states = False  # whether batches come with these states
 
     def __init__(self, loader: Any, generators: list[Generator]) -> None:
         self.loader = loader
         self.generators = generators
+        self._persists = isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
         self._begun: State = {}  # the random states when the pass began
         self._started: State = {}  # the random states when the workers were started: in this pass, or an earlier one
         self._batches = 0  # number of batches that the pass has yielded
@@ -86,7 +88,7 @@ class ResumableLoader:
     def _share_epoch(self) -> torch.Tensor | None:
         """Return the number of the epoch in shared memory, if workers persist and the dataset has ``set_epoch``."""
         self._shared_epoch = None
-        if self.loader.persistent_workers and objects_with_set_epoch(self.loader.dataset):
+        if self._persists and objects_with_set_epoch(self.loader.dataset):
             self._shared_epoch = torch.tensor([self.epoch])
             self._shared_epoch.share_memory_()  # type: ignore[no-untyped-call]
         return self._shared_epoch
@@ -130,7 +132,7 @@ class ResumableLoader:
             self._finished = state
             if state["kind"] != self.kind:
                 return []
-            if getattr(self.loader, "persistent_workers", False) and "epoch" in state:
+            if self._persists and "epoch" in state:
                 for part in objects_with_set_epoch(self.loader.dataset):  # new workers get a copy of the saved epoch
                     part.set_epoch(state["epoch"])
                 self.epoch = state["epoch"]
@@ -163,7 +165,17 @@ class ResumableLoader:
         return getattr(self.loader, "prefetch_factor", None)
 
     def _begin(self) -> Iterator[Batch]:
-        """Return an iterator over a new pass."""
+        """Return an iterator over a new pass, with new workers or those of the last pass."""
+        running = self.loader._iterator if self._persists else None
+        self._has_worker_states = self._can_have_worker_states and (running is None or _owner_of(running) is self)
+        if running is None or not self._has_worker_states:
+            self.begin_pass(with_old_workers=running is not None)
+        if not self._has_worker_states:  # for persistent workers: started by other code
+            return self._counted(iter(self.loader))
+        return self._open({}) if running is None else iter(self.loader)
+
+    def _open(self, starts: dict[int, State]) -> Iterator[Batch]:
+        """Return an iterator of the dataloader with new workers, which start from the random states ``starts``."""
         raise NotImplementedError
 
     def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
@@ -244,17 +256,10 @@ class ReplayedLoader(ResumableLoader):
     def __init__(self, loader: Any) -> None:
         super().__init__(loader, random_states.find(loader))
         self.replays = not isinstance(loader, Sequence)  # a list has its batches in memory
-        self._persists = isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
         self._can_have_worker_states = self._persists and _uses_default_iteration(loader)
 
-    def _begin(self) -> Iterator[Batch]:
-        running = self.loader._iterator if self._persists else None
-        self._has_worker_states = self._can_have_worker_states and (running is None or _owner_of(running) is self)
-        if running is None or not self._has_worker_states:
-            self.begin_pass(with_old_workers=running is not None)
-        if not self._has_worker_states:
-            return self._counted(iter(self.loader))
-        iterator: Iterator[Batch] = iter(self.loader if running is not None else self._start_workers({}, iter))
+    def _open(self, starts: dict[int, State]) -> Iterator[Batch]:
+        iterator: Iterator[Batch] = iter(self._start_workers(starts, iter))
         return iterator
 
     def _start_workers(self, starts: dict[int, State], make: Callable[[Any], Any]) -> Any:
@@ -288,7 +293,7 @@ class ReplayedLoader(ResumableLoader):
         if starts and self._can_have_worker_states:
             self._has_worker_states = True
             self.begin_pass()
-            iterator: Iterator[Batch] = iter(self._start_workers(starts, iter))
+            iterator = self._open(starts)
         else:
             iterator = self._begin()
         deque(islice(iterator, batches), maxlen=0)
@@ -450,6 +455,7 @@ class MapStyleLoader(ResumableLoader):
     """A map-style ``DataLoader``, of a class that iterates as ``DataLoader`` does."""
 
     kind = "map-style"
+    _can_have_worker_states = True
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         super().__init__(loader, generators_of(loader))
@@ -500,17 +506,6 @@ class MapStyleLoader(ResumableLoader):
         super().begin_pass(with_old_workers=with_old_workers)
         self._late, self._drawn_before = [], 0
 
-    def _begin(self) -> Iterator[Batch]:
-        loader = self.loader
-        if loader.num_workers and loader.persistent_workers and loader._iterator is not None:
-            iterator = loader._iterator
-            self._has_worker_states = _owner_of(iterator) is self
-            if not self._has_worker_states:  # started by other code
-                self.begin_pass()
-            return iter(loader) if self._has_worker_states else self._counted(iter(loader))
-        self.begin_pass()
-        return self._open({})
-
     def _open(self, starts: dict[int, State], *, silent: bool = False) -> Iterator[Batch]:
         """Return an iterator of the dataloader that uses the recorded sampler. The dataloader stays unchanged.
 
@@ -532,7 +527,7 @@ class MapStyleLoader(ResumableLoader):
         iterator: _WorkerIterator = bounded_like(loader, _WorkerIterator(view, self))
         self._sampler.is_silent = False
         self._running = weakref.ref(iterator)
-        if loader.persistent_workers:
+        if self._persists:
             loader._iterator = iterator
         return iterator
 
@@ -619,8 +614,8 @@ class MapStyleLoader(ResumableLoader):
         return iterator
 
     def _follow(self, state: State) -> list[str]:
-        stay = self.loader.num_workers and self.loader.persistent_workers and self.loader._iterator is None
-        if stay and state.get("workers") is not None and not _changes(state["set_up"], self.loader):
+        is_stopped = self._persists and self.loader._iterator is None
+        if is_stopped and state.get("workers") is not None and not _changes(state["set_up"], self.loader):
             self._resume(state, [])  # starts persistent workers
         return []
 
