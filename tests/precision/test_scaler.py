@@ -199,6 +199,17 @@ def test_idle_optimizers_are_not_changed(fused):
     assert scaler._get_growth_tracker() == 1
 
 
+def test_optimizer_without_gradients_may_have_some_before_the_update():
+    scaler, p = LossScaler("cpu", init_scale=8.0), parameter()
+    optimizer = sgd(p)
+    scaler.scale(torch.zeros(()))
+    for _ in range(2):
+        scaler.step(optimizer)
+        backward(scaler, p)
+    scaler.update()
+    assert torch.equal(p, torch.zeros(2))
+
+
 def test_batch_without_a_step_changes_nothing():
     scaler, p = LossScaler("cpu", init_scale=8.0, growth_interval=1), parameter()
     optimizer = sgd(p)
