@@ -166,6 +166,7 @@ def test_epoch_value_is_reduced_over_ranks_once() -> None:
     assert [value.epoch_value(), value.epoch_value(), calls] == [2.0, 2.0, ["sum"]]
     value.update(torch.tensor(1.0), 1)
     assert [value.epoch_value(), calls] == [4.0, ["sum", "sum"]]
+    value.update(torch.tensor(1.0), 1)
     value.reset()
     assert value.epoch_value() is None
 
