@@ -14,21 +14,10 @@ from trainer.cli.tune import Settings, bytes_in
 LINE = ["+recipe=line"]
 
 
-@pytest.mark.parametrize(
-    ("given", "size"),
-    [
-        ("3GiB", 3 * 2**30),
-        ("1.5 GB", 1_500_000_000),
-        ("64kib", 2**16),
-        (4096, 4096),
-        ("much", None),
-        ("3GiBs", None),
-        (0, None),
-        (True, None),
-    ],
-)
-def test_sizes(given, size):
-    assert bytes_in(given) == size
+def test_sizes():
+    sizes = {"3GiB": 3 * 2**30, "1.5 GB": 1_500_000_000, "64kib": 2**16, 4096: 4096, "3g": 3 * 2**30}
+    assert {given: bytes_in(given) for given in sizes} == sizes
+    assert [bytes_in(given) for given in ("much", "3GiBs", 0, True)] == [None] * 4
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from trainer.cli.arguments import UsageError
 from trainer.cli.keys import example_recipe
-from trainer.record.run_record import RUN, read_json
-from trainer.record.run_record import changed as written
+from trainer.record.run_record import RUN, RunRecord, read_json
 from trainer.terminal import command_line
 
 _RUN_FILES = (RUN, "metrics.csv", "csv/metrics.csv", ".hydra/config.yaml")
@@ -72,7 +71,7 @@ def chosen(given: Sequence[str]) -> Chosen:
                 f" of a run, or train first: `{command_line('fit', f'+recipe={example_recipe()}')}`."
             )
         fits = [folder for folder in found if is_sweep(folder) or read_json(folder).get("command", "fit") == "fit"]
-        return _chosen([max(fits or found, key=changed)])
+        return _chosen([max(fits or found, key=_changed)])
     folders: list[Path] = []
     problems: list[str] = []
     for name in given:
@@ -120,11 +119,8 @@ def below(folder: Path) -> list[Path]:
     return _found(folder, _DEPTH, lambda place: is_sweep(place) or is_run(place)) if folder.is_dir() else []
 
 
-def changed(folder: Path) -> float:
-    """Return the time (of `time.time`) of the last change in the folder of a run or a sweep."""
-    names = (*_RUN_FILES, *_SWEEP_FILES)
-    times = [written(place / name) for place in (folder, *_children(folder)) for name in names]
-    return max(times, default=0.0)
+def _changed(folder: Path) -> float:
+    return RunRecord({}, folder).changed
 
 
 def _found(folder: Path, depth: int, wanted: Callable[[Path], bool]) -> list[Path]:
@@ -145,6 +141,6 @@ def _near(folder: Path) -> str:
     """Return commands for the newest runs next to ``folder``, or in the default folders."""
     beside = [place for place in (folder.parent, *_children(folder.parent)) if is_sweep(place) or is_run(place)]
     found = beside or [place for top in _TOPS for place in below(Path(top))]
-    newest = sorted(found, key=changed, reverse=True)[:_MOST_NEAR]
+    newest = sorted(found, key=_changed, reverse=True)[:_MOST_NEAR]
     commands = [f"\n  {command_line('report', place)}" for place in newest]
     return "".join([" For the newest runs:", *commands]) if commands else ""
