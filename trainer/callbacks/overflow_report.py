@@ -1,4 +1,4 @@
-"""Detect a training that breaks, report the cause, and end a run that skips every step. For every precision."""
+"""Detect in every precision that a training breaks, report the cause, and end a run that skips every step."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _EXAMINED = 4
 
 @dataclass
 class _Fit:
-    """The evidence and the counts of one fit. Steps are ``trainer.global_step`` when a weight update began.
+    """The evidence and the counts of one fit. A step is ``trainer.global_step`` when its weight update began.
 
     Attributes:
         loop: the fit loop.
@@ -66,20 +66,22 @@ class _Fit:
         first_buffers: the largest value of each buffer when the fit began.
         scale: the loss scale of the next loss.
         recent: the latest batches.
-        room: length of ``recent`` while no step is skipped; 0 before the first batch.
-        latest_batch: ``batches_started`` of the latest recent batch.
+        room: maximum length of ``recent`` while no step is skipped; 0 before the first batch.
+        latest_batch: ``batches_started`` of the newest batch in ``recent``.
         losses: the losses since the last check, each with its step and loss scale; still scaled.
         skipped: the skipped steps since the last check.
-        weights: weights of a step when all was known to be finite. {} if they are large, or with several processes.
-        kept_at: the step of these weights.
-        known: the step when all was last known to be finite.
-        first_norm: norm of the weights when the fit began, if they are not kept.
+        weights: copy of the weights at a step at which all values were finite. {} if they are large, or with several
+            processes.
+        kept_at: the step of ``weights``.
+        known: the last step at which all values were finite.
+        first_norm: norm of the weights when the fit began, if they are not copied.
         updates: number of updates since the last check.
         checks: number of checks at the end of an update.
         lowest: the lowest median of the losses between two checks.
         is_broken: whether a loss was not finite without loss scaling, so that weights are not finite either.
         raised_at: the step at which the loss scale was raised; -1 if its last change lowered it.
-        skips, skips_at_floor: number of skipped steps in a row until now; and of these at the smallest loss scale.
+        skips: number of skipped steps in a row.
+        skips_at_floor: number of skipped steps in a row at the smallest loss scale.
         singles: number of skipped steps after a step that was not skipped.
         first_skip: the first of the skipped steps in a row, with the time, the scale, and the buffers when its outcome
             was known.
