@@ -155,9 +155,9 @@ class ResumableLoader:
         if not with_old_workers:
             self._started = self._begun
 
-    def take(self, marked: Marked, *, is_used: bool = True) -> Batch:
-        """Return the batch that a worker has sent, record the worker's state, and count the batch if it is used."""
-        self._batches += is_used
+    def take(self, marked: Marked) -> Batch:
+        """Return the batch that a worker has sent, and record the worker's state."""
+        self._batches += 1
         return self._workers.take(marked)
 
     @property
@@ -715,13 +715,13 @@ class _OwnedIterator:
         super()._reset(loader, first_iter, **how)  # type: ignore[misc]
 
     def _drain(self: Any, owner: ResumableLoader) -> None:
-        """Receive the prepared, unused batches: they have changed the states of workers, too."""
+        """Receive the prepared, unused batches of a pass that ends: they have changed the states of workers, too."""
         self._sampler_iter = iter(())
         interval = vars(self).get("_snapshot_interval")
         self._snapshot_interval = 0  # of torchdata: no snapshots of these
         for _ in range(len(self._task_info)):
             try:
-                owner.take(super()._next_data(), is_used=False)  # type: ignore[misc]
+                owner.take(super()._next_data())  # type: ignore[misc]
             except StopIteration:
                 break
             except Exception:  # an error in a batch that is not used is not raised
