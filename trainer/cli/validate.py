@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 import math
 import re
@@ -15,7 +14,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from trainer.arguments import SWITCH, Kind, describe
 from trainer.cli import plugins, tracking
@@ -376,9 +375,7 @@ def _check_value(key: str, value: Any, default: Any) -> None:
 
 def _check_whole(composer: Composer, config: DictConfig, overrides: Sequence[Override], arguments: Arguments) -> None:
     """Check the whole config: missing values, model, checkpoint, allowed targets, and settings without effect."""
-    runs, job = not arguments.shows, copy.deepcopy(config)
-    with open_dict(job):
-        del job["hydra"]
+    runs, job = not arguments.shows, OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     _check_complete(job)
     if composer.config_name != RESTORED:  # a restored config was checked by its own run
         _check_ignored_keys(composer, config, overrides)
