@@ -6,7 +6,8 @@ Markers in the lines before a block, each an HTML comment:
 - ``<!-- output -->``: the block is the output of the previous block of commands (`tests.docs.output`).
 - ``<!-- fails -->``: the last command of the block ends with an error.
 - ``<!-- limits: none -->``: the commands run without the limits that make them short; or with these limits:
-  ``<!-- limits: trainer.max_epochs=2 -->``.
+  ``<!-- limits: trainer.max_epochs=2 -->``. With ``<!-- limits: --cfg job -->`` they are only checked, because tests
+  train the recipe.
 - ``<!-- not run: the reason -->``: the block is not checked, but counted.
 """
 
