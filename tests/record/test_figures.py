@@ -53,7 +53,9 @@ def stand_in(folder, *, is_first=True):
 
 
 def test_no_figures_on_other_ranks_and_without_a_local_folder(tmp_path):
-    for trainer in (stand_in(tmp_path, is_first=False), stand_in("s3://bucket")):
+    other_rank = stand_in(tmp_path, is_first=False)
+    other_rank.callbacks = [SimpleNamespace(folder_of_record=lambda trainer: tmp_path)]
+    for trainer in (other_rank, stand_in("s3://bucket")):
         assert figures_of(trainer) is None
         write_confusion_matrix(trainer, "test", COUNTS)
         write_pictures(trainer, "test", torch.zeros(1, 1, 4, 4))

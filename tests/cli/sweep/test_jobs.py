@@ -156,6 +156,11 @@ def test_parallel_jobs_share_cores_and_gpus(places, monkeypatch):
     assert main([*SIDE_BY_SIDE, "seed=1,2,3", "hydra.launcher.n_jobs=3", "hydra.launcher.gpus_per_job=1"]) == 0
     assert {place["OMP_NUM_THREADS"] for place in places} == {"4"}
     assert {place["CUDA_VISIBLE_DEVICES"] for place in places} <= {"4", "5", "7"}
+    from trainer.cli.sweep.joblib_launcher import JoblibLauncher  # imports joblib
+
+    launcher = JoblibLauncher(n_jobs=3, gpus_per_job=1)
+    launcher.setup(hydra_context=None, task_function=None, config=None)
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in launcher.places] == ["4", "5", "7"]
     assert sorted(word for command, _ in Job.started for word in command if word.startswith("seed=")) == [
         "seed=1", "seed=2", "seed=3",
     ]  # fmt: skip

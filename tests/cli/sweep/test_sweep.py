@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from rich.console import Console
 from tests.cli.conftest import write
 from trainer.cli import main
 from trainer.cli.sweep import report
+from trainer.cli.sweep.jobs import Job as SweepJob
 
 LINE = ["+recipe=line", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false"]
 
@@ -212,6 +214,14 @@ def test_narrow_terminal_gets_fewer_columns_and_no_broken_words(tmp_path, monkey
     assert second.split()[0] == "1"
 
 
+@pytest.mark.parametrize(
+    ("status", "planned", "prints_it"), [("completed", 2, True), ("interrupted", 1, True), ("completed", 1, False)]
+)
+def test_sweep_that_is_not_complete_prints_the_command_that_resumes_it(tmp_path, capsys, status, planned, prints_it):
+    report(left(tmp_path, result(0, status=status)), num_jobs=planned, again="this")
+    assert ("To resume: this" in capsys.readouterr().out) is prints_it
+
+
 def test_sweep_without_jobs_has_no_table(tmp_path, capsys):
     assert report(tmp_path) == 0
     assert capsys.readouterr().out == ""
@@ -232,6 +242,16 @@ class Job:
         if self.returncode == 0:
             write(self.folder, {"run.json": json.dumps({"status": "completed", "metrics": {}, "run_dir": "."})})
         return self.returncode
+
+
+def test_only_an_equal_job_that_has_ended_is_done(tmp_path):
+    equal = SweepJob(0, tmp_path, [], [], [], cwd=".", digest="a", resumes=True, aside=False)
+    write(tmp_path, {"run.json": json.dumps({"status": "completed", "digest": "a"})})
+    assert equal.is_done()
+    assert not replace(equal, digest="b").is_done()
+    assert not replace(equal, resumes=False).is_done()
+    write(tmp_path, {"run.json": json.dumps({"status": "interrupted", "digest": "a"})})
+    assert not equal.is_done()
 
 
 @pytest.fixture
