@@ -109,7 +109,7 @@ def test_manual_optimization_with_several_optimizers_and_direct_parameters(tmp_p
 
 @pytest.mark.parametrize("steps", [0, 2.5])
 def test_steps_below_one_are_refused(steps):
-    with pytest.raises(ConfigurationError, match="expected a number of steps, at least 1"):
+    with pytest.raises(ConfigurationError, match="expected a whole number of steps of at least 1"):
         LayerNorms(steps)
 
 

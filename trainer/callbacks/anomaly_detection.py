@@ -38,7 +38,7 @@ class AnomalyDetection(RunCallback):
     """
 
     unsupported_with: ClassVar = {
-        "deepspeed": "looks into the gradients of skipped steps, which DeepSpeed keeps to itself."
+        "deepspeed": "inspects the gradients of skipped steps, which DeepSpeed does not expose."
     }
     reset_in_copies: ClassVar = {"_recorder": None}
 

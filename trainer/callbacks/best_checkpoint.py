@@ -22,10 +22,11 @@ AUTO = "auto"
 class BestCheckpoint(ModelCheckpoint):
     """Lightning's ModelCheckpoint; with ``monitor="auto"`` it chooses the metric from the first validation.
 
-    It prefers a loss among the metrics that the validation has logged, and ``val_loss`` among several; otherwise it
-    takes the first metric with a name that implies the direction (accuracy, f1, error, perplexity, ...). ``mode``
-    follows from the name. If there is no such metric, or if a checkpoint had to be written before the first validation
-    ended, the newest checkpoint is kept, as with ``monitor=None``; with a ``save_top_k`` above 1 all are kept.
+    Among the metrics that the validation has logged, it prefers a loss, and among several losses ``val_loss``. Without
+    a loss, it chooses the first metric with a name that implies the direction (accuracy, f1, error, perplexity, ...).
+    ``mode`` follows from the name. If there is no such metric, or if a checkpoint was written before the end of the
+    first validation, the newest checkpoint is kept, as with ``monitor=None``; with a ``save_top_k`` above 1, all
+    checkpoints are kept.
 
     With ``save_last=True`` the last checkpoint is written each time it is due. Lightning writes it only if the metric
     was among the best, and with ``every_n_train_steps`` only after the metric exists. A resumed run keeps the choice.
@@ -38,7 +39,7 @@ class BestCheckpoint(ModelCheckpoint):
         self._chooses = self.monitor == AUTO
         self._known: dict[str, Any] = {}
         if self._chooses:
-            self.monitor = None  # until there is something to choose from
+            self.monitor = None  # until the first validation has logged metrics
 
     @property
     def state_key(self) -> str:
@@ -51,12 +52,12 @@ class BestCheckpoint(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save if it is due."""
-        waited, self._defer_save_until_validation = self._defer_save_until_validation, False
+        """Save if a checkpoint is due."""
+        was_deferred, self._defer_save_until_validation = self._defer_save_until_validation, False
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._defer_save_until_validation and not trainer.is_last_batch and not trainer.loop.validation_is_due():
             self._save_last(trainer)
-        self._defer_save_until_validation |= waited
+        self._defer_save_until_validation |= was_deferred
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store the metrics, to recognize those that the validation logs."""
@@ -72,7 +73,7 @@ class BestCheckpoint(ModelCheckpoint):
             self._save_last(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if it is due."""
+        """Save if a checkpoint is due."""
         super().on_train_epoch_end(trainer, pl_module)
         if self._should_save_on_train_epoch_end(trainer) or self._defer_save_until_validation:
             self._save_last(trainer)
@@ -89,12 +90,12 @@ class BestCheckpoint(ModelCheckpoint):
 
     def _save_last(self, trainer: Trainer) -> None:
         """Write the last checkpoint, unless Lightning has just written it."""
-        every, waits = self._every_n_epochs, self._defer_save_until_validation
-        is_due = waits or (every >= 1 and (trainer.current_epoch + 1) % every == 0)
+        every, is_deferred = self._every_n_epochs, self._defer_save_until_validation
+        is_due = is_deferred or (every >= 1 and (trainer.current_epoch + 1) % every == 0)
         if self.save_last is True and is_due and not self._should_skip_saving_checkpoint(trainer):
             saved = self._last_global_step_saved
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
-            if waits:
+            if is_deferred:
                 self._last_global_step_saved = saved  # the validation still has to save the best of this step
 
     def _choose(self, logged: Iterable[str]) -> None:
@@ -106,8 +107,8 @@ class BestCheckpoint(ModelCheckpoint):
         assert direction is not None
         self._monitor(names[0], direction)
         rank_zero_info(
-            f"The best checkpoint is the one with the {'lowest' if direction == 'min' else 'highest'} {names[0]}: the"
-            " first validation has logged it, and nothing else is set (monitor='auto')."
+            f"The best checkpoint is the one with the {'lowest' if direction == 'min' else 'highest'} {names[0]},"
+            " chosen from the metrics of the first validation (monitor='auto')."
         )
 
     def _monitor(self, metric: str, mode: str) -> None:

@@ -24,11 +24,11 @@ LOGGED = "grad_norm/"
 
 
 class LayerNorms(RunCallback):
-    """Logs the gradient norm of each layer every ``every_n_steps`` optimizer steps, as ``grad_norm/LAYER``.
+    """Log the gradient norm of each layer every ``every_n_steps`` optimizer steps, as ``grad_norm/LAYER``.
 
-    A layer is a module with parameters of its own level; its norm is the L2 norm of all their gradients. The gradients
-    are measured after ``unscale_`` and before clipping. The values of skipped steps are logged, too: a layer with inf
-    or NaN is one that the overflow has reached. The report draws them as a heat map.
+    A layer is a module that directly owns parameters; its norm is the L2 norm of their gradients. The gradients are
+    measured after ``unscale_`` and before clipping. Skipped steps are also logged: their inf and NaN values show which
+    layers the overflow has reached. The report draws the norms as a heat map.
 
     The norms are computed on the device in one call (``torch._foreach_norm``), in float32 or wider, and copied to the
     host without a synchronization. Between two measurements a step costs two comparisons of numbers.
@@ -43,15 +43,15 @@ class LayerNorms(RunCallback):
 
     Raises:
         ConfigurationError: if ``every_n_steps`` is below 1.
-        UnsupportedError: at the start of a fit, if the Trainer is another library's.
+        UnsupportedError: at the start of a fit, if the Trainer is not a ``trainer.Trainer``.
     """
 
-    unsupported_with: ClassVar = {"deepspeed": "needs the gradients of each layer, which DeepSpeed keeps to itself."}
+    unsupported_with: ClassVar = {"deepspeed": "needs the gradients of each layer, which DeepSpeed does not expose."}
     observes_only: ClassVar = True
     reset_in_copies: ClassVar = {"_layers": {}, "_seen": [], "_numbers": [], "_readback": None}
 
     def __init__(self, every_n_steps: int = 50) -> None:
-        expect(is_count(every_n_steps), "a number of steps, at least 1", every_n_steps=every_n_steps)
+        expect(is_count(every_n_steps), "a whole number of steps of at least 1", every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self.norms: dict[str, float] = {}
         self._layers: dict[int, str] = {}  # by the ids of the parameters
@@ -82,7 +82,7 @@ class LayerNorms(RunCallback):
         self._seen += [self._layers.get(id(parameter), "?") for parameter, _ in found]
         self._numbers += [norm for _, norm in found]
         assert self._readback is not None
-        self._readback.start(self._numbers)  # those of all optimizers so far
+        self._readback.start(self._numbers)  # the norms of all optimizers so far
 
     def on_after_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome

@@ -165,7 +165,7 @@ def _call_hydra(
     except SystemExit as end:  # how Hydra ends after --hydra-help
         return end.code if isinstance(end.code, int) else OK
     except Exception as error:
-        if failure.is_about_settings(error):  # Lightning's
+        if failure.is_about_settings(error):  # an error of Lightning
             raise UsageError(failure.one_line(error)) from error
         if isinstance(error, HydraException) and not failure.is_recorded(error):
             raise UsageError(str(error)) from error

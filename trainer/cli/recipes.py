@@ -61,8 +61,8 @@ def show(name: str, overrides: Sequence[str], config_dir: str | None = None) -> 
     The ``hydra`` node and Trainer settings that no file sets are left out.
 
     Args:
-        name: of the recipe.
-        overrides: of the command line.
+        name: name of the recipe.
+        overrides: overrides of the command line.
         config_dir: the value of ``--config-dir``, or None.
 
     Raises:
@@ -85,8 +85,8 @@ def show(name: str, overrides: Sequence[str], config_dir: str | None = None) -> 
         if name not in SETTINGS or value != SETTINGS[name].default or f"trainer.{name}" in written
     }
     del config["hydra"]
-    begin = [line.replace("python -m trainer", program()) for line in heading(file)]
-    return "\n".join([*begin, f"# From {_place(file)} and the files it includes:", "", annotated(config, known)])
+    comments = [line.replace("python -m trainer", program()) for line in heading(file)]
+    return "\n".join([*comments, f"# From {_place(file)} and the files it includes:", "", annotated(config, known)])
 
 
 def annotated(config: dict[Any, Any], known: Mapping[str, str]) -> str:
@@ -156,7 +156,7 @@ def _find(name: str, config_dir: str | None) -> Path:
 
 def _place(file: Path) -> str:
     """Return the path of a config, relative to the working directory or to this package."""
-    ours = packaged_conf()
-    if file.is_relative_to(ours) and not file.is_relative_to(Path.cwd()):
-        return f"the package's conf/{file.relative_to(ours).as_posix()}"
+    packaged = packaged_conf()
+    if file.is_relative_to(packaged) and not file.is_relative_to(Path.cwd()):
+        return f"the package's conf/{file.relative_to(packaged).as_posix()}"
     return from_here(file).as_posix()

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 _FLOAT32 = {"_target_": "trainer.precision.FullPrecision"}
 _SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
-_OPERATIONS = 1e11  # largest number for all steps on a CPU, which takes a few seconds
-_STEPS = 5  # largest number of steps; the first one warms up
+_OPERATIONS = 1e11  # maximum number of operations of all steps on a CPU: a few seconds
+_STEPS = 5  # maximum number of steps; the first one warms up
 _SECONDS = 1.5  # time limit of the steps
 
 
@@ -45,10 +45,10 @@ class Step(NamedTuple):
     """The time of a step.
 
     Args:
-        seconds: for the whole batch.
+        seconds: time of a step with the whole batch, in seconds.
         samples: number of samples in the measured batch; 0 if the batch has no tensor.
         precision: precision of the run.
-        device: such as ``cpu``.
+        device: device of the steps, such as ``cpu``.
         float8: with ``fp8-mixed``, a sentence about the layers that compute in float8; otherwise "".
     """
 
@@ -95,7 +95,7 @@ def part_for(recipe: Recipe, device: torch.device, free: int) -> tuple[Any, str]
 
 
 def measure_layers(recipe: Recipe, batch: Any) -> Layers:
-    """Run one step in float32 and return statistics of the layers. float16 could overflow.
+    """Run one step in float32, because float16 could overflow, and return statistics of the layers.
 
     Raises:
         Exception: any exception of the step.
@@ -128,9 +128,9 @@ def time_step(recipe: Recipe, batch: Any, samples: int) -> Step:
 
 
 def _float8(chosen: Mapping[str, Any], others: Mapping[str, str]) -> str:
-    why = some((f"{name!r} {reason}" for name, reason in others.items()), 6, "; ")
+    reasons = some((f"{name!r} {reason}" for name, reason in others.items()), 6, "; ")
     names = some(map(repr, chosen), 6)
-    rest = f" The others do not: {why}." if others else ""
+    rest = f" The others do not: {reasons}." if others else ""
     return f"{len(chosen)} of {len(chosen) + len(others)} Linear layers compute in float8: {names}.{rest}"
 
 

@@ -5,14 +5,14 @@ chooses the format:
   .pt2          the graph of the module's forward from torch.export; torch.export.load(FILE).module() runs it
   .onnx         the same graph as ONNX (pip install onnx onnxscript onnxruntime)
   .safetensors  only the weights; reading them runs no code (pip install safetensors)
-forward is called with the module's example_input_array or, without one, with the first batch of its data. If that is a
-mapping, forward gets the entries with the names of its arguments; if it is a tuple or list, as many of its first items
-as forward requires. The graph is in float32, and accepts batches of any size if forward does. The file is run, and its
-outputs must equal those of forward within 0.0001 of the largest value; otherwise it is removed. Its size and the
-difference are printed. Existing files are not overwritten.
+forward is called with the module's example_input_array or, without one, with the first batch of its data. From a batch
+that is a mapping, forward gets the entries with the names of its arguments; from a tuple or list, as many of the first
+items as it requires. The graph is in float32, and accepts batches of any size if forward does. The command runs the
+file, and prints its size and the largest difference of its outputs from those of forward. If the difference exceeds
+0.0001 of the largest value, the file is removed. Existing files are not overwritten.
 
-`export RUN FILE` is the same without settings. With PREFIX, only weights with names that start with it are written,
-without the prefix. For example, a LightningModule's self.model has the prefix "model.".
+`export RUN FILE` does the same without settings. With PREFIX, it writes only the weights with names that start with
+PREFIX, without the prefix. For example, the weights of a LightningModule's self.model have the prefix "model.".
 
 Examples:
     python -m trainer export ckpt=outputs/unet/DATE_TIME to=unet.onnx
