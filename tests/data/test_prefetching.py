@@ -153,8 +153,8 @@ def prefetched_by_hand(precision: str, optimizer: str, batches: list[Any]) -> li
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("precision", "optimizer"),
-    [("32-true", "adamw-fused"), ("bf16-mixed", "adamw"), ("16-mixed", "adamw"), ("16-mixed", "momentum-fused")],
+    ("optimizer", "precision"),
+    [("adamw-fused", "32-true"), ("adamw", "bf16-mixed"), ("adamw", "16-mixed"), ("momentum-fused", "16-mixed")],
 )
 def test_weights_equal_those_of_a_hand_written_loop(tmp_path, precision, optimizer):
     batches = make_batches()
