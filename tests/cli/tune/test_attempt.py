@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import math
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -170,16 +168,3 @@ def test_number_of_samples_in_the_training_set(loader, samples):
     meter = Meter(print, 4)
     meter.on_train_start(SimpleNamespace(train_dataloader=loader), None)
     assert meter.found()["samples"] == samples
-
-
-def test_range_test_leaves_nothing_behind(settings):
-    made = settings("optimizer.momentum=0", "data.batch_size=16", "callbacks=default")
-    before = copy.deepcopy(made)
-    message = message_of(made, rates={"min_lr": 1e-4, "max_lr": 0.3, "steps": 20})
-    assert (message["status"], message["ended_by"]) == ("ok", "the last rate")
-    rates, losses = zip(*message["points"], strict=True)
-    assert rates == pytest.approx([1e-4 * 3000 ** (step / 19) for step in range(20)])
-    assert losses[-1] < losses[0] / 2
-    assert all(map(math.isfinite, losses))
-    assert made["optimizer"] == before["optimizer"]
-    assert not any(file.suffix == ".ckpt" for file in Path().rglob("*"))
