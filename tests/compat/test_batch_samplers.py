@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.distributed.batch_samplers import Seen
+from tests.distributed.test_batch_samplers import Seen
 from tests.support import make_trainer
 from trainer.data.unpadded import BatchShare
 

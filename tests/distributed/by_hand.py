@@ -141,11 +141,11 @@ def train(setup: Setup, engine: str, world_size: int = 2) -> Trace:
                 finish(skipped, norms, scale)
             else:
                 start = i - i % size
-                here = min(size, len(train) - start)  # batches of this window
-                is_last = i == start + here - 1
-                everybody = [  # the weights of the window's batches, in all processes
+                length = min(size, len(train) - start)  # batches of this window
+                is_last = i == start + length - 1
+                weights = [  # the weights of the window's batches, in all processes
                     0.0 if setup.is_none(r, epoch, j) else setup.weight(r, j)
-                    for j in range(start // each, (start + here) // each)
+                    for j in range(start // each, (start + length) // each)
                     for r in range(world_size)
                 ]
                 if i == start:
@@ -156,15 +156,15 @@ def train(setup: Setup, engine: str, world_size: int = 2) -> Trace:
                 accumulates = isinstance(model, DistributedDataParallel) and not is_last
                 with model.no_sync() if accumulates else nullcontext():
                     loss = forward(batch, epoch)
-                    _, _, whose, index = batch
+                    _, _, source, index = batch
                     if setup.is_plain_mean:
-                        loss = loss / here if here > 1 else loss
-                    elif setup.is_none(whose, epoch, index):
+                        loss = loss / length if length > 1 else loss
+                    elif setup.is_none(source, epoch, index):
                         loss = loss * 0.0
                     else:
-                        loss = loss * (setup.weight(whose, index) * replicas / sum(everybody))
+                        loss = loss * (setup.weight(source, index) * replicas / sum(weights))
                     scaler.scale(loss).backward()
-                if is_last and sum(everybody):
+                if is_last and sum(weights):
                     scale, norms = scaler.get_scale(), []
                     finite = all_finite(optimizers)
                     skipped = [step(*one) for one in zip(optimizers, [norms] * len(finite), finite, strict=True)]
@@ -175,8 +175,6 @@ def train(setup: Setup, engine: str, world_size: int = 2) -> Trace:
                                 schedule.step()
                 elif is_last:
                     steps += len(optimizers)  # skipped for lack of a loss; Lightning counts it
-                    if setup.schedule == "step":
-                        pass
             if i + 1 == len(train) and setup.schedule == "epoch":
                 for schedule in schedules:
                     schedule.step()

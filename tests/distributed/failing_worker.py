@@ -1,8 +1,7 @@
 """A fit of ``test_failures.py`` that fails on one rank while the other waits for it.
 
-``python failing_worker.py STRATEGY RANK WHERE HOW PATIENCE``. ``WHERE`` is ``setup`` or ``training``; ``HOW`` is
-``raises`` or ``dies``. The other rank waits in a collective, which fails when the connection breaks, or asleep,
-as on a GPU, where nothing breaks.
+``python failing_worker.py STRATEGY RANK PHASE FAILURE``. ``PHASE`` is ``setup`` or ``training``; ``FAILURE`` is
+``raises`` or ``dies``. The other rank sleeps, as on a GPU, because a collective would fail when the connection breaks.
 """
 
 from __future__ import annotations
@@ -11,46 +10,42 @@ import os
 import signal
 import sys
 import time
-import warnings
 from typing import Any
 
 import torch
-import worker  # next to this file
 
-from trainer.engine import child_processes as processes
+from tests.distributed.worker import Regression, fit
+from trainer.engine import child_processes
 
 
-class Failing(worker.Regression):
-    """Fails at the configured place."""
+class Failing(Regression):
+    """Fails in the configured phase."""
 
-    def __init__(self, rank: int, where: str, how: str, waits: str) -> None:
+    def __init__(self, rank: int, phase: str, failure: str) -> None:
         super().__init__()
-        self.rank, self.where, self.how, self.waits = rank, where, how, waits
+        self.rank, self.phase, self.failure = rank, phase, failure
 
-    def come_to(self, where: str) -> None:
-        if where != self.where:
+    def enter(self, phase: str) -> None:
+        if phase != self.phase:
             return
         if self.global_rank != self.rank:
-            if self.waits == "asleep":
-                time.sleep(1000.0)
-            torch.distributed.barrier()
+            time.sleep(1000.0)
         time.sleep(0.5)
-        if self.how == "dies":
+        if self.failure == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
-        raise ValueError(f"rank {self.rank} has had enough")
+        raise ValueError(f"rank {self.rank} has failed")
 
     def setup(self, stage: str) -> None:
-        self.come_to("setup")
+        self.enter("setup")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 1:
-            self.come_to("training")
+            self.enter("training")
         return self.loss(batch)
 
 
 if __name__ == "__main__":
-    strategy, rank, where, how, waits = sys.argv[1:]
-    processes.GRACE = 2.0
+    strategy, rank, phase, failure = sys.argv[1:]
+    child_processes.GRACE = 2.0
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    worker.fit(Failing(int(rank), where, how, waits), strategy=strategy, limit_val_batches=0)
+    fit(Failing(int(rank), phase, failure), {"strategy": strategy})

@@ -4,10 +4,10 @@ Starting processes takes seconds, a small fit on two of them a tenth of a second
 hundreds of fits::
 
     with warm_python() as python, Ranks(python, 2) as ranks:
-        first, second = ranks.call("tests.distributed.setups:fit", setup, "ddp")
+        first, second = ranks.call(setups.fit, setup, "ddp")
 
-Arguments and results are pickled. A process that raises, or does not answer in time, breaks the group: all
-are killed, and the next call starts others.
+The function (by its name), arguments and results are pickled. A process that raises, or does not answer in time,
+breaks the group: all are killed, and the next call starts others.
 
 As a script, in each process: ``ranks.py RANK SIZE FILE`` joins the group by ``FILE``, reads calls from its standard
 input and writes the results to its standard output. The output of a call goes to standard error.
@@ -15,7 +15,6 @@ input and writes the results to its standard output. The output of a call goes t
 
 from __future__ import annotations
 
-import importlib
 import os
 import pickle
 import subprocess
@@ -23,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -44,7 +44,7 @@ class Ranks:
         timeout: seconds per call; also the timeout of a collective without all ranks.
     """
 
-    def __init__(self, python: WarmPython, size: int, timeout: float = 60.0) -> None:
+    def __init__(self, python: WarmPython, size: int, timeout: float = 120.0) -> None:
         self.python, self.size, self.timeout = python, size, timeout
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         self._started = 0
@@ -59,8 +59,8 @@ class Ranks:
         self.end()
         self._folder.cleanup()
 
-    def call(self, function: str, *arguments: Any) -> list[Any]:
-        """Run ``function`` (``"module:name"``) in each process.
+    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Run a function of a module in each process.
 
         Returns:
             The results by rank.
@@ -90,7 +90,7 @@ class Ranks:
                     results[rank] = result
                 else:
                     errors[rank] = error
-                    ends = min(ends, time.monotonic() + 3.0)  # the others may wait for this one in vain
+                    ends = min(ends, time.monotonic() + 3.0)  # the others may wait for this rank
         if errors:
             self.end()
             raise RankError("\n".join(f"rank {rank}: {error}" for rank, error in errors.items()))
@@ -99,10 +99,10 @@ class Ranks:
     def _start(self) -> None:
         self._started += 1
         rendezvous = Path(self._folder.name) / f"group_{self._started}"
-        somewhere = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # asked for, and not used: there is a group
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # asked for, and not used: there is a group
         for rank in range(self.size):
             environment = {
-                **os.environ, **somewhere, "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank), "RANK": str(rank),
+                **os.environ, **address, "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank), "RANK": str(rank),
                 "NODE_RANK": "0", "WORLD_SIZE": str(self.size), "PYTHONPATH": str(ROOT),
             }  # fmt: skip
             words = [str(Path(__file__)), str(rank), str(self.size), str(rendezvous), str(self.timeout)]
@@ -125,12 +125,6 @@ class Ranks:
         self._processes, self._calls, self._answers = [], [], []
 
 
-def function_of(name: str) -> Any:
-    """Return the function of ``"module:name"``."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
-
-
 def main(rank: int, size: int, rendezvous: str, timeout: float) -> None:
     """Answer calls until the input ends."""
     calls, answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
@@ -143,12 +137,13 @@ def main(rank: int, size: int, rendezvous: str, timeout: float) -> None:
     )
     while True:
         try:
-            name, arguments = pickle.loads(calls.recv_bytes())
+            call = calls.recv_bytes()
         except EOFError:
             break
         result, error = None, None
         try:
-            result = function_of(name)(*arguments)
+            function, arguments = pickle.loads(call)
+            result = function(*arguments)
         except BaseException:
             error = traceback.format_exc()
         answers.send_bytes(pickle.dumps((result, error)))

@@ -30,14 +30,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from tests.support import native_fp16
-from trainer import CheckpointFiles, FSDP2Strategy, Trainer
+from tests.support import make_trainer, native_fp16
+from trainer import CheckpointFiles, FSDP2Strategy
 from trainer.callbacks import GradientAccumulation, GradientClipping, NonFiniteGuard
 from trainer.compat.engine import _forward_nothing
-
-"""Strategies on four ranks: two copies of two shards; and tensor parallelism in two groups, with sharding across them.
-
-"""
 
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
@@ -51,7 +47,7 @@ PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
 SCALER = {"init_scale": 1024.0, "growth_interval": 3}
 CLIPPING = {"norm": 0.3, "inf": 0.1, "value": 0.05}
 VAL_BATCHES = 2
-Where = tuple[int, int, int]
+Position = tuple[int, int, int]
 """A rank, an epoch, and a batch of that rank in that epoch."""
 
 
@@ -90,11 +86,11 @@ class Setup:
     windows: tuple[int, ...] = (1, 1)
     weighted: str | None = None
     unit: float = 1.0
-    none: frozenset[Where] = frozenset()
+    none: frozenset[Position] = frozenset()
     late: bool = False
     clip: str | None = None
     schedule: str | None = None
-    overflow: Where | None = None
+    overflow: Position | None = None
     whole_overflow: bool = False
     guard: bool = False
     val_every: int = 0
@@ -131,9 +127,9 @@ def draw(seed: int, world_size: int = 2) -> Setup:
 
     precision, manual = pick.choice(PRECISIONS), pick.random() < 0.2
     batches, epochs = pick.randint(1, 6), 2
-    where = (pick.randrange(world_size), pick.randrange(epochs), pick.randrange(batches))
+    position = (pick.randrange(world_size), pick.randrange(epochs), pick.randrange(batches))
     optimizers = pick.choice([1, 1, 1, 2])
-    overflow = maybe(0.4, where)
+    overflow = maybe(0.4, position)
     common: dict[str, Any] = {
         "precision": precision, "manual": manual, "batches": batches, "optimizers": optimizers,
         "optimizer": pick.choice([name for name in OPTIMIZERS if name != "sgd-fused"]),  # refused under FSDP2
@@ -146,10 +142,10 @@ def draw(seed: int, world_size: int = 2) -> Setup:
             common["clip"] = "norm"
         return Setup(**common)
     window = pick.randint(2, 4)
-    none: set[Where] = set()
+    none: set[Position] = set()
     if pick.random() < 0.3:
-        every = [(rank, epoch, i) for rank in range(world_size) for epoch in range(epochs) for i in range(batches)]
-        none = set(pick.sample(every, pick.randint(1, max(1, len(every) // 3))))
+        positions = [(rank, epoch, i) for rank in range(world_size) for epoch in range(epochs) for i in range(batches)]
+        none = set(pick.sample(positions, pick.randint(1, max(1, len(positions) // 3))))
     drawn = Setup(
         **common, windows=pick.choice([(1, 1), (window, window), (1, window), (window, 1)]),
         weighted=maybe(0.25, "number", "tensor"), none=frozenset(none - {overflow}), late=pick.random() < 0.5,
@@ -450,10 +446,9 @@ def fit(
     with only_these_warnings():
         torch.manual_seed(5 + rank + 100 * bool(ckpt_path))  # a resumed run is not equal to a run that starts here
         precision: Any = native_fp16(**SCALER) if setup.precision == "16-mixed" else setup.precision
-        trainer = Trainer(
-            accelerator="cpu", devices=1 if engine == "single" else distributed.get_world_size(),
-            precision=precision, logger=False, enable_progress_bar=False, enable_model_summary=False,
-            num_sanity_val_steps=int(setup.val_every > 0),
+        trainer = make_trainer(
+            None, devices=1 if engine == "single" else distributed.get_world_size(),
+            precision=precision, num_sanity_val_steps=int(setup.val_every > 0),
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
             use_distributed_sampler=False, max_epochs=len(setup.windows), callbacks=callbacks,
             strategy=strategy_of(setup, engine), **arguments,
@@ -504,10 +499,9 @@ def fit_uneven(strategy: str, batches: list[int], *module: Any) -> tuple[list[in
     """Fit one epoch with this number of batches per rank. Returns the trained batches, logged values and steps."""
     made = Uneven(*module)
     with only_these_warnings():
-        trainer = Trainer(
-            accelerator="cpu", devices=distributed.get_world_size(), strategy=strategy, max_epochs=1,
-            logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-            use_distributed_sampler=False, log_every_n_steps=1, accumulate_grad_batches=1 if module else 2,
+        trainer = make_trainer(
+            None, devices=distributed.get_world_size(), strategy=strategy, use_distributed_sampler=False,
+            log_every_n_steps=1, accumulate_grad_batches=1 if module else 2,
         )  # fmt: skip
         trainer.fit(made, DataLoader(torch.ones(2 * batches[distributed.get_rank()], 6), batch_size=2))
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -539,10 +533,7 @@ def classes_after_test(strategy: str) -> list[str]:
     """Test a module with a Trainer that converts BatchNorm to SyncBatchNorm in a fit. Returns the layers' classes."""
     module = Synchronised()
     with only_these_warnings():
-        trainer = Trainer(
-            accelerator="cpu", devices=distributed.get_world_size(), strategy=strategy, sync_batchnorm=True,
-            logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        )  # fmt: skip
+        trainer = make_trainer(None, devices=distributed.get_world_size(), strategy=strategy, sync_batchnorm=True)
         trainer.test(module, DataLoader(torch.ones(8, 6), batch_size=2), verbose=False)
     return [type(part).__name__ for part in module.net]
 

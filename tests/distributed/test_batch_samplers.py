@@ -2,45 +2,119 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+import torch.distributed as distributed
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from tests.distributed.ranks import RankError, Ranks
+from tests.distributed.setups import only_these_warnings
+from tests.support import make_trainer
 
-RUN = "tests.distributed.batch_samplers:run"
+BATCHES = [[6, 2], [4], [0, 1, 5]]
 
 
-@pytest.mark.parametrize("what", ["fit", "validate", "test", "predict"])
-def test_each_batch_of_a_list_goes_to_one_process(ranks: Ranks, what: str) -> None:
-    (first, *of_first), (second, *of_second) = ranks.call(RUN, what)
+class CustomSampler:
+    """A batch sampler without the attributes of torch's."""
+
+    def __iter__(self) -> Any:
+        return iter(BATCHES)
+
+    def __len__(self) -> int:
+        return len(BATCHES)
+
+
+class Seen(LightningModule):
+    """Records the numbers in its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.seen, self.indices = nn.Linear(1, 1), [], []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append(batch.flatten().tolist())
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.seen.append(batch.flatten().tolist())
+        self.log("mean", batch.mean(), batch_size=len(batch), sync_dist=True)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append(batch.flatten().tolist())
+        self.indices.append([int(index) for index in self.trainer.predict_loop.current_batch_indices])
+        return batch
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class WithDataloaders(Seen):
+    """Makes its dataloaders."""
+
+    def train_dataloader(self) -> Any:
+        return make_loader("shuffled")
+
+    def val_dataloader(self) -> Any:
+        return make_loader("in order")
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+def make_loader(kind: str) -> DataLoader[Tensor]:
+    numbers = torch.arange(8.0).reshape(8, 1)
+    samplers = {
+        "list": BATCHES,
+        "custom": CustomSampler(),
+        "shuffled": BatchSampler(RandomSampler(numbers), 2, drop_last=False),
+        "in order": BatchSampler(SequentialSampler(numbers), 2, drop_last=False),
+    }
+    return DataLoader(numbers, batch_sampler=samplers[kind])
+
+
+def run(command: str, kind: str = "list") -> tuple[list[Any], Any, Any]:
+    """Return the batches of this process, the indices that the predict loop reports, and the metrics."""
+    module, loaders = (WithDataloaders(), ()) if kind == "made by the module" else (Seen(), (make_loader(kind),))
+    with only_these_warnings():
+        trainer = make_trainer(
+            None, devices=distributed.get_world_size(), strategy="ddp", limit_val_batches=float(command != "fit")
+        )
+        getattr(trainer, command)(module, *loaders)
+    return module.seen, module.indices, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_each_batch_of_a_list_goes_to_one_process(ranks: Ranks, command: str) -> None:
+    (first, *first_results), (second, *second_results) = ranks.call(run, command)
     assert (first, second) == ([[6, 2], [0, 1, 5]], [[4]])
-    if what == "predict":
-        assert (of_first[0], of_second[0]) == ([[6, 2], [0, 1, 5]], [[4]])
-    elif what != "fit":
-        assert of_first[1] == of_second[1] == {"mean": pytest.approx((6 + 2 + 4 + 0 + 1 + 5) / 6)}
+    if command == "predict":
+        assert (first_results[0], second_results[0]) == ([[6, 2], [0, 1, 5]], [[4]])
+    elif command != "fit":
+        assert first_results[1] == second_results[1] == {"mean": pytest.approx((6 + 2 + 4 + 0 + 1 + 5) / 6)}
 
 
 @pytest.mark.parametrize(
-    ("what", "kind"),
-    [
-        ("fit", "shuffled"),
-        ("fit", "made by the module"),
-        ("validate", "in order"),
-        ("test", "made by the module"),
-        ("predict", "in order"),
-    ],
+    ("command", "kind"), [("fit", "shuffled"), ("fit", "made by the module"), ("validate", "in order")]
 )
-def test_torchs_batch_sampler_keeps_its_batch_size_and_its_order(ranks: Ranks, what: str, kind: str) -> None:
-    (first, *_), (second, *_) = ranks.call(RUN, what, kind)
+def test_torchs_batch_sampler_keeps_its_batch_size_and_its_order(ranks: Ranks, command: str, kind: str) -> None:
+    (first, *_), (second, *_) = ranks.call(run, command, kind)
     assert [len(batch) for batch in (*first, *second)] == [2, 2, 2, 2]
-    if what == "fit":
+    if command == "fit":
         assert sorted(number for batch in (*first, *second) for number in batch) == [0, 1, 2, 3, 4, 5, 6, 7]
         assert first != [[0, 2], [4, 6]]
     else:
         assert (first, second) == ([[0, 2], [4, 6]], [[1, 3], [5, 7]])
 
 
-@pytest.mark.parametrize("what", ["fit", "predict"])
-def test_batch_sampler_that_cannot_be_divided_is_refused(ranks: Ranks, what: str) -> None:
-    named = "Pass a list of batches" if what == "predict" else "use_distributed_sampler=False"
-    with pytest.raises(RankError, match=named):
-        ranks.call(RUN, what, "own")
+@pytest.mark.parametrize(
+    ("command", "remedy"), [("fit", "use_distributed_sampler=False"), ("predict", "Pass a list of batches")]
+)
+def test_batch_sampler_that_cannot_be_divided_is_refused(ranks: Ranks, command: str, remedy: str) -> None:
+    with pytest.raises(RankError, match=remedy):
+        ranks.call(run, command, "custom")

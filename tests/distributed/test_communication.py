@@ -2,51 +2,194 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from torch import distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.utils.data import DataLoader
 
-from tests.distributed import communication_worker as worker
-from tests.distributed.test_ddp import load, run
-from tests.support import assert_identical
-from tests.warm_python import WarmPython
+from tests.distributed.ranks import RankError, Ranks
+from tests.support import assert_identical, make_trainer
 from trainer.checkpoint.loading import process_states_in
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("communication")
+SAVED_AT = 5
+STEPS = 9
 
 
-@pytest.fixture(scope="module")
-def ranks(python: WarmPython, folder: Path) -> list[dict[str, Any]]:
-    run(python, folder, "torchrun", script=Path(worker.__file__))
-    return load(folder)
+class Counts:
+    """A state of numbers: gradients shrink with each step."""
+
+    def __init__(self) -> None:
+        self.steps, self.name = 0, "shrinks"
 
 
-@pytest.mark.parametrize("name", worker.EXACT)
-def test_resumed_run_equals_an_uninterrupted_one(ranks: list[dict[str, Any]], name: str) -> None:
-    for rank in ranks:
-        assert_identical(rank[name]["resumed"], rank[name]["whole"])
+class Remembers(Counts):
+    """A state with tensors of buckets: error feedback of gradients that are rounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: dict[int, Any] = {}
 
 
-@pytest.mark.parametrize("name", ["post-local", "local"])
-def test_weights_of_processes_that_differ_are_saved(ranks: list[dict[str, Any]], folder: Path, name: str) -> None:
-    processes = process_states_in(torch.load(folder / f"{name}.ckpt", weights_only=True), exact=True)
-    assert ["weights" in one["communication"] for one in processes] == [False, True]
+class HasStateDict(Counts):
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
 
 
-def test_equal_weights_are_saved_once(ranks: list[dict[str, Any]], folder: Path) -> None:
-    processes = process_states_in(torch.load(folder / "counts.ckpt", weights_only=True), exact=True)
-    assert not any("weights" in one["communication"] for one in processes)
+def averaged(state, bucket, factor):
+    future = distributed.all_reduce(bucket.buffer() * factor / distributed.get_world_size(), async_op=True).get_future()
+    return future.then(lambda one: one.value()[0])
+
+
+def shrinking(state, bucket):
+    state.steps += bucket.is_last()
+    return averaged(state, bucket, 1 / (1 + state.steps))
+
+
+def shrinking_by_a_dict(state, bucket):
+    state["steps"] = state.get("steps", 0) + bucket.is_last()
+    return averaged(state, bucket, 1 / (1 + state["steps"]))
+
+
+def rounding(state, bucket):
+    return rounded(state, bucket, state.errors, 64)
+
+
+def rounded(state, bucket, errors, steps):
+    exact = bucket.buffer() + errors.get(bucket.index(), 0)
+    bucket.buffer().copy_((exact * steps).round() / steps)
+    errors[bucket.index()] = exact - bucket.buffer()
+    return averaged(state, bucket, 1.0)
+
+
+def like_power(state, bucket):
+    """Return torch's state with a hook like PowerSGD, because nested collectives sometimes abort on gloo."""
+    state.maybe_increase_iter(bucket)
+    if state.iter <= state.start_powerSGD_iter:
+        return averaged(state, bucket, 1.0)
+    return rounded(state, bucket, state.error_dict, 32 * (1 + state.rng.rand()))
+
+
+def local(state, bucket):
+    """Leave the gradients of each rank unchanged."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def post_local() -> Any:
+    subgroup, _ = distributed.new_subgroups(group_size=1)
+    return PostLocalSGDState(None, subgroup, start_localSGD_iter=2), post_localSGD_hook
+
+
+def power(start: int) -> Any:
+    return PowerSGDState(None, start_powerSGD_iter=start), like_power
+
+
+EXACT: dict[str, Any] = {
+    "post-local": (post_local, {"model_averaging_period": 3}),
+    "power, fixed buckets": (lambda: power(2), {"find_unused_parameters": True}),
+    "counts in a dict": (lambda: ({}, shrinking_by_a_dict), {}),
+    "state_dict": (lambda: (HasStateDict(), shrinking), {}),
+    "memory, fixed buckets": (lambda: (Remembers(), rounding), {"find_unused_parameters": True}),
+    "local": (lambda: (None, local), {}),
+}
+REFUSED: dict[str, Any] = {
+    "power": (lambda: power(2), {}),
+    "memory": (lambda: (Remembers(), rounding), {}),
+}
+"""Factories of hooks and their states, and options of the strategy."""
+
+
+class Hooked(DDPStrategy):
+    """Registers its hook on a CPU as well."""
+
+    def __init__(self, make: Any, **options: Any) -> None:
+        super().__init__(**options)
+        self.make = make
+
+    def setup(self, trainer: Any) -> None:
+        self._ddp_comm_state, self._ddp_comm_hook = self.make()
+        super().setup(trainer)
+
+    def _register_ddp_hooks(self) -> None:
+        assert self.model is not None
+        self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
+
+
+class Net(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self.net(batch) ** 2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+class Saves(Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == SAVED_AT:
+            trainer.save_checkpoint(self.path)
+
+
+def fit(name: str, path: Path, resumes: bool = False, **arguments: Any) -> tuple[dict[str, Any], list[str]]:
+    """Fit, save ``path`` on the way, or resume from it."""
+    make, options = (EXACT | REFUSED)[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(
+            None, devices=2, strategy=Hooked(make, **options), use_distributed_sampler=False,
+            callbacks=[] if resumes else [Saves(path)], **arguments,
+        )  # fmt: skip
+        module = Net()
+        generator = torch.Generator().manual_seed(distributed.get_rank())
+        data = torch.randn(STEPS * 2, 6, generator=generator)
+        trainer.fit(module, DataLoader(data, batch_size=2), ckpt_path=path if resumes else None)
+    return {  # results, and warnings
+        "weights": {name: value.clone() for name, value in module.state_dict().items()},
+        "optimizer": trainer.optimizers[0].state_dict(),
+        "step": getattr(getattr(trainer.strategy, "_model_averager", None), "step", None),
+    }, [str(one.message) for one in caught]
+
+
+def fit_inexactly(name: str, path: Path) -> tuple[dict[str, Any], list[str]]:
+    return fit(name, path, True, exact_resume=False)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_resumed_run_equals_an_uninterrupted_one(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    """Weights of processes are saved if they differ."""
+    path = tmp_path / "a.ckpt"
+    whole, resumed = (ranks.call(fit, name, path, resumes) for resumes in (False, True))
+    for rank in range(2):
+        assert_identical(resumed[rank][0], whole[rank][0])
+    processes = process_states_in(torch.load(path, weights_only=True), exact=True)
+    assert ["weights" in one["communication"] for one in processes] == [False, name in ("post-local", "local")]
 
 
 @pytest.mark.parametrize(("name", "memory"), [("power", "PowerSGDState.error_dict"), ("memory", "Remembers.errors")])
-def test_memory_of_rebuilt_buckets_is_refused(ranks: list[dict[str, Any]], name: str, memory: str) -> None:
-    for rank in ranks:
-        assert f"{memory} may belong to DDP's buckets" in rank[name]["error"]
-        assert "find_unused_parameters=True" in rank[name]["error"]
-        assert "Trainer(exact_resume=False)" in rank[name]["error"]
-        assert any(memory in one for one in rank[name]["warnings"])
+def test_memory_of_rebuilt_buckets_is_refused(ranks: Ranks, tmp_path: Path, name: str, memory: str) -> None:
+    ranks.call(fit, name, tmp_path / "a.ckpt")
+    with pytest.raises(RankError) as error:
+        ranks.call(fit, name, tmp_path / "a.ckpt", True)
+    for part in (f"{memory} may belong to DDP's buckets", "find_unused_parameters=True", "Trainer(exact_resume=False)"):
+        assert str(error.value).count(part) >= 2
+    for _, warned in ranks.call(fit_inexactly, name, tmp_path / "a.ckpt"):
+        assert any(memory in message for message in warned)

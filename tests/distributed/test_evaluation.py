@@ -1,255 +1,467 @@
-"""Several ranks evaluate each sample once with uneven inputs, and log the values of one process.
-
-The ranks are started once for all tests; results are read from a file.
-"""
+"""Several ranks evaluate each sample once with uneven inputs, and log the values of one process."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
+from torchmetrics import MeanMetric, MetricCollection, MinMetric
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
+from torchmetrics.retrieval import RetrievalMAP
 
-from tests.distributed import evaluation_worker as worker
-from tests.distributed.test_ddp import load, run
-from tests.warm_python import WarmPython
+from tests.distributed.ranks import Ranks
+from tests.support import make_trainer, needs_fsdp2
+from trainer import Trainer
+from trainer.engine import async_max
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*sampler has shuffling enabled"),
-    pytest.mark.filterwarnings("ignore:No (positive|negative) samples in targets"),
-    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
-]
-
-
-@pytest.fixture(scope="module")
-def launched(python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("evaluation")
-    output, _ = run(python, folder, "torchrun", script=Path(worker.__file__))
-    return output, load(folder)
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
 
-@pytest.fixture(scope="module")
-def ranks(launched: tuple[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    return launched[1]
+class Numbers(Dataset[Tensor]):
+    """The numbers 0, 1, 2, ..."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(float(index))
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+class Stream(IterableDataset[Tensor]):
+    """The same samples without a length, divided among ranks by the iterator."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        rank, size = 0, 1
+        if torch.distributed.is_initialized():
+            rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return (torch.tensor(float(i)) for i in range(rank, self.count, size))
+
+
+class Module(LightningModule):
+    """Logs in all supported ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.mean = MeanMetric()
+        self.least = MinMetric()
+        self.auroc = BinaryAUROC()
+        self.scores = MetricCollection(
+            {"accuracy": MulticlassAccuracy(num_classes=3), "f1": MulticlassF1Score(num_classes=3)}
+        )
+        self.unlogged = MeanMetric()
+        self.seen: list[float] = []
+        self.running: list[float] = []
+        self.hooks: list[str] = []
+
+    def forward(self, batch: Tensor) -> Tensor:
+        output: Tensor = self.net(batch.reshape(-1, 1)).sum(1)
+        return output
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self(batch) - 1).square().mean()
+
+    def evaluate(self, batch: Tensor, dataloader_idx: int = 0) -> None:
+        self.seen += batch.tolist()
+        self.running.append(float(self.net[1].running_mean.sum()))
+        epoch = {"on_step": False, "on_epoch": True}
+        self.log("mean", batch.mean(), sync_dist=True, **epoch)
+        self.log("plain", batch.mean(), **epoch)
+        self.log("sum", batch.sum(), sync_dist=True, reduce_fx="sum", **epoch)
+        self.log("plain_sum", float(batch.sum()), reduce_fx="sum", **epoch)
+        self.log("max", batch.max(), sync_dist=True, reduce_fx="max", **epoch)
+        self.log("min", batch.min() - 10, reduce_fx="min", **epoch)
+        self.log("weighted", batch.double().mean(), sync_dist=True, batch_size=3 * len(batch), **epoch)
+        self.log("each", batch.mean(), sync_dist=True, on_step=True, on_epoch=True)
+        self.log("output", self(batch).mean(), sync_dist=True, **epoch)
+        if 4.0 in batch.tolist():
+            self.log("rare", batch.max(), **epoch)
+        label = batch.long() % 3
+        scores = nn.functional.one_hot((batch.long() // 2) % 3, 3).float()
+        self.mean(batch)
+        self.least(batch)
+        self.auroc(batch / 100, batch.long() % 2)
+        self.scores(scores, label)
+        self.unlogged.update(batch)
+        self.log("mean_object", self.mean, **epoch)
+        self.log("min_object", self.least, **epoch)
+        self.log("auroc", self.auroc, **epoch)
+        self.log_dict(self.scores, **epoch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.evaluate(batch, dataloader_idx)
+
+    def test_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.evaluate(batch, dataloader_idx)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return batch + 0 * self(batch)
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.hooks.append(f"start {dataloader_idx} {batch_idx}")
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.hooks.append(f"end {dataloader_idx} {batch_idx}")
+        self.log("in_hook", torch.cat([*batch]).mean() if isinstance(batch, list) else batch.mean(), on_epoch=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("unlogged", self.unlogged.compute(), sync_dist=True)
+        self.log("of_rank", float(self.global_rank))
+        self.unlogged.reset()
+
+    def on_train_epoch_end(self) -> None:
+        self.hooks.append("train")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "of_rank"}}
+
+
+class OneBatch(Module):
+    """One batch for several dataloaders side by side."""
+
+    def evaluate(self, batch: Any, dataloader_idx: int = 0) -> None:
+        super().evaluate(torch.cat(batch))
+
+
+class Drawing(LightningModule):
+    """Uses ``dataloader_iter``."""
+
+    def validation_step(self, dataloader_iter: Any) -> None:
+        self.log("mean", next(dataloader_iter)[0].mean(), batch_size=1)
+
+
+class Collective(Module):
+    """Calls a collective in each batch, or in one batch: ``"gather"``, ``"gather in the first"`` or ``"raw"``."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if self.kind == "gather" or (self.kind == "gather in the first" and batch_idx == 0):
+            self.all_gather(torch.ones(1))
+        if self.kind == "raw":
+            torch.distributed.all_reduce(torch.ones(1))
+        self.log("mean", batch.mean() + 0 * self(batch).mean())
+
+
+class Lists(Module):
+    """A metric with lists of tensors, which are gathered one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lists = RetrievalMAP()
+        self.lists._reductions = dict.fromkeys(self.lists._reductions)
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.lists.update(batch / 10, batch.long() % 2, indexes=batch.long() % 1)
+
+
+class OnStep(Module):
+    """A metric that is synchronized at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eager = MeanMetric(dist_sync_on_step=True)
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.eager(batch)
+
+
+class Rows(Callback):
+    """The per-batch values of one rank."""
+
+    def __init__(self) -> None:
+        self.each: list[float] = []
+
+    def on_validation_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        if not trainer.sanity_checking:
+            self.each += [float(v) for name, v in trainer._results.metrics(True)["log"].items() if name == "each_step"]
+
+
+def build(engine: str, **arguments: Any) -> Trainer:
+    """Return a Trainer for all ranks, or for one process (``"auto"``)."""
+    return make_trainer(None, devices=1 if engine == "auto" else 2, strategy=engine, **arguments)
+
+
+def sizes(*counts: int, batch_size: int = 1, **options: Any) -> Any:
+    loaders = [DataLoader(Numbers(count), batch_size=batch_size, **options) for count in counts]
+    return loaders if len(loaders) > 1 else loaders[0]
+
+
+class Evens(BatchSampler):
+    """A custom batch sampler."""
+
+
+# name: (dataloaders, arguments of the Trainer)
+PASSES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "five": (lambda: sizes(5), {}),
+    "one": (lambda: sizes(1), {}),
+    "seven by two": (lambda: sizes(7, batch_size=2), {}),
+    "several": (lambda: sizes(3, 1, 4), {}),
+    "shuffled": (lambda: sizes(5, shuffle=True), {}),
+    "batch sampler": (lambda: DataLoader(Numbers(5), batch_sampler=Evens(SequentialSampler(Numbers(5)), 1, False)), {}),
+    "stream": (lambda: DataLoader(Stream(5)), {}),
+    "streams": (lambda: [DataLoader(Stream(1)), DataLoader(Stream(3))], {}),
+    "side by side": (lambda: CombinedLoader(sizes(5, 5), "max_size"), {}),
+}
+LIMITED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "limit 1": (lambda: sizes(5), {"limit_val_batches": 1}),
+    "limit 0.5": (lambda: sizes(5), {"limit_val_batches": 0.5}),
+    "limit 0.5 of three": (lambda: sizes(3), {"limit_val_batches": 0.5}),
+    "padded": (lambda: sizes(5), {"pad_evaluation": True}),
+    "distributed sampler": (lambda: sizes(5, sampler=DistributedSampler(Numbers(5), shuffle=False)), {}),
+    "not divided": (lambda: sizes(5), {"use_distributed_sampler": False}),
+}
+SHARDED = ("one", "several", "stream", "streams", "side by side")
+
+
+def validate(name: str, engine: str) -> dict[str, Any]:
+    make, arguments = (PASSES | LIMITED)[name]
+    loaders, rows = make(), Rows()
+    module = OneBatch() if isinstance(loaders, CombinedLoader) else Module()
+    trainer = build(engine, callbacks=[rows], **arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return worker.scenarios(tmp_path_factory.mktemp("alone"), 1)
+        results = trainer.validate(module, loaders, verbose=False)
+    return {
+        "results": results, "seen": module.seen, "num_val_batches": trainer.num_val_batches, "hooks": module.hooks,
+        "callback_metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "each": rows.each,
+    }  # fmt: skip
 
 
-def assert_same(found: dict[str, float], expected: dict[str, float]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name] == pytest.approx(value, abs=1e-6), name
+def evaluate(engine: str) -> dict[str, Any]:
+    """Test, predict, and draw batches."""
+    module, found = Module(), dict[str, Any]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found["test"] = build(engine).test(module, sizes(5), verbose=False)
+        found["seen"] = module.seen
+        for count in (5, 1):
+            found[f"predict {count}"] = [float(one) for one in build(engine).predict(Module(), sizes(count)) or []]
+            if engine != "fsdp":
+                found[f"drawn {count}"] = build(engine).validate(Drawing(), sizes(count), verbose=False)
+    return found
 
 
-@pytest.mark.parametrize("name", [*worker.PASSES, "test"])
-def test_logged_values_of_several_ranks_equal_those_of_one_process(
-    ranks: list[dict[str, Any]], alone: dict[str, Any], name: str
-) -> None:
+def fit(
+    engine: str, folder: Path, counts: tuple[int, ...], arguments: Any = (), monitor: str = "plain"
+) -> dict[str, Any]:
+    """Fit three epochs, with a checkpoint of the best. Ranks agree before each batch whether to stop."""
+    module, rows = Module(), Rows()
+    saver = ModelCheckpoint(folder / engine, monitor=monitor, filename="{epoch}-{plain:.3f}")
+    trainer = build(engine, max_epochs=3, enable_checkpointing=True, callbacks=[rows, saver], **dict(arguments))
+    with warnings.catch_warnings(), patch.object(async_max, "SECONDS", 0.0):
+        warnings.simplefilter("ignore")
+        trainer.fit(module, sizes(8, batch_size=4 // trainer.world_size), sizes(*counts))
+    return {
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "best": Path(saver.best_model_path).name, "score": float(saver.best_model_score),
+        "lr": trainer.optimizers[0].param_groups[0]["lr"], "seen": module.seen, "running": module.running,
+    }  # fmt: skip
+
+
+FAILURES: dict[str, tuple[Callable[[], Module], int, dict[str, Any]]] = {
+    "gather": (lambda: Collective("gather"), 5, {}),
+    "raw": (lambda: Collective("raw"), 5, {}),
+    "gather in the first": (lambda: Collective("gather in the first"), 5, {}),
+    "gather, even": (lambda: Collective("gather"), 4, {}),
+    "on step": (OnStep, 5, {}),
+    "on step, padded": (OnStep, 5, {"pad_evaluation": True}),
+    "lists": (Lists, 5, {}),
+    "lists, even": (Lists, 4, {}),
+}
+
+
+def failure(name: str, engine: str) -> dict[str, Any]:
+    """Return the error and the warnings of an evaluation with collectives in its batches."""
+    make, count, arguments = FAILURES[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            results = build(engine, **arguments).validate(make(), sizes(count), verbose=False)
+        except Exception as error:
+            return {"raised": f"{type(error).__name__}: {error}"}
+    return {"results": results, "warned": [str(one.message) for one in caught]}
+
+
+Validate = Callable[[str, str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def validated(ranks: Ranks) -> Validate:
+    """Return the results of each rank for a pass and an engine (``"auto"``: one process), which are run once."""
+    return cache(lambda name, engine="ddp": _validate(ranks, name, engine))
+
+
+def _validate(ranks: Ranks, name: str, engine: str) -> list[dict[str, Any]]:
+    return [validate(name, engine)] if engine == "auto" else ranks.call(validate, name, engine)
+
+
+def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_logged_values_of_several_ranks_equal_those_of_one_process(validated: Validate, name: str) -> None:
     """Means, sums, extremes and metric objects, with and without ``sync_dist``; a rank may have no batch."""
-    expected = alone[name]
-    assert sorted(x for rank in ranks for x in rank[name]["seen"]) == sorted(expected["seen"])
+    (expected,) = validated(name, "auto")
+    ranks = validated(name, "ddp")
+    assert sorted(x for rank in ranks for x in rank["seen"]) == sorted(expected["seen"])
+    results = expected["results"]
+    if name == "seven by two":
+        results = [results[0] | {"rare": 6.0}]  # the largest sample of the batch
     for rank in ranks:
-        found = rank[name]["results"]
-        assert len(found) == len(expected["results"])
-        for mine, theirs in zip(found, expected["results"], strict=True):
-            assert_same(mine, theirs if name != "seven by two" else theirs | {"rare": 6.0})  # that is of the batch
-    assert_same(ranks[1][name].get("callback_metrics", {}), ranks[0][name].get("callback_metrics", {}))
+        assert_same(rank["results"], results)
+        assert rank["callback_metrics"] == pytest.approx(ranks[0]["callback_metrics"], abs=1e-6)
 
 
-def test_three_processes(python: WarmPython, tmp_path: Path, alone: dict[str, Any]) -> None:
-    run(python, tmp_path, "torchrun", script=Path(worker.__file__), processes=3)
-    ranks = load(tmp_path, 3)
-    for name in worker.MORE:
-        assert sorted(x for rank in ranks for x in rank[name]["seen"]) == sorted(alone[name]["seen"])
-        for rank in ranks:
-            for mine, theirs in zip(rank[name]["results"], alone[name]["results"], strict=True):
-                assert_same(mine, theirs)
-    assert [rank["four"]["seen"] for rank in ranks] == [[0.0, 3.0], [1.0], [2.0]]
+def test_hooks_run_for_the_batches_of_a_process(validated: Validate) -> None:
+    """Callbacks decide by ``num_val_batches``, the largest of all processes, whether there is a validation."""
+    five, one = validated("five", "ddp"), validated("one", "ddp")
+    assert [rank["seen"] for rank in five + one] == [[0.0, 2.0, 4.0], [1.0, 3.0], [0.0], []]
+    for rank, batches in zip(five + one, (3, 2, 1, 0), strict=True):
+        assert rank["hooks"] == [f"{hook} 0 {i}" for i in range(batches) for hook in ("start", "end")]
+    assert [rank["num_val_batches"] for rank in five + one] == [[3], [3], [1], [1]]
 
 
-def test_five_samples_on_two_processes(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["five"]["seen"] for rank in ranks] == [[0.0, 2.0, 4.0], [1.0, 3.0]]
-    assert [rank["five"]["results"][0]["mean"] for rank in ranks] == [2.0, 2.0]
-    assert [rank["one"]["seen"] for rank in ranks] == [[0.0], []]
-
-
-def test_hooks_run_for_the_batches_of_a_process(ranks: list[dict[str, Any]]) -> None:
-    for rank, batches in zip(ranks, (3, 2), strict=True):
-        assert rank["five"]["hooks"] == [f"{what} 0 {i}" for i in range(batches) for what in ("start", "end")]
-    assert ranks[1]["one"]["hooks"] == []
-
-
-def test_number_of_batches_is_that_of_the_process_that_has_the_most(ranks: list[dict[str, Any]]) -> None:
-    """Callbacks use it to decide whether there is a validation."""
-    for rank in ranks:
-        assert rank["five"]["num_val_batches"] == [3]
-        assert rank["one"]["num_val_batches"] == [1]
-        assert rank["several"]["num_val_batches"] == [2, 1, 2]
-
-
-def test_values_of_single_batches_are_reduced_if_both_ranks_have_the_batch(ranks: list[dict[str, Any]]) -> None:
+def test_values_of_single_batches_are_reduced_if_both_ranks_have_the_batch(validated: Validate) -> None:
     """Ranks have the values 0 and 1, 2 and 3, and 4 alone. With unknown lengths no value is reduced."""
-    assert [rank["five"]["each"] for rank in ranks] == [[0.5, 2.5, 4.0], [0.5, 2.5]]
-    assert [rank["stream"]["each"] for rank in ranks] == [[0.0, 2.0, 4.0], [1.0, 3.0]]
+    assert [rank["each"] for rank in validated("five", "ddp")] == [[0.5, 2.5, 4.0], [0.5, 2.5]]
+    assert [rank["each"] for rank in validated("stream", "ddp")] == [[0.0, 2.0, 4.0], [1.0, 3.0]]
 
 
 @pytest.mark.parametrize("name", ["limit 1", "limit 0.5", "limit 0.5 of three"])
-def test_limits_count_the_batches_of_a_process(ranks: list[dict[str, Any]], name: str) -> None:
-    for number, rank in enumerate(ranks):
-        assert rank[name]["seen"] == [float(number)]
-        assert rank[name]["results"][0]["mean"] == 0.5
+def test_limits_count_the_batches_of_a_process(validated: Validate, name: str) -> None:
+    for number, rank in enumerate(validated(name, "ddp")):
+        assert rank["seen"] == [float(number)]
+        assert rank["results"][0]["mean"] == 0.5
 
 
-def test_padding_is_lightnings(ranks: list[dict[str, Any]]) -> None:
-    """Both ranks have the same number of samples, one of them twice.
-
-    Without ``sync_dist`` each rank has its own value.
-    """
-    assert [rank["padded"]["seen"] for rank in ranks] == [[0.0, 2.0, 4.0], [1.0, 3.0, 0.0]]
-    for rank, own in zip(ranks, (2.0, 4 / 3), strict=True):
-        results = rank["padded"]["results"][0]
-        assert results["mean"] == pytest.approx(10 / 6, abs=1e-6)
-        assert results["plain"] == pytest.approx(own, abs=1e-6)
-
-
-def test_samplers_divided_by_the_user_are_kept(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["own sampler"]["seen"] for rank in ranks] == [[0.0, 2.0, 4.0], [1.0, 3.0, 0.0]]
-    assert [rank["not divided"]["seen"] for rank in ranks] == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
+def test_padding_and_samplers_divided_by_the_user_equal_lightnings(validated: Validate) -> None:
+    """Padded, both ranks have three samples. Without ``sync_dist`` each rank has its own value."""
+    assert [rank["seen"] for rank in validated("distributed sampler", "ddp")] == [[0.0, 2.0, 4.0], [1.0, 3.0, 0.0]]
+    assert [rank["seen"] for rank in validated("not divided", "ddp")] == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
+    padded = validated("padded", "ddp")
+    assert [rank["seen"] for rank in padded] == [[0.0, 2.0, 4.0], [1.0, 3.0, 0.0]]
+    for rank, plain in zip(padded, (2.0, 4 / 3), strict=True):
+        assert rank["results"][0]["mean"] == pytest.approx(10 / 6, abs=1e-6)
+        assert rank["results"][0]["plain"] == pytest.approx(plain, abs=1e-6)
 
 
-def test_predictions_are_those_of_each_process(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["predict 5"] for rank in ranks] == [[0.0, 2.0, 4.0], [1.0, 3.0]]
-    assert [rank["predict 1"] for rank in ranks] == [[0.0], []]
-
-
-@pytest.mark.parametrize("name", ["fit 5", "fit 1"])
-def test_fit_chooses_its_checkpoint_by_the_whole_data(
-    ranks: list[dict[str, Any]], alone: dict[str, Any], name: str
-) -> None:
-    first, second = (rank[name] for rank in ranks)
-    assert first["best"] == second["best"]
-    assert Path(first["best"]).name == Path(alone[name]["best"]).name
-    assert first["score"] == second["score"] == alone[name]["score"]
-    own = {"train_loss", "of_rank", "output"}  # another BatchNorm
-    assert_same(
-        {k: v for k, v in first["metrics"].items() if k not in own},
-        {k: v for k, v in alone[name]["metrics"].items() if k not in own},
-    )
-    assert_same(first["metrics"], second["metrics"])
-
-
-def test_ranks_agree_on_signals_at_different_batches(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
-    """Checked before each batch of three dataloaders. In each of them, one rank has one batch more."""
-    for rank in ranks:
-        assert rank["fit several"]["score"] == alone["fit several"]["score"] == 2.0
-
-
-def test_steps_that_draw_their_batches(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
+def test_test_predict_and_steps_that_draw_their_batches(ranks: Ranks, engine: str) -> None:
+    expected, found = evaluate("auto"), ranks.call(evaluate, engine)
+    assert sorted(x for rank in found for x in rank["seen"]) == expected["seen"]
+    for rank in found:
+        assert_same(rank["test"], expected["test"])
+    assert [rank["predict 5"] for rank in found] == [[0.0, 2.0, 4.0], [1.0, 3.0]]
+    assert [rank["predict 1"] for rank in found] == [[0.0], []]
     for count, mean in ((5, 2.0), (1, 0.0)):
-        for found in (alone, *ranks):
-            assert found[f"drawn {count}"] == [{"mean": mean}]
+        for one in (expected, *(found if engine == "ddp" else ())):
+            assert one[f"drawn {count}"] == [{"mean": mean}]
 
 
-def test_values_logged_by_one_rank_lead_to_the_same_decisions(ranks: list[dict[str, Any]]) -> None:
-    """``of_rank`` is 0 on rank 0, and 1 on rank 1. A plateau schedule per rank would set two rates."""
-    for rank in ranks:
-        assert rank["fit 5"]["metrics"]["of_rank"] == 0.0
-    assert ranks[0]["fit 5"]["lr"] == ranks[1]["fit 5"]["lr"]
-
-
-def test_all_processes_evaluate_with_the_buffers_of_the_first(ranks: list[dict[str, Any]]) -> None:
-    """The buffers of BatchNorm change in each epoch; rank 1 has no batch before the last dataloader."""
-    first, second = (rank["fit 5"]["running"] for rank in ranks)
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
+def test_fit_chooses_its_checkpoint_by_the_whole_data(ranks: Ranks, tmp_path: Path, engine: str) -> None:
+    """All ranks evaluate with the buffers of the first. The schedule monitors ``of_rank``, 0 and 1 on the ranks."""
+    expected = fit("auto", tmp_path, (5,))
+    first, second = ranks.call(fit, engine, tmp_path, (5,))
+    for key in ("best", "score", "lr"):
+        assert first[key] == second[key] == expected[key]
+    assert first["metrics"] == pytest.approx(second["metrics"], abs=1e-6)
+    assert first["metrics"]["of_rank"] == 0.0
+    for key in first["metrics"].keys() - {"train_loss", "of_rank", "output"}:  # another BatchNorm
+        assert first["metrics"][key] == pytest.approx(expected["metrics"][key], abs=1e-6)
+    first, second = first["running"], second["running"]
     assert first[2:5] == first[2:3] * 3  # after two batches of the sanity check
     assert second[2:4] == first[2:4]
     assert second[4:6] == first[5:7]
     assert first[2] != first[5]
 
 
-def test_validations_inside_an_epoch(ranks: list[dict[str, Any]]) -> None:
-    """After each of 2 batches of 3 epochs, and after 2 batches of a sanity check."""
-    assert [len(rank["fit interval"]["seen"]) for rank in ranks] == [2 + 6 * 3, 2 + 6 * 2]
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
+def test_rank_without_a_batch_takes_part_in_a_fit(ranks: Ranks, tmp_path: Path, engine: str) -> None:
+    expected = fit("auto", tmp_path, (1,))
+    for rank in ranks.call(fit, engine, tmp_path, (1,)):
+        assert (rank["best"], rank["score"]) == (expected["best"], expected["score"])
 
 
-@pytest.mark.parametrize("how", ["gather", "raw", "on step"])
-def test_collectives_in_each_batch_are_refused_with_uneven_inputs(ranks: list[dict[str, Any]], how: str) -> None:
+def test_several_dataloaders_and_validations_inside_an_epoch(ranks: Ranks, tmp_path: Path) -> None:
+    """In each of three dataloaders, one rank has one batch more."""
+    for rank in ranks.call(fit, "ddp", tmp_path, (5, 5, 5), (), "plain/dataloader_idx_2"):
+        assert rank["score"] == 2.0
+    found = ranks.call(fit, "ddp", tmp_path, (5,), {"val_check_interval": 1, "limit_val_batches": 3})
+    assert [len(rank["seen"]) for rank in found] == [2 + 6 * 3, 2 + 6 * 2]  # 2 in the sanity check
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        ("gather", "ddp"),
+        ("raw", "ddp"),
+        ("on step", "ddp"),
+        pytest.param("gather", "fsdp", marks=needs_fsdp2),  # collectives of its forward are not counted
+    ],
+)
+def test_collectives_in_each_batch_are_refused_with_uneven_inputs(ranks: Ranks, name: str, engine: str) -> None:
     """By ``self.all_gather``, ``torch.distributed``, and a metric object, on both ranks."""
-    for rank in ranks:
-        told = rank[f"failure {how}"]["raised"]
-        assert told.startswith("ConfigurationError: The ")
-        assert "for each batch, but they have different numbers of batches (2 to 3)" in told
-        assert "Trainer(pad_evaluation=True)" in told
-    assert "'eager', with dist_sync_on_step=True" in ranks[0]["failure on step"]["raised"]
+    for rank in ranks.call(failure, name, engine):
+        assert rank["raised"].startswith("ConfigurationError: The ")
+        assert "for each batch, but they have different numbers of batches (2 to 3)" in rank["raised"]
+        assert "Trainer(pad_evaluation=True)" in rank["raised"]
+        assert ("'eager', with dist_sync_on_step=True" in rank["raised"]) is (name == "on step")
 
 
-def test_lists_of_different_lengths_are_refused(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        told = rank["failure lists"]["raised"]
-        assert "The metric 'lists' (RetrievalMAP) keeps 'indexes' as a list of tensors, 3, 2 of them" in told
-        assert "Trainer(pad_evaluation=True)" in told
-        assert rank["failure lists, even"]["results"]
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [("gather, even", "ddp"), ("on step, padded", "ddp"), pytest.param("gather, even", "fsdp", marks=needs_fsdp2)],
+)
+def test_collectives_in_each_batch_work_with_even_inputs(ranks: Ranks, name: str, engine: str) -> None:
+    for rank in ranks.call(failure, name, engine):
+        assert rank["results"][0]["in_hook"] > 0
+        assert not [text for text in rank["warned"] if "different numbers" in text]
 
 
-def test_exchange_in_the_first_batch_is_warned_of(ranks: list[dict[str, Any]]) -> None:
-    for number, rank in enumerate(ranks):
-        found = rank["failure gather in the first"]
-        assert found["results"][0]["mean"] == 2.0
-        about = [text for text in found["warned"] if "different numbers of batches" in text]
-        assert len(about) == (number == 0)
+def test_lists_of_different_lengths_are_refused(ranks: Ranks) -> None:
+    for rank in ranks.call(failure, "lists", "ddp"):
+        assert "The metric 'lists' (RetrievalMAP) keeps 'indexes' as a list of tensors, 3, 2 of them" in rank["raised"]
+        assert "Trainer(pad_evaluation=True)" in rank["raised"]
+    assert all(rank["results"] for rank in ranks.call(failure, "lists, even", "ddp"))
 
 
-@pytest.mark.parametrize("name", ["gather, even", "gather, padded", "on step, padded"])
-def test_collectives_in_each_batch_work_with_even_inputs(ranks: list[dict[str, Any]], name: str) -> None:
-    for rank in ranks:
-        assert rank[f"failure {name}"]["results"][0]["in_hook"] > 0
-        assert not [text for text in rank[f"failure {name}"]["warned"] if "different numbers" in text]
+def test_collective_in_the_first_batch_warns(ranks: Ranks) -> None:
+    for number, rank in enumerate(ranks.call(failure, "gather in the first", "ddp")):
+        assert rank["results"][0]["mean"] == 2.0
+        assert sum("different numbers of batches" in text for text in rank["warned"]) == (number == 0)
 
 
-def test_no_warnings_of_this_package(launched: tuple[str, list[dict[str, Any]]]) -> None:
-    """Lightning's warning about ``sync_dist`` appears once, if the data is padded."""
-    meant = ("'of_rank'", "samples in targets", "shuffling enabled", "is deprecated")
-    warned = [
-        line for line in launched[0].splitlines() if "Warning" in line and not any(text in line for text in meant)
-    ]
-    found = sorted(line.split("`self.log(")[-1].split(",")[0] for line in warned)
-    assert found == ["'in_hook'", "'min'", "'plain'", "'plain_sum'", "'rare'"]
-
-
-@pytest.mark.parametrize("name", worker.SHARDED)
-def test_sharded_engine_is_kept_in_step(ranks: list[dict[str, Any]], alone: dict[str, Any], name: str) -> None:
-    if f"sharded {name}" not in ranks[0]:
-        pytest.skip("of torch 2.13")
-    for rank in ranks:
-        found = rank[f"sharded {name}"]
-        assert found["seen"] == rank[name]["seen"]
-        for mine, theirs in zip(found["results"], alone[name]["results"], strict=True):
-            assert_same(mine, theirs)
-
-
-@pytest.mark.parametrize("count", [5, 1])
-def test_sharded_fit_chooses_as_any_other(ranks: list[dict[str, Any]], count: int) -> None:
-    if "sharded fit 5" not in ranks[0]:
-        pytest.skip("of torch 2.13")
-    for rank in ranks:
-        found, ddp = rank[f"sharded fit {count}"], rank[f"fit {count}"]
-        assert_same(found["metrics"], ddp["metrics"])
-        assert found["score"] == ddp["score"]
-        assert found["lr"] == ddp["lr"]
-        assert found["running"] == pytest.approx(ddp["running"], abs=1e-6)
-        assert rank["sharded predict"] == rank["predict 5"]
-
-
-@pytest.mark.parametrize("how", ["gather", "raw"])
-def test_collectives_of_a_sharded_forward_are_not_counted(ranks: list[dict[str, Any]], how: str) -> None:
-    if "sharded fit 5" not in ranks[0]:
-        pytest.skip("of torch 2.13")
-    for rank in ranks:
-        assert "for each batch, but they have different numbers" in rank[f"failure sharded {how}"]["raised"]
-        assert rank["failure sharded gather, even"]["results"][0]["mean"] == 1.5
+@needs_fsdp2
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_ranks_run_the_same_collectives(validated: Validate, name: str) -> None:
+    (expected,) = validated(name, "auto")
+    for found, ddp in zip(validated(name, "fsdp"), validated(name, "ddp"), strict=True):
+        assert found["seen"] == ddp["seen"]
+        assert_same(found["results"], expected["results"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import needs_deepspeed, needs_fsdp2
-from tests.warm_python import WarmPython
+from tests.warm_python import ROOT, WarmPython
 
 TIMEOUT = 100
 """Seconds; with the time that two processes need to import torch and Lightning."""
@@ -17,41 +17,39 @@ TIMEOUT = 100
 
 def run(python: WarmPython, *arguments: str, children: bool = False) -> tuple[int, str]:
     """Return the exit status of ``failing_worker.py`` and the output of all its processes."""
-    left_out = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    inherited = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT")}
     with python.start(
-        str(Path(__file__).with_name("failing_worker.py")), *arguments, env=environment | {"OMP_NUM_THREADS": "1"},
-        children=children, text=True,
+        str(Path(__file__).with_name("failing_worker.py")), *arguments, children=children, text=True,
+        env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,  # which ends with the last process
     ) as process:  # fmt: skip
-        said, _ = process.communicate(timeout=TIMEOUT)
-    return process.returncode, said
+        output, _ = process.communicate(timeout=TIMEOUT)
+    return process.returncode, output
 
 
 def test_rank_that_raises_ends_a_sleeping_rank(python: WarmPython) -> None:
-    status, output = run(python, "ddp", "0", "training", "raises", "asleep", children=True)
+    status, output = run(python, "ddp", "0", "training", "raises", children=True)
     assert status == 1
-    assert "ValueError: rank 0 has had enough" in output
+    assert "ValueError: rank 0 has failed" in output
     assert "has not exited, and is killed" in output
 
 
 @pytest.mark.parametrize(
-    "where",
+    ("strategy", "phase"),
     [
-        pytest.param(["ddp", "1", "setup"], id="ddp 1 setup"),
-        pytest.param(["fsdp", "1", "setup"], id="fsdp 1 setup", marks=needs_fsdp2),
-        pytest.param(["fsdp", "1", "training"], id="fsdp 1 training", marks=needs_fsdp2),
-        pytest.param(["deepspeed", "1", "training"], id="deepspeed 1 training", marks=needs_deepspeed),
+        ("ddp", "setup"),
+        pytest.param("fsdp", "training", marks=needs_fsdp2),
+        pytest.param("deepspeed", "training", marks=needs_deepspeed),
     ],
 )
-def test_killed_rank_is_named_and_ends_a_sleeping_rank(python: WarmPython, where: list[str]) -> None:
-    status, output = run(python, *where, "dies", "asleep", children="deepspeed" in where)
+def test_killed_rank_is_named_and_ends_a_sleeping_rank(python: WarmPython, strategy: str, phase: str) -> None:
+    status, output = run(python, strategy, "1", phase, "dies", children=strategy == "deepspeed")
     assert status == 1
     assert "Rank 1 (process " in output
     assert "was killed by SIGKILL. The others end, too." in output
 
 
-def test_without_the_first_rank_the_other_ends(python: WarmPython) -> None:
-    status, output = run(python, "ddp", "0", "training", "dies", "asleep", children=True)
+def test_kill_of_rank_0_ends_a_sleeping_rank(python: WarmPython) -> None:
+    status, output = run(python, "ddp", "0", "training", "dies", children=True)
     assert status == -9
     assert "has died during the run. Rank 1 cannot continue without it, and exits." in output

@@ -1,40 +1,268 @@
-"""``strategy="fsdp"`` trains all kinds of modules to the weights of DDP."""
+"""``strategy="fsdp"`` trains all kinds of modules to the weights of DDP. Random fits are in ``test_engines.py``."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tests.distributed import fsdp_worker as worker
-from tests.distributed.test_ddp import load, run
+from tests.distributed.ranks import Ranks
+from tests.distributed.worker import Uneven, fit, whole
 from tests.support import needs_fsdp2
-from tests.warm_python import WarmPython
+from trainer import FSDP2Strategy
+from trainer.callbacks import GradientClipping
 
-pytestmark = [
-    needs_fsdp2,
-]
-
-
-@pytest.fixture(scope="module")
-def ranks(python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return load(run(python, tmp_path_factory.mktemp("fsdp"), "torchrun", script=Path(worker.__file__))[1])
+pytestmark = needs_fsdp2
+MSE = nn.functional.mse_loss
 
 
-@pytest.mark.parametrize("name", worker.scenarios())
-def test_fsdp_equals_ddp(ranks: list[dict[str, Any]], name: str) -> None:
-    scenario = worker.scenarios()[name]
-    for rank in ranks:
-        ddp, sharded = rank[name]["ddp"], rank[name]["sharded"]
-        assert ddp["weights"].keys() == sharded["weights"].keys()
-        for key, value in ddp["weights"].items():
-            assert torch.isfinite(value).all()
-            torch.testing.assert_close(sharded["weights"][key], value, rtol=0, atol=scenario.tolerance)
-            assert torch.equal(sharded["restore_module"][key], sharded["weights"][key])
-        for key in ("outcomes", "global_step", "skipped_steps", "classes", "grads", "hooks"):
-            assert sharded[key] == ddp[key], key
-        assert sharded["norms"] == pytest.approx(ddp["norms"], rel=max(scenario.tolerance, 1e-6))
-    weights = [rank[name]["sharded"]["weights"] for rank in ranks]
-    assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
+class Scenario(NamedTuple):
+    """A fit by DDP and by FSDP2.
+
+    Attributes:
+        module: creates the module.
+        arguments: arguments of the Trainer.
+        sharded: creates the FSDP2 strategy.
+        tolerance: accepted difference of the weights.
+        ddp: creates the DDP strategy.
+    """
+
+    module: Callable[[], LightningModule]
+    arguments: dict[str, Any] = {}
+    sharded: Callable[[], Any] = FSDP2Strategy
+    tolerance: float = 1e-6
+    ddp: Callable[[], Any] = DDPStrategy
+
+
+class PartOfForward(Uneven):
+    """Returns None after a part of its forward at some ranks and batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if (self.global_rank, batch_idx) in {(1, 0), (0, 1), (1, 4)}:
+            self.net[1](self.net[0](batch[0] * torch.inf))
+            return None
+        return super().training_step(batch, batch_idx)
+
+
+class Frozen(Uneven):
+    """Unfreezes its first layer in the second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.current_epoch == 1)
+
+
+class OptimizerOfOneElement(Uneven):
+    """Has a separate optimizer for a parameter with one element, so that one rank has no gradient for it."""
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([self.gain], lr=0.05), torch.optim.SGD(self.net.parameters(), lr=0.05)]
+
+
+class OptimizerStep(Uneven):
+    """Overrides ``optimizer_step``."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+
+class LBFGS(Uneven):
+    """Has an optimizer that evaluates the loss. DTensors flatten only if each rank has the same number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+        self.gain = nn.Parameter(torch.ones(2))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class Adversarial(LightningModule):
+    """Manual optimization of two networks in turn, one with blocks and one without, and a direct parameter."""
+
+    def __init__(self, toggles: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.toggles = toggles
+        self.generator = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.critic = Critic()
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        features, target = batch
+        generator, critic = self.optimizers()
+        if self.toggles:
+            self.toggle_optimizer(generator)
+        fake = self.generator(features) * self.gain
+        loss = MSE(fake, target) - 0.1 * self.critic(fake).mean()
+        generator.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(generator, 0.1, "norm")
+        generator.step()
+        if self.toggles:
+            self.untoggle_optimizer(generator)
+            generator.zero_grad()
+            self.toggle_optimizer(critic)
+        else:
+            critic.zero_grad()
+        scores = self.critic(target).mean(), self.critic((self.generator(features) * self.gain).detach()).mean()
+        for score in (scores[0], -scores[1]):  # two backward passes for one step
+            self.manual_backward(MSE(score, torch.ones_like(score)))
+        critic.step()
+        if self.toggles:
+            self.untoggle_optimizer(critic)
+            critic.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return (
+            torch.optim.SGD([*self.generator.parameters(), self.gain], lr=0.05, momentum=0.9),
+            torch.optim.AdamW(self.critic.parameters(), lr=0.01),
+        )
+
+
+class Critic(nn.Module):
+    """A network without blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(2, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Tied(Uneven):
+    """One weight in two layers; one layer called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+        self.net[2].weight = self.net[0].weight
+        self.repeated = nn.ModuleList([nn.Linear(6, 6)])
+
+    def loss(self, batch: Any) -> Tensor:
+        features, target = batch
+        return super().loss((self.repeated[0](self.repeated[0](features)), target))
+
+
+class Meta(Uneven):
+    """Created on the meta device, and initialized by its submodules with the values of rank 0."""
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), Scaled(), nn.Linear(16, 3), nn.Linear(3, 2))
+        torch.manual_seed(self.global_rank)
+
+
+class Scaled(nn.Module):
+    """A module with a parameter and a method to initialize it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(16))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class MetaByName(Uneven):
+    """Created on the meta device, and initialized by the module, each parameter by its name."""
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.net = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 3), nn.Linear(3, 2))
+
+    def init_weights(self) -> None:
+        for name, parameter in self.net.named_parameters():
+            with torch.no_grad():
+                parameter.fill_(0.01 * len(name) + 0.1 * int(name[0]))
+
+
+def shard_first(module: Any, mesh: Any) -> None:
+    """A function for ``blocks``."""
+    fully_shard(module.net[0], mesh=mesh)
+    fully_shard([module.net[2], module.net[4]], mesh=mesh)
+
+
+class UnfreezeInDDP(DDPStrategy):
+    """Freezes parameters in a way that DDP supports: all are trained when DDP is created."""
+
+    def configure_ddp(self) -> None:
+        frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        self._ddp_kwargs["find_unused_parameters"] = True
+        super().configure_ddp()
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+WINDOW = {"accumulate_grad_batches": 3}
+FIND_UNUSED = partial(DDPStrategy, find_unused_parameters=True)
+POLICY = partial(
+    FSDP2Strategy, mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+)
+SCENARIOS = {
+    "None in the middle of the forward": Scenario(PartOfForward, WINDOW),
+    "unfrozen": Scenario(Frozen, ddp=UnfreezeInDDP),
+    "optimizer_step": Scenario(OptimizerStep, WINDOW),
+    "LBFGS": Scenario(LBFGS),
+    "manual, 16-mixed": Scenario(Adversarial, {"precision": "16-mixed"}, tolerance=1e-3, ddp=FIND_UNUSED),
+    "manual, not toggled": Scenario(partial(Adversarial, toggles=False), ddp=FIND_UNUSED),
+    "tied": Scenario(Tied),
+    "bf16-true": Scenario(Uneven, {"precision": "bf16-true", "gradient_clip_val": 0.3}, tolerance=2e-2),
+    "64-true": Scenario(OptimizerOfOneElement, {"precision": "64-true", "gradient_clip_val": 0.3}, tolerance=1e-14),
+    "clipped by the 1-norm": Scenario(Uneven, {"callbacks": [GradientClipping(max_norm=0.3, norm_type=1.0)]}),
+    "meta device": Scenario(Meta),
+    "meta device, by name": Scenario(MetaByName),
+    "replicas": Scenario(Uneven, {"gradient_clip_val": 0.3, **WINDOW}, partial(FSDP2Strategy, replicas=2)),
+    "offloaded": Scenario(
+        Uneven, {"gradient_clip_val": 0.3, "precision": "16-mixed"}, partial(FSDP2Strategy, cpu_offload=True), 1e-3
+    ),
+    "not resharded, without timeout": Scenario(
+        Uneven, {}, partial(FSDP2Strategy, reshard_after_forward=False, timeout=None)
+    ),
+    "classes": Scenario(partial(Uneven, {(1, 2)}), {}, partial(FSDP2Strategy, blocks=[nn.Linear])),
+    "function": Scenario(Uneven, {}, partial(FSDP2Strategy, blocks=shard_first)),
+    "no blocks": Scenario(partial(Uneven, {(1, 2)}), {}, partial(FSDP2Strategy, blocks=[])),
+    "policy": Scenario(Uneven, {"precision": "bf16-mixed"}, POLICY, tolerance=2e-2),
+    "policy without autocast": Scenario(Uneven, {}, POLICY, tolerance=2e-2),
+}
+
+
+def fit_scenario(scenario: Scenario, engine: str) -> dict[str, Any]:
+    module = scenario.module()
+    found = fit(module, scenario.arguments | {"strategy": getattr(scenario, engine)()})
+    return found | {
+        "restored": whole(module), "classes": [type(part).__name__ for part in module.modules()],
+        "requires_grad": [p.requires_grad for p in module.parameters()],
+        "hooks": [len(one._optimizer_step_post_hooks) for one in module.trainer.engine.optimizers],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
+def test_fsdp_equals_ddp(ranks: Ranks, scenario: Scenario) -> None:
+    results = ranks.call(fit_scenario, scenario, "sharded")
+    for found, expected in zip(results, ranks.call(fit_scenario, scenario, "ddp"), strict=True):
+        assert all(torch.isfinite(value).all() for value in expected["weights"].values())
+        torch.testing.assert_close(found["weights"], expected["weights"], rtol=0, atol=scenario.tolerance)
+        torch.testing.assert_close(found["restored"], found["weights"], rtol=0, atol=0)
+        for key in ("outcomes", "global_step", "skipped_steps", "classes", "requires_grad", "hooks"):
+            assert found[key] == expected[key], key
+        assert found["norms"] == pytest.approx(expected["norms"], rel=max(scenario.tolerance, 1e-6))
+    torch.testing.assert_close(results[0]["weights"], results[1]["weights"], rtol=0, atol=0)

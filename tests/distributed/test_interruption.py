@@ -2,58 +2,129 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
-from tests.distributed.test_ddp import load, run
-from tests.warm_python import WarmPython
+from tests.distributed.ranks import Ranks
+from tests.distributed.worker import Regression, Shard, fit, samples
+from tests.support import make_trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
-
-
-@pytest.fixture(scope="module")
-def ranks(python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("interrupted")
-    run(python, folder, "own", script=Path(__file__).with_name("interruption_worker.py"), children=True)
-    return load(folder)
-
-
-@pytest.mark.parametrize("name", ["slow 0", "slow 1"])
-def test_signal_to_one_rank_stops_both_at_the_batch_after_it(ranks: list[dict[str, Any]], name: str) -> None:
-    assert [rank[name] for rank in ranks] == [{"code": 143, "steps": [3], "saved": 3}] * 2
+SLOW = 0.15
+"""Seconds of a batch, so that ranks agree after every batch."""
 
 
-@pytest.mark.parametrize("name", ["fast 0", "fast 1"])
-def test_one_that_comes_between_two_questions_stops_both_soon(ranks: list[dict[str, Any]], name: str) -> None:
-    one, other = (rank[name] for rank in ranks)
+class Silent(Regression):
+    """Logs nothing, because logging synchronizes the ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+
+class Signalled(Callback):
+    """Sends a signal to itself at configured ranks and batches. The ranks have different speeds."""
+
+    def __init__(
+        self, positions: dict[tuple[int, int], int], seconds: float, in_validation: tuple[int, int] | None
+    ) -> None:
+        self.positions, self.seconds, self.in_validation = positions, seconds, in_validation
+        self.validated = 0
+        self.steps: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if (number := self.positions.get((trainer.global_rank, trainer.global_step))) is not None:
+            os.kill(os.getpid(), number)
+        time.sleep(self.seconds * (1 + trainer.global_rank))
+
+    def on_validation_batch_start(
+        self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.validated = batch_idx + 1
+        if self.in_validation == (trainer.global_rank, batch_idx):
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(self.seconds * (1 + trainer.global_rank))
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self.steps.append(trainer.global_step)
+
+
+def interrupted(
+    folder: Path,
+    positions: dict[tuple[int, int], int],
+    seconds: float,
+    arguments: dict[str, Any] | None = None,
+    in_validation: tuple[int, int] | None = None,
+    val_batches: tuple[int, int] = (0, 0),
+) -> dict[str, Any]:
+    """Return the results of this rank for an interrupted fit."""
+    signalled = Signalled(positions, seconds, in_validation)
+    code: Any = None
+    trainer = make_trainer(
+        folder, devices=2, strategy="ddp", callbacks=[signalled, ModelCheckpoint(folder, save_top_k=0)],
+        enable_checkpointing=True, num_sanity_val_steps=0, limit_train_batches=5, use_distributed_sampler=False,
+        **{"limit_val_batches": 0, "max_epochs": 40} | (arguments or {}),
+    )  # fmt: skip
+    train, val = DataLoader(samples(), batch_size=4, sampler=Shard(2)), None
+    if count := val_batches[torch.distributed.get_rank()]:
+        val = DataLoader(samples(4 * count), batch_size=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            trainer.fit(Silent(), train, val)
+        except SystemExit as end:
+            code = end.code
+    path = folder / "interrupted.ckpt"
+    saved = torch.load(path, weights_only=True)["global_step"] if path.exists() else None
+    return {"code": code, "steps": signalled.steps, "saved": saved, "validated": signalled.validated}
+
+
+def test_signal_to_one_rank_stops_both_at_the_batch_after_it(ranks: Ranks, tmp_path: Path) -> None:
+    """The run is resumed from the checkpoint."""
+    found = ranks.call(interrupted, tmp_path, {(1, 1): signal.SIGTERM}, SLOW)
+    assert found == [{"code": 143, "steps": [3], "saved": 3, "validated": 0}] * 2
+    resumed = ranks.call(fit, Regression(), {"ckpt_path": tmp_path / "interrupted.ckpt"})
+    assert [rank["global_step"] for rank in resumed] == [10, 10]
+
+
+def test_signal_between_two_synchronizations_stops_both_soon(ranks: Ranks, tmp_path: Path) -> None:
+    one, other = ranks.call(interrupted, tmp_path, {(0, 6): signal.SIGTERM}, 0.0)
     assert one == other
     (step,) = one["steps"]
     assert (one["code"], one["saved"]) == (143, step)
-    assert 7 <= step <= 10, "an epoch has five batches, and they ask each other before each"
+    assert 7 <= step <= 10, "an epoch has five batches, and the ranks synchronize before each"
 
 
-def test_of_two_signals_sigterm_counts_on_both_ranks(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["both"] for rank in ranks] == [{"code": 143, "steps": [3], "saved": 3}] * 2
+@pytest.mark.parametrize(
+    ("positions", "seconds", "max_epochs", "code", "step"),
+    [
+        ({(0, 1): signal.SIGUSR1, (1, 1): signal.SIGTERM}, SLOW, 40, 143, 3),
+        ({(1, 4): signal.SIGUSR1}, 0.0, 1, 138, 5),
+    ],
+    ids=["SIGTERM wins", "last batch"],
+)
+def test_signals_of_both_ranks_and_in_the_last_batch(
+    ranks: Ranks, tmp_path: Path, positions: Any, seconds: float, max_epochs: int, code: int, step: int
+) -> None:
+    found = ranks.call(interrupted, tmp_path, positions, seconds, {"max_epochs": max_epochs})
+    assert found == [{"code": code, "steps": [step], "saved": step, "validated": 0}] * 2
 
 
-def test_one_during_the_last_batch(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["last"] for rank in ranks] == [{"code": 138, "steps": [5], "saved": 5}] * 2
-
-
-def test_validation_is_broken_off_at_the_same_batch(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["validation"] for rank in ranks] == [{"code": 143, "steps": [5], "saved": 5, "validated": 2}] * 2
-
-
-def test_fit_ends_if_only_one_rank_validates(ranks: list[dict[str, Any]]) -> None:
-    expected = {"code": 143, "steps": [5], "saved": 5}
-    assert [rank["end of validation"] for rank in ranks] == [expected | {"validated": n} for n in (4, 6)]
-
-
-def test_without_a_signal_nothing_happens(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["nobody"] for rank in ranks] == [{"code": None, "steps": [], "saved": None}] * 2
-
-
-def test_checkpoint_of_an_interrupted_run_is_resumed(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["resumed"] for rank in ranks] == [10, 10]
+@pytest.mark.parametrize(("batch_idx", "validated"), [(0, (2, 2)), (5, (4, 6))], ids=["both", "one rank"])
+def test_validation_ends_at_the_same_batch(
+    ranks: Ranks, tmp_path: Path, batch_idx: int, validated: tuple[int, int]
+) -> None:
+    """One rank has two batches more than the other."""
+    found = ranks.call(interrupted, tmp_path, {}, SLOW, {"limit_val_batches": 1.0}, (1, batch_idx), (4, 6))
+    assert found == [{"code": 143, "steps": [5], "saved": 5, "validated": number} for number in validated]

@@ -31,7 +31,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> Itera
         pytest.param(
             {"trainer": {"strategy": "deepspeed_stage_3"}, "files": {"sharded": True}},
             id="deepspeed",
-            marks=needs_deepspeed,
+            marks=[needs_deepspeed, pytest.mark.nightly],
         ),
     ],
 )
@@ -47,6 +47,7 @@ def test_job_with_a_lost_node_continues_on_the_others(bench: Bench) -> None:
 
 
 @needs_fsdp2
+@pytest.mark.nightly  # test_interruption.py and test_checkpoints.py check it in short
 def test_signal_to_one_of_two_sharded_ranks_ends_both_and_is_resumed(bench: Bench) -> None:
     outcome = sigterm_one_rank(SHORT, trainer={"strategy": "fsdp"}, files={"sharded": True})(bench, "ours")
     assert outcome.good, str(outcome)

@@ -6,28 +6,78 @@ In float32 they differ by the order of a few sums: at most 1e-5 in weights of ab
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule, seed_everything
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.distributed import recipes_worker as worker
-from tests.distributed.test_ddp import load, run
+from recipes.data.text import NO_TARGET
+from recipes.finetune import FineTuner
+from recipes.language_model import LanguageModel, TextSamples
+from recipes.schedules import warmup_cosine
+from tests.distributed.ranks import Ranks
+from tests.distributed.worker import Recorder, Shard
 from tests.recipes.samples import tiny_llama
-from tests.support import needs_fsdp2
-from tests.warm_python import WarmPython
+from tests.support import make_trainer, needs_fsdp2
+from trainer.callbacks import ActivationCheckpointing
 
 HAS_EXTRA = all(find_spec(name) for name in ("transformers", "peft", "tokenizers"))
-NAMES = [
-    "gpt", "gpt, tied",
-    *(
-        pytest.param(name, marks=pytest.mark.skipif(not HAS_EXTRA, reason="needs transformers"))
-        for name in ("finetune", "finetune, lora", "finetune, classes")
-    ),
-]  # fmt: skip
-STRATEGIES = ("ddp", pytest.param("fsdp", marks=needs_fsdp2))
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-3)  # the steps of tiny gradients mean little
+SCHEDULE = partial(warmup_cosine, warmup=0.2)
+
+
+def sequences() -> TensorDataset:
+    """Random tokens below 256, in sequences of very different lengths."""
+    draw = torch.Generator().manual_seed(1)
+    tokens, targets = (torch.randint(0, 256, (48, 16), generator=draw) for _ in range(2))
+    lengths = torch.randint(1, 17, (48, 1), generator=draw)
+    return TensorDataset(tokens, targets.masked_fill(torch.arange(16) >= lengths, NO_TARGET))
+
+
+def make_module(name: str, folder: Path) -> LightningModule:
+    """Return the module of a recipe. ``folder / "model"`` is the model to fine-tune."""
+    if name == "gpt":
+        sizes = {"context": 16, "width": 16, "heads": 2, "layers": 2, "sample_length": 3}
+        return LanguageModel(ADAMW, SCHEDULE, positions="rotary", tie_weights=True, **sizes)
+    return FineTuner(ADAMW, SCHEDULE, folder=str(folder / "model"), lora_rank=4 if name == "finetune, lora" else None)
+
+
+def fit(name: str, folder: Path, strategy: str, processes: int) -> dict[str, Any]:
+    """One fit of nine windows of two batches."""
+    seed_everything(7, verbose=False)
+    module, recorder, output = make_module(name, folder), Recorder(), folder / strategy / name
+    callbacks: list[Any] = [recorder]
+    if isinstance(module, FineTuner):
+        module.save_to = str(output)
+    else:
+        callbacks += [TextSamples(str(output), prompt="The "), ActivationCheckpointing("Block")]
+    trainer = make_trainer(
+        folder, devices=processes, strategy=strategy, max_epochs=3, accumulate_grad_batches=2, gradient_clip_val=0.5,
+        use_distributed_sampler=False, num_sanity_val_steps=0, callbacks=callbacks,
+    )  # fmt: skip
+    loader = partial(DataLoader, sequences(), batch_size=8 // processes, sampler=Shard(processes, number=48))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*does not have many workers")
+        trainer.fit(module, loader(), loader())
+    metrics = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val_")}
+    return {
+        "weights": recorder.state["weights"],
+        "norms": recorder.norms,
+        "metrics": metrics,
+        "global_step": trainer.global_step,
+    }
+
+
+NEEDS_EXTRA = pytest.mark.skipif(not HAS_EXTRA, reason="needs transformers")
+NAMES = ["gpt", *(pytest.param(name, marks=NEEDS_EXTRA) for name in ("finetune", "finetune, lora"))]
+ENGINES = ["ddp", pytest.param("fsdp", marks=needs_fsdp2)]
+Results = Callable[[str, str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -39,71 +89,54 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(python: WarmPython, folder: Path) -> list[dict[str, Any]]:
-    return load(run(python, folder, "torchrun", script=Path(worker.__file__))[1])
+def results(ranks: Ranks, folder: Path) -> Results:
+    """Return the results of each rank for a module and an engine (``"auto"``: one process), which are run once."""
+
+    def run(name: str, engine: str) -> list[dict[str, Any]]:
+        if engine == "auto":
+            return [fit(name, folder, engine, 1)]
+        return ranks.call(fit, name, folder, engine, 2)
+
+    return cache(run)
 
 
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[str, dict[str, Any]]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*does not have many workers")
-        return {name: worker.fit(name, folder, "auto", 1) for name in worker.scenarios(folder)}
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", NAMES)
-def test_result_equals_that_of_one_process(
-    ranks: list[dict[str, Any]], alone: dict[str, dict[str, Any]], name: str, strategy: str
-) -> None:
-    expected = alone[name]
-    for rank in ranks:
-        found = rank[name][strategy]
+def test_result_equals_that_of_one_process(results: Results, folder: Path, name: str, engine: str) -> None:
+    (expected,) = results(name, "auto")
+    for found in results(name, engine):
         assert found["global_step"] == expected["global_step"] == 9
         assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-4)
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-3)
-        assert found["weights"].keys() == expected["weights"].keys()
-        for key, value in expected["weights"].items():
-            torch.testing.assert_close(found["weights"][key], value, rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k} {m}")
+        torch.testing.assert_close(found["weights"], expected["weights"], rtol=0, atol=1e-5)
+    if name == "gpt":
+        texts = [(folder / one / name / "written.txt").read_bytes() for one in (engine, "auto")]
+        assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", NAMES[:2])
-def test_texts_are_written_while_it_trains(
-    ranks: list[dict[str, Any]], alone: dict[str, dict[str, Any]], folder: Path, name: str, strategy: str
-) -> None:
-    assert (folder / strategy / name / "written.txt").read_bytes() == (
-        folder / "auto" / name / "written.txt"
-    ).read_bytes()
-
-
-@pytest.mark.skipif(not HAS_EXTRA, reason="needs transformers")
+@NEEDS_EXTRA
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 with transformers 5
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
-def test_written_folder_is_a_model(
-    ranks: list[dict[str, Any]], alone: dict[str, dict[str, Any]], folder: Path, strategy: str
-) -> None:
+@pytest.mark.parametrize("engine", [ENGINES[1], "auto"])
+def test_written_folder_is_a_model(results: Results, folder: Path, engine: str) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    def weights(name: str) -> dict[str, torch.Tensor]:
-        found: dict[str, Any] = alone[name] if strategy == "auto" else ranks[0][name][strategy]
-        return found["weights"]
-
-    whole = folder / strategy / "finetune"
+    whole_weights, adapter_weights = (results(name, engine)[0]["weights"] for name in ("finetune", "finetune, lora"))
+    whole = folder / engine / "finetune"
     read = AutoModelForCausalLM.from_pretrained(whole)
     for key, value in read.named_parameters():
-        assert torch.equal(value, weights("finetune")[f"net.{key}"]), key
+        assert torch.equal(value, whole_weights[f"net.{key}"]), key
     assert (
         AutoTokenizer.from_pretrained(whole).decode(AutoTokenizer.from_pretrained(whole)("The")["input_ids"]) == "The"
     )
 
-    adapters = folder / strategy / "finetune, lora"
+    adapters = folder / engine / "finetune, lora"
     assert not (adapters / "model.safetensors").exists()
     base = AutoModelForCausalLM.from_pretrained(folder / "model")
     before = {key: value.clone() for key, value in base.named_parameters()}
     joined = PeftModel.from_pretrained(base, adapters)
     for key, value in joined.named_parameters():
-        assert torch.equal(value, weights("finetune, lora")[f"net.{key}"]), key
-    frozen = [key for key in before if torch.equal(before[key], weights("finetune")[f"net.{key}"])]
+        assert torch.equal(value, adapter_weights[f"net.{key}"]), key
+    frozen = [key for key in before if torch.equal(before[key], whole_weights[f"net.{key}"])]
     assert frozen == []  # without adapters, all parameters were trained
     assert any(value.abs().max() > 1e-4 for key, value in joined.named_parameters() if "lora_B" in key)

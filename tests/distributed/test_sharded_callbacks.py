@@ -1,69 +1,499 @@
 """Callbacks and diagnosis on a sharded engine (FSDP2) report and do the same as under DDP.
 
-Both have the same numbers: with two ranks a sum has one order, so that weights are bitwise equal, except after a
-division by a norm.
+With two ranks a sum has one order, so that weights are bitwise equal, except after a division by a norm.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import time
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelPruning
-from torch.utils.data import DataLoader
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelPruning,
+    ModelSummary,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from tests.distributed import sharded_callbacks_worker as worker
-from tests.distributed.test_ddp import run
-from tests.distributed.worker import BATCH, Shard, samples
-from tests.support import needs_fsdp2
-from tests.warm_python import WarmPython
-from trainer import Trainer
-from trainer.callbacks import GradientCheck
-from trainer.errors import UnsupportedError
+from tests.distributed.ranks import Ranks
+from tests.distributed.worker import fit, whole
+from tests.support import make_trainer, needs_fsdp2
+from trainer import FSDP2Strategy
+from trainer.callbacks import (
+    ActivationCheckpointing,
+    AlignmentAdvisor,
+    Compile,
+    GradientCheck,
+    LayerNorms,
+    NonFiniteGuard,
+    OverflowReport,
+    RunSummary,
+    ScaleMonitor,
+    Throughput,
+)
+from trainer.errors import LossScaleCollapse, NonFiniteError, UnsupportedError
+from trainer.precision import HalfPrecision, MixedPrecision
 
-pytestmark = [
-    needs_fsdp2,
-]
+pytestmark = needs_fsdp2
+ENGINES = ("ddp", "fsdp")
 
-DIAGNOSED = tuple(worker.diagnosis(Path()))
-OTHERS = tuple(worker.others(Path()))
-CHECKPOINTED = ("checkpointed blocks", "checkpointed by class", "checkpointed around blocks", "checkpointed inside")
+
+class Overflow(nn.Module):
+    """Multiplies by a parameter, and overflows in the pass that ``overflows_in`` names.
+
+    Args:
+        reduces: whether the forward and backward passes use a collective, as those of SyncBatchNorm.
+    """
+
+    def __init__(self, reduces: bool) -> None:
+        super().__init__()
+        self.weight, self.reduces = nn.Parameter(torch.ones(16)), reduces
+        self.overflows_in = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.weight
+        if self.reduces:
+            x = x + distributed.nn.functional.all_reduce(x.mean(0)) / 2  # type: ignore[no-untyped-call]
+        if self.overflows_in == "forward":
+            return (x.half() * 1e6).to(x.dtype)
+        if self.overflows_in == "backward":  # the gradient of a root at 0 is inf times 0
+            return x + (x - x.detach()).abs().sqrt()
+        return x
+
+
+class Block(nn.Module):
+    """Two layers, a buffer that counts, and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.dropout = nn.Dropout(0.1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(self.dropout(self.linear(x)))
+
+
+class Net(LightningModule):
+    """Blocks, and a parameter of the root with one element, so that one rank has no part of it.
+
+    Args:
+        bad: the pass with a value that is not finite, by rank and batch.
+        none_at: ranks and batches without a loss.
+        reduces: see :class:`Overflow`.
+    """
+
+    def __init__(self, bad: Any = (), none_at: Any = (), reduces: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bad, self.none_at = dict(bad), set(none_at)
+        self.net = nn.Sequential(nn.Linear(6, 16), Block(), Overflow(reduces), Block(), nn.Linear(16, 2))
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def outputs(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.gain
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        position = (self.global_rank, batch_idx)
+        if position in self.none_at:
+            return None
+        self.net[2].overflows_in = self.bad.get(position, "")
+        loss = nn.functional.mse_loss(self.outputs(batch[0]).float(), batch[1])
+        self.log("loss", loss)
+        return loss * float("nan") if self.bad.get(position) == "loss" else loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self.outputs(batch[0]).float(), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def train(
+    engine: str,
+    folder: Path,
+    callbacks: Any = (),
+    module: LightningModule | None = None,
+    net: Any = None,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """Fit a module, by default ``Net(**net)``. Functions among the callbacks create callbacks."""
+    made = [one() if isinstance(one, partial | FunctionType) else one for one in callbacks]
+    usual = {"strategy": engine, "callbacks": made, "default_root_dir": folder}
+    return fit(module or Net(**(net or {})), usual | arguments, errors=(NonFiniteError, LossScaleCollapse))
+
+
+# --- values that are not finite --------------------------------------------------------------------------------
+
+
+def train_with_reports(engine: str, folder: Path, report: Any = None, **arguments: Any) -> dict[str, Any]:
+    report = OverflowReport(**(report or {}))
+    found = train(engine, folder, [report], precision="16-mixed", **arguments)
+    return found | {"reports": [one.markdown() for one in report.reports]}
+
+
+class Poison(Callback):
+    """Sets an element of the first weight to NaN. On a sharded engine the last rank holds it."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and not trainer.current_epoch:
+            gradients = trainer.engine.gradients
+            weight = gradients.part(pl_module.net[0].weight.data)
+            if not gradients.are_parts or trainer.global_rank == trainer.world_size - 1:
+                weight[-1, -1] = float("nan")
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "never.ckpt")
+
+
+class Underflow(Net):
+    """The first feature is always 0, so that the gradient of its 16 weights is 0; small gradients underflow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.gain.mul_(1e-3)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        return super().outputs(x * torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0]))
+
+
+class GradientCounter(Callback):
+    """Counts the elements, zeros and float16 subnormals of the whole gradients of the last step, and their norms."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.counts: dict[str, tuple[int, int, int]] = {}
+        self.norms: dict[str, float] = {}
+        for name, parameter in pl_module.named_parameters():
+            size = getattr(parameter.grad, "full_tensor", lambda p=parameter: p.grad)().abs()
+            self.norms[name] = float(size.norm())
+            zeros = int((size == 0).sum())
+            self.counts[name] = size.numel(), zeros, int((size < 2.0**-14).sum()) - zeros
+
+
+def train_with_monitors(engine: str, folder: Path) -> dict[str, Any]:
+    monitor, norms, counter = ScaleMonitor(every_n_steps=2), LayerNorms(every_n_steps=2), GradientCounter()
+    precision = MixedPrecision("float16", init_scale=1.0)  # gradients are as large before they are unscaled
+    found = train(engine, folder, [monitor, norms, counter], Underflow(), precision=precision)
+    found |= {"underflow": [tuple(one) for one in monitor.underflow], "counts": counter.counts}
+    return found | {"layer_norms": norms.norms, "whole_norms": counter.norms}
+
+
+# --- changes of the step ---------------------------------------------------------------------------------------
+
+
+class Dtypes(Callback):
+    """Records the dtypes of layer outputs, and of the weights used for them."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, str] = {}
+        self.weights: dict[str, str] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for name, part in pl_module.net.named_modules():
+            if isinstance(part, nn.Linear):
+                part.register_forward_pre_hook(partial(self._record_weight, name))
+                part.register_forward_hook(partial(self._record_output, name))
+
+    def _record_weight(self, name: str, module: Any, args: Any) -> None:
+        self.weights[name] = str(module.weight.dtype)
+
+    def _record_output(self, name: str, module: Any, args: Any, output: Any) -> None:
+        self.outputs[name] = str(output.dtype)
+
+
+def train_in_float32(engine: str, folder: Path, precision: Any, policy: Any = None) -> dict[str, Any]:
+    """Run modules in float32. Below a policy, DDP's autocast is the comparison."""
+    dtypes = Dtypes()
+    sharded = policy is not None and engine == "fsdp"
+    strategy = FSDP2Strategy(mixed_precision=policy) if sharded else engine
+    found = train(engine, folder, [dtypes], precision=precision, strategy=strategy)
+    if policy is not None:
+        return {"computed": dtypes.weights if sharded else dtypes.outputs, "global_step": found["global_step"]}
+    return found | {"dtypes": dtypes.outputs, "computed": dtypes.weights}
+
+
+def train_with_advice(engine: str, folder: Path) -> dict[str, Any]:
+    advisor = AlignmentAdvisor(everywhere=True)
+    return train(engine, folder, [advisor]) | {"message": advisor._message_logged}
+
+
+def train_to_an_anomaly(engine: str, folder: Path) -> dict[str, Any]:
+    with pytest.raises(RuntimeError) as error:
+        train(
+            engine, folder, net={"bad": {(rank, 2): "backward" for rank in range(2)}}, precision="16-mixed",
+            detect_anomaly=True,
+        )  # fmt: skip
+    return {"error": str(error.value).split(" returned nan")[0]}
+
+
+def train_compiled(engine: str, folder: Path) -> dict[str, Any]:
+    callback = Compile(backend="aot_eager")
+    found = train(engine, folder, [callback])
+    torch.compiler.reset()
+    # recomputing single layers saves too little
+    assert callback.compiled == (["net"] if engine == "ddp" else ["net.1", "net.2", "net.3"])
+    facts = callback.run_facts()["compile"]
+    assert (facts["recompilations"], facts["graph_breaks"]) == (0, 0)
+    assert facts["compilations"]
+    return found
+
+
+def train_measured(engine: str, folder: Path) -> dict[str, Any]:
+    throughput, summary = Throughput(warmup_batches=1), RunSummary()
+    found = train(engine, folder, [throughput, summary], max_epochs=1, gradient_clip_val=0.3)
+    facts = {name: summary.summary.get(name) for name in ("status", "steps", "samples", "samples_per_step", "devices")}
+    return found | {"measured": throughput.measured_batches, "rates": len(throughput.rates), "summary": facts}
+
+
+# --- averages --------------------------------------------------------------------------------------------------
+
+
+class Values(Callback):
+    """Records the weights of a validation, and whether each rank holds only a part of the average."""
+
+    def __init__(self) -> None:
+        self.gains: list[float] = []
+        self.held: dict[str, int] = {}
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        self.gains.append(round(float(whole(pl_module)["gain"]), 6))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for callback in trainer.callbacks:
+            average = getattr(callback, "_average_model", None)
+            if average is not None:
+                part = trainer.engine.gradients.part
+                self.held = {name: part(p).numel() for name, p in average.named_parameters() if "net.1" in name}
+
+
+VALIDATES = {"limit_val_batches": 2, "num_sanity_val_steps": 1}
+SAVES = {"enable_checkpointing": True, "limit_val_batches": 1}
+
+
+def train_averaged(engine: str, folder: Path, make: Callable[[], Callback], **arguments: Any) -> dict[str, Any]:
+    values = Values()
+    found = train(engine, folder, [make, values], **VALIDATES, **arguments)
+    return found | {"gains": values.gains, "held": values.held}
+
+
+def make_foreach_average() -> Callback:
+    return WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=False)
+
+
+class WeightsAtEnd(Callback):
+    """Records the whole weights after the average was copied, if it runs after the averaging callback."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.weights = whole(pl_module)
+
+
+def train_before_the_average(engine: str, folder: Path) -> dict[str, Any]:
+    """The average starts after the last step."""
+    values, end = Values(), WeightsAtEnd()
+    saver = ModelCheckpoint(folder / "later", filename="{epoch}", save_top_k=-1)
+    found = train(engine, folder, [EMAWeightAveraging(update_starting_at_step=100), values, end, saver], **SAVES)
+    saved = torch.load(folder / "later" / "epoch=1.ckpt", weights_only=True)
+    trained = found["weights"]  # before the average was copied
+    return found | {
+        "saved": saved["state_dict"], "gains": values.gains, "gain": round(float(trained["gain"]), 6),
+        "at end": all(torch.equal(one, end.weights[name]) for name, one in trained.items()),
+        "in file": all(torch.equal(saved["state_dict"][name], one) for name, one in trained.items()),
+    }  # fmt: skip
+
+
+def resume_averaged(engine: str, folder: Path, make: Callable[[], Callback]) -> dict[str, Any]:
+    """Resume from a checkpoint after the first epoch, and compare with the uninterrupted run."""
+    path = folder / type(make()).__name__
+    callbacks = [make, partial(ModelCheckpoint, path, filename="{epoch}", save_top_k=-1)]
+    first = train(engine, folder, callbacks, max_epochs=3, **SAVES)
+    again = train(engine, folder, callbacks, max_epochs=3, ckpt_path=path / "epoch=0.ckpt", **SAVES)
+    saved = torch.load(path / "epoch=1.ckpt", weights_only=True)
+    same = all(torch.equal(one, again["weights"][name]) for name, one in first["weights"].items())
+    return first | {"resumed is the same": same, "saved": saved["state_dict"], "keys": sorted(saved)}
+
+
+# --- Lightning's -----------------------------------------------------------------------------------------------
+
+
+def train_with_stock_callbacks(engine: str, folder: Path) -> dict[str, Any]:
+    """Run callbacks that only observe, or end a fit, all in one fit."""
+    module, saver, steps_at_end = Net(), ModelCheckpoint(folder / "stock", monitor="val_loss", save_last=True), []
+    callbacks = [
+        EarlyStopping("val_loss", min_delta=10.0, patience=2),
+        LearningRateMonitor(),
+        saver,
+        OnExceptionCheckpoint(folder / "stock"),
+        ModelSummary(),
+        TQDMProgressBar(),
+        Timer("00:00:10:00"),
+        GradientAccumulationScheduler({0: 1, 1: 2}),
+        DeviceStatsMonitor(cpu_stats=False),
+        ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0])),
+        LambdaCallback(on_train_end=lambda trainer, module: steps_at_end.append(trainer.global_step)),
+    ]
+    found = train(
+        engine, folder, callbacks, module, limit_val_batches=2, max_epochs=5, log_every_n_steps=2,
+        enable_checkpointing=True, enable_progress_bar=True, enable_model_summary=True,
+        logger=CSVLogger(folder, name="stock"),
+    )  # fmt: skip
+    best = torch.load(saver.best_model_path, weights_only=True)["state_dict"]
+    found["metrics"] = {k: v for k, v in found["metrics"].items() if "device" not in k and "/" not in k}
+    return found | {"at end": steps_at_end, "saved": best}
+
+
+class Tuned(Net):
+    """Has a learning rate to find."""
+
+    lr = 1e-3
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def find_the_learning_rate(engine: str, folder: Path) -> dict[str, Any]:
+    """The rank that removes the finder's file is ahead of the other, which must read it."""
+    load = TorchCheckpointIO.load_checkpoint
+
+    def load_later(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.3 * distributed.get_rank())
+        return load(*args, **kwargs)
+
+    module, finder = Tuned(), LearningRateFinder(num_training_steps=20, early_stop_threshold=None)
+    with patch.object(TorchCheckpointIO, "load_checkpoint", load_later):
+        found = train(engine, folder, [finder], module, max_epochs=-1, max_steps=5)
+    return found | {"lr": module.lr}
+
+
+class Backbone(Net):
+    """Has a frozen part, and no random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        for index in (1, 3):
+            self.net[index].dropout = nn.Identity()
+
+    def outputs(self, x: Tensor) -> Tensor:
+        return self.net(self.backbone(x)) * self.gain
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+WINDOW = {"accumulate_grad_batches": 2}
+OFF = {"after": None, "collapse_after": None, "at_floor": None}
+FAILING = dict.fromkeys([(1, 1), (1, 3), (1, 4)], "forward")  # in windows of 2, 2 and 1: one batch of each
+IN_A_ROW = dict.fromkeys([(1, 0), (1, 1), (1, 2), (1, 3)], "backward")
+WITHOUT_RANK_0 = {"bad": FAILING, "none_at": {(0, 4), (0, 1)}}
+FP32 = ["net.1.linear", "net.4"]
+EMA = partial(EMAWeightAveraging, decay=0.8)
+SWA = partial(StochasticWeightAveraging, swa_lrs=0.01, swa_epoch_start=1)
+
+SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
+    "guard skips a loss": partial(train, callbacks=[NonFiniteGuard("skip")], net={"bad": {(1, 2): "loss"}}),
+    "guard skips a gradient": partial(train, callbacks=[NonFiniteGuard("skip")], net={"bad": {(0, 2): "backward"}}),
+    "guard stops at a loss": partial(train, callbacks=[NonFiniteGuard("stop")], net={"bad": {(1, 2): "loss"}}),
+    "guard stops at a gradient": partial(train, callbacks=[NonFiniteGuard("stop")], net={"bad": {(1, 2): "backward"}}),
+    "guard, no loss on the other rank": partial(
+        train, callbacks=[NonFiniteGuard("stop")],
+        net={"bad": {(1, 3): "backward"}, "none_at": {(0, 2), (0, 3)}}, **WINDOW,
+    ),
+    "weights not finite": partial(train, callbacks=[Poison()]),
+    "monitors": train_with_monitors,
+    "report": partial(train_with_reports, net={"bad": FAILING, "reduces": True}, **WINDOW),
+    "report of the backward pass": partial(  # no loss right after the replay
+        train_with_reports, net={"bad": IN_A_ROW, "none_at": {(0, 3)}}
+    ),
+    "report, None on rank 0": partial(train_with_reports, net=WITHOUT_RANK_0, **WINDOW),
+    "no report, None on rank 0": partial(train_with_reports, report=OFF, net=WITHOUT_RANK_0, **WINDOW),
+    "report on request": partial(train_with_reports, report={"at_step": 2}),
+    "collapse": partial(
+        train, callbacks=[OverflowReport(collapse_after=4), ModelCheckpoint()],
+        net={"bad": {(1, i): "forward" for i in range(5)}}, precision="16-mixed", enable_checkpointing=True,
+    ),
+    "fp32_modules": partial(
+        train_in_float32, precision=MixedPrecision("float16", init_scale=1024.0, fp32_modules=["net.1", "net.4"])
+    ),
+    "fp32_modules of 16-bit weights": partial(
+        train_in_float32, precision=HalfPrecision("bfloat16", fp32_modules=FP32)
+    ),
+    "fp32_modules below a policy": partial(
+        train_in_float32, precision=MixedPrecision("bfloat16", fp32_modules=FP32),
+        policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    ),
+    "alignment": train_with_advice,
+    "anomaly": train_to_an_anomaly,
+    "checkpointed blocks": partial(train, callbacks=[ActivationCheckpointing("Block")]),
+    "checkpointed around blocks": partial(train, callbacks=[ActivationCheckpointing("net")]),
+    "compiled": train_compiled,
+    "measured": train_measured,
+    "EMA, skipped": partial(train_averaged, make=EMA, net={"bad": {(1, 2): "backward"}}, precision="16-mixed"),
+    "average by foreach": partial(train_averaged, make=make_foreach_average),
+    "SWA": partial(train_averaged, make=SWA, max_epochs=3),
+    "before the average": train_before_the_average,
+    "EMA resumed": partial(resume_averaged, make=EMA),
+    "SWA resumed": partial(resume_averaged, make=SWA),
+    "stock": train_with_stock_callbacks,
+    "learning rate": find_the_learning_rate,
+}  # fmt: skip
 ROUNDED = ("measured", "stock")
 """Scenarios with a division by a norm, or by the sizes of windows."""
-AVERAGED = ("EMA", "EMA, skipped", "averages", "averages by foreach", "averages, buffers as they are", "SWA")
+Results = Callable[[str, str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def folder(python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(python, tmp_path_factory.mktemp("sharded"), "torchrun", script=Path(worker.__file__))[1]
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("callbacks")
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
-    return [torch.load(folder / f"rank_{rank}.pt", weights_only=False) for rank in range(2)]
+def results(ranks: Ranks, folder: Path) -> Results:
+    """Return the results of each rank for a scenario and an engine, which is run once."""
+    return cache(lambda name, engine="fsdp": ranks.call(SCENARIOS[name], engine, folder / name / engine))
 
 
-@pytest.mark.parametrize("name", [*DIAGNOSED, *OTHERS])
-def test_all_is_as_under_ddp(ranks: list[dict[str, Any]], folder: Path, name: str) -> None:
-    for rank in ranks:
-        ddp, fsdp = rank[name]["ddp"], rank[name]["fsdp"]
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_fsdp_equals_ddp(results: Results, folder: Path, name: str) -> None:
+    for fsdp, ddp in zip(results(name, "fsdp"), results(name, "ddp"), strict=True):
         assert fsdp.keys() == ddp.keys()
         for key, expected in ddp.items():
             found = fsdp[key]
             if key in ("weights", "buffers", "saved"):
-                assert found.keys() == expected.keys()
-                for part, value in expected.items():
-                    torch.testing.assert_close(found[part], value, rtol=0, atol=1e-6 if name in ROUNDED else 0)
-            elif key in ("metrics", "layer_norms", "whole_norms"):
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 if name in ROUNDED else 0, equal_nan=True)
+            elif key in ("metrics", "layer_norms", "whole_norms", "norms"):
                 assert found == pytest.approx(expected, rel=1e-6, nan_ok=True)
-            elif key in ("random", "outputs"):
+            elif key == "random":
                 assert torch.equal(found, expected)
-            elif key != "held":
-                assert comparable(found, folder) == comparable(expected, folder)
+            elif key not in ("held", "reduced"):
+                assert comparable(found, folder / name) == comparable(expected, folder / name)
 
 
 _FROM_FLOAT32 = r"\| (loss|loss scale|incoming gradient|gradients not finite) \| [^|]* \|"
@@ -76,188 +506,166 @@ def comparable(found: Any, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["guard skips a loss", "guard skips a gradient"])
-def test_guard_skips_on_all(ranks: list[dict[str, Any]], name: str) -> None:
-    for rank in ranks:
-        assert rank[name]["fsdp"]["outcomes"] == [False, False, True, False, False] * 2
-        assert all(one.isfinite().all() for one in rank[name]["fsdp"]["weights"].values())
+def test_guard_skips_on_all_ranks(results: Results, name: str) -> None:
+    for rank in results(name, "fsdp"):
+        assert rank["outcomes"] == [False, False, True, False, False] * 2
+        assert all(one.isfinite().all() for one in rank["weights"].values())
 
 
-def test_guard_names_rank_and_layer_on_all(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        message = rank["guard stops at a loss"]["fsdp"]["error"]
-        assert "(step 2, batch 2 of rank 1)" in message
-        assert "mul in the forward pass, Net.training_step" in message
-        message = rank["guard stops at a gradient"]["fsdp"]["error"]
-        assert "sqrt in the backward pass, 'net.2' (Overflow)" in message
-        message = rank["guard, no loss on the other rank"]["fsdp"]["error"]
-        assert "(step 1, batch 3 of rank 1)" in message
-        assert "'net.2' (Overflow)" in message
+def test_guard_names_rank_and_layer_on_all_ranks(results: Results) -> None:
+    for name, *parts in (
+        ("guard stops at a loss", "(step 2, batch 2 of rank 1)", "mul in the forward pass, Net.training_step"),
+        ("guard stops at a gradient", "sqrt in the backward pass, 'net.2' (Overflow)"),
+        ("guard, no loss on the other rank", "(step 1, batch 3 of rank 1)", "'net.2' (Overflow)"),
+    ):
+        for rank in results(name, "fsdp"):
+            for part in parts:
+                assert part in rank["error"]
 
 
-def test_weights_with_a_nan_on_one_rank_are_not_saved(ranks: list[dict[str, Any]], folder: Path) -> None:
-    for rank in ranks:
-        assert "they were not saved" in rank["weights that are not finite"]["fsdp"]["error"]
-        assert "as they were: net.0.weight." in rank["weights that are not finite"]["fsdp"]["error"]
-    assert not (folder / "never.ckpt").exists()
+def test_weights_with_a_nan_on_one_rank_are_not_saved(results: Results, folder: Path) -> None:
+    for rank in results("weights not finite", "fsdp"):
+        assert "they were not saved" in rank["error"]
+        assert "as they were: net.0.weight." in rank["error"]
+    assert not list(folder.rglob("never.ckpt"))
 
 
-def test_underflow_is_that_of_whole_gradients(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        counted = rank["monitor"]["ddp"]["counted"]
-        assert counted["net.0.weight"][:2] >= (96, 16)
-        counted[""] = tuple(sum(column) for column in zip(*counted.values(), strict=True))
-        assert {name: shares for name, *shares in rank["monitor"]["fsdp"]["underflow"]} == {
-            name: [zeros / size, subnormal / (size - zeros)] for name, (size, zeros, subnormal) in counted.items()
-        }
-        size, zeros, subnormal = counted[""]
+def test_underflow_and_norms_are_those_of_whole_gradients(results: Results) -> None:
+    for rank, expected in zip(results("monitors", "fsdp"), results("monitors", "ddp"), strict=True):
+        counts = expected["counts"]
+        assert counts["net.0.weight"][:2] >= (96, 16)
+        size, zeros, subnormal = counts[""] = tuple(sum(column) for column in zip(*counts.values(), strict=True))
         assert 16 <= zeros < size
         assert 0 < subnormal < size - zeros
-        assert {"grad_norm", "amp/underflow", "amp/scale"} <= rank["monitor"]["fsdp"]["metrics"].keys()
+        assert {name: shares for name, *shares in rank["underflow"]} == {
+            name: [zeros / size, subnormal / (size - zeros)] for name, (size, zeros, subnormal) in counts.items()
+        }
+        assert {"grad_norm", "amp/underflow", "amp/scale"} <= rank["metrics"].keys()
+        parts: dict[str, list[float]] = {}
+        for name, norm in expected["whole_norms"].items():
+            parts.setdefault(name.rpartition(".")[0], []).append(norm)
+        layers = {layer: math.hypot(*norms) for layer, norms in parts.items()}
+        assert len(layers) >= 4
+        assert min(layers.values()) > 0
+        assert rank["layer_norms"] == pytest.approx(layers, rel=1e-6)
 
 
-def test_norms_of_layers_are_those_of_whole_gradients(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        for kind in ("ddp", "fsdp"):
-            parts: dict[str, list[float]] = {}
-            for name, norm in rank["monitor"][kind]["whole_norms"].items():
-                parts.setdefault(name.rpartition(".")[0], []).append(norm)
-            expected = {layer: math.hypot(*norms) for layer, norms in parts.items()}
-            assert len(expected) >= 4
-            assert min(expected.values()) > 0
-            assert rank["monitor"][kind]["layer_norms"] == pytest.approx(expected, rel=1e-6)
-    assert ranks[0]["monitor"]["fsdp"]["layer_norms"] == ranks[1]["monitor"]["fsdp"]["layer_norms"]
+def test_replays_leave_no_trace(results: Results) -> None:
+    for found, expected in zip(
+        results("report, None on rank 0", "fsdp"), results("no report, None on rank 0", "fsdp"), strict=True
+    ):
+        assert len(found["reports"]) == 1
+        for key in ("weights", "buffers", "random"):
+            torch.testing.assert_close(found[key], expected[key], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "without"),
-    [("report, none on rank 0", "no report, none on rank 0"), ("report on demand", "no report")],
-)
-def test_replays_leave_no_trace(ranks: list[dict[str, Any]], name: str, without: str) -> None:
-    for rank in ranks:
-        one, other = rank[name]["fsdp"], rank[without]["fsdp"]
-        assert len(one["reports"]) == 1
-        for key in ("weights", "buffers"):
-            assert all(torch.equal(value, other[key][part]) for part, value in one[key].items())
-        assert torch.equal(one["random"], other["random"])
-
-
-def test_reports_name_the_layer(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        for name in ("report", "report, none on rank 0"):
-            (report,) = rank[name]["fsdp"]["reports"]
+def test_reports_name_the_layer(results: Results) -> None:
+    for name in ("report", "report, None on rank 0"):
+        for rank in results(name, "fsdp"):
+            (report,) = rank["reports"]
             assert "# Verdict: forward pass overflows in 16 bits" in report
             assert "mul in 'net.2' (Overflow)" in report
             assert "rank 1 |" in report
-        report, *_ = rank["report of the backward"]["fsdp"]["reports"]
-        assert "'net.2' (Overflow)" in report
-        assert "net.2.weight" in report
-        assert "# Verdict: none: nothing overflowed" in rank["report on demand"]["fsdp"]["reports"][0]
+    for rank in results("report of the backward pass", "fsdp"):
+        assert "'net.2' (Overflow)" in rank["reports"][0]
+        assert "net.2.weight" in rank["reports"][0]
+    for rank in results("report on request", "fsdp"):
+        assert "# Verdict: none: nothing overflowed" in rank["reports"][0]
 
 
-def test_collapse_stops_all(ranks: list[dict[str, Any]], folder: Path) -> None:
-    for rank in ranks:
-        assert rank["collapse"]["fsdp"]["error"].startswith("4 optimizer steps in a row were skipped")
-    saved = torch.load(folder / "fsdp" / "checkpoints" / "before_collapse.ckpt", weights_only=True)
+def test_collapse_stops_all_ranks(results: Results, folder: Path) -> None:
+    for rank in results("collapse", "fsdp"):
+        assert rank["error"].startswith("4 optimizer steps in a row were skipped")
+    saved = torch.load(folder / "collapse" / "fsdp" / "checkpoints" / "before_collapse.ckpt", weights_only=True)
     assert saved["state_dict"]["net.0.weight"].shape == (16, 6)
 
 
-def test_fp32_modules_compute_in_float32(ranks: list[dict[str, Any]]) -> None:
-    half, single = "torch.float16", "torch.float32"
-    for rank in ranks:
-        assert rank["fp32_modules"]["fsdp"]["dtypes"] == {"0": half, "1.linear": single, "3.linear": half, "4": single}
+@pytest.mark.parametrize(
+    ("name", "key", "half"),
+    [
+        ("fp32_modules", "dtypes", "torch.float16"),
+        ("fp32_modules of 16-bit weights", "computed", "torch.bfloat16"),
+        ("fp32_modules below a policy", "computed", "torch.bfloat16"),
+    ],
+)
+def test_fp32_modules_compute_in_float32(results: Results, name: str, key: str, half: str) -> None:
+    for rank in results(name, "fsdp"):
+        assert rank[key] == {"0": half, "1.linear": "torch.float32", "3.linear": half, "4": "torch.float32"}
 
 
-def test_fp32_modules_keep_their_weights_in_float32(ranks: list[dict[str, Any]]) -> None:
-    half, single = "torch.bfloat16", "torch.float32"
-    for rank in ranks:
-        for name in ("fp32_modules of 16-bit weights", "fp32_modules below a policy"):
-            assert rank[name]["fsdp"]["computed"] == {"0": half, "1.linear": single, "3.linear": half, "4": single}
+def test_sizes_are_those_of_whole_layers(results: Results) -> None:
+    for rank in results("alignment", "fsdp"):
+        assert "net.0 (Linear): in_features 6 -> 8\n" in rank["message"]
 
 
-def test_sizes_are_those_of_whole_layers(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert "net.0 (Linear): in_features 6 -> 8\n" in rank["alignment"]["fsdp"]["said"]
+def test_anomalies_name_the_operation(results: Results) -> None:
+    assert all(rank["error"] == "Function 'SqrtBackward0'" for rank in results("anomaly", "fsdp"))
 
 
-def test_anomalies_name_the_operation(ranks: list[dict[str, Any]]) -> None:
-    assert all(rank["anomaly"]["fsdp"]["error"] == "Function 'SqrtBackward0'" for rank in ranks)
-
-
-@pytest.mark.parametrize("name", [*CHECKPOINTED, "compiled", "compiled blocks"])
-def test_recomputed_and_compiled_blocks_learn_the_same(ranks: list[dict[str, Any]], name: str) -> None:
-    compiled = name.startswith("compiled")
-    plain = "alignment" if compiled else "nothing"  # of one epoch
-    for rank in ranks:
-        one, other = rank[name]["fsdp"], rank[plain]["fsdp"]
+@pytest.mark.parametrize("name", ["checkpointed blocks", "checkpointed around blocks", "compiled"])
+def test_recomputed_and_compiled_blocks_learn_the_same(results: Results, name: str) -> None:
+    for found, expected in zip(results(name, "fsdp"), results("alignment", "fsdp"), strict=True):
         for key in ("weights", "buffers"):
-            for part, value in one[key].items():
-                torch.testing.assert_close(value, other[key][part], rtol=0, atol=1e-6 if compiled else 0)
+            torch.testing.assert_close(found[key], expected[key], rtol=0, atol=1e-6 if name == "compiled" else 0)
 
 
-def test_rates_are_measured_over_all(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert (rank["measured"]["fsdp"]["measured"], rank["measured"]["fsdp"]["rates"]) == (4, 1)
-    told = ranks[0]["measured"]["fsdp"]["told"]
-    assert (told["status"], told["samples"], told["samples_per_step"]) == ("completed", 40, 8)
+def test_rates_are_measured_over_all_ranks(results: Results) -> None:
+    found = results("measured", "fsdp")
+    assert [(rank["measured"], rank["rates"]) for rank in found] == [(4, 1)] * 2
+    summary = found[0]["summary"]
+    assert (summary["status"], summary["samples"], summary["samples_per_step"]) == ("completed", 40, 8)
 
 
-@pytest.mark.parametrize("name", AVERAGED)
-def test_averages_are_parts_and_validations_see_them(ranks: list[dict[str, Any]], name: str) -> None:
+@pytest.mark.parametrize("name", ["EMA, skipped", "average by foreach", "SWA"])
+def test_averages_are_parts_and_used_in_validations(results: Results, name: str) -> None:
     prefix = "" if name == "SWA" else "module."
-    for rank in ranks:
-        found = rank[name]["fsdp"]
-        assert found["held"] == {f"{prefix}net.1.linear.weight": 128, f"{prefix}net.1.linear.bias": 8}
+    for rank in results(name, "fsdp"):
+        assert rank["held"] == {f"{prefix}net.1.linear.weight": 128, f"{prefix}net.1.linear.bias": 8}
         # the parameter of the root in the sanity check and in both batches of each validation
-        assert found["gains"][0] == 1.0
-        assert found["gains"][1] == found["gains"][2] != found["gains"][3] == found["gains"][4]
-        assert len(found["gains"]) == (7 if name == "SWA" else 5)
+        gains = rank["gains"]
+        assert gains[0] == 1.0
+        assert gains[1] == gains[2] != gains[3] == gains[4]
+        assert len(gains) == (7 if name == "SWA" else 5)
 
 
-def test_average_that_has_not_begun_is_the_current_weights(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        for kind in worker.KINDS:
-            found = rank["EMA, not begun"][kind]
-            assert (found["at end"], found["in file"]) == (True, True)
-            assert found["gains"][-1] == found["gain"] != found["gains"][0]
+def test_average_before_its_start_is_the_current_weights(results: Results) -> None:
+    for engine in ENGINES:
+        for rank in results("before the average", engine):
+            assert (rank["at end"], rank["in file"]) == (True, True)
+            assert rank["gains"][-1] == rank["gain"] != rank["gains"][0]
 
 
 @pytest.mark.parametrize("name", ["EMA resumed", "SWA resumed"])
-def test_averages_continue_after_a_resume(ranks: list[dict[str, Any]], name: str) -> None:
-    assert all(rank[name]["fsdp"]["resumed is the same"] for rank in ranks)
-    assert ranks[0][name]["fsdp"]["saved"]["net.0.weight"].shape == (16, 6)
+def test_averages_continue_after_a_resume(results: Results, name: str) -> None:
+    found = results(name, "fsdp")
+    assert all(rank["resumed is the same"] for rank in found)
+    assert found[0]["saved"]["net.0.weight"].shape == (16, 6)
 
 
-def test_stock_callbacks_see_whole_weights_and_end_a_fit(ranks: list[dict[str, Any]], folder: Path) -> None:
-    for rank in ranks:
-        found = rank["stock"]["fsdp"]
-        assert len(found["outcomes"]) == 5 + 3 + 3  # windows of 1 batch, then of 2; stopped after three epochs
-        assert found["saved"]["net.0.weight"].shape == (16, 6)
-        assert found["at end"] == [11]
-    log = (folder / "fsdp" / "stock" / "version_0" / "metrics.csv").read_text()
+def test_stock_callbacks_use_whole_weights_and_end_a_fit(results: Results, folder: Path) -> None:
+    for rank in results("stock", "fsdp"):
+        assert len(rank["outcomes"]) == 5 + 3 + 3  # windows of 1 batch, then of 2; stopped after three epochs
+        assert rank["saved"]["net.0.weight"].shape == (16, 6)
+        assert rank["at end"] == [11]
+    log = (folder / "stock" / "fsdp" / "stock" / "version_0" / "metrics.csv").read_text()
     assert "lr-AdamW" in log
     assert "train/samples" in log
 
 
-def test_same_learning_rate_is_found(ranks: list[dict[str, Any]]) -> None:
-    assert len({rank["learning rate found"][kind]["found"] for rank in ranks for kind in worker.KINDS} - {1e-3}) == 1
+def test_same_learning_rate_is_found(results: Results) -> None:
+    assert len({rank["lr"] for engine in ENGINES for rank in results("learning rate", engine)} - {1e-3}) == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*have no `val_dataloader`")
-def test_parameters_unfrozen_later_equal_those_of_one_process(ranks: list[dict[str, Any]]) -> None:
-    seen = worker.Seen()
-    torch.manual_seed(1)
-    trainer = Trainer(
-        accelerator="cpu", devices=1, max_epochs=3, limit_train_batches=5, logger=False, enable_progress_bar=False,
-        enable_checkpointing=False, enable_model_summary=False, limit_val_batches=0,
-        callbacks=[seen, worker.finetuning()],
-    )  # fmt: skip
-    trainer.fit(worker.Backbone(), DataLoader(samples(), batch_size=BATCH, sampler=Shard(1)))
-    for rank in ranks:
-        for name, value in seen.state["weights"].items():
-            torch.testing.assert_close(rank["finetuned"]["fsdp"]["weights"][name], value, rtol=0, atol=1e-6)
+def test_parameters_unfrozen_later_equal_those_of_one_process(ranks: Ranks) -> None:
+    """DDP does not average gradients of parameters that were frozen when it was created."""
+    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01)
+    arguments = {"max_epochs": 3, "callbacks": [callback]}
+    expected = fit(Backbone(), arguments, 1)["weights"]
+    for rank in ranks.call(fit, Backbone(), arguments | {"strategy": "fsdp"}):
+        torch.testing.assert_close(rank["weights"], expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("callback", [GradientCheck(), ModelPruning("l1_unstructured")])
 def test_callbacks_that_need_whole_weights_are_refused(callback: Any) -> None:
     with pytest.raises(UnsupportedError, match=f"{type(callback).__name__} with strategy='fsdp'"):
-        Trainer(accelerator="cpu", devices=2, strategy="fsdp", callbacks=[callback], logger=False)
+        make_trainer(None, devices=2, strategy="fsdp", callbacks=[callback])

@@ -3,35 +3,108 @@
 from __future__ import annotations
 
 import re
+import time
+import warnings
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from tests.distributed.ranks import Ranks
-from tests.support import needs_deepspeed, needs_fsdp2
+from tests.distributed.worker import Regression, samples
+from tests.support import loader_of, make_trainer, native_fp16, needs_deepspeed, needs_fsdp2
+from trainer import CheckpointFiles, DeepSpeedStrategy
+from trainer.callbacks import RollBackOnLossSpike
+from trainer.callbacks.run_recorder import RunRecorder
+from trainer.engine import stalls
 from trainer.engine.stalls import Place, missing_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
 
+class Stuck(nn.Module):
+    """Blocks once, on one rank, until the file reports its position."""
+
+    def __init__(self, rank: int, file: Path) -> None:
+        super().__init__()
+        self.rank, self.file, self.calls = rank, file, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 3 and torch.distributed.get_rank() == self.rank:
+            for _ in range(600):
+                if self.file.exists() and "net.1" in self.file.read_text():
+                    break
+                time.sleep(0.1)
+        return x
+
+
+def stall(folder: Path, engine: str, rank: int, timeout: float) -> tuple[list[str], float]:
+    """Return the output of this rank, and a weight at the end."""
+    output: list[str] = []
+    before, stalls.write_stderr = stalls.write_stderr, output.append
+    module = Regression()
+    module.net.insert(1, Stuck(rank, folder / "stall.txt"))
+    strategy: Any = DDPStrategy if engine == "ddp" else DeepSpeedStrategy
+    try:
+        trainer = make_trainer(
+            folder, devices=torch.distributed.get_world_size(), strategy=strategy(timeout=timedelta(seconds=timeout)),
+            limit_val_batches=0, callbacks=[RunRecorder(dirpath=folder)],
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(samples(), batch_size=2))
+    finally:
+        stalls.write_stderr = before
+    return output, float(module.net[0].weight[0, 0].detach())
+
+
+def spike(folder: Path, engine: str, left_out: tuple[int, int] | None) -> tuple[list[Any], list[Tensor], int]:
+    """Return the roll-back, and the weights and the step at the end. ``left_out`` omits these batches and the spike."""
+    rank, callbacks = torch.distributed.get_rank(), list[Any]()
+    generator = torch.Generator().manual_seed(rank)
+    batches = [[torch.randn(4, 6, generator=generator), torch.randn(4, 2, generator=generator)] for _ in range(16)]
+    if left_out is None:
+        batches[11][1] += 30.0 * rank  # the other rank has no spike
+        callbacks = [RollBackOnLossSpike(threshold=5.0, window=4)]
+    else:
+        del batches[slice(*left_out)]
+    saver = ModelCheckpoint(folder / f"{engine}_{left_out}", every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    module, precision = Regression(), "32-true" if engine == "fsdp" else native_fp16(init_scale=64.0, growth_interval=3)
+    trainer = make_trainer(
+        folder, devices=torch.distributed.get_world_size(), strategy=engine, callbacks=[*callbacks, saver],
+        precision=precision, plugins=[CheckpointFiles(sharded=engine == "fsdp")], use_distributed_sampler=False,
+        enable_checkpointing=True,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, loader_of(batches))
+    rollbacks = callbacks[0].rollbacks if callbacks else []
+    return rollbacks, [parameter.detach().clone() for parameter in module.parameters()], trainer.global_step
+
+
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
 def test_all_ranks_roll_back_when_the_loss_of_one_spikes(ranks: Ranks, tmp_path: Path, engine: str) -> None:
     """Under DDP in 16-mixed with its scaler, and under FSDP from a sharded checkpoint."""
-    found = ranks.call("tests.distributed.trouble_worker:spike", tmp_path, engine, None)
-    oracle = ranks.call("tests.distributed.trouble_worker:spike", tmp_path, engine, (8, 12))
-    for (done, weights, step), (nothing, without, steps) in zip(found, oracle, strict=True):
-        assert [(one["step"], one["to_step"], one["first"], one["last"]) for one in done] == [(11, 8, [0, 8], [0, 11])]
-        assert nothing == []
-        assert step == steps == 12
-        for mine, other in zip(weights, without, strict=True):
-            assert torch.equal(mine, other)
+    found = ranks.call(spike, tmp_path, engine, None)
+    expected = ranks.call(spike, tmp_path, engine, (8, 12))
+    for (rollbacks, *results), (_, *without) in zip(found, expected, strict=True):
+        (rollback,) = rollbacks
+        assert [rollback[key] for key in ("step", "to_step", "first", "last")] == [11, 8, [0, 8], [0, 11]]
+        assert results[1] == 12
+        torch.testing.assert_close(results, without, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("deepspeed", marks=needs_deepspeed)])
 def test_missing_rank_is_named_with_its_layer(ranks: Ranks, tmp_path: Path, engine: str) -> None:
-    (said, weight), (more, same) = ranks.call("tests.distributed.trouble_worker:stall", tmp_path, engine, 1, 9.0)
-    (text,) = [one for one in said + more if "net.1" in one]  # a set-up may take longer than the patience, too
+    (output, weight), (other_output, other_weight) = ranks.call(stall, tmp_path, engine, 1, 9.0)
+    (text,) = [
+        one for one in output + other_output if "net.1" in one
+    ]  # the set-up may take longer than the timeout, too
     first, late, *stack, other, file = text.splitlines()
     assert re.fullmatch(r"The run has not moved for \d+ s\.", first)
     assert late.startswith("Rank 1 (process ")
@@ -47,7 +120,7 @@ def test_missing_rank_is_named_with_its_layer(ranks: Ranks, tmp_path: Path, engi
     assert stacks.count("training_step") >= 1
     assert "Rank 0:\n" in stacks
     assert "Rank 1:\n" in stacks
-    assert weight == same
+    assert weight == other_weight
 
 
 def place(rank: int, **begun: int) -> Place:

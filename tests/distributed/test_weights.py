@@ -2,25 +2,89 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import DataLoader
 
 from tests.distributed.ranks import RankError, Ranks
-from tests.distributed.weights_worker import Net
-from tests.support import needs_fsdp2
+from tests.distributed.worker import BATCH, Regression, Shard, samples, whole
+from tests.support import make_trainer, needs_fsdp2
 from trainer.checkpoint import conversion
+from trainer.engine.sharding.state_dicts import gathered
 
-pytestmark = [
-    needs_fsdp2,
-]
+pytestmark = needs_fsdp2
 
 
-def saved(folder: Path, form: str) -> tuple[Path, dict[str, Any]]:
-    """A file or folder of weights, and its contents."""
+class Net(Regression):
+    """Parameters of uneven shards, a buffer, and a head.
+
+    Args:
+        seed: of the weights.
+        outputs: of the head, which are averaged.
+        late: whether ``configure_model`` makes the layers, on the meta device.
+    """
+
+    def __init__(self, seed: int = 0, outputs: int = 2, late: bool = False) -> None:
+        super().__init__()
+        self.seed, self.outputs = seed, outputs
+        self.net: Any = None
+        if not late:
+            self._make()
+
+    def _make(self) -> None:
+        torch.manual_seed(self.seed)
+        self.net = nn.Sequential(
+            nn.Linear(6, 16), nn.Tanh(), nn.BatchNorm1d(16, momentum=0.0), nn.Linear(16, self.outputs)
+        )
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            with torch.device("meta"):
+                self._make()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features, target = batch
+        return nn.functional.mse_loss(self.net(features).mean(1, keepdim=True), target[:, :1])
+
+
+class Start(Callback):
+    """Records the whole weights and buffers at the start of training, and those of the average."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.weights = whole(pl_module) | {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
+        for callback in trainer.callbacks:
+            if isinstance(callback, EMAWeightAveraging):
+                average = gathered(dict(callback._average_model.module.state_dict()), True)
+                self.average = {name: value.clone() for name, value in average.items()}
+
+
+def fit(path: Path, strategy: str, late: bool = False, outputs: int = 2) -> dict[str, Any]:
+    """Return the weights at the start, and the report on loading."""
+    start = Start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = make_trainer(
+            path.parent, devices=2, strategy=strategy, limit_train_batches=2, limit_val_batches=0,
+            use_distributed_sampler=False, callbacks=[start, EMAWeightAveraging(update_starting_at_epoch=9)],
+        )  # fmt: skip
+        module = Net(seed=torch.distributed.get_rank() + 5, late=late, outputs=outputs)
+        trainer.fit(module, DataLoader(samples(), batch_size=BATCH // 2, sampler=Shard(2)), weights=path)
+    assert trainer.loaded_weights is not None
+    return {
+        "start": start.weights, "average": start.average, "facts": trainer.loaded_weights.facts,
+    }  # fmt: skip
+
+
+def save(folder: Path, form: str) -> tuple[Path, dict[str, Any]]:
+    """Return a file or folder of weights, and its contents."""
     module = Net(seed=3)
     module.net[2].running_mean.fill_(0.5)
     state = module.state_dict()
@@ -37,42 +101,43 @@ def saved(folder: Path, form: str) -> tuple[Path, dict[str, Any]]:
     return file, state
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("form", ["checkpoint", "folder", "safetensors", "other names"])
-def test_both_ranks_start_with_the_weights_of_the_file(ranks: Ranks, tmp_path: Path, form: str, strategy: str) -> None:
-    file, state = saved(tmp_path, form)
-    for late in (False, True):
-        found = ranks.call("tests.distributed.weights_worker:fit", str(file), strategy, late)
-        for rank in found:
-            assert rank["begun"].keys() == state.keys()
-            assert all(torch.equal(value, state[name]) for name, value in rank["begun"].items()), late
-            assert rank["facts"]["parameters"] == [6 * 16 + 16 + 32 + 16 * 2 + 2] * 2
-            assert not torch.equal(rank["end"]["net.0.weight"], state["net.0.weight"])
-        assert found[0]["facts"] == found[1]["facts"]
+@pytest.mark.parametrize(
+    ("form", "strategy", "late"),
+    [
+        ("checkpoint", "ddp", True),
+        ("checkpoint", "fsdp", False),
+        ("folder", "ddp", False),
+        ("folder", "fsdp", True),
+        ("safetensors", "fsdp", True),
+        ("other names", "fsdp", True),
+    ],
+)
+def test_ranks_and_averages_start_with_the_weights_of_the_file(
+    ranks: Ranks, tmp_path: Path, form: str, strategy: str, late: bool
+) -> None:
+    file, state = save(tmp_path, form)
+    found = ranks.call(fit, file, strategy, late)
+    for rank in found:
+        for start in (rank["start"], rank["average"]):
+            torch.testing.assert_close(start, state, rtol=0, atol=0)
+        assert rank["facts"]["parameters"] == [6 * 16 + 16 + 32 + 16 * 2 + 2] * 2
+    assert found[0]["facts"] == found[1]["facts"]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_head_of_another_size_stays(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
-    file, state = saved(tmp_path, "folder")
-    for rank in ranks.call("tests.distributed.weights_worker:fit", str(file), strategy, False, 7):
+def test_head_of_another_size_keeps_its_weights(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+    file, state = save(tmp_path, "folder")
+    for rank in ranks.call(fit, file, strategy, False, 7):
         assert rank["facts"]["differing"] == {
             "net.3.weight": "(2, 16) in the file and (7, 16) in the module",
             "net.3.bias": "(2,) in the file and (7,) in the module",
         }
-        assert torch.equal(rank["begun"]["net.0.weight"], state["net.0.weight"])
-        assert rank["begun"]["net.3.weight"].shape == (7, 16)
+        assert torch.equal(rank["start"]["net.0.weight"], state["net.0.weight"])
+        assert rank["start"]["net.3.weight"].shape == (7, 16)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_average_starts_with_the_weights(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
-    file, state = saved(tmp_path, "checkpoint")
-    for rank in ranks.call("tests.distributed.weights_worker:fit", str(file), strategy, False, 2, True):
-        assert all(torch.equal(value, state[name]) for name, value in rank["average"].items())
-        assert rank["average"].keys() == state.keys()
-
-
-def test_weights_of_another_shape_end_both_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def test_file_without_matching_names_ends_both_ranks(ranks: Ranks, tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
     with pytest.raises(RankError) as caught:
-        ranks.call("tests.distributed.weights_worker:fit", str(tmp_path / "a.pt"), "fsdp")
+        ranks.call(fit, tmp_path / "a.pt", "fsdp")
     assert str(caught.value).count("No weight in") == 2

@@ -1,4 +1,4 @@
-"""Operations on unsharded gradients. Sharded ones are in tests/distributed/test_sharded.py."""
+"""Operations on unsharded gradients. Sharded ones are in tests/distributed/test_engines.py."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from scripts import _scale
 from tests.distributed.ranks import Ranks
 from tests.support import needs_fsdp2
 
@@ -16,7 +17,7 @@ LAYERS = 4
 @pytest.fixture(scope="module")
 def counted(ranks: Ranks) -> dict[Any, list[dict[str, Any]]]:
     return {
-        key: ranks.call("scripts._scale:count", *key)
+        key: ranks.call(_scale.count, *key)
         for key in (("ddp", "16-mixed", True), ("fsdp", "32-true", False), ("fsdp", "16-mixed", True))
     }
 
