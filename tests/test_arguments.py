@@ -18,6 +18,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer import Trainer
@@ -74,29 +75,43 @@ def test_nothing_heavy_is_imported():
     assert done.stdout == "set()\n"
 
 
-def test_defaults():
-    parsed = limits()
-    assert (parsed.train, parsed.val, parsed.test, parsed.predict) == (1.0, 1.0, 1.0, 1.0)
-    assert (parsed.max_epochs, parsed.max_steps, parsed.num_sanity_val_steps) == (None, -1, 2)
-    assert (parsed.val_check_interval, parsed.check_val_every_n_epoch) == (1.0, 1)
-
-
-@pytest.mark.parametrize("stage", ["train", "val", "test", "predict"])
-@pytest.mark.parametrize(("given", "kind"), [(0, int), (1, int), (7, int), (0.5, float), (1.0, float), (3.0, int)])
+@pytest.mark.parametrize(
+    ("stage", "given", "kind"),
+    [("train", 1, int), ("val", 0.5, float), ("test", 1.0, float), ("predict", 3.0, int), ("train", 0, int)],
+)
 def test_batches_and_shares(stage, given, kind):
     parsed = getattr(limits(**{f"limit_{stage}_batches": given}), stage)
     assert parsed == given
     assert type(parsed) is kind  # 1 is a batch, 1.0 is all of them
 
 
-@pytest.mark.parametrize("given", [True, -1, -0.5, 1.5, float("nan"), "3"])
-@pytest.mark.parametrize("name", ["limit_train_batches", "limit_predict_batches", "overfit_batches"])
-def test_impossible_amounts(name, given):
-    with pytest.raises(ConfigurationError, match=name):
-        limits(**{name: given})
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("limit_train_batches", value) for value in (True, -1, -0.5, 1.5, float("nan"), "3")),
+        ("overfit_batches", -0.5),
+        ("reload_dataloaders_every_n_epochs", -1),
+        ("val_check_interval", "00:01"),
+        ("max_epochs", -2),
+        ("max_steps", -2),
+        ("fast_dev_run", -1),
+        ("num_sanity_val_steps", -2),
+        ("check_val_every_n_epoch", 0.5),
+        ("accumulate_grad_batches", 0),
+        ("accumulate_grad_batches", 2.0),
+        ("gradient_clip_algorithm", "norms"),
+        ("gradient_clip_val", -1.0),
+        ("gradient_clip_val", "1"),
+        ("profiler", "fast"),
+        ("strategy", "deepspeed_stage_3_offload_nvme"),
+    ],
+)
+def test_impossible_values_are_refused(name, value):
+    with pytest.raises(ConfigurationError, match=f"{name} is {value!r}, expected"):
+        limits(**{name: value})
 
 
-@pytest.mark.parametrize(("given", "batches"), [(True, 1), (1, 1), (5, 5)])
+@pytest.mark.parametrize(("given", "batches"), [(True, 1), (5, 5)])
 def test_fast_dev_run(given, batches):
     parsed = limits(
         fast_dev_run=given, max_epochs=9, max_steps=100, limit_val_batches=0.1, val_check_interval=0.1,
@@ -107,15 +122,7 @@ def test_fast_dev_run(given, batches):
     assert (parsed.val_check_interval, parsed.check_val_every_n_epoch) == (1.0, 1)
 
 
-def test_overfit_batches():
-    parsed = limits(overfit_batches=2, limit_train_batches=0.5)
-    assert (parsed.train, parsed.val, parsed.test) == (2, 2, 1.0)
-    parsed = limits(overfit_batches=3, fast_dev_run=True)
-    assert (parsed.train, parsed.val, parsed.test) == (3, 3, 1)
-
-
-@pytest.mark.parametrize("name", [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
-                         + ["overfit_batches", "val_check_interval"])  # fmt: skip
+@pytest.mark.parametrize("name", ["limit_test_batches", "overfit_batches", "val_check_interval"])
 @pytest.mark.parametrize("value", [1, 1.0])
 def test_one_and_all_are_distinguished(name, value, caplog):
     with caplog.at_level("INFO"):
@@ -128,17 +135,6 @@ def test_one_and_all_are_distinguished(name, value, caplog):
     message = one if isinstance(value, int) else all_
     assert f"`Trainer({name}={value})` was configured so" in caplog.text
     assert message in caplog.text
-
-
-@pytest.mark.parametrize(("given", "steps"), [(None, 2), (0, 0), (5, 5), (-1, INF)])
-def test_sanity_steps(given, steps):
-    assert limits(num_sanity_val_steps=given).num_sanity_val_steps == steps
-
-
-def test_fraction_of_an_epoch_with_batches_counted_over_all_epochs():
-    message = r"val_check_interval is 0.5, a fraction of an epoch, and check_val_every_n_epoch=None counts"
-    with pytest.raises(ConfigurationError, match=message):
-        limits(check_val_every_n_epoch=None, val_check_interval=0.5)
 
 
 def test_batches_over_all_epochs():
@@ -165,13 +161,11 @@ def test_time_between_validations(given, seconds):
     ("arguments", "kind", "message"),
     [
         ({"precision": "17-mixed"}, PrecisionError, r"precision='17-mixed'.*Did you mean '16-mixed'"),
-        (
-            {"strategy": "deepspeed_stage_3_offload_nvme"},
-            ConfigurationError,
-            r"strategy is 'deepspeed_stage_3_offload_nvme', expected one of .*deepspeed_stage_3_offload$",
-        ),
-        ({"accumulate_grad_batches": 2.0}, ConfigurationError, r"accumulate_grad_batches is 2.0"),
-        ({"gradient_clip_val": "1"}, ConfigurationError, r"gradient_clip_val is '1'"),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 0.5}, ConfigurationError, "counts batches"),
+        ({"strategy": "nonsense"}, ValueError, "nonsense"),
+        ({"accelerator": "nonsense"}, ValueError, "nonsense"),
+        ({"accelerator": "cuda"}, MisconfigurationException, "(?i)cuda|gpu"),
+        ({"accelerator": "cpu", "devices": 0}, MisconfigurationException, "devices"),
         (
             {"accumulate_grad_batches": 2, "callbacks": GradientAccumulation(2)},
             ConfigurationError,
@@ -225,7 +219,7 @@ def test_unknown_argument():
     ],
     ids=str,
 )
-def test_what_arguments_become(tmp_path, arguments, name, value):
+def test_converted_arguments_equal_lightnings(tmp_path, arguments, name, value):
     mine = make_trainer(tmp_path, **arguments)
     assert getattr(mine, name) == value
     theirs = (
@@ -248,21 +242,6 @@ def test_short_forms_become_callbacks_and_attributes(tmp_path):
     trainer = make_trainer(tmp_path, callbacks=[GradientAccumulation(3), GradientClipping(max_norm=2.0)])
     assert (trainer.gradient_clip_val, trainer.gradient_clip_algorithm) == (2.0, "norm")
     assert trainer.accumulate_grad_batches == 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "epochs", "steps", "least"),
-    [
-        ({"max_epochs": None}, None, -1, None),
-        ({"max_epochs": None, "max_steps": 5}, None, 5, None),
-        ({"max_epochs": 3, "max_steps": 5}, 3, 5, None),
-        ({"max_epochs": 3, "min_epochs": 2, "min_steps": 2}, 3, -1, 2),
-        ({"max_epochs": 3, "fast_dev_run": 4}, 1, 4, None),
-    ],
-)
-def test_how_long(tmp_path, arguments, epochs, steps, least):
-    trainer = make_trainer(tmp_path, **arguments)
-    assert (trainer.max_epochs, trainer.max_steps, trainer.min_epochs) == (epochs, steps, least)
 
 
 @pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
@@ -298,9 +277,8 @@ ASKS = {
 }
 
 
-@pytest.mark.parametrize("name", ASKS)
+@pytest.mark.parametrize("name", BAREBONES)
 def test_barebones_excludes(name):
-    assert ASKS.keys() == BAREBONES.keys()
     with pytest.raises(ValueError, match=rf"`Trainer\(barebones=True, {name}={ASKS[name]!r}\)` was passed"):
         Trainer(barebones=True, **{name: ASKS[name]})
 

@@ -15,14 +15,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from tests.parity import (
     CALLBACK_HOOKS,
-    CLASSES,
     Classifier,
     Learner,
     RecordingLogger,
@@ -67,57 +63,6 @@ class Logging(Classifier):
         self.log("test_batch", float(batch_idx), on_step=True)
 
 
-class InHooks(Classifier):
-    """Logs from hooks."""
-
-    def on_train_start(self) -> None:
-        self.log("at_train_start", 1.0)
-
-    def on_train_epoch_start(self) -> None:
-        self.log("at_epoch_start", float(self.current_epoch))
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.log("at_batch_start", float(batch_idx))
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.log("norm", self.net[0].weight.grad.norm())
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.log("at_batch_end", outputs["loss"])
-
-    def on_train_epoch_end(self) -> None:
-        self.log("at_epoch_end", float(self.current_epoch))
-
-    def on_validation_start(self) -> None:
-        self.log("at_val_start", 2.0)
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("at_val_epoch_end", float(self.global_step))
-
-
-class Metrics(Classifier):
-    """Logs metric objects and a collection of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.train_accuracy = MulticlassAccuracy(CLASSES)
-        self.val_accuracy = MulticlassAccuracy(CLASSES, average="micro")
-        self.several = MetricCollection(
-            [MulticlassAccuracy(CLASSES), MulticlassF1Score(CLASSES)], prefix="val_", compute_groups=False
-        )
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.train_accuracy(self(batch[0]), batch[1])
-        self.log("train_accuracy", self.train_accuracy, on_step=True, on_epoch=True, prog_bar=True)
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.val_accuracy.update(self(batch[0]), batch[1])
-        self.log("val_accuracy", self.val_accuracy)
-        self.several(self(batch[0]), batch[1])
-        self.log_dict(self.several)
-
-
 class SeveralLoaders(Classifier):
     """Logs with several evaluation dataloaders, with and without their index."""
 
@@ -143,20 +88,6 @@ class Dict(Learner):
         loss = self.loss(batch["one"]) + self.loss(batch["two"])
         self.log("loss", loss)
         return {"loss": loss, "extra": batch_idx}
-
-
-class Noisy(Classifier):
-    """Draws random numbers in training and in validation."""
-
-    def __init__(self) -> None:
-        super().__init__(momentum=0.9)
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, features: Tensor) -> Tensor:
-        return self.net(self.drop(features))
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("val_loss", self.loss(batch) + torch.rand(()))
 
 
 class Empty(Learner):
@@ -188,69 +119,6 @@ class Schedules(Classifier):
         ]
 
 
-class Manual(Learner):
-    """A GAN's skeleton: two optimizers, by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        first = torch.optim.SGD(self.net[0].parameters(), lr=0.1)
-        second = torch.optim.Adam(self.net[2].parameters(), lr=0.01)
-        return [first, second], [torch.optim.lr_scheduler.StepLR(second, 2)]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        for number, optimizer in enumerate(self.optimizers()):
-            self.toggle_optimizer(optimizer)
-            loss = self.loss(batch) * (number + 1)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            if batch_idx % 2 or number:
-                optimizer.step()
-            self.untoggle_optimizer(optimizer)
-            self.log(f"loss_{number}", loss, prog_bar=True)
-        self.lr_schedulers().step()
-
-
-class OwnStep(Learner):
-    """Overrides ``optimizer_step``."""
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
-        optimizer.step(closure=optimizer_closure)
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.9
-
-
-class Newton(Learner):
-    """An optimizer that evaluates the loss itself."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
-
-
-class OwnLog(Classifier):
-    """Overrides ``log``."""
-
-    def log(self, name: str, value: Any, **options: Any) -> None:
-        super().log(f"mine/{name}", value, **options)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-
-class CallbackLogs(Callback):
-    """Logs from a callback."""
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        pl_module.log("from_callback", float(batch_idx), on_epoch=True)
-
-    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.log("from_callback_val", 7.0)
-
-
 class Stream(IterableDataset):
     """Five batches without a length."""
 
@@ -274,20 +142,20 @@ class MetricsSeen(Callback):
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def look(self, where: str, trainer: Any) -> None:
-        self.seen.append((where, numbers(trainer.callback_metrics), numbers(trainer.progress_bar_metrics)))
+    def record(self, place: str, trainer: Any) -> None:
+        self.seen.append((place, numbers(trainer.callback_metrics), numbers(trainer.progress_bar_metrics)))
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.look("batch", trainer)
+        self.record("batch", trainer)
 
     def on_validation_end(self, trainer: Any, *args: Any) -> None:
-        self.look("sanity check" if trainer.sanity_checking else "validation", trainer)
+        self.record("sanity check" if trainer.sanity_checking else "validation", trainer)
 
     def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
-        self.look("epoch", trainer)
+        self.record("epoch", trainer)
 
     def on_fit_end(self, trainer: Any, *args: Any) -> None:
-        self.look("fit", trainer)
+        self.record("fit", trainer)
 
 
 def numbers(metrics: Any) -> dict[str, float]:
@@ -329,21 +197,21 @@ def shape(checkpoint: Any) -> Any:
     return keys
 
 
-def assert_close(theirs: Any, mine: Any, where: str = "") -> None:
+def assert_close(theirs: Any, ours: Any, place: str = "") -> None:
     """Compare keys exactly, and numbers approximately."""
-    assert type(theirs) is type(mine), where
+    assert type(theirs) is type(ours), place
     if isinstance(theirs, dict):
-        assert sorted(theirs) == sorted(mine), where
+        assert sorted(theirs) == sorted(ours), place
         for key in theirs:
-            assert_close(theirs[key], mine[key], f"{where}.{key}")
+            assert_close(theirs[key], ours[key], f"{place}.{key}")
     elif isinstance(theirs, (list, tuple)):
-        assert len(theirs) == len(mine), (where, theirs, mine)
-        for index, (a, b) in enumerate(zip(theirs, mine, strict=True)):
-            assert_close(a, b, f"{where}[{index}]")
+        assert len(theirs) == len(ours), (place, theirs, ours)
+        for index, (a, b) in enumerate(zip(theirs, ours, strict=True)):
+            assert_close(a, b, f"{place}[{index}]")
     elif isinstance(theirs, float):
-        assert math.isclose(theirs, mine, rel_tol=1e-5, abs_tol=1e-6), (where, theirs, mine)
+        assert math.isclose(theirs, ours, rel_tol=1e-5, abs_tol=1e-6), (place, theirs, ours)
     else:
-        assert theirs == mine, where
+        assert theirs == ours, place
 
 
 def train_val() -> Any:
@@ -358,57 +226,24 @@ def two_val() -> Any:
     return data(8), [data(6, seed=1), data(4, seed=2)]
 
 
-def shuffled() -> Any:
-    return data(9, shuffle=True, drop_last=True), data(6, seed=1)
-
-
 SCENARIOS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "logging": (Logging, train_val, {"max_epochs": 2}),
-    "logging, sparse": (Logging, train_val, {"max_epochs": 2, "log_every_n_steps": 3}),
-    "logging, no sanity check": (Logging, train_val, {"max_epochs": 1, "num_sanity_val_steps": 0}),
-    "logging, validation in the middle": (Logging, train_val, {"max_epochs": 2, "val_check_interval": 2}),
-    "logging, validation by share": (Logging, train_val, {"max_epochs": 1, "val_check_interval": 0.25}),
     "logging, validation over epochs":
         (Logging, train_val, {"max_epochs": 3, "val_check_interval": 3, "check_val_every_n_epoch": None}),
-    "logging, every second epoch": (Logging, train_val, {"max_epochs": 3, "check_val_every_n_epoch": 2}),
-    "logging, accumulation": (Logging, train_val, {"max_epochs": 2, "accumulate_grad_batches": 2}),
     "logging, accumulation, sparse":
         (Logging, train_val, {"max_epochs": 3, "accumulate_grad_batches": 2, "log_every_n_steps": 3}),
-    "logging, max_steps": (Logging, train_val, {"max_steps": 5}),
-    "logging, limits": (Logging, train_val, {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 0.5}),
     "logging, overfit": (Logging, train_val, {"max_epochs": 2, "overfit_batches": 2}),
-    "in hooks": (InHooks, train_val, {"max_epochs": 2}),
-    "in hooks, accumulation": (InHooks, train_val, {"max_epochs": 2, "accumulate_grad_batches": 2}),
-    "in callbacks": (Logging, train_val, {"max_epochs": 2, "callbacks": [CallbackLogs]}),
-    "metric objects": (Metrics, train_val, {"max_epochs": 2}),
-    "metric objects, in the middle": (Metrics, train_val, {"max_epochs": 2, "val_check_interval": 2}),
     "several dataloaders": (SeveralLoaders, two_val, {"max_epochs": 2}),
-    "several dataloaders, in the middle": (SeveralLoaders, two_val, {"max_epochs": 1, "val_check_interval": 2}),
-    "several dataloaders, limited": (SeveralLoaders, two_val, {"max_epochs": 1, "limit_val_batches": 1}),
-    "random numbers": (Noisy, shuffled, {"max_epochs": 3}),
-    "random numbers, in the middle": (Noisy, shuffled, {"max_epochs": 2, "val_check_interval": 2}),
-    "clipping by norm": (Logging, train_val, {"max_epochs": 2, "gradient_clip_val": 0.1}),
     "clipping by value":
         (Logging, train_val, {"max_epochs": 2, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "nothing from training_step": (Empty, train_only, {"max_epochs": 2}),
-    "nothing from training_step, max_steps": (Empty, train_only, {"max_steps": 6}),
-    "schedules": (Schedules, train_val, {"max_epochs": 3}),
-    "schedules, accumulation": (Schedules, train_val, {"max_epochs": 3, "accumulate_grad_batches": 2}),
     "schedules, stopped inside an epoch": (Schedules, train_val, {"max_steps": 6}),
-    "manual": (Manual, train_only, {"max_epochs": 2}),
-    "optimizer_step": (OwnStep, train_only, {"max_epochs": 2}),
-    "optimizer_step, accumulation": (OwnStep, train_only, {"max_epochs": 2, "accumulate_grad_batches": 2}),
-    "LBFGS": (Newton, train_only, {"max_epochs": 2}),
-    "overridden log": (OwnLog, train_val, {"max_epochs": 2}),
     "dict of dataloaders":
         (Dict, lambda: ({"one": data(8), "two": data(4, seed=2)}, None), {"max_epochs": 2}),
     "combined loader":
         (Dict, lambda: (CombinedLoader({"one": data(8), "two": data(4, seed=2)}, "min_size"), None), {"max_epochs": 2}),
-    "stream": (Learner, lambda: (DataLoader(Stream(), batch_size=None), None), {"max_epochs": 2}),
     "stream, limited":
         (Learner, lambda: (DataLoader(Stream(), batch_size=None), None), {"max_epochs": 2, "limit_train_batches": 3}),
-    "stream, validation":
-        (Logging, lambda: (DataLoader(Stream(), batch_size=None), data(4)), {"max_epochs": 2, "val_check_interval": 2}),
     "bare iterable": (Learner, lambda: (Sized(), None), {"max_epochs": 2}),
     "64-true": (Logging, train_val, {"max_epochs": 2, "precision": "64-true"}),
     "bf16-mixed": (Logging, train_val, {"max_epochs": 2, "precision": "bf16-mixed"}),
@@ -441,8 +276,8 @@ def test_same_run(name: str, tmp_path: Path) -> None:
 
 def at_most(theirs: Any, mine: Any) -> Any:
     """Remove metrics that only ``mine`` has: in a sanity check Lightning has the last dataloader's metrics only."""
-    where, *metrics = mine
-    return where, *({k: v for k, v in b.items() if k in a} for a, b in zip(theirs[1:], metrics, strict=True))
+    place, *metrics = mine
+    return place, *({k: v for k, v in b.items() if k in a} for a, b in zip(theirs[1:], metrics, strict=True))
 
 
 def without_grad_norm(seen: Seen) -> None:

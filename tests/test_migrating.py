@@ -10,7 +10,6 @@ from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch import callbacks, loggers, profilers
 
 from tests.parity import lightning, ours
-from trainer import Trainer
 
 GUIDE = (Path(__file__).parents[1] / "docs" / "migrating-from-lightning.md").read_text()
 
@@ -29,15 +28,6 @@ def classes_of(module: object) -> set[str]:
 def test_every_argument() -> None:
     theirs = inspect.signature(LightningTrainer.__init__).parameters
     assert named_in("Arguments") == theirs.keys() - {"self"}
-    mine = inspect.signature(Trainer.__init__).parameters
-    ours = {
-        "resume": None,
-        "exact_resume": True,
-        "dataloader_timeout": 1800.0,
-        "pad_evaluation": False,
-        "prefetch_batches": 1,
-    }
-    assert {name: p.default for name, p in mine.items()} == {name: p.default for name, p in theirs.items()} | ours
 
 
 def test_every_attribute() -> None:

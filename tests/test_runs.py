@@ -54,10 +54,10 @@ def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, l
         except (Exception, SystemExit) as error:
             result = kind_of(error)
     ours_alone = "LeafSpec", "workers", "loss-scaler"
-    said = {
+    messages = {
         (w.category.__name__, str(w.message)[:45]) for w in drawn if not any(x in str(w.message) for x in ours_alone)
     }
-    return result, sorted(said)
+    return result, sorted(messages)
 
 
 # --- modules without methods, or with removed ones -----------------------------------------------------------------
@@ -103,14 +103,14 @@ def test_errors_about_missing_methods_equal_lightnings(function: str, module: ty
     assert mine == theirs
 
 
-@pytest.mark.parametrize("evaluating", [[], ["net"], ["net.0", "net.2"], [""]])
-def test_parts_in_eval_mode_when_training_starts_are_spoken_of(evaluating: list[str]) -> None:
+@pytest.mark.parametrize("evaluating", [[], ["net.0", "net.2"], [""]])
+def test_warning_about_parts_in_eval_mode_equals_lightnings(evaluating: list[str]) -> None:
     def scenario(make: Any) -> Any:
         module = Classifier()
         for name in evaluating:
             module.get_submodule(name).eval()
-        said = outcome(make(max_epochs=1).fit, module, data(2), data(2))
-        return said, outcome(make(max_epochs=0).fit, module, data(2), data(2))
+        started = outcome(make(max_epochs=1).fit, module, data(2), data(2))
+        return started, outcome(make(max_epochs=0).fit, module, data(2), data(2))
 
     theirs, mine = run_both(scenario)
     assert mine == theirs
@@ -122,37 +122,33 @@ def test_parts_in_eval_mode_when_training_starts_are_spoken_of(evaluating: list[
 class Raises(Classifier):
     """Raises in one of its methods."""
 
-    def __init__(self, where: str, error: type[BaseException]) -> None:
+    def __init__(self, name: str, error: type[BaseException]) -> None:
         super().__init__()
 
         def method(*args: Any, **kwargs: Any) -> None:
             raise error
 
-        vars(self)[where] = method
+        vars(self)[name] = method
 
 
-@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
 @pytest.mark.parametrize(
-    ("function", "where"),
+    ("function", "method", "error"),
     [
-        ("fit", "setup"),
-        ("fit", "configure_optimizers"),
-        ("fit", "on_sanity_check_start"),
-        ("fit", "validation_step"),
-        ("fit", "training_step"),
-        ("fit", "on_train_epoch_end"),
-        ("validate", "validation_step"),
-        ("test", "setup"),
-        ("predict", "predict_step"),
+        ("fit", "setup", SystemExit),
+        ("fit", "on_sanity_check_start", RuntimeError),
+        ("fit", "training_step", SystemExit),
+        ("fit", "on_train_epoch_end", RuntimeError),
+        ("validate", "validation_step", RuntimeError),
+        ("predict", "predict_step", SystemExit),
     ],
 )
 def test_run_that_fails_leaves_the_trainer_as_lightnings_is(
-    function: str, where: str, error: type[BaseException]
+    function: str, method: str, error: type[BaseException]
 ) -> None:
     def scenario(make: Any) -> Any:
         ends = Ends()
         trainer = make(max_epochs=1, callbacks=[ends])
-        raised = outcome(getattr(trainer, function), Raises(where, error), data(4), *[data(2)] * (function == "fit"))
+        raised = outcome(getattr(trainer, function), Raises(method, error), data(4), *[data(2)] * (function == "fit"))
         stages = (trainer.training, trainer.validating, trainer.testing, trainer.predicting, trainer.sanity_checking)
         state = (str(trainer.state), trainer.interrupted, stages, trainer.current_epoch, trainer.global_step)
         again = outcome(trainer.validate, Classifier(), data(4), verbose=False)  # the run may continue
@@ -191,12 +187,12 @@ def test_fit_with_only_skipped_steps_fails_with_a_message(tmp_path: Path, caplog
     trainer, module = make_trainer(tmp_path, precision="16-mixed", callbacks=[summary]), overflowing(3)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     trainer.fit(module, loader_of(make_batches(3)))
-    (said,) = [message for message in caplog.messages if "No weight was updated" in message]
-    assert "all 3 optimizer steps were skipped" in said
-    assert "Overflowing.training_step" in said
+    (message,) = [one for one in caplog.messages if "No weight was updated" in one]
+    assert "all 3 optimizer steps were skipped" in message
+    assert "Overflowing.training_step" in message
     assert all(value.equal(before[name]) for name, value in module.state_dict().items())
     assert (summary.summary["status"], trainer.skipped_steps) == ("failed", 3)
-    assert summary.summary["error"] == said
+    assert summary.summary["error"] == message
 
 
 def test_one_completed_step_suffices_also_after_a_resume(tmp_path: Path) -> None:
@@ -214,9 +210,9 @@ def test_one_completed_step_suffices_also_after_a_resume(tmp_path: Path) -> None
 def test_steps_that_are_skipped_in_float32_count_as_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make_trainer(tmp_path, callbacks=[NonFiniteGuard("skip")])
     trainer.fit(overflowing(3), loader_of(make_batches(3)))
-    (said,) = [message for message in caplog.messages if "No weight was updated" in message]
-    assert "all 3 optimizer steps were skipped" in said
-    assert "Not finite in float32 either: mul in the forward pass, Overflowing.training_step" in said
+    (message,) = [one for one in caplog.messages if "No weight was updated" in one]
+    assert "all 3 optimizer steps were skipped" in message
+    assert "Not finite in float32 either: mul in the forward pass, Overflowing.training_step" in message
 
 
 # --- predictions --------------------------------------------------------------------------------------------------
@@ -227,22 +223,22 @@ class Echo(Classifier):
         return batch, batch_idx, dataloader_idx
 
 
-PREDICTED: dict[str, Callable[[], Any]] = {
-    "one": itertools.count,
-    "a list of one": lambda: [[0, 1]],
-    "two": lambda: [itertools.count(), itertools.count()],
-    "unequal": lambda: [[0, 1], [2, 3, 4, 5]],
-    "named": lambda: {"a": [0, 1], "b": [2, 3]},
-    "none": list,
-}
-
-
-@pytest.mark.parametrize("wanted", [None, True, False])
-@pytest.mark.parametrize("loaders", PREDICTED.values(), ids=PREDICTED.keys())
-def test_predictions_have_lightnings_shape(loaders: Callable[[], Any], wanted: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("loaders", "return_predictions"),
+    [
+        (itertools.count, None),
+        (itertools.count, False),
+        (lambda: [[0, 1]], True),
+        (lambda: [[0, 1], [2, 3, 4, 5]], None),
+        (lambda: {"a": [0, 1], "b": [2, 3]}, True),
+        (list, None),
+    ],
+    ids=["one", "not returned", "a list of one", "unequal", "named", "none"],
+)
+def test_predictions_have_lightnings_shape(loaders: Callable[[], Any], return_predictions: bool | None) -> None:
     def scenario(make: Any) -> Any:
         trainer = make(limit_predict_batches=3)
-        returned = outcome(trainer.predict, Echo(), loaders(), return_predictions=wanted)
+        returned = outcome(trainer.predict, Echo(), loaders(), return_predictions=return_predictions)
         return returned, trainer.predict_loop.predictions
 
     theirs, mine = run_both(scenario)
