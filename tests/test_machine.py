@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -109,16 +108,6 @@ def test_this_machine():
     assert 2**20 < machine.peak_memory() < memory.total
 
 
-@pytest.mark.whole
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells it in /proc")
-def test_peak_is_that_of_this_process_and_grows():
-    before = machine.peak_memory()
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    held = bytearray(os.urandom(1)) * (before - resident + 2**26)
-    assert machine.peak_memory() > before + 2**25
-    del held
-
-
 def test_disk_that_one_can_write_to(tmp_path):
     found = machine.disk(tmp_path / "not" / "there")
     assert found.folder == tmp_path.resolve()
@@ -154,7 +143,7 @@ def test_network_file_system_is_that_of_the_longest_mount(tmp_path):
 
 @pytest.mark.parametrize(
     ("usable", "gpus", "workers"),
-    [(2, 0, 0), (7, 0, 0), (16, 0, 2), (96, 0, 4), (2, 1, 1), (8, 1, 7), (96, 8, 8), (4, 8, 1)],
+    [(7, 0, 0), (16, 0, 2), (96, 0, 4), (2, 1, 1), (8, 1, 7), (96, 8, 8), (4, 8, 1)],
 )
 def test_workers(usable, gpus, workers):
     assert machine.suggested_workers(usable, gpus) == workers

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.support import assert_identical
 from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).parent.parent
@@ -36,50 +36,33 @@ def check(code: str, folder: Path, python: WarmPython | None = None) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def result_of(how: str, folder: Path, python: WarmPython) -> dict[str, Any]:
-    (folder / how).mkdir()
-    done = python.run(str(PROGRAM), how, str(folder / how), cwd=folder)
+def result_of(order: str, folder: Path, python: WarmPython) -> dict[str, Any]:
+    (folder / order).mkdir()
+    done = python.run(str(PROGRAM), order, str(folder / order), cwd=folder)
     assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = torch.load(folder / how / "result.pt", weights_only=True)
+    result: dict[str, Any] = torch.load(folder / order / "result.pt", weights_only=True)
     return result
-
-
-def assert_equal(theirs: Any, mine: Any, where: str) -> None:
-    """Compare bit for bit."""
-    if isinstance(theirs, dict):
-        assert theirs.keys() == mine.keys(), where
-        for key, value in theirs.items():
-            assert_equal(value, mine[key], f"{where}.{key}")
-    elif isinstance(theirs, list):
-        assert len(theirs) == len(mine), where
-        for index, (one, other) in enumerate(zip(theirs, mine, strict=True)):
-            assert_equal(one, other, f"{where}[{index}]")
-    elif isinstance(theirs, Tensor):
-        assert torch.equal(theirs, mine), where
-    else:
-        assert theirs == mine, where
 
 
 def test_program_has_the_same_result_with_each_place_of_the_import(
     tmp_path: Path, python_without_lightning: WarmPython
 ) -> None:
-    theirs = result_of("theirs", tmp_path, python_without_lightning)
-    for how in ("first", "sorted"):
-        assert_equal(theirs, result_of(how, tmp_path, python_without_lightning), how)
-    assert theirs["stopped"] == 5
-    assert theirs["resumed"][2] == [8, 48]
-    assert len(theirs["files"]) == 3
-    assert theirs["pickled"]
-    assert theirs["cli"][1] == ["EarlyStopping"]
+    expected = result_of("theirs", tmp_path, python_without_lightning)
+    for order in ("first", "sorted"):
+        assert_identical(result_of(order, tmp_path, python_without_lightning), expected)
+    assert expected["stopped"] == 5
+    assert expected["resumed"][2] == [8, 48]
+    assert len(expected["files"]) == 3
+    assert expected["pickled"]
+    assert expected["cli"][1] == ["EarlyStopping"]
 
 
 NAMES = """
-    import importlib, importlib.util, inspect, logging, multiprocessing, pickle, pkgutil, sys
+    import importlib, importlib.util, inspect, logging, pickle, pkgutil, sys
 
     first, second, line_first = {first!r}, {second!r}, {line_first}
     if line_first:
         import trainer.pytorch_lightning
-        assert "torch" not in sys.modules
         spec = importlib.util.find_spec(second)  # as those do who ask whether it is installed
         assert spec.origin.endswith("__init__.py")
         assert spec.submodule_search_locations
@@ -130,22 +113,17 @@ NAMES = """
     assert issubclass(Trainer, old.Trainer)
     importlib.reload(trainer.pytorch_lightning)
     assert importlib.import_module(second) is new
-
-    # a process started anew, which has nothing of this program, for that has no file
-    question = "__import__('pytorch_lightning') is __import__('lightning.pytorch').pytorch"
-    processes = multiprocessing.get_context("spawn")
-    with processes.Pool(1) as pool:
-        assert pool.apply(eval, (question,))
 """
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize(
     ("first", "second", "line_first"),
     [("lightning.pytorch", "pytorch_lightning", True), ("pytorch_lightning", "lightning.pytorch", False)],
 )
-def test_both_names_import_one_package(first: str, second: str, line_first: bool, tmp_path: Path) -> None:
-    check(NAMES.format(first=first, second=second, line_first=line_first), tmp_path)
+def test_both_names_import_one_package(
+    first: str, second: str, line_first: bool, tmp_path: Path, python_without_lightning: WarmPython
+) -> None:
+    check(NAMES.format(first=first, second=second, line_first=line_first), tmp_path, python_without_lightning)
 
 
 MODULE = """
@@ -167,10 +145,12 @@ MODULE = """
 
 @pytest.mark.whole
 def test_spawned_processes_train(tmp_path: Path) -> None:
-    # the module's file does not have the line, only the program has, and that has no file
+    # only the program, which has no file, imports the alias; the spawned process imports net.py
     (tmp_path / "net.py").write_text(textwrap.dedent(MODULE.split("\n\n", 1)[1]))
     program = """
+        import sys
         import trainer.pytorch_lightning
+        assert "torch" not in sys.modules
         import net
         from trainer import Trainer
 

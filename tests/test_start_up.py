@@ -19,48 +19,28 @@ MODULES_OF_A_TRAINER = 175
 PROGRAM = """
 import gc, json, sys
 import lightning.pytorch
-before = set(sys.modules)
-collections = sum(generation["collections"] for generation in gc.get_stats())
+def collections():
+    return sum(generation["collections"] for generation in gc.get_stats())
+def packages(modules):
+    return {name.partition(".")[0] for name in modules}
+before, collected = set(sys.modules), collections()
 from trainer import Trainer
-collections = sum(generation["collections"] for generation in gc.get_stats()) - collections
-print(json.dumps([sorted(before), sorted(sys.modules.keys() - before), collections]))
-"""
-
-COMMAND = """
-import json, sys
+of_trainer, collected = sys.modules.keys() - before, collections() - collected
 from trainer.cli import main
 small = ["data.batch_size=4", "data.in_features=8", "data.out_features=8"]
 assert main(["fit", "+recipe=mlp", "+debug=fast_dev_run", *small]) == 0
-print(json.dumps(sorted(sys.modules)))
+command = packages(sys.modules) - packages(before) - sys.stdlib_module_names
+print(json.dumps([len(of_trainer), sorted(packages(of_trainer)), collected, sorted(command)]))
 """
 
 
-def last_line_of(code: str, folder: Path) -> list[list[str]]:
-    words = [sys.executable, "-W", "ignore", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=240)
+def test_trainer_and_command_import_only_their_packages_on_top_of_lightning(tmp_path: Path) -> None:
+    words = [sys.executable, "-W", "ignore", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{PROGRAM}"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def packages(modules: list[str]) -> set[str]:
-    return {name.partition(".")[0] for name in modules}
-
-
-@pytest.fixture(scope="module")
-def program(tmp_path_factory):
-    return last_line_of(PROGRAM, tmp_path_factory.mktemp("program"))
-
-
-def test_trainer_imports_nothing_but_the_project_on_top_of_lightning(program):
-    _, added, _ = program
-    assert packages(added) == {"trainer"}
-    assert len(added) <= MODULES_OF_A_TRAINER
-
-
-def test_no_garbage_is_collected_while_a_trainer_is_imported(program):
-    assert program[2] <= 1  # the first allocation afterwards
-
-
-def test_command_imports_hydra_and_the_recipe_on_top_of_lightning(program, tmp_path):
-    added = packages(last_line_of(COMMAND, tmp_path)) - packages(program[0]) - sys.stdlib_module_names
-    assert added <= {"trainer", "recipes", "hydra", "hydra_plugins", "omegaconf", "antlr4", "attr", "yaml", "_yaml"}
+    number, trainer, collections, command = json.loads(done.stdout.splitlines()[-1])
+    assert trainer == ["trainer"]
+    assert number <= MODULES_OF_A_TRAINER
+    assert collections <= 1  # garbage: at the first allocation after the import
+    libraries = {"hydra", "hydra_plugins", "omegaconf", "antlr4", "attr", "yaml", "_yaml"}
+    assert set(command) <= {"trainer", "recipes"} | libraries
