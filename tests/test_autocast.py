@@ -146,11 +146,10 @@ def test_autocast_covers_the_step_function_and_nothing_else(tmp_path):
     assert seen == {"forward": True, "backward": False, **dict.fromkeys(outside, False)}
 
 
-STAGES = ("validation", "test", "predict")
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@every_precision
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [("validation", "32-true"), ("test", "bf16-mixed"), ("predict", "16-mixed"), ("validation", "16-mixed-fast")],
+)
 def test_evaluation_runs_under_autocast_and_inference_mode_without_the_scaler(tmp_path, monkeypatch, precision, stage):
     seen, outputs = [], []
 
@@ -294,9 +293,18 @@ def gradients_before_and_after(net: nn.Module, batch: Any, run: Any, off: Any) -
 NO_GRADIENTS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 
-@pytest.mark.parametrize("off", NO_GRADIENTS)
-@pytest.mark.parametrize("pattern", [self_distillation, refinement, weight_used_directly, gradients_before_and_after])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("pattern", "precision", "off"),
+    [
+        (self_distillation, "bf16-mixed", "no_grad"),
+        (self_distillation, "16-mixed-fast", "inference_mode"),
+        (refinement, "16-mixed", "no_grad"),
+        (weight_used_directly, "bf16-mixed", "inference_mode"),
+        (weight_used_directly, "16-mixed-fast", "no_grad"),
+        (gradients_before_and_after, "bf16-mixed", "no_grad"),
+        (gradients_before_and_after, "16-mixed", "inference_mode"),
+    ],
+)
 def test_forward_without_gradients_before_one_with_them(tmp_path, precision, pattern, off):
     """torch #65766, #112583, #120483: torch 2.10 loses gradients here."""
     mine, theirs = make(mlp)
@@ -326,8 +334,9 @@ def test_weight_in_a_custom_function_and_outside_of_it(tmp_path, precision):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pattern", [self_distillation, weight_used_directly])
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(
+    ("pattern", "precision"), [(self_distillation, "bf16-mixed"), (weight_used_directly, "16-mixed")]
+)
 def test_forward_without_gradients_before_one_with_them_on_a_gpu(tmp_path, precision, pattern):
     mine, theirs = make(mlp)
     batches, off = make_batches(4), torch.no_grad
@@ -372,8 +381,10 @@ def cube(cast_inputs: torch.dtype | None) -> tuple[Any, list[Any]]:
     return Cube.apply, seen
 
 
-@pytest.mark.parametrize("cast_inputs", [None, torch.float32])
-@every_precision
+@pytest.mark.parametrize(
+    ("precision", "cast_inputs"),
+    [("32-true", None), ("bf16-mixed", None), ("16-mixed", torch.float32), ("16-mixed-fast", None)],
+)
 def test_custom_functions(tmp_path, precision, cast_inputs):
     apply, seen = cube(cast_inputs)
 
@@ -505,12 +516,15 @@ def a_part_in_place(module: Any, backend: Any) -> Any:
     return module
 
 
-WAYS = [whole, in_place, a_part, a_part_in_place]
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("way", "precision", "backend"),
+    [
+        (whole, "bf16-mixed", "aot_eager"),
+        (in_place, "16-mixed-fast", "eager"),
+        (a_part, "16-mixed", "aot_eager"),
+        (a_part_in_place, "32-true", "eager"),
+    ],
+)
 def test_compiled_modules(tmp_path, graphs, precision, way, backend):
     if way is a_part_in_place and Version(torch.__version__) < Version("2.13"):
         pytest.skip("torch 2.10 does not compile a LightningModule's parts in place")
@@ -524,12 +538,11 @@ def test_compiled_modules(tmp_path, graphs, precision, way, backend):
 
 @pytest.mark.whole
 @imports_inductor
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-def test_compiled_by_inductor(tmp_path, graphs, precision):
+def test_compiled_by_inductor(tmp_path, graphs):
     mine, theirs = make(mlp)
     module = a_part(Stepping(mine, error_of), backend_of("inductor", graphs))
-    fit(tmp_path, module, make_batches(4), precision)
+    fit(tmp_path, module, make_batches(4), "bf16-mixed")
     assert graphs != []
-    by_hand(theirs, error_of, make_batches(4), precision)
-    close = {"rtol": 1e-5, "atol": 1e-6} if precision == "32-true" else {"rtol": 2e-2, "atol": 2e-3}
-    torch.testing.assert_close(mine.state_dict(), theirs.state_dict(), **close)  # fused kernels round less often
+    by_hand(theirs, error_of, make_batches(4), "bf16-mixed")
+    # fused kernels round less often
+    torch.testing.assert_close(mine.state_dict(), theirs.state_dict(), rtol=2e-2, atol=2e-3)
