@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
+from tests.support import make_trainer
 from trainer import Trainer
 from trainer.errors import ConfigurationError
 
@@ -45,21 +46,12 @@ def loader(**options):
     return DataLoader([torch.full((2,), float(i)) for i in range(BATCHES)], **options)
 
 
-def make(tmp_path, **options):
-    off = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    if not any(isinstance(callback, ModelCheckpoint) for callback in options.get("callbacks", ())):
-        off["enable_checkpointing"] = False
-    if options.get("barebones"):
-        off = {"accelerator": "cpu"}
-    return Trainer(**{"max_epochs": 1, "default_root_dir": tmp_path, **off, **options})
-
-
 def saved_after(tmp_path, steps, **options):
     """Train until ``steps``, and return the path of the checkpoint."""
     saver = ModelCheckpoint(
         tmp_path, filename="at", every_n_train_steps=steps, save_top_k=-1, save_on_train_epoch_end=False
     )
-    return make(tmp_path, callbacks=[saver], **options), tmp_path / "at.ckpt"
+    return make_trainer(tmp_path, callbacks=[saver], enable_checkpointing=True, **options), tmp_path / "at.ckpt"
 
 
 def test_stop_iteration_of_an_ordinary_step_is_an_error(tmp_path):
@@ -68,7 +60,7 @@ def test_stop_iteration_of_an_ordinary_step_is_an_error(tmp_path):
             next(iter(()))
 
     with pytest.raises(StopIteration):
-        make(tmp_path).validate(Exhausted(), loader())
+        make_trainer(tmp_path).validate(Exhausted(), loader())
 
 
 def test_metrics_that_cannot_be_read_do_not_keep_a_run_from_being_torn_down(tmp_path):
@@ -89,7 +81,7 @@ def test_metrics_that_cannot_be_read_do_not_keep_a_run_from_being_torn_down(tmp_
             self.log("parts", self.parts, on_step=True, on_epoch=False)
             return super().training_step(batch, batch_idx)
 
-    module, trainer = LogsParts(), make(tmp_path)
+    module, trainer = LogsParts(), make_trainer(tmp_path)
     with pytest.raises(ConfigurationError, match="must be a tensor"):
         trainer.fit(module, loader())
     assert "log" not in vars(module)
@@ -102,7 +94,7 @@ def test_callback_may_log_without_a_logger(tmp_path):
         def on_train_batch_end(self, trainer, pl_module, *_):
             self.log("x", 1.0)
 
-    trainer = make(tmp_path, barebones=True, callbacks=[Logs()])
+    trainer = Trainer(barebones=True, accelerator="cpu", max_epochs=1, callbacks=[Logs()])
     trainer.fit(Net(), loader())
     assert trainer.global_step == BATCHES
     assert not trainer.callback_metrics
@@ -117,15 +109,9 @@ def test_open_window_of_an_optimizer_with_a_closure_is_used_if_training_stops(tm
         def configure_optimizers(self):
             return torch.optim.LBFGS(self.parameters(), max_iter=2)
 
-    module, trainer = Stops(), make(tmp_path, accumulate_grad_batches=4, max_epochs=2)
+    module, trainer = Stops(), make_trainer(tmp_path, accumulate_grad_batches=4, max_epochs=2)
     trainer.fit(module, loader())
     assert (module.seen, trainer.global_step) == ([0.0, 1.0, 0.0, 1.0], 1)  # evaluated twice: max_iter=2
-
-
-def test_loop_that_was_timed_is_not_timed_any_more(tmp_path):
-    trainer = make(tmp_path, profiler="simple")
-    trainer.fit(Net(), loader())
-    assert "update_weights" not in vars(trainer.loop)
 
 
 def test_signal_ends_the_fit_without_references_to_the_exception(tmp_path):
@@ -139,7 +125,7 @@ def test_signal_ends_the_fit_without_references_to_the_exception(tmp_path):
             answers.append(trainer.fit_loop.done)
 
     answers = []
-    trainer = make(tmp_path, callbacks=[Asks()])
+    trainer = make_trainer(tmp_path, callbacks=[Asks()])
     with pytest.raises(SIGTERMException):
         trainer.fit(Signalled(), loader())
     assert answers == [False]
@@ -169,7 +155,7 @@ def test_epoch_that_ends_right_after_a_resume_steps_its_plateau_schedule(tmp_pat
     first, path = saved_after(tmp_path, BATCHES)
     first.fit(Plateau(), loader())
     module = Plateau()
-    make(tmp_path, max_epochs=2).fit(module, loader(), ckpt_path=path)
+    make_trainer(tmp_path, max_epochs=2).fit(module, loader(), ckpt_path=path)
     assert module.steps == [0, 1]
 
 
@@ -205,9 +191,9 @@ def test_plateau_schedule_takes_no_step_twice_after_a_resume(tmp_path, hook, tur
 
     setattr(Saves, hook, save)
     options = {"max_epochs": 3, "num_sanity_val_steps": 0}
-    whole = make(tmp_path, callbacks=[Saves()], **options)
+    whole = make_trainer(tmp_path, callbacks=[Saves()], **options)
     whole.fit(WatchesBoth(), loader(), loader())
-    resumed = make(tmp_path, **options)
+    resumed = make_trainer(tmp_path, **options)
     resumed.fit(WatchesBoth(), loader(), loader(), ckpt_path=tmp_path / "at.ckpt")
     assert whole.optimizers[0].param_groups[0]["lr"] == resumed.optimizers[0].param_groups[0]["lr"] == 0.01 / 4
 
@@ -252,14 +238,14 @@ def test_dataloaders_created_early_are_recreated_before_their_state_is_loaded(tm
     first, path = saved_after(tmp_path, BATCHES + 1, **options)
     first.fit(Estimates())
     module = Estimates()
-    make(tmp_path, **options).fit(module, ckpt_path=path)
+    make_trainer(tmp_path, **options).fit(module, ckpt_path=path)
     assert module.seen == [1.0, 2.0, 3.0]
     assert [one.loaded for one in module.made] == [None, 1]
 
 
 def test_predictions_of_processes_that_are_spawned_cannot_be_returned(tmp_path):
     with pytest.raises(ConfigurationError, match="`return_predictions` should be set to `False`"):
-        make(tmp_path, strategy="ddp_spawn", devices=2).predict(Net(), loader(), return_predictions=True)
+        make_trainer(tmp_path, strategy="ddp_spawn", devices=2).predict(Net(), loader(), return_predictions=True)
 
 
 def test_validation_that_raises_leaves_the_module_in_its_modes(tmp_path):
@@ -269,7 +255,7 @@ def test_validation_that_raises_leaves_the_module_in_its_modes(tmp_path):
 
     module = Raises()
     with pytest.raises(ValueError):  # noqa: PT011
-        make(tmp_path).fit(module, loader(), loader())
+        make_trainer(tmp_path).fit(module, loader(), loader())
     assert module.training
     assert module.layer.training
 
@@ -284,14 +270,14 @@ def test_closure_optimizer_holds_no_batch_after_its_window(tmp_path):
             return torch.optim.LBFGS(self.parameters(), max_iter=1)
 
     batches = []
-    trainer = make(tmp_path, accumulate_grad_batches=2)
+    trainer = make_trainer(tmp_path, accumulate_grad_batches=2)
     trainer.fit(Closure(), loader())
     gc.collect()
     assert not [one for one in batches if one() is not None]
 
 
 def test_ranks_agree_on_the_time_of_validation(tmp_path):
-    trainer = make(tmp_path, val_check_interval=timedelta(days=1))
+    trainer = make_trainer(tmp_path, val_check_interval=timedelta(days=1))
     limits, asked = trainer.loop.limits, []
     limits.validated_at = time.monotonic()
 

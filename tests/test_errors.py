@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
 
 import trainer
-from tests.parity import Classifier, Learner, data, ours
+from tests.parity import Learner, data, ours
 from trainer.errors import (
     CheckpointError,
     ConfigurationError,
@@ -24,12 +23,9 @@ from trainer.errors import (
 )
 
 
-@pytest.mark.parametrize("kind", [ConfigurationError, UnsupportedError, PrecisionError, CheckpointError])
-def test_one_base_class_catches_them_all(kind):
-    assert issubclass(kind, TrainerError)
-
-
-def test_errors_have_builtin_base_classes():
+def test_errors_have_one_base_class_and_builtin_ones():
+    for kind in (ConfigurationError, UnsupportedError, PrecisionError, CheckpointError):
+        assert issubclass(kind, TrainerError)
     assert issubclass(ConfigurationError, ValueError)
     assert issubclass(PrecisionError, ConfigurationError)
     assert issubclass(UnsupportedError, ConfigurationError)
@@ -38,7 +34,7 @@ def test_errors_have_builtin_base_classes():
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [("16-mixd", " Did you mean '16-mixed'?"), ("bf16-mixed", " Did you mean 'bf16-mixed'?"), ("zebra", "")],
+    [("16-mixd", " Did you mean '16-mixed'?"), ("zebra", "")],
 )
 def test_did_you_mean(given, expected):
     assert did_you_mean(given, iter(["16-mixed", "bf16-mixed"])) == expected
@@ -59,7 +55,7 @@ def of_module(name: str, call: Any) -> Any:
 
 
 @pytest.mark.parametrize("issue", [warn, rank_zero_warn])
-@pytest.mark.parametrize("through", [(), ("trainer.loops.fit",), ("contextlib", "lightning.pytorch.core", "torch.nn")])
+@pytest.mark.parametrize("through", [(), ("trainer.loops.fit", "contextlib", "lightning.pytorch.core", "torch.nn")])
 def test_warning_points_to_the_innermost_line_of_the_user(issue: Any, through: tuple[str, ...]) -> None:
     def call() -> None:
         issue("text", RuntimeWarning)
@@ -109,11 +105,6 @@ class ReturnsNothing(Learner):
         return None
 
 
-class SavesPaths(Learner):
-    def on_save_checkpoint(self, checkpoint: Any) -> None:
-        checkpoint["own"] = Path("x")
-
-
 class WithoutOptimizer(Learner):
     def configure_optimizers(self) -> Any:
         return None
@@ -127,25 +118,13 @@ def scenarios() -> dict[str, Any]:
         first.save_checkpoint(folder / "x.ckpt")
         ours(max_epochs=2).fit(Learner(), data(4), ckpt_path=folder / "x.ckpt", **arguments)
 
-    def without_states(folder: Path) -> None:
-        torch.save({"state_dict": Learner().state_dict(), "optimizer_states": [], "lr_schedulers": []}, folder / "x")
-        ours(max_epochs=1).fit(Learner(), data(4), ckpt_path=folder / "x")
-
-    def saved(folder: Path) -> None:
-        trainer = ours(max_epochs=1)
-        trainer.fit(SavesPaths(), data(4))
-        trainer.save_checkpoint(folder / "x.ckpt")
-
     return {
         "no max_epochs": lambda folder: ours(limit_train_batches=1, callbacks=[Stops()]).fit(Learner(), data(4)),
         "no loss": lambda folder: ours(max_epochs=1).fit(ReturnsNothing(), data(4)),
         "no optimizer": lambda folder: ours(max_epochs=1).fit(WithoutOptimizer(), data(4)),
         "no ModelCheckpoint": lambda folder: ours(max_epochs=1, resume="auto").fit(Learner(), data(4)),
-        "no predictions": lambda folder: ours().predict(PredictsNothing(), data(4)),
         "callbacks are missing": resumed,
         "any code": lambda folder: resumed(folder, weights_only=False),
-        "no states": without_states,
-        "not plain": saved,
     }
 
 
@@ -157,11 +136,6 @@ class Stops(Callback):
 class Keeps(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"kept": 1}
-
-
-class PredictsNothing(Classifier):
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return None
 
 
 @pytest.mark.parametrize("name", scenarios())

@@ -46,7 +46,7 @@ def same(one: Any, other: Any) -> bool:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["plain", "state_dict", "model", "model_state_dict", "safetensors", "legacy"])
+@pytest.mark.parametrize("form", ["plain", "state_dict", "model", "safetensors", "legacy"])
 def test_every_kind_of_file(tmp_path: Path, form: str) -> None:
     source, module, file = small(1), small(2), tmp_path / "weights.pt"
     state = source.state_dict()

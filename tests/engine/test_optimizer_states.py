@@ -25,21 +25,14 @@ BATCHES = make_batches(6)
 
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": partial(torch.optim.AdamW, lr=0.01, amsgrad=True, foreach=False),
-    "AdamW foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True),
     "AdamW fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
     "AdamW, lr is a tensor": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01), foreach=False),
     "SGD momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-    "SGD fused": partial(torch.optim.SGD, lr=0.05, momentum=0.9, fused=True),
     "Adafactor": partial(torch.optim.Adafactor, lr=0.05),
     "NAdam": partial(torch.optim.NAdam, lr=0.01),
-    "RAdam": partial(torch.optim.RAdam, lr=0.01),
-    "Adagrad": partial(torch.optim.Adagrad, lr=0.01),
-    "Rprop": partial(torch.optim.Rprop, lr=0.01),
-    "ASGD": partial(torch.optim.ASGD, lr=0.01),
     "LBFGS": partial(torch.optim.LBFGS, lr=0.1, max_iter=2),
     "mixed": MixedStates,
     "mixed, without closure": WithoutClosure,
-    "wrapped": partial(Wrapper, inner=MixedStates),
     "wrapped twice": partial(Wrapper, inner=partial(Wrapper, inner=MixedStates)),
     "loads itself": LoadsItself,
 }
@@ -123,8 +116,8 @@ class States(Callback):
     ("name", "before", "after", "from_lightning"),
     [
         (name, *SWITCHES[(index + shift) % len(SWITCHES)], bool((index + shift) % 3))
-        for index, name in enumerate(("AdamW", "AdamW foreach", "AdamW fused", "SGD momentum", "mixed"))
-        for shift in (0, 1, 3)
+        for index, name in enumerate(("AdamW", "AdamW fused", "SGD momentum", "mixed"))
+        for shift in (0, 3)
     ],
 )
 def test_another_precision_casts_states_that_had_the_dtype_of_the_parameter(
@@ -217,7 +210,7 @@ def test_optimizer_with_quantized_states(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["step", "other"])
-@pytest.mark.parametrize("kind", [torch.int32, torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", [torch.int32, torch.float64])
 @pytest.mark.parametrize("options", [{}, {"capturable": True}, {"fused": True}])
 def test_step_is_loaded_as_torch_loads_it_and_whole_numbers_stay_that(
     key: str, kind: torch.dtype, options: dict[str, bool]
@@ -234,10 +227,7 @@ def test_step_is_loaded_as_torch_loads_it_and_whole_numbers_stay_that(
     assert found == 3
 
 
-@pytest.mark.parametrize(
-    "value",
-    ["text", ["a", "b"], ("x", 1), {"text", "more"}, frozenset("ab"), b"bytes", {"deep": {"er": "text"}}, 3, None, 2.5],
-)
+@pytest.mark.parametrize("value", ["text", ("x", 1), frozenset("ab"), {"deep": {"er": "text"}}, None, 2.5])
 def test_states_that_are_not_tensors_are_loaded_unchanged(value: Any) -> None:
     parameter = torch.zeros(2, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], 0.1)

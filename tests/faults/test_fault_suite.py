@@ -11,7 +11,7 @@ import pytest
 import torch
 from _faults import bench as tools
 from _faults.bench import Bench
-from _faults.cases import CASES, EACH, EVERYTHING, SMALL, at_each, run_case
+from _faults.cases import CASES, EACH, EVERYTHING, at_each, run_case
 from _faults.scoreboard import Outcome, Row, markdown
 from _faults.training import Setup, differences
 
@@ -20,10 +20,8 @@ from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).parents[2]
 
-FAST = (
-    "sigkill", "disk-full", "unwritable", "truncated", "bit-flip", "sigterm", "worker-killed", "nan", "two-runs",
-    "cli-sigterm",
-)  # fmt: skip
+FAST = ("sigkill", "disk-full", "bit-flip", "worker-killed", "two-runs", "cli-sigterm")
+SLOW = ("unwritable", "truncated", "sigterm", "nan", "second-signal")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +32,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> Itera
 
 
 @pytest.mark.parametrize(
-    "name", [*tiered(FAST, quick=["sigkill"]), pytest.param("second-signal", marks=pytest.mark.nightly)]
+    "name", [*tiered(FAST, quick=["sigkill"]), *(pytest.param(name, marks=pytest.mark.nightly) for name in SLOW)]
 )
 def test_promised_outcomes(bench: Bench, name: str) -> None:
     outcome = run_case(CASES[name], bench, "ours")
@@ -42,6 +40,7 @@ def test_promised_outcomes(bench: Bench, name: str) -> None:
 
 
 @needs_fsdp2
+@pytest.mark.nightly  # tests/distributed/test_nodes.py kills a process of two nodes
 def test_torchrun_processes_are_killed_the_requested_number_of_times(bench: Bench) -> None:
     outcome = run_case(CASES["torchrun-kills-sharded"], bench, "ours")
     assert outcome.word == "exact", str(outcome)
@@ -132,14 +131,3 @@ def test_table() -> None:
         "| A | **exact**: here | lost: a \\| b c |",
         "| B | **refused** | - |",
     ]
-
-
-def test_differences_are_summarized() -> None:
-    found = ["rows of metrics.csv", "weights.a", "weights.b", "samples"]
-    assert tools.summary(found) == "weights, rows of metrics.csv, samples"
-
-
-def test_small_is_everything_but_shorter() -> None:
-    assert (
-        replace(SMALL, batches=40, epochs=3, overflows=EVERYTHING.overflows, validate_every=15, pace=0.0) == EVERYTHING
-    )

@@ -88,10 +88,9 @@ def fit(folder: Any, optimizer: str, watch: Callback, batches: int, device: str 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("optimizer", ["momentum-fused", "adamw-fused"])
-def test_steady_state_step_synchronizes_nothing(tmp_path, optimizer):
+def test_steady_state_step_synchronizes_nothing(tmp_path):
     watch = ForbidSynchronization()
-    fit(tmp_path, optimizer, watch, BATCHES)
+    fit(tmp_path, "momentum-fused", watch, BATCHES)
     assert watch.watched == LAST - FIRST + 1
 
 
@@ -103,9 +102,7 @@ def test_watch_sees_the_synchronization_of_a_plain_optimizer(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("optimizer", "ahead"), [("momentum-fused", True), ("adamw-fused", True), ("momentum", False), ("adamw", False)]
-)
+@pytest.mark.parametrize(("optimizer", "ahead"), [("adamw-fused", True), ("momentum", False)])
 def test_host_issues_the_next_batch_while_the_device_still_works(tmp_path, optimizer, ahead):
     watch = KeepBusy()
     fit(tmp_path, optimizer, watch, 12 * WINDOW)

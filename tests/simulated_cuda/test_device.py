@@ -33,39 +33,10 @@ def test_wait_has_the_line_that_caused_it(cuda):
     assert seen.kernels == ["ones", "sum"]
 
 
-def test_values_are_those_of_the_cpu(cuda):
-    x = torch.arange(6.0).reshape(2, 3)
-    weight = x.cuda().requires_grad_()
-    (weight.exp().sum(1) @ torch.tensor([1.0, 2.0]).cuda()).backward()
-    torch.testing.assert_close(weight.grad.cpu(), x.exp() * torch.tensor([[1.0], [2.0]]))
-
-
 def test_errors_of_cuda_are_raised(cuda):
     with pytest.raises(RuntimeError, match="on the same device"):
         torch.ones(3, device="cuda") + torch.ones(3)
     assert (torch.ones(3, device="cuda") + torch.tensor(1.0)).tolist() == [2.0] * 3
-
-
-def test_host_that_has_not_waited_is_ahead_of_long_work(cuda):
-    torch.cuda._sleep(10)
-    before = torch.cuda.Event()
-    before.record()
-    torch.cuda._sleep(10)
-    after = torch.cuda.Event()
-    after.record()
-    assert (before.query(), after.query()) == (False, False)
-    before.synchronize()
-    assert (before.query(), after.query()) == (True, False)
-    torch.ones(1, device="cuda").item()
-    assert after.query()
-
-
-def test_sync_debug_mode_raises(cuda):
-    torch.cuda.set_sync_debug_mode("error")
-    with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
-        torch.ones(1, device="cuda").item()
-    torch.cuda.set_sync_debug_mode("default")
-    torch.ones(1, device="cuda").item()
 
 
 # --- streams ------------------------------------------------------------------------------------------------------
@@ -116,13 +87,13 @@ def test_writing_data_read_by_another_stream_raises(cuda):
     tensor.add_(1)
 
 
-@pytest.mark.parametrize("frees", ["the tensor", "a view of it", "a graph"])
-def test_memory_in_use_is_not_reused_by_another_copy(cuda, frees):
+@pytest.mark.parametrize("owner", ["a view", "a graph"])
+def test_memory_in_use_is_not_reused_by_another_copy(cuda, owner):
     copy, side = sent_beside()
     torch.cuda.current_stream().wait_stream(side)
     weight = torch.ones(3, device="cuda").requires_grad_()
     product, held = (copy * weight).sum(), copy[:1]
-    kept = {"the tensor": copy, "a view of it": held, "a graph": product}[frees]
+    kept = {"a view": held, "a graph": product}[owner]
     del copy, held, product
     torch.cuda._sleep(1)
     with torch.cuda.stream(side):
@@ -175,13 +146,3 @@ def test_host_waits_for_one_stream_and_not_for_the_other(cuda):
     assert (torch.cuda.current_stream().query(), side.query()) == (True, False)
     torch.cuda.synchronize()
     assert side.query()
-
-
-@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
-def test_copies_are_recorded_with_and_without_autograd(cuda, context):
-    with cuda.watch() as seen, context():
-        copy = torch.ones(3).to("cuda")
-        copy.half().cpu()
-    assert (seen.to_device, seen.to_host) == ([12], [6])
-    assert [wait.what for wait in seen.waits] == ["a copy from the host", "a copy to the host"]
-    assert seen.kernels == ["_to_copy"]
