@@ -175,11 +175,11 @@ def test_callbacks_that_read_gradients_are_not_default(caplog: pytest.LogCapture
     assert not any(isinstance(callback, OverflowReport) for callback in trainer.callbacks)
     assert any(isinstance(callback, OverflowReport) for callback in ours(precision="16-mixed").callbacks)
     assert [one.message for one in caplog.records if "ScaleMonitor" in one.message] == [
-        "ScaleMonitor: no shares of underflow with strategy='deepspeed', which keeps the gradients."
+        "ScaleMonitor: strategy='deepspeed' does not expose gradients, so underflow is not measured."
     ]
 
 
-def test_folders_are_written_at_once() -> None:
+def test_folders_are_written_synchronously() -> None:
     with pytest.raises(UnsupportedError, match="writes its files at once"):
         ours(strategy="deepspeed", devices=2, plugins=[CheckpointFiles(sharded=True, asynchronous=True)])
 

@@ -23,11 +23,11 @@ Dtypes = Mapping[str, torch.dtype | None]
 
 
 def buffers_of(module: nn.Module, *, persistent: bool) -> dict[str, Tensor | None]:
-    """Return the values of the non-persistent buffers. Of a DTensor, only the part in this process is returned.
+    """Return the values of the non-persistent buffers. For a DTensor, return the part of this process.
 
     Args:
         module: the module.
-        persistent: whether to include persistent buffers, for a process with a state dict that is not the saved one.
+        persistent: whether to also include persistent buffers. True if the saved state dict is another process's.
     """
     found: dict[str, Tensor | None] = {}
     seen: dict[int, Tensor] = {}  # a buffer with several names stays one tensor
@@ -48,7 +48,7 @@ def dtypes_of(module: nn.Module) -> dict[str, torch.dtype | None]:
 
 
 def changed_dtypes(saved: Buffers, first: Dtypes) -> dict[str, torch.dtype]:
-    """Return the dtypes at the beginning of the run of those buffers in ``saved`` that have another dtype now.
+    """Return the dtype that each buffer in ``saved`` had when the run began, for buffers with another dtype now.
 
     Args:
         saved: the result of :func:`buffers_of`.
@@ -61,7 +61,7 @@ def changed_dtypes(saved: Buffers, first: Dtypes) -> dict[str, torch.dtype]:
 def restore(module: nn.Module, saved: Buffers, changed: Dtypes, first: Dtypes, device: torch.device) -> list[str]:
     """Restore buffers: copy values into buffers of the same shape and dtype, and replace other buffers.
 
-    Buffers that existed at the beginning of the run follow a changed precision.
+    Buffers that existed when the run began get the dtype of this run's precision if it differs from the saved run's.
 
     Args:
         module: the module.
@@ -82,18 +82,18 @@ def restore(module: nn.Module, saved: Buffers, changed: Dtypes, first: Dtypes, d
         if (owner := owners.get(prefix)) is None:
             missing.append(path)
             continue
-        now = owner._buffers.get(name)
+        current = owner._buffers.get(name)
         if value is None:
             _replace(owner, name, None)
             continue
         dtype = value.dtype
-        if value.is_floating_point() and changed.get(path, dtype) != (given := first.get(path)) and given is not None:
-            dtype = given
-        if now is not None and _fits(now, value.shape, dtype):
+        if value.is_floating_point() and changed.get(path, dtype) != (initial := first.get(path)) and initial:
+            dtype = initial
+        if current is not None and _fits(current, value.shape, dtype):
             with torch.no_grad():
-                _local(now).copy_(value)
+                _local(current).copy_(value)
         else:
-            new = value.to(device if now is None or now.is_meta else now.device, dtype)
+            new = value.to(device if current is None or current.is_meta else current.device, dtype)
             _replace(owner, name, replaced.setdefault(id(value), new))
     for path, owner, name in list(_places(module)):
         if name in owner._non_persistent_buffers_set and path not in saved and path not in first:
@@ -104,7 +104,7 @@ def restore(module: nn.Module, saved: Buffers, changed: Dtypes, first: Dtypes, d
 def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield the full name of each buffer, the module that owns it, and its name there."""
     for path, owner in module.named_modules():
-        for name, _ in owner._buffers.items():  # a ScriptModule iterates over numbers
+        for name, _ in owner._buffers.items():  # iterating over a ScriptModule's `_buffers` yields numbers
             yield plain_name(f"{path}.{name}" if path else name), owner, name
 
 

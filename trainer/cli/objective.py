@@ -1,7 +1,7 @@
 """The objective of a run: the metric that ranks the jobs of a sweep and that a sweeper optimizes. Imports no torch.
 
-It is the metric ``objective.metric`` or, if that is null, the one that the run's checkpoints monitor, else its early
-stopping. Its value is `trainer.record.run_record.RunRecord.objective_value`.
+The metric is ``objective.metric``. If that is null, it is the metric that the run's checkpoints monitor, or else the
+metric of early stopping. ``trainer.record.run_record.RunRecord.objective_value`` returns its value.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def choose(node: Mapping[str, Any] | None, monitor: Mapping[str, Any] | None) ->
 
 
 def monitored(callbacks: Any) -> dict[str, Any] | None:
-    """Return metric and mode that a config's ``callbacks`` monitor, checkpoints before early stopping; None if none."""
+    """Return the metric and mode that checkpoints in ``callbacks`` monitor, else those of early stopping, or None."""
     named = (node for node in (callbacks or {}).values() if isinstance(node, Mapping) and node.get("monitor"))
     nodes = [node for node in named if node["monitor"] != "auto"]  # resolved during the run
     nodes.sort(key=lambda node: "Checkpoint" not in str(node.get("_target_")))

@@ -54,7 +54,7 @@ _BLOCKS = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
 
 
 class DeepSpeedStrategy(LightningDeepSpeedStrategy):
-    """Shards optimizer states, gradients and parameters over the processes with DeepSpeed's ZeRO.
+    """Shard optimizer states, gradients and parameters over the processes with DeepSpeed's ZeRO.
 
     ``Trainer(strategy="deepspeed")`` is short for ``Trainer(strategy=DeepSpeedStrategy())``; there are also
     ``"deepspeed_stage_1"``, ``_2``, ``_2_offload``, ``_3`` and ``_3_offload``. On the command line:
@@ -64,8 +64,8 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
     DeepSpeed runs the backward pass and the step, and scales the loss. ``precision="16-mixed"`` and ``"bf16-mixed"``
     have DeepSpeed's meaning: weights in 16 bits, and float32 weights for the optimizer.
 
-    The Trainer sets accumulation, clipping and batch sizes, and the module the optimizer. A config must set the same
-    values for them, or ``"auto"``.
+    The Trainer sets accumulation, clipping and batch sizes; the module sets the optimizer. If the config also sets one
+    of these, the value must be the same or ``"auto"``.
 
     Args:
         stage: the state that is sharded: 1 for optimizer states, 2 also for gradients, 3 also for parameters. Default:
@@ -148,25 +148,25 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         self._failed = False
 
     @classmethod
-    def of(cls, theirs: LightningDeepSpeedStrategy) -> DeepSpeedStrategy:
-        """Convert Lightning's strategy to ours, with its settings."""
-        config = copy.deepcopy(theirs.config) or {}
+    def of(cls, strategy: LightningDeepSpeedStrategy) -> DeepSpeedStrategy:
+        """Convert Lightning's strategy to this class, with its settings."""
+        config = copy.deepcopy(strategy.config) or {}
         if not config.get("zero_optimization"):
             config["zero_optimization"] = {"stage": 0}
-        scaling = {} if "fp16" in config else {name: getattr(theirs, name) for name in _SCALING}
+        scaling = {} if "fp16" in config else {name: getattr(strategy, name) for name in _SCALING}
         return cls(
             config=config,
-            process_group_backend=theirs._process_group_backend,
-            timeout=theirs._timeout,
-            accelerator=theirs._accelerator,
-            parallel_devices=theirs.parallel_devices,
-            cluster_environment=theirs.cluster_environment,
-            checkpoint_io=theirs._checkpoint_io,
+            process_group_backend=strategy._process_group_backend,
+            timeout=strategy._timeout,
+            accelerator=strategy._accelerator,
+            parallel_devices=strategy.parallel_devices,
+            cluster_environment=strategy.cluster_environment,
+            checkpoint_io=strategy._checkpoint_io,
             **scaling,
         )
 
     def _settle(self, place: tuple[str, str], given: Any, default: Any, argument: str) -> Any:
-        """Put a setting into the config, unless it has it already. Return its value."""
+        """Set a value in the config if it is missing there, and return the value of the config."""
         block = self.config.setdefault(place[0], {})
         found = block.setdefault(place[1], default if given is None else given)
         if given is not None and found != given:
@@ -200,7 +200,7 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         if zero["stage"] != 3 and zero.get("offload_param", {}).get("device", "none") != "none":
             raise ConfigurationError(
                 f"Got parameters to offload at stage {zero['stage']} of DeepSpeed's ZeRO, expected stage 3, which"
-                " spreads them."
+                " shards them."
             )
         for name, instead in _REFUSED.items():
             if self.config.get(name):
@@ -255,8 +255,8 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
             )
         if self.precision_plugin.precision == "16-mixed" and not get_accelerator().is_fp16_supported():
             raise PrecisionError(
-                f"Got precision='16-mixed' with strategy='deepspeed' on a {device!r} device that DeepSpeed does not"
-                " compute float16 on. Use precision='bf16-mixed' or '32-true'."
+                f"Got precision='16-mixed' with strategy='deepspeed' on a {device!r} device, for which DeepSpeed does"
+                " not support float16. Use precision='bf16-mixed' or '32-true'."
             )
         if device == "cpu":  # skip minutes of compilation that only speeds up collectives on CPUs
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -323,7 +323,7 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
         except OSError as error:
             raise ConfigurationError(f"The DeepSpeed config {path} cannot be read: {error.strerror}.") from error
         except ValueError as error:
-            raise ConfigurationError(f"The DeepSpeed config {path} is no JSON: {error}.") from error
+            raise ConfigurationError(f"The DeepSpeed config {path} is not valid JSON: {error}.") from error
     if not isinstance(config, (Mapping, type(None))):
         raise ConfigurationError(
             f"Got {config!r} as a DeepSpeed config, expected a mapping, or the path of a JSON file."
@@ -338,8 +338,8 @@ def _without_auto(value: Any) -> Any:
     return [_without_auto(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def _check_equal(config: dict[str, Any], key: str, ours: Any, given: str) -> None:
-    if key in config and config[key] != ours:
+def _check_equal(config: dict[str, Any], key: str, expected: Any, given: str) -> None:
+    if key in config and config[key] != expected:
         raise ConfigurationError(
             f"Got {given} and {key!r}: {config[key]!r} in the DeepSpeed config, expected one number. Change one of"
             " them, or leave it out of the config."
@@ -352,7 +352,7 @@ def _window_of(trainer: Trainer) -> list[int]:
 
 
 def _refuse_module(module: LightningModule, optimizers: list[Optimizer]) -> None:
-    """Refuse modules that do themselves the work that DeepSpeed does.
+    """Refuse modules that replace a part of the step that DeepSpeed runs.
 
     Raises:
         UnsupportedError: with an alternative.
@@ -369,8 +369,8 @@ def _refuse_module(module: LightningModule, optimizers: list[Optimizer]) -> None
             problem = f"a {name} of {type(module).__name__}"
     if problem:
         raise UnsupportedError(
-            f"Got {problem} with strategy='deepspeed', which does the backward pass, clipping and the step by itself,"
-            " for one optimizer of torch's. Use strategy='ddp' or 'fsdp'."
+            f"Got {problem} with strategy='deepspeed', which runs the backward pass, clipping and the step itself,"
+            " for one torch optimizer. Use strategy='ddp' or 'fsdp'."
         )
 
 
@@ -478,21 +478,23 @@ class DeepSpeedEngine(LightningEngine):
         if files is not None and files.sharded and files.asynchronous:
             raise UnsupportedError(
                 "Got CheckpointFiles(sharded=True, asynchronous=True) with strategy='deepspeed', which writes its files"
-                " at once. Leave one of them out."
+                " synchronously. Remove sharded=True or asynchronous=True."
             )
         if any(isinstance(callback, ScaleMonitor) for callback in callbacks):
-            rank_zero_info("ScaleMonitor: no shares of underflow with strategy='deepspeed', which keeps the gradients.")
+            rank_zero_info(
+                "ScaleMonitor: strategy='deepspeed' does not expose gradients, so underflow is not measured."
+            )
 
     def _refuse_config(self) -> None:
         """Refuse a DeepSpeed config that contradicts the Trainer."""
         trainer, config = self._trainer, self.strategy.config
         windows = _window_of(trainer)
         clip = trainer.gradient_clip_val or 0.0
-        for key, name, ours in (
+        for key, name, expected in (
             ("gradient_accumulation_steps", "accumulate_grad_batches", windows[0] if len(windows) == 1 else windows),
             ("gradient_clipping", "gradient_clip_val", clip),
         ):
-            _check_equal(config, key, ours, f"Trainer({name}={ours!r})")
+            _check_equal(config, key, expected, f"Trainer({name}={expected!r})")
 
     def setup_environment(self) -> None:
         """Restore a module that an earlier run has left with DeepSpeed, after the usual setup."""
@@ -502,7 +504,7 @@ class DeepSpeedEngine(LightningEngine):
             zero.restore_module()
 
     def convert_module(self) -> None:
-        """Convert the module. Initialize one from the meta device in CPU memory, from which DeepSpeed copies it."""
+        """Convert the module. A module on the meta device is initialized in CPU memory, and DeepSpeed copies it."""
         super().convert_module()
         initialise(self.model, torch.device("cpu"))
 
@@ -530,13 +532,13 @@ class DeepSpeedEngine(LightningEngine):
         """
         if self._trained != self._trained_now():
             raise UnsupportedError(
-                "Other parameters are trained than when the fit began, with strategy='deepspeed', which keeps those."
-                " Freeze or thaw them between two fits."
+                "The set of trained parameters has changed since the fit began, which strategy='deepspeed' does not"
+                " support. Freeze or unfreeze parameters between two fits."
             )
 
     @property
     def forward_runs_collectives(self) -> bool:
-        """False: those of stage 3 need no handling, because all processes run equally many forward passes."""
+        """False: the collectives of stage 3 need no handling, because all processes run the same number of forwards."""
         return False
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
@@ -557,14 +559,14 @@ class DeepSpeedEngine(LightningEngine):
         if len(sizes) != 1 or (size := sizes[0]) is None:
             return
         total = size * self.world_size * _window_of(trainer)[-1]
-        for key, ours, what in (
+        for key, expected, description in (
             ("train_micro_batch_size_per_gpu", size, "the dataloader's batch size"),
             ("train_batch_size", total, "batch size times processes times accumulate_grad_batches"),
         ):
-            _check_equal(config, key, ours, f"{ours} as {what}")
+            _check_equal(config, key, expected, f"{expected} as {description}")
 
     def replay_step(self, name: str) -> Callable[..., Any]:
-        """Return the step through the wrapper, which gathers weights."""
+        """Return a step that is called through DeepSpeed's wrapper, which gathers the weights."""
         return partial(self._through_wrapper, name)
 
     def module_state(self) -> dict[str, Any]:
@@ -582,7 +584,7 @@ class DeepSpeedEngine(LightningEngine):
             parts.read(self._zero().engine, folder, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full state dict of the optimizer on rank 0; its settings only if DeepSpeed writes the rest."""
+        """Return the full state dict of the optimizer on rank 0; only its settings if DeepSpeed writes the states."""
         if self._writes_parts:
             return {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
         if self.strategy.zero is None:
@@ -602,7 +604,7 @@ class DeepSpeedEngine(LightningEngine):
         return {"stage": self.strategy.stage, "processes": self.world_size, "precision": self.precision.name}
 
     def save_shards(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        """Write a folder with the files of DeepSpeed and ours."""
+        """Write a folder with the files of DeepSpeed and of this package."""
         if not self._writes_parts:
             super().save_shards(checkpoint, path)
             return
