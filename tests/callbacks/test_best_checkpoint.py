@@ -68,7 +68,7 @@ class StepsOfLast(Callback):
     ("values", "chosen", "best"),
     [
         ({"val_acc": [0.5, 0.9, 0.7]}, ("val_acc", "max"), 1),
-        ({"val_acc": [0.5, 0.9, 0.7], "val_loss": [3.0, 2.0, 1.0]}, ("val_loss", "min"), 2),
+        ({"val_aux_loss": [0.5, 0.9, 0.7], "val_loss": [3.0, 2.0, 1.0]}, ("val_loss", "min"), 2),
         ({"val_f1": [0.5, 0.1, 0.2], "val_aux_loss": [3.0, 1.0, 2.0]}, ("val_aux_loss", "min"), 1),
         ({"lr": [1.0, 2.0, 3.0], "accuracy": [0.9, 0.5, 0.1]}, ("accuracy", "max"), 0),
     ],

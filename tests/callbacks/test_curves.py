@@ -31,6 +31,7 @@ def record(scale: float | None = 32768.0, losses: dict[int, float] | None = None
                 "val_loss": series({5: 0.5, 10: 0.375}),
                 "val_acc": series({5: 0.5, 10: 0.75}),
                 "f1": series({5: 0.125, 10: 0.125}),
+                "perplexity": series({5: 0.5, 10: 30.0}),
             },
         },
     }

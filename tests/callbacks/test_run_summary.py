@@ -103,6 +103,7 @@ def test_paths_as_seen_from_the_working_directory(tmp_path, summary, monkeypatch
     table = rows(summary)
     assert (table["run folder"], table["best checkpoint"], table["logger"]) == ("run", "run/best[1].ckpt", "a")
     assert "report" not in table  # there is no record on the disk
+    assert printed(summary).count("logger") == 1  # not that of the run folder
 
 
 @pytest.mark.parametrize("length", [10, 60, 120])

@@ -98,6 +98,12 @@ def test_evaluation_rates_leave_the_first_batch_out(clock):
         assert callback.run_facts()["throughput"][fn] == rate
 
 
+def test_sanity_check_is_not_measured(clock):
+    callback = Throughput()
+    FakeTrainer(callback, clock=clock, sanity_checking=True).evaluate()
+    assert callback.evaluation_rates == {}
+
+
 @dataclass
 class Pair:
     name: str
