@@ -180,7 +180,7 @@ def test_callbacks_that_read_gradients_are_not_default(caplog: pytest.LogCapture
 
 
 def test_folders_are_written_synchronously() -> None:
-    with pytest.raises(UnsupportedError, match="writes its files at once"):
+    with pytest.raises(UnsupportedError, match="writes its files synchronously"):
         ours(strategy="deepspeed", devices=2, plugins=[CheckpointFiles(sharded=True, asynchronous=True)])
 
 
