@@ -95,6 +95,7 @@ def test_everything_but_the_moment_is_the_same(tmp_path, late, optimizer, window
     trace.rates, expected.rates = [], []  # those between a skipped update and the next are tentative
     assert_same(trace, expected)
     assert trainer.skipped_steps == sum(expected.skipped)
+    assert trainer.progress.schedule_steps == expected.skipped.count(False)
     assert trainer.scaler.get_scale() == trainer.scaler.current_scale == scaler.get_scale()
     assert bool(late) is (optimizer != "sgd")
 
