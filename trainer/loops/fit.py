@@ -71,7 +71,8 @@ class FitLoop:
         self.freezes_scale = False
         self.unresolved: tuple[int, ...] = ()  # indices of the optimizers of an update without a known outcome
         self.skipped: tuple[Optimizer, ...] = ()  # the optimizers that skipped the last update
-        self.has_updated = self.skips_epoch = self.validates_this_epoch = False
+        self.has_updated = self.validates_this_epoch = False
+        self.skips_epoch = False  # whether `on_train_batch_start` has returned -1
         # the objects of one run
         self.hooks: Hooks = NO_HOOKS
         self.batches = TrainingBatches(None)
@@ -349,8 +350,8 @@ class FitLoop:
 
         Args:
             output: the return value of ``training_step``.
-            may_read_late: whether ``window.close`` may read the batch's weight in the mean if it is on the device, so
-                that the host does not wait here. Default: False.
+            may_read_late: whether ``window.close`` may read the batch's weight in the mean if it is on the device, to
+                avoid a host-device synchronization here. Default: False.
         """
         window = self.window
         loss, weight = loss_in(output, reads_weight=False)
