@@ -59,7 +59,9 @@ class Start(Callback):
     """Records the whole weights and buffers at the start of training, and those of the average."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.weights = whole(pl_module) | {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
+        self.average = self.weights = whole(pl_module) | {
+            name: buffer.clone() for name, buffer in pl_module.named_buffers()
+        }
         for callback in trainer.callbacks:
             if isinstance(callback, EMAWeightAveraging):
                 average = gathered(dict(callback._average_model.module.state_dict()), True)
@@ -69,11 +71,13 @@ class Start(Callback):
 def fit(path: Path, strategy: str, late: bool = False, outputs: int = 2) -> dict[str, Any]:
     """Return the weights at the start, and the report on loading."""
     start = Start()
+    averages = strategy == "fsdp" or not late  # under DDP, `setup` copies the weights, which must exist
+    callbacks = [start, EMAWeightAveraging(update_starting_at_epoch=9)] if averages else [start]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = make_trainer(
             path.parent, devices=2, strategy=strategy, limit_train_batches=2, limit_val_batches=0,
-            use_distributed_sampler=False, callbacks=[start, EMAWeightAveraging(update_starting_at_epoch=9)],
+            use_distributed_sampler=False, callbacks=callbacks,
         )  # fmt: skip
         module = Net(seed=torch.distributed.get_rank() + 5, late=late, outputs=outputs)
         trainer.fit(module, DataLoader(samples(), batch_size=BATCH // 2, sampler=Shard(2)), weights=path)
