@@ -91,6 +91,7 @@ _EARLY = {
     IT + "data.batch_size=1.5": "data.batch_size is 1.5, expected a whole number of at least 1.",
     IT + "++data.num_workers=-1": "data.num_workers is -1, expected a whole number of at least 0.",
     IT + "precision=16 precision.fp32_modules=head": "precision.fp32_modules is head, expected a list",
+    IT + "precision=32 precision.fp32_modules=[head]": "It belongs to precision=16-mixed",
     IT + "scheduler=cosine": "scheduler=cosine has no effect",
     IT + "scheduler=cosine scheduler.eta_min=1": "scheduler.eta_min=1 has no effect",
     # the environment
@@ -152,7 +153,7 @@ _LATE = {
     IT + "optimizer.lr=null": "torch.optim.SGD rejects its arguments, lr=null among them: ",
     IT + "callbacks=early_stopping callbacks.early_stopping.mode=up": "rejects its arguments",
     IT + "precision=16 precision.growth_factor=0.5": "growth_factor=0.5, expected a",
-    IT + "trainer.devices=-1": "should be an int > 0",
+    IT + "trainer.devices=-1": "trainer.devices is -1 (all GPUs) and trainer.acc",
     IT + "trainer.accelerator=tpu": "need a package that is not installed",
     IT + "trainer.barebones=true trainer.detect_anomaly=true": "detect_anomaly",
     IT + f"trainer.gradient_clip_val=1 {CLIPPING}": "gradient_clip_val",

@@ -75,7 +75,7 @@ PLACEHOLDERS = {
     "ckpt=RUN": "ckpt=run",
     "ckpt=RUN_FOLDER": "ckpt=run",
     "ckpt=outputs/resnet50/DATE_TIME": "ckpt=run",
-    "CHECKPOINT": "run/checkpoints/last.ckpt",
+    "RUN": "run",
     "FILE.safetensors": "weights.safetensors",
     "FOLDER": "sharded",
     "FILE": "one.ckpt",

@@ -103,7 +103,7 @@ def test_mistakes(project: Path, capfd: Any, words: list[str], expected: str) ->
 
 @pytest.mark.whole
 def test_range_test_starts_with_the_weights(project: Path) -> None:
-    fit("first", "trainer.max_epochs=8", "optimizer.lr=0.2")
+    fit("first", "trainer.max_epochs=30")
     common = ["tune", "lr", "+recipe=line", "tune.steps=10", "tune.min_lr=1e-9", "tune.max_lr=1e-8"]
     assert main([*common, "hydra.run.dir=fresh"]) in (0, 1)
     assert main([*common, "hydra.run.dir=trained", "weights=first"]) in (0, 1)

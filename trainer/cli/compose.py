@@ -68,13 +68,14 @@ def register() -> None:
 class _Loader(ConfigLoaderImpl):
     """Pass the config to ``check`` before overrides set values in it."""
 
-    check: Callable[[dict[str, Any]], None] | None = None
+    check: Callable[[dict[str, Any], dict[str, str]], None] | None = None
 
     def _compose_config_from_defaults_list(self, defaults: Any, repo: Any) -> DictConfig:
         config = super()._compose_config_from_defaults_list(defaults, repo)
         check, self.check = self.check, None  # because `check` may compose other configs
         if check is not None:
-            check(unresolved(config))
+            paths = [str(default.config_path).rpartition("/") for default in defaults]
+            check(unresolved(config), {group: option for group, _, option in paths})
         return config
 
 
@@ -158,12 +159,17 @@ class Composer:
             if found is not None and found.path.startswith("file://") and not package.startswith("hydra"):
                 yield Path(found.path.removeprefix("file://"), f"{path}.yaml"), path.rpartition("/")[0], package
 
-    def compose(self, overrides: Sequence[str], check: Callable[[dict[str, Any]], None] | None = None) -> DictConfig:
+    def compose(
+        self,
+        overrides: Sequence[str],
+        check: Callable[[dict[str, Any], dict[str, str]], None] | None = None,
+    ) -> DictConfig:
         """Return the composed config, including the ``hydra`` node.
 
         Args:
             overrides: the command line.
-            check: called with the unresolved config before ``overrides`` set values in it.
+            check: called with the unresolved config before ``overrides`` set values in it, and with the chosen option
+                of each config group.
 
         Raises:
             UsageError: if a config or an override is invalid.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -16,7 +17,8 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.arguments import SWITCH, Kind, describe
+from trainer import machine
+from trainer.arguments import SWITCH, Kind, describe, either
 from trainer.cli import plugins, tracking
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer, resolve, unresolved
@@ -214,20 +216,21 @@ def _check_option(composer: Composer, override: Override) -> None:
 def _compose(composer: Composer, job: Sequence[str]) -> DictConfig:
     """Return the config of ``job``, after checking its settings against the config that they change."""
 
-    def check(config: dict[str, Any]) -> None:
+    def check(config: dict[str, Any], chosen: dict[str, str]) -> None:
         known = {entry.key: entry.value for entry in walk(config, into_lists=False)}
-        _check_settings(composer, known, job)
+        _check_settings(composer, known, chosen, job)
         _check_replaced_options(composer, known, job)
 
     return composer.compose(job, check)
 
 
-def _check_settings(composer: Composer, known: dict[str, Any], job: Sequence[str]) -> None:
+def _check_settings(composer: Composer, known: dict[str, Any], chosen: dict[str, str], job: Sequence[str]) -> None:
     """Check the settings in ``job`` against the config that they change.
 
     Args:
         composer: parses the settings.
         known: values in that config by key.
+        chosen: chosen option of each config group in it.
         job: overrides of one job.
     """
     settings = [
@@ -245,7 +248,7 @@ def _check_settings(composer: Composer, known: dict[str, Any], job: Sequence[str
         if override.is_add() or override.is_force_add():
             _check_new_key(composer, known, override)
         elif key not in known:
-            _check_unknown_key(known, override, composer)
+            _check_unknown_key(known, chosen, override, composer)
         elif not override.is_delete():
             _check_value(key, override.value(), known[key])
 
@@ -306,7 +309,7 @@ def _check_new_key(composer: Composer, known: Container[str], override: Override
         )
 
 
-def _check_unknown_key(known: dict[str, Any], override: Override, composer: Composer) -> None:
+def _check_unknown_key(known: dict[str, Any], chosen: dict[str, str], override: Override, composer: Composer) -> None:
     """Refuse a key that does not exist. A key inside of a null value or a list is not checked."""
     key = override.key_or_group
     above, rest = key, ""
@@ -319,10 +322,26 @@ def _check_unknown_key(known: dict[str, Any], override: Override, composer: Comp
     if above and (node is None or node == "???" or isinstance(node, list)):
         return
     groups = [group for group in composer.groups() if not key.startswith(f"{group}.")]
-    near = _common(key, known) or _nearest(key, known) or did_you_mean(key, groups)
+    near = (
+        _common(key, known)
+        or _of_other_option(chosen, key, composer)
+        or _nearest(key, known)
+        or did_you_mean(key, groups)
+    )
     is_new = not near and not override.is_delete() and not key.startswith("trainer.")
     new = f" To add a new setting, write +{override.input_line}." if is_new else ""
     raise UsageError(f"There is no setting {key!r}.{near}{new}")
+
+
+def _of_other_option(options: dict[str, str], key: str, composer: Composer) -> str:
+    """Return a hint if other options of the group have the setting, as 16-mixed has ``precision.fp32_modules``."""
+    group, _, name = key.rpartition(".")
+    chosen = options.get(group)
+    others = ("", "callbacks", "data", "logger", "trainer")  # groups of unrelated options
+    if group in others or not composer.is_group(group) or chosen is None:
+        return ""
+    having = [f"{group}={option}" for option in composer.options(group) if name in composer.option(group, option)]
+    return f" It belongs to {either(having)}, and this is {group}={chosen}." if having else ""
 
 
 _COMMON = {
@@ -391,6 +410,8 @@ def _check_whole(composer: Composer, config: DictConfig, overrides: Sequence[Ove
         tracking.check(plain)
         _check_model(plain, arguments, config.hydra.runtime.choices.get("recipe"))
         _check_values(plain)
+        if not str(config.hydra.launcher["_target_"]).startswith(plugins.ELSEWHERE):
+            _check_devices(plain["trainer"])
         _check_checkpoint(plain["ckpt_path"])
         _check_weights(plain)
         _check_used(OmegaConf.to_container(job, resolve=False), overrides)
@@ -504,6 +525,25 @@ def _check_values(plain: dict[str, Any]) -> None:
             )
             if not isinstance(value, bool) and (problem := mistake(key, value, accepts)):
                 raise UsageError(problem)
+
+
+def _check_devices(settings: dict[str, Any]) -> None:
+    """Refuse GPU settings on a machine without a GPU. Imports no torch; if torch is imported, Lightning checks."""
+    accelerator, devices = str(settings["accelerator"]), settings["devices"]
+    wants_all = str(devices) == "-1"
+    if accelerator == "cpu" and wants_all:
+        raise UsageError(
+            "trainer.devices is -1 (all GPUs) and trainer.accelerator is cpu, expected a number of processes, such as"
+            " trainer.devices=1."
+        )
+    if "torch" in sys.modules or not (accelerator in ("gpu", "cuda") or (accelerator == "auto" and wants_all)):
+        return
+    if machine.has_no_gpu():
+        given = "trainer.devices is -1 (all GPUs)" if wants_all else f"trainer.accelerator is {accelerator}"
+        raise UsageError(
+            f"{given}, but this machine has no GPU (no device such as /dev/nvidia0). Remove the setting to use the best"
+            " available device, or use trainer=cpu."
+        )
 
 
 def _check_checkpoint(path: str | None) -> None:
