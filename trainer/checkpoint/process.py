@@ -183,7 +183,7 @@ class ProcessState:
         self._restore_communication(state.get("communication", {}))
         if not state.get("next_forward_exchanges", True):
             engine.skip_next_buffer_sync()
-        loop.gradients.load_state_dict(trainer.lightning_module.named_parameters(), state["gradients"])
+        self._restore_gradients(state["gradients"])
         loop.gradients.scaler.losses = [loss.to(device) for loss in state.get("losses", ())]
         if self.kept_batches is not None and (kept := state.get("kept_batches")) is not None:
             self.kept_batches.load_state_dict(kept, device, exact=trainer.exact_resume)
@@ -338,6 +338,23 @@ class ProcessState:
             waiting = loop.optimizers
         gradients: Gradients = loop.gradients
         return gradients.state_dict(trainer.lightning_module.named_parameters(), waiting)
+
+    def _restore_gradients(self, state: dict[str, Tensor]) -> None:
+        trainer, gradients = self._trainer, self._trainer.loop.gradients
+        parameters = list(trainer.lightning_module.named_parameters())
+        if trainer.engine.any_rank(not gradients.can_load(parameters, state)):
+            problem = (
+                "The checkpoint has gradients that no optimizer step has used, and another strategy saved them: this"
+                " one holds other parts of the parameters."
+            )
+            if trainer.exact_resume:
+                raise ResumeError(
+                    f"{problem} Resume with the strategy of the saved run, or resume without these gradients:"
+                    " Trainer(exact_resume=False)."
+                )
+            warn(f"{problem} The run resumes without these gradients.")
+            state = {}
+        gradients.load_state_dict(parameters, state)
 
     def _seen_batches(self) -> dict[str, dict[int, int]]:
         return {name: dict(one.progress.seen_batches) for name, one in self._eval_loops()}

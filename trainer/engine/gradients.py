@@ -281,6 +281,11 @@ class Gradients:
         unused = {id(parameter) for optimizer in optimizers for parameter, _ in self.local(optimizer)}
         return {name: p.grad.detach() for name, p in parameters if p.grad is not None and id(p) in unused}
 
+    def can_load(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> bool:
+        """Return whether :meth:`load_state_dict` can restore all gradients: they are the parts of this process."""
+        parts = {name: self.part(parameter) for name, parameter in parameters}
+        return all(name in parts and gradient.shape == parts[name].shape for name, gradient in state.items())
+
     def load_state_dict(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
         """Restore the gradients that :meth:`state_dict` returned. They are scaled if losses are scaled.
 

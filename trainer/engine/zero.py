@@ -561,6 +561,10 @@ class ZeroGradients(Gradients):
         """Return a marker if a window is open, because DeepSpeed does not expose its gradients; otherwise {}."""
         return {_LOST: torch.zeros(())} if list(optimizers) else {}
 
+    def can_load(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> bool:
+        """Return True: :meth:`load_state_dict` discards gradients with a warning."""
+        return True
+
     def load_state_dict(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
         """Discard the open window and begin another, because gradients cannot be loaded into DeepSpeed."""
         if state:

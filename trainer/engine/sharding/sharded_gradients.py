@@ -177,6 +177,11 @@ class ShardedGradients(Gradients):
         whole = {id(one): gradient for one, gradient in unreduced_gradients(self._sharded().root).items()}
         return found | {_WHOLE + name: whole[id(p)] for name, p in parameters if id(p) in held & whole.keys()}
 
+    def can_load(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> bool:
+        """Return whether all gradients are parts of this process, or whole gradients of an open window."""
+        parts = {name: gradient for name, gradient in state.items() if not name.startswith(_WHOLE)}
+        return super().can_load(parameters, parts)
+
     def load_state_dict(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
         """Restore the gradients that :meth:`state_dict` returned, on the same number of processes."""
         parameters = list(parameters)
