@@ -1,4 +1,4 @@
-"""The order of a run: set up, train or evaluate, tear down; and the handling of errors.
+"""The phases of a run (set up, train or evaluate, tear down), and the handling of errors.
 
 ``Trainer.fit``, ``validate``, ``test`` and ``predict`` work the same way: inside ``Run.started``, ``Run.attach`` stores
 the module, the data and the checkpoint of the run, and the engine calls the ``Run`` in each process.
@@ -40,7 +40,7 @@ from trainer.state.metrics import to_scalars
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-advice = logging.getLogger("lightning.pytorch.advice")  # the command line shows it
+advice = logging.getLogger("lightning.pytorch.advice")  # the command line prints its messages
 
 STAGES = {
     TrainerFn.FITTING: RunningStage.TRAINING,
@@ -48,7 +48,7 @@ STAGES = {
     TrainerFn.TESTING: RunningStage.TESTING,
     TrainerFn.PREDICTING: RunningStage.PREDICTING,
 }
-"""The stage at the start and at the end of a run."""
+"""The initial stage of each kind of run."""
 
 START = "start.ckpt"
 """The file that an elastic job writes to the folder of its first ModelCheckpoint before training."""
@@ -84,7 +84,7 @@ class Run:
     def started(self, fn: TrainerFn) -> Iterator[None]:
         """Set the Trainer's state during a run, and call ``on_exception`` if the run raises. A context manager.
 
-        Ctrl-C ends the program. In a notebook or at a Python prompt, ``fit`` returns instead, and the other calls
+        Ctrl-C ends the program. In a notebook or at a Python prompt, ``fit`` returns instead, and the other methods
         raise ``KeyboardInterrupt``.
         """
         state = self._trainer.state
@@ -293,14 +293,14 @@ class Run:
             modules.call_setup_hooks(self._trainer)
 
     def _check_sanity(self, preparation: Preparation) -> None:
-        """Run a few validation batches before training, to find an error in the validation early."""
+        """Run a few validation batches before training, to find errors in the validation code early."""
         trainer = self._trainer
         state, loop = trainer.state, trainer.eval_loops[RunningStage.SANITY_CHECKING]
-        # as in Lightning: skipped by a run that resumes inside an epoch, or anywhere if max_steps is set
+        # as in Lightning, skip the check if the run resumes inside an epoch, or resumes at all and max_steps is set
         resumes = trainer.ckpt_path is not None and (trainer.progress.batches_this_epoch or trainer.max_steps != -1)
         if not trainer.enable_validation or not trainer.num_sanity_val_steps or resumes:
             return
-        with isolate_rng():  # also for the random numbers drawn when the dataloaders are created
+        with isolate_rng():  # creating the dataloaders may also draw random numbers
             state.stage, loop.sanity_checking = RunningStage.SANITY_CHECKING, True
             preparation.hooks.on_sanity_check_start()
             preparation.evaluation(RunningStage.VALIDATING, inference_mode=False)
@@ -379,7 +379,7 @@ class Run:
             )
 
     def repeat(self, stage: RunningStage) -> None:
-        """Run the loop of ``stage`` inside a hook of the run, with the current callbacks, limits and dataloaders."""
+        """Run the loop of ``stage`` from inside a hook, with the current callbacks, limits and dataloaders."""
         preparation = self.preparation = Preparation(self._trainer)
         if stage is RunningStage.TRAINING:
             self._prepare_fit(preparation)
@@ -391,7 +391,7 @@ class Run:
 
     @property
     def _may_use_inference_mode(self) -> bool:
-        """Whether evaluation may use ``torch.inference_mode``. False with gloo, which cannot send inference tensors."""
+        """Whether evaluation uses ``torch.inference_mode``. Never with gloo, which cannot send inference tensors."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         return self._trainer.inference_mode and not (distributed and torch.distributed.get_backend() == "gloo")
 

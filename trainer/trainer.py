@@ -76,13 +76,14 @@ class Trainer(TrainerBase):
             ``"bf16-true"``, ``"64-true"``, ``"auto"``, or an alias) or a ``trainer.precision.Precision``. The Trainer
             never replaces it silently: it raises an error if the device does not support the precision, and logs the
             choice of ``"auto"``. Default: None, for ``"32-true"``.
-        accumulate_grad_batches: short for ``GradientAccumulation(batches)``; the last, short window of an epoch is
-            averaged over its actual number of batches. Default: 1.
+        accumulate_grad_batches: short for ``GradientAccumulation(batches)``; a shorter window at the end of an
+            epoch is averaged over its actual number of batches. Default: 1.
         gradient_clip_val, gradient_clip_algorithm: short for ``GradientClipping``. Default: None, no clipping.
         strategy: strategy for several processes: ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, or an object such as
             ``FSDP2Strategy()``. Default: ``"auto"``.
-        detect_anomaly: whether to raise at the operation with the first NaN in its backward pass. If the loss is
-            scaled, overflows are not errors: ``AnomalyDetection`` inspects skipped steps instead. Default: False.
+        detect_anomaly: whether to raise an error that names the first operation with a NaN in its backward pass. With
+            loss scaling, an overflow is not an error, and ``AnomalyDetection`` inspects skipped steps instead. Default:
+            False.
         profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a profiler. Default: None, no profiling.
         resume: not in Lightning. ``"auto"``: a ``fit`` without ``ckpt_path`` resumes from the newest valid checkpoint
             in the folders that this run writes checkpoints to, or starts from the beginning if there is none. Default:
@@ -98,8 +99,8 @@ class Trainer(TrainerBase):
             collectives in each batch. Default: False, each sample is counted once.
         prefetch_batches: not in Lightning. On CUDA, 1 copies the next batch to the GPU on a separate stream while the
             current step runs; the order of loading, computing and drawing random numbers does not change. It takes the
-            memory of one more batch. 0: each batch waits for the step before it. Has no effect on other devices or with
-            steps that draw their own batches. Default: 1.
+            memory of one more batch. 0 copies each batch after the step before it. Has no effect on other devices or
+            with steps that take a ``dataloader_iter``. Default: 1.
 
     Attributes:
         scaler: the loss scaler. The object stays the same for the Trainer's lifetime, and is disabled if the precision
@@ -279,8 +280,8 @@ class Trainer(TrainerBase):
 
         Args:
             model: the module.
-            train_dataloaders: an iterable of batches, or a collection of them; or a LightningDataModule. Default: the
-                module's ``train_dataloader``.
+            train_dataloaders: an iterable of batches, a collection of such iterables, or a LightningDataModule.
+                Default: the module's ``train_dataloader``.
             val_dataloaders: the same for validation. Default: the module's ``val_dataloader``.
             datamodule: a LightningDataModule, instead of dataloaders. Default: None.
             ckpt_path: resume from this checkpoint: a path or URL, ``"best"``, ``"last"`` or ``"hpc"``. Default: None.
@@ -437,7 +438,7 @@ class Trainer(TrainerBase):
 
     @property
     def settled_outcome(self) -> StepOutcome | None:
-        """The newest outcome on the host, of the last update or the one before it. Never synchronizes."""
+        """The newest outcome on the host; it may lag one update behind. None before the first. Never synchronizes."""
         return self.loop.outcome
 
     @property

@@ -24,24 +24,26 @@ _SKIPPED = "#cc3311"
 class Curves(RecordView):
     """Draw loss, accuracy and loss scale over the optimizer steps into ``curves.png`` at the end of a fit.
 
-    Not a default callback. It requires matplotlib. The points come from the run's record instead of a logger, so they
-    are complete if a run is resumed. To plot several runs together, use ``trainer.load_run(folder)``. The panels are:
+    Not a default callback. It requires matplotlib. The points come from the run's record instead of a logger, so the
+    curves of a resumed run are complete. To plot several runs together, use ``trainer.load_run(folder)``. The panels
+    are:
 
     - Loss: the loss that ``training_step`` returned, and every validation metric with "loss" in its name.
-    - Score: every validation metric in [0, 1], and training metrics with "acc" in their names.
+    - Score: every metric with "acc" in its name, and all other validation metrics except losses, if their values are in
+      [0, 1].
     - Loss scale: on a logarithmic axis, with the skipped steps marked; left out without loss scaling.
 
-    Only rank zero draws, with its own losses.
+    Only rank zero draws. The training losses are those of rank zero.
 
     Args:
         dirpath: folder of ``curves.png``. Default: the folder of ``run.json``, else that of the first logger.
         max_points: maximum number of points per curve in the record. Default: 1024.
 
     Attributes:
-        path: the figure of the last fit, or None if there is no figure.
+        path: path of the last fit's figure. None if there is no figure.
 
     Raises:
-        ValueError: if `max_points` is less than 2.
+        ValueError: if ``max_points`` is less than 2.
         ConfigurationError: if matplotlib is not installed.
     """
 
@@ -54,7 +56,7 @@ class Curves(RecordView):
         self.path: Path | None = None
 
     def draw(self, record: RunRecord, folder: Path) -> dict[str, Path]:
-        """Draw the figure."""
+        """Write ``curves.png``, and return its path by name. Return {} if there are no points."""
         self.path = None
         figure = figure_of(record)
         if figure is None:

@@ -1,7 +1,9 @@
 """Config groups, their options, and the meaning of each key of a composed config.
 
-The meaning of a key is the comment after it in a config file, and that of a node the comment at the top of the file.
-The meanings of the ``trainer`` node are in `trainer.arguments`. Imports neither torch nor Hydra.
+The meaning of a key is the comment after it in a config file. The meaning of a node is the first line of the comment at
+the top of its file. The meanings of the Trainer's arguments are in ``trainer.arguments``.
+
+This module imports neither torch nor Hydra.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def options(group: str, config_dir: str | None = None) -> dict[str, Path]:
     """Return the options of a config group and their files, in alphabetical order.
 
     Args:
-        group: such as ``recipe``.
+        group: the name of the group, such as ``recipe``.
         config_dir: the value of ``--config-dir``, or None.
     """
     files: dict[str, Path] = {}
@@ -40,7 +42,7 @@ def options(group: str, config_dir: str | None = None) -> dict[str, Path]:
 
 
 def example_recipe(config_dir: str | None = None) -> str:
-    """Return the recipe for examples in messages: the first in ``./conf``, else ``resnet50``, else ``NAME``.
+    """Return the recipe for examples in messages: the user's first, else ``resnet50``, else any, else ``NAME``.
 
     Args:
         config_dir: the value of ``--config-dir``, if any.
@@ -68,9 +70,9 @@ def description(file: Path) -> str:
 
 
 def meanings(composer: Composer, words: Sequence[str]) -> tuple[dict[str, str], set[str]]:
-    """Return the meaning of each key by its full name, and the keys that files set.
+    """Return a dict from the full name of each key to its meaning, and the set of keys in config files.
 
-    If several files explain a key, the last one counts. A comment in a recipe is appended in brackets.
+    If several files comment on a key, the last comment is used. A comment in a recipe is appended in parentheses.
 
     Args:
         composer: finds the files.
@@ -98,7 +100,7 @@ def _entries(file: Path, prefix: str) -> Iterator[tuple[str, bool, str]]:
 
 
 def _entries_of(node: Any, prefix: str, lines: list[str]) -> Iterator[tuple[str, bool, str]]:
-    """Iterate over the entries of a YAML node. The comment follows a value, or the key of a node on several lines."""
+    """Iterate over the entries of a YAML node. A comment follows the value, or the key if the value is a block."""
     for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
         is_block = isinstance(value, yaml.CollectionNode) and not value.flow_style
         mark = name.end_mark if is_block else value.end_mark

@@ -28,7 +28,7 @@ def choose(node: Mapping[str, Any] | None, monitor: Mapping[str, Any] | None) ->
 
     Args:
         node: the config's ``objective``.
-        monitor: metric and mode that checkpoints or early stopping monitor.
+        monitor: the return value of :func:`monitored`.
     """
     node, monitor = node or {}, monitor or {}
     metric = node.get("metric") or monitor.get("metric")
@@ -39,7 +39,7 @@ def choose(node: Mapping[str, Any] | None, monitor: Mapping[str, Any] | None) ->
 
 
 def monitored(callbacks: Any) -> dict[str, Any] | None:
-    """Return the metric and mode that checkpoints in ``callbacks`` monitor, else those of early stopping, or None."""
+    """Return the metric and mode that a callback monitors, or None. Checkpoint callbacks take precedence."""
     named = (node for node in (callbacks or {}).values() if isinstance(node, Mapping) and node.get("monitor"))
     nodes = [node for node in named if node["monitor"] != "auto"]  # resolved during the run
     nodes.sort(key=lambda node: "Checkpoint" not in str(node.get("_target_")))

@@ -49,7 +49,7 @@ _ALWAYS = (
     "allowed_packages", "callbacks", "checkpoint_files", "checks", "compare", "logger", "objective", "seed", "tune",
 )  # fmt: skip
 _REPLACEABLE = ("data", "model", "optimizer", "scheduler")
-"""Groups with options that are classes with their arguments."""
+"""Config groups with options that each configure one class."""
 _NEEDED = ("precision", "trainer")
 """Config groups that cannot be removed."""
 _NAMED_CHECKPOINTS = ("last", "best", "hpc")
@@ -84,16 +84,18 @@ class _CheckpointFiles:
 
 
 def validate(arguments: Arguments, composer: Composer | None = None) -> DictConfig:
-    """Check the config of a command line, and return it with its node ``hydra``; for a sweep, that of its first job.
+    """Check the config of a command line, and return it, including its node ``hydra``.
 
-    Each value of a sweep is checked once, in a job with the first value of all other settings.
+    For a sweep, return the config of the first job. Each value is checked once, in a job with the first value of all
+    other settings.
 
     Args:
         arguments: the command line.
-        composer: the composer of ``arguments``; None to create one.
+        composer: the composer of ``arguments``. Default: None, for a new one.
 
     Raises:
-        UsageError: if the config is invalid. The message has the given value, the expected value, and the nearest name.
+        UsageError: if the config is invalid. The message contains the given value, the expected value, and the nearest
+            name.
     """
     composer = composer or Composer(arguments)
     overrides = composer.parse(arguments.config_overrides())
@@ -149,7 +151,7 @@ def _sweep(override: Override) -> Iterator[str]:
 
 
 def _jobs(overrides: Sequence[Override]) -> Iterator[list[str]]:
-    """Iterate over jobs of the sweep, as lists of overrides, such that each value occurs in one."""
+    """Iterate over jobs of the sweep, as lists of overrides. Each value occurs in at least one of the jobs."""
     values = _values(overrides)
     yield [choices[0] for choices in values]
     for position, choices in enumerate(values):
@@ -158,7 +160,7 @@ def _jobs(overrides: Sequence[Override]) -> Iterator[list[str]]:
 
 
 def _sweeper_params(arguments: Arguments, composer: Composer, config: DictConfig) -> list[Override]:
-    """Return the overrides of a sweep in a config (conf/sweep), with short names of precisions replaced."""
+    """Return the overrides in ``hydra.sweeper.params`` (set in conf/sweep), with full names of precisions."""
     params = dict(OmegaConf.select(config, "hydra.sweeper.params") or {})
     if "precision" in params and (known := canonical_precisions(str(params["precision"]))) != params["precision"]:
         params["precision"] = known
@@ -214,7 +216,7 @@ def _check_option(composer: Composer, override: Override) -> None:
 
 
 def _compose(composer: Composer, job: Sequence[str]) -> DictConfig:
-    """Return the config of ``job``, after checking its settings against the config that they change."""
+    """Return the config of ``job``, after checking its settings against the config without them."""
 
     def check(config: dict[str, Any], chosen: dict[str, str]) -> None:
         known = {entry.key: entry.value for entry in walk(config, into_lists=False)}
@@ -225,12 +227,12 @@ def _compose(composer: Composer, job: Sequence[str]) -> DictConfig:
 
 
 def _check_settings(composer: Composer, known: dict[str, Any], chosen: dict[str, str], job: Sequence[str]) -> None:
-    """Check the settings in ``job`` against the config that they change.
+    """Check the settings in ``job`` against the config without them.
 
     Args:
         composer: parses the settings.
-        known: values in that config by key.
-        chosen: chosen option of each config group in it.
+        known: values by key in the config without the settings.
+        chosen: chosen option by config group.
         job: overrides of one job.
     """
     settings = [
@@ -254,7 +256,7 @@ def _check_settings(composer: Composer, known: dict[str, Any], chosen: dict[str,
 
 
 def _check_replaced_options(composer: Composer, known: dict[str, Any], job: Sequence[str]) -> None:
-    """Refuse settings of a recipe for an option that the command line replaces, if the new option lacks them.
+    """Raise if the command line replaces an option, and a recipe sets keys that the new option does not have.
 
     Args:
         composer: reads the options.
@@ -310,7 +312,7 @@ def _check_new_key(composer: Composer, known: Container[str], override: Override
 
 
 def _check_unknown_key(known: dict[str, Any], chosen: dict[str, str], override: Override, composer: Composer) -> None:
-    """Refuse a key that does not exist. A key inside of a null value or a list is not checked."""
+    """Refuse a key that does not exist. A key under a null value or a list is not checked."""
     key = override.key_or_group
     above, rest = key, ""
     while above and above not in known:
@@ -334,14 +336,14 @@ def _check_unknown_key(known: dict[str, Any], chosen: dict[str, str], override: 
 
 
 def _of_other_option(options: dict[str, str], key: str, composer: Composer) -> str:
-    """Return a hint if other options of the group have the setting, as 16-mixed has ``precision.fp32_modules``."""
+    """Return a hint if other options of the group have the setting, for example ``fp32_modules`` of 16-mixed."""
     group, _, name = key.rpartition(".")
     chosen = options.get(group)
     others = ("", "callbacks", "data", "logger", "trainer")  # groups of unrelated options
     if group in others or not composer.is_group(group) or chosen is None:
         return ""
     having = [f"{group}={option}" for option in composer.options(group) if name in composer.option(group, option)]
-    return f" It belongs to {either(having)}, and this is {group}={chosen}." if having else ""
+    return f" It belongs to {either(having)}, but the config uses {group}={chosen}." if having else ""
 
 
 _COMMON = {
@@ -363,7 +365,7 @@ def _common(key: str, known: Container[str]) -> str:
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
-    """Return a did-you-mean over full keys, or over their last parts for a key that was shortened."""
+    """Return a hint that suggests the nearest key, compared by full names or by the last parts of names."""
     names = [name for name in known if name.partition(".")[0] != "hydra" or key.startswith("hydra")]
     names = [name for name in names if not key.startswith(f"{name}.")]  # without the nodes that contain the key
     same_end = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
@@ -374,7 +376,7 @@ def _nearest(key: str, known: Iterable[str]) -> str:
     if has_target:  # the class may have arguments that are not in the config
         names = [name for name in names if name.startswith(f"{node}.")]
     last = {name.rpartition(".")[2].lower(): name for name in names}
-    whole = [] if has_target else difflib.get_close_matches(key, names, n=1)  # a shared "model." is not similarity
+    whole = [] if has_target else difflib.get_close_matches(key, names, n=1)  # with a target, all names share a prefix
     near = whole or [last[name] for name in difflib.get_close_matches(key.rpartition(".")[2].lower(), last, n=1)]
     return f" Did you mean {near[0]!r}?" if near else ""
 
@@ -429,7 +431,7 @@ def _check_hydra(config: DictConfig) -> None:
         )
     if not _is_path(name := str(OmegaConf.select(config, "hydra.job.name"))) or re.search(r"[/\\]", name):
         raise UsageError(
-            f"hydra.job.name is {describe(name)}, expected a name without slashes, for the names of files."
+            f"hydra.job.name is {describe(name)}, expected a name without slashes, because files are named after it."
         )
 
 
@@ -528,7 +530,7 @@ def _check_values(plain: dict[str, Any]) -> None:
 
 
 def _check_devices(settings: dict[str, Any]) -> None:
-    """Refuse GPU settings on a machine without a GPU. Imports no torch; if torch is imported, Lightning checks."""
+    """Refuse GPU settings on a machine without a GPU, without importing torch. If it is imported, Lightning checks."""
     accelerator, devices = str(settings["accelerator"]), settings["devices"]
     wants_all = str(devices) == "-1"
     if accelerator == "cpu" and wants_all:
@@ -562,19 +564,19 @@ def _check_checkpoint(path: str | None) -> None:
 
 
 def _check_weights(plain: dict[str, Any]) -> None:
-    """Check the setting ``weights``, which initializes a training."""
+    """Check the setting ``weights``, which initializes training."""
     weights, command, checkpoint = plain["weights"], plain["command"], plain["ckpt_path"]
     if weights is None:
         return
     if command not in ("fit", "compare", "tune", "checks"):
         raise UsageError(
-            f"Got weights={weights} with {command}, expected a command that trains, because weights initializes a"
+            f"Got weights={weights} with {command}, expected a command that trains, because weights initializes"
             f" training. To use the weights of a run: `{command_line(command, f'ckpt={weights}')}`; with another"
             " config: +recipe=NAME ckpt_path=FILE."
         )
     if checkpoint is not None:
         raise UsageError(
             f"Got weights={weights} and {'ckpt' if plain['ckpt'] else 'ckpt_path'}={checkpoint}, expected one of them:"
-            " a checkpoint resumes a run with its optimizers and counters; weights initialize a new run."
+            " a checkpoint resumes a run with its optimizers and counters, whereas weights initializes a new run."
         )
     find_weights(weights)

@@ -1,4 +1,4 @@
-"""Writers for Lightning's CSV loggers that keep the rows of an interrupted run."""
+"""Writers that keep the rows of an interrupted run in the files of Lightning's CSV loggers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def appending_writer(logger: Any, step: int | None, count: int | None) -> Any:
 
     Args:
         logger: a CSV logger that has not opened its file.
-        step: the first step with rows to drop. None keeps all rows.
+        step: drop the rows of this step and of all later ones. None keeps all rows.
         count: the number of rows to keep; takes precedence over ``step``. None if it is unknown.
     """
     writer = (_Rows if isinstance(logger, CSVLogger) else _PlainRows)(logger.log_dir)

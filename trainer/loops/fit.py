@@ -34,7 +34,7 @@ class FitLoop:
     The arguments live as long as the Trainer. :meth:`prepare` sets the objects of one run.
 
     Args:
-        engine: devices, processes, and all operations on gradients.
+        engine: manages devices and processes, and performs all operations on gradients.
         precision: provides the autocast context of forward passes.
         window: determines the batches between two optimizer steps.
         progress: counts epochs, batches, optimizer steps and skipped steps.
@@ -103,8 +103,9 @@ class FitLoop:
             hooks: the hooks of callbacks and of the module.
             batches: the training data.
             schedules: the learning-rate schedules.
-            build_path: builds the functions that a batch passes through. Called now and if optimizers are replaced.
-            follow_changes: called between epochs to register changed callbacks and hooks. Default: a no-op.
+            build_path: builds the functions that a batch passes through. Called here, and again when a callback has
+                replaced optimizers or schedules.
+            follow_changes: called at the start of each epoch to register changed callbacks and hooks. Default: a no-op.
             validate: runs one validation. Default: None, no validation.
             resume: called after ``on_train_start`` to restore the state of a checkpoint or to write the first one.
                 Default: None, no checkpoint.
@@ -123,7 +124,7 @@ class FitLoop:
 
         Args:
             outcome: the outcome. None before the first update.
-            has_updated: whether the last batch has updated the weights.
+            has_updated: whether the last batch made an optimizer step, even a skipped one.
         """
         self.has_updated = has_updated
         if outcome is not None:
@@ -248,7 +249,7 @@ class FitLoop:
         progress.end_epoch()
 
     def run_validation(self) -> None:
-        """Validate, and restore the state of training afterwards."""
+        """Publish the metrics of training so far, and run a validation."""
         assert self.validate is not None
         self.resolve_outcome()
         self.published.take(self.metrics.current())
@@ -284,7 +285,7 @@ class FitLoop:
             path.update_weights()
         elif window.is_last and (batch is not None or self.engine.data_parallel_size > 1):
             self.progress.optimizer_steps += len(self.optimizers)  # an attempt, although no process had a loss
-            outputs = outputs and {}  # without the loss: its weight, which was read after the backward pass, is 0
+            outputs = outputs and {}  # drop the loss: its weight was read late and is 0
         self.end_batch(outputs, batch, batch_idx)
 
     def forward_batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
@@ -296,9 +297,9 @@ class FitLoop:
         self.end_batch(outputs_of(loss, output), batch, batch_idx)
 
     def run_training_step(self, batch: Any, batch_idx: int, nothing: Any = NOTHING) -> Any:
-        """Run ``training_step`` under autocast, also from inside another hook.
+        """Run ``training_step`` under autocast, and return its output, or ``nothing`` if the batch is None.
 
-        Return ``nothing`` if the batch is None.
+        May be called inside another hook.
         """
         outer = self.hooks.scope.enter("training_step")  # the outer hook, for example `optimizer_step`
         with self.path.forward_context():
@@ -307,7 +308,7 @@ class FitLoop:
         return output
 
     def start_batch(self, batch: Any, batch_idx: int, is_last: bool) -> Any:
-        """Move the batch to the device, count it, and run ``on_train_batch_start``. Return the batch on the device."""
+        """Move the batch to the device, run ``on_train_batch_start``, advance the window, and return the batch."""
         batch = self.path.transfer(batch)
         self.progress.begin_batch(batch_idx, is_last)
         self.has_updated = False
@@ -324,14 +325,14 @@ class FitLoop:
         return batch
 
     def free_gradients(self) -> None:
-        """Drop the gradients of the last window, to free their memory for the forward pass."""
+        """Drop the gradients of the previous window to free their memory for the forward pass."""
         for optimizer in self.optimizers:
             self.gradients.clear(optimizer)
 
     def clear_gradients(self) -> None:
-        """Clear the gradients of the last window, including those of a skipped step.
+        """Clear the gradients of the previous window, including those of a skipped step.
 
-        Gradients that ``training_step`` itself added with its own backward pass are also cleared.
+        Gradients of a backward pass that ``training_step`` ran itself are also cleared.
         """
         self.progress.zero_grads += 1
         path = self.path
@@ -350,8 +351,8 @@ class FitLoop:
 
         Args:
             output: the return value of ``training_step``.
-            may_read_late: whether ``window.close`` may read the batch's weight in the mean if it is on the device, to
-                avoid a host-device synchronization here. Default: False.
+            may_read_late: whether ``window.close`` may read a weight that is on the device, which avoids a host-device
+                synchronization here. Default: False.
         """
         window = self.window
         loss, weight = loss_in(output, reads_weight=False)
@@ -372,10 +373,10 @@ class FitLoop:
 
         Args:
             loss: the unscaled loss.
-            run: runs the backward pass of the scaled loss. Default: None, ``self.path.backward``.
+            run: runs the backward pass of the scaled loss. Default: None, for ``self.path.backward``.
         """
         if not self.window.is_first:
-            self.gradients.scale_again()  # a no-op unless a hook has unscaled them
+            self.gradients.scale_again()  # a no-op unless a hook has unscaled the gradients
         scaled = self.gradients.scale(loss)
         self.hooks.on_before_backward(scaled)
         (run or self.path.backward)(scaled)
@@ -419,7 +420,7 @@ class FitLoop:
             self.progress.closing = False
 
     def validation_is_due(self) -> bool:
-        """Return whether a validation follows the current batch. Checkpoints of its metrics are saved after it."""
+        """Return whether a validation follows the current batch. Checkpoints that monitor its metrics wait for it."""
         progress = self.progress
         validates = self.validates_this_epoch and not progress.has_validated
         return validates and (progress.owes_validation or self.limits.validation_is_due())
@@ -489,8 +490,8 @@ class FitLoop:
     def resolve_outcome(self) -> None:
         """Read the outcome of the last weight update if it was not read yet, and call the hooks that need it.
 
-        All code that reads or saves the state of a run calls this first. It also finishes the steps that the module
-        made in a hook.
+        All code that reads or saves the state of a run calls this first. It also finishes optimizer steps that the
+        module made in a hook.
 
         A fused optimizer decides on the device whether to skip the step. Therefore the outcome is read as late as
         possible: before the next update, or when it is needed. By then, the device has usually computed it.
@@ -501,7 +502,7 @@ class FitLoop:
             self.take_outcome(self.gradients.resolve_outcome())
 
     def take_outcome(self, update: UpdateOutcome) -> None:
-        """Count the outcome of the last weight update, confirm its schedule steps, and call the hooks that need it."""
+        """Count the outcome of the last weight update, confirm or revert schedule steps, and call the hooks."""
         stepped, self.unresolved = self.unresolved, ()
         self.skipped, scale, next_scale, nonfinite_loss = update
         skipping: tuple[int, ...] = ()
@@ -536,8 +537,8 @@ class FitLoop:
     def advance_by_step(self, on_plateau: bool = False) -> None:
         """Step the schedules that follow weight updates. Skipped steps do not advance schedules.
 
-        If the outcome was not read yet, they step tentatively, so that hooks read the new learning rates, and
-        :meth:`resolve_outcome` reverts the schedules of skipped optimizers.
+        If the outcome was not read yet, the schedules step tentatively, so that hooks read the new learning rates.
+        :meth:`resolve_outcome` later reverts the schedules of optimizers that skipped the step.
         """
         unknown = bool(self.unresolved)
         self.schedules.advance("step", on_plateau=on_plateau, except_of=self.skipped, tentatively=unknown)
@@ -545,7 +546,7 @@ class FitLoop:
     def close_window_early(self) -> None:
         """Update the weights with the batches of an open window, because no other batch follows.
 
-        The window is discarded if the engine needs a loss on all of several ranks (DeepSpeed).
+        With several ranks, an engine that does not support uneven inputs (DeepSpeed) discards the window instead.
         """
         window, engine = self.window, self.engine
         if window.is_open and (engine.data_parallel_size == 1 or engine.supports_uneven_inputs):
