@@ -77,7 +77,7 @@ class NonFiniteGuard(RunCallback):
         self.every_step = every_step and policy != "go_on"
         self.max_in_a_row = max_in_a_row
         if not self.every_step:
-            vars(self)["on_after_optimizer_step"] = None  # a hook that is not overridden adds nothing to a step
+            self._omit(NonFiniteGuard.on_after_optimizer_step)
         self._scaler: Any = None  # the Trainer's scaler while it is replaced
         self._recorder: Recorder | None = None
         self._in_a_row = 0

@@ -187,7 +187,7 @@ class OverflowReport(RunCallback):
         self._fit: _Fit | None = None
         self._probe: UnderflowProbe | None = None
         if at_step is None:
-            vars(self)["on_before_optimizer_step"] = None  # a hook that is not overridden adds nothing to a step
+            self._omit(OverflowReport.on_before_optimizer_step)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the state of an earlier fit."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any, ClassVar
 
@@ -20,6 +20,11 @@ class RunCallback(Callback):
     """
 
     reset_in_copies: ClassVar[Mapping[str, Any]] = {}
+
+    def _omit(self, hook: Callable[..., None]) -> None:
+        """Omit an unused hook of the class, so that it adds nothing to a step, unless a subclass overrides it."""
+        if getattr(type(self), hook.__name__) is hook:
+            vars(self)[hook.__name__] = None
 
     def _clean_up(self, trainer: pl.Trainer) -> None:
         """Restore the changes, if there are any. Called when a run is over, possibly twice."""

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.callbacks.run_callback import RunCallback
-from trainer.errors import expect, warn
+from trainer.errors import expect
 
 log = logging.getLogger("lightning.pytorch.advice")
 """Lightning prints records of its loggers; on the command line, ``hydra/job_logging: trainer`` prints these."""
@@ -153,12 +153,6 @@ class SyncDetector(RunCallback):
         self._seen = 0
         self._watch: SyncWatch | None = None
         self._found: dict[tuple[str, int, str], Synchronization] = {}
-
-    @property
-    def waits(self) -> list[Synchronization]:
-        """Deprecated alias of ``synchronizations``."""
-        warn("SyncDetector.waits is deprecated: use SyncDetector.synchronizations.", FutureWarning)
-        return self.synchronizations
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Drop the results of an earlier fit."""

@@ -45,6 +45,11 @@ def command(arguments: Arguments) -> int:
     file = _writable(Path(given.pop("to")).expanduser())
     arguments.overrides = [word for word in arguments.overrides if not word.startswith("to=")]
     if file.suffix != WEIGHTS:
+        if prefix:
+            raise UsageError(
+                f"export got the prefix {prefix[0]} with {file}, expected a file that ends in {WEIGHTS}: only the names"
+                " of weights have a prefix."
+            )
         return _graph(arguments, file)
     if len(given) != 1 or not given.keys() <= {"ckpt", "ckpt_path"}:
         raise UsageError(

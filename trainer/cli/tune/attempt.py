@@ -54,7 +54,7 @@ def train(
     try:
         module, data, trainer = assemble(settings, folder)
         trainer.callbacks = callbacks_that_stay(trainer.callbacks)
-        rehearse(trainer, module, observer, datamodule=data, **(first_weights(settings) if rates else {}))
+        rehearse(trainer, module, observer, datamodule=data, **({} if rates is None else first_weights(settings)))
         message = {"status": "ok", "precision": trainer.precision, **observer.found()}
     except (Exception, SystemExit) as error:
         message = _failure(error)
