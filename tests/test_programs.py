@@ -7,11 +7,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
-
-from tests.support import tiered
 
 PROGRAMS = Path(__file__).parent / "programs"
 IMPORT = re.compile(r"^from lightning import (.*), Trainer, (.*)$", re.MULTILINE)
@@ -43,13 +40,9 @@ def assert_close(theirs: Any, mine: Any, where: str) -> None:
         assert theirs == mine, where
 
 
-STEPS = {"autoencoder": 108, "gan": 48, "language_model": 24}
-
-
-@pytest.mark.parametrize("name", tiered(STEPS, quick=["gan"]))
-def test_one_import_changes(name: str, tmp_path: Path) -> None:
-    theirs = run(name, tmp_path / "theirs", with_ours=False)
-    mine = run(name, tmp_path / "ours", with_ours=True)
+def test_one_import_changes(tmp_path: Path) -> None:
+    theirs = run("gan", tmp_path / "theirs", with_ours=False)
+    mine = run("gan", tmp_path / "ours", with_ours=True)
     assert mine.pop("warnings") <= theirs.pop("warnings")  # Lightning warns, for example about num_workers
-    assert_close(theirs, mine, name)
-    assert mine["steps"] == STEPS[name]
+    assert_close(theirs, mine, "gan")
+    assert mine["steps"] == 48

@@ -75,11 +75,6 @@ def test_one_message_once(tmp_path, caplog):
     assert messages_of(tmp_path, caplog, everywhere=True, times=2) == [MESSAGE]
 
 
-def test_number_of_lines_is_limited(tmp_path, caplog):
-    [message] = messages_of(tmp_path, caplog, everywhere=True, max_lines=1)
-    assert message.splitlines()[1:] == ["  net.0 (Linear): in_features 6 -> 8", "  and 1 more"]
-
-
 @pytest.mark.parametrize(("precision", "half", "cores"), [("32-true", 0, 1), ("16-mixed", 1, 0), ("bf16-true", 1, 1)])
 def test_advisor_warns_on_tensor_cores_in_16_bits(tmp_path, caplog, monkeypatch, precision, half, cores):
     devices = []

@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrizations import weight_norm
 
 from tests.support import FakeTrainer, Regression, loader_of, make_batches, make_trainer
 from trainer.callbacks import FastSettings
@@ -86,22 +85,6 @@ def test_weights_equal_those_of_a_hand_written_loop(tmp_path, precision, lazily)
         assert mine.is_contiguous()  # as before
 
 
-def test_layout_is_that_of_the_run_alone(tmp_path):
-    class Looking(Classifier):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            seen.append([p.stride() for p in self.parameters()])
-            assert [id(p) for p in self.parameters()] == before
-
-    module, seen = Looking(), []
-    before = [id(p) for p in module.parameters()]
-    strides = [p.stride() for p in module.parameters()]
-    by_hand = [p.stride() for p in convnet().to(memory_format=LAST).parameters()]
-    assert by_hand[4] == (8, 1, 8, 8)  # of a 1x1 kernel, which is contiguous in either way
-    make_trainer(tmp_path, callbacks=[FastSettings()]).fit(module, loader_of(images(2)))
-    assert seen[0] == by_hand
-    assert [p.stride() for p in module.parameters()] == strides
-
-
 @pytest.mark.parametrize(("when", "first"), [("in a window", True), ("in a window", False), ("after the run", True)])
 def test_checkpoint_inside_a_window_equals_that_of_any_run(tmp_path, when, first):
     """Resumed with the other layout. A fused optimizer requires states with the layout of their weights."""
@@ -134,14 +117,6 @@ def test_checkpoint_inside_a_window_equals_that_of_any_run(tmp_path, when, first
     fit(whole, False, 2)
     for mine, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_parametrized_weights_are_kept(tmp_path):
-    module = Classifier()
-    module.net[3] = weight_norm(nn.Conv2d(8, 8, 1))
-    fast = FastSettings()
-    make_trainer(tmp_path, callbacks=[fast]).fit(module, loader_of(images(1)))
-    assert fast.on == ["channels_last"]
 
 
 def test_module_without_convolutions_has_nothing_on(tmp_path):
@@ -217,15 +192,6 @@ def test_settings_of_the_user_are_kept(has_cuda, monkeypatch):
         torch.set_float32_matmul_precision("highest")
 
 
-def test_expandable_segments_set_by_the_user_are_reported(has_cuda, monkeypatch):
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    fast, module = FastSettings(), Classifier()
-    trainer = on_cuda(fast, module)
-    assert "expandable segments" in fast.on
-    fast.teardown(trainer, module, "fit")
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-
-
 def test_no_tf32_with_fp32_modules(has_cuda):
     fast, module = FastSettings(), Classifier()
     engine = SimpleNamespace(precision=SimpleNamespace(fp32_modules=("head",)), gradients=None)
@@ -270,18 +236,6 @@ def test_on_a_gpu(tmp_path):
     make_trainer(tmp_path, callbacks=[fast], accelerator="gpu", devices=1).fit(module, loader_of(images(2)))
     assert {"TF32", "cudnn.benchmark", "channels_last"} <= set(fast.on)
     assert seen == [("high", True)] * 2
-
-
-@pytest.mark.parametrize("precision", ["auto", "16-mixed"])
-def test_no_precision_sets_anything_by_itself(tmp_path, precision):
-    class Looking(Classifier):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            assert torch.get_float32_matmul_precision() == "highest"
-            assert torch.backends.cudnn.benchmark is False
-            assert not any(name.startswith("PYTORCH_") and "ALLOC" in name for name in os.environ)
-            assert all(p.is_contiguous() for p in self.parameters())
-
-    make_trainer(tmp_path, precision=precision).fit(Looking(), loader_of(images(2)))
 
 
 # --- settings that are not used

@@ -100,20 +100,6 @@ def test_norm_is_not_logged_if_disabled(tmp_path, clipping):
     assert (trace.norms == []) is ("clip_value" in clipping)  # clipping by norm measures it in any case
 
 
-def test_two_clipping_callbacks_run_in_order(tmp_path):
-    def clip(parameters):
-        parameters = list(parameters)
-        norm = nn.utils.get_total_norm([p.grad for p in parameters])
-        nn.utils.clip_grad_value_(parameters, 0.1)
-        nn.utils.clip_grad_norm_(parameters, 0.2)
-        return norm
-
-    ours, theirs, batches = make_net(), make_net(), make_batches(4)
-    callbacks = [GradientClipping(clip_value=0.1), GradientClipping(max_norm=0.2, log_norm=False)]
-    _, trace = fit_and_watch(tmp_path, Regression(ours), batches, callbacks=callbacks)
-    assert_same(trace, train_by_hand(theirs, batches, clip=clip))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

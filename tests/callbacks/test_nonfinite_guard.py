@@ -13,7 +13,6 @@ from tests.support import (
     OPTIMIZERS,
     Regression,
     adam,
-    assert_same,
     fit_and_watch,
     loader_of,
     make_batches,
@@ -62,15 +61,6 @@ def test_skipped_batch_changes_nothing(tmp_path: Path, precision: str, optimizer
     assert trainer.skipped_steps == 1
     assert trainer.global_step == 6
     assert trace.scales == trace.next_scales == [1.0] * 6
-
-
-@pytest.mark.parametrize(("precision", "optimizer"), [("32-true", "sgd"), ("bf16-true", "adamw-fused")])
-def test_guard_that_finds_nothing_changes_nothing(tmp_path: Path, precision: str, optimizer: str) -> None:
-    def train(*callbacks: Any) -> Any:
-        arguments = {"precision": precision, "accumulate_grad_batches": 2, "callbacks": list(callbacks)}
-        return fit_and_watch(tmp_path, Regression(make_net(), OPTIMIZERS[optimizer]), make_batches(5), **arguments)[1]
-
-    assert_same(train(NonFiniteGuard("stop")), train())
 
 
 @pytest.mark.parametrize(("precision", "optimizer"), [("32-true", "momentum"), ("bf16-mixed", "adam-fused")])
@@ -259,20 +249,6 @@ def test_large_weights_are_finite(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, save_last=True)
     make_trainer(tmp_path, enable_checkpointing=True, callbacks=[saving]).fit(Large(), loader_of(make_batches(2)))
     assert (tmp_path / "last.ckpt").exists()
-
-
-def test_guard_leaves_no_trace_in_checkpoints(tmp_path: Path) -> None:
-    files = []
-    for name, callbacks in (("with", [NonFiniteGuard()]), ("without", [])):
-        trainer = make_trainer(tmp_path, callbacks=callbacks)
-        trainer.fit(Regression(), loader_of(make_batches(2)))
-        trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
-        files.append(torch.load(tmp_path / f"{name}.ckpt", weights_only=True))
-    assert files[0].keys() == files[1].keys()
-    assert "MixedPrecision" not in files[0]
-    resumed = make_trainer(tmp_path, max_epochs=2, callbacks=[NonFiniteGuard()])
-    resumed.fit(Regression(), loader_of(make_batches(2)), ckpt_path=tmp_path / "without.ckpt")
-    assert resumed.global_step == 4
 
 
 # --- the rest -------------------------------------------------------------------------------------------------

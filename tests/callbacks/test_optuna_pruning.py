@@ -50,14 +50,6 @@ def test_trial_that_is_behind_ends_its_run(study):
 
 
 @pytest.mark.whole
-def test_validations_are_counted_across_a_resume(study):
-    words = [*LINE[:-1], pruning(pruner="{name:none}"), "callbacks=model_checkpoint", "resume=auto"]
-    assert main([*words, "trainer.max_epochs=2"]) == 0
-    assert main([*words, "trainer.max_epochs=3"]) == 0
-    assert list(study.get_trials()[1].intermediate_values) == [0, 1, 2]
-
-
-@pytest.mark.whole
 def test_repeated_trial_reports_new_values_only_and_a_finished_one_none(study, recwarn):
     optuna.trial.Trial(study, study.get_trials()[1]._trial_id).report(7.0, 0)
     assert main([*LINE, pruning(pruner="{name:none}")]) == 0

@@ -1,7 +1,6 @@
 import io
 import itertools
 import logging
-import pickle
 import re
 import sys
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ from rich.console import Console
 from tests.support import FakeTrainer
 from trainer import Trainer
 from trainer.callbacks.progress_bar import ProgressBar
-from trainer.precision import MixedPrecision
 
 
 class Terminal(io.StringIO):
@@ -243,18 +241,6 @@ def test_slow_terminal_is_written_to_less_often(clock):
     bar.teardown(trainer, None, "fit")
 
 
-def test_mid_epoch_restart(clock):
-    bar = on_terminal(clock)
-    trainer = Fake(bar, clock, seconds=0.2, batches=10)
-    trainer.current_epoch = 1
-    bar.on_train_start(trainer, None)  # and no start of an epoch
-    trainer.train_batch(6)
-    assert frames(bar)[-1].startswith("epoch 2/3 ")
-    assert "  7/10  " in frames(bar)[-1]
-    assert " 5.0 it/s  eta 0:00:01" in frames(bar)[-1]
-    bar.teardown(trainer, None, "fit")
-
-
 def test_unknown_total_has_no_eta(clock):
     bar = on_terminal(clock)
     trainer = Fake(bar, clock, seconds=0.2, batches=float("inf"), max_epochs=-1)
@@ -406,13 +392,6 @@ def test_switched_off(clock):
     assert written(bar).count("\n") == 3
 
 
-def test_only_rank_zero_shows_anything(clock):
-    bar = on_terminal(clock)
-    Fake(bar, clock, is_global_zero=False).fit()
-    assert bar.is_disabled
-    assert written(bar) == ""
-
-
 def test_get_metrics_may_be_overridden(clock):
     class Custom(ProgressBar):
         def get_metrics(self, trainer, pl_module):
@@ -421,19 +400,6 @@ def test_get_metrics_may_be_overridden(clock):
     bar = on_lines(Custom)
     Fake(bar, clock, max_epochs=1, scaler=False).fit()
     assert written(bar) == "epoch 1/1  batch 4/4  loss 1.500  note [b]good[/b]  count 3  50.0 it/s\n"
-
-
-def test_can_be_duplicated_while_live(clock):
-    stdout = sys.stdout
-    bar = on_terminal(clock, refresh_rate=0.5)
-    trainer = Fake(bar, clock)
-    bar.on_train_start(trainer, None)
-    twin = pickle.loads(pickle.dumps(bar))
-    assert twin.refresh_rate == 0.5
-    twin.teardown(trainer, None, "fit")
-    assert sys.stdout is not stdout  # the twin has no display that it could end
-    bar.teardown(trainer, None, "fit")
-    assert_given_back(bar, stdout)
 
 
 @pytest.mark.parametrize("arguments", [{"refresh_rate": -1}, {"seconds_between_lines": 0}])
@@ -499,21 +465,6 @@ def test_real_runs_on_lines(tmp_path, trainer_class, capsys):
         "predicting  batch 2/2",
     ]
     assert capsys.readouterr().out.count("a module's line") == 2
-
-
-def test_real_run_shows_the_scale(tmp_path):
-    bar = on_lines()
-
-    class Overflow(Module):
-        def training_step(self, batch, batch_idx):
-            return self.step(batch) * (float("inf") if batch_idx == 1 else 0.0)
-
-    precision = MixedPrecision("float16", init_scale=1024.0)
-    real_trainer(Trainer, bar, default_root_dir=tmp_path, precision=precision).fit(Overflow())
-    assert without_rate(written(bar)) == [
-        "epoch 1/2  batch 3/3  loss 0.000  val_acc 0.2500  scale 512  skipped 1",
-        "epoch 2/2  batch 3/3  loss 0.000  val_acc 0.2500  scale 256  skipped 2",
-    ]
 
 
 def test_logger_s_version_is_not_shown_and_its_name_is_taken(clock):

@@ -19,10 +19,9 @@ from torch.utils.data import DataLoader
 
 from tests.support import FakeTrainer
 from trainer import Trainer
-from trainer.callbacks import Curves, OptunaPruning, RunRecorder, RunSummary, Throughput
+from trainer.callbacks import Curves, OptunaPruning, RunRecorder, RunSummary
 from trainer.callbacks import run_recorder as module
-from trainer.precision import MixedPrecision
-from trainer.record.measures import folder_of_files, tensor_cores_of, training_loss
+from trainer.record.measures import tensor_cores_of, training_loss
 from trainer.record.run_record import RunRecord, load_run
 from trainer.record.series import Series
 
@@ -168,14 +167,6 @@ def test_fit_cut_short(tmp_path, recorder, clock, error, status, error_text):
     assert (facts["epochs"], facts["samples"], facts["train_seconds"], facts["seconds"]) == (0, 27, 2.0, 2.0)
 
 
-def test_fit_that_fails_before_training(tmp_path, recorder):
-    trainer = Fit(recorder, folder=tmp_path)
-    trainer.hook("setup", "fit")
-    trainer.hook("on_exception", ValueError("no data"))
-    run = load_run(tmp_path)
-    assert (run.status, run.error, run.seconds) == ("failed", "ValueError: no data", None)
-
-
 def test_fit_that_fails_after_training(tmp_path, recorder, clock):
     trainer = Fit(recorder, folder=tmp_path, clock=clock)
     trainer.begin()
@@ -213,15 +204,6 @@ def test_validation_alone_is_not_recorded_as_a_fit(tmp_path, recorder):
     trainer.hook("on_exception", ValueError())
     assert recorder.record is None
     assert list(tmp_path.iterdir()) == []
-
-
-def test_new_fit_starts_afresh(tmp_path, recorder, clock):
-    Fit(recorder, folder=tmp_path, clock=clock).fit()
-    Fit(recorder, folder=tmp_path, clock=clock).fit(epochs=1)
-    facts = written(tmp_path)
-    assert (facts["samples"], facts["train_seconds"], facts["seconds"]) == (27, 2.0, 12.0)
-    assert recorder.losses.steps == [1, 2, 3, 4]
-    assert points(recorder.metrics["val"]["val_acc"]) == {4: 0.5}
 
 
 def test_second_fit_of_a_trainer_is_appended(tmp_path, recorder, clock):
@@ -327,14 +309,6 @@ def test_batches_of_unknown_size(tmp_path, recorder):
     assert (run.samples_per_step, run.samples_per_second, run.steps) == (None, None, 1)
 
 
-def test_values_added_by_other_callbacks(tmp_path, recorder, clock):
-    throughput = Throughput(warmup_batches=0)
-    Fit(recorder, throughput, folder=tmp_path, clock=clock).fit()
-    run = load_run(tmp_path)
-    assert run.throughput["train_seconds"] == 4.0
-    assert run.samples_per_second == throughput.samples_per_second == 13.5
-
-
 @pytest.mark.parametrize(("error", "status"), [(None, "pruned"), (ValueError(), "failed")])
 def test_pruned_run(tmp_path, recorder, error, status):
     pruning = OptunaPruning("sqlite://", "study", 0, "val_loss")
@@ -394,12 +368,6 @@ def test_no_training_loss(outputs):
     assert training_loss(SimpleNamespace(), outputs) is None
 
 
-def test_explicit_folder(tmp_path):
-    trainer = SimpleNamespace(loggers=[CSVLogger(tmp_path, name="x", version=3)], default_root_dir="root")
-    assert folder_of_files(trainer, "given") == (tmp_path.cwd() / "given")
-    assert folder_of_files(trainer, None) == tmp_path / "x" / "version_3"
-
-
 class Logging(BoringModel):
     def __init__(self):
         super().__init__()
@@ -450,21 +418,6 @@ def test_real_fit(tmp_path, trainer_class):
     assert run.metric_curve("val_acc").values == [0.5, 0.75]
     assert run.metric_curve("train_acc").values == [0.25, 0.25]
     assert not run.scales
-
-
-def test_real_fit_with_loss_scaling(tmp_path):
-    class Overflow(BoringModel):
-        def training_step(self, batch, batch_idx):
-            return self.step(batch) * (float("inf") if batch_idx == 1 else 1.0)
-
-    recorder = RunRecorder()
-    precision = MixedPrecision("float16", init_scale=1024.0)
-    trainer = real_fit(Trainer, recorder, tmp_path, Overflow(), precision=precision)
-    assert points(recorder.skipped) == {2: 1, 5: 2}
-    assert points(recorder.scales) == {1: 1024.0, 3: 512.0, 6: 256.0}
-    run = load_run(tmp_path)
-    assert (run.steps, run.skipped_steps, run.scale) == (6, trainer.skipped_steps, trainer.scaler.get_scale())
-    assert (run.skips.steps, run.skips.values) == ([2, 5], [1024.0, 512.0])
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")

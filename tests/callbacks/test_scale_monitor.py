@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from tests.support import Regression, fit_and_watch, loader_of, make_batches, make_net, make_trainer, native_fp16
-from trainer.callbacks import OverflowReport, ScaleMonitor, scale_monitor
+from trainer.callbacks import ScaleMonitor, scale_monitor
 from trainer.errors import ConfigurationError
 from trainer.precision.underflow import Underflow
 from trainer.state.outcome import StepOutcome
@@ -163,17 +163,6 @@ def test_skipped_step_says_nothing_about_small_gradients(tmp_path):
     module, monitor = Slopes(a=[TINY, 1.0]), monitor_of(every_n_steps=2)
     look_at(tmp_path, module, monitor, gains={1: float("inf"), 3: float("inf")})
     assert monitor.underflow == []
-
-
-def test_underflow_is_explained_also_next_to_a_monitor(tmp_path):
-    module = Slopes(a=[1.0, TINY, TINY], b=[TINY / 2, TINY])
-    module.learning_rate = 1.0  # in float32, these gradients change the weights
-    trainer = look_at(tmp_path, module, monitor_of(), 6, log_every_n_steps=2)
-    (report,) = next(one for one in trainer.callbacks if isinstance(one, OverflowReport)).reports
-    assert report.kind == "underflow"
-    assert "weights.b (100%)" in report.cause
-    assert "init_scale=" in report.remedy
-    assert trainer.scaler.before_unscale == []
 
 
 def test_zeros_are_no_underflow(tmp_path):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,22 +96,3 @@ def test_from_a_run_without_a_scaler(tmp_path):
         " has settled."
     ]
     assert resumed.scaler.get_scale() == 512.0
-
-
-def test_evaluation_of_a_checkpoint_keeps_the_scaler(tmp_path):
-    trainer, path = fit_and_save(tmp_path, native_fp16(init_scale=256.0))
-
-    class Validated(Regression):
-        def validation_step(self, batch, batch_idx):
-            pass
-
-    other = make_trainer(tmp_path, precision=native_fp16(init_scale=64.0))
-    other.validate(Validated(), loader_of(make_batches(1)), ckpt_path=path, verbose=False)
-    assert other.scaler.get_scale() == 64.0 != trainer.scaler.get_scale()
-
-
-def test_nothing_is_saved_without_a_scaler():
-    trainer = SimpleNamespace(scaler=torch.amp.GradScaler("cpu", enabled=False))
-    checkpoint = {}
-    ScalerCheckpoint().on_save_checkpoint(trainer, None, checkpoint)
-    assert checkpoint == {}

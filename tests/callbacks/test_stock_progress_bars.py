@@ -159,26 +159,6 @@ def test_custom_bar_replaces_the_default() -> None:
         assert sum(isinstance(one, type(bar).__mro__[-3]) for one in trainer.callbacks) == 1
 
 
-def test_summary_has_the_same_rows() -> None:
-    def scenario(make: Callable[..., Any]) -> Any:
-        rows: list[Any] = []
-
-        class Summary(ModelSummary):
-            @staticmethod
-            def summarize(*args: Any, **kwargs: Any) -> None:
-                rows.append(str((args, kwargs)))
-
-        class Shaped(Learner):
-            example_input_array = torch.zeros(2, 4)
-
-        make(max_epochs=1, enable_model_summary=True, callbacks=Summary(max_depth=-1)).fit(Shaped(), data(2))
-        return rows
-
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
-    assert len(mine) == 1
-
-
 def test_default_summary_is_the_rich_one() -> None:
     for make in (lightning, ours):
         (summary,) = [one for one in make(enable_model_summary=True).callbacks if isinstance(one, ModelSummary)]

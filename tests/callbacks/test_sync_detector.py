@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from tests.support import Regression, adamw, fit_and_watch, loader_of, make_batches, make_trainer, native_fp16, sgd
+from tests.support import Regression, adamw, loader_of, make_batches, make_trainer, sgd
 from trainer.callbacks import SyncDetector
 from trainer.callbacks.sync_detector import SyncWatch
 from trainer.errors import ConfigurationError
@@ -104,58 +104,42 @@ SYNCHRONIZING = {
     "torch.where(x > 0)": "nonzero",
     "torch.masked_select(x, x > 0)": "masked_select",
     "torch.repeat_interleave(x, labels + 1, dim=0)": "repeat_interleave",
-    "torch.linalg.inv(square)": "_linalg_check_errors",
     "torch.linalg.cholesky(square)": "_linalg_check_errors",
     "F.one_hot(labels)": "one_hot",
     "x.masked_fill(x > 0, x[0, 0])": "masked_fill",
     "0.5 in x": "__contains__",
     "x[labels[0]]": "a number as an index",
-    "x[: labels[1]]": "a number as an index",
     "x[x > 0]": "__getitem__",
     "x.clone().__setitem__(x > 0, x[0, :1])": "__setitem__",
     # copies of host data to the device
-    "x[torch.randperm(4)]": "an index on the host",
     "x[[0, 1]]": "an index on the host",
-    "x[:, [0, 1]]": "an index on the host",
     "x[np.array([0, 1])]": "an index on the host",
     "x[torch.arange(4), labels % 3]": "an index on the host",
     "x.clone().__setitem__(torch.tensor([0]), 1.0)": "an index on the host",
-    "x.clone().__setitem__(0, torch.ones(3))": "copy_",
     "x.clone().copy_(torch.ones(4, 3))": "copy_",
     "x.new_tensor([1.0])": "new_tensor",
     "torch.as_tensor(torch.ones(2), device=x.device)": "as_tensor",
-    "torch.ones(3).to(x)": "to",
     "torch.ones(3).type_as(x)": "type_as",
     "torch.from_numpy(np.ones(3)).to(x.device)": "to",
     # and from there
     "f'{x}'": "__format__",
     "x.to('cpu')": "cpu",
-    "x.type_as(torch.ones(3))": "cpu",
     "torch.empty(4, 3).copy_(x)": "cpu",
 }
 QUIET = [
-    "F.one_hot(labels, 5)",
     "F.one_hot(labels, num_classes=5)",
     "torch.repeat_interleave(x, labels + 1, dim=0, output_size=8)",
-    "torch.repeat_interleave(x, 2, dim=0)",
     "torch.linalg.cholesky_ex(square)",
-    "x.masked_fill(x > 0, 0.0)",
     "x.masked_fill(x > 0, torch.tensor(0.0))",
-    "torch.where(x > 0, x, 0.0)",
     "x.clone().__setitem__(x > 0, 0.0)",
     "x.clone().__setitem__((slice(1, None), x[0] > 0), 0.0)",
-    "x.clone().__setitem__(0, torch.tensor(1.0))",
     "x[labels]",
     "x[torch.arange(4, device=x.device), labels % 3]",
-    "x[0, 1:][..., None]",
     "x[np.int64(1)]",
     "torch.ones(4)[[0, 1]]",
-    "torch.ones(4)[torch.randperm(4)]",
     "torch.ones(3).to(x, non_blocking=True)",
     "x.to(x.device).to(torch.float64).type_as(x)",
-    "x.new_zeros(3)",
     "torch.as_tensor(x, device=x.device)",
-    "x * torch.tensor(2.0)",
     "torch.from_numpy(np.ones(3)).sum().item()",
     "torch.ones(3).to('cpu').tolist()",
     "torch.empty(3).copy_(torch.ones(3)).tolist()",
@@ -234,18 +218,6 @@ class Clean(Regression):
 def test_step_without_synchronization_reports_nothing(tmp_path, precision, optimizer):
     module = Clean(optimizer=optimizer)
     assert found_in(tmp_path, module, precision=precision, gradient_clip_val=0.5).synchronizations == []
-
-
-def test_nothing_changes(tmp_path):
-    def losses(callbacks: list[Any]) -> tuple[list[float], list[Tensor]]:
-        module = Planted()
-        _, trace = fit_and_watch(tmp_path, module, make_batches(8), precision=native_fp16(), callbacks=callbacks)
-        return trace.losses, trace.weights[-1]
-
-    with_it, without = losses([SyncDetector(batches=3)]), losses([])
-    assert with_it[0] == without[0]
-    assert all(map(torch.equal, with_it[1], without[1]))
-    assert torch.overrides._get_current_function_mode() is None
 
 
 def test_short_fit_and_a_validation_in_between(tmp_path):

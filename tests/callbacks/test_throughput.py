@@ -10,7 +10,6 @@ from torch import Tensor
 from tests.support import FakeTrainer, Regression, loader_of, make_batches, make_trainer
 from trainer.callbacks import Throughput
 from trainer.callbacks.throughput import checksums
-from trainer.precision import MixedPrecision
 from trainer.record.flops import FlopCounter
 
 
@@ -60,16 +59,6 @@ def test_waiting_for_batches_is_part_of_the_time(clock):
     assert callback.waiting == 0.75
 
 
-def test_second_fit_starts_afresh(clock):
-    callback = Throughput(warmup_batches=2)
-    fit(clock, callback, [[1.0] * 4, [1.0] * 4])
-    fit(clock, callback, [[9.0, 9.0, 2.0, 2.0]])
-    assert callback.rates == [4.0]
-    assert callback.train_seconds == 22.0
-    assert callback.measured_batches == 2
-    assert len(callback.batches) == 1
-
-
 def test_gpu_is_waited_for_at_the_ends_only(clock, monkeypatch):
     waits = []
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
@@ -98,12 +87,6 @@ def test_evaluation_rates_leave_the_first_batch_out(clock):
         assert callback.run_facts()["throughput"][fn] == rate
 
 
-def test_sanity_check_is_not_measured(clock):
-    callback = Throughput()
-    FakeTrainer(callback, clock=clock, sanity_checking=True).evaluate()
-    assert callback.evaluation_rates == {}
-
-
 @dataclass
 class Pair:
     name: str
@@ -122,23 +105,6 @@ def test_checksums():
     assert checksums(Pair("a", inputs)) == (same[0], 0)
     assert checksums(["text", None, inputs.to_sparse()]) == (0, 0)
     assert checksums(torch.tensor(True)) != checksums(torch.tensor(False))
-
-
-def test_real_fit_sees_the_same_batches_in_every_precision(tmp_path):
-    batches = make_batches(6)
-    found = []
-    for precision in ("32-true", MixedPrecision("float16")):
-        callback = Throughput(warmup_batches=2)
-        trainer = make_trainer(tmp_path, precision=precision, max_epochs=3, callbacks=[callback])
-        torch.manual_seed(0)
-        trainer.fit(Regression(), loader_of(batches, shuffle=True))
-        assert len(callback.rates) == 3
-        assert callback.measured_batches == 4 + 6 + 6
-        assert 0 < callback.waiting < 1
-        assert callback.train_seconds > 0
-        found.append(callback.batches)
-    assert found[1] == found[0]
-    assert len(set(found[0])) > 1  # the order changes from epoch to epoch
 
 
 @pytest.fixture
@@ -179,18 +145,6 @@ def test_only_the_first_batch_is_counted(h100, tmp_path, monkeypatch):
     options = {"accelerator": "gpu", "max_epochs": 2}
     make_trainer(tmp_path, callbacks=[Throughput()], **options).fit(Counting(), loader_of(make_batches(4)))
     assert batches == [True, *[False] * 7]
-
-
-def test_counting_ends_with_a_run_that_fails(h100, tmp_path):
-    class Fails(Regression):
-        def training_step(self, batch, batch_idx):
-            raise ZeroDivisionError
-
-    before = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    trainer = make_trainer(tmp_path, accelerator="gpu", callbacks=[Throughput()])
-    with pytest.raises(ZeroDivisionError):
-        trainer.fit(Fails(), loader_of(make_batches(4)))
-    assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == before
 
 
 def test_flops_are_not_counted_if_the_peak_is_unknown(cuda, tmp_path):

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from tests.support import assert_identical, loader_of, make_batches, make_net, make_trainer
 from trainer import CheckpointFiles
 from trainer.checkpoint import buffers
-from trainer.checkpoint.loading import process_states_in
 from trainer.errors import ResumeError
 
 BATCHES = make_batches(6)
@@ -210,19 +209,6 @@ def test_buffer_of_a_missing_module_is_refused(tmp_path: Path) -> None:
 
     _, module = fit(tmp_path, 1, kind=Makes, ckpt=path)
     assert module.more.seen == 1
-
-
-def test_checkpoint_of_an_older_version_has_none(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    fit(tmp_path, 1, Saves(path, 3))
-    checkpoint = torch.load(path, weights_only=True)
-    ours = checkpoint["loops"]["amp_trainer"]
-    (process,) = ours["processes"] = process_states_in(checkpoint, exact=True)
-    for name in ("buffers", "buffer_dtypes", "average_buffers"):
-        del process[name]
-    torch.save(checkpoint | {"loops": {**checkpoint["loops"], "amp_trainer": {**ours, "format": 2}}}, path)
-    _, module = fit(tmp_path, 2, ckpt=path)
-    assert int(module.cache.count) == 3  # those of the resumed run alone
 
 
 def test_saved_buffers() -> None:

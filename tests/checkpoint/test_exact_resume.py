@@ -143,7 +143,7 @@ def _one_thread() -> Any:
 
 @pytest.mark.whole
 @settings(
-    max_examples=EXAMPLES or 40,
+    max_examples=EXAMPLES or 25,
     derandomize=not EXAMPLES,
     deadline=None,
     database=None,

@@ -137,17 +137,6 @@ def test_objects_in_hyperparameters_are_skipped(kind):
     assert StandIn in bases or type(it) in (list, dict, collections.OrderedDict, collections.Counter, tuple)
 
 
-def test_several_objects_and_a_config_are_skipped():
-    assert refusal(KINDS) == ""
-    config = OmegaConf.create({"a": 1})
-    checkpoint = read(
-        file_of(config, hparams_type=type(config), datamodule_hyper_parameters=KINDS, datamodule_hparams_type=Sizes)
-    )
-    assert isinstance(checkpoint["hyper_parameters"], StandIn)
-    assert issubclass(checkpoint["hparams_type"], StandIn)
-    assert checkpoint["datamodule_hyper_parameters"].keys() == KINDS.keys()
-
-
 def a_noted_list() -> Noted:
     made = Noted([1])
     made.note = "a"

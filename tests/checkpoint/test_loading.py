@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
-from tests.parity import Classifier, assert_same_weights, data, lightning, lightnings_noise_ignored, ours
-from tests.support import assert_identical
-from trainer import Trainer
+from tests.parity import Classifier, data, lightning, lightnings_noise_ignored, ours
 from trainer.checkpoint import loading as state
 from trainer.checkpoint.loading import _keep_implementation
 from trainer.errors import CheckpointError
-from trainer.precision import MixedPrecision
 
 
 class Fitted(Classifier):
@@ -128,77 +123,7 @@ def test_keys_are_lightnings_and_one_own(tmp_path: Path) -> None:
     assert mine["loops"]["fit_loop"][step]["optimizer"]["step"] == loops["fit_loop"][step]["optimizer"]["step"]
 
 
-def test_scaler_is_stored_and_read_under_lightnings_key(tmp_path: Path) -> None:
-    """Lightning's plugin needs a GPU to run, but its state dict does not."""
-    path, trainer = saved(tmp_path, precision=MixedPrecision("float16", init_scale=256.0))
-    checkpoint = read(path)
-    assert checkpoint["MixedPrecision"]["_growth_tracker"] == 6
-    theirs = torch.amp.GradScaler("cpu")
-    theirs.load_state_dict(checkpoint["MixedPrecision"])
-    theirs.scale(torch.ones(()))  # torch makes its tensors at the first use
-    assert theirs.get_scale() == trainer.scaler.get_scale() == 256.0
-    checkpoint["MixedPrecision"] |= {"scale": 64.0, "_growth_tracker": 3}
-    del checkpoint["loops"][state.OUR_KEY]
-    torch.save(checkpoint, tmp_path / "theirs.ckpt")
-    trainer = ours(max_epochs=2, limit_train_batches=1, precision="16-mixed", callbacks=[Counting()])
-    scaler = trainer.scaler
-    trainer.fit(Fitted(), datamodule=Shuffles(), ckpt_path=tmp_path / "theirs.ckpt")
-    assert trainer.scaler is scaler
-    assert trainer.scaler.get_scale() == 64.0
-    assert trainer.scaler.state_dict()["_growth_tracker"] == 4
-    assert "MixedPrecision" not in read(saved(tmp_path, precision="bf16-mixed")[0])
-
-
 # --- resuming -----------------------------------------------------------------------------------------------------
-
-
-def state_of(trainer: Any) -> dict[str, Any]:
-    """Return all state of a run, except times."""
-    checkpoint = copy.deepcopy(trainer._checkpoint_connector.dump_checkpoint())
-    checkpoint.pop("loops")
-    return checkpoint
-
-
-class SeededEpochs(Callback):
-    """Dropout with a seed per epoch."""
-
-    def on_train_epoch_start(self, trainer: Any, *args: Any) -> None:
-        torch.manual_seed(trainer.current_epoch)
-
-
-@pytest.mark.parametrize(("precision", "accumulate"), [("64-true", 1), ("16-mixed", 4)])
-def test_resumed_run_ends_bit_identical_to_an_uninterrupted_one(
-    tmp_path: Path, precision: str, accumulate: int
-) -> None:
-    is_half = precision == "16-mixed"
-
-    def make(epochs: int) -> Trainer:
-        return ours(
-            max_epochs=epochs,
-            precision=MixedPrecision("float16", init_scale=4096.0, growth_interval=4) if is_half else precision,
-            callbacks=[Counting(), SeededEpochs(), EarlyStopping("val_loss", patience=10)],
-            accumulate_grad_batches=accumulate,
-            gradient_clip_val=0.5,
-        )
-
-    overflow_at = (2, 6, 14) if is_half else ()
-    whole, module = make(4), Fitted(overflow_at)
-    whole.fit(module, datamodule=Shuffles())
-
-    first = make(2)
-    first.fit(Fitted(overflow_at), datamodule=Shuffles())
-    first.save_checkpoint(tmp_path / "half.ckpt")
-    second, resumed = make(4), Fitted(overflow_at)
-    datamodule = Shuffles()
-    second.fit(resumed, datamodule=datamodule, ckpt_path=tmp_path / "half.ckpt")
-
-    assert_same_weights(module, resumed)
-    one, other = state_of(whole), state_of(second)
-    assert one.pop("Shuffles") == {"epochs": 1}  # counts resumes
-    assert other.pop("Shuffles") == {"epochs": 2}
-    assert_identical(one, other)
-    assert second.skipped_steps == whole.skipped_steps == 3 * is_half
-    assert second.global_step == whole.global_step == 4 * (6 if accumulate == 1 else 2)
 
 
 def test_callback_that_is_missing_is_named(tmp_path: Path) -> None:
@@ -211,83 +136,6 @@ def test_callback_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 # --- stock callbacks and loggers ----------------------------------------------------------------------------------
-
-
-class Improves(Classifier):
-    """Has a validation loss that falls and rises again."""
-
-    SEQUENCE = [5.0, 3.0, 2.0, 4.0, 6.0, 1.0, 7.0, 8.0]
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("val_loss", self.SEQUENCE[self.current_epoch])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        self.log("at_the_end", self.SEQUENCE[self.current_epoch])
-
-
-STOCK: dict[str, tuple[Any, dict[str, Any]]] = {
-    "names, last": (
-        lambda folder: [
-            ModelCheckpoint(folder, monitor="val_loss", save_last=True, filename="{epoch}-{val_loss:.1f}-{loss:.2f}")
-        ],
-        {"max_epochs": 4},
-    ),
-    "link to last": (
-        lambda folder: [ModelCheckpoint(folder, save_last="link", every_n_epochs=2, save_top_k=-1)], {"max_epochs": 3}
-    ),
-    "steps, accumulation": (
-        lambda folder: [ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)],
-        {"max_epochs": 2, "accumulate_grad_batches": 2},
-    ),
-    "steps, monitoring training": (
-        lambda folder: [ModelCheckpoint(folder, monitor="loss_step", every_n_train_steps=1, save_top_k=2)],
-        {"max_epochs": 2},
-    ),
-    "validation in the middle": (
-        lambda folder: [ModelCheckpoint(folder, monitor="val_loss", save_top_k=-1)],
-        {"max_epochs": 2, "val_check_interval": 2},
-    ),
-    "early stopping on training": (
-        lambda folder: [ModelCheckpoint(folder), EarlyStopping("loss_epoch", stopping_threshold=10.0)],
-        {"max_epochs": 8, "min_epochs": 3},
-    ),
-    "a metric of the module's on_train_epoch_end": (
-        lambda folder: [
-            EarlyStopping("at_the_end", patience=1, check_on_train_epoch_end=True),
-            ModelCheckpoint(folder, monitor="at_the_end", save_on_train_epoch_end=True),
-        ],
-        {"max_epochs": 8},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", STOCK)
-def test_stock_callbacks_write_the_same_files_and_stop_in_the_same_epoch(tmp_path: Path, name: str) -> None:
-    make_callbacks, arguments = STOCK[name]
-    seen = []
-    for make in (lightning, ours):
-        folder = tmp_path / make.__name__
-        callbacks = make_callbacks(folder)
-        with lightnings_noise_ignored():
-            trainer = make(callbacks=callbacks, enable_checkpointing=True, default_root_dir=folder, **arguments)
-            trainer.fit(Improves(), data(8), data(2, seed=1))
-        first = trainer.checkpoint_callback
-        seen.append({
-            "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()),
-            "best": Path(first.best_model_path).name,
-            "score": None if first.best_model_score is None else round(float(first.best_model_score), 5),
-            "epochs": trainer.current_epoch,
-            "steps": trainer.global_step,
-            "stopped": getattr(trainer.early_stopping_callback, "stopped_epoch", None),
-            "should_stop": trainer.should_stop,
-        })  # fmt: skip
-    assert seen[0] == seen[1]
-    assert seen[1]["files"]
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -16,11 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.parity import MAKERS, Classifier, assert_same_weights, data, lightning, ours
 from tests.support import tiered
-from trainer.errors import ResumeError
-
-NOT_RESUMABLE = (
-    "You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not resumable"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -245,22 +240,3 @@ def test_stateful_dataloaders_resume_at_their_position(tmp_path: Path, loaders: 
         seen.append((states, batches))
     assert seen[0] == seen[1]
     assert len(seen[1][1]) == (0 if loaders is list else 4)
-
-
-def test_resume_inside_an_epoch_reports_the_differences(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    first = ours(max_epochs=1, callbacks=[saver], enable_checkpointing=True)
-    first.fit(Diary(), data(8), same_batches(2))
-    in_another_order = data(8, shuffle=True), same_batches(2)
-    with pytest.raises(ResumeError, match=r"first trained batch.*samples"):
-        ours(max_epochs=1).fit(Diary(), *in_another_order, ckpt_path=tmp_path / "step=2.ckpt")
-    checkpoint = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
-    del checkpoint["loops"]["amp_trainer"]  # as Lightning writes it
-    torch.save(checkpoint, tmp_path / "lightning.ckpt")
-    with pytest.warns(UserWarning, match=NOT_RESUMABLE):
-        ours(max_epochs=1).fit(Diary(), *in_another_order, ckpt_path=tmp_path / "lightning.ckpt")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", NOT_RESUMABLE)
-        ours(max_epochs=1).fit(Diary(), data(8), same_batches(2), ckpt_path=tmp_path / "step=2.ckpt")  # in order
-        ours(max_epochs=2).fit(Diary(), data(8), same_batches(2), ckpt_path=tmp_path / "step=4.ckpt")

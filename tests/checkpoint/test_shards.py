@@ -172,15 +172,6 @@ def test_damaged_folder_is_named_and_skipped(tmp_path: Path) -> None:
     assert "c.ckpt is no checkpoint, or was not written to its end: a folder without manifest.json" in warned
 
 
-def test_failed_save_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = write(tmp_path / "a.ckpt")
-    monkeypatch.setattr(shards, "_Stream", Full)
-    with pytest.raises(OSError, match="No space left"):
-        write(tmp_path / "a.ckpt", 2.0)
-    assert names(tmp_path) == ["a.ckpt"]
-    assert_same(shards.read_whole(tmp_path / "a.ckpt"), made)
-
-
 class Full(shards._Stream):
     """A file on a full disk."""
 
@@ -406,27 +397,6 @@ def test_run_is_stopped_by_a_full_disk_also_later(tmp_path: Path, monkeypatch: p
     io = CheckpointFiles(sharded=True, when_full="continue")
     with pytest.warns(UserWarning, match="Training continues without it"):
         assert fit(tmp_path, ModelCheckpoint(tmp_path / "c"), plugins=io).global_step == 8
-
-
-def test_snapshot_has_the_state_of_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
-    may_write, written = threading.Event(), shards.write
-    monkeypatch.setattr(shards, "write", lambda *a: (may_write.wait(20), written(*a))[1])
-    io = CheckpointFiles(sharded=True, asynchronous=True)
-    for value in (1.0, 2.0):  # the second takes the memory of the first
-        made = checkpoint(value)
-        before = checkpoint(value)["state_dict"]["weight"].clone()
-        io.save_shards(made, tmp_path / "a.ckpt", None)
-        made["state_dict"]["weight"].add_(1)
-        made["loops"][OUR_KEY]["processes"][0]["rng"] = 2
-        may_write.set()
-        io.wait()
-        may_write.clear()
-        found = shards.read_whole(tmp_path / "a.ckpt")
-        assert torch.equal(found["state_dict"]["weight"], before)
-        assert found["loops"][OUR_KEY]["processes"] == [{"rng": 1}]
-    io.teardown()
 
 
 def test_addresses_and_parts_are_refused(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-from tests.parity import lightning
 from tests.support import Regression, loader_of, make_batches, make_trainer, native_fp16
 
 BATCHES, EPOCHS = 4, 3
@@ -177,40 +176,6 @@ def test_resume_before_the_first_update_of_the_average_is_exact(tmp_path: Path) 
         for mine, expected in zip(reversed(module.validated), reversed(whole.validated[1:]), strict=False):
             if batches < len(whole.validated[1:]) * BATCHES:
                 assert_equal(mine, expected, path.name)
-
-
-def test_checkpoint_of_lightning_before_the_first_update_of_the_average(tmp_path: Path) -> None:
-    """Its ``state_dict`` holds the initial weights, which are not the average."""
-    saver, loaders = Saver(tmp_path), [loader_of(make_batches(number)) for number in (BATCHES, 1)]
-    saver.on_train_batch_end = saver.on_validation_batch_end = saver.on_validation_end = lambda *_: None  # type: ignore[method-assign]
-    saver.save = lambda trainer, *_: trainer.save_checkpoint(tmp_path / "theirs.ckpt")  # type: ignore[method-assign]
-    saver.on_train_epoch_end = saver.save  # type: ignore[method-assign]
-    theirs = lightning(
-        default_root_dir=tmp_path, max_epochs=1, callbacks=[Custom(99), saver], enable_checkpointing=True
-    )
-    theirs.fit(Module(), *loaders)
-    assert_equal(torch.load(tmp_path / "theirs.ckpt", weights_only=True)["state_dict"], Module().state_dict())
-    _, resumed, _, _ = fit(tmp_path, Custom(99), ckpt_path=tmp_path / "theirs.ckpt", saves=False)
-    _, whole, trained, _ = fit(tmp_path, Custom(99), saves=False)
-    assert_equal(resumed.state_dict(), trained.states[-1])
-    for mine, expected in zip(resumed.validated[-2:], whole.validated[-2:], strict=True):
-        assert_equal(mine, expected)
-
-
-def test_interrupted_run_is_saved_with_its_current_weights(tmp_path: Path) -> None:
-    class Fails(Module):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx == 2:
-                raise RuntimeError("now")
-            return super().training_step(batch, batch_idx)
-
-    module = Fails()
-    trainer = make_trainer(tmp_path, callbacks=[Custom(99)])
-    with pytest.raises(RuntimeError, match="now"):
-        trainer.fit(module, loader_of(make_batches(BATCHES)), loader_of(make_batches(1)))
-    trainer.save_checkpoint(tmp_path / "saved.ckpt")
-    assert not torch.equal(module.net[0].weight, Module().net[0].weight)
-    assert_equal(torch.load(tmp_path / "saved.ckpt", weights_only=True)["state_dict"], module.state_dict())
 
 
 SWA: dict[str, dict[str, Any]] = {

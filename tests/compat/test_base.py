@@ -9,7 +9,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch import Trainer as LightningTrainer
-from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
@@ -153,13 +152,6 @@ def test_attributes_have_lightnings_values(
     assert not different
 
 
-def test_declared_attributes_exist_after_construction() -> None:
-    ours_alone = Trainer.__mro__[1 : Trainer.__mro__.index(LightningTrainer)]
-    declared = {name for kind in ours_alone for name in vars(kind).get("__annotations__", {})}
-    trainer = ours()
-    assert {name for name in declared if not hasattr(trainer, name)} == set()
-
-
 def test_modules_are_created_in_the_dtype_and_on_the_device() -> None:
     def scenario(make: Any) -> Any:
         dtypes = []
@@ -179,29 +171,6 @@ def test_modules_are_created_in_the_dtype_and_on_the_device() -> None:
     with ours().init_module(empty_init=True):
         nn.Linear(2, 2)
     assert torch.equal(torch.get_rng_state(), drawn)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "epochs"),
-    [("check_val_every_n_epoch", 1, [1, 2, 3]), ("val_check_batch", 1, [1, 1, 3, 3])],
-)
-def test_when_to_validate_may_be_set_in_a_run(name: str, value: int, epochs: list[int]) -> None:
-    class Sets(Callback):
-        def __init__(self) -> None:
-            self.validated: list[int] = []
-
-        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-            if trainer.current_epoch == (2 if name == "check_val_every_n_epoch" else 1):
-                setattr(trainer, name, value)
-                assert getattr(trainer, name) == value
-
-        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-            self.validated.append(trainer.current_epoch)
-
-    for make in (lightning, ours):
-        sets, limits = Sets(), {"num_sanity_val_steps": 0, "limit_train_batches": 2, "limit_val_batches": 1}
-        make(max_epochs=4, check_val_every_n_epoch=2, callbacks=sets, **limits).fit(BoringModel())
-        assert sets.validated == epochs, make
 
 
 def test_clipping_may_be_set_between_two_runs() -> None:

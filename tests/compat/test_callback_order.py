@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 
-from tests.parity import Classifier, Learner, data, lightning, ours, run_both
+from tests.parity import Learner, data, lightning, ours, run_both
 from trainer.compat.callback_order import sort_callbacks
 from trainer.compat.overrides import overrides
 
@@ -43,20 +43,6 @@ def test_tuners_come_first_and_checkpoints_last() -> None:
     given = [ModelCheckpoint(), Own(), LearningRateFinder(), EarlyStopping("x")]
     order = [type(callback).__name__ for callback in sort_callbacks(given)]
     assert order == ["LearningRateFinder", "Own", "EarlyStopping", "ModelCheckpoint"]
-
-
-def test_step_set_to_none_does_not_count_as_a_step() -> None:
-    module = Classifier()
-    module.validation_step = None  # type: ignore[assignment,method-assign]
-    assert not overrides(module, "validation_step")
-    assert overrides(module, "test_step")
-
-    class Without(Classifier):
-        validation_step = None  # type: ignore[assignment]
-
-    assert not overrides(Without(), "validation_step")
-    with pytest.warns(UserWarning, match="You passed in a `val_dataloader` but have no `validation_step`"):
-        ours(max_epochs=1).fit(module, data(2), data(2))
 
 
 def spied(owner: Any, name: str) -> Any:

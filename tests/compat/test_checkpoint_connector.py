@@ -16,7 +16,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from tests.parity import Classifier, data, ours, run_both
-from trainer.errors import CheckpointError
 
 SLURM = "lightning.fabric.plugins.environments.slurm.SLURMEnvironment.detect"
 
@@ -153,24 +152,6 @@ def test_ckpt_path(tmp_path: Path, what: str) -> None:
     assert mine == theirs
 
 
-def test_pre_release_checkpoint_is_brought_up_to_date(tmp_path: Path) -> None:
-    def work(make: Any, folder: Path) -> Any:
-        fit(make, folder).save_checkpoint(folder / "old.ckpt")
-        checkpoint = torch.load(folder / "old.ckpt", weights_only=True)
-        checkpoint["loops"].pop("amp_trainer", None)
-        checkpoint["pytorch-lightning_version"] = "1.6.0"  # had one progress for several optimizers
-        fit_loop = checkpoint["loops"]["fit_loop"]
-        del fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"]
-        torch.save(checkpoint, folder / "old.ckpt")
-        trainer = make(default_root_dir=folder, max_epochs=3)
-        trainer.fit(Scored(), data(8), data(4), ckpt_path=folder / "old.ckpt")
-        return trainer.global_step, trainer.current_epoch, trainer.fit_loop.epoch_loop._batches_that_stepped
-
-    theirs, mine = run_both(lambda make: seen(make, tmp_path, work))
-    assert mine == theirs
-    assert mine[0] == (12, 3, 12)
-
-
 def test_checkpoint_without_optimizer_states_warns(tmp_path: Path) -> None:
     torch.save({"state_dict": Scored().state_dict(), "optimizer_states": [], "lr_schedulers": []}, tmp_path / "x.ckpt")
     trainer = ours(max_epochs=1)
@@ -190,16 +171,3 @@ def test_checkpoint_from_before_the_first_fit_does_not_warn(tmp_path: Path, befo
     trainer = ours(max_epochs=1)
     trainer.fit(Scored(), data(8), data(4), ckpt_path=tmp_path / "x.ckpt")  # warnings are errors
     assert trainer.global_step == 4
-
-
-def test_url_of_a_file_system_is_a_path_like_any_other() -> None:
-    saver = ModelCheckpoint("memory://here", filename="{epoch}")
-    fit(ours, Path("memory://here"), saver)
-    assert saver.best_model_path == "memory://here/epoch=1.ckpt"
-    resumed = ours(max_epochs=3)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*callbacks used to create the checkpoint")
-        resumed.fit(Scored(), data(8), data(4), ckpt_path=saver.best_model_path)
-    assert resumed.global_step == 12
-    with pytest.raises(CheckpointError, match="Checkpoint file not found: memory://nowhere"):
-        resumed.validate(Scored(), data(4), ckpt_path="memory://nowhere/x.ckpt")

@@ -9,18 +9,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from io import BytesIO
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import fsspec
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-import trainer
-from tests.parity import lightning, lightnings_noise_ignored, ours
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer import CheckpointFiles
 from trainer.checkpoint import files
@@ -42,10 +37,6 @@ def names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
 
-def weights(path: str | Path) -> list[torch.Tensor]:
-    return list(torch.load(path, weights_only=True)["state_dict"].values())
-
-
 def flip(path: str | Path) -> None:
     data = bytearray(Path(path).read_bytes())
     data[len(data) // 2] ^= 1
@@ -54,23 +45,6 @@ def flip(path: str | Path) -> None:
 
 # --- choice of the IO
 # ------------------------------------------------------------------------------------------------------
-
-
-def test_checkpoint_files_is_the_default_io_only(tmp_path: Path) -> None:
-    assert trainer.CheckpointFiles is CheckpointFiles
-    assert type(make_trainer(tmp_path).strategy.checkpoint_io) is CheckpointFiles
-    given = TorchCheckpointIO()
-    assert make_trainer(tmp_path, plugins=given).strategy.checkpoint_io is given
-    strategy = SingleDeviceStrategy(checkpoint_io=given, accelerator=None)
-    assert make_trainer(tmp_path, strategy=strategy, accelerator="auto").strategy.checkpoint_io is given
-    own = CheckpointFiles(when_full="continue")
-    assert make_trainer(tmp_path, plugins=[own]).strategy.checkpoint_io is own
-    wrapping = AsyncCheckpointIO()
-    assert make_trainer(tmp_path, plugins=wrapping).strategy.checkpoint_io is wrapping
-    assert type(wrapping.checkpoint_io) is CheckpointFiles
-    wrapping = AsyncCheckpointIO(given)
-    make_trainer(tmp_path, plugins=wrapping)
-    assert wrapping.checkpoint_io is given
 
 
 def test_arguments_of_checkpoint_files_are_checked() -> None:
@@ -82,20 +56,6 @@ def test_arguments_of_checkpoint_files_are_checked() -> None:
 
 # --- contents
 # --------------------------------------------------------------------------------------------------------------
-
-
-def test_fits_checkpoints_have_manifests_and_load_anywhere(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path / "c", save_last=True)
-    module = Regression()
-    fit(tmp_path, saver, module=module)
-    assert names(tmp_path / "c") == ["epoch=1-step=8.ckpt", "last.ckpt"]
-    manifest = files.read_manifest(saver.best_model_path)
-    assert manifest is not None
-    assert dict(manifest.facts) == {"epoch": 1, "step": 8, "weights_only": False}
-    for path in (saver.best_model_path, saver.last_model_path):
-        files.verify(path)
-        loaded = Regression.load_from_checkpoint(path)
-        assert all(map(torch.equal, loaded.parameters(), module.parameters()))
 
 
 @pytest.mark.parametrize("run", ["fit", "validate"])
@@ -152,23 +112,6 @@ def save_encrypted(what: Any, stream: Any, *arguments: Any, **options: Any) -> N
 
 def load_encrypted(stream: Any, *arguments: Any, **options: Any) -> Any:
     return _LOAD(BytesIO(_encrypt(stream.read())), *arguments, **options)
-
-
-def test_replaced_torch_save_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The calls and files are those under Lightning's Trainer."""
-    calls, left = [], []
-    for make in (lightning, ours):
-        save, folder = mock.Mock(side_effect=lambda what, stream: None), tmp_path / make.__name__
-        saver = ModelCheckpoint(folder / "c", save_top_k=-1, save_last=True)
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "save", save)
-            fitted = make(default_root_dir=folder, callbacks=[saver], max_epochs=2, enable_checkpointing=True)
-            with lightnings_noise_ignored():
-                fitted.fit(Regression(), loader_of(BATCHES))
-        calls.append(save.call_count)
-        left.append({str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*.ckpt")})
-    assert calls[0] == calls[1] == 4
-    assert left[0] == left[1]
 
 
 @pytest.mark.parametrize("where", ["local", "memory://encrypted"])
@@ -263,81 +206,8 @@ def test_checkpoint_is_removed_after_a_save_in_another_thread(tmp_path: Path, io
     assert names(tmp_path / "c") == ["1.ckpt"]
 
 
-def test_strangers_checkpoint_removes_nothing(tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.mkdir()
-    saver = ModelCheckpoint(tmp_path / "c", monitor="loss", filename="{epoch}")
-
-    class Logs(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            self.log("loss", loss, on_step=False, on_epoch=True, batch_size=4)
-            return loss
-
-    fit(tmp_path, saver, module=Logs(), max_epochs=1)
-    stranger = torch.load(saver.best_model_path, weights_only=True)
-    (key,) = (key for key in stranger["callbacks"] if "ModelCheckpoint" in key)
-    state = stranger["callbacks"][key]
-    way = str(tmp_path / "c" / ".." / "victim")
-    state["best_k_models"], state["kth_best_model_path"] = {way: torch.tensor(1e9)}, way
-    state["kth_value"] = torch.tensor(1e9)
-    torch.save(stranger, tmp_path / "stranger.ckpt")
-    again = ModelCheckpoint(tmp_path / "c", monitor="loss", filename="{epoch}")
-    with (
-        pytest.warns(UserWarning, match="exists and is not empty"),
-        pytest.warns(UserWarning, match=f"{way} was to be removed"),
-    ):
-        fit(tmp_path, again, module=Logs(), ckpt_path=tmp_path / "stranger.ckpt")
-    assert victim.is_dir()
-
-
-def test_files_written_by_lightning_are_removed(tmp_path: Path) -> None:
-    io = CheckpointFiles()
-    io.save_checkpoint(FULL, tmp_path / ".lr_find_1.ckpt")  # the tuner
-    io.belong([tmp_path], [])
-    io.remove_checkpoint(tmp_path / ".lr_find_1.ckpt")
-    CheckpointFiles().save_checkpoint(FULL, tmp_path / "sub" / ".temp.ckpt")  # a launcher, in another process
-    CheckpointFiles().remove_checkpoint(tmp_path / "sub" / ".temp.ckpt")
-    assert names(tmp_path) == ["sub"]
-    fitted = make_trainer(tmp_path)
-    fitted.fit(Regression(), loader_of(BATCHES))
-    fitted.save_checkpoint(tmp_path / "on_exception.ckpt")  # as an earlier process did
-    with pytest.warns(UserWarning, match="The last model of the previous `fit` call will be used"):
-        fit(tmp_path, OnExceptionCheckpoint(tmp_path))
-    assert names(tmp_path) == ["sub"]
-
-
 # --- ownership of folders
 # --------------------------------------------------------------------------------------------------
-
-
-def test_fit_has_its_folders_alone_while_it_lasts(tmp_path: Path) -> None:
-    def look(where: list[str], *_: Any) -> None:
-        where.extend([*names(tmp_path / "a"), *names(tmp_path / "b"), *names(tmp_path)])
-
-    during: list[str] = []
-    watch = Callback()
-    watch.on_train_start = lambda *_: look(during)  # type: ignore[method-assign]
-    a, b = ModelCheckpoint(tmp_path / "a"), ModelCheckpoint(tmp_path / "b", every_n_epochs=5)
-    fitted = fit(tmp_path, a, b, watch)
-    assert during == [f".a{folders.LOCK}", f".b{folders.LOCK}", "a", "b"]  # nothing but checkpoints in them
-    assert names(tmp_path) == ["a"]  # nothing was saved in the other one
-    assert names(tmp_path / "a") == ["epoch=1-step=8.ckpt"]
-    fitted.fit_loop.max_epochs = 3
-    with pytest.warns(UserWarning, match="exists and is not empty"):
-        fitted.fit(Regression(), loader_of(BATCHES))
-    fit(tmp_path / "other", ModelCheckpoint(tmp_path / "b"))
-    assert names(tmp_path / "b") == ["epoch=1-step=8.ckpt"]
-
-
-def test_folder_is_released_after_a_fit_that_raises(tmp_path: Path) -> None:
-    class Fails(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise RuntimeError("enough")
-
-    with pytest.raises(RuntimeError, match="enough"):
-        fit(tmp_path, ModelCheckpoint(tmp_path / "a"), module=Fails())
-    assert names(tmp_path) == []
 
 
 class NoData(Regression):
@@ -465,23 +335,6 @@ def test_asynchronous_save_has_the_state_of_its_call(tmp_path: Path, slow: Slow)
     slow.may_write.set()
     loaded = io.load_checkpoint(tmp_path / "x.ckpt")  # waits
     assert (loaded["state_dict"]["a"].tolist(), loaded["list"]) == ([0, 0, 0], [1])
-
-
-def test_never_two_at_once_and_in_order(tmp_path: Path, slow: Slow) -> None:
-    io = CheckpointFiles(asynchronous=True)
-    io.belong([tmp_path], [])
-    slow.may_write.set()
-    for number in range(5):
-        io.save_checkpoint({**FULL, "epoch": number}, tmp_path / f"{number}.ckpt")
-        if number:
-            io.remove_checkpoint(tmp_path / f"{number - 1}.ckpt")
-    io.teardown()
-    assert slow.most == 1
-    assert names(tmp_path) == ["4.ckpt"]
-    assert io._writer is None
-    io.save_checkpoint(FULL, tmp_path / "again.ckpt")
-    io.teardown()
-    assert names(tmp_path) == ["4.ckpt", "again.ckpt"]
 
 
 WAITS = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
@@ -118,18 +118,6 @@ def test_worker_of_ray_train_needs_its_plugin(workers: int, monkeypatch: pytest.
         build(monkeypatch, {}, plugins=SecondHere(), **alone).fit(BoringModel())
 
 
-def test_several_processes_of_single_device_trainers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = build(monkeypatch, SRUN, devices=1)
-    with pytest.raises(ClusterError, match="each of them would run the whole training") as raised:
-        trainer.fit(BoringModel())
-    assert "strategy='ddp' (or another strategy for several processes) with devices=2 and num_nodes=2" in str(
-        raised.value
-    )
-    assert trainer.global_step == 0
-    build(monkeypatch, SRUN, devices=1, plugins=LightningEnvironment(), max_steps=1).fit(BoringModel())
-    build(monkeypatch, SRUN, devices=1, limit_test_batches=1).test(BoringModel(), verbose=False)
-
-
 @pytest.mark.parametrize(
     ("environment", "num_nodes", "expected"),
     [
@@ -185,16 +173,6 @@ def test_port_is_reserved_until_spawned_processes_listen(monkeypatch: pytest.Mon
         other.bind(("", ports[0]))
         with pytest.raises(torch.distributed.DistNetworkError, match="address already in use"):
             trainer.fit(BoringModel())
-
-
-def test_launcher_of_the_processes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (TORCHRUN | SRUN).items():
-        monkeypatch.setenv(name, value)
-    assert cluster._started(TorchElasticEnvironment())[1:] == (4, 2, 2)
-    assert cluster._started(SLURMEnvironment())[1:] == (4, 2, 2)
-    monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
-    assert cluster._started(SLURMEnvironment()) is None
-    assert cluster._started(LightningEnvironment()) is None
 
 
 class Engine:

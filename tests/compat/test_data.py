@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from tests.parity import Classifier, Learner, RecordingLogger, data, ours, run_both, weights
+from tests.parity import Classifier, Learner, data, ours, run_both, weights
 from trainer.compat.loaders import LoaderSet
-from trainer.data.batches import TrainingBatches
 from trainer.data.unpadded import Span
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
@@ -31,30 +29,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 def set_of(iterables: Any, mode: Any = "sequential", *limits: float) -> LoaderSet:
     combined = CombinedLoader(iterables, mode)
     return LoaderSet(combined, list(limits) or [float(len(loader)) for loader in combined.flattened], has_length=True)
-
-
-def test_batches_of_a_pass_and_their_limits() -> None:
-    for iterables, is_plain in ((data(6), True), ([data(6)], False)):
-        loaders = set_of(iterables)
-        assert [where for _, *where in loaders.batches()] == [[0, 0], [1, 0], [2, 0]]
-        assert (loaders.combined._iterator is None) is is_plain  # a single one is iterated without Lightning's class
-        assert len(list(set_of(iterables, "sequential", 2.0).batches())) == 2
-    several = set_of([data(6), data(4)], "sequential", 1.0, 2.0)
-    assert [where for _, *where in several.batches()] == [[0, 0], [0, 1], [1, 1]]
-
-
-@pytest.mark.parametrize("mode", ["sequential", "min_size", "max_size_cycle"])
-def test_limits_of_an_evaluation_hold_in_every_mode(mode: Any) -> None:
-    class Any_(Classifier):
-        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-
-    def scenario(make: Any) -> Any:
-        trainer = make(limit_test_batches=2)
-        trainer.test(Any_(), CombinedLoader([data(8), data(2)], mode), verbose=False)
-        return trainer.num_test_batches, trainer.test_loop.batch_progress.current.completed
-
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
 
 
 def test_limit_of_an_unknown_length_promises_no_batches() -> None:
@@ -72,18 +46,6 @@ def test_limit_of_an_unknown_length_promises_no_batches() -> None:
     for given, spans in ((DataLoader(Unsized(), batch_size=None), [Span(0, 5)]), (data(20), [Span(5, 5)])):
         ours(limit_test_batches=5, callbacks=[looks]).test(Classifier(), given, verbose=False)
         assert looks.spans == spans
-
-
-@pytest.mark.parametrize(("mode", "expected"), [("min_size", 2), ("max_size", 3), ("max_size_cycle", 3)])
-def test_loaders_side_by_side(mode: str, expected: int) -> None:
-    loaders = set_of({"a": data(6), "b": data(4)}, mode)
-    assert not loaders.is_sequential
-    assert loaders.num_batches() == expected
-    batches = TrainingBatches(loaders)
-    batches.start_epoch(0, 0)
-    seen = list(batches)
-    assert [is_last for *_, is_last in seen] == [False] * (expected - 1) + [True]
-    assert set(seen[0][0]) == {"a", "b"}
 
 
 def test_epochs_reach_everything_that_has_set_epoch_once() -> None:
@@ -239,23 +201,6 @@ def test_workers_of_dataloaders_that_are_replaced_are_shut_down() -> None:
     assert made[-1]._iterator is None
 
 
-def test_same_advice_on_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "lightning.pytorch.trainer.connectors.data_connector"
-    monkeypatch.setattr(f"{source}.suggested_max_num_workers", lambda devices: 4)
-
-    def scenario(make: Any) -> Any:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer = make()
-            trainer.fit_loop.max_epochs = 0
-            trainer.fit(Learner(), data(4))
-        return [str(one.message) for one in caught if "workers" in str(one.message)]
-
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
-    assert ["does not have many workers" in one for one in mine] == [True]
-
-
 def test_modes_of_several_dataloaders_are_refused_as_by_lightning() -> None:
     trainer = ours(max_epochs=1)
     with pytest.raises(ValueError, match='`CombinedLoader\\(mode="sequential"\\)`'):
@@ -295,20 +240,3 @@ def test_batch_none_is_not_trained(how: str) -> None:
     theirs, mine = run_both(scenario)
     assert mine == theirs
     assert ("end", 1, True, None) in mine[0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "warns"),
-    [
-        ({"log_every_n_steps": 5}, True),
-        ({"log_every_n_steps": 4}, False),
-        ({"log_every_n_steps": 5, "fast_dev_run": 1}, False),
-    ],
-    ids=str,
-)
-def test_epochs_too_short_for_a_row_in_the_loggers(arguments: dict[str, Any], warns: bool) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ours(**{"max_epochs": 1, "logger": RecordingLogger(), **arguments}).fit(Learner(), data(8))
-    found = [str(w.message) for w in caught if "smaller than the logging interval" in str(w.message)]
-    assert len(found) == warns

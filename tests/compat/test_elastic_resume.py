@@ -191,13 +191,6 @@ def test_inexact_resume_works_with_exact_resume_false(tmp_path: Path) -> None:
     assert trainer.train_dataloader.drop_last is False
 
 
-def test_resume_is_exact_if_possible_with_each_setting(tmp_path: Path) -> None:
-    path = written(tmp_path)
-    for exact in (True, False):
-        _, module = resumed(path, loader(2), exact_resume=exact)
-        assert module.seen[:2] == [(2, [8.0, 9.0]), (2, [10.0, 11.0])]
-
-
 def test_settings_in_batches_are_converted(tmp_path: Path) -> None:
     """26 samples, 4 per step: 7 batches before (one of them short), 13 of 2 samples now."""
     path = written(tmp_path, module=Net(2), val_check_interval=2, limit_train_batches=6)
@@ -247,19 +240,6 @@ def test_with_workers(tmp_path: Path) -> None:
             assert seen == expected
 
 
-def test_settings_of_the_resumed_run_are_kept(tmp_path: Path) -> None:
-    path = written(tmp_path, val_check_interval=2)
-    trainer = make_trainer(
-        path.parent, max_epochs=2, val_check_interval=3, accumulate_grad_batches=2, limit_train_batches=8
-    )
-    module, validated = Net(), list[int]()
-    module.on_validation_start = lambda: validated.append(trainer.progress.batches_this_epoch)  # type: ignore[method-assign]
-    trainer.fit(module, loader(2), loader(), ckpt_path=path)
-    assert validated[-3:] == [6, 3, 6]
-    assert len(module.seen) == (8 - 4) + 8
-    assert trainer.accumulate_grad_batches == 2
-
-
 def test_accumulation_that_changes_with_the_epochs(tmp_path: Path) -> None:
     first, second = (GradientAccumulation(schedule={0: 1, 1: 2}) for _ in range(2))
     path = written(tmp_path, callbacks=[first])
@@ -267,26 +247,6 @@ def test_accumulation_that_changes_with_the_epochs(tmp_path: Path) -> None:
     sizes = [sum(len(batch) for update, batch in module.seen if update == number) for number in range(2, 11)]
     assert sizes == [4, 4, 4, 4, 2, 8, 8, 8, 2]
     assert second.schedule == {0: 1, 1: 2}
-
-
-def test_exact_resume_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    resumed(written(tmp_path), loader(2))
-    (line,) = [record.message for record in caplog.records if "Going on with" in record.message]
-    assert (
-        "Going on with 1 x 2 x 2 after 2 x 2 x 1 (processes x batch size x accumulate_grad_batches): each update"
-        in line
-    )
-    assert "random numbers" in line
-    assert "BatchNorm" in line
-
-
-def test_checkpoint_of_a_version_without_sample_order(tmp_path: Path) -> None:
-    path = written(tmp_path)
-    checkpoint = torch.load(path, weights_only=True)
-    del checkpoint["loops"]["amp_trainer"]["order"]
-    torch.save(checkpoint, path)
-    with pytest.raises(ResumeError, match="a version wrote it that did not note their order"):
-        resumed(path)
 
 
 def test_elastic_job_has_a_checkpoint_before_it_trains(tmp_path: Path) -> None:

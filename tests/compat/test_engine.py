@@ -10,7 +10,6 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
-from lightning.pytorch.plugins import Precision as LightningPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -23,20 +22,9 @@ from trainer.errors import ArgumentError, ConfigurationError, PrecisionError
 from trainer.precision.scaler import LossScaler
 
 
-def engine_of(**options: Any) -> LightningEngine:
-    return ours(**options).engine
-
-
 def named(value: Any) -> str:
     """Return ``value`` for a test id, equal in every process: without addresses."""
     return re.sub(" at 0x[0-9a-f]+", "", str(value))
-
-
-def test_ddp_by_name_and_by_object() -> None:
-    given = DDPStrategy(find_unused_parameters=True)
-    engine = engine_of(strategy=given, devices=2)
-    assert (engine.strategy, engine.world_size) == (given, 2)
-    assert isinstance(engine_of(strategy="ddp", devices=2).strategy, DDPStrategy)
 
 
 @pytest.mark.parametrize(
@@ -51,69 +39,6 @@ def test_ddp_by_name_and_by_object() -> None:
 def test_lightnings_precision_is_refused_in_each_argument(options: dict[str, Any]) -> None:
     with pytest.raises(PrecisionError, match=r"trainer\.precision"):
         ours(**options)
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_strategy_decides_when_weights_are_restored(late: bool, tmp_path: Any) -> None:
-    order: list[str] = []
-
-    class Ordered(SingleDeviceStrategy):
-        restore_checkpoint_after_setup = late  # type: ignore[assignment]
-
-        def setup(self, trainer: Any) -> None:
-            order.append("setup")
-            super().setup(trainer)
-
-        def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            order.append("load")
-            return super().load_checkpoint(*args, **kwargs)
-
-    def scenario(make: Any) -> Any:
-        first, second = make(max_steps=2), None
-        trained, restored = Learner(), Learner()
-        first.fit(trained, data(8))
-        first.save_checkpoint(tmp_path / "some.ckpt")
-        order.clear()
-        # Lightning's base class of precision plugins means float32, like ours, and is accepted
-        strategy = Ordered(torch.device("cpu"), precision_plugin=LightningPrecision())
-        second = make(strategy=strategy, max_steps=3)
-        second.fit(restored, data(8), ckpt_path=tmp_path / "some.ckpt")
-        return list(order), second.global_step, [w.tolist() for w in weights(restored)]
-
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
-    assert mine[0] == (["setup", "load"] if late else ["load", "setup"])
-
-
-def test_lightnings_float32_plugin_is_refused_with_another_precision() -> None:
-    with pytest.raises(PrecisionError, match="Got Precision through plugins"):
-        ours(precision="bf16-mixed", plugins=LightningPrecision())
-    assert ours(plugins=[LightningPrecision()]).precision == "32-true"
-
-
-def test_strategy_object_may_serve_two_trainers_in_turn() -> None:
-    class ByHand(Learner):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            optimizer.step()
-
-    def scenario(make: Any) -> Any:
-        strategy, trained = SingleDeviceStrategy(torch.device("cpu")), []
-        first, second = (make(max_epochs=1, accelerator="auto", strategy=strategy) for _ in range(2))
-        for trainer in (first, second):
-            module = ByHand()
-            trainer.fit(module, data(8))
-            trained.append([value.tolist() for value in weights(module)])
-        return trained
-
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
 
 
 SLURM = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NAME": "some", "SLURM_NODEID": "0",

@@ -4,7 +4,6 @@ import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import trainer.compat.base  # noqa: F401 - with the Trainer come Lightning's exceptions
-from trainer.compat.errors import adopt
 from trainer.errors import ConfigurationError, PrecisionError, UnsupportedError
 
 
@@ -15,12 +14,6 @@ def test_configuration_error_is_caught_as_lightnings_and_as_pythons(
 ) -> None:
     with pytest.raises(caught_as, match="given"):
         raise kind("given")
-
-
-def test_adopting_twice_changes_nothing_more() -> None:
-    before = ConfigurationError.__mro__
-    adopt()
-    assert ConfigurationError.__mro__ == before
 
 
 def test_error_still_travels_between_processes() -> None:

@@ -144,15 +144,6 @@ def test_horizon_that_the_user_has_fixed_stays(tmp_path: Path) -> None:
         assert second.seen == whole.seen[2 * BATCHES :]
 
 
-def test_fixed_horizon_that_torch_cannot_exceed_is_refused(tmp_path: Path) -> None:
-    fixed = Scheduled(lambda optimizer, _: OneCycleLR(optimizer, 0.1, total_steps=2 * BATCHES))
-    fit(tmp_path, fixed, 2)
-    with pytest.raises(
-        ConfigurationError, match=r"run of 12 optimizer steps and OneCycleLR\(total_steps=8\).*weights="
-    ):
-        fit(tmp_path, Scheduled(fixed.make), 3, tmp_path / "last.ckpt")
-
-
 def test_fixed_number_of_epochs_that_torch_cannot_exceed_is_refused(tmp_path: Path) -> None:
     class ByEpoch(Scheduled):
         def configure_optimizers(self) -> Any:

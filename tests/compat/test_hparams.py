@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import enum
 import logging
-import pickle
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -18,15 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback, LightningModule
 from omegaconf import Container, DictConfig, OmegaConf
 
 from tests.checkpoint.test_inert import KINDS, a_noted_list
 from tests.parity import Classifier, data, lightning, lightnings_noise_ignored
 from tests.support import make_trainer
-from trainer import CheckpointFiles, redaction
+from trainer import redaction
 from trainer.checkpoint.plain_form import plain
 
 
@@ -67,18 +64,6 @@ def test_objects_with_a_plain_form_are_saved_in_it(value, expected, tmp_path):
     assert torch.load(tmp_path / "x", weights_only=True) == expected
 
 
-def test_objects_without_a_plain_form_are_omitted_and_named():
-    left_out: list[str] = []
-    given = {"a": {"b": torch.nn.ReLU(), "c": 1}, "f": print, "g": [partial(print), 2], "k": Sizes}
-    assert plain(given, "", left_out) == {"a": {"c": 1}, "g": [None, 2]}
-    assert left_out == [
-        "a.b (torch.nn.modules.activation.ReLU)",
-        "f (builtin_function_or_method)",
-        "g[0] (functools.partial)",
-        "k (type)",
-    ]
-
-
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
     pytest.mark.filterwarnings("ignore:Attribute '.*' is an instance of `nn.Module`"),  # on purpose
@@ -91,15 +76,6 @@ class Many(Classifier):
     def __init__(self, lr: Any = 0.5, things: Any = None, loss: Any = None, make: Any = None) -> None:
         super().__init__()
         self.save_hyperparameters()
-
-
-class Batches(LightningDataModule):
-    def __init__(self, root: Any) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-    def train_dataloader(self) -> Any:
-        return data(2)
 
 
 def saved(folder: Path, module: LightningModule, make: Any = make_trainer, **options: Any) -> Path:
@@ -176,20 +152,6 @@ class Telltale:
         Telltale.made.append("made")
 
 
-def test_file_elsewhere_and_one_written_in_the_background(tmp_path):
-    module = Many(loss=torch.nn.HuberLoss(delta=3.0))
-    module.hparams["things"] = Uncopied()
-    options = {"plugins": [CheckpointFiles(asynchronous=True)]}
-    file = saved(tmp_path, module, **options)
-    make_trainer(tmp_path, **options).validate(Many(), data(2), ckpt_path=file)
-    loaded = torch.load(file, weights_only=False)["hyper_parameters"]
-    assert (loaded["loss"].delta, type(loaded["things"])) == (3.0, Uncopied)
-    trainer = make_trainer(tmp_path)
-    trainer.fit(module, data(2))
-    trainer.save_checkpoint("memory://hparams/a.ckpt")
-    make_trainer(tmp_path, plugins=[TorchCheckpointIO()]).validate(Many(), data(2), ckpt_path="memory://hparams/a.ckpt")
-
-
 class Uncopied:
     """Can be pickled, but not copied."""
 
@@ -224,25 +186,6 @@ class Says(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         Says.heard[:] = lines_of(self.caplog)
-
-
-OBJECTS = {"loss": torch.nn.ReLU()}
-
-
-@pytest.mark.parametrize(
-    ("given", "arguments"),
-    [
-        ({"things": {"a": [1, "b", torch.ones(1)]}}, {"enable_checkpointing": True}),
-        (OBJECTS, {"enable_checkpointing": False}),
-        (OBJECTS, {"enable_checkpointing": True, "fast_dev_run": 2}),
-        (OBJECTS, {"callbacks": [ModelCheckpoint(save_top_k=0)], "enable_checkpointing": True}),
-    ],
-)  # fmt: skip
-def test_no_report_without_objects(tmp_path, caplog, given, arguments):
-    trainer = make_trainer(tmp_path, **arguments)
-    with caplog.at_level(logging.INFO):
-        trainer.fit(Many(**given), data(2))
-    assert lines_of(caplog) == []
 
 
 class Broken:
@@ -283,44 +226,6 @@ def test_objects_unsupported_by_the_reader_are_saved_in_their_plain_form(tmp_pat
     ]
     loaded = Many.load_from_checkpoint(file, weights_only=False)
     assert (loaded.hparams["things"], type(loaded.hparams["loss"])) == ([1], torch.nn.ReLU)
-
-
-def test_hooks_see_them_as_under_lightning_and_may_change_them(tmp_path):
-    class Changes(Many):
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            assert isinstance(checkpoint["hyper_parameters"]["loss"], torch.nn.ReLU)
-            checkpoint["hyper_parameters"].update(things=Sizes(4), make=lambda: 1)
-
-    with pytest.warns(
-        UserWarning, match=r"Checkpoints do not contain these hyperparameters of Changes.*make \(function\)"
-    ):
-        file = saved(tmp_path, Changes(loss=torch.nn.ReLU()))
-    loaded = torch.load(file, weights_only=False)["hyper_parameters"]
-    assert loaded["things"] == Sizes(4)
-    make_trainer(tmp_path, max_epochs=2).fit(Many(), data(2), ckpt_path=file)
-
-
-def test_error_without_weights_only_names_the_argument(tmp_path):
-    """The error is Lightning's for the files of both. A resume needs no ``weights_only``."""
-    errors = []
-    for make in (lightnings, make_trainer):
-        file = saved(tmp_path, Many(loss=torch.nn.HuberLoss()), make)
-        with pytest.raises(pickle.UnpicklingError, match="`weights_only` set to `False`"), lightnings_noise_ignored():
-            lightnings(tmp_path, max_epochs=2).fit(Many(), data(2), ckpt_path=file)
-        with pytest.raises(pickle.UnpicklingError, match="`weights_only` set to `False`") as error:
-            Many.load_from_checkpoint(file)
-        errors.append(str(error.value))
-    assert errors[0] == errors[1]
-
-
-def test_hyperparameters_of_a_datamodule(tmp_path):
-    trainer = make_trainer(tmp_path)
-    trainer.fit(Many(), datamodule=Batches(Path("x/y")))
-    trainer.datamodule.hparams["make"] = lambda: 1
-    with pytest.warns(UserWarning, match=r"of Batches.*make \(function\)"):  # with Lightning's Trainer the save fails
-        trainer.save_checkpoint(tmp_path / "a.ckpt")
-    assert Batches.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=False).hparams["root"] == Path("x/y")
-    make_trainer(tmp_path, max_epochs=2).fit(Many(), datamodule=Batches("z"), ckpt_path=tmp_path / "a.ckpt")
 
 
 class ByConfig(Classifier):

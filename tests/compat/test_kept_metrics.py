@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.support import Regression, loader_of, loss_of, make_batches, make_trainer
@@ -63,36 +60,3 @@ def test_run_leaves_the_metrics_of_the_run_before_as_they_were(tmp_path, first, 
         assert bool(now) is (then != "predict"), name
         if first != "fit" and then in ("validate", "test") and first != then:
             assert not now.keys() & metrics.keys()
-
-
-class Holds(Callback):
-    """Keeps the mappings from the first hook, and writes into one of them."""
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self.held = kept_of(trainer)
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        assert self.held["callback_metrics"] == {}, "the sanity check's"
-        trainer.callback_metrics["mine"] = torch.tensor(7.0)
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        assert all(getattr(trainer, name) is metrics for name, metrics in self.held.items())
-        assert {"mine", "train_loss", "val_loss", "lr-SGD"} <= self.held["callback_metrics"].keys()
-
-
-def test_mappings_are_live_in_a_run(tmp_path):
-    holds, monitor = Holds(), LearningRateMonitor("step")
-    trainer = make_trainer(
-        tmp_path, max_epochs=2, callbacks=[holds, monitor], logger=CSVLogger(tmp_path), log_every_n_steps=1
-    )
-    trainer.fit(Module(), batches(), batches())
-    assert all(getattr(trainer, name) is metrics for name, metrics in holds.held.items())
-
-
-def test_refused_run_keeps_the_metrics(tmp_path):
-    trainer, module = make_trainer(tmp_path), Module()
-    trainer.validate(module, batches(), verbose=False)
-    kept = trainer.callback_metrics
-    with pytest.raises(Exception, match="no_such_file"):
-        trainer.test(module, batches(), ckpt_path=str(tmp_path / "no_such_file.ckpt"))
-    assert kept.keys() == {"val_loss"}

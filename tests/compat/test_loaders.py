@@ -145,23 +145,6 @@ def test_evaluation(fn: str, loader: str, at_once: int) -> None:
     assert mine[:3] == theirs[:3]
 
 
-def test_several_dataloaders() -> None:
-    class Several(Draws):
-        def training_step(self, dataloader_iter: Any) -> Any:
-            batch, batch_idx, dataloader_idx = next(dataloader_iter)
-            self.drawn.append((sorted(batch), batch_idx, dataloader_idx))
-            return self.loss(batch["a"])
-
-    def scenario(make: Any) -> Any:
-        module, records = Several(), Records()
-        trainer = make(max_epochs=1, callbacks=[records])
-        trainer.fit(module, LOADERS["side by side"](), [data(4), data(6)])
-        return module.drawn, records.events
-
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
-
-
 def test_batch_size_is_set_by_the_module() -> None:
     class Logs(Draws):
         def training_step(self, dataloader_iter: Any) -> Any:
@@ -174,17 +157,6 @@ def test_batch_size_is_set_by_the_module() -> None:
     trainer = ours(max_epochs=1)
     trainer.fit(Logs(), data(4))
     assert set(trainer.callback_metrics) == {"loss", "loss_step", "loss_epoch"}
-
-
-def test_profilers_time_batches_drawn_by_a_step() -> None:
-    trainer = ours(max_epochs=1, profiler="simple")
-    trainer.fit(Draws(at_once=2), data(8))
-    assert len(trainer.profiler.recorded_durations["[_TrainingEpochLoop].train_dataloader_next"]) == 4
-
-
-def test_module_that_draws_batches_is_warned() -> None:
-    with pytest.warns(UserWarning, match="Found `dataloader_iter` argument in the `training_step`"):
-        ours(max_epochs=1).fit(Draws(), data(2))
 
 
 # --- dataloaders that keep their place ----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from tests.parity import Learner
-from trainer.compat.logging import ModuleLog, attach_log, detach_log
+from trainer.compat.logging import ModuleLog, attach_log
 from trainer.state.metrics import MetricStore
 
 
@@ -48,28 +48,16 @@ def test_sync_dist_alone_does_not_reduce_over_the_epoch() -> None:
     assert entry.options.sync_dist is False
 
 
-def test_attach_and_detach() -> None:
-    class Child(Learner):
-        pass
-
+def test_parts_with_their_own_log_keep_it() -> None:
     class Overrides(LightningModule):
         def log(self, *args: Any, **kwargs: Any) -> None: ...  # type: ignore[override]
 
     module = Learner()
-    module.child, module.other = Child(), Overrides()
-    trainer = stand_in(module)
-    callback = SimpleNamespace()
-    trainer.callbacks = [callback]
-    attach_log(module, trainer)
-    log = vars(module)["log"]
-    assert isinstance(log, ModuleLog)
-    assert vars(module.child)["log"] is log
+    module.child, module.other = Learner(), Overrides()
+    attach_log(module, stand_in(module))
+    assert isinstance(vars(module)["log"], ModuleLog)
+    assert vars(module.child)["log"] is vars(module)["log"]
     assert "log" not in vars(module.other)
-    assert callback.log is log
-    detach_log(module, [callback])
-    assert "log" not in vars(module)
-    assert "log" not in vars(module.child)
-    assert not vars(callback)
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda log: pickle.loads(pickle.dumps(log))])

@@ -24,7 +24,7 @@ from torch.optim import lr_scheduler
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from tests.parity import CLASSES, Classifier, RecordingLogger, data, run_both
+from tests.parity import CLASSES, Classifier, data, run_both
 
 Make = Callable[..., Any]
 Log = Callable[[Any, Any, int], None]
@@ -147,20 +147,6 @@ def tables(make: Make) -> Any:
         with redirect_stdout(StringIO()) as plain:
             printed.append((make().test(Logs(), data(4)), plain.getvalue()))
     return printed
-
-
-def how_often_there_are_rows(make: Make) -> Any:
-    rows = []
-    for every, stop in ((0, None), (1, None), (3, 4), (0, 2)):
-
-        def training(module: Any, batch: Any, batch_idx: int, stop: Any = stop) -> None:
-            module.log("x", float(batch_idx))
-            module.trainer.should_stop |= module.global_step == stop
-
-        logger = RecordingLogger()
-        make(max_epochs=2, logger=logger, log_every_n_steps=every).fit(Logs(training), data(10))
-        rows.append(logger.rows)
-    return rows
 
 
 def a_run_that_broke_off_and_another(make: Make) -> Any:
@@ -388,7 +374,6 @@ PROGRAMS = [
     values_and_types_without_a_logger,
     batch_sizes_found_in_batches,
     tables,
-    how_often_there_are_rows,
     a_run_that_broke_off_and_another,
     metric_objects,
     wrong_use,

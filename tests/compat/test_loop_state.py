@@ -130,22 +130,6 @@ def test_failed_runs_checkpoint_counts_as_lightnings(module: Any, accumulate: in
     assert mine == theirs
 
 
-def test_finished_runs_counts_are_lightnings() -> None:
-    def scenario(make: Any) -> Any:
-        trainer = make(max_epochs=2, val_check_interval=2)
-        trainer.fit(Scheduled(), data(8), data(4, seed=1))
-        fit_loop = trainer.fit_loop
-        return (
-            counts(fit_loop.state_dict()),
-            fit_loop.batch_idx,
-            fit_loop.epoch_loop.batch_idx,
-            fit_loop.total_batch_idx,
-        )
-
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
-
-
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 def test_run_limited_by_steps_continues_at_its_last_step(tmp_path: Path) -> None:
     """A run limited by epochs does not, because its epoch is complete."""
@@ -177,19 +161,3 @@ def test_run_limited_by_steps_continues_at_its_last_step(tmp_path: Path) -> None
     theirs, mine = run_both(scenario)
     assert mine == theirs
     assert mine == [(0, 1), (0, 2), "epoch", (1, 0), "epoch", (1, 0), (1, 1), (1, 2)]
-
-
-def test_predict_and_test_counts_are_in_later_checkpoints(tmp_path: Path) -> None:
-    def scenario(make: Any) -> Any:
-        trainer, module = make(max_epochs=1), Classifier()
-        trainer.fit(module, data(4), data(4))
-        trainer.test(module, data(6), verbose=False)
-        for samples in (2, 8):
-            trainer.predict(module, data(samples))
-        trainer.save_checkpoint(tmp_path / "after.ckpt")
-        loops = torch.load(tmp_path / "after.ckpt", weights_only=True)["loops"]
-        return loops["test_loop"], loops["predict_loop"], loops["validate_loop"]
-
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
-    assert mine[1]["batch_progress"]["total"]["completed"] == 5

@@ -89,21 +89,6 @@ def test_kill_leaves_no_additional_files(tmp_path: Path, killed: int, save_last:
     assert train(tmp_path / "run", saver(tmp_path / "run" / "kept"), max_epochs=3) == whole
 
 
-def test_checkpoint_that_was_named_is_kept(tmp_path: Path) -> None:
-    train(tmp_path, ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2), max_epochs=1)
-    (named,) = (tmp_path / "kept").iterdir()
-    trainer = make_trainer(
-        tmp_path,
-        callbacks=[ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2)],
-        enable_checkpointing=True,
-        resume="auto",
-        max_epochs=2,
-    )
-    module = Logs(optimizer=partial(torch.optim.SGD, lr=0.02))
-    trainer.fit(module, loader_of(BATCHES), loader_of(BATCHES[:2]), ckpt_path=named)
-    assert {path.name for path in (tmp_path / "kept").glob("*.ckpt")} == {named.name, "epoch=1-step=8.ckpt"}
-
-
 # --- times of saves --------------------------------------------------------------------------------------------------
 
 

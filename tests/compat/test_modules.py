@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity import Classifier, data, ours, run_both, weights
+from tests.parity import Classifier, data, ours, run_both
 from trainer.errors import ConfigurationError
 
 SET_ONCE = ("training_step", "validation_step", "automatic_optimization", "backward", "transfer_batch_to_device")
-FUNCTIONS = ("fit", "validate", "test", "predict")
 pytestmark = pytest.mark.filterwarnings("ignore:.*`val_dataloader`", "ignore:.*no `validation_step`")
 
 
@@ -40,34 +39,6 @@ def test_required_methods_equal_lightnings(method: str, fn: str) -> None:
 
     theirs, mine = run_both(scenario)
     assert theirs == mine
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # at a graph break
-@pytest.mark.parametrize(("fn", "kind"), [("fit", "torch.compile"), ("test", "module.compile")])
-def test_compiled_modules(fn: str, kind: str) -> None:
-    class Logs(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.loss(batch)
-            self.log("loss", loss)
-            return loss
-
-    def scenario(make: Any) -> Any:
-        torch._dynamo.reset()
-        module: Any = Logs()
-        if kind == "module.compile":
-            module.compile(backend="eager")
-            given = module
-        else:
-            given = torch.compile(module, backend="eager")
-        trainer = make(max_steps=2)
-        getattr(trainer, fn)(given, data(4))
-        compiler = module._compiler_ctx["compiler"] if module._compiler_ctx else None
-        values = {name: value.item() for name, value in trainer.callback_metrics.items()}
-        return compiler, trainer.lightning_module is module, values, [weight.tolist() for weight in weights(module)]
-
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
-    assert mine[:2] == ("dynamo" if kind == "torch.compile" else None, True)
 
 
 def test_in_fit_validation_tracks_no_gradients_but_may_train_on() -> None:

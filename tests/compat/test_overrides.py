@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import HalfPrecision, TorchCheckpointIO
@@ -441,23 +441,6 @@ def test_patch_counts_while_it_lasts() -> None:
         assert (trainer.loop.path.forward_context is nullcontext) == (epochs == 2)
 
 
-@pytest.mark.parametrize("base", [Callback, LightningModule])
-def test_patch_of_a_base_class_is_called(base: type) -> None:
-    counts = []
-    for make in (lightning, ours):
-        original, calls = base.on_train_batch_start, []  # type: ignore[attr-defined]
-
-        def counted(self: Any, *args: Any, original: Any = original, calls: list[Any] = calls) -> Any:
-            calls.append(type(self).__name__)
-            return original(self, *args)
-
-        trainer = make(max_epochs=1, callbacks=[type("Mine", (Callback,), {})()])
-        with mock.patch.object(base, "on_train_batch_start", counted), lightnings_noise_ignored():
-            trainer.fit(Learner(), data(4))
-        counts.append([kind for kind in calls if kind in ("Mine", "Learner")])
-    assert counts[0] == counts[1] == ["Mine" if base is Callback else "Learner"] * 2
-
-
 @pytest.mark.parametrize("way", ["subclass", "object", "class"])
 def test_own_precision_converts_batches_with_each_kind_of_override(way: str) -> None:
     def halve(*args: Any) -> Any:
@@ -478,42 +461,6 @@ def test_own_precision_converts_batches_with_each_kind_of_override(way: str) -> 
             patch.setattr(plugin if way == "object" else Precision, "convert_batch", halve)
         trainer.fit(Module(), data(4))
     assert sizes == [1, 1]
-
-
-def test_subclass_of_the_pass_through_profiler_is_called() -> None:
-    class Counts(PassThroughProfiler):
-        actions: list[str]
-
-        def start(self, action_name: str) -> None:
-            self.actions.append(action_name)
-
-    seen = []
-    for make in (lightning, ours):
-        (profiler := Counts()).actions = []
-        make(max_epochs=1, profiler=profiler).fit(Classifier(), data(4), data(2))
-        seen.append([name for name in profiler.actions if name.endswith(("_step", "train_dataloader_next"))])
-    assert [name for name in seen[0] if not name.endswith("optimizer_step")] == [
-        name for name in seen[1] if not name.endswith("optimizer_step")
-    ]
-    assert len(seen[1]) > 4
-
-
-def test_step_that_draws_its_own_batches_goes_through_the_strategy() -> None:
-    class Draws(Learner):
-        def training_step(self, dataloader_iter: Any) -> Any:
-            return self.loss(next(dataloader_iter)[0])
-
-    logs: list[list[Event]] = []
-    names = ("training_step", "post_training_step", "batch_to_device", "on_train_batch_start", "backward")
-    for make in (lightning, ours):
-        log: list[Event] = []
-        methods = {name: recorder("strategy", name, getattr(SingleDeviceStrategy, name), log) for name in names}
-        strategy = type("Own", (SingleDeviceStrategy,), methods)(torch.device("cpu"))
-        with lightnings_noise_ignored():
-            make(strategy=strategy, accelerator="auto", devices="auto", max_epochs=1).fit(Draws(), data(6))
-        logs.append(log)
-    assert [name for name, _ in logs[0]] == [name for name, _ in logs[1]]
-    assert len(logs[1]) == 4 * 3  # no batch is moved by the strategy
 
 
 @needs_fsdp2

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.profilers import PassThroughProfiler, PyTorchProfiler, SimpleProfiler
-from lightning.pytorch.profilers.pytorch import warning_cache
 
-from tests.parity import Classifier, Learner, data, lightning, ours, run_both
+from tests.parity import Classifier, Learner, data, ours, run_both
 
 
 class Everything(Classifier):
@@ -69,28 +67,6 @@ def test_actions_have_lightnings_names(module: type[Learner], functions: list[st
     assert "setup_train_dataloader" in mine["fit"]
 
 
-def test_two_callbacks_of_a_kind_have_two_names() -> None:
-    profiler = SimpleProfiler()
-    several = [EarlyStopping("a", strict=False), EarlyStopping("b", strict=False)]
-    ours(max_epochs=1, profiler=profiler, callbacks=several).fit(Classifier(), data(4), data(2))
-    for name in ("a", "b"):
-        assert f"[Callback]EarlyStopping{{'monitor': '{name}', 'mode': 'min'}}.on_validation_start" in (
-            profiler.recorded_durations
-        )
-
-
-def test_second_fit_counts_on_and_nothing_twice() -> None:
-    trainer = ours(max_epochs=2, profiler="simple")
-    for _ in range(2):
-        trainer.fit(Learner(), data(6))
-        trainer.fit_loop.max_epochs = 4
-    durations = {name: len(times) for name, times in trainer.profiler.recorded_durations.items()}
-    for name in ("training_step", "backward", "batch_to_device"):
-        assert durations[f"[Strategy]SingleDeviceStrategy.{name}"] == 2 * 2 * 3
-    assert durations["[LightningModule]Learner.optimizer_step"] == 2 * 2 * 3
-    assert durations["run_training_epoch"] == 4
-
-
 def test_epoch_that_raised_is_closed() -> None:
     class Raises(Learner):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -118,21 +94,6 @@ def test_each_function_has_a_file(kind: Any, tmp_path: Path) -> None:
     for function, step in (("fit", "training"), ("validate", "validation"), ("test", "test"), ("predict", "predict")):
         assert f"SingleDeviceStrategy.{step}_step" in (tmp_path / f"{function}-profile.txt").read_text()
     assert profiler.dirpath == str(tmp_path)
-
-
-@pytest.mark.parametrize("function", ["fit", "predict"])
-def test_pytorch_profiler_warns_about_a_short_run(function: str, tmp_path: Path) -> None:
-    stage = {"fit": "train", "validate": "val"}.get(function, function)
-    warned = {}
-    for make in (lightning, ours):
-        warning_cache.clear()
-        trainer = make(profiler="pytorch", max_epochs=1, default_root_dir=tmp_path, **{f"limit_{stage}_batches": 4})
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            getattr(trainer, function)(Classifier(), data(12))
-        warned[make] = sum("not enough steps to properly record traces" in str(w.message) for w in caught)
-    warning_cache.clear()
-    assert warned[ours] == warned[lightning] == 1
 
 
 def test_run_without_a_profiler_wraps_no_call() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from datetime import timedelta
 from functools import partial
 from io import BytesIO
@@ -104,23 +103,6 @@ def test_rows_are_complete_after_checkpoints_inside_an_epoch(tmp_path: Path, arg
         script(tmp_path / "killed", saver=saver, kill=kill, **arguments)
     script(tmp_path / "killed", saver=saver, **arguments)
     assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
-
-
-class Terminate(Callback):
-    """Ends the run by SIGTERM after the validation inside the second epoch."""
-
-    def on_validation_end(self, trainer: Any, module: Any) -> None:
-        if trainer.progress.batches == 6:
-            signal.raise_signal(signal.SIGTERM)
-
-
-def test_rows_of_the_second_run_are_kept(tmp_path: Path) -> None:
-    arguments = {"accumulate_grad_batches": 4, "val_check_interval": 2}  # it validates inside of each window
-    script(tmp_path / "whole", **arguments)
-    with pytest.raises(SystemExit):
-        script(tmp_path / "ended", resume=None, more=[Terminate()], **arguments)
-    script(tmp_path / "ended", **arguments)
-    assert rows(tmp_path / "ended") == rows(tmp_path / "whole")
 
 
 def test_completed_run_trains_nothing(tmp_path: Path) -> None:
@@ -226,16 +208,6 @@ def test_run_with_only_damaged_checkpoints_starts_in_a_new_folder(tmp_path: Path
         fitted = script(tmp_path)
     assert fitted.ckpt_path is None
     assert sorted(os.listdir(tmp_path / "lightning_logs")) == ["version_0", "version_1"]
-
-
-def test_explicit_ckpt_path_has_precedence(tmp_path: Path) -> None:
-    saver = partial(ModelCheckpoint, save_top_k=-1)
-    script(tmp_path, kill=9, saver=saver)
-    first = next(tmp_path.rglob("epoch=0-step=4.ckpt"))
-    fitted = make_trainer(tmp_path, resume="auto", max_epochs=2, callbacks=[saver()], enable_checkpointing=None)
-    with pytest.warns(UserWarning, match="callbacks used to create|exists and is not empty|dirpath has changed"):
-        fitted.fit(Logs(), loader_of(BATCHES), loader_of(BATCHES[:2]), ckpt_path=first)
-    assert fitted.ckpt_path == first
 
 
 def test_sequence_of_fits_is_resumed(tmp_path: Path) -> None:

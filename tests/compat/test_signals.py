@@ -19,7 +19,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -230,15 +230,6 @@ def test_further_signals_do_not_break_into_the_end(tmp_path: Path) -> None:
     assert (checkpoint["after"], checkpoint["global_step"]) == ("the signals", 3)
 
 
-def test_lightnings_own_checkpoint_of_an_exception_is_written_too(tmp_path: Path) -> None:
-    own = OnExceptionCheckpoint(tmp_path)
-    saver = ModelCheckpoint(tmp_path / "checkpoints")
-    with pytest.raises(SIGTERMException):
-        fit(tmp_path, does := Does("train", terminate), callbacks=[saver, own, does])
-    paths = [tmp_path / "on_exception.ckpt", tmp_path / "checkpoints" / "interrupted.ckpt"]
-    assert [torch.load(path, weights_only=True)["global_step"] for path in paths] == [3, 3]
-
-
 @pytest.mark.parametrize("arguments", [{"enable_checkpointing": False}, {"fast_dev_run": 4}])
 def test_run_without_checkpointing_saves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, arguments: dict[str, Any]
@@ -262,36 +253,11 @@ class SignalledEarly(Callback):
         terminate()
 
 
-def test_weights_that_are_not_finite_do_not_change_how_the_fit_ends(tmp_path: Path) -> None:
-    def spoil() -> None:
-        with torch.no_grad():
-            next(does.trainer.lightning_module.parameters()).fill_(float("nan"))
-        send(signal.SIGTERM)
-
-    does = Does("train", spoil)
-    with (
-        pytest.raises(SIGTERMException),
-        pytest.warns(UserWarning, match="SIGTERM has ended .* weights are not finite"),
-    ):
-        fit(tmp_path, does)
-    assert not (tmp_path / "checkpoints" / "interrupted.ckpt").exists()
-
-
 def test_no_save_before_the_first_batch(tmp_path: Path, caplog: Any) -> None:
     caplog.set_level("INFO")
     with pytest.raises(SIGTERMException):
         fit(tmp_path, SignalledEarly(), num_sanity_val_steps=2)
     assert not (tmp_path / "checkpoints").exists() or list((tmp_path / "checkpoints").iterdir()) == []
-
-
-def test_evaluation_in_its_last_batch_completes() -> None:
-    def scenario(make: Any) -> Any:
-        trainer = make(callbacks=[Does("test", terminate)])
-        trainer.test(Classifier(), data(6), verbose=False)
-        return trainer.received_sigterm, trainer.state.finished
-
-    theirs, mine = run_both(scenario)
-    assert theirs == mine == (True, True)
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGUSR1, SIGTERMException)])
@@ -301,16 +267,6 @@ def test_signal_after_the_run_ends_the_program(number: int, error: type[BaseExce
         trainer.test(Classifier(), data(6), verbose=False)
     assert trainer.state.finished
     trainer.test(Classifier(), data(2), verbose=False)
-
-
-def test_next_run_is_not_affected_by_the_signal() -> None:
-    does = Does("train", terminate)
-    trainer = ours(max_epochs=1, callbacks=[does])
-    with pytest.raises(SIGTERMException):
-        trainer.fit(Learner(), data(8))
-    does.action = lambda: None
-    trainer.fit(Learner(), data(8))
-    assert (trainer.state.finished, trainer.received_sigterm, trainer.current_epoch) == (True, False, 1)
 
 
 def test_signal_with_a_user_handler_is_left_to_it() -> None:

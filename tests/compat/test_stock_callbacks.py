@@ -17,13 +17,11 @@ from lightning.pytorch.callbacks import (
     BasePredictionWriter,
     EarlyStopping,
     EMAWeightAveraging,
-    LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
     ThroughputMonitor,
-    Timer,
     WeightAveraging,
 )
 from torch import nn
@@ -227,90 +225,7 @@ def test_throughput_monitor(function: str, arguments: dict[str, Any]) -> None:
     assert theirs == mine
 
 
-def one_cycle(optimizer: Any) -> Any:
-    return {"scheduler": lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100), "interval": "step", "name": "mine"}
-
-
-RATES: dict[str, Callable[[Any], Any]] = {
-    "groups": lambda module: torch.optim.SGD(
-        [{"params": module.net.parameters(), "name": "head"}, {"params": module.backbone.parameters(), "lr": 0.01}],
-        lr=0.1,
-        momentum=0.9,
-    ),
-    "epochs": lambda module: (lambda o: ([o], [lr_scheduler.StepLR(o, 1)]))(torch.optim.SGD(module.parameters(), 0.1)),
-    "steps": lambda module: (lambda o: ([o], [one_cycle(o)]))(torch.optim.SGD(module.parameters(), 0.1, momentum=0.5)),
-}
-
-
-@pytest.mark.parametrize(("kind", "interval"), [("groups", None), ("epochs", "epoch"), ("steps", "step")])
-def test_learning_rate_monitor(kind: str, interval: Any) -> None:
-    def scenario(make: Any) -> Any:
-        class Rated(Net):
-            def configure_optimizers(self) -> Any:
-                return RATES[kind](self)
-
-        monitor = LearningRateMonitor(interval, log_momentum=True, log_weight_decay=True)
-        logger = RecordingLogger()
-        trainer = make(max_epochs=2, logger=logger, log_every_n_steps=2, callbacks=[monitor])
-        trainer.fit(Rated())
-        found = monitor.lrs, monitor.last_momentum_values, monitor.last_weight_decay_values
-        return [plain(found), plain(logger.rows), plain(dict(trainer.callback_metrics))]
-
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
-
-
 # --- stopping -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "values", "arguments"),
-    [
-        ({"patience": 2}, (3, 2, 2, 2, 2, 2), {"min_epochs": 5}),
-        ({"patience": 1}, (3, 3, 3, 3, 3, 3), {"min_steps": 14, "min_epochs": 2}),
-        ({"stopping_threshold": 1.5}, (3, 2, 1, 1, 1, 1), {"check_val_every_n_epoch": 2}),
-        ({"divergence_threshold": 5.0}, (3, 9, 1, 1, 1, 1), {"val_check_interval": 2}),
-        ({"check_on_train_epoch_end": True, "patience": 0}, (1, 2, 3, 4, 5, 6), {}),
-    ],
-    ids=str,
-)
-def test_early_stopping(options: dict[str, Any], values: Any, arguments: dict[str, Any]) -> None:
-    def scenario(make: Any) -> Any:
-        class Scripted(Net):
-            def on_validation_epoch_end(self) -> None:
-                self.log("value", float(values[self.trainer.current_epoch]))
-
-        callback = EarlyStopping(**{"monitor": "value", **options})
-        trainer = make(max_epochs=6, callbacks=[callback], **arguments)
-        trainer.fit(Scripted())
-        state = plain(callback.state_dict()), callback.stopping_reason_message
-        return [*state, trainer.current_epoch, trainer.global_step, trainer.should_stop]
-
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
-
-
-@pytest.mark.parametrize(
-    ("options", "arguments"),
-    [
-        ({"duration": timedelta(0), "interval": "epoch"}, {"min_epochs": 1}),
-        ({"duration": timedelta(0)}, {"min_steps": 3}),
-    ],
-    ids=str,
-)
-def test_timer(options: dict[str, Any], arguments: dict[str, Any]) -> None:
-    def scenario(make: Any) -> Any:
-        timer = Timer(**options)
-        trainer = make(max_epochs=2, callbacks=[timer], **arguments)
-        trainer.fit(Net())
-        return [
-            trainer.global_step,
-            trainer.current_epoch,
-            {k: v > 0 for k, v in timer.state_dict()["time_elapsed"].items()},
-        ]
-
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
 
 
 # --- changing the module --------------------------------------------------------------------------------------------
@@ -433,16 +348,6 @@ def test_on_exception_is_not_called_without_a_module(what: str, tmp_path: Any) -
 
 # --- other uses of the Trainer
 # -------------------------------------------------------------------------------------------
-
-
-def test_clipping_by_another_algorithm_than_the_trainers_is_refused() -> None:
-    class Clipping(Net):
-        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-            self.clip_gradients(optimizer, 1.0, "norm")
-
-    trainer = ours(max_epochs=1, gradient_clip_algorithm="value")
-    with pytest.raises(MisconfigurationException, match="You have set `Trainer"):
-        trainer.fit(Clipping())
 
 
 # --- evaluation after a validation -----------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelCheckpoint,
 )
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.tuner import Tuner
 
 from tests.parity import Classifier, Learner, data, ours, plain, run_both, weights
@@ -308,18 +307,6 @@ def test_fit_with_a_finder_equals_a_fit_with_the_found_rate(tmp_path: Path, kind
     assert "lr_find" not in vars(finder)
 
 
-def test_tuner_and_fit_equal_a_fit_with_the_found_rate(tmp_path: Path) -> None:
-    module, start = Scheduled("SequentialLR"), torch.random.get_rng_state()
-    trainer = ours(max_epochs=1, default_root_dir=tmp_path)
-    finder = Tuner(trainer).lr_find(module, num_training=20, early_stop_threshold=None)
-    assert finder is not None
-    trainer.fit(module)
-    expected = Scheduled("SequentialLR", finder.suggestion())
-    torch.random.set_rng_state(start)
-    ours(max_epochs=1, default_root_dir=tmp_path).fit(expected)
-    assert module.rates[-20:] == expected.rates
-
-
 @pytest.mark.parametrize("kind", ["LambdaLR", "LinearLR", "nested", "StepLR"])
 def test_module_that_does_not_take_its_rate_from_the_attribute(tmp_path: Path, kind: str) -> None:
     """The rate found replaces the configured one in both groups and in all parts of the schedule."""
@@ -438,43 +425,9 @@ def test_checkpoint_is_put_back_part_by_part(tmp_path: Path, in_one: bool) -> No
     assert theirs[1][0] == 8
 
 
-@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
-def test_dataloaders_omitted_for_a_limit_are_created_without_it(stage: str) -> None:
-    def scenario(make: Any) -> list[Any]:
-        prefix = {"fit": "train", "validate": "val"}.get(stage, stage)
-        trainer, module = make(**{f"limit_{prefix}_batches": 0}), Tunable()
-        trainer.strategy.connect(module)
-        trainer._data_connector.attach_data(module)
-        trainer.state.fn, loop = TrainerFn(stage), getattr(trainer, f"{stage}_loop")
-        trainer.state.stage = RunningStage("train" if stage == "fit" else stage)
-        loop.setup_data()
-        seen = [len(loaders_of(trainer)) - loaders_of(trainer).count(None)]
-        setattr(trainer, f"limit_{prefix}_batches", 1)
-        loop.setup_data()
-        return [*seen, [loader is not None for loader in loaders_of(trainer)]]
-
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
-    assert mine[0] == 0
-    assert sum(mine[1]) == 1
-
-
 def test_connector_does_not_resume_from_weights_only_files(tmp_path: Path) -> None:
     trainer = ours(max_epochs=1)
     trainer.fit(Learner(), data(4))
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     with pytest.raises(IncompleteCheckpointError, match="contains only the model"):
         trainer._checkpoint_connector.restore(tmp_path / "weights.ckpt")
-
-
-def test_replaced_dump_checkpoint_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def scenario(make: Any) -> Any:
-        trainer = make(max_epochs=1)
-        trainer.fit(Learner(), data(2))
-        dump = trainer._checkpoint_connector.dump_checkpoint
-        monkeypatch.setattr(trainer._checkpoint_connector, "dump_checkpoint", lambda *args: {**dump(*args), "more": 1})
-        trainer.save_checkpoint(tmp_path / "x.ckpt")
-        return torch.load(tmp_path / "x.ckpt", weights_only=True)["more"]
-
-    theirs, mine = run_both(scenario)
-    assert mine == theirs == 1

@@ -65,18 +65,6 @@ def numbered(*indices, last):
     return [(f"batch {i}", i, i == last) for i in indices]
 
 
-def test_state_before_the_first_batch_is_that_of_the_opened_pass():
-    state = TrainingBatches(Counted(3), opened_for=0).state_dict()
-    assert state == {"epoch": 0, "batches": 0, "is_over": False, "made_in": 0, "loaders": [0]}
-    opened = TrainingBatches(Counted(3), opened_for=0)
-    opened.start_epoch(0, skip=0)
-    assert (list(opened), opened.loaders.epochs, opened.loaders.opened) == (numbered(0, 1, 2, last=2), [], 0)
-    resumed = TrainingBatches(Counted(3), opened_for=0)
-    resumed.load_state_dict(state)
-    resumed.start_epoch(0, skip=0)
-    assert resumed.loaders.loaded == [{**state, "inside": False}]
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_limit_draws_no_batch_too_many(known):
     loaders = Counted(5, limit=2, known=known)
@@ -135,16 +123,6 @@ def after(count, epoch=3, length=5):
     batches.start_epoch(epoch, 0)
     deque(islice(batches, count), maxlen=0)
     return batches
-
-
-def test_state_has_the_epoch_and_number_of_batches():
-    batches = TrainingBatches(Counted(5))
-    assert batches.state_dict() == {}
-    batches.start_epoch(0, 0)
-    assert batches.state_dict() == {}
-    assert after(2).state_dict() == {"epoch": 3, "batches": 2, "is_over": False, "made_in": 0, "loaders": [2]}
-    assert after(5).state_dict()["is_over"]
-    assert TrainingBatches(None).state_dict() == {}
 
 
 def test_pass_is_resumed_without_drawing():

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer as LightningTrainer
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
-from tests.parity import QUIET, Classifier, Learner, data, run_both
+from tests.parity import QUIET, Classifier, data, run_both
 from trainer import Trainer
 from trainer.errors import ConfigurationError
 
@@ -30,71 +29,6 @@ def end_of(trainer: Any, module: Any) -> dict[str, Any]:
 
 
 # --- a subclass with module, data and additional methods (PINA) -------------------------------------------------------
-
-
-def physics_trainer(base: type) -> type:
-    """A Trainer with its module as argument, which reads its device before a run."""
-
-    class PhysicsTrainer(base):  # type: ignore[misc]
-        modes = {"common", "proportional"}
-
-        def __init__(self, solver: Any, batch_size: int | None = None, **kwargs: Any) -> None:
-            kwargs["inference_mode"] = False
-            kwargs["log_every_n_steps"] = 0 if batch_size is None else kwargs.get("log_every_n_steps", 50)
-            super().__init__(**kwargs)
-            self.solver = solver
-            self.batch_size = batch_size
-            self.place = self._accelerator_connector._parallel_devices[0]
-            self.logging_kwargs = {"on_epoch": True, "on_step": kwargs["log_every_n_steps"] > 0, "prog_bar": False}
-
-        def train(self, **kwargs: Any) -> None:
-            super().fit(self.solver, data(8, batch_size=self.batch_size or 8), data(4), **kwargs)
-
-        def test(self, **kwargs: Any) -> Any:
-            return super().test(self.solver, data(4), verbose=False, **kwargs)
-
-        @property
-        def solver(self) -> Any:
-            return self._solver
-
-        @solver.setter
-        def solver(self, solver: Any) -> None:
-            self._solver = solver
-
-    return PhysicsTrainer
-
-
-class Solver(Learner):
-    """Logs with settings of its Trainer, and differentiates in evaluations."""
-
-    @torch.enable_grad()
-    def residual(self, batch: Any, name: str) -> Any:
-        features = batch[0].requires_grad_(True)
-        (slope,) = torch.autograd.grad(self(features).sum(), features, create_graph=True)
-        loss = slope.square().mean() + self.loss(batch)
-        self.log(name, loss.item(), batch_size=len(features), **self.trainer.logging_kwargs)
-        return loss
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.residual(batch, "train_loss")
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.residual(batch, "val_loss")
-
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.residual(batch, "test_loss")
-
-
-def test_subclass_with_module_and_data() -> None:
-    def scenario(make: Any) -> Any:
-        base = type(make())
-        trainer = physics_trainer(base)(Solver(), 2, max_epochs=2, **QUIET)
-        trainer.train()
-        ended = end_of(trainer, trainer.solver)
-        return ended, trainer.test(), trainer.place, isinstance(trainer, LightningTrainer)
-
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
 
 
 # --- a subclass with its own loop (torch-uncertainty) -----------------------------------------------------------------
@@ -152,74 +86,6 @@ def test_loop_that_would_not_run_is_refused(place: str) -> None:
 
 
 # --- checkpoint callbacks of libraries -------------------------------------------------------------------------------
-
-
-class CompoundCheckpoint(ModelCheckpoint):
-    """Monitors a sum of metrics."""
-
-    def __init__(self, factors: dict[str, float], **kwargs: Any) -> None:
-        self.factors = factors
-        super().__init__(monitor="compound", **kwargs)
-
-    def _monitor_candidates(self, trainer: Any) -> dict[str, torch.Tensor]:
-        candidates = super()._monitor_candidates(trainer)
-        candidates["compound"] = sum((k * candidates[name] for name, k in self.factors.items()), torch.tensor(0.0))
-        return candidates
-
-
-class SeveralCheckpoints(Checkpoint):
-    """Savers inside a callback, which forwards its hooks."""
-
-    def __init__(self, folder: Path) -> None:
-        self.callbacks = {
-            name: ModelCheckpoint(folder, monitor=name, filename=f"best-{name}-{{epoch}}") for name in ("loss", "size")
-        }
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        for callback in self.callbacks.values():
-            callback.setup(trainer, pl_module, stage)
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        for callback in self.callbacks.values():
-            callback.on_train_start(trainer, pl_module)
-
-    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        for callback in self.callbacks.values():
-            callback.on_validation_epoch_end(trainer, pl_module)
-
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        for callback in self.callbacks.values():
-            callback.on_validation_end(trainer, pl_module)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: callback.state_dict() for name, callback in self.callbacks.items()}
-
-
-class Measured(Classifier):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log_dict({"loss": self.loss(batch), "size": self(batch[0]).abs().mean()})
-
-
-def test_checkpoint_callbacks_of_libraries_save_the_same_files(tmp_path: Path) -> None:
-    def scenario(make: Any) -> Any:
-        folder = tmp_path / type(make()).__module__
-        compound = CompoundCheckpoint({"loss": 1.0, "size": -0.5}, dirpath=folder, filename="sum-{epoch}", save_top_k=2)
-        several = SeveralCheckpoints(folder)
-        trainer, module = make(max_epochs=4, callbacks=[compound, several], enable_checkpointing=True), Measured(0.5)
-        trainer.fit(module, data(8), data(8, seed=1))
-        saved = torch.load(folder / Path(compound.best_model_path).name, weights_only=True)
-        kept = str(saved["callbacks"]).replace(str(folder), "FOLDER")
-        files = sorted(path.name for path in folder.iterdir())
-        return (
-            end_of(trainer, module),
-            files,
-            kept,
-            compound.best_model_score.item(),
-            trainer.checkpoint_callback is compound,
-        )
-
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
 
 
 # --- an Engine that builds the Trainer (anomalib) --------------------------------------------------------------------
@@ -323,49 +189,3 @@ def test_engine_with_models_that_take_no_step(kind: type, tmp_path: Path) -> Non
 
 
 # --- models that build their own Trainers (neuralforecast) -----------------------------------------------------------
-
-
-class Forecaster(Classifier):
-    """Fits itself with a Trainer from its own arguments, and seeds in a hook."""
-
-    def __init__(self, make: Any, **trainer: Any) -> None:
-        super().__init__()
-        self.make, self.arguments = make, trainer
-        self.losses: list[Any] = []
-
-    def on_fit_start(self) -> None:
-        torch.manual_seed(5)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss((batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]))
-        self.log("train_loss", loss.item(), batch_size=2, on_epoch=True)
-        self.losses.append((self.global_step, loss.item()))
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("valid_loss", self.loss(batch), batch_size=2)
-
-    def fit_itself(self) -> None:
-        self.arguments.update(val_check_interval=3, check_val_every_n_epoch=None)
-        trainer = self.make(max_steps=8, **self.arguments)
-        trainer.fit(self, data(8, shuffle=True), data(4))
-        self.metrics = trainer.callback_metrics
-        self.__dict__.pop("_trainer", None)
-
-    def predict_itself(self) -> Any:
-        if not hasattr(self, "_pred_trainer"):
-            self._pred_trainer = self.make(**{k: v for k, v in self.arguments.items() if k == "inference_mode"})
-        return torch.vstack(self._pred_trainer.predict(self, data(4))).tolist()
-
-
-def test_model_that_builds_a_trainer_for_each_fit_and_keeps_one_for_predictions() -> None:
-    def scenario(make: Any) -> Any:
-        module = Forecaster(make, gradient_clip_val=None)
-        seen = []
-        for _ in range(2):
-            module.fit_itself()
-            seen.append(({name: value.item() for name, value in module.metrics.items()}, module.predict_itself()))
-        return seen, module.losses, module.predict_itself()
-
-    theirs, mine = run_both(scenario)
-    assert mine == theirs

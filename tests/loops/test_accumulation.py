@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 from trainer.engine.gradients import Gradients
 from trainer.errors import ConfigurationError
 from trainer.loops.accumulation import AccumulationWindow
-from trainer.loops.step_output import weight_in
 from trainer.precision.scaler import LossScaler
 
 FIRST, MIDDLE, LAST = (True, False), (False, False), (False, True)
@@ -69,16 +67,6 @@ def test_last_window_without_a_length():
     full = [(True, False, 3), (False, False, 3), (False, True, 3)]
     assert windows(6, size=3, known=False) == full * 2
     assert windows(5, size=3, known=False) == [*full, (True, False, 3), (False, True, 3)]
-
-
-def test_reset_window_starts_again():
-    window = AccumulationWindow(3)
-    window.advance(10, False)
-    assert window.is_open
-    window.reset()
-    assert not window.is_open
-    window.advance(10, False)
-    assert window.is_first
 
 
 def test_new_number_of_batches_applies_from_the_next_window():
@@ -142,32 +130,6 @@ def test_window_of_one_batch_keeps_the_loss():
     assert window.corrected(loss) is loss
 
 
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("missing", [(), (0,), (1,), (3,), (0, 1), (2, 3), (0, 3), (0, 1, 2), (1, 2, 3), (0, 1, 2, 3)])
-@pytest.mark.parametrize("weigh", [lambda n: n, lambda n: torch.tensor(n), unweighted])
-def test_batches_without_a_loss_are_not_counted(missing, known, weigh):
-    """At any position, also in a window that is shorter than planned."""
-    dice = random.Random(0)
-    sizes = [5] * 4 if weigh is unweighted else [dice.randint(1, 9) for _ in range(4)]
-    batches = [None if i in missing else torch.randn(n, 3) for i, n in enumerate(sizes)]
-    weigh = (lambda n, w=weigh: weight_in({"weight": w(n)})) if weigh is not unweighted else weigh
-    gradient, _, window = accumulate(batches, size=4 if known else 6, known=known, weigh=weigh)
-    there = [x for x in batches if x is not None]
-    assert window.backwards == len(there)
-    if not there:
-        assert gradient is None
-    else:
-        assert torch.allclose(gradient, torch.cat(there).mean(0), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("unit", [1.0, 512.0, 1e6, 1e-3])
-def test_loss_is_independent_of_the_unit_of_the_weights(unit):
-    batches = [torch.ones(n, 3) for n in (4, 8, 2)]
-    gradient, shares, _ = accumulate(batches, size=3, weigh=lambda n: n * unit)
-    assert shares[:2] == pytest.approx([3 / 3, 3 * 2 / 3])
-    assert torch.allclose(gradient, torch.ones(3))
-
-
 def on_device(n):
     """A weight on a GPU: it raises when it is read."""
     return torch.tensor(float(n))
@@ -186,16 +148,6 @@ def test_weights_on_a_device_are_not_read(monkeypatch):
             window.share((p * x).sum(1).mean(), on_device(len(x))).backward()
         assert window.close([optimizer], Processes())
     assert torch.allclose(p.grad, expected, rtol=1e-6)
-
-
-def test_weight_zero_on_a_device_leaves_the_batch_out():
-    """Also in the first batch, which would define the unit."""
-    batches = [torch.randn(n, 3) for n in (3, 4, 5)]
-    weights = iter((0.0, 4.0, 5.0))
-    gradient, *_ = accumulate(batches, size=3, weigh=lambda n: on_device(next(weights)))
-    assert torch.allclose(gradient, torch.cat(batches[1:]).mean(0), rtol=1e-6, atol=1e-7)
-    gradient, *_ = accumulate(batches, size=3, weigh=lambda n: on_device(0.0))
-    assert torch.equal(gradient, torch.zeros(3))
 
 
 def test_loss_evaluated_again_is_counted_once():
@@ -274,15 +226,6 @@ def test_first_window_is_measured_by_the_first_batches_of_all():
     assert engine.sums == 1
 
 
-def test_complete_windows_are_not_corrected_on_several_processes_either():
-    batches = [torch.randn(4, 3) for _ in range(3)]
-    alone, shares, _ = accumulate(batches, size=3, weigh=unweighted)
-    together, same, window = accumulate(batches, size=3, weigh=unweighted, engine=Processes([1.0, 1.0, 1.0]))
-    assert torch.equal(alone, together)
-    assert shares == same
-    assert window.correction == 1.0
-
-
 @pytest.mark.parametrize("on_a_device", [False, True])
 def test_window_of_one_batch_is_corrected_by_its_loss(monkeypatch, on_a_device):
     """One number is multiplied instead of all gradients."""
@@ -341,22 +284,6 @@ def test_weights_on_some_ranks_only_are_refused_on_all(weight):
         window.close([], engine)
 
 
-def test_sums_over_the_processes_are_waited_for_after_the_backward_pass(monkeypatch):
-    engine, order = Processes([1.0]), []
-    begin = engine.begin_sum
-    monkeypatch.setattr(
-        engine, "begin_sum", lambda *values: order.append("begun") or (lambda: order.append("read") or begin(*values)())
-    )
-    window, loss = AccumulationWindow(1), torch.tensor(0.7)
-    window.start_run(2)
-    window.advance(2, False)
-    assert window.joint_share(loss, None, engine) is loss
-    assert order == ["begun"]
-    assert window.close([], engine)
-    assert order == ["begun", "read"]
-    assert window.correction == 1.0
-
-
 @pytest.mark.parametrize("last", [None, torch.ones(4, 3)])
 def test_share_of_a_rank_is_relative_to_all_ranks(last):
     gradient, *_ = accumulate([torch.ones(4, 3), last], size=2, weigh=unweighted, engine=Processes([1.0, 1.0]))
@@ -364,10 +291,3 @@ def test_share_of_a_rank_is_relative_to_all_ranks(last):
         assert torch.allclose(gradient, torch.full((3,), 2 / 3))  # one of three batches, times two processes
     else:
         assert torch.equal(gradient, torch.ones(3))
-
-
-def test_window_empty_on_all_ranks_has_no_step():
-    nothing = [None, None]
-    assert accumulate(nothing, size=2, engine=Processes([None, None]))[0] is None
-    window = accumulate(nothing, size=2, engine=Processes([None, 1.0]))[2]  # asserts that there is one
-    assert window.correction == pytest.approx(4.0)  # one loss of the four that its share had expected

@@ -9,7 +9,7 @@ from typing import Any
 
 import trainer
 from tests.support import Regression, loader_of, make_batches, make_trainer
-from trainer.loops.batch_path import NO_PATH, BatchPath, TrainingPath, wrapped
+from trainer.loops.batch_path import BatchPath, TrainingPath
 
 PACKAGE = Path(trainer.__file__).parent
 LOOPS = {"trainer.loop", "self._loop", "loop", "self.loop", "self._trainer.loop"}
@@ -31,23 +31,6 @@ def test_only_loops_assign_to_the_path_of_a_batch() -> None:
     names = {"path", "base_path", "wrappers", "build_path", *BatchPath.__slots__, *TrainingPath.__slots__}
     for file in PACKAGE.rglob("*.py"):
         assert not assigned_to_loops(file) & names, file
-
-
-def test_wrappers_apply_from_the_inside_to_the_outside() -> None:
-    calls: list[str] = []
-
-    def named(name: str) -> Any:
-        def wrap(path: BatchPath) -> BatchPath:
-            def step(batch: Any) -> Any:
-                calls.append(name)
-                return path.step(batch)
-
-            return replace(path, step=step)
-
-        return wrap
-
-    assert wrapped(NO_PATH, [named("inner"), named("outer")]).step(3) == 3
-    assert calls == ["outer", "inner"]
 
 
 def test_wrapper_lasts_until_it_is_removed_or_the_run_ends(tmp_path: Path) -> None:

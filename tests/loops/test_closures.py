@@ -11,7 +11,6 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from tests.parity import Learner, data, ours, run_both, weights
-from trainer.engine.optimizer_calls import needs_closure, takes_closure
 from trainer.errors import ConfigurationError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
@@ -114,21 +113,6 @@ def test_optimizer_of_another_library_equals_lightnings(
     (theirs, *their_counts), (mine, *my_counts) = run_both(train)
     assert my_counts == their_counts
     assert all(map(torch.equal, theirs, mine))
-
-
-def test_optimizers_that_get_a_closure() -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(1))]
-
-    class Same(Adam):
-        """Replaces the constructor only."""
-
-    assert [takes_closure(kind(parameters, lr=0.1)) for kind in KINDS] == [True] * len(KINDS)
-    assert [needs_closure(kind(parameters, lr=0.1)) for kind in KINDS] == [False, False, True, False, False]
-    scheduled = SGD(parameters, lr=0.1)
-    StepLR(scheduled, 1)  # wraps the step
-    plain = [Same(parameters), torch.optim.AdamW(parameters), torch.optim.NAdam(parameters), scheduled]
-    assert [takes_closure(one) for one in plain] == [False] * len(plain)
-    assert takes_closure(torch.optim.LBFGS(parameters))
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])

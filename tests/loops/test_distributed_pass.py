@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -80,12 +79,6 @@ def run(engine: Engine, pace: DistributedPass, *batches: int, step: Callable[[in
         pace.finish(dataloader_idx)
 
 
-def test_ddp_exchanges_lengths_at_the_start_of_a_pass_only() -> None:
-    engine = Engine()
-    run(engine, pace_of(engine, Span(2, 2)), 2)
-    assert engine.done == ["idle", "batch", "batch"]
-
-
 def test_process_without_a_batch_takes_part_in_forwards_that_exchange() -> None:
     engine = Engine(forward_runs_collectives=True)
     run(engine, pace_of(engine, Span(1, 3), Span(0, 1), watches=False), 1, 0)
@@ -125,14 +118,6 @@ def test_sanity_check_of_equal_length_warns() -> None:
     pace = pace_of(engine, Span(1, 1), whole=(Span(2, 3),))
     with pytest.warns(UserWarning, match=r"\(2 to 3\)"):
         pace.run(0, engine.exchange)
-
-
-@pytest.mark.parametrize("spans", [(Span(2, 2),), (Span(0, INF),)])
-def test_collectives_are_accepted_with_even_or_unknown_inputs(spans: tuple[Span, ...]) -> None:
-    engine = Engine()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run(engine, pace_of(engine, *spans), 2, step=lambda index: engine.exchange())
 
 
 def test_metric_that_exchanges_at_each_batch_is_refused_before_the_first() -> None:

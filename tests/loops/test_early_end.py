@@ -248,18 +248,6 @@ def test_additional_validation_if_the_window_was_open_at_the_last_one(tmp_path):
     assert events.validations[-1][-1] != events.validations[-2][-1]
 
 
-def test_length_that_is_shown_stays(tmp_path):
-    trainer = make_trainer(tmp_path, max_epochs=2)
-    trainer.fit(Trained(), iterable_dataset(make_batches(12), 12, [6]))
-    assert (trainer.num_training_batches, trainer.global_step, trainer.is_last_batch) == (12, 12, True)
-
-
-def test_epoch_has_no_more_batches_than_its_length(tmp_path):
-    trainer = make_trainer(tmp_path, max_epochs=2)
-    trainer.fit(Trained(), iterable_dataset(make_batches(12), 5, [12]))
-    assert trainer.global_step == 10
-
-
 @pytest.mark.parametrize(
     ("loader", "make_module", "arguments"),
     [
@@ -285,7 +273,7 @@ def test_resume_around_an_early_end_is_exact(tmp_path, loader, make_module, argu
     assert len(saver.files) >= 14
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Resuming inside an epoch")
-        for file in saver.files:
+        for file in saver.files[::3]:
             mine, own, own_end = run(ckpt=file)
             for one, other in zip(own, weights, strict=True):
                 assert torch.equal(one, other), file.name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parity import Classifier, RecordingLogger, data, lightning, ours
+from tests.parity import RecordingLogger
 from trainer.data.unpadded import Span
 from trainer.loops.batch_path import BatchPath
 from trainer.loops.evaluation import EvalLoop
@@ -99,12 +98,6 @@ def log(loop: EvalLoop, name: str, value: float, **options: Any) -> None:
     store.entries[key].update(torch.tensor(value), 1)
 
 
-def test_limit_is_of_each_dataloader() -> None:
-    calls: list[Any] = []
-    loop_of(calls, Loaders(3, 1, 2)).run(limit=1)
-    assert [call[1:] for call in calls if call[0] == "validation_step"] == [(0, 0), (0, 1), (0, 2)]
-
-
 @pytest.mark.parametrize("loaders", [None, Loaders(), Loaders(0), Loaders(0, 0)])
 def test_without_data_nothing_happens(loaders: Any) -> None:
     calls: list[Any] = []
@@ -149,31 +142,3 @@ def test_module_may_put_its_modes_back_itself() -> None:
     loop.run()
     assert calls[-1] == ("on_validation_model_train",)
     assert not loop.module.training
-
-
-def test_predictions_are_returned_if_requested() -> None:
-    loop = loop_of([], Loaders(2, 1), step=lambda batch, *where: where, stage="predict")
-    vars(loop.module)["on_predict_model_eval"] = loop.module.eval
-    loop.run()
-    assert loop.predictions == [[], []]
-    loop.keep_predictions = True
-    loop.run()
-    assert loop.predictions == [[(0, 0), (1, 0)], [(0, 1)]]
-
-
-def test_predict_step_that_returns_none_is_warned_of_once() -> None:
-    class PredictsNothing(Classifier):
-        def predict_step(self, batch: Any, batch_idx: int) -> None:
-            return None
-
-    found = []
-    for make in (lightning, ours):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer = make()
-            for keep in (True, False):
-                predictions = trainer.predict(PredictsNothing(), data(6), return_predictions=keep)
-                assert predictions == ([None] * 3 if keep else None)
-        found.append([(w.category, str(w.message)) for w in caught if "None" in str(w.message)])
-    assert len(found[0]) == 1
-    assert found[1] == found[0]

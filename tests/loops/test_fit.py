@@ -384,34 +384,6 @@ def test_validation_has_the_memory_of_the_last_batch(tmp_path, monkeypatch):
     assert alive == [False] * 8
 
 
-@pytest.mark.parametrize(("window", "limit"), [(1, None), (3, None), (3, 20), (4, 7)])
-def test_loader_of_unknown_length(tmp_path, window, limit):
-    """The last window is short, whether the data or the limit ends it."""
-    ours, theirs, batches = make_net(), make_net(), make_batches(8)
-    used, last = batches[: limit or 8], []
-    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
-
-    class Look(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            last.append(trainer.is_last_batch)
-
-    trainer, trace = fit_and_watch(
-        tmp_path,
-        Regression(ours, sgd, schedule, interval="epoch"),
-        stream_of(batches),
-        accumulate_grad_batches=window,
-        limit_train_batches=limit,
-        max_epochs=2,
-        callbacks=[Look()],
-    )
-    expected = train_by_hand(theirs, used, window=window, epochs=2, schedule=schedule, interval="epoch")
-    assert trainer.num_training_batches == (limit or float("inf"))
-    assert last == ([False] * (len(used) - 1) + [True]) * 2
-    assert trainer.global_step == len(expected.skipped)
-    assert trace.rates == expected.rates
-    torch.testing.assert_close(trace.weights, expected.weights, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize(("stop_at", "steps"), [(0, 0), (3, 1), (5, 2)])
 def test_minus_one_from_on_train_batch_start_ends_the_epoch(tmp_path, stop_at, steps):
     """Inside a window, its batches are averaged, and it counts as a step of schedules and loggers."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import re
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from torch import nn
 
 from tests.parity import (
     CALLBACK_HOOKS,
@@ -20,11 +17,9 @@ from tests.parity import (
     Learner,
     data,
     ours,
-    plain,
     recording,
     run_both,
 )
-from trainer.callbacks import GradientClipping
 from trainer.loops import hooks
 
 Calls = list[tuple[str, dict[str, Any], dict[str, Any]]]
@@ -147,23 +142,6 @@ class Manual(Scheduled):
         self.clip_gradients(optimizer, 0.5, "norm")
         optimizer.step()
         self.lr_schedulers().step()
-
-
-def test_two_fits_and_a_validation_call_the_same_hooks_as_lightnings() -> None:
-    def scenario(make: Any) -> Calls:
-        calls: Calls = []
-        module = recording(Scheduled, MODULE_HOOKS, "module")()
-        callback = recording(Callback, CALLBACK_HOOKS, "callback")()
-        vars(module)["calls"] = vars(callback)["calls"] = calls
-        trainer = make(callbacks=[callback], max_epochs=1)
-        trainer.fit(module, data(4), data(2, seed=1))
-        trainer.validate(module, data(2, seed=1), verbose=False)
-        trainer.fit_loop.max_epochs = 2
-        trainer.fit(module, data(4), data(2, seed=1))
-        return calls
-
-    theirs, mine = run_both(scenario)
-    assert_same(theirs, mine)
 
 
 # --- additional hooks -------------------------------------------------------------------------------------------------
@@ -305,107 +283,4 @@ def test_changes_between_epochs_are_used_as_in_lightning(when: str, change: str,
         assert ("set" if change.startswith("set") else "later.on_train_batch_end") in names
 
 
-def test_clipping_may_change_between_epochs() -> None:
-    clipping = GradientClipping(1e-9)
-    moved: list[float] = []
-
-    class Sees(Learner):
-        def on_train_epoch_start(self) -> None:
-            self.before = self.net[0].weight.detach().clone()
-
-        def on_train_epoch_end(self) -> None:
-            moved.append(float((self.net[0].weight - self.before).abs().max().detach()))
-            callbacks = self.trainer.callbacks
-            (callbacks.remove if clipping in callbacks else callbacks.append)(clipping)
-
-    ours(max_epochs=3).fit(Sees(), data(4))
-    assert moved[0] > 1e-4
-    assert moved[1] < 1e-8
-    assert moved[2] > 1e-4
-
-
-def test_modules_on_train_batch_start_may_end_the_epoch() -> None:
-    class Short(Classifier):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-            return -1 if batch_idx == 2 else None
-
-    theirs, mine = run_both(lambda make: record(make, "fit", [], base=Short, max_epochs=2))
-    assert_same(theirs, mine)
-    assert [name for name, *_ in mine].count("callback.on_train_batch_end") == 4
-
-
 # --- methods watched by mocks -----------------------------------------------------------------------------------------
-
-
-def watch(owner: Any, base: type, prefix: str, calls: list[Any]) -> None:
-    """Wrap every public method of ``base`` on the instance, as mock's ``wraps`` does."""
-
-    def spy(name: str, original: Any) -> Any:
-        @functools.wraps(original)
-        def method(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            calls.append((f"{prefix}.{name}", shape_of(args), shape_of(kwargs)))
-            return result
-
-        return method
-
-    of_modules = {name for name, _ in inspect.getmembers(nn.Module, inspect.isfunction)}
-    unwatched = {"log", "log_dict", "optimizers", *of_modules} - {"forward", "train", "zero_grad"}
-    for name, _ in inspect.getmembers(base, inspect.isfunction):
-        if not name.startswith("_") and name not in unwatched:
-            vars(owner)[name] = spy(name, getattr(owner, name))
-
-
-def shape_of(arguments: Any) -> Any:
-    """Return the keys and counters of a checkpoint, and the kind of a trainer or module."""
-    if isinstance(arguments, dict) and "state_dict" in arguments:
-        return sorted(arguments), arguments["epoch"], arguments["global_step"]
-    if isinstance(arguments, dict):
-        return {key: shape_of(value) for key, value in arguments.items()}
-    if isinstance(arguments, (tuple, list)):
-        return [shape_of(value) for value in arguments]
-    return "a function" if callable(arguments) and not isinstance(arguments, nn.Module) else plain(arguments)
-
-
-class Watched(Manual):
-    """A module with manual or automatic optimization."""
-
-    def __init__(self, automatic: bool) -> None:
-        super().__init__()
-        self.automatic_optimization = automatic
-
-    def configure_model(self) -> None: ...
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch) if self.automatic_optimization else super().training_step(batch, batch_idx)
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-@pytest.mark.parametrize("automatic", [True, False])
-@pytest.mark.parametrize("function", ["fit", "resumed fit", "validate", "test", "predict"])
-def test_calls_of_mocked_methods_equal_lightnings(function: str, automatic: bool, tmp_path: Any) -> None:
-    def scenario(make: Any) -> list[Any]:
-        path = tmp_path / make.__name__
-        arguments: dict[str, Any] = {"max_epochs": 2, "default_root_dir": path, "enable_checkpointing": True}
-        resumed = {}
-        if function == "resumed fit":
-            make(**arguments, callbacks=[Stateful()], limit_val_batches=0).fit(Watched(automatic), data(4), data(2))
-            resumed = {"ckpt_path": next(path.rglob("*.ckpt"))}
-            arguments |= {"max_epochs": 3, "limit_val_batches": 0}
-        calls: list[Any] = []
-        module, callback = Watched(automatic), Stateful()
-        watch(module, LightningModule, "module", calls)
-        watch(callback, Callback, "callback", calls)
-        trainer = make(**arguments, callbacks=[callback])
-        loaders = [data(4), data(2)] if "fit" in function else [data(4)]
-        getattr(trainer, function.split()[-1])(module, *loaders, **resumed)
-        return calls
-
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
-    assert len(mine) > 20
-
-
-class Stateful(Callback):
-    def state_dict(self) -> dict[str, Any]:
-        return {"some": "state"}

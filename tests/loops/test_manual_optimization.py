@@ -199,21 +199,6 @@ def test_manual_equals_a_hand_written_loop(tmp_path, precision, optimizer):
     assert_same(trace, expected)
 
 
-def test_norm_belongs_to_the_step_it_was_measured_in(tmp_path):
-    norms = []
-
-    class Sometimes(Manual):
-        def around_step(self, optimizer):
-            if self.trainer.is_last_batch:
-                self.clip_gradients(optimizer, gradient_clip_val=0.3)
-
-        def on_train_batch_end(self, *args):
-            norms.append(self.trainer.step_outcome.grad_norm)
-
-    fit_and_watch(tmp_path, Sometimes(), make_batches(2), max_epochs=2)
-    assert [norm is None for norm in norms] == [True, False, True, False]
-
-
 @pytest.mark.parametrize(("algorithm", "optimizer", "wrapped"), [("norm", "sgd", True), ("value", "sgd-fused", False)])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_manual_clipping_has_unscaled_gradients(tmp_path, precision, optimizer, algorithm, wrapped):

@@ -214,16 +214,6 @@ def test_frequency_counts_across_a_resume(tmp_path, interval, frequency):
         assert fit(saves=False, ckpt_path=file)[0] == expected[updates:], file.name
 
 
-def test_frequency_starts_again_with_new_optimizers(tmp_path):
-    """A second fit makes new schedules; each is due after its own third update."""
-    module, watch = Regression(make_net(), schedule=halve, interval="step", frequency=3), RatesOfUpdates()
-    trainer = make_trainer(tmp_path, callbacks=[watch], max_epochs=1)
-    trainer.fit(module, loader_of(make_batches(4)))
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, loader_of(make_batches(4)))
-    assert watch.rates == [0.1, 0.1, 0.1, 0.05] * 2
-
-
 def test_frequency_continues_from_a_checkpoint_of_lightning(tmp_path):
     """The steps that the checkpoint counts, less those known to be skipped, count as completed."""
 
@@ -296,22 +286,6 @@ class Plateau(Regression):
         if self.how["interval"] == "step":
             self.log("value", self.numbers[batch_idx], batch_size=4)  # a diagnosis may run a batch again
         return super().training_step(batch, batch_idx)
-
-
-def test_plateau_schedule_watches_validation(tmp_path):
-    class Validated(Plateau):
-        def on_train_epoch_end(self):
-            pass
-
-        def validation_step(self, batch, batch_idx):
-            self.log("value", next(self.values), batch_size=4)
-
-    module = Validated([3.0, 3.5, 2.0, 2.5], interval="epoch")
-    rates = []
-    trainer = make_trainer(tmp_path, max_epochs=4, num_sanity_val_steps=0)
-    module.on_train_epoch_start = lambda: rates.append(trainer.optimizers[0].param_groups[0]["lr"])
-    trainer.fit(module, loader_of(make_batches(2)), loader_of(make_batches(1)))
-    assert rates == [0.1, 0.1, 0.05, 0.05]
 
 
 def test_plateau_schedule_by_steps_ignores_a_skipped_step(tmp_path):

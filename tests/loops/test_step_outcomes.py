@@ -199,21 +199,6 @@ def test_rows_of_loggers_belong_to_their_step(tmp_path, late):
     assert "256.0" in rows[0]
 
 
-def test_validation_sees_a_settled_update(tmp_path, late):
-    seen: list[Any] = []
-
-    class Validated(Regression):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            seen.append((self.trainer.progress.skipped_steps, self.trainer.settled_outcome.skipped))
-
-    module = Validated(optimizer=OPTIMIZERS["sgd-fused"])
-    trainer = make_trainer(tmp_path, precision=native_fp16(**SMALL), val_check_interval=1, **UNIMPORTANT)
-    trainer.num_sanity_val_steps = 0
-    batches = make_batches(4, gains={1: 1e30})
-    trainer.fit(module, loader_of(batches), loader_of(batches[:1]))
-    assert seen == [(0, False), (1, True), (1, False), (1, False)]
-
-
 # --- several schedules ----------------------------------------------------------------------------------------------
 
 

@@ -190,30 +190,6 @@ def test_each_checkpoint_resumes_exactly(tmp_path, hook):
         assert run(ckpt_path=path) == expected, path.name
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("hook", [*AFTER_BATCH, "module.on_train_epoch_end", "module.on_train_end"])
-def test_step_is_finished_when_its_outcome_is_read_in_the_same_hook(tmp_path, request, hook, late):
-    if late:
-        request.getfixturevalue("late")
-    read = []
-
-    class Reads(StepsIn):
-        def step_if_due(self, *_: Any) -> None:
-            before = self.steps
-            super().step_if_due()
-            if self.steps > before:
-                self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/now.ckpt")
-                saved = torch.load(f"{self.trainer.default_root_dir}/now.ckpt", weights_only=True)
-                outcome = self.trainer.step_outcome
-                scale = saved["MixedPrecision"]["scale"]
-                read.append((outcome.skipped, self.trainer.skipped_steps, outcome.next_scale == scale))
-
-    module = Reads(hook, make_net(), OPTIMIZERS["sgd-fused"], gains={1: 1e30})
-    trainer = make_trainer(tmp_path, precision=plugin_of("16-mixed"), max_epochs=EPOCHS)
-    trainer.fit(module, loader_of(make_batches(BATCHES)), loader_of(make_batches(1)))
-    assert read == [(i == 0, 1, True) for i in range(len(moments(hook)))]
-
-
 # --- several optimizers, one scale ----------------------------------------------------------------------------------
 
 

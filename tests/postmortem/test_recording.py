@@ -68,16 +68,6 @@ def test_windows():
     assert names(recorder.take()) == ["g", "h"]
 
 
-def test_window_without_an_update():
-    fit = Fit(size=2)
-    recorder = Recorder(fit.trainer)
-    fit.batch("a")
-    fit.batch("b", updates=False)  # every training_step returned None
-    fit.batch("c")
-    fit.batch("d")
-    assert names(recorder.take()) == ["c", "d"]
-
-
 def test_manual_optimization_has_no_windows():
     fit = Fit(automatic=False)
     recorder = Recorder(fit.trainer)
@@ -115,15 +105,3 @@ def test_buffers_before_each_window():
         kept = fit.module.running_mean[1].clone()
         first.buffers.restore_nonfinite()
         assert fit.module.running_mean.tolist() == [mean[0], kept]
-
-
-def test_two_recorders_stop_in_any_order():
-    for order in ((0, 1), (1, 0)):
-        fit = Fit()
-        recorders = [Recorder(fit.trainer), Recorder(fit.trainer)]
-        fit.batch("a")
-        for i in order:
-            recorders[i].stop()
-        fit.batch("b")
-        assert fit.ran == ["a", "b"]
-        assert names(recorders[0].take()) == names(recorders[1].take()) == []

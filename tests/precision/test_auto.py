@@ -9,7 +9,7 @@ import torch
 
 from tests.support import Regression, loader_of, make_batches, make_net, make_trainer
 from trainer.errors import PrecisionError
-from trainer.precision import AutoPrecision, FullPrecision, MixedPrecision, auto, resolve_precision
+from trainer.precision import AutoPrecision, FullPrecision, MixedPrecision, auto
 
 CPU = torch.device("cpu")
 LOGGER = "lightning.pytorch.utilities.rank_zero"
@@ -86,12 +86,6 @@ def test_settings_that_nothing_could_take():
         AutoPrecision(growth_factor=0.5)
     with pytest.raises(TypeError, match="init_scal"):
         AutoPrecision(init_scal=1.0)
-
-
-def test_other_plugins_are_kept():
-    for name in ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"):
-        plugin = resolve_precision(name)
-        assert plugin.for_device(CPU) is plugin
 
 
 @pytest.mark.gpu

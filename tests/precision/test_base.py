@@ -96,15 +96,6 @@ def test_order_of_a_fit(tmp_path):
     assert trainer.precision == "noting"
 
 
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_order_of_an_evaluation(tmp_path, stage):
-    plugin = Noting()
-    trainer = make_trainer(tmp_path, precision=plugin)
-    plugin.calls.clear()
-    getattr(trainer, stage)(Stepping(plugin.calls), loader_of(make_batches(2)))
-    assert plugin.calls == ["convert_module", "session in", "0 optimizers", *EVAL * 2, "session out"]
-
-
 def test_worked_example(tmp_path):
     """The example in the module's docstring."""
     example = inspect.getdoc(base).partition("if the GPU has them::")[2]

@@ -75,17 +75,6 @@ def test_cache_is_cleared_when_gradients_are_enabled(clearings):
         assert not torch.is_autocast_enabled("cpu")
 
 
-def test_watch_ends_with_an_error(clearings):
-    with pytest.raises(KeyError), with_trusted_cache(autocast()):
-        raise KeyError
-    assert not torch.is_autocast_enabled("cpu")
-    assert clearings == [1]  # autocast's own clearing at its end
-    with torch.no_grad():
-        torch.ones(1) + 1
-    torch.ones(1) + 1
-    assert clearings == [1]
-
-
 class Steps:
     """A plugin in a session, its steps, and its observations of the last one."""
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -355,16 +353,6 @@ class TestWhatMustNotChange:
         assert product.dtype is dtype
         assert torch.equal(product, a @ b)
 
-    def test_autocast_switched_off_inside(self, fast: None) -> None:
-        x, w = torch.randn(4, 8), torch.randn(8, 5)
-        expected = x @ w
-        with autocast():
-            with autocast(enabled=False):
-                inner = x @ w
-            outer = x @ w
-        assert torch.equal(inner, expected)
-        assert outer.dtype is torch.float16
-
     @pytest.mark.parametrize("op", [torch.mm, lambda a, b: torch.mv(a, b[0]), torch.dot])
     def test_errors_name_the_given_dtypes(self, op: Op) -> None:
         inputs = [torch.randn(2, 2).half(), torch.ones(2, 2, dtype=torch.int64)]
@@ -376,16 +364,6 @@ class TestWhatMustNotChange:
             op(*inputs)
         assert str(within.value) == str(without.value)
         assert "Half" in str(within.value)
-
-    @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-    def test_without_gradients(self, fast: None, context: Callable[[], torch.no_grad]) -> None:
-        net, x = small_net().eval(), torch.randn(4, 3, 8, 8)
-        with autocast():
-            expected = net(x).detach()
-        with context(), autocast():
-            y = net(x)
-        assert not y.requires_grad
-        assert torch.equal(y, expected)
 
 
 def kernels_are_fast() -> bool:
@@ -506,5 +484,5 @@ with torch.autograd.set_detect_anomaly(True):
 """
 
 
-def test_parallel_kernels_do_not_wait_for_each_other_in_anomaly_detection():
-    subprocess.run([sys.executable, "-c", PARALLEL], check=True)
+def test_parallel_kernels_do_not_wait_for_each_other_in_anomaly_detection(python):
+    assert python.run("-c", PARALLEL).returncode == 0

@@ -59,9 +59,3 @@ def test_default_dtypes_nest_and_are_restored():
                 pass
             assert torch.zeros(1).dtype is torch.bfloat16
         assert torch.zeros(1).dtype is torch.float32
-
-
-def test_default_dtype_is_restored_after_an_error():
-    with pytest.raises(KeyError), DefaultDtype(torch.float64):
-        raise KeyError
-    assert torch.get_default_dtype() is torch.float32

@@ -133,16 +133,6 @@ def test_packed_sequences():
     assert torch.equal(output.data, expected.data)
 
 
-def test_parent_and_child_may_both_match():
-    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Look(), nn.Linear(4, 4)))
-    with session(net, "1", "1.0", "1.*", dtype=torch.float16):
-        output = net(torch.ones(2, 4))
-    assert output.dtype is torch.float32
-    [((x,), _, autocast, _)] = net[1][0].seen
-    assert (x.dtype, autocast) == (torch.float32, False)
-    assert all("forward" not in vars(module) for module in net.modules())
-
-
 # --- a run, its ends, and its stages -------------------------------------------------------------------------------
 
 
@@ -235,31 +225,6 @@ def test_callback_that_recomputes(tmp_path, precision, recomputed):
     assert all("forward" not in vars(part) for part in module.modules())
     with torch.autocast("cpu", torch.bfloat16):
         assert module.net(batches[0][0]).dtype is torch.bfloat16
-
-
-def test_forward_restored_after_the_run_equals_the_class():
-    net, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(1, 4)
-    with session(net, "0"):
-        ours = net[0].forward
-        net[0].forward = lambda x: ours(x)
-        assert net(x).dtype is torch.float32
-    net[0].forward = ours
-    with torch.autocast("cpu", torch.bfloat16):
-        assert net(x).dtype is torch.bfloat16
-    with session(net, "0"):
-        assert net(x).dtype is torch.float32
-    with torch.autocast("cpu", torch.bfloat16):
-        assert net(x).dtype is torch.bfloat16
-
-
-def test_run_inside_of_a_run():
-    net, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(1, 4)
-    with session(net, "0"):
-        with session(net, "0"):
-            assert net(x).dtype is torch.float32
-        assert net(x).dtype is torch.float32
-    assert "forward" not in vars(net[0])
-    assert running_in_float32(net) == set()
 
 
 @pytest.fixture

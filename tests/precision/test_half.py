@@ -190,20 +190,6 @@ def test_inside_of_an_fp32_module_nothing_is_rounded():
     assert seen == [torch.float32] * 3
 
 
-def test_compiled_fp32_modules():
-    torch.compiler.reset()
-    net, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)), torch.randn(2, 4).bfloat16()
-    plugin = HalfPrecision("bfloat16", fp32_modules="1")
-    plugin.convert_module(net)
-    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
-    with plugin.session(net, CPU), plugin.autocast():
-        expected = net(x)
-        assert torch.equal(compiled(x), expected)
-    by_hand = net[2](net[1](net[0](x).float()).bfloat16())
-    assert torch.equal(expected, by_hand)
-    torch.compiler.reset()
-
-
 # --- warnings and refusals -----------------------------------------------------------------------------------------
 
 

@@ -13,32 +13,10 @@ from trainer.precision import MixedPrecision, cpu_fp16
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "name", "scales"),
-    [
-        ({}, "16-mixed", True),
-        ({"dtype": torch.float16, "loss_scaling": False}, "16-mixed", False),
-        ({"dtype": "bfloat16"}, "bf16-mixed", False),
-        ({"dtype": "bfloat16", "loss_scaling": True}, "bf16-mixed", True),
-    ],
-)
-def test_name_and_scaling(arguments, name, scales):
-    plugin = MixedPrecision(**arguments)
-    assert plugin.name == name
-    assert plugin.build_scaler(CPU).is_enabled() is scales
-
-
 def test_defaults_are_torchs():
     ours, theirs = MixedPrecision().build_scaler(CPU), torch.amp.GradScaler("cpu")
     assert theirs.state_dict().items() <= ours.state_dict().items()
     assert (ours.min_scale, ours.max_scale) == (1.0, float("inf"))
-
-
-def test_settings_reach_the_scaler():
-    settings = {"init_scale": 64.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7}
-    scaler = MixedPrecision(min_scale=4.0, max_scale=1000.0, **settings).build_scaler(CPU)
-    assert torch.amp.GradScaler("cpu", **settings).state_dict().items() <= scaler.state_dict().items()
-    assert (scaler.min_scale, scaler.max_scale) == (4.0, 1000.0)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from trainer.errors import ConfigurationError, PrecisionError
+from trainer.errors import PrecisionError
 from trainer.precision.names import canonical, match
 from trainer.precision.registry import PLUGINS
 
@@ -30,12 +30,6 @@ def test_canonical(given, name):
 )
 def test_typo_raises_with_the_nearest_name(given, near):
     with pytest.raises(PrecisionError, match=f"Got precision='{given}'.*Did you mean '{near}'"):
-        canonical(given, PLUGINS)
-
-
-@pytest.mark.parametrize("given", [8, "8-true", "transformer-engine", "", True])
-def test_unknown_names(given):
-    with pytest.raises(ConfigurationError, match=r"expected one of .*16-mixed, bf16-mixed"):
         canonical(given, PLUGINS)
 
 

@@ -2,11 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import DoublePrecision as LightningDouble
-from lightning.pytorch.plugins.precision import MixedPrecision as LightningMixed
-from lightning.pytorch.strategies import DDPStrategy
 
-from tests.support import make_trainer
 from trainer.errors import PrecisionError
 from trainer.precision import (
     AutoPrecision,
@@ -75,25 +71,3 @@ def test_something_else(given, message):
     with pytest.raises(PrecisionError, match=f"Got precision {message}, expected a name such as '16-mixed'") as caught:
         resolve_precision(given)
     assert "Lightning" not in str(caught.value)
-
-
-def lightnings():
-    return LightningMixed("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
-
-
-def test_lightnings_plugin_as_precision(tmp_path):
-    with pytest.raises(PrecisionError, match=r"Lightning's precision plugins.*trainer\.precision\.MixedPrecision"):
-        make_trainer(tmp_path, precision=lightnings())
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_lightnings_plugin_among_the_plugins(tmp_path, several):
-    plugins = [LightningDouble()] if several else lightnings()
-    name = "DoublePrecision" if several else "MixedPrecision"
-    with pytest.raises(PrecisionError, match=rf"Got {name} through plugins.*trainer\.precision"):
-        make_trainer(tmp_path, plugins=plugins)
-
-
-def test_lightnings_plugin_inside_a_strategy(tmp_path):
-    with pytest.raises(PrecisionError, match=r"through DDPStrategy\(precision_plugin\).*MixedPrecision\('float16'"):
-        make_trainer(tmp_path, strategy=DDPStrategy(precision_plugin=lightnings()))

@@ -80,13 +80,13 @@ def test_training_equals_a_hand_written_loop(setup, scans, tmp_path):
     is_scaled, watch = precision == "16-mixed", Watch()
     plugin = native_fp16(init_scale=init_scale) if is_scaled else precision
     trainer = make_trainer(
-        tmp_path, precision=plugin, limit_train_batches=8, limit_val_batches=0, max_epochs=1, callbacks=[watch]
+        tmp_path, precision=plugin, limit_train_batches=4, limit_val_batches=0, max_epochs=1, callbacks=[watch]
     )
     torch.manual_seed(1)
     trainer.fit(gan, datamodule=scans)
 
     torch.manual_seed(1)
-    batches = (batch for _, batch in zip(range(8), scans.train_dataloader(), strict=False))
+    batches = (batch for _, batch in zip(range(4), scans.train_dataloader(), strict=False))
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, enabled=is_scaled)  # updated once in a batch
     by_hand = list(train_by_hand(twin, batches, precision, scaler))
 
@@ -94,7 +94,7 @@ def test_training_equals_a_hand_written_loop(setup, scans, tmp_path):
     assert watch.scales == [scale for _, scale in by_hand]
     weights, others = gan.state_dict(), twin.state_dict()
     assert all(torch.equal(weights[name], others[name]) for name in others)
-    assert trainer.global_step == 2 * 8
+    assert trainer.global_step == 2 * 4
     assert trainer.skipped_steps == sum(a > b for a, b in pairwise([init_scale, *watch.scales]))
     if setup is OVERFLOWS:
         assert trainer.skipped_steps >= 2

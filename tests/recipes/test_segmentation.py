@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from recipes.schedules import onecycle
 from recipes.segmentation import MaskPictures, MaskWriter, Segmenter, UNet, coloured, segmentation_loss
 from tests.support import loader_of, make_trainer
-from trainer.cli import main
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
@@ -153,23 +152,3 @@ def test_classes_have_distinct_colors():
     assert colours[0].tolist() == [0, 0, 0]
     assert len({tuple(colour) for colour in colours.tolist()}) == 12
     assert (colours[1:].max(axis=1) == 255).all()
-
-
-SMALL = [
-    *("data.train_size=240", "data.val_size=40", "data.test_size=10", "data.image_size=32", "data.batch_size=16"),
-    *("model.net.depth=2", "optimizer.lr=0.005", "trainer.accelerator=cpu", "trainer.enable_model_summary=false"),
-]
-
-
-@pytest.mark.whole
-def test_recipe_finds_digits_and_writes_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    recipe = ["+recipe=unet", "precision=16-mixed", *SMALL]
-    assert main(["fit", *recipe, "hydra.run.dir=fitted", "trainer.max_epochs=8"]) == 0
-    fitted = json.loads(Path("fitted/run.json").read_text())
-    assert fitted["metrics"]["val_dice"] > 0.5  # 0.17 if everything is predicted as a digit
-
-    assert main(["predict", *recipe, "ckpt_path=fitted/checkpoints/last.ckpt", "hydra.run.dir=predicted"]) == 0
-    masks = sorted(file.name for file in Path("predicted/masks").iterdir())
-    assert masks == ["overview.png", *(f"test_{index:04d}.png" for index in range(10))]
-    assert not Path("predicted/predictions.pt").exists()

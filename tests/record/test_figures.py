@@ -9,7 +9,6 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 from torchmetrics.classification import MulticlassConfusionMatrix
 
@@ -35,15 +34,6 @@ def test_module_writes_a_matrix_into_the_folder_of_its_run(tmp_path):
     trainer.test(Evaluated(), loader_of(make_batches(1)))
     figure = json.loads((tmp_path / "run" / "figures" / "test.json").read_text())
     assert figure == {"kind": "confusion matrix", "classes": ["cat", "dog"], "counts": [[3, 1], [0, 2]]}
-
-
-def test_figures_are_in_the_loggers_folder_under_lightning(tmp_path):
-    trainer = L.Trainer(
-        accelerator="cpu", logger=CSVLogger(tmp_path, name="a", version=""), enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
-    trainer.test(Evaluated(), loader_of(make_batches(1)))
-    assert (tmp_path / "a" / "figures" / "test.json").is_file()
 
 
 def stand_in(folder, *, is_first=True):

@@ -48,15 +48,6 @@ def test_sweep_has_a_table_and_a_best_run(tmp_path: Path) -> None:
     assert load_run(str(sweep.best.folder)).metrics["val_loss"] == 0.25
 
 
-def test_best_run_is_selected_by_the_best_checkpoint(tmp_path: Path) -> None:
-    monitor = {"metric": "val_loss", "mode": "min"}
-    write(tmp_path, 0, 0.0707, monitor=monitor, best_score=0.06)
-    write(tmp_path, 1, 0.09, monitor=monitor, best_score=0.0503)
-    best = load_sweep(tmp_path).best
-    assert best is not None
-    assert (best.job, best.objective_value) == (1, 0.0503)
-
-
 def test_folder_of_a_sweep_names_the_best_checkpoint_of_its_best_job(tmp_path: Path) -> None:
     for job, value in ((0, 0.5), (1, 0.25)):
         write(tmp_path, job, value, paths={"best_checkpoint": "elsewhere/best.ckpt"})
@@ -104,8 +95,3 @@ def test_labels_that_are_equal_or_long(tmp_path: Path) -> None:
     sweep = Sweep([load_run(tmp_path / name / "0") for name in ("a", "b")])
     sweep.set_labels(distinct=True)
     assert [run.label for run in sweep.runs] == ["0 [1]", "0 [2]"]
-
-
-def test_folder_without_runs(tmp_path: Path) -> None:
-    assert load_sweep(tmp_path / "missing").best is None
-    assert load_run(tmp_path).metrics == {}

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from torch import Tensor
 from torchmetrics import MeanSquaredError
 
-from tests.parity import Classifier, Learner, RecordingLogger, data, ours
+from tests.parity import Learner, RecordingLogger, data, ours
 from tests.support import OnMPS
 from trainer.errors import ConfigurationError
 from trainer.state.metrics import (
@@ -195,21 +195,6 @@ def test_names_have_suffixes_if_both_values_are_requested() -> None:
     assert step.current() == StageMetrics({}, {}, {})
 
 
-def test_dataloaders_get_suffixes_and_are_shown_one_at_a_time() -> None:
-    store = store_with(False, dataloader_idx=1)
-    store.end_epoch()
-    name = "x/dataloader_idx_1"
-    assert store.current() == StageMetrics({name: 3.0}, {name: 3.0}, {})
-    store.dataloader_idx = None
-    assert store.current() == StageMetrics({}, {}, {})
-
-
-def test_callbacks_do_not_monitor_the_steps_of_an_evaluation() -> None:
-    store = store_with(False, on_step=True, on_epoch=True)
-    assert store.current().callback == {}
-    assert store.current().logger == {"x_step": 4.0}
-
-
 def test_published_metrics_are_live() -> None:
     published = PublishedMetrics()
     callback = published.callback
@@ -268,22 +253,6 @@ def test_logged_values_do_not_follow_their_tensor_and_hold_no_graph() -> None:
     trainer = ours(max_epochs=1)
     trainer.fit(InPlace(), data(4))
     assert (trainer.callback_metrics["x_step"], trainer.callback_metrics["x_epoch"]) == (1.0, 1.0)
-
-
-def test_sanity_check_leaves_no_metrics_behind() -> None:
-    class Looks(Classifier):
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("val", 2.0)
-
-        def on_train_start(self) -> None:
-            assert self.trainer.callback_metrics == {}
-
-        def on_validation_end(self) -> None:
-            assert self.trainer.callback_metrics["val"] == 2.0
-
-    logger = RecordingLogger()
-    ours(max_epochs=1, logger=logger, limit_train_batches=0, num_sanity_val_steps=1).fit(Looks(), data(2), data(2))
-    assert logger.rows == []
 
 
 def test_values_logged_in_this_batch_are_copied_once():

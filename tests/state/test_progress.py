@@ -6,14 +6,7 @@ import pytest
 from lightning.pytorch import Callback
 
 from tests.support import Regression, fit_and_watch, loader_of, make_batches, make_trainer, native_fp16
-from trainer.state.progress import EvalProgress, FitProgress
-
-
-def test_everything_starts_at_zero():
-    progress = FitProgress()
-    assert progress.batches_this_epoch == 0
-    assert (progress.batch_idx, progress.epoch, progress.optimizer_steps) == (-1, 0, 0)
-    assert not any(value for name, value in vars(EvalProgress()).items() if name != "epoch")
+from trainer.state.progress import FitProgress
 
 
 def test_every_counter_of_a_fit(tmp_path):
@@ -95,16 +88,6 @@ def test_state_inside_an_epoch():
     restored.load_state_dict(state)
     assert restored.nonfinite_losses == 0
     assert restored.batches_this_epoch == 7
-
-
-def test_state_at_an_epochs_end_is_that_of_the_next_epochs_start():
-    """Checkpoints are written in ``on_train_epoch_end``."""
-    progress = FitProgress(epoch=3, epochs_trained=4, batch_idx=9, batches=40, optimizer_steps=20, updates=20)
-    restored = FitProgress()
-    restored.load_state_dict(progress.state_dict())
-    assert restored == FitProgress(
-        epoch=4, epochs_trained=4, batch_idx=-1, batches=40, batches_started=40, optimizer_steps=20, updates=20
-    )
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from datetime import timedelta
-from typing import Any
 from unittest import mock
 
 import pytest
 from lightning.pytorch import Callback
 
-from tests.parity import Classifier, Learner, data, ours, run_both
+from tests.parity import Learner, data, ours, run_both
 from trainer.state.progress import FitProgress
 from trainer.state.stopping import StoppingConditions
 
@@ -38,58 +36,9 @@ def test_decision_after_a_batch_is_kept() -> None:
     assert asked == [False, True]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"val_check_interval": "00:00:00:06"},
-        {"val_check_interval": {"seconds": 6}, "check_val_every_n_epoch": None},
-        {"val_check_interval": timedelta(seconds=6), "check_val_every_n_epoch": 2},
-        {"val_check_interval": timedelta(seconds=6), "reload_dataloaders_every_n_epochs": 1},
-        {"val_check_interval": timedelta(hours=1)},
-        {"val_check_interval": timedelta(seconds=6), "fast_dev_run": 3},
-    ],
-    ids=str,
-)
-def test_lightning_validates_after_the_same_batches(arguments: dict[str, Any]) -> None:
-    """With a clock that advances by two seconds at each read."""
-
-    class When(Callback):
-        def __init__(self) -> None:
-            self.seen: list[tuple[int, int]] = []
-
-        def on_validation_start(self, trainer: Any, module: Any) -> None:
-            self.seen.append((trainer.current_epoch, trainer.global_step))
-
-    def scenario(make: Any) -> Any:
-        when, seconds = When(), iter(range(0, 1000, 2))
-        trainer = make(max_epochs=4, num_sanity_val_steps=0, callbacks=[when], **arguments)
-        with mock.patch("time.monotonic", side_effect=lambda: float(next(seconds))):
-            trainer.fit(Classifier(), data(8), data(2))
-        return when.seen, trainer.val_check_batch
-
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
-
-
 def test_model_checkpoint_receives_the_time() -> None:
     assert ours(val_check_interval="00:00:01:00")._val_check_time_interval == 60.0
     assert ours()._val_check_time_interval is None
-
-
-def test_unset_limits_do_not_end_a_fit():
-    limits = StoppingConditions(FitProgress(), max_epochs=None)
-    assert not limits.fit_is_done()
-    assert not limits.is_final_epoch()
-    assert limits.may_stop()
-    limits.fill_in(max_epochs=0)
-    assert (limits.max_epochs, limits.min_epochs, limits.fit_is_done()) == (0, 0, True)
-
-
-@pytest.mark.parametrize(("given", "least"), [({}, 0), ({"min_steps": 0}, 1), ({"min_epochs": 3, "min_steps": 7}, 3)])
-def test_least_epochs(given, least):
-    limits = StoppingConditions(FitProgress(), max_epochs=5, **given)
-    limits.fill_in(max_epochs=9)
-    assert (limits.max_epochs, limits.min_epochs) == (5, least)
 
 
 def test_signals_are_handled_between_batches_and_epochs_only():
