@@ -172,7 +172,7 @@ class RunRecorder(Callback):
         self._keeps_curves = self._writes or any(view.max_points for view in self._views)
         if trainer.is_global_zero:
             self.record.facts |= {"module": type(pl_module).__name__, "monitor": monitor_of(trainer)}
-            self.record.facts.setdefault("environment", environment())
+            self.record.facts["environment"] = self.record.facts.get("environment") or environment()
             if trainer.ckpt_path is not None:  # until there are new ones
                 self.record.facts["curves"] = self.record.former.get("curves", {})
                 if "weights" in self.record.former:

@@ -15,6 +15,7 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
@@ -131,7 +132,7 @@ class Composer:
 
     def options(self, group: str) -> list[str]:
         """Return the options of ``group``."""
-        return self.loader.get_group_options(group)
+        return self.loader.repository.get_group_options(group)
 
     def has_option(self, group: str, option: str) -> bool:
         """Return whether ``group`` has ``option``, which may be in a subfolder of the group."""
@@ -149,7 +150,8 @@ class Composer:
 
     def groups(self) -> list[str]:
         """Return the config groups, without those of Hydra and of the schema."""
-        return [group for group in self.loader.list_groups("") if group not in ("hydra", "_schema")]
+        groups = self.loader.repository.get_group_options("", ObjectType.GROUP)
+        return [group for group in groups if group not in ("hydra", "_schema")]
 
     def files(self, words: Sequence[str]) -> Iterator[tuple[Path, str, str]]:
         """Iterate over file, config group and package of each file of a config, in the order in which they merge."""

@@ -54,6 +54,7 @@ def _type(argument: Argument) -> Any:
 TrainerSettings = make_dataclass(
     "TrainerSettings",
     [("_target_", str, "trainer.Trainer"), *((name, _type(one), one.default) for name, one in SETTINGS.items())],
+    namespace={"__module__": __name__},  # so that configs can be pickled
 )
 """The schema of the ``trainer`` node: names and defaults as in `trainer.Trainer`."""
 
