@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -362,6 +363,7 @@ SCENARIOS: dict[str, Callable[[Shell], None]] = {
 """The function that prints a command, and a scenario that reaches it."""
 
 
+@cache
 def printed_in_source() -> dict[str, set[int]]:
     """Return the lines of the calls of `command_line` for each function of the package."""
     found = dict[str, set[int]]()
