@@ -239,10 +239,10 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     return f" Did you mean {by_lower_case[near[0]]!r}?" if near else ""
 
 
-def some(texts: Iterable[object], most: int, separator: str = ", ") -> str:
+def join_first(texts: Iterable[object], most: int, separator: str = ", ") -> str:
     """Return the first ``most`` texts, and the number of the others.
 
-    >>> some("abcd", most=2)
+    >>> join_first("abcd", most=2)
     'a, b and 2 more'
     """
     shown = list(map(str, texts))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.weights import read
-from trainer.errors import ConfigurationError, some
+from trainer.errors import ConfigurationError, join_first
 from trainer.module_tree import plain_name
 from trainer.record.find_checkpoint import find_weights
 
@@ -80,14 +80,14 @@ class LoadedWeights:
         elif in_module:
             lines.append(f"Names in the module start with {in_module!r}, those of the file do not.")
         if self.converted:
-            lines.append(f"Converted: {', '.join(f'{count} from {what}' for what, count in self.converted.items())}.")
+            lines.append(f"Converted: {', '.join(f'{count} from {kind}' for kind, count in self.converted.items())}.")
         if self.differing:
-            shown = [f"{name} is {what}" for name, what in self.differing.items()]
-            lines.append(f"Left as they were, because they differ: {some(shown, _SHOWN, '; ')}.")
+            shown = [f"{name} is {kind}" for name, kind in self.differing.items()]
+            lines.append(f"Left as they were, because they differ: {join_first(shown, _SHOWN, '; ')}.")
         if self.missing:
-            lines.append(f"Left as they were, because the file does not have them: {some(self.missing, _SHOWN)}.")
+            lines.append(f"Left as they were, because the file does not have them: {join_first(self.missing, _SHOWN)}.")
         if self.unused:
-            lines.append(f"Not used, because the module does not have them: {some(self.unused, _SHOWN)}.")
+            lines.append(f"Not used, because the module does not have them: {join_first(self.unused, _SHOWN)}.")
         return "\n  ".join(lines)
 
 
@@ -143,22 +143,26 @@ def load_into(
         weights_only: as for :func:`load_weights`.
         template: the tensors to read a folder into, if parameters are sharded.
     """
-    now: dict[str, Any] = module.state_dict(keep_vars=True)
-    targets = {name: value for name, value in now.items() if isinstance(value, Tensor)}
+    state_dict: dict[str, Any] = module.state_dict(keep_vars=True)
+    targets = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
     weights = read(file, weights_only, template)
     names, prefixes = paired(weights, targets)
     differing = {
-        mine: reason
-        for mine, theirs in names.items()
-        if (reason := _difference(weights[theirs], targets[mine])) is not None
+        name_in_module: reason
+        for name_in_module, name_in_file in names.items()
+        if (reason := _difference(weights[name_in_file], targets[name_in_module])) is not None
     }
-    chosen = {mine: weights[theirs] for mine, theirs in names.items() if mine not in differing}
+    chosen = {
+        name_in_module: weights[name_in_file]
+        for name_in_module, name_in_file in names.items()
+        if name_in_module not in differing
+    }
     if not chosen:
         raise ConfigurationError(_no_match_error(file, weights, targets, differing, module))
     converted = Counter(
-        f"{_kind(weights[theirs])} to {_kind(targets[mine])}"
-        for mine, theirs in names.items()
-        if mine in chosen and weights[theirs].dtype != targets[mine].dtype
+        f"{_kind(weights[name_in_file])} to {_kind(targets[name_in_module])}"
+        for name_in_module, name_in_file in names.items()
+        if name_in_module in chosen and weights[name_in_file].dtype != targets[name_in_module].dtype
     )
     load({"state_dict": chosen}, False)
     tied = {id(targets[name]) for name in chosen}
@@ -180,7 +184,7 @@ def load_into(
     )
 
 
-def paired(theirs: Iterable[str], mine: Iterable[str]) -> tuple[dict[str, str], tuple[str, str]]:
+def paired(file_names: Iterable[str], module_names: Iterable[str]) -> tuple[dict[str, str], tuple[str, str]]:
     """Match the names of a file to those of a module.
 
     Names match directly, or without a prefix: any prefix on one side, or one word with its dot on both sides. The
@@ -188,8 +192,8 @@ def paired(theirs: Iterable[str], mine: Iterable[str]) -> tuple[dict[str, str], 
     more than a name such as ``weight`` is left. Names of wrappers are ignored.
 
     Args:
-        theirs: names in the file.
-        mine: names of the module.
+        file_names: names in the file.
+        module_names: names of the module.
 
     Returns:
         The name in the file by the name in the module; and the prefixes in the file and in the module.
@@ -197,7 +201,10 @@ def paired(theirs: Iterable[str], mine: Iterable[str]) -> tuple[dict[str, str], 
     >>> paired(["model.0.weight", "loss.weight"], ["0.weight", "0.bias"])
     ({'0.weight': 'model.0.weight'}, ('model.', ''))
     """
-    in_file, in_module = {plain_name(name): name for name in theirs}, {plain_name(name): name for name in mine}
+    in_file, in_module = (
+        {plain_name(name): name for name in file_names},
+        {plain_name(name): name for name in module_names},
+    )
     ways = Counter({("", ""): sum(name in in_file for name in in_module)})  # the first one wins a tie
     ways.update((start, "") for name in in_file for start, rest in _divisions(name) if rest in in_module)
     ways.update(("", start) for name in in_module for start, rest in _divisions(name) if rest in in_file)
@@ -231,12 +238,12 @@ def _parts(names: Iterable[str]) -> dict[str, set[str]]:
     return found
 
 
-def _difference(theirs: Tensor, mine: Any) -> str | None:
+def _difference(saved: Tensor, target: Any) -> str | None:
     """Return the reason why a tensor of the file cannot be loaded, or None."""
-    if not is_lazy(mine) and theirs.shape != mine.shape:
-        return f"{tuple(theirs.shape)} in the file and {tuple(mine.shape)} in the module"
-    if theirs.dtype != mine.dtype and _sort(theirs) != _sort(mine):  # such as quantized weights
-        return f"{_kind(theirs)} in the file and {_kind(mine)} in the module"
+    if not is_lazy(target) and saved.shape != target.shape:
+        return f"{tuple(saved.shape)} in the file and {tuple(target.shape)} in the module"
+    if saved.dtype != target.dtype and _sort(saved) != _sort(target):  # such as quantized weights
+        return f"{_kind(saved)} in the file and {_kind(target)} in the module"
     return None
 
 
@@ -257,12 +264,12 @@ def _no_match_error(
             " load the weights in the fit: Trainer.fit(weights=PATH)."
         )
     if differing:
-        shown = [f"{name} is {what}" for name, what in differing.items()]
+        shown = [f"{name} is {difference}" for name, difference in differing.items()]
         return (
-            f"No weight of {file} fits into the {type(module).__name__}: {some(shown, _SHOWN, '; ')}. Build the module"
-            " with the sizes of the file, or remove weights."
+            f"No weight of {file} fits into the {type(module).__name__}: {join_first(shown, _SHOWN, '; ')}. Build the"
+            " module with the sizes of the file, or remove weights."
         )
     return (
-        f"No weight in {file} has a name of the {type(module).__name__}. Got {some(weights, _SHOWN)}; expected"
-        f" {some(targets, _SHOWN)}. Rename the weights in the file, or choose another file."
+        f"No weight in {file} has a name of the {type(module).__name__}. Got {join_first(weights, _SHOWN)}; expected"
+        f" {join_first(targets, _SHOWN)}. Rename the weights in the file, or choose another file."
     )

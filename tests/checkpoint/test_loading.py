@@ -106,7 +106,7 @@ def test_keys_are_lightnings_and_one_own(tmp_path: Path) -> None:
     with lightnings_noise_ignored():
         theirs = read(saved(tmp_path, make=lightning)[0])
     mine = read(saved(tmp_path)[0])
-    assert mine["loops"].pop(state.OUR_KEY).keys() == {
+    assert mine["loops"].pop(state.TRAINER_KEY).keys() == {
         "format", "progress", "awaited", "callbacks", "processes", "order", "parameters", "dtypes", "rows",
     }  # fmt: skip
     loops = theirs["loops"]

@@ -20,7 +20,7 @@ from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer import CheckpointFiles
 from trainer.checkpoint import conversion, files, sharded_files, shards
 from trainer.checkpoint.folder_locks import held
-from trainer.checkpoint.loading import OUR_KEY
+from trainer.checkpoint.loading import TRAINER_KEY
 from trainer.compat.checkpoint_io import files_of
 from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError
 
@@ -39,7 +39,7 @@ def checkpoint(value: float = 1.0) -> dict[str, Any]:
         "global_step": 1,
         "state_dict": {**module.state_dict(), "half": torch.ones(3, dtype=torch.bfloat16), "empty": torch.empty(0, 2)},
         "optimizer_states": [optimizer.state_dict()],
-        "loops": {OUR_KEY: ours},
+        "loops": {TRAINER_KEY: ours},
         "hyper_parameters": {"width": 3},
     }
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 from tests.support import make_trainer
 from trainer import Trainer
 from trainer.callbacks import GradientAccumulation
-from trainer.checkpoint.loading import OUR_KEY
+from trainer.checkpoint.loading import TRAINER_KEY
 from trainer.errors import ResumeError
 
 pytestmark = [
@@ -265,6 +265,6 @@ def test_elastic_job_has_a_checkpoint_before_it_trains(tmp_path: Path) -> None:
     start = tmp_path / "checkpoints" / "start.ckpt"
     written = torch.load(start, weights_only=True)
     assert written["global_step"] == 0
-    assert written["loops"][OUR_KEY]["order"]["samples"]["processes"] == 1
+    assert written["loops"][TRAINER_KEY]["order"]["samples"]["processes"] == 1
     start.unlink()
     assert fit(max_epochs=2, num_nodes="auto", resume="auto") == ["epoch=0.ckpt", "epoch=1.ckpt"]

@@ -44,7 +44,7 @@ class Counted:
     def __iter__(self):
         left = self.num_batches() - self.begins_at
         source = islice(self.source(), None if left == float("inf") else left)
-        self.look_ahead = source if self.has_length else LookAhead(source, now=False)
+        self.look_ahead = source if self.has_length else LookAhead(source, eager=False)
         return self.look_ahead
 
     @property
@@ -93,11 +93,11 @@ def test_last_of_an_unknown_number_is_known_by_looking_one_ahead(known):
         next(iterator)
 
 
-@pytest.mark.parametrize("now", [True, False])
-def test_fetching_ahead_reports_the_time(now):
+@pytest.mark.parametrize("eager", [True, False])
+def test_fetching_ahead_reports_the_time(eager):
     fetched = []
-    ahead = LookAhead(iter("ab"), lambda: fetched.append(len(fetched)), now=now)
-    assert len(fetched) == now
+    ahead = LookAhead(iter("ab"), lambda: fetched.append(len(fetched)), eager=eager)
+    assert len(fetched) == eager
     assert next(ahead) == "a"
     assert (len(fetched), ahead.is_exhausted) == (2, False)
     assert next(ahead) == "b"

@@ -22,7 +22,7 @@ from tests.mixed_states import MixedStates
 from tests.support import assert_identical, make_trainer, needs_fsdp2
 from trainer import CheckpointFiles, FSDP2Strategy
 from trainer.checkpoint import conversion, files
-from trainer.checkpoint.manifest import OUR_KEY
+from trainer.checkpoint.manifest import TRAINER_KEY
 from trainer.cli import main
 from trainer.engine.sharding import state_dicts
 
@@ -256,7 +256,7 @@ def test_commands_convert_a_folder_of_two_processes(saved: Saved, name: str, tmp
         checkpoint = torch.load(file, weights_only=True)
         found = {"weights": checkpoint["state_dict"], "optimizers": checkpoint["optimizer_states"]}
         assert_equal(found, result["end"])
-        assert len(checkpoint["loops"][OUR_KEY]["processes"]) == 2
+        assert len(checkpoint["loops"][TRAINER_KEY]["processes"]) == 2
     manifest = files.read_manifest(folder)
     assert manifest is not None
     assert manifest.files.keys() == {".metadata", "__0_0.distcp", "state.ckpt"}  # the tensors of one process

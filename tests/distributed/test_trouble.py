@@ -23,7 +23,7 @@ from trainer import CheckpointFiles, DeepSpeedStrategy
 from trainer.callbacks import RollBackOnLossSpike
 from trainer.callbacks.run_recorder import RunRecorder
 from trainer.engine import stalls
-from trainer.engine.stalls import Place, missing_ranks
+from trainer.engine.stalls import RankState, missing_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
@@ -123,14 +123,16 @@ def test_missing_rank_is_named_with_its_layer(ranks: Ranks, tmp_path: Path, engi
     assert weight == other_weight
 
 
-def place(rank: int, **begun: int) -> Place:
-    return Place(rank, "node", rank, 600.0, "", "", {group: (number, "") for group, number in begun.items()}, [])
+def state_of(rank: int, **begun: int) -> RankState:
+    return RankState(rank, "node", rank, 600.0, "", "", {group: (number, "") for group, number in begun.items()}, [])
 
 
 def test_blamed_rank_is_the_one_that_waits_for_no_other() -> None:
     # rank 3 does not join its shard group with rank 2, so that rank 2 does not join its replica group with rank 0
-    assert missing_ranks([place(0, copies=6), place(1), place(2, shards=11, copies=5), place(3, shards=10)]) == [3]
-    assert missing_ranks([place(rank, world=121 - (rank == 700)) for rank in range(1024)]) == [700]
-    assert missing_ranks([place(rank, world=121) for rank in range(8)]) == []
+    assert missing_ranks(
+        [state_of(0, copies=6), state_of(1), state_of(2, shards=11, copies=5), state_of(3, shards=10)]
+    ) == [3]
+    assert missing_ranks([state_of(rank, world=121 - (rank == 700)) for rank in range(1024)]) == [700]
+    assert missing_ranks([state_of(rank, world=121) for rank in range(8)]) == []
     # each rank has started a collective that the other has not: two orders
-    assert missing_ranks([place(0, one=2, other=1), place(1, one=1, other=2)]) == [0, 1]
+    assert missing_ranks([state_of(0, one=2, other=1), state_of(1, one=1, other=2)]) == [0, 1]

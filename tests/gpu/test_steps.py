@@ -19,7 +19,7 @@ from tests.simulated_cuda.device import DEVICE, Seen
 from tests.support import AUTOCAST_DTYPES, loader_of, make_trainer
 from trainer.callbacks import LayerNorms, NonFiniteGuard, RunRecorder, ScaleMonitor, Throughput
 from trainer.precision import MixedPrecision
-from trainer.precision.scaler import kept
+from trainer.precision.scaler import snapshot_loss
 
 WARM_UP = 6
 """Batches until all memory is allocated, and the momentum of a fused SGD exists."""
@@ -198,7 +198,7 @@ class Graphed(torch.autograd.Function):
 def test_loss_is_copied_only_if_a_graph_may_reuse_its_memory(cuda, make, is_copied):
     loss = make(torch.ones((), device="cuda", requires_grad=True))
     with cuda.watch() as seen:
-        held = kept(loss)
+        held = snapshot_loss(loss)
     assert seen.kernels == ["clone"] * is_copied
     assert not held.requires_grad
 

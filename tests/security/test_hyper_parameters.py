@@ -269,8 +269,8 @@ def test_outline_that_is_wrong_does_no_harm(monkeypatch):
             ("os", "system"),
             ("builtins", "getattr"),
         ]
-        self._things = {
-            type("_Thing", (module_of_inert._Thing,), {"names": (".".join(name),), "kind": kind})
+        self._calls = {
+            type("_ObjectCall", (module_of_inert._ObjectCall,), {"names": (".".join(name),), "kind": kind})
             for name, kind in zip(names, [None, None, list, dict, getattr], strict=True)
         }
 

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from trainer.data.samples import part_of
-from trainer.errors import ConfigurationError, GradientCheckError, did_you_mean, expect, some
+from trainer.errors import ConfigurationError, GradientCheckError, did_you_mean, expect, join_first
 from trainer.postmortem.replay import silence, undisturbed
 from trainer.postmortem.state import BufferState
 from trainer.terminal import print_line
@@ -101,7 +101,7 @@ class GradientCheck(Callback):
         if self.problems:
             raise GradientCheckError(self._report())
         if trainer.is_global_zero:
-            but = f" The loss does not depend on {some(unused, 5)}." if unused else ""
+            but = f" The loss does not depend on {join_first(unused, 5)}." if unused else ""
             print_line(f"The gradients of {len(names)} parameters agree with finite differences of the loss.{but}")
 
     def _choose(self, trainer: Trainer, module: LightningModule) -> list[str]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from trainer.callbacks.run_callback import RunCallback
 from trainer.engine.optimizer_calls import needs_closure
 from trainer.engine.protocol import Engine
-from trainer.errors import ConfigurationError, NonFiniteError, expect, is_count, rank_zero_warn, some
+from trainer.errors import ConfigurationError, NonFiniteError, expect, is_count, join_first, rank_zero_warn
 from trainer.postmortem.diagnose import Case, diagnose
 from trainer.postmortem.recording import RecordedBatch, Recorder
 from trainer.precision.guard import StepGuard
@@ -139,7 +139,7 @@ class NonFiniteGuard(RunCallback):
             report = last_diagnosis(trainer)
             raise NonFiniteError(
                 f"The weights are not finite at step {trainer.global_step} of epoch {trainer.current_epoch}, so they"
-                f" were not saved, and the checkpoints from before are as they were: {some(broken, 6)}."
+                f" were not saved, and the checkpoints from before are as they were: {join_first(broken, 6)}."
                 " NonFiniteGuard('go_on') saves such weights.\n" + "\n".join([] if report is None else report.lines()),
                 step=trainer.global_step,
             )

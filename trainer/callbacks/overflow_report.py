@@ -35,7 +35,7 @@ from trainer.postmortem.diagnose import MUCH, Case, are_finite, diagnose
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.report import Diagnosis
 from trainer.postmortem.state import BufferState
-from trainer.precision.scaler import kept
+from trainer.precision.scaler import snapshot_loss
 from trainer.precision.underflow import UnderflowProbe
 from trainer.record.measures import folder_of_reports
 from trainer.state.outcome import StepOutcome
@@ -72,7 +72,7 @@ class _Fit:
         skipped: the skipped steps since the last check.
         weights: copy of the weights at a step at which all values were finite. {} if they are large, or with several
             processes.
-        kept_at: the step of ``weights``.
+        weights_step: the step of ``weights``.
         known: the last step at which all values were finite.
         first_norm: norm of the weights when the fit began, if they are not copied.
         updates: number of updates since the last check.
@@ -99,7 +99,7 @@ class _Fit:
     losses: list[tuple[int, Tensor, float]] = field(default_factory=list)
     skipped: set[int] = field(default_factory=set)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    kept_at: int = 0
+    weights_step: int = 0
     known: int = 0
     first_norm: Tensor | None = None
     updates: int = 0
@@ -224,7 +224,7 @@ class OverflowReport(RunCallback):
             position = window if window.batches == 1 else copy(window)
             recorded = RecordedBatch(loop.metrics.batch, progress.batch_idx, progress.optimizer_steps, position, {})
             fit.recent.append(recorded)
-        fit.losses.append((progress.optimizer_steps, losses[-1] if losses else kept(loss), fit.scale))
+        fit.losses.append((progress.optimizer_steps, losses[-1] if losses else snapshot_loss(loss), fit.scale))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Report on ``at_step``."""
@@ -318,7 +318,7 @@ class OverflowReport(RunCallback):
             norm = fit.first_norm  # a host-device synchronization
             since = fit.known if norm is None or not trainer.engine.any_rank(not norm.isfinite()) else -1
             evidence = recent, fit.weights, since, fit.first_buffers
-            case = Case(step, batches, scale, *evidence, fit.skips, trigger, self.reports, fit.kept_at, error)
+            case = Case(step, batches, scale, *evidence, fit.skips, trigger, self.reports, fit.weights_step, error)
             found = diagnose(trainer, case)
         except Exception:  # the user's code may fail if it runs twice; this must not end the run
             log.info("Step %d could not be examined, because its replay failed.", step, exc_info=True)
@@ -364,9 +364,9 @@ class OverflowReport(RunCallback):
 
     def _keep_weights(self, trainer: Trainer, fit: _Fit) -> None:
         fit.known = trainer.global_step
-        if fit.weights and fit.known - fit.kept_at < _KEEP_EVERY:
+        if fit.weights and fit.known - fit.weights_step < _KEEP_EVERY:
             return
-        fit.kept_at, named = fit.known, dict(trainer.lightning_module.named_parameters())
+        fit.weights_step, named = fit.known, dict(trainer.lightning_module.named_parameters())
         is_small = sum(parameter.nbytes for parameter in named.values()) <= _BYTES
         if trainer.world_size > 1 or trainer.engine.gradients.are_parts or not is_small:
             return

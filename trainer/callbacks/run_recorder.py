@@ -18,7 +18,7 @@ from trainer import redaction
 from trainer.data.samples import batch_size
 from trainer.errors import memory_at, warn
 from trainer.loggers import adapter
-from trainer.precision.devices import now
+from trainer.precision.devices import synchronized_time
 from trainer.record.measures import (
     data_parallel_size_of,
     facts_of,
@@ -201,7 +201,7 @@ class RunRecorder(Callback):
         self._begin_epoch(trainer)
         self._seconds_before = seconds[-1] if seconds else 0.0
         self._next_reading = 0.0
-        self._began = now(trainer.strategy.root_device, self._clock)
+        self._began = synchronized_time(trainer.strategy.root_device, self._clock)
         self._zero = self._began - self._seconds_before
 
     # --- at each step -----------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class RunRecorder(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock, and store the metrics that training has logged so far."""
         if self._began is not None:
-            self._paused = now(trainer.strategy.root_device, self._clock)
+            self._paused = synchronized_time(trainer.strategy.root_device, self._clock)
         self._known = dict(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
@@ -266,7 +266,7 @@ class RunRecorder(Callback):
         self._record_metrics(trainer, "val")
         self._write_periodically(trainer)
         if self._paused is not None:
-            self._zero += now(trainer.strategy.root_device, self._clock) - self._paused
+            self._zero += synchronized_time(trainer.strategy.root_device, self._clock) - self._paused
             self._paused = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
@@ -280,7 +280,7 @@ class RunRecorder(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock before other callbacks draw and write."""
-        self._stop(now(trainer.strategy.root_device, self._clock))
+        self._stop(synchronized_time(trainer.strategy.root_device, self._clock))
 
     def on_fit_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         """Complete the record of a successful fit. Its status is failed if no weight was ever updated.

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from trainer.data.samples import batch_size, tensors_in
-from trainer.precision.devices import now
+from trainer.precision.devices import synchronized_time
 from trainer.record.flops import FlopCounter, is_compiled, peak_flops
 from trainer.record.measures import data_parallel_size_of, tensor_cores_of
 
@@ -174,7 +174,7 @@ class Throughput(Callback):
         if self._resumed is not None:
             self._stop(trainer)
         if not trainer.sanity_checking:
-            self._evaluated = _Evaluation(now(trainer.strategy.root_device, self._clock))
+            self._evaluated = _Evaluation(synchronized_time(trainer.strategy.root_device, self._clock))
 
     def on_validation_batch_end(
         self,
@@ -192,14 +192,14 @@ class Throughput(Callback):
         evaluated.samples += batch_size(batch)
         evaluated.batches += 1
         if evaluated.batches == 1:
-            evaluated.warm = now(trainer.strategy.root_device, self._clock)
+            evaluated.warm = synchronized_time(trainer.strategy.root_device, self._clock)
             evaluated.warm_samples = evaluated.samples
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Store the rate of the evaluation."""
         if trainer.sanity_checking:
             return
-        rate = self._evaluated.rate(now(trainer.strategy.root_device, self._clock))
+        rate = self._evaluated.rate(synchronized_time(trainer.strategy.root_device, self._clock))
         if rate is not None:
             assert trainer.state.fn is not None
             stage = "validate" if trainer.state.fn == "fit" else str(trainer.state.fn.value)
@@ -240,11 +240,11 @@ class Throughput(Callback):
         self._samples = self._batches = 0
 
     def _resume(self, trainer: "pl.Trainer") -> None:
-        self._resumed = self._left = now(trainer.strategy.root_device, self._clock)
+        self._resumed = self._left = synchronized_time(trainer.strategy.root_device, self._clock)
 
     def _stop(self, trainer: "pl.Trainer") -> None:
         assert self._resumed is not None
-        seconds = now(trainer.strategy.root_device, self._clock) - self._resumed
+        seconds = synchronized_time(trainer.strategy.root_device, self._clock) - self._resumed
         self._resumed = None
         self._seconds += seconds
         self.train_seconds += seconds

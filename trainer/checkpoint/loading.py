@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from trainer import redaction
 from trainer.checkpoint.compact import unpacked
-from trainer.checkpoint.manifest import OUR_KEY as OUR_KEY
+from trainer.checkpoint.manifest import TRAINER_KEY as TRAINER_KEY
 from trainer.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -73,17 +73,17 @@ def read(load: Callable[[Any, bool], Any], path: str | Path, weights_only: bool 
         raise CheckpointError(f"{shown} is a folder. Expected the path or URL of a checkpoint file.") from error
     except UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+) (?:was not an allowed global|whose module)", str(error))
-        what = f"it asks for {found[1]}" if found else str(error).splitlines()[0].rstrip(".")
+        detail = f"it asks for {found[1]}" if found else str(error).splitlines()[0].rstrip(".")
         raise UnsafeCheckpointError(
-            f"{shown} contains more than tensors and plain containers, or is damaged: {what}. If you created the file"
+            f"{shown} contains more than tensors and plain containers, or is damaged: {detail}. If you created the file"
             " yourself, name its classes to torch.serialization.add_safe_globals, or pass weights_only=False, which"
             " allows it to run any code."
         ) from error
     except CheckpointError:
         raise
     except Exception as error:  # a damaged file can raise any exception in its reader
-        what = f"{type(error).__name__}: {redaction.text(str(error))}"
-        raise CheckpointError(f"{shown} cannot be read as a checkpoint; it may be cut short: {what}") from error
+        detail = f"{type(error).__name__}: {redaction.text(str(error))}"
+        raise CheckpointError(f"{shown} cannot be read as a checkpoint; it may be cut short: {detail}") from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise CheckpointError(f"{shown} is not a checkpoint: it has no 'state_dict'.")
     return checkpoint
@@ -119,11 +119,11 @@ def restore_progress(trainer: Trainer, checkpoint: dict[str, Any], progress_from
         checkpoint: the result of :func:`read`.
         progress_from: sets the counters from those of Lightning's fit loop.
     """
-    ours, loops = _trainer_state(checkpoint), checkpoint.get("loops", {})
-    if ours:
+    trainer_state, loops = _trainer_state(checkpoint), checkpoint.get("loops", {})
+    if trainer_state:
         state = {
-            "completed_steps": _shared_equally(ours["progress"], len(trainer.engine.optimizers)),
-            **ours["progress"],
+            "completed_steps": _shared_equally(trainer_state["progress"], len(trainer.engine.optimizers)),
+            **trainer_state["progress"],
         }
         trainer.progress.load_state_dict(state, finish_epoch=trainer.max_steps > state["optimizer_steps"])
     elif loops:
@@ -144,14 +144,14 @@ def restore_optimizers(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         IncompleteCheckpointError: if the checkpoint contains only weights.
         CheckpointError: if it has a different number of optimizers, or other types.
     """
-    engine, ours = trainer.engine, _trainer_state(checkpoint)
+    engine, trainer_state = trainer.engine, _trainer_state(checkpoint)
     _check_number(trainer, checkpoint, "optimizer_states", engine.optimizers)
     for optimizer, state in zip(engine.optimizers, checkpoint["optimizer_states"], strict=False):
         _refuse_other_kind(optimizer, state)
         _keep_implementation(optimizer, state)
     names = parameter_names(trainer.lightning_module, engine.optimizers)
-    _put_in_order(checkpoint, ours.get("parameters", []), names)
-    engine.load_optimizer_states(checkpoint, _saved_dtypes(checkpoint, ours, names, engine.optimizers))
+    _put_in_order(checkpoint, trainer_state.get("parameters", []), names)
+    engine.load_optimizer_states(checkpoint, _saved_dtypes(checkpoint, trainer_state, names, engine.optimizers))
 
 
 def schedule_states(trainer: Trainer, _: dict[str, Any]) -> list[dict[str, Any]]:
@@ -180,20 +180,20 @@ def restore_schedules(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
             trainer.progress.schedule_steps += 1
 
 
-def _check_number(trainer: Trainer, checkpoint: dict[str, Any], key: str, now: Sequence[Any]) -> None:
+def _check_number(trainer: Trainer, checkpoint: dict[str, Any], key: str, current: Sequence[Any]) -> None:
     """Check that the number of saved optimizers or schedules equals the current number."""
     if key not in checkpoint:
         raise IncompleteCheckpointError(
             "Trying to restore optimizer state but checkpoint contains only the model."
             f" This is probably due to `ModelCheckpoint.save_weights_only` being set to `True`. It has no {key!r}."
         )
-    cleared = key == "lr_schedulers" and not now  # by SWA, which continues with its own schedule
-    if now and not checkpoint[key]:
+    cleared = key == "lr_schedulers" and not current  # by SWA, which continues with its own schedule
+    if current and not checkpoint[key]:
         if trainer.progress.batches or not checkpoint.get("loops"):  # if saved before the first fit, nothing is lost
             warn(f"The checkpoint has no {key}: those of this run start from their initial states.")
-    elif len(checkpoint[key]) != len(now) and not cleared:
+    elif len(checkpoint[key]) != len(current) and not cleared:
         raise CheckpointError(
-            f"The checkpoint has {len(checkpoint[key])} {key}, but configure_optimizers returned {len(now)}."
+            f"The checkpoint has {len(checkpoint[key])} {key}, but configure_optimizers returned {len(current)}."
             " Return the same ones as the run that saved it did."
         )
 
@@ -254,13 +254,13 @@ def process_states_in(checkpoint: dict[str, Any], *, exact: bool) -> list[dict[s
     Raises:
         ResumeError: if another version wrote them, and ``exact`` is set.
     """
-    ours = _trainer_state(checkpoint)
-    processes: list[dict[str, Any]] = ours.get("processes", [])
-    if not processes or ours["format"] in _SUPPORTED:
+    trainer_state = _trainer_state(checkpoint)
+    processes: list[dict[str, Any]] = trainer_state.get("processes", [])
+    if not processes or trainer_state["format"] in _SUPPORTED:
         return [unpacked(one) for one in processes]
     problem = (
-        f"The checkpoint was written by another version of this package (format {ours['format']}, expected {FORMAT}):"
-        " its random states and its place in the data cannot be read."
+        f"The checkpoint was written by another version of this package (format {trainer_state['format']}, expected"
+        f" {FORMAT}): its random states and its place in the data cannot be read."
     )
     if exact:
         raise ResumeError(f"{problem} Resume with that version, or resume anyway with Trainer(exact_resume=False).")
@@ -288,12 +288,12 @@ def parameter_dtypes(trainer: Trainer, _: dict[str, Any]) -> list[list[torch.dty
 
 def _trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the entries that are not Lightning's, or {}. Older versions stored them next to `loops`."""
-    ours: dict[str, Any] = checkpoint.get("loops", {}).get(OUR_KEY) or checkpoint.get(OUR_KEY) or {}
-    return ours
+    trainer_state: dict[str, Any] = checkpoint.get("loops", {}).get(TRAINER_KEY) or checkpoint.get(TRAINER_KEY) or {}
+    return trainer_state
 
 
 def _saved_dtypes(
-    checkpoint: dict[str, Any], ours: dict[str, Any], names: list[list[str]], optimizers: list[Optimizer]
+    checkpoint: dict[str, Any], trainer_state: dict[str, Any], names: list[list[str]], optimizers: list[Optimizer]
 ) -> dict[Tensor, torch.dtype]:
     """Return the dtype of each optimizer parameter when the checkpoint was saved.
 
@@ -301,14 +301,14 @@ def _saved_dtypes(
 
     Args:
         checkpoint: the checkpoint.
-        ours: its entries that are not Lightning's.
+        trainer_state: its entries that are not Lightning's.
         names: the names of each optimizer's parameters.
         optimizers: the optimizers.
     """
     saved = {
         plain_name(name): value.dtype for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)
     }
-    for known, dtypes in zip(ours.get("parameters", []), ours.get("dtypes", []), strict=False):
+    for known, dtypes in zip(trainer_state.get("parameters", []), trainer_state.get("dtypes", []), strict=False):
         saved.update(zip(known, dtypes, strict=False))
     return {
         parameter: saved[name]
@@ -321,13 +321,18 @@ def _saved_dtypes(
 def _put_in_order(checkpoint: dict[str, Any], saved: list[list[str]], names: list[list[str]]) -> None:
     """Renumber the states of optimizers in place if they have the same parameters in another order."""
     states = list(checkpoint["optimizer_states"])
-    for index, (before, now) in enumerate(zip(saved, names, strict=False)):
+    for index, (saved_names, current_names) in enumerate(zip(saved, names, strict=False)):
         groups = states[index].get("param_groups", []) if index < len(states) else []
-        if before == now or len(before) != len(set(before)) or len(groups) != 1 or set(before) != set(now):
+        if (
+            saved_names == current_names
+            or len(saved_names) != len(set(saved_names))
+            or len(groups) != 1
+            or set(saved_names) != set(current_names)
+        ):
             continue
-        number = {name: now.index(name) for name in before}
-        state = {number[before[old]]: value for old, value in states[index]["state"].items()}
-        groups = [{**groups[0], "params": list(range(len(now)))}]
+        number = {name: current_names.index(name) for name in saved_names}
+        state = {number[saved_names[old]]: value for old, value in states[index]["state"].items()}
+        groups = [{**groups[0], "params": list(range(len(current_names)))}]
         states[index] = {**states[index], "state": state, "param_groups": groups}
     checkpoint["optimizer_states"] = states
 
@@ -354,8 +359,8 @@ def _keep_implementation(optimizer: Any, state: dict[str, Any]) -> None:
     for group, saved in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False):
         saved.update({key: group[key] for key in choices if key in group and key in saved})
         for key, value in saved.items():
-            if isinstance(value, Tensor) and isinstance(now := group.get(key), Tensor):
-                saved[key] = value.to(now.device)  # a learning rate
+            if isinstance(value, Tensor) and isinstance(current := group.get(key), Tensor):
+                saved[key] = value.to(current.device)  # a learning rate
 
 
 def is_own_callback(callback: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 FORMAT = 1
 """Version of the manifest."""
 
-OUR_KEY = "amp_trainer"
+TRAINER_KEY = "amp_trainer"
 """Key in ``loops`` of a checkpoint with the entries that are not Lightning's."""
 
 PART = ".ckpt-part"

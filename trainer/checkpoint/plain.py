@@ -13,7 +13,7 @@ from torch.serialization import load, save
 
 from trainer.checkpoint.inert import PLACES, declared_safe, write_without_data
 from trainer.checkpoint.snapshot import is_sharded
-from trainer.errors import CheckpointError, some
+from trainer.errors import CheckpointError, join_first
 from trainer.errors import warn as issue_warning
 
 _LEAVES = frozenset(
@@ -40,7 +40,7 @@ def require_loadable(checkpoint: dict[str, Any], *, strict: bool, warn: bool) ->
     looked_at = {name: value for name, value in checkpoint.items() if name not in places}
     made: dict[str, Any] = plain_numbers(looked_at, "checkpoint", offences)
     if offences:
-        listed = some((f"{place} is a {name_of(value)}" for place, value in offences), 5)
+        listed = join_first((f"{place} is a {name_of(value)}" for place, value in offences), 5)
         message = (
             f"This checkpoint can only be read with weights_only=False, which can run any code: {listed}. Put plain"
             " containers, numbers, texts and tensors there, or name the class to"

@@ -20,7 +20,7 @@ from trainer.checkpoint.snapshot import on_host
 from trainer.engine import communication
 from trainer.engine.gradients import Gradients
 from trainer.engine.protocol import Engine
-from trainer.errors import ResumeError, some, warn
+from trainer.errors import ResumeError, join_first, warn
 from trainer.loops.closures import ClosureOptimization
 from trainer.state import random_states
 from trainer.state.metric_objects import MetricObjects
@@ -185,8 +185,8 @@ class ProcessState:
             engine.skip_next_buffer_sync()
         self._restore_gradients(state["gradients"])
         loop.gradients.scaler.losses = [loss.to(device) for loss in state.get("losses", ())]
-        if self.kept_batches is not None and (kept := state.get("kept_batches")) is not None:
-            self.kept_batches.load_state_dict(kept, device, exact=trainer.exact_resume)
+        if self.kept_batches is not None and (saved_batches := state.get("kept_batches")) is not None:
+            self.kept_batches.load_state_dict(saved_batches, device, exact=trainer.exact_resume)
         random_states.restore(state["rng"], device)
 
     def _modes(self) -> modes.Modes:
@@ -233,8 +233,8 @@ class ProcessState:
         if not missing:
             return
         problem = (
-            f"The checkpoint has the non-persistent buffers {some(missing, 5)}, but {type(module).__name__} does not"
-            " have the modules that own them: the run would not continue exactly."
+            f"The checkpoint has the non-persistent buffers {join_first(missing, 5)}, but {type(module).__name__} does"
+            " not have the modules that own them: the run would not continue exactly."
         )
         if trainer.exact_resume:
             raise ResumeError(
@@ -295,7 +295,7 @@ class ProcessState:
         )
         if not problems:
             return
-        problem = f"The run would not continue exactly: {some(problems, 3, separator='; ')}."
+        problem = f"The run would not continue exactly: {join_first(problems, 3, separator='; ')}."
         if trainer.exact_resume:
             raise ResumeError(
                 f"{problem} DDP rebuilds its buckets after the first backward pass: train with"

@@ -47,7 +47,7 @@ from trainer.checkpoint import sharded_files
 from trainer.checkpoint import zero_files as zero
 from trainer.checkpoint.files import Summed, make_folder
 from trainer.checkpoint.inert import load_inert
-from trainer.checkpoint.manifest import OUR_KEY, Manifest
+from trainer.checkpoint.manifest import TRAINER_KEY, Manifest
 from trainer.checkpoint.sharded_files import MANIFEST, STATE
 from trainer.checkpoint.snapshot import is_plain
 from trainer.errors import CheckpointError
@@ -78,10 +78,10 @@ def split_for_write(checkpoint: dict[str, Any], rank: int = 0) -> tuple[Tree, di
         rank: rank of this process. Default: 0.
     """
     loops = checkpoint.get("loops", {})
-    ours = dict(loops.get(OUR_KEY, {}))
-    processes = ours.pop("processes", [])
-    checkpoint = {**checkpoint, "loops": {**loops, OUR_KEY: ours}} if ours else checkpoint
-    tree, tensors = split(checkpoint, ours.get("parameters", []), is_first=rank == 0)
+    trainer_state = dict(loops.get(TRAINER_KEY, {}))
+    processes = trainer_state.pop("processes", [])
+    checkpoint = {**checkpoint, "loops": {**loops, TRAINER_KEY: trainer_state}} if trainer_state else checkpoint
+    tree, tensors = split(checkpoint, trainer_state.get("parameters", []), is_first=rank == 0)
     return tree, tensors, dict(enumerate(processes, start=rank))
 
 
@@ -90,10 +90,10 @@ def read_whole(folder: Path, **options: Any) -> dict[str, Any]:
     checkpoint, processes = read(folder, **options)
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"], names = by_number(checkpoint["optimizer_states"])
-        if OUR_KEY in checkpoint.get("loops", {}):
-            checkpoint["loops"][OUR_KEY]["parameters"] = names
+        if TRAINER_KEY in checkpoint.get("loops", {}):
+            checkpoint["loops"][TRAINER_KEY]["parameters"] = names
     if processes:
-        checkpoint["loops"][OUR_KEY]["processes"] = processes
+        checkpoint["loops"][TRAINER_KEY]["processes"] = processes
     whole: dict[str, Any] = checkpoint
     return whole
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
 
-from trainer.precision.devices import now
+from trainer.precision.devices import synchronized_time
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -58,8 +58,8 @@ class Clock(Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Start the clock."""
-        self._started = now(trainer.strategy.root_device, self.clock)
+        self._started = synchronized_time(trainer.strategy.root_device, self.clock)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Stop the clock."""
-        self.seconds.append(now(trainer.strategy.root_device, self.clock) - self._started)
+        self.seconds.append(synchronized_time(trainer.strategy.root_device, self.clock) - self._started)

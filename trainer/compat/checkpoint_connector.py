@@ -132,8 +132,8 @@ class CheckpointConnector(_CheckpointConnector):
             rank_zero_info(f"The run resumes from its own checkpoint: {self._weights} is not loaded again.")
         rank_zero_info(f"Restoring states from the checkpoint path at {redaction.text(str(self._ckpt_path))}")
         if self.trainer.num_nodes > 1 and (path := local_path(self._ckpt_path)) is not None:
-            what = f"The run resumes from the checkpoint {redaction.text(str(path))}, which every process reads"
-            cluster.check_shared(self.trainer.engine, path.exists, what)
+            subject = f"The run resumes from the checkpoint {redaction.text(str(path))}, which every process reads"
+            cluster.check_shared(self.trainer.engine, path.exists, subject)
         self.resume_start(self._ckpt_path, weights_only)
         contents.load(self.trainer, self._loaded_checkpoint, "set-up")
         self._note_foreign()
@@ -150,8 +150,8 @@ class CheckpointConnector(_CheckpointConnector):
         averaging.follow(trainer)
         trainer.loaded_weights = loaded
         if trainer.is_global_zero:
-            say = logging.getLogger("lightning.pytorch.advice").info if loaded.complete else log.warning
-            say("%s", redaction.text(str(loaded)))
+            report = logging.getLogger("lightning.pytorch.advice").info if loaded.complete else log.warning
+            report("%s", redaction.text(str(loaded)))
 
     def restore_fit(self) -> dict[str, Any] | None:
         """Restore counters, optimizers and schedules. Return the checkpoint's state of this process, or None."""
@@ -187,9 +187,9 @@ class CheckpointConnector(_CheckpointConnector):
         if self._ckpt_path is None:
             return
         loops = self._loaded_checkpoint.get("loops") or resuming.loops_in(self._ckpt_path)
-        ours = loops.get(checkpoints.OUR_KEY, {})
-        if elastic.is_elastic(self.trainer, ours):
-            self._has_order = bool(self._translated(elastic.prepare, ours))
+        trainer_state = loops.get(checkpoints.TRAINER_KEY, {})
+        if elastic.is_elastic(self.trainer, trainer_state):
+            self._has_order = bool(self._translated(elastic.prepare, trainer_state))
 
     def _process_state(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
         """Return the checkpoint's state of this process, translated if it is from another number of processes, or None.
@@ -199,20 +199,20 @@ class CheckpointConnector(_CheckpointConnector):
         """
         trainer = self.trainer
         states = checkpoints.process_states_in(checkpoint, exact=trainer.exact_resume)
-        if not states or not elastic.is_elastic(trainer, self._trainer_entries):
+        if not states or not elastic.is_elastic(trainer, self._trainer_state):
             return states[trainer.global_rank] if states else None
         if self._has_order and trainer.data.elastic_state is None:  # such a file cannot be read in parts
-            self._has_order = bool(self._translated(elastic.prepare, self._trainer_entries))
-        return self._translated(elastic.resume, self._trainer_entries, states) if self._has_order else None
+            self._has_order = bool(self._translated(elastic.prepare, self._trainer_state))
+        return self._translated(elastic.resume, self._trainer_state, states) if self._has_order else None
 
-    def _translated(self, translate: Callable[..., Any], ours: dict[str, Any], *states: Any) -> Any:
+    def _translated(self, translate: Callable[..., Any], trainer_state: dict[str, Any], *states: Any) -> Any:
         """Return the result of ``translate``; None, with a warning, if it fails and the resume need not be exact."""
         trainer = self.trainer
         try:
-            return translate(trainer, ours, *states)
+            return translate(trainer, trainer_state, *states)
         except ResumeError as error:
             problem = (
-                f"The checkpoint was written by a run of {elastic.written_by(ours)} processes, this one has"
+                f"The checkpoint was written by a run of {elastic.written_by(trainer_state)} processes, this one has"
                 f" {trainer.world_size}: each update would get other samples, for {error}."
             )
             if trainer.exact_resume:
@@ -241,7 +241,7 @@ class CheckpointConnector(_CheckpointConnector):
         if (own := files_of(self.trainer.strategy)) is not None:
             own.wait()
         for path in files.newest_first(model_checkpoints.folders_of(self.trainer)):
-            progress = resuming.loops_in(path).get(checkpoints.OUR_KEY, {}).get("progress")
+            progress = resuming.loops_in(path).get(checkpoints.TRAINER_KEY, {}).get("progress")
             if progress is None or progress["optimizer_steps"] > max_step:
                 continue
             with suppress(CheckpointError):  # skip a damaged checkpoint, or one with weights only
@@ -292,19 +292,19 @@ class CheckpointConnector(_CheckpointConnector):
     def restore_callbacks(self) -> None:
         """Restore the states of the callbacks."""
         super().restore_callbacks()
-        _call_callbacks_load_state_dict(self.trainer, self._trainer_entries)
+        _call_callbacks_load_state_dict(self.trainer, self._trainer_state)
 
     def restore_loops(self) -> None:
         """Restore the counters."""
         super().restore_loops()
-        if self.trainer.state.fn is TrainerFn.FITTING and "progress" in self._trainer_entries:
-            self.trainer.progress.load_state_dict(self._trainer_entries["progress"])
+        if self.trainer.state.fn is TrainerFn.FITTING and "progress" in self._trainer_state:
+            self.trainer.progress.load_state_dict(self._trainer_state["progress"])
 
     @property
-    def _trainer_entries(self) -> dict[str, Any]:
+    def _trainer_state(self) -> dict[str, Any]:
         """The entries of the loaded checkpoint that Lightning's format lacks."""
-        ours: dict[str, Any] = self._loaded_checkpoint.get("loops", {}).get(checkpoints.OUR_KEY, {})
-        return ours
+        trainer_state: dict[str, Any] = self._loaded_checkpoint.get("loops", {}).get(checkpoints.TRAINER_KEY, {})
+        return trainer_state
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         """Return a checkpoint of the current state."""

@@ -35,7 +35,7 @@ import lightning
 
 from trainer.checkpoint import loading as state
 from trainer.checkpoint.compact import packed
-from trainer.checkpoint.manifest import OUR_KEY
+from trainer.checkpoint.manifest import TRAINER_KEY
 from trainer.compat import elastic_resume as elastic
 from trainer.compat import horizons, hparams, loop_state, model_checkpoints, resuming
 
@@ -95,7 +95,7 @@ def load(trainer: Trainer, checkpoint: Checkpoint, moment: Moment) -> None:
 
 
 def _trainer_entry(key: str, save: Callable[[Any, Checkpoint], Any], **more: Any) -> Entry:
-    return Entry(f"loops.{OUR_KEY}.{key}", save, **more)
+    return Entry(f"loops.{TRAINER_KEY}.{key}", save, **more)
 
 
 def _weights_alone(key: str, save: Callable[[Any, Checkpoint], Any], **more: Any) -> Entry:
@@ -142,8 +142,8 @@ def _dump_processes(trainer: Trainer, checkpoint: Checkpoint) -> list[Any]:
     return [packed(one, names) for one in ([own] if engine.saves_shards else engine.gather(own))]
 
 
-def _dump_callbacks(trainer: Trainer, _: Checkpoint, *, ours: bool) -> Checkpoint:
-    callbacks = [callback for callback in trainer.callbacks if state.is_own_callback(callback) is ours]
+def _dump_callbacks(trainer: Trainer, _: Checkpoint, *, own: bool) -> Checkpoint:
+    callbacks = [callback for callback in trainer.callbacks if state.is_own_callback(callback) is own]
     return {callback.state_key: saved for callback in callbacks if (saved := callback.state_dict())}
 
 
@@ -175,14 +175,14 @@ ENTRIES: tuple[Entry, ...] = (
     _weights_alone("", _dump_datamodule, load=_load_datamodule),
     _weights_alone("pytorch-lightning_version", lambda *_: lightning.__version__),
     _weights_alone("loops", _dump_loops),
-    _weights_alone(f"loops.{OUR_KEY}.format", lambda *_: state.FORMAT),
-    _weights_alone(f"loops.{OUR_KEY}.progress", _dump_progress, load=_load_progress, moment="training"),
+    _weights_alone(f"loops.{TRAINER_KEY}.format", lambda *_: state.FORMAT),
+    _weights_alone(f"loops.{TRAINER_KEY}.progress", _dump_progress, load=_load_progress, moment="training"),
     _trainer_entry("awaited", state.awaited_metrics),
     _trainer_entry("parameters", _dump_parameters),
     _trainer_entry("processes", _dump_processes),  # restored by ProcessState.load, after every `on_train_start`
     _trainer_entry("dtypes", state.parameter_dtypes),
-    _trainer_entry("callbacks", partial(_dump_callbacks, ours=True)),
-    Entry("callbacks", partial(_dump_callbacks, ours=False), state.restore_callbacks),
+    _trainer_entry("callbacks", partial(_dump_callbacks, own=True)),
+    Entry("callbacks", partial(_dump_callbacks, own=False), state.restore_callbacks),
     Entry("", None, horizons.continue_schedules, "training"),
     Entry("optimizer_states", state.optimizer_states, state.restore_optimizers, "training"),
     Entry("lr_schedulers", state.schedule_states, state.restore_schedules, "training"),

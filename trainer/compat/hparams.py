@@ -14,7 +14,7 @@ from trainer import redaction
 from trainer.checkpoint.inert import refusal
 from trainer.checkpoint.plain import name_of, plain_numbers
 from trainer.checkpoint.plain_form import is_config, plain, plain_dict, resolved
-from trainer.errors import rank_zero_warn, some
+from trainer.errors import join_first, rank_zero_warn
 from trainer.loggers import adapter
 
 if TYPE_CHECKING:
@@ -25,17 +25,17 @@ _reported: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by module o
 
 def hyper_parameters_of(*owners: Any) -> dict[str, Any]:
     """Return the hyperparameters of modules or datamodules (``save_hyperparameters``), by the keys of a checkpoint."""
-    kept: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for owner in owners:
         if owner is None or not owner.hparams:
             continue
         if hasattr(owner, "_hparams_name"):
-            kept[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner._hparams_name
+            entries[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner._hparams_name
         given = owner.hparams
-        kept[owner.CHECKPOINT_HYPER_PARAMS_KEY] = given if is_config(given) else dict(given)
+        entries[owner.CHECKPOINT_HYPER_PARAMS_KEY] = given if is_config(given) else dict(given)
         if is_config(given):
-            kept[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = type(given)
-    return kept
+            entries[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = type(given)
+    return entries
 
 
 def make_loadable(checkpoint: dict[str, Any], *owners: Any) -> None:
@@ -80,27 +80,34 @@ def _loadable(owner: Any, given: dict[Any, Any]) -> dict[Any, Any]:
         made[name] = plain_numbers(value, str(name), found)
         if found:
             objects[name], offences[name] = made[name], found
-    reasons: dict[Any, str] = {}
-    while objects and (reason := refusal(objects)):
-        bad = {name: why for name, value in objects.items() if (why := refusal({name: value}))}
-        reasons |= bad or dict.fromkeys(objects, reason)
-        objects = {name: value for name, value in objects.items() if name not in reasons}
+    reasons_by_name: dict[Any, str] = {}
+    while objects and (combined_reason := refusal(objects)):
+        refused = {name: reason for name, value in objects.items() if (reason := refusal({name: value}))}
+        reasons_by_name |= refused or dict.fromkeys(objects, combined_reason)
+        objects = {name: value for name, value in objects.items() if name not in reasons_by_name}
     left_out: list[str] = []
     loadable: dict[Any, Any] = {}
     for name, value in made.items():
-        loadable |= redaction.containers(plain_dict({name: value}, "", left_out)) if name in reasons else {name: value}
-    kept = {place: name_of(value) for name in objects for place, value in offences[name]}
-    _report(owner, kept, {name: why for name, why in reasons.items() if name in loadable}, left_out)
+        loadable |= (
+            redaction.containers(plain_dict({name: value}, "", left_out)) if name in reasons_by_name else {name: value}
+        )
+    objects_by_place = {place: name_of(value) for name in objects for place, value in offences[name]}
+    _report(
+        owner,
+        objects_by_place,
+        {name: reason for name, reason in reasons_by_name.items() if name in loadable},
+        left_out,
+    )
     return loadable
 
 
-def _report(owner: Any, kept: dict[str, str], reasons: dict[Any, str], left_out: list[str]) -> None:
+def _report(owner: Any, objects_by_place: dict[str, str], reasons: dict[Any, str], left_out: list[str]) -> None:
     """Report once which hyperparameters are objects, which are saved in plain form and why, and which are not saved."""
     name, reported = type(owner).__name__, _reported.setdefault(owner, set())
-    objects = [f"{place} ({kind})" for place, kind in kept.items() if place not in reported]
+    objects = [f"{place} ({kind})" for place, kind in objects_by_place.items() if place not in reported]
     if objects:
         rank_zero_info(
-            f"Hyperparameters of {name} are objects: {some(objects, 5)}. Checkpoints contain them, but only"
+            f"Hyperparameters of {name} are objects: {join_first(objects, 5)}. Checkpoints contain them, but only"
             f" {name}.load_from_checkpoint(..., weights_only=False), which can run any code, restores them; resuming"
             " does not need it. To exclude them: self.save_hyperparameters(ignore=[...])."
         )
@@ -114,7 +121,7 @@ def _report(owner: Any, kept: dict[str, str], reasons: dict[Any, str], left_out:
             f" {', '.join(new)}. Pass them to {name}.load_from_checkpoint, or exclude them:"
             " self.save_hyperparameters(ignore=[...])."
         )
-    reported.update(kept, map(str, reasons), new)
+    reported.update(objects_by_place, map(str, reasons), new)
 
 
 def log_hyper_parameters(trainer: Trainer) -> None:

@@ -194,7 +194,7 @@ class LoaderSet:
         if self.announce is not None:
             self._pass = _announced(left, done, self.announce)
         if not self.has_length:
-            self._pass = self._look_ahead = LookAhead(left, self._mark, now=count == float("inf"))
+            self._pass = self._look_ahead = LookAhead(left, self._mark, eager=count == float("inf"))
         if self.any_rank_on_host is not None:
             self._pass = map(self._yield_batch, self._pass)
 
@@ -397,7 +397,7 @@ class DrawnLoaderSet(LoaderSet):
         fetcher.fetched = drawn
         fetcher.done = fetcher.length is not None and drawn >= fetcher.length
         # a loop would take None for a missing batch
-        return (((), *where) if batch is None else (batch, *where) for batch, *where in self._steps())
+        return (((), *indices) if batch is None else (batch, *indices) for batch, *indices in self._steps())
 
     def _position_state(self) -> dict[str, Any]:
         return {**super()._position_state(), "drawn": self.fetcher.fetched}

@@ -25,7 +25,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from trainer.checkpoint.files import EXTENSION
 from trainer.checkpoint.folder_locks import LOCK, held, owner
-from trainer.checkpoint.loading import OUR_KEY
+from trainer.checkpoint.loading import TRAINER_KEY
 from trainer.compat import cluster
 from trainer.compat.checkpoint_io import files_of, local_path
 from trainer.loops.fit import FitLoop
@@ -198,9 +198,11 @@ def _check_shared(trainer: Trainer) -> None:
     if trainer.num_nodes == 1 or trainer.state.fn is not TrainerFn.FITTING or not (trainer.resume == "auto" or shards):
         return
     folders = folders_of(trainer) if trainer.is_global_zero else []
-    why = "every node writes its shards there" if shards else "resume='auto' resumes from there on any first node"
+    reason = "every node writes its shards there" if shards else "resume='auto' resumes from there on any first node"
     for folder in trainer.engine.broadcast([os.path.realpath(place) for one in folders if (place := local_path(one))]):
-        cluster.check_shared(trainer.engine, partial(owner, folder), f"Checkpoints are written to {folder}, and {why}")
+        cluster.check_shared(
+            trainer.engine, partial(owner, folder), f"Checkpoints are written to {folder}, and {reason}"
+        )
 
 
 def on_first_rank(trainer: Trainer, work: Callable[[], T]) -> T:
@@ -229,8 +231,8 @@ def without_needless_warnings(trainer: Trainer) -> Iterator[None]:
         if trainer.is_global_zero and trainer.state.fn is TrainerFn.FITTING and not trainer.fast_dev_run:
             for folder in folders_of(trainer):
                 if trainer.resume == "auto" or _is_empty(folder):
-                    what = f"Checkpoint directory {re.escape(folder)} exists and is not empty"
-                    warnings.filterwarnings("ignore", message=what)
+                    message = f"Checkpoint directory {re.escape(folder)} exists and is not empty"
+                    warnings.filterwarnings("ignore", message=message)
         yield
 
 
@@ -265,7 +267,7 @@ def restore_states(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Restore the result of :func:`states_to_save`; the step only if the folder is the same."""
     if trainer.state.fn is not TrainerFn.FITTING:
         return
-    states = checkpoint.get("loops", {}).get(OUR_KEY, {}).get(_STATES, {})
+    states = checkpoint.get("loops", {}).get(TRAINER_KEY, {}).get(_STATES, {})
     for saver in model_checkpoints_of(trainer):
         if (state := states.get(saver.state_key)) is None:
             continue

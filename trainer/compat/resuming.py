@@ -14,7 +14,7 @@ from trainer.checkpoint import files
 from trainer.checkpoint import loading as checkpoints
 from trainer.checkpoint.folder_locks import held
 from trainer.checkpoint.inert import load_inert
-from trainer.checkpoint.loading import OUR_KEY
+from trainer.checkpoint.loading import TRAINER_KEY
 from trainer.checkpoint.sharded_files import STATE
 from trainer.compat.checkpoint_io import files_of, local_path
 from trainer.compat.model_checkpoints import allow_removal, folders_of, on_first_rank
@@ -94,11 +94,11 @@ def _place_in_logs(path: str | Path) -> tuple[int | None, list[int | str | None]
     """Return the step of the next row after the checkpoint ``path``, and the position of each logger."""
     with suppress(Exception):  # a file of another format may raise any error, which is reported when it is loaded
         loops = loops_in(path)
-        if OUR_KEY not in loops:
+        if TRAINER_KEY not in loops:
             return int(loops["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]), []
-        ours, progress = loops[OUR_KEY], loops[OUR_KEY]["progress"]
+        trainer_state, progress = loops[TRAINER_KEY], loops[TRAINER_KEY]["progress"]
         step = progress["windows"] + progress.get("closing", False)  # a window that closes has sent its row
-        return int(step), list(ours.get(_ROWS, []))
+        return int(step), list(trainer_state.get(_ROWS, []))
     return None, []
 
 

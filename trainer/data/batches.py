@@ -169,8 +169,8 @@ class TrainingBatches:
         """
         if self._loaded or self._epoch < 0 or self.loaders is None:
             return self._loaded
-        here = {"epoch": self._epoch, "batches": self._batches, "is_over": self.is_over}
-        return {**here, "made_in": self.loaders.made_in, **self.loaders.state_dict()}
+        position = {"epoch": self._epoch, "batches": self._batches, "is_over": self.is_over}
+        return {**position, "made_in": self.loaders.made_in, **self.loaders.state_dict()}
 
     def load_state_dict(self, state: State, *, exact: bool = True) -> None:
         """Continue with the next epoch from the position that ``state_dict`` returned.
@@ -301,12 +301,12 @@ class LookAhead:
         is_exhausted: whether no item is left.
     """
 
-    def __init__(self, source: Iterator[Any], before: Callable[[], None] | None = None, *, now: bool = True) -> None:
+    def __init__(self, source: Iterator[Any], before: Callable[[], None] | None = None, *, eager: bool = True) -> None:
         self._source = source
         self._before = before
         self._items: list[Any] = []
         self._is_fetched = self.is_exhausted = False
-        if now:
+        if eager:
             self.fetch_first()
 
     def fetch_first(self) -> None:

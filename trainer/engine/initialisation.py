@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.engine.parts import local
-from trainer.errors import ConfigurationError, some
+from trainer.errors import ConfigurationError, join_first
 from trainer.module_tree import owned_tensors
 
 
@@ -62,7 +62,7 @@ def initialise(root: nn.Module, device: torch.device, finish: Callable[[Tensor, 
         unfilled = list(_fill_each(root, empty, device, finish))
     if unfilled:
         raise ConfigurationError(
-            f"Got parameters or buffers on the meta device without values: {some(unfilled, 8)}. Expected a method"
+            f"Got parameters or buffers on the meta device without values: {join_first(unfilled, 8)}. Expected a method"
             " reset_parameters() of the modules that own them, or init_weights() of the LightningModule, which"
             " initializes all. Or create them outside of torch.device('meta')."
         )

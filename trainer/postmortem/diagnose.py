@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.samples import named_tensors_in, tensors_in
-from trainer.errors import some
+from trainer.errors import join_first
 from trainer.postmortem import remedies, rewrite
 from trainer.postmortem.examine import Finding, examine
 from trainer.postmortem.recording import RecordedBatch
@@ -56,7 +56,7 @@ class Case:
         trigger: "loss" (a loss was not finite), "growth" (of the loss), "underflow", "skips" (skipped steps in a row),
             "single skip", "step" (on demand) or "error" (the step ended with an exception).
         known: earlier diagnoses. A failure at the same place as in one of them is not examined any further.
-        kept: ``trainer.global_step`` of the earlier weights.
+        weights_step: ``trainer.global_step`` of the earlier weights.
         error: the exception that ended the step, or None.
     """
 
@@ -70,7 +70,7 @@ class Case:
     in_a_row: int = 0
     trigger: str = "skips"
     known: Sequence[Diagnosis] = ()
-    kept: int = 0
+    weights_step: int = 0
     error: BaseException | None = None
 
 
@@ -109,8 +109,8 @@ def _examined(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | Non
         return _weights(trainer, case, finding)
     if not finding.fails and case.trigger == "loss" and case.before:  # the weights have changed since
         with remedies.weights_of(trainer, case.before):
-            then = examine(trainer, case.batches, case.scale)
-            return None if then is None else _explain(trainer, case, then)
+            second = examine(trainer, case.batches, case.scale)
+            return None if second is None else _explain(trainer, case, second)
     return _explain(trainer, case, finding)
 
 
@@ -167,12 +167,14 @@ def _data(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[Reco
     cured = examine(trainer, failing or case.batches, min(case.scale, 1.0), Variant(without=without))
     if not finding.is_hopeless or cured is None or cured.is_hopeless:
         return None  # the model expects such values, or something else is wrong
-    tensors = "; ".join(f"{name}, samples {some(map(str, rows), 8)}" for name, rows in finding.broken_batch.items())
+    tensors = "; ".join(
+        f"{name}, samples {join_first(map(str, rows), 8)}" for name, rows in finding.broken_batch.items()
+    )
     name = next(iter(finding.broken_batch))
     return _diagnosis(
         case, finding, "data",
         f"The batch is not finite: {tensors}.",
-        f"leave out the samples with {name} not finite; here {some(map(str, without), 8)}.",
+        f"leave out the samples with {name} not finite; here {join_first(map(str, without), 8)}.",
         tried="without them the batch is finite",
         alternative=f"replace the values: {name}.nan_to_num_()",
         key=name,
@@ -196,7 +198,8 @@ def _out_of_range(trainer: Trainer, case: Case, indices: Tensor, number: int) ->
     values = sorted(set(indices[bad].tolist()))
     return _diagnosis(
         case, finding, "data",
-        f"{name} out of range, samples {some(map(str, rows), 8)}: {some(map(str, values), 4)}, of 0 to {number - 1}.",
+        f"{name} out of range, samples {join_first(map(str, rows), 8)}: {join_first(map(str, values), 4)}, of 0 to"
+        f" {number - 1}.",
         f"leave out the samples with {name} outside 0 to {number - 1}, or mend them.",
         alternative="raise the number of classes or embeddings of the model", key=name,
     )  # fmt: skip
@@ -224,15 +227,15 @@ def _index_out_of_range(trace: TracebackType | None) -> tuple[Tensor, int] | Non
 def _model(trainer: Trainer, case: Case, finding: Finding, *, is_float32: bool) -> Diagnosis:
     birth = finding.birth
     assert birth is not None
-    where = f"{Path(birth.file).name}:{birth.line}" if birth.file else birth.place
+    location = f"{Path(birth.file).name}:{birth.line}" if birth.file else birth.place
     hint = f"guard the operation against this input: {rewrite.HINTS.get(birth.name, 'clamp its input')}"
     remedy, tried = _changed_code(trainer, case, rewrite.propose(birth)) or (hint, "")
-    line = f", {where}: {birth.source}" if birth.file else ""
+    line = f", {location}: {birth.source}" if birth.file else ""
     return _diagnosis(
         case, finding, "model",
         f"Not finite{' in float32 either' if is_float32 else ''}: {birth.name or 'made'} in the {birth.phase} pass,"
         f" {birth.place}{line}",
-        remedy, tried=tried, key=where,
+        remedy, tried=tried, key=location,
     )  # fmt: skip
 
 
@@ -271,8 +274,8 @@ def _precision(trainer: Trainer, case: Case, finding: Finding, phase: str) -> Di
     if phase == "backward":
         fits = f"{finding.largest_scale:g}" if finding.largest_scale else "none"
         cause = (
-            f"No loss scale fits: gradients overflow in {birth.place}, of {some(finding.parameters, 3)}; the largest"
-            f" scale that fits is {fits}."
+            f"No loss scale fits: gradients overflow in {birth.place}, of {join_first(finding.parameters, 3)}; the"
+            f" largest scale that fits is {fits}."
         )
     if _fits_with_cuda_ops(trainer, case):
         cause += f" CUDA's autocast would not overflow: {remedies.precision(trainer, autocast_ops='cuda')}."
@@ -308,7 +311,7 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
     source = getattr(trainer, "ckpt_path", None) or getattr(getattr(trainer, "loaded_weights", None), "path", None)
     return _diagnosis(
         case, finding, "weights",
-        f"Weights were not finite when training began{f', in {source}' if source else ''}: {some(names, 4)}.",
+        f"Weights were not finite when training began{f', in {source}' if source else ''}: {join_first(names, 4)}.",
         remedy, key=names[0],
     )  # fmt: skip
 
@@ -316,8 +319,8 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
 def _repeated(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
     """Take the steps since the earlier weights again, and explain the first batch that fails, or the steps."""
     batches = [*case.recent, *case.batches]
-    since = [one for one in batches if one.step >= case.kept]
-    is_whole = bool(since) and since[0].step == case.kept and remedies.can_step(trainer)
+    since = [one for one in batches if one.step >= case.weights_step]
+    is_whole = bool(since) and since[0].step == case.weights_step and remedies.can_step(trainer)
     with remedies.weights_of(trainer, case.before):
         usual = [abs(loss) for loss in remedies.losses(trainer, batches) if math.isfinite(loss)]
     limit = _WORSE * max(usual, default=1.0)
@@ -331,11 +334,12 @@ def _repeated(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | Non
                     return verdict
     if (verdict := _optimizer(trainer, case, finding)) is not None:
         return verdict
-    is_same = is_whole and not case.kept and not trainer.lr_scheduler_configs  # new optimizer states, the same rates
+    # new optimizer states, the same rates
+    is_same = is_whole and not case.weights_step and not trainer.lr_scheduler_configs
     if is_same and recorded is None and not weights and _rates_are_finite(trainer):
         return _diagnosis(
             case, finding, "weights",
-            f"{some(finding.broken_weights, 4)} became not finite before step {case.step}, although all steps are"
+            f"{join_first(finding.broken_weights, 4)} became not finite before step {case.step}, although all steps are"
             " finite if they are taken again: other code than the optimizer has changed them.",
             f"find the code, such as a hook or a callback, that writes to {finding.broken_weights[0]!r}.",
             key=finding.broken_weights[0],
@@ -365,22 +369,22 @@ def _buffers(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
 
     A buffer with -inf only may be a mask, so it is not a cause.
     """
-    now = dict(trainer.lightning_module.named_buffers())
+    current = dict(trainer.lightning_module.named_buffers())
     names = [
         name
         for name, largest in case.buffers.items()
-        if name in now and not largest.isfinite() and largest != -math.inf
+        if name in current and not largest.isfinite() and largest != -math.inf
     ]
     if not names:
         return None
     batches = [one._replace(buffers=None) for one in case.batches]
-    with remedies.weights_of(trainer, {name: now[name].nan_to_num(0, 0, 0) for name in names}):
+    with remedies.weights_of(trainer, {name: current[name].nan_to_num(0, 0, 0) for name in names}):
         cured = examine(trainer, batches, 1.0)
     if cured is None or cured.fails:
         return None
     return _diagnosis(
         case, finding, "weights",
-        f"Buffers were not finite when training began: {some(names, 4)}.",
+        f"Buffers were not finite when training began: {join_first(names, 4)}.",
         "load or compute other buffers. If there are none: "
         + "; ".join(f"torch.nan_to_num_(model.get_buffer({name!r}), 0, 0, 0)" for name in names[:4]),
         tried="the batch is finite with it", key=names[0],
@@ -392,14 +396,14 @@ def _divergence(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis:
     can_try = case.before and remedies.can_step(trainer)
     learned = remedies.find_rate(trainer, batches[-8:], case.before) if can_try else None
     rates = sorted({float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups})
-    now = rates[-1]
-    lower = learned[0] if learned else (now / 10 if math.isfinite(now) else 0.01)
+    rate = rates[-1]
+    lower = learned[0] if learned else (rate / 10 if math.isfinite(rate) else 0.01)
     tried = f"a few steps bring the loss from {learned[1]:.3g} to {learned[2]:.3g}" if learned else ""
-    what = "a schedule that stays at" if trainer.lr_scheduler_configs else "a lower learning rate,"
+    change = "a schedule that stays at" if trainer.lr_scheduler_configs else "a lower learning rate,"
     return _diagnosis(
         case, finding, "divergence",
-        f"The steps make the loss grow without bound, in float32 too: the learning rate is {now:g}.",
-        f"{what} {remedies.rate(lower)}",
+        f"The steps make the loss grow without bound, in float32 too: the learning rate is {rate:g}.",
+        f"{change} {remedies.rate(lower)}",
         tried=tried,
         alternative=_normalization(finding, 20.0) or f"clip gradients: {remedies.clipping()}",
     )  # fmt: skip
@@ -454,7 +458,7 @@ def _diagnosis(case: Case, finding: Finding, kind: str, cause: str, remedy: str,
 def _normalization(finding: Finding, limit: float) -> str:
     """Return the advice to normalize the tensors of the batch with values above the limit, or ""."""
     wide = [f"{name} up to {value:.3g}" for name, value in finding.ranges.items() if value > limit]
-    return f"normalize the inputs ({some(wide, 2)})" if wide else ""
+    return f"normalize the inputs ({join_first(wide, 2)})" if wide else ""
 
 
 def _fits_with_cuda_ops(trainer: Trainer, case: Case) -> bool:
@@ -487,10 +491,10 @@ def _has_diverged(trainer: Trainer, case: Case, failing: Sequence[RecordedBatch]
     if not case.before or trainer.world_size > 1:
         return False
     batches = [*case.recent[-_COMPARED:], *failing]
-    now = remedies.losses(trainer, batches)
+    current_losses = remedies.losses(trainer, batches)
     with remedies.weights_of(trainer, case.before):
-        then = remedies.losses(trainer, batches)
-    pairs = [(a, b) for a, b in zip(now, then, strict=True) if math.isfinite(b)]
+        earlier_losses = remedies.losses(trainer, batches)
+    pairs = [(a, b) for a, b in zip(current_losses, earlier_losses, strict=True) if math.isfinite(b)]
     if not pairs:
         return False
     usual = statistics.median(abs(b) for _, b in pairs)

@@ -23,7 +23,7 @@ CPU_BFLOAT16 = ("avx512_bf16", "amx_bf16", "sve_bf16", "bf16")
 _TURING_WITHOUT = re.compile(r"\bGTX 16\d\d|\bMX[45]50\b|\bT([4-6][05]0|1000|1200|2000)\b|\bCMP 30HX", re.IGNORECASE)
 
 
-def now(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+def synchronized_time(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the time after ``device`` has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # host-device synchronization, required to measure the time

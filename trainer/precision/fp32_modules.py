@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.errors import PrecisionError, did_you_mean, some
+from trainer.errors import PrecisionError, did_you_mean, join_first
 from trainer.module_tree import all_modules, has_forward, modules_by_name
 from trainer.precision.dtypes import DefaultDtype, cast, widen
 
@@ -134,18 +134,18 @@ def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run(module: nn.Module, own: Callable[..., Any], first: tuple[Any, ...], /, *args: Any, **kwargs: Any) -> Any:
-    how: tuple[str, torch.dtype | None] | None = getattr(module, _HOW, None)
-    if how is None:  # the run is over
+    setting: tuple[str, torch.dtype | None] | None = getattr(module, _HOW, None)
+    if setting is None:  # the run is over
         return own(*first, *args, **kwargs)
-    device_type, back_to = how
+    device_type, back_to = setting
     with torch.autocast(device_type, enabled=False), DefaultDtype(torch.float32):
         output = own(*first, *map(widen, args), **{name: widen(value) for name, value in kwargs.items()})
     return output if back_to is None else cast(output, back_to)
 
 
-def _restore(module: nn.Module, ours: Any, earlier: Any, earlier_how: Any) -> None:
-    _restore_attribute(module, _HOW, earlier_how)
-    if vars(module).get("forward") is ours:  # it was not wrapped in the meantime
+def _restore(module: nn.Module, replacement: Any, earlier: Any, earlier_setting: Any) -> None:
+    _restore_attribute(module, _HOW, earlier_setting)
+    if vars(module).get("forward") is replacement:  # it was not wrapped in the meantime
         _restore_attribute(module, "forward", earlier)
 
 
@@ -178,5 +178,5 @@ def _no_match(pattern: str, root: nn.Module, named: dict[str, nn.Module]) -> str
     names = list(named)
     return (
         f"fp32_modules: {pattern!r} matches no module of {type(root).__name__}."
-        f"{did_you_mean(pattern, [*names, *sorted(deeper)])} Its modules: {some(names, _SHOWN) or 'none'}."
+        f"{did_you_mean(pattern, [*names, *sorted(deeper)])} Its modules: {join_first(names, _SHOWN) or 'none'}."
     )

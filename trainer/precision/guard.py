@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from trainer.precision.scaler import Check, LossScaler, kept
+from trainer.precision.scaler import Check, LossScaler, snapshot_loss
 
 
 class StepGuard(LossScaler):
@@ -36,7 +36,7 @@ class StepGuard(LossScaler):
     def scale(self, outputs: Any) -> Any:
         """Return ``outputs`` unchanged. A tensor counts as a loss of the next ``step``."""
         if isinstance(outputs, Tensor):
-            self.losses.append(kept(outputs))
+            self.losses.append(snapshot_loss(outputs))
         return outputs
 
     def unscale_(self, optimizer: Optimizer) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.samples import PLAIN, leaves_in, named_tensors_in
-from trainer.errors import some
+from trainer.errors import join_first
 from trainer.record.figures import sheet
 
 _MOST_COUNTED = 12  # labels that are listed one by one
@@ -79,8 +79,8 @@ def labels_out_of_range(batch: Any, classes: int | None) -> str:
     if not seen:
         return ""
     return (
-        f"{name} has the label{'s' * (len(seen) > 1)} {some(seen, 5)}, expected labels from 0 to {classes - 1}, because"
-        f" the model has {classes} classes."
+        f"{name} has the label{'s' * (len(seen) > 1)} {join_first(seen, 5)}, expected labels from 0 to {classes - 1},"
+        f" because the model has {classes} classes."
     )
 
 

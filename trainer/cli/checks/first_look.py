@@ -16,7 +16,7 @@ from trainer.cli.checks.findings import Findings, Loaded, Recipe
 from trainer.cli.checks.layers import LARGEST, SCALE, Layer, Layers, largest_scale, shown
 from trainer.cli.checks.steps import Step
 from trainer.data.samples import batch_size
-from trainer.errors import ConfigurationError, some
+from trainer.errors import ConfigurationError, join_first
 from trainer.machine import readable
 from trainer.terminal import Table, command_line
 
@@ -52,12 +52,12 @@ def check_steps(found: Findings, recipe: Recipe) -> None:
     """Measure the layers in one step, predict float16, and compare loading with the step."""
     assert recipe.loaded is not None
     device = found.devices[-1 if recipe.settings["trainer"]["accelerator"] == "cpu" else 0]
-    part, why = None, "No step was run: checks.steps=false."
+    part, reason = None, "No step was run: checks.steps=false."
     if memory.read(recipe).steps:
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else machine.memory().usable
-        part, why = steps.part_for(recipe, device, free or 2**63)
-    if why:
-        found.remark(why)
+        part, reason = steps.part_for(recipe, device, free or 2**63)
+    if reason:
+        found.remark(reason)
     step = None
     if part is not None:
         try:
@@ -112,11 +112,11 @@ def _report_layers(found: Findings, seen: Layers) -> None:
         found.problem(f"The loss of this batch is {seen.loss} in float32 with the initial weights.")
     broken = [layer for layer in seen.layers if layer.not_finite]
     if broken:
-        found.problem(f"In float32, values are not finite in {some(map(_name, broken), _NAMED)}.")
+        found.problem(f"In float32, values are not finite in {join_first(map(_name, broken), _NAMED)}.")
     if seen.without_gradient:
         found.remark(
             f"{len(seen.without_gradient)} parameters that require gradients get none:"
-            f" {some(seen.without_gradient, _NAMED)}."
+            f" {join_first(seen.without_gradient, _NAMED)}."
         )
     if seen.layers and not broken:
         found.facts["float16"] = facts = _float16(seen.layers)
@@ -139,9 +139,9 @@ def _float16(layers: list[Layer]) -> dict[str, Any]:
     if over:
         names = ",".join(layer.name for layer in over[:_NAMED] if layer.name)
         sentences = [
-            f"float16 overflows in {some(map(_name, over), _NAMED)}: its largest number is {LARGEST:,.0f}, and values"
-            f" reach {_number(over[0].largest)}. Use precision.fp32_modules=[{names}] to run these in float32, or"
-            " bf16-mixed, which has float32's range."
+            f"float16 overflows in {join_first(map(_name, over), _NAMED)}: its largest number is {LARGEST:,.0f}, and"
+            f" values reach {_number(over[0].largest)}. Use precision.fp32_modules=[{names}] to run these in float32,"
+            " or bf16-mixed, which has float32's range."
         ]
     if lost:
         worst = max(layers, key=lambda layer: layer.share)

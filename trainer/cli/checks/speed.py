@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.precision import cpu_fp16
-from trainer.precision.devices import now
+from trainer.precision.devices import synchronized_time
 
 Call = Callable[[], object]
 
@@ -94,7 +94,7 @@ def _median(call: Call, device: torch.device, seconds: float, clock: Callable[[]
     times: list[float] = []
     ends = clock() + seconds
     while len(times) < 4 or clock() < ends:
-        started = now(device, clock)
+        started = synchronized_time(device, clock)
         call()
-        times.append(now(device, clock) - started)
+        times.append(synchronized_time(device, clock) - started)
     return statistics.median(times[1:])

@@ -27,7 +27,7 @@ from trainer.cli.processes import environment
 from trainer.cli.rehearsal import Clock, Done, first_weights, rehearse
 from trainer.cli.run import assemble
 from trainer.data.samples import batch_size, part_of
-from trainer.errors import some
+from trainer.errors import join_first
 from trainer.precision.float8 import Float8Precision
 from trainer.state import random_states
 
@@ -128,8 +128,8 @@ def time_step(recipe: Recipe, batch: Any, samples: int) -> Step:
 
 
 def _float8(chosen: Mapping[str, Any], others: Mapping[str, str]) -> str:
-    reasons = some((f"{name!r} {reason}" for name, reason in others.items()), 6, "; ")
-    names = some(map(repr, chosen), 6)
+    reasons = join_first((f"{name!r} {reason}" for name, reason in others.items()), 6, "; ")
+    names = join_first(map(repr, chosen), 6)
     rest = f" The others do not: {reasons}." if others else ""
     return f"{len(chosen)} of {len(chosen) + len(others)} Linear layers compute in float8: {names}.{rest}"
 
