@@ -84,11 +84,11 @@ class _CheckpointedForward(OwnForward):
             return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
         # torch saves the random state of a device only if a positional argument holds a tensor on it, as a parameter
         # does
-        there = next(self._module.parameters(), None)
+        first_parameter = next(self._module.parameters(), None)
         contexts: dict[str, Any] = {"context_fn": self._contexts} if self._buffers else {}
-        return checkpoint(self._run, args, kwargs, there, use_reentrant=False, **contexts)
+        return checkpoint(self._run, args, kwargs, first_parameter, use_reentrant=False, **contexts)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], there: Tensor | None) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], first_parameter: Tensor | None) -> Any:
         return self._forward(*args, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:

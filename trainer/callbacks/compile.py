@@ -114,7 +114,7 @@ class Compile(RunCallback):
             )
         self._marks = compilation.reuses_memory(self.settings, trainer.strategy.root_device)
         self._warned = False
-        how: dict[str, Any] = {"settings": self.settings, "reuses_memory": self._marks}
+        options: dict[str, Any] = {"settings": self.settings, "reuses_memory": self._marks}
         parts = _parts(module) if self.modules is None else select_modules(module, self.modules, "Compile")
         whole = self.modules is None and _has_own_forward(module) and not _units(module)
         if not parts and not whole:
@@ -124,10 +124,10 @@ class Compile(RunCallback):
             )
         self.compiled = [*parts, *(["forward"] if whole else [])]
         if whole:
-            self._undo.append(compilation.CompiledForward(module, **how).undo)
+            self._undo.append(compilation.CompiledForward(module, **options).undo)
         for part in parts.values():
             if not compilation.is_compiled(part):
-                self._undo.append(compilation.compile_in_place(part, **how))
+                self._undo.append(compilation.compile_in_place(part, **options))
         self._is_on = True
         self._watch.start()
 

@@ -133,10 +133,10 @@ class FastSettings(RunCallback):
         return True
 
     def _lay_out_states(self, trainer: pl.Trainer, lay_out: Callable[[Tensor], Tensor]) -> None:
-        mine = {id(weight) for weight in self._weights}
-        for optimizer in trainer.optimizers if mine else ():
+        weight_ids = {id(weight) for weight in self._weights}
+        for optimizer in trainer.optimizers if weight_ids else ():
             for parameter, state in optimizer.state.items():
-                for name, value in state.items() if id(parameter) in mine else ():
+                for name, value in state.items() if id(parameter) in weight_ids else ():
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
                         state[name] = lay_out(value)
 
