@@ -61,8 +61,10 @@ def weights_of(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
     weights = read_weights(checkpoint)
     found = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     if not found:
-        some = ", ".join(list(weights)[:3])
-        raise CheckpointError(f"{checkpoint} has no weights with names that start with {prefix!r}; it has {some} ...")
+        examples = ", ".join(list(weights)[:3])
+        raise CheckpointError(
+            f"{checkpoint} has no weights with names that start with {prefix!r}; it has {examples} ..."
+        )
     return found
 
 
@@ -118,8 +120,8 @@ def _read(checkpoint: Path) -> dict[str, Any]:
 
 def _without_objects(checkpoint: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
     """Return the checkpoint without stand-ins among the hyperparameters, because the original objects are not known."""
-    here = {name: _plain(checkpoint[name], name, left_out) for name in PLACES & checkpoint.keys()}
-    return {name: value for name, value in {**checkpoint, **here}.items() if value is not _GONE}
+    converted = {name: _plain(checkpoint[name], name, left_out) for name in PLACES & checkpoint.keys()}
+    return {name: value for name, value in {**checkpoint, **converted}.items() if value is not _GONE}
 
 
 _GONE = object()

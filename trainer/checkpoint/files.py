@@ -351,15 +351,15 @@ def _saved_at(path: Path) -> float:
 
 def cannot_write(path: Path, error: OSError, needed: int) -> CheckpointWriteError:
     """Return the error for a checkpoint of ``needed`` bytes that was not written to ``path``, with advice."""
-    what = f"The checkpoint {path} was not written: {error.strerror or error}."
+    message = f"The checkpoint {path} was not written: {error.strerror or error}."
     if error.errno in FULL:
         with suppress(OSError):
-            what += f" It needs {needed:,} bytes, and there are {shutil.disk_usage(path.parent).free:,} bytes free."
-        what += (
+            message += f" It needs {needed:,} bytes, and there are {shutil.disk_usage(path.parent).free:,} bytes free."
+        message += (
             " An earlier file of that name is unchanged. Free space, save fewer checkpoints"
             " (ModelCheckpoint(every_n_epochs, save_top_k)), or continue without them:"
             " Trainer(plugins=CheckpointFiles(when_full='continue'))."
         )
     else:
-        what += " Expected a place that can be written to: choose another folder, or see to its permissions."
-    return CheckpointWriteError(what, error.errno)
+        message += " Expected a place that can be written to: choose another folder, or see to its permissions."
+    return CheckpointWriteError(message, error.errno)

@@ -146,16 +146,16 @@ def _try_lock(handle: int) -> bool:
 
 
 def _sign(handle: int) -> None:
-    who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+    owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
     with suppress(OSError):  # the lock holds even if the disk is full
         os.truncate(handle, 0)
-        os.write(handle, json.dumps(who).encode())
+        os.write(handle, json.dumps(owner).encode())
 
 
 def _owner(handle: int) -> str:
     try:
-        who = json.loads(os.read(handle, 4096))
-        return f" (process {who['pid']} on {who['host']}, since {who['since']})"
+        owner = json.loads(os.read(handle, 4096))
+        return f" (process {owner['pid']} on {owner['host']}, since {owner['since']})"
     except (OSError, ValueError, KeyError, TypeError):  # the owner has not written it yet
         return ""
 

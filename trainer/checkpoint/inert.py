@@ -85,7 +85,7 @@ _KINDS: dict[Any, type[StandIn]] = {
 }
 
 
-class _Thing:
+class _ObjectCall:
     """In an outline: an object that the file would have created by calling a name, with all arguments."""
 
     names: ClassVar[tuple[str, ...]] = ()
@@ -96,7 +96,7 @@ class _Thing:
 
     parts: list[Any]
 
-    def __new__(cls, *arguments: Any, **named: Any) -> _Thing:
+    def __new__(cls, *arguments: Any, **named: Any) -> _ObjectCall:
         self = object.__new__(cls)
         self.parts = [arguments, named]
         return self
@@ -113,17 +113,17 @@ class _Thing:
         self.parts.append((key, value))
 
 
-class _Getattr(_Thing):
+class _GetattrCall(_ObjectCall):
     """In an outline: the call with which pickles refer to attributes of a class."""
 
     kind = getattr
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
-        return type("_Thing", (_Thing,), {"owner": (cls, arguments)})
+        return type("_ObjectCall", (_ObjectCall,), {"owner": (cls, arguments)})
 
 
 class _Outliner(pickle._Unpickler):  # in Python: operations of the C class cannot be removed
-    """Read a pickle as containers, strings, numbers and `_Thing`s."""
+    """Read a pickle as containers, strings, numbers and `_ObjectCall`s."""
 
     dispatch: ClassVar[dict[int, Any]] = {
         code: operation for code, operation in pickle._Unpickler.dispatch.items() if code in _OPERATIONS
@@ -131,16 +131,16 @@ class _Outliner(pickle._Unpickler):  # in Python: operations of the C class cann
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file, encoding="latin1")
-        self._classes: dict[str, type[_Thing]] = {}
+        self._classes: dict[str, type[_ObjectCall]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a `_Thing`, one for each name."""
-        written = f"{module}.{name}"
-        if written not in self._classes:
-            now = ".".join(NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name)))
-            base = _Getattr if now == "builtins.getattr" else _Thing
-            self._classes[written] = type("_Thing", (base,), {"names": (written, now)})
-        return self._classes[written]
+        """Return a `_ObjectCall`, one for each name."""
+        saved_name = f"{module}.{name}"
+        if saved_name not in self._classes:
+            current_name = ".".join(NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name)))
+            base = _GetattrCall if current_name == "builtins.getattr" else _ObjectCall
+            self._classes[saved_name] = type("_ObjectCall", (base,), {"names": (saved_name, current_name)})
+        return self._classes[saved_name]
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the reference to a storage instead of the storage."""
@@ -155,43 +155,43 @@ class _Outline:
             (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl") and name.count("/") == 1)
             tree = _Outliner(BytesIO(archive.read(name))).load()
         inside = {key: value for key, value in tree.items() if key in PLACES}
-        things, self.texts = _found_in(inside)
-        if things:
-            things -= _found_in({key: value for key, value in tree.items() if key not in PLACES})[0]
-        self._things = things
+        calls, self.texts = _found_in(inside)
+        if calls:
+            calls -= _found_in({key: value for key, value in tree.items() if key not in PLACES})[0]
+        self._calls = calls
 
     def stand_ins(self) -> list[Any]:
         """Return arguments for `torch.serialization.safe_globals`, without names that the user has registered."""
         declared = declared_safe()
         made = [
-            (type(_KINDS[thing.kind].__name__, (_KINDS[thing.kind],), {"stands_for": name}), name)
-            for thing in self._things
-            for name in dict.fromkeys(thing.names)
+            (type(_KINDS[call.kind].__name__, (_KINDS[call.kind],), {"stands_for": name}), name)
+            for call in self._calls
+            for name in dict.fromkeys(call.names)
             if name not in declared
         ]
         return [*made, (StandIn, _NO_NAME)] if made else []
 
 
-def _found_in(tree: Any) -> tuple[set[type[_Thing]], set[str]]:
+def _found_in(tree: Any) -> tuple[set[type[_ObjectCall]], set[str]]:
     """Return the names and the strings in a part of an outline."""
-    things, texts, seen, waiting = set(), set(), set(), [tree]
-    while waiting:
-        value = waiting.pop()
+    calls, texts, seen, queue = set(), set(), set(), [tree]
+    while queue:
+        value = queue.pop()
         if isinstance(value, str):
             texts.add(value)
         if id(value) in seen or isinstance(value, (str, bytes, int, float)):
             continue
         seen.add(id(value))
-        if isinstance(value, type) and issubclass(value, _Thing):
-            things.add(value)
-            waiting.append(value.owner)
-        elif isinstance(value, _Thing):
-            waiting += [type(value), *value.parts]
+        if isinstance(value, type) and issubclass(value, _ObjectCall):
+            calls.add(value)
+            queue.append(value.owner)
+        elif isinstance(value, _ObjectCall):
+            queue += [type(value), *value.parts]
         elif isinstance(value, dict):
-            waiting += [*value.keys(), *value.values()]
+            queue += [*value.keys(), *value.values()]
         elif isinstance(value, (list, tuple, set, frozenset)):
-            waiting += value
-    return things, texts
+            queue += value
+    return calls, texts
 
 
 def declared_safe() -> dict[str, Any]:

@@ -27,8 +27,8 @@ def modes_of(module: nn.Module) -> Modes:
 def changes(modes: Modes, first: Modes) -> Modes:
     """Return the values in ``modes`` that differ from ``first``."""
     return {
-        attribute: {name: value for name, value in now.items() if first[attribute].get(name) not in (None, value)}
-        for attribute, now in modes.items()
+        attribute: {name: value for name, value in current.items() if first[attribute].get(name) not in (None, value)}
+        for attribute, current in modes.items()
     }
 
 

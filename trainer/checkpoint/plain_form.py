@@ -73,9 +73,9 @@ def plain_dict(value: Mapping[Any, Any], place: str, left_out: list[str]) -> dic
     """Return a mapping as a dict of plain values, without the values that have no plain form. See :func:`plain`."""
     made = {}
     for name, child in value.items():
-        here = f"{place}.{name}" if place else str(name)
+        child_place = f"{place}.{name}" if place else str(name)
         missing = len(left_out)
-        new = plain(child, here, left_out)
+        new = plain(child, child_place, left_out)
         if new is not None or child is None or len(left_out) == missing:
             made[name if type(name) in _LEAVES else str(name)] = new
     return made

@@ -212,9 +212,9 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> Manifest:
     """
     try:
         manifest = read_manifest(folder)
-        mine = sorted(manifest.files.items(), key=lambda file: file[1])[part::parts]  # sorted by size
+        part_files = sorted(manifest.files.items(), key=lambda file: file[1])[part::parts]  # sorted by size
         with ThreadPoolExecutor(_THREADS, "verify") as threads:
-            for problem in threads.map(lambda file: _problem(folder / file[0], *file[1]), mine):
+            for problem in threads.map(lambda file: _problem(folder / file[0], *file[1]), part_files):
                 if problem:
                     raise CheckpointError(f"{folder} is damaged: {problem}")
     except OSError as error:

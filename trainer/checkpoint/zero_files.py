@@ -162,11 +162,11 @@ def read(engine: Any, folder: Path, strict: bool) -> None:
         engine.checkpoint_engine = before
 
 
-class _Flat(NamedTuple):
+class _FlatPart(NamedTuple):
     """One process's part of a group of parameters: the weights and their optimizer states."""
 
     weights: Tensor
-    kept: Mapping[str, Any]
+    states: Mapping[str, Any]
 
 
 def fill(tree: dict[str, Any], folder: Path, manifest: Manifest, only: str = "") -> dict[str, Any]:
@@ -193,12 +193,12 @@ def fill(tree: dict[str, Any], folder: Path, manifest: Manifest, only: str = "")
         optimizers = [_load(_optimizer_file(folder, rank))["optimizer_state_dict"] for rank in range(processes)]
         put_together = _by_partition if spread else _by_mapping
         weights: dict[str, Tensor] = {}
-        kept: dict[str, dict[str, Any]] = {}
+        states: dict[str, dict[str, Any]] = {}
         for name, key, value in put_together(models[0]["param_shapes"], optimizers):
             if key is None:
                 weights[name] = value
             else:
-                kept.setdefault(name, {})[key] = value
+                states.setdefault(name, {})[key] = value
         if spread and models[0]["frozen_param_shapes"]:
             for name, shape in models[0]["frozen_param_shapes"].items():
                 parts = [model["frozen_param_fragments"][name].reshape(-1) for model in models]
@@ -211,7 +211,7 @@ def fill(tree: dict[str, Any], folder: Path, manifest: Manifest, only: str = "")
     tree = {**tree, "state_dict": whole}
     if only != "state_dict" and tree.get("optimizer_states"):
         (state,) = tree["optimizer_states"]
-        tree["optimizer_states"] = [{**state, "state": kept}]
+        tree["optimizer_states"] = [{**state, "state": states}]
     return tree
 
 
@@ -228,22 +228,24 @@ def _by_mapping(shapes: list[dict[str, torch.Size]], optimizers: list[dict[str, 
     """Yield the tensors of stages 1 and 2: each process has a slice of the concatenated parameters of a group."""
     for group, group_shapes in enumerate(shapes):
         flats = [
-            _Flat(one["single_partition_of_fp32_groups"][group], one["base_optimizer_state"]["state"].get(group, {}))
+            _FlatPart(
+                one["single_partition_of_fp32_groups"][group], one["base_optimizer_state"]["state"].get(group, {})
+            )
             for one in optimizers
         ]
         places = [one["param_slice_mappings"][group] for one in optimizers]
         for name, shape in group_shapes.items():
-            where = [
+            slices = [
                 (flat, at[name].start, at[name].numel) for flat, at in zip(flats, places, strict=True) if name in at
             ]
-            yield from _joined(name, shape, where)
+            yield from _joined(name, shape, slices)
 
 
 def _by_partition(shapes: list[dict[str, torch.Size]], optimizers: list[dict[str, Any]]) -> Found:
     """Yield the tensors of stage 3: each parameter is divided among all processes, in several flat tensors."""
     flats = [
         [
-            _Flat(weights, one["optimizer_state_dict"]["state"].get(index, {}))
+            _FlatPart(weights, one["optimizer_state_dict"]["state"].get(index, {}))
             for index, weights in enumerate(one["fp32_flat_groups"])
         ]
         for one in optimizers
@@ -255,18 +257,20 @@ def _by_partition(shapes: list[dict[str, torch.Size]], optimizers: list[dict[str
             size = math.ceil(shape.numel() / len(optimizers))
             if start == flats[0][index].weights.numel():
                 index, start = next(numbers), 0
-            yield from _joined(name, shape, [(mine[index], start, size) for mine in flats])
+            yield from _joined(name, shape, [(rank_flats[index], start, size) for rank_flats in flats])
             start += size
 
 
-def _joined(name: str, shape: torch.Size, where: list[tuple[_Flat, int, int]]) -> Found:
+def _joined(name: str, shape: torch.Size, slices: list[tuple[_FlatPart, int, int]]) -> Found:
     def join(key: str | None) -> Tensor:
-        parts = [(one.weights if key is None else one.kept[key])[start : start + size] for one, start, size in where]
+        parts = [
+            (flat.weights if key is None else flat.states[key])[start : start + size] for flat, start, size in slices
+        ]
         return torch.cat(parts)[: shape.numel()].view(shape)
 
     yield name, None, join(None)
-    first = where[0][0]
-    for key, value in first.kept.items():
+    first = slices[0][0]
+    for key, value in first.states.items():
         spread = isinstance(value, Tensor) and value.dim() and value.numel() >= first.weights.numel()
         yield name, key, join(key) if spread else deepcopy(value)  # copied: step counts change in place
 
