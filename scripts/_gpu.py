@@ -515,7 +515,7 @@ class PeakOf(L.Callback):
 
     def reset(self) -> None:
         if self.living is not None:
-            self.living.peak = self.living.now
+            self.living.peak = self.living.current
         else:
             torch.cuda.reset_peak_memory_stats()
 

@@ -124,13 +124,13 @@ class Look(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == MEASURED:
-            self.living.peak = self.living.now
+            self.living.peak = self.living.current
             self.mode.__enter__()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == MEASURED:
             self.mode.__exit__(None, None, None)
-            self.found = {"peak": self.living.peak, "after": self.living.now}
+            self.found = {"peak": self.living.peak, "after": self.living.current}
             self.found |= {"counts": dict(self.mode.counts), "bytes": dict(self.mode.bytes)}
             self.found["parameters"] = sum(parameter.numel() for parameter in pl_module.parameters())
             raise Seen

@@ -102,7 +102,7 @@ def peak_by_hand(samples: int, width: int, precision: str, kind: str, clips: boo
         loop = ByHand(precision, kind, clips, window, width)
         for number, batch in enumerate(make_batches(samples)):
             if number == FIRST:
-                living.peak = living.now
+                living.peak = living.current
             loop.step(number, batch)
     return living.peak
 
@@ -173,7 +173,7 @@ def test_validation_has_the_memory_for_itself(cuda, tmp_path):
             pass
 
         def on_validation_start(self) -> None:
-            self.now.append(living.now)
+            self.now.append(living.current)
 
     with OnDevice() as living:
         trainer = make_trainer(

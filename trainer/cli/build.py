@@ -94,12 +94,12 @@ def _describe_unknown(unknown: list[Any], known: list[str], key: str) -> str:
 
     A recipe or an option may have set them for another target.
     """
-    some = f"arguments {', '.join(map(repr, unknown))}" if len(unknown) > 1 else f"argument {unknown[0]!r}"
+    unknown_text = f"arguments {', '.join(map(repr, unknown))}" if len(unknown) > 1 else f"argument {unknown[0]!r}"
     near = [(name, did_you_mean(str(name), known)) for name in unknown]
     hints = "".join(f"{hint[:-1]} for {name!r}?" if len(unknown) > 1 else hint for name, hint in near if hint)
     removal = f" To remove {'them' if len(unknown) > 1 else 'it'}: {' '.join(f'~{key}.{name}' for name in unknown)}"
     misspelt = len(unknown) == 1 and bool(hints)
-    return f"has no {some}.{hints} Its arguments: {', '.join(known) or 'none'}.{'' if misspelt else removal}"
+    return f"has no {unknown_text}.{hints} Its arguments: {', '.join(known) or 'none'}.{'' if misspelt else removal}"
 
 
 def _hints(found: Any) -> Mapping[str, Any]:

@@ -40,17 +40,21 @@ def search_here() -> None:
     If a module there has the name of this package, the directory comes last, so that other processes of the run import
     this package. A line on stderr names the module.
     """
-    here = os.getcwd()
-    if sys.flags.safe_path or here in sys.path or "" in sys.path:
+    working_dir = os.getcwd()
+    if sys.flags.safe_path or working_dir in sys.path or "" in sys.path:
         return
-    found = [path for path in (Path(here, "trainer.py"), Path(here, "trainer", "__init__.py")) if path.is_file()]
+    found = [
+        path
+        for path in (Path(working_dir, "trainer.py"), Path(working_dir, "trainer", "__init__.py"))
+        if path.is_file()
+    ]
     if not found or found[0].resolve() == PACKAGE / "__init__.py":
-        sys.path.insert(0, here)
+        sys.path.insert(0, working_dir)
         return
-    sys.path.append(here)
+    sys.path.append(working_dir)
     print(
-        f"trainer: {found[0].relative_to(here)} has the name of this package. In this folder, `import trainer` and"
-        " `python -m trainer` can load either of them. Rename it.",
+        f"trainer: {found[0].relative_to(working_dir)} has the name of this package. In this folder, `import trainer`"
+        " and `python -m trainer` can load either of them. Rename it.",
         file=sys.stderr,
     )
 

@@ -59,9 +59,9 @@ class FusedOnCuda(partial[Optimizer]):
         optimizer = super().__call__(*args, **options)
         if not set(_CHOICES).isdisjoint(options) or not _has_fused_step(optimizer, self.device):
             return optimizer
-        kept = [{k: v for k, v in group.items() if k not in ("fused", "foreach")} for group in optimizer.param_groups]
-        options.pop("params", None)  # `kept` has them
-        return super().__call__(kept, *args[1:], **(options | {"fused": True}))
+        groups = [{k: v for k, v in group.items() if k not in ("fused", "foreach")} for group in optimizer.param_groups]
+        options.pop("params", None)  # `groups` has them
+        return super().__call__(groups, *args[1:], **(options | {"fused": True}))
 
 
 def _has_fused_step(optimizer: Optimizer, device: str) -> bool:

@@ -47,8 +47,8 @@ def example_recipe(config_dir: str | None = None) -> str:
     Args:
         config_dir: the value of ``--config-dir``, if any.
     """
-    found, ours = options("recipe", config_dir), packaged_conf()
-    own = [name for name, file in found.items() if not file.is_relative_to(ours)]
+    found, packaged = options("recipe", config_dir), packaged_conf()
+    own = [name for name, file in found.items() if not file.is_relative_to(packaged)]
     return (own or [name for name in ("resnet50",) if name in found] or [*found, "NAME"])[0]
 
 

@@ -242,8 +242,10 @@ class Allowlist:
 
     def _is_in_run_folder(self, root: str) -> bool:
         """Return whether the checkpoint is in the folder ``root`` of the working directory, so its code is foreign."""
-        file, here = Path(str(self._checkpoint)), Path.cwd()
-        return any(path.is_relative_to(here / root) for path in (here / file, (here / file).resolve()))
+        file, working_dir = Path(str(self._checkpoint)), Path.cwd()
+        return any(
+            path.is_relative_to(working_dir / root) for path in (working_dir / file, (working_dir / file).resolve())
+        )
 
 
 def _check_name(target: Any, key: str) -> None:
@@ -294,9 +296,12 @@ def _leads_out(text: str) -> bool:
         return False
     if re.match(r"sqlite:///(?!.*[%?:])", text):  # not URIs, because SQLite decodes their characters
         text = text.removeprefix("sqlite:///")
-    path, here = re.sub(r"^(?:file|local):", "", os.path.expandvars(text), flags=re.IGNORECASE), Path.cwd().resolve()
+    path, working_dir = (
+        re.sub(r"^(?:file|local):", "", os.path.expandvars(text), flags=re.IGNORECASE),
+        Path.cwd().resolve(),
+    )
     try:
-        return "://" in path or not (here / Path(path).expanduser()).resolve().is_relative_to(here)
+        return "://" in path or not (working_dir / Path(path).expanduser()).resolve().is_relative_to(working_dir)
     except (RuntimeError, ValueError):  # an unknown home directory, a null byte
         return True
 

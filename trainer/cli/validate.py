@@ -459,10 +459,10 @@ def _check_ignored_keys(composer: Composer, config: DictConfig, overrides: Seque
                 f" merged into the node {group!r}. Add `# @package _global_` as its first line."
             )
     groups, text = composer.groups(), str(known)
-    ours = {*groups, *OmegaConf.load(packaged_conf() / f"{CONFIG_NAME}.yaml")}
+    known_keys = {*groups, *OmegaConf.load(packaged_conf() / f"{CONFIG_NAME}.yaml")}
     meant = {override.key_or_group.partition(".")[0] for override in overrides if override.is_force_add()}
     for name, value in known.items():
-        is_read = name in ours or re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", text)
+        is_read = name in known_keys or re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", text)
         if not is_read and name not in meant:
             near = did_you_mean(name, groups) if isinstance(value, dict) else ""
             near = f" Did you mean 'trainer.{name}'?" if name in SETTINGS else near

@@ -105,13 +105,13 @@ def test_counted_tensors():
         first = torch.zeros(1000)
         second = first + 1
         view = second[:10]
-        assert living.now == 8000
+        assert living.current == 8000
         del second
-        assert living.now == 8000  # the view keeps it
+        assert living.current == 8000  # the view keeps it
         del view
-        assert (living.now, living.peak) == (4000, 8000)
+        assert (living.current, living.peak) == (4000, 8000)
         first.untyped_storage().resize_(0)
-        assert living.now == 0
+        assert living.current == 0
 
 
 def test_optimizer_of_a_gpu_has_a_copy_while_it_steps():

@@ -109,8 +109,8 @@ def check_versions(found: Findings) -> None:
             found.devices = devices()
         found.facts["remarks"] += [" ".join(str(warning.message).split()) for warning in warned]
         if driver and found.devices[0].type == "cpu":
-            why = "torch was built without CUDA" if cuda is None else "torch finds no GPU that it can use"
-            found.remark(f"There is an NVIDIA driver, but {why}.")
+            reason = "torch was built without CUDA" if cuda is None else "torch finds no GPU that it can use"
+            found.remark(f"There is an NVIDIA driver, but {reason}.")
     found.facts["versions"] = versions
     if found.recipe is None:  # a recipe fills the screen
         found.tables.append(Table("Versions", (), [(name, str(version)) for name, version in versions.items()]))
@@ -283,9 +283,12 @@ def _memory(found: Findings) -> list[list[str]]:
 
 
 def _disks(found: Findings) -> list[list[str]]:
-    here, runs = machine.disk(Path()), machine.disk(Path(_RUNS))
-    is_one = here.folder.stat().st_dev == runs.folder.stat().st_dev and here.problem == runs.problem
-    disks = {"disk": here} if is_one else {"disk": here, "checkpoints": runs}
+    working_disk, runs_disk = machine.disk(Path()), machine.disk(Path(_RUNS))
+    is_one = (
+        working_disk.folder.stat().st_dev == runs_disk.folder.stat().st_dev
+        and working_disk.problem == runs_disk.problem
+    )
+    disks = {"disk": working_disk} if is_one else {"disk": working_disk, "checkpoints": runs_disk}
     found.facts["disks"] = [{**vars(disk), "folder": str(disk.folder), "for": name} for name, disk in disks.items()]
     rows = []
     for name, disk in disks.items():

@@ -54,8 +54,8 @@ def ability(precision: str, device: torch.device) -> Ability:
         return Ability(precision, "native", "Tensor Cores, for Linear layers; faster for large ones if compiled")
     if plugin.dtype is torch.bfloat16:
         return Ability(precision, *_bfloat16(device))
-    how, why = _float16(device)
-    return Ability(precision, how, why if plugin.scales_loss else f"{why}; small gradients underflow")
+    support, reason = _float16(device)
+    return Ability(precision, support, reason if plugin.scales_loss else f"{reason}; small gradients underflow")
 
 
 def instructions() -> list[str]:

@@ -74,7 +74,7 @@ def measure(
             optimizers = _optimizers(module)
             batch = tree_map_only(Tensor, fakes.from_tensor, precision.convert_batch(batch))
             _train(module, optimizers, batch, precision, living)
-            return Memory(living.peak, living.now)
+            return Memory(living.peak, living.current)
 
 
 @contextmanager
@@ -132,7 +132,7 @@ def _train(module: Any, optimizers: Sequence[Optimizer], batch: Any, precision: 
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     for optimizer in optimizers:
         optimizer.step()  # creates the optimizer states
-    living.peak = living.now
+    living.peak = living.current
     forward = module.forward
 
     def step() -> Any:
@@ -198,13 +198,13 @@ class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Count the bytes of all living tensors that were created inside the mode.
 
     Attributes:
-        now: bytes of living tensors.
-        peak: largest value of ``now`` since ``peak`` was set.
+        current: bytes of living tensors.
+        peak: largest value of ``current`` since ``peak`` was set.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
+        self.current = self.peak = 0
         self._sizes: dict[int, int] = {}
 
     def __enter__(self) -> Living:
@@ -241,10 +241,10 @@ class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, storage: Any, size: int, key: int | None = None) -> None:
         key = storage._cdata if key is None else key
-        self.now += size - self._sizes.pop(key, 0)
+        self.current += size - self._sizes.pop(key, 0)
         if storage is not None:
             self._sizes[key] = size
-        self.peak = max(self.peak, self.now)
+        self.peak = max(self.peak, self.current)
 
 
 class _AsOnGPU(TorchFunctionMode):

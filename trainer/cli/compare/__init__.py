@@ -265,8 +265,8 @@ def _length(run: RunRecord) -> str:
 def _first_difference(run: RunRecord, first: RunRecord) -> int | None:
     """Return the first epoch, counted from 1, in which the first batches differ, or None."""
     pairs = zip(run.throughput.get("batches", []), first.throughput.get("batches", []), strict=False)
-    for epoch, (ours, theirs) in enumerate(pairs, start=1):
-        if any(a != b for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None):
+    for epoch, (batches, first_batches) in enumerate(pairs, start=1):
+        if any(a != b for a, b in zip(batches, first_batches, strict=True) if a is not None and b is not None):
             return epoch
     return None
 

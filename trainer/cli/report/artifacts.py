@@ -166,8 +166,8 @@ def figures_of(run: RunRecord) -> tuple[list[Matrix], list[Picture], list[str]]:
             content = inside.read_bytes() if size <= _LARGEST else b""
             found = _matrix(file.stem, json.loads(content)) if kind == ".json" else _picture(file, content)
         except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
-            why = f"larger than {_LARGEST >> 20} MiB" if size > _LARGEST else f"{type(error).__name__}: {error}"
-            notes.append(f"{file.name} cannot be shown: {redaction.text(why)}.")
+            reason = f"larger than {_LARGEST >> 20} MiB" if size > _LARGEST else f"{type(error).__name__}: {error}"
+            notes.append(f"{file.name} cannot be shown: {redaction.text(reason)}.")
             continue
         if isinstance(found, Matrix):
             matrices.append(found)

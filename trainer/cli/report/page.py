@@ -78,7 +78,7 @@ def render(template: str, out: Path, **context: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": format_number, "when": _when}
+    environment.filters |= {"number": format_number, "when": _format_time}
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     script = (_TEMPLATE / "page.js").read_text(encoding="utf-8").strip()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -145,7 +145,7 @@ def _metric_tiles(run: RunRecord, goal: tuple[str, str] | None) -> list[Tile]:
 
 
 def _facts(run: RunRecord) -> list[tuple[str, str]]:
-    started = _when(run.started) if run.started else None
+    started = _format_time(run.started) if run.started else None
     facts = [("Precision", run.precision), ("Devices", run.devices), ("Seed", run.seed), ("Started", started)]
     return [(label, value) for label, value in facts if value and value != "None"]
 
@@ -237,7 +237,7 @@ def _link(file: Path, out: Path) -> str:
     return "./" + quote(Path(relative).as_posix())
 
 
-def _when(moment: float) -> str:
+def _format_time(moment: float) -> str:
     return datetime.fromtimestamp(moment).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z").strip()
 
 

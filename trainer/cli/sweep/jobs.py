@@ -91,7 +91,9 @@ class Job:
         """
         hydra = HydraConfig.get()
         overrides = with_values(_unresolved(hydra.overrides.task), config)
-        ours = [word for word in _unresolved(hydra.overrides.hydra) if not word.lstrip("+~").startswith(_SWEEP_ONLY)]
+        hydra_overrides = [
+            word for word in _unresolved(hydra.overrides.hydra) if not word.lstrip("+~").startswith(_SWEEP_ONLY)
+        ]
         resumes = OmegaConf.select(config, "trainer.resume") == "auto"
         again = not resumes and int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0  # Slurm requeued the job
         folder = Path(hydra.runtime.output_dir)
@@ -105,7 +107,7 @@ class Job:
             number=int(hydra.job.num),
             folder=folder,
             overrides=overrides,
-            words=[*overrides, *(["resume=auto"] if again else []), *ours, *placement],
+            words=[*overrides, *(["resume=auto"] if again else []), *hydra_overrides, *placement],
             flags=[word for flag in config_flags(hydra).items() for word in flag],
             cwd=hydra.runtime.cwd,
             digest=hashlib.sha256(OmegaConf.to_yaml(config).encode()).hexdigest(),

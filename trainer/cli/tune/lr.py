@@ -59,7 +59,7 @@ def report(message: Message, config: DictConfig, settings: Settings, folder: Pat
         "precision": message["precision"],
         "seed": config.seed,
         "suggestion": found.lr,
-        "reason": found.why,
+        "reason": found.reason,
         "lowest_loss_at": found.lowest,
         "curve": {"lr": [rate for rate, _ in points], "loss": [loss for _, loss in points]},
         **{name: message[name] for name in ("ended_by", "skipped", "first_loss")},
@@ -77,10 +77,10 @@ def report(message: Message, config: DictConfig, settings: Settings, folder: Pat
             " that the module uses, such as tune.lr_key=model.lr."
         )
     if found.lr is None:
-        print(f"No suggestion: {found.why}.")
+        print(f"No suggestion: {found.reason}.")
     else:
-        now = f" (currently {current:.2g})" if current is not None else ""
-        print(f"Suggestion, {found.why}: {settings.lr_key}={found.lr:.2g}{now}")
+        current_text = f" (currently {current:.2g})" if current is not None else ""
+        print(f"Suggestion, {found.reason}: {settings.lr_key}={found.lr:.2g}{current_text}")
     tune.print_unless_quiet(f"The losses at all rates are in {from_here(folder / tune.RESULT)}")
     return 0 if found.lr is not None else 1
 
@@ -90,12 +90,12 @@ class Suggestion(NamedTuple):
 
     Args:
         lr: the learning rate, or None.
-        why: the rule, or the reason why there is no suggestion.
+        reason: the rule, or the reason why there is no suggestion.
         lowest: the rate with the lowest smoothed loss; None with too few points.
     """
 
     lr: float | None
-    why: str
+    reason: str
     lowest: float | None
 
 
@@ -113,19 +113,19 @@ def suggest(points: Sequence[tuple[float, float]]) -> Suggestion:
     reach = max(2, len(points) // 16)
     smoothed = [statistics.fmean(losses[max(0, i - reach) : i + reach + 1]) for i in range(len(losses))]
     if len(points) < 4 * reach:
-        why = f"the curve has only {len(points)} points: use more tune.steps, or a smaller tune.min_lr"
-        return Suggestion(None, why, None)
+        reason = f"the curve has only {len(points)} points: use more tune.steps, or a smaller tune.min_lr"
+        return Suggestion(None, reason, None)
     inner = range(reach, len(points) - reach)  # points with means over the same number of points
     lowest = min(inner, key=smoothed.__getitem__)
     # The spread of the loss from one point to the next, as a standard deviation, before the loss diverges.
     calm = losses[: max(lowest + 1, len(losses) // 2)]
     spread = statistics.median(abs(b - a) for a, b in pairwise(calm)) / (math.sqrt(2) * _MEDIAN_OF_NORMAL)
     if smoothed[reach] - smoothed[lowest] <= _CLEAR * spread / math.sqrt(2 * reach + 1):
-        why = (
+        reason = (
             "the loss does not decrease clearly: use another tune.min_lr and tune.max_lr, larger batches, or more"
             " tune.steps"
         )
-        return Suggestion(None, why, points[lowest][0])
+        return Suggestion(None, reason, points[lowest][0])
 
     def slope(i: int) -> float:
         near = slice(i - reach, i + reach + 1)
