@@ -56,8 +56,8 @@ def accumulation_schedule(trainer: Trainer) -> dict[int, int]:
 
     It is that of a callback, or the current ``accumulate_grad_batches`` if no callback sets it.
     """
-    if (ours := find_callback(trainer.callbacks, GradientAccumulation)) is not None:
-        return dict(ours.schedule)
+    if (callback := find_callback(trainer.callbacks, GradientAccumulation)) is not None:
+        return dict(callback.schedule)
     if (stock := find_callback(trainer.callbacks, GradientAccumulationScheduler)) is not None:
         return dict(stock.scheduling)
     return {0: trainer.accumulate_grad_batches}

@@ -33,13 +33,13 @@ class LaunchedProcesses(NamedTuple):
     """The processes that a launcher has started, read from its environment variables.
 
     Attributes:
-        what: the launcher and its variables, as text.
+        description: the launcher and its variables, as text.
         processes: the number of processes of the run.
         per_node: the number of processes per node. None if it is unknown or differs between nodes.
         nodes: the number of nodes. None if it is unknown.
     """
 
-    what: str
+    description: str
     processes: int
     per_node: int | None
     nodes: int | None
@@ -62,7 +62,7 @@ def check_counts(environment: Any, strategy: Any) -> None:
     if started.per_node and started.nodes:
         expected = f"devices={started.per_node} and num_nodes={started.nodes}"
     raise ClusterError(
-        f"Got devices={devices} and num_nodes={nodes}, which is {_number(devices * nodes)}, but {started.what}."
+        f"Got devices={devices} and num_nodes={nodes}, which is {_number(devices * nodes)}, but {started.description}."
         f" Expected {expected}, or another number of processes from the launcher."
     )
 
@@ -110,9 +110,9 @@ def check_single_process(environment: Any) -> None:
         started = LaunchedProcesses(f"Ray Train has started {_number(workers)}", workers, None, None)
     if started is not None and started.processes > 1:
         raise ClusterError(
-            f"Got a single device and strategy 'auto', but {started.what}: each of them would run the whole training,"
-            " and write to the same folders. Expected strategy='ddp' (or another strategy for several processes) with"
-            f" devices={started.per_node or '...'} and num_nodes={started.nodes or '...'}. {_ADVICE}"
+            f"Got a single device and strategy 'auto', but {started.description}: each of them would run the whole"
+            " training, and write to the same folders. Expected strategy='ddp' (or another strategy for several"
+            f" processes) with devices={started.per_node or '...'} and num_nodes={started.nodes or '...'}. {_ADVICE}"
         )
 
 
@@ -146,11 +146,11 @@ def check_addresses(environment: Any, num_nodes: int, processes: int) -> None:
         # on a single machine, the address has a default
         names = ["MASTER_PORT"] if num_nodes == 1 else ["MASTER_ADDR", "MASTER_PORT"]
         missing = [name for name in names if name not in os.environ]
-        why = f"LOCAL_RANK={given['LOCAL_RANK']} indicates that this process is one of several"
+        reason = f"LOCAL_RANK={given['LOCAL_RANK']} indicates that this process is one of several"
     elif num_nodes > 1:
         names = ["MASTER_ADDR", "MASTER_PORT", "NODE_RANK"]
         missing = [name for name in names if name not in os.environ]
-        why = f"num_nodes is {num_nodes}, and each node starts its processes by itself"
+        reason = f"num_nodes is {num_nodes}, and each node starts its processes by itself"
     elif given.get("WORLD_SIZE", str(processes)) != str(processes) and "RANK" in given:
         raise ClusterError(
             f"Got {_number(processes)} by devices and num_nodes, but RANK={given['RANK']} and"
@@ -161,10 +161,10 @@ def check_addresses(environment: Any, num_nodes: int, processes: int) -> None:
         return
     if missing:
         raise ClusterError(
-            f"{why}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, so the processes cannot"
-            " connect. Start them with torchrun or srun, which set them; or set on each node MASTER_ADDR (the first"
-            " node's name), MASTER_PORT (a free port there) and NODE_RANK (0, 1, ...); or, if LOCAL_RANK is left over"
-            " from another run, unset it."
+            f"{reason}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, so the processes"
+            " cannot connect. Start them with torchrun or srun, which set them; or set on each node MASTER_ADDR (the"
+            " first node's name), MASTER_PORT (a free port there) and NODE_RANK (0, 1, ...); or, if LOCAL_RANK is left"
+            " over from another run, unset it."
         )
 
 
@@ -207,13 +207,13 @@ def join_process_group(strategy: Any) -> None:
     )
 
 
-def check_shared(engine: Any, look: Callable[[], Any], what: str) -> None:
+def check_shared(engine: Any, look: Callable[[], Any], subject: str) -> None:
     """Check that ``look`` returns the same on all processes. A network file system may need a few seconds.
 
     Args:
         engine: the engine of the run; all of its processes call this.
         look: reads the shared thing. Its result on rank 0 is expected on the others.
-        what: the beginning of the error message: the thing, and the reason that all nodes need it.
+        subject: the beginning of the error message: the thing, and the reason that all nodes need it.
 
     Raises:
         ClusterError: on all processes, if one of them does not find it.
@@ -228,7 +228,7 @@ def check_shared(engine: Any, look: Callable[[], Any], what: str) -> None:
     error = None
     if places:
         error = (
-            f"{what}, but its files on rank 0 (on {places[0][0]}) do not exist on {', '.join(lacking)}. Expected a"
+            f"{subject}, but its files on rank 0 (on {places[0][0]}) do not exist on {', '.join(lacking)}. Expected a"
             " folder of a file system that all nodes share: choose another with Trainer(default_root_dir=...) or"
             " ModelCheckpoint(dirpath=...); on the command line, use hydra.run.dir=FOLDER."
         )
@@ -241,12 +241,12 @@ def explained(error: torch.distributed.DistNetworkError) -> BaseException:
     port = os.environ.get("MASTER_PORT")
     if errno.errorcode[errno.EADDRINUSE] not in str(error) or port is None:
         return error
-    how = "left out, a free one is chosen"
+    hint = "left out, a free one is chosen"
     if "SLURM_JOB_ID" in os.environ:
-        how = "without one, it is 15000 and the last four digits of the job's number, the same for all steps of a job"
+        hint = "without one, it is 15000 and the last four digits of the job's number, the same for all steps of a job"
     return ClusterError(
         f"The port {port} of this machine, at which the processes of this run were to find each other, is in use,"
-        f" perhaps by another run. Expected a free one: set another MASTER_PORT on all of them ({how})."
+        f" perhaps by another run. Expected a free one: set another MASTER_PORT on all of them ({hint})."
     )
 
 
@@ -265,8 +265,8 @@ def _started(environment: Any) -> LaunchedProcesses | None:
     if processes is None or is_shell:
         return None
     variables = ", ".join(f"{name}={os.environ[name]}" for name in names if _number_in(name))
-    what = f"{launcher} has started {_number(processes)}: {variables}"
-    return LaunchedProcesses(what, processes, per_node, nodes)
+    description = f"{launcher} has started {_number(processes)}: {variables}"
+    return LaunchedProcesses(description, processes, per_node, nodes)
 
 
 def _workers_of_ray() -> int:

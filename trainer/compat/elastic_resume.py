@@ -54,30 +54,30 @@ def order_to_save(trainer: Trainer, _: dict[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def is_elastic(trainer: Trainer, ours: dict[str, Any]) -> bool:
+def is_elastic(trainer: Trainer, trainer_state: dict[str, Any]) -> bool:
     """Return whether a checkpoint is from another number of processes, or from a run that resumed such a checkpoint.
 
     Args:
         trainer: the Trainer that resumes from it.
-        ours: our entries under ``loops``.
+        trainer_state: our entries under ``loops``.
     """
-    elastic = bool(ours.get(_KEY, {}).get("carried"))
-    return elastic or written_by(ours) not in (0, trainer.engine.world_size)
+    elastic = bool(trainer_state.get(_KEY, {}).get("carried"))
+    return elastic or written_by(trainer_state) not in (0, trainer.engine.world_size)
 
 
-def written_by(ours: dict[str, Any]) -> int:
+def written_by(trainer_state: dict[str, Any]) -> int:
     """Return the number of processes that have written a checkpoint; 0 if it is unknown."""
-    return len(ours.get("processes", ())) or int(ours.get(_KEY, {}).get("world_size", 0))
+    return len(trainer_state.get("processes", ())) or int(trainer_state.get(_KEY, {}).get("world_size", 0))
 
 
-def prepare(trainer: Trainer, ours: dict[str, Any]) -> bool:
+def prepare(trainer: Trainer, trainer_state: dict[str, Any]) -> bool:
     """Create dataloaders that give each update the samples that it would have got, and set the accumulation for them.
 
     Called before ``configure_optimizers``, because a module may read the number of updates there.
 
     Args:
         trainer: the Trainer that resumes a run on other processes.
-        ours: our entries in the checkpoint.
+        trainer_state: our entries in the checkpoint.
 
     Returns:
         True.
@@ -85,7 +85,7 @@ def prepare(trainer: Trainer, ours: dict[str, Any]) -> bool:
     Raises:
         ResumeError: if the updates cannot get the same samples.
     """
-    saved = ours.get(_KEY, {"problem": "a version wrote it that did not note their order"})
+    saved = trainer_state.get(_KEY, {"problem": "a version wrote it that did not note their order"})
     if "problem" in saved:
         raise ResumeError(saved["problem"])
     given, order = _given_settings(trainer), SampleOrder.from_state(saved["samples"])
@@ -105,12 +105,12 @@ def prepare(trainer: Trainer, ours: dict[str, Any]) -> bool:
     return True
 
 
-def resume(trainer: Trainer, ours: dict[str, Any], states: list[Any]) -> dict[str, Any]:
+def resume(trainer: Trainer, trainer_state: dict[str, Any], states: list[Any]) -> dict[str, Any]:
     """Translate the counters and schedules of a run on other processes to this run, after :func:`prepare`.
 
     Args:
         trainer: the Trainer, with the counters of the checkpoint.
-        ours: our entries in the checkpoint.
+        trainer_state: our entries in the checkpoint.
         states: the states of its processes. None for others than this one if the number of processes is the same,
             because they need not be read.
 
@@ -123,7 +123,7 @@ def resume(trainer: Trainer, ours: dict[str, Any], states: list[Any]) -> dict[st
     elastic, loaders = trainer.data.elastic_state, trainer.data.loaders(RunningStage.TRAINING)
     assert elastic is not None
     assert loaders is not None
-    saved, schedules = ours[_KEY], trainer.engine.schedules
+    saved, schedules = trainer_state[_KEY], trainer.engine.schedules
     change = _BatchConversion(saved, elastic.order, loaders)
     frequencies = [
         _frequency(config, number, change) for config, number in zip(schedules, saved["frequencies"], strict=False)
@@ -177,7 +177,7 @@ class _BatchConversion:
         """Return the number of batches in an update of ``epoch``."""
         return self.order.update_size(epoch) // self.samples
 
-    def convert(self, count: int, what: str, advice: str) -> int:
+    def convert(self, count: int, subject: str, advice: str) -> int:
         """Convert a number of batches of the saved run to this run.
 
         Raises:
@@ -185,7 +185,7 @@ class _BatchConversion:
         """
         if count * self.saved_samples % self.samples:
             raise ResumeError(
-                f"{what} were {count} batches of {self.saved_samples} samples over all processes, which is not a"
+                f"{subject} were {count} batches of {self.saved_samples} samples over all processes, which is not a"
                 f" multiple of {self.samples} samples: {advice}"
             )
         return count * self.saved_samples // self.samples
@@ -325,8 +325,8 @@ def _validation(trainer: Trainer, change: _BatchConversion) -> tuple[int, bool] 
         )
     if every >= change.saved_batches and trainer.check_val_every_n_epoch is not None:
         return change.batches, True
-    what, advice = "between two validations", "set another val_check_interval"
-    return change.convert(every, what, advice), at_end and trainer.check_val_every_n_epoch is not None
+    subject, advice = "between two validations", "set another val_check_interval"
+    return change.convert(every, subject, advice), at_end and trainer.check_val_every_n_epoch is not None
 
 
 def _position(state: dict[str, Any], progress: FitProgress, change: _BatchConversion) -> int:

@@ -108,8 +108,8 @@ class LightningEngine:
             _refuse_lightning_precision(plugin, "plugins", precision)
         strategy = options.get("strategy")
         if isinstance(strategy, Strategy):
-            where = f"{type(strategy).__name__}(precision_plugin)"
-            _refuse_lightning_precision(strategy._precision_plugin, where, precision)
+            source = f"{type(strategy).__name__}(precision_plugin)"
+            _refuse_lightning_precision(strategy._precision_plugin, source, precision)
         cluster.check_ray(plugins or ())
         self._trainer = trainer
         self.may_change_world_size = options.get("num_nodes") == "auto"
@@ -269,8 +269,8 @@ class LightningEngine:
             PrecisionError: if a method of the strategy's precision plugin is overridden.
             UnsupportedError: if a method of the strategy is overridden that this engine cannot call.
         """
-        where = f"{type(self.strategy).__name__}.precision_plugin"
-        _refuse_lightning_precision(self.strategy.precision_plugin, where, self.precision)
+        source = f"{type(self.strategy).__name__}.precision_plugin"
+        _refuse_lightning_precision(self.strategy.precision_plugin, source, self.precision)
         self._refuse_overrides()
         # another Trainer may have been created with the same strategy since
         self.strategy.precision_plugin = self.adapter
@@ -362,11 +362,11 @@ class LightningEngine:
 
         Otherwise, gradients of new parameters would not be averaged.
         """
-        if isinstance(self.model, DistributedDataParallel) and self._trained != (now := self._trained_now()):
+        if isinstance(self.model, DistributedDataParallel) and self._trained != (trained := self._trained_now()):
             assert self._ddp is not None
             self._ddp.model = self._ddp.lightning_module
             self._ddp.configure_ddp()
-            self._trained = now
+            self._trained = trained
 
     def _trained_now(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self.model.parameters()]
@@ -381,7 +381,7 @@ class LightningEngine:
         method = getattr(module, name)
         step: Callable[..., Any] = method
         if (own := self.override_of(name)) is not None:
-            step = partial(_then, own, self.strategy.post_training_step) if name == "training_step" else own
+            step = partial(_call_after_step, own, self.strategy.post_training_step) if name == "training_step" else own
         elif self.goes_through_wrapper:
             step = partial(self._through_wrapper, name)
         if not is_param_in_hook_signature(method, "batch_idx", min_args=2):
@@ -478,8 +478,10 @@ class LightningEngine:
 
     def begin_sum(self, *values: Weight) -> Callable[[], list[Weight]]:
         """Start an all-reduce, without the barrier of the strategy's ``reduce``, which would block the host."""
-        here = [value if isinstance(value, Tensor) else torch.full((), value, device=self.device) for value in values]
-        totals = torch.stack([value.to(self.device, torch.float32) for value in here])
+        tensors = [
+            value if isinstance(value, Tensor) else torch.full((), value, device=self.device) for value in values
+        ]
+        totals = torch.stack([value.to(self.device, torch.float32) for value in tensors])
         work = torch.distributed.all_reduce(totals, async_op=True)
 
         def sums() -> list[Weight]:
@@ -738,7 +740,7 @@ def _none() -> None:
     """Stands for a weak reference to a deleted object."""
 
 
-def _then(step: Callable[..., Any], after: Callable[[], None], *args: Any) -> Any:
+def _call_after_step(step: Callable[..., Any], after: Callable[[], None], *args: Any) -> Any:
     output = step(*args)
     after()
     return output
@@ -748,17 +750,17 @@ def _without_batch_idx(step: Callable[..., Any], batch: Any, batch_idx: int, *mo
     return step(batch, *more)
 
 
-def _refuse_lightning_precision(plugin: Any, where: str, ours: Precision) -> None:
-    is_default = type(plugin) is LightningPrecision and ours.name == plugin.precision  # a no-op, like our adapter
+def _refuse_lightning_precision(plugin: Any, source: str, precision: Precision) -> None:
+    is_default = type(plugin) is LightningPrecision and precision.name == plugin.precision  # a no-op, like our adapter
     if (is_default or isinstance(plugin, PrecisionAdapter)) and (names := overridden(plugin, LightningPrecision)):
         raise PrecisionError(
-            f"Got {where} with its own `{names[0]}`, which is not called: the loops do the work of Lightning's"
+            f"Got {source} with its own `{names[0]}`, which is not called: the loops do the work of Lightning's"
             " precision plugins. Pass Trainer(precision=...) a subclass of trainer.precision.Precision, or override"
             " a method of the strategy or the LightningModule, such as `backward` or `optimizer_step`."
         )
     if isinstance(plugin, LightningPrecision) and not is_default and not isinstance(plugin, PrecisionAdapter):
         raise PrecisionError(
-            f"Got {type(plugin).__name__} through {where}, expected no precision plugin there: Lightning's have their"
+            f"Got {type(plugin).__name__} through {source}, expected no precision plugin there: Lightning's have their"
             " own autocast and scaler. Use Trainer(precision='16-mixed') or a plugin from trainer.precision, such as"
             " Trainer(precision=MixedPrecision('float16', init_scale=1024.0))."
         )

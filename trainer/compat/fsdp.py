@@ -190,8 +190,8 @@ class FSDP2Strategy(DDPStrategy):
     def _describe(self, sharded: ShardedModule) -> str:
         shards = self.data_mesh.size(-1)
         copies = f", {self.replicas} copies" if self.replicas > 1 else ""
-        when = "with each batch" if self.settings.sync_each_batch else "once an update"
-        return f"over {shards} processes{copies}, {sharded.blocks} blocks; gradients are reduced {when}"
+        frequency = "with each batch" if self.settings.sync_each_batch else "once an update"
+        return f"over {shards} processes{copies}, {sharded.blocks} blocks; gradients are reduced {frequency}"
 
     def _settings_for(self, module: nn.Module) -> Sharding:
         """Return the settings; gradients of 16-bit parameters are reduced in float32 unless the policy sets a dtype."""

@@ -58,8 +58,8 @@ def continue_schedules(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         before = [group.get("lr") for group in groups]
         _scale(schedule, groups)
         changed = _advance(schedule, _position(saved))
-        for group, now in zip(groups, schedule.optimizer.param_groups, strict=False):
-            group.update({name: now[name] for name in changed if name in now})
+        for group, current in zip(groups, schedule.optimizer.param_groups, strict=False):
+            group.update({name: current[name] for name in changed if name in current})
         saved_states[number] = schedule.state_dict()
         if before and trainer.is_global_zero:
             log.info(
@@ -95,15 +95,15 @@ def refuse_exceeded(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
             )
 
 
-def _differs(now: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+def _differs(current: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
     """Return whether the horizon of a schedule, or of one that it holds, differs between two of its states."""
-    for name in now.keys() & saved.keys():
-        mine, other = now[name], saved[name]
+    for name in current.keys() & saved.keys():
+        value, saved_value = current[name], saved[name]
         if _HORIZON.fullmatch(name):
-            if mine != other:
+            if value != saved_value:
                 return True
-        elif isinstance(mine, list) and isinstance(other, list):
-            parts = zip(mine, other, strict=False)
+        elif isinstance(value, list) and isinstance(saved_value, list):
+            parts = zip(value, saved_value, strict=False)
             if any(isinstance(a, Mapping) and isinstance(b, Mapping) and _differs(a, b) for a, b in parts):
                 return True
     return False
@@ -143,7 +143,7 @@ def _scale(schedule: LRScheduler, saved_groups: list[dict[str, Any]]) -> None:
 def _advance(schedule: LRScheduler, position: int) -> set[str]:
     """Step a new schedule up to a position. Return the settings of parameter groups that it sets."""
     groups = schedule.optimizer.param_groups
-    before = [dict(group) for group in groups]
+    former_groups = [dict(group) for group in groups]
     limit = getattr(schedule, "total_steps", position)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the optimizer has not stepped yet
@@ -151,8 +151,8 @@ def _advance(schedule: LRScheduler, position: int) -> set[str]:
             schedule.step()
     changed = {
         name
-        for group, then in zip(groups, before, strict=True)
+        for group, former in zip(groups, former_groups, strict=True)
         for name, value in group.items()
-        if name != "params" and not isinstance(value, Tensor) and value != then.get(name)
+        if name != "params" and not isinstance(value, Tensor) and value != former.get(name)
     }
     return changed | set(_RATES)

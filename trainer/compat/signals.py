@@ -188,14 +188,16 @@ class Signals:
         if not self._trainer.is_global_zero:
             return
         saves = model_checkpoints.first_folder(self._trainer) is not None
-        then = "and its state is saved" if saves else "and the fit ends"
+        consequence = "and its state is saved" if saves else "and the fit ends"
         if number == self._requeue_signal:
-            then = "and the job is requeued"
+            consequence = "and the job is requeued"
         again = " Press Ctrl-C again to stop at once." if number == signal.SIGINT else ""
-        what = (
-            f"the step is finished, {then}" if self._trainer.state.fn is TrainerFn.FITTING else "the batch is finished"
+        action = (
+            f"the step is finished, {consequence}"
+            if self._trainer.state.fn is TrainerFn.FITTING
+            else "the batch is finished"
         )
-        os.write(2, f"\nReceived {signal.Signals(number).name}: {what}.{again}\n".encode())
+        os.write(2, f"\nReceived {signal.Signals(number).name}: {action}.{again}\n".encode())
 
     def _update_signal_checks(self) -> None:
         """Make the loops check for signals between batches if one has arrived, or may have on another process."""

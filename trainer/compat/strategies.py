@@ -70,12 +70,13 @@ def _replacement(strategy: Any) -> Any:
     return strategy
 
 
-def _refuse_overrides(strategy: Any, kind: type, ours: str) -> None:
+def _refuse_overrides(strategy: Any, kind: type, replacement: str) -> None:
     """Refuse methods that would be lost, because only the settings of the strategy are used."""
     if names := overridden(strategy, kind):
         raise UnsupportedError(
             f"Got {type(strategy).__name__} with its own `{names[0]}`, which is never called, because only the settings"
-            f" of a {kind.__name__} are used. Derive from {ours} instead, or override a method of the LightningModule."
+            f" of a {kind.__name__} are used. Derive from {replacement} instead, or override a method of the"
+            " LightningModule."
         )
 
 

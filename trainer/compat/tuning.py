@@ -152,14 +152,14 @@ def _preserve_outer_run(trainer: Trainer) -> Iterator[None]:
     engine, state, module = trainer.engine, trainer.state, trainer.lightning_module
     loops: list[FitLoop | EvalLoop] = [trainer.loop, *trainer.eval_loops.values()]
     owners = [*loops, trainer.loop.limits, state]
-    kept = [(owner, dict(vars(owner))) for owner in owners]
+    saved = [(owner, dict(vars(owner))) for owner in owners]
     preparation, calls, scope = trainer._runner.preparation, engine.module_calls, module._current_fx_name
     for loop in loops:
         loop.metrics = MetricStore(training=loop is trainer.loop)
     try:
         yield
     finally:
-        for owner, attributes in kept:
+        for owner, attributes in saved:
             vars(owner).update(attributes)
         trainer._runner.preparation, engine.module_calls = preparation, calls
         module._current_fx_name = scope
