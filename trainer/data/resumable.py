@@ -141,8 +141,8 @@ class ResumableLoader:
             return reasons
         if state["kind"] != self.kind:
             self._resumed = self._skip(state["batches"])
-            now = type(self.loader).__name__
-            return [f"the dataloader is of another kind than the one that was saved: it is now a {now}"]
+            kind = type(self.loader).__name__
+            return [f"the dataloader is of another kind than the one that was saved: it is now a {kind}"]
         reasons = _changes(state["set_up"], self.loader)
         self._resumed = self._resume(state, reasons)
         if state["prefetch_factor"] == self._prefetch_factor:  # otherwise the sampler is not as far ahead
@@ -240,8 +240,8 @@ def _uses_default_iteration(loader: Any) -> bool:
     )
 
 
-def _has_state(thing: Any) -> bool:
-    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
+def _has_state(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 class ReplayedLoader(ResumableLoader):
@@ -314,19 +314,19 @@ class ReplayedLoader(ResumableLoader):
             self._resume(state, reasons)
         reasons += unknown
 
-    def _unknown_worker_states(self, state: State, which: str) -> list[str]:
+    def _unknown_worker_states(self, state: State, key: str) -> list[str]:
         """Return why the states of persistent workers cannot be restored; empty if they can be.
 
         Args:
             state: of the loader.
-            which: the states of the workers that are needed: "workers", those of now, or "at_start".
+            key: the states of the workers that are needed: "workers", those of now, or "at_start".
         """
         if not self._persists or _is_deterministic(self.loader):
             return []
-        if not self._can_have_worker_states or state.get(which) is None:
-            is_first = which == "at_start" and state.get("is_first")
+        if not self._can_have_worker_states or state.get(key) is None:
+            is_first = key == "at_start" and state.get("is_first")
             return [] if is_first else ["the position of its persistent_workers is unknown"]
-        own = (worker.get("own", [[]])[-1] for worker in state[which].values())
+        own = (worker.get("own", [[]])[-1] for worker in state[key].values())
         lost = sorted({name for states in own for name in Attributes.lost(states)})
         if not lost or not isinstance(self.loader.dataset, IterableDataset):
             return []
@@ -460,8 +460,8 @@ class MapStyleLoader(ResumableLoader):
     def __init__(self, loader: DataLoader[Any]) -> None:
         super().__init__(loader, generators_of(loader))
         sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        kept = (loader.prefetch_factor or 0) * loader.num_workers + 2
-        self._sampler = _RecordedSampler(sampler, kept, self.generators)
+        max_recent = (loader.prefetch_factor or 0) * loader.num_workers + 2
+        self._sampler = _RecordedSampler(sampler, max_recent, self.generators)
         self._has_worker_states = True
         self._running: weakref.ref[_WorkerIterator] | None = None
         # of a resumed pass with in_order=False: the numbers of the sampled batches that had not arrived, and the number
@@ -578,10 +578,10 @@ class MapStyleLoader(ResumableLoader):
         late, batches = state.get("late", []), state["batches"]
         if self._advance(iterator, batches, state["drawn"] if late else batches, late, state.get("exhausted", False)):
             reasons.append("the sampler draws from the global random state during the epoch, as others do")
-        for which, number in {"first": 0, "last": batches - 1}.items() if batches else ():
-            saved, current = state[which], self._sampler.proof_of(number)
-            if saved is not None and saved != current and not (which == "last" and state.get("inside")):
-                reasons.append(_order_message(which, saved, current))
+        for ordinal, number in {"first": 0, "last": batches - 1}.items() if batches else ():
+            saved, current = state[ordinal], self._sampler.proof_of(number)
+            if saved is not None and saved != current and not (ordinal == "last" and state.get("inside")):
+                reasons.append(_order_message(ordinal, saved, current))
                 break
         reasons += _order_differences(loader, state.get("former", []))[:1]
         if not loader.in_order and loader.num_workers > 1:
@@ -635,10 +635,10 @@ class _RecordedSampler:
         is_silent: whether to yield nothing.
     """
 
-    def __init__(self, sampler: Any, kept: int, generators: list[Generator]) -> None:
+    def __init__(self, sampler: Any, max_recent: int, generators: list[Generator]) -> None:
         self._sampler = sampler
         self._generators = generators
-        self._recent: deque[Any] = deque(maxlen=kept)
+        self._recent: deque[Any] = deque(maxlen=max_recent)
         self._first: State | None = None
         self._indices: Iterator[Any] = iter(())
         self.drawn = 0
@@ -676,13 +676,13 @@ class _RecordedSampler:
             The batches with numbers in ``except_of``, and whether the sampler drew from the global random state after
             the first batch.
         """
-        kept, before = [], None
+        batches, before = [], None
         for number, indices in enumerate(islice(self.rest(), count)):
             if number == 0:
                 before = random_states.capture()
             if number in except_of:
-                kept.append(indices)
-        return kept, before is not None and before != random_states.capture()
+                batches.append(indices)
+        return batches, before is not None and before != random_states.capture()
 
     def proof_of(self, number: int) -> State | None:
         """Return the fingerprint of batch ``number``; None if it was not drawn, or is no longer kept."""
@@ -707,12 +707,12 @@ class _OwnedIterator:
         owner = self.owner()
         return marked[0] if owner is None else owner.take(marked)
 
-    def _reset(self, loader: DataLoader[Any], first_iter: bool = False, **how: Any) -> None:
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False, **options: Any) -> None:
         owner = self.owner()
         if not first_iter and owner is not None:
             self._drain(owner)
             owner.begin_pass(with_old_workers=True)
-        super()._reset(loader, first_iter, **how)  # type: ignore[misc]
+        super()._reset(loader, first_iter, **options)  # type: ignore[misc]
 
     def _drain(self: Any, owner: ResumableLoader) -> None:
         """Receive the prepared, unused batches of a pass that ends: they have changed the states of workers, too."""
@@ -763,14 +763,14 @@ class _WorkerIterator(_OwnedIterator, _MultiProcessingDataLoaderIter):
 _INSIDE_A_BATCH = "it was written inside a batch, which had been prepared already"
 
 
-def _order_message(which: str, saved: State, current: State | None) -> str:
+def _order_message(ordinal: str, saved: State, current: State | None) -> str:
     def text(proof: State) -> str:
         more = proof["count"] - len(proof["head"])
         return f"{proof['head']}" + (f" and {more} more" if more > 0 else "")
 
     given = "nothing" if current is None else text(current)
     return (
-        f"the {which} trained batch of this epoch had the samples {text(saved)}; the same dataset, sampler and seed"
+        f"the {ordinal} trained batch of this epoch had the samples {text(saved)}; the same dataset, sampler and seed"
         f" would give them again, but here it is {given}"
     )
 
@@ -782,10 +782,10 @@ def _order_differences(loader: DataLoader[Any], former: list[State]) -> list[str
         batch_size, processes = state["set_up"]["batch_size"], state["set_up"]["world_size"]
         if not isinstance(sampler, ElasticSampler) or processes != len(former):
             break  # several processes had the same samples
-        for which, number in ("first", 0), ("last", state["batches"] - 1):
-            saved, current = state[which], _proof(sampler.batch_of(number, rank, processes, batch_size))
+        for ordinal, number in ("first", 0), ("last", state["batches"] - 1):
+            saved, current = state[ordinal], _proof(sampler.batch_of(number, rank, processes, batch_size))
             if saved is not None and saved != current:
-                reasons.append(_order_message(which, saved, current))
+                reasons.append(_order_message(ordinal, saved, current))
     return reasons
 
 

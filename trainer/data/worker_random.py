@@ -192,8 +192,8 @@ class WorkerStates:
 
     def state_dict(self) -> dict[int, State]:
         """Return the states of the generators that were used, by worker."""
-        now = {worker: pickle.loads(self._read(worker, mark)) for worker, mark in self._marks.items()}
-        return {worker: random_states.decoded(state) for worker, state in {**self._starts, **now}.items()}
+        current = {worker: pickle.loads(self._read(worker, mark)) for worker, mark in self._marks.items()}
+        return {worker: random_states.decoded(state) for worker, state in {**self._starts, **current}.items()}
 
     @staticmethod
     def at_start_of_pass(states: dict[int, State]) -> dict[int, State] | None:
