@@ -220,18 +220,18 @@ def _put(holder: Any, name: Any, value: Any, device: torch.device) -> None:
         setattr(holder, name, value)
 
 
-def _as(value: Any, now: Any, device: torch.device) -> Any:
+def _as(value: Any, current: Any, device: torch.device) -> Any:
     """Return a saved value in the container type and on the device of the value that it replaces."""
     if isinstance(value, Tensor):
-        return value.to(now.device if isinstance(now, Tensor) else device, copy=True)
+        return value.to(current.device if isinstance(current, Tensor) else device, copy=True)
     if isinstance(value, dict):
-        made = copy(now) if isinstance(now, MutableMapping) else {}
+        made = copy(current) if isinstance(current, MutableMapping) else {}
         made.clear()
         made.update({key: _as(one, None, device) for key, one in value.items()})
         return made
     if isinstance(value, (list, tuple)):
         items = [_as(one, None, device) for one in value]
-        if isinstance(now, deque):
-            return deque(items, now.maxlen)
-        return type(now)(items) if isinstance(now, (set, frozenset)) else type(value)(items)
+        if isinstance(current, deque):
+            return deque(items, current.maxlen)
+        return type(current)(items) if isinstance(current, (set, frozenset)) else type(value)(items)
     return value

@@ -23,7 +23,7 @@ SavedDtypes = Mapping[Tensor, torch.dtype]
 """Dtype of each parameter when the checkpoint was saved."""
 
 
-def dtype_to_load(value: Tensor, saved: torch.dtype | None, now: torch.dtype) -> torch.dtype:
+def dtype_to_load(value: Tensor, saved: torch.dtype | None, current: torch.dtype) -> torch.dtype:
     """Return the dtype of a state after loading.
 
     The state is cast only if its parameter's dtype has changed and the state had the parameter's dtype.
@@ -31,9 +31,9 @@ def dtype_to_load(value: Tensor, saved: torch.dtype | None, now: torch.dtype) ->
     Args:
         value: the state in the checkpoint.
         saved: the parameter's dtype when the checkpoint was saved, or None if it is not known.
-        now: the parameter's dtype in this run.
+        current: the parameter's dtype in this run.
     """
-    return now if value.dtype == saved and now.is_floating_point else value.dtype
+    return current if value.dtype == saved and current.is_floating_point else value.dtype
 
 
 @contextmanager
@@ -85,35 +85,37 @@ def _restore(optimizer: Optimizer, state: Mapping[str, Any], saved: SavedDtypes)
             optimizer.state[parameter] = load(optimizer.state[parameter], values[number])
 
 
-def _loaded(now: Any, value: Any, key: Any = None, *, dtypes: tuple[torch.dtype | None, torch.dtype]) -> Any:
-    """Return the state to use after loading: ``now`` if its dtype is right. Containers are changed in place.
+def _loaded(current: Any, value: Any, key: Any = None, *, dtypes: tuple[torch.dtype | None, torch.dtype]) -> Any:
+    """Return the state to use after loading: ``current`` if its dtype is right. Containers are changed in place.
 
     Args:
-        now: the state after ``load_state_dict``.
+        current: the state after ``load_state_dict``.
         value: the state in the checkpoint.
         key: the name of the state.
         dtypes: the dtype of its parameter when it was saved, and the current dtype of the parameter.
     """
-    if isinstance(value, Tensor) and isinstance(now, Tensor):
-        if key == "step" and value.is_floating_point() and now.dtype is torch.float32:
-            return now  # a fused step needs float32, regardless of the dtype in the file
+    if isinstance(value, Tensor) and isinstance(current, Tensor):
+        if key == "step" and value.is_floating_point() and current.dtype is torch.float32:
+            return current  # a fused step needs float32, regardless of the dtype in the file
         dtype = dtype_to_load(value, *dtypes)
-        return now if now.dtype is dtype else _like(value, now).to(now.device, dtype)
-    if isinstance(value, dict) and isinstance(now, dict):
-        now.update({name: _loaded(now[name], value[name], name, dtypes=dtypes) for name in now.keys() & value.keys()})
-    elif type(value) is type(now) and isinstance(value, (list, tuple, deque)) and len(value) == len(now):
-        items = [_loaded(*pair, dtypes=dtypes) for pair in zip(now, value, strict=True)]
-        return now if all(a is b for a, b in zip(items, now, strict=True)) else type(now)(items)
-    return value if isinstance(value, (str, set, frozenset)) else now
+        return current if current.dtype is dtype else _like(value, current).to(current.device, dtype)
+    if isinstance(value, dict) and isinstance(current, dict):
+        current.update(
+            {name: _loaded(current[name], value[name], name, dtypes=dtypes) for name in current.keys() & value.keys()}
+        )
+    elif type(value) is type(current) and isinstance(value, (list, tuple, deque)) and len(value) == len(current):
+        items = [_loaded(*pair, dtypes=dtypes) for pair in zip(current, value, strict=True)]
+        return current if all(a is b for a, b in zip(items, current, strict=True)) else type(current)(items)
+    return value if isinstance(value, (str, set, frozenset)) else current
 
 
-def _like(value: Tensor, now: Tensor) -> Tensor:
-    """Return a state of the checkpoint, sharded in the same way as ``now``."""
+def _like(value: Tensor, current: Tensor) -> Tensor:
+    """Return a state of the checkpoint, sharded in the same way as ``current``."""
     from torch.distributed.tensor import DTensor
 
-    if not isinstance(now, DTensor):
+    if not isinstance(current, DTensor):
         return value
     from trainer.engine.sharding.state_dicts import spread
 
-    sharded: Tensor = spread(value, now)
+    sharded: Tensor = spread(value, current)
     return sharded

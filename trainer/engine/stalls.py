@@ -42,7 +42,7 @@ _INTERNAL = ("torch.distributed", "trainer.engine.async_max")
 """Modules in which a process waits for other processes."""
 
 
-class Place(NamedTuple):
+class RankState(NamedTuple):
     """Position of a process.
 
     Attributes:
@@ -115,23 +115,23 @@ class StallWatch:
             False,
         )
         while not self._ends.wait(interval):
-            if (now := self._counters()) != seen:
-                seen, since = now, time.monotonic()
+            if (counters := self._counters()) != seen:
+                seen, since = counters, time.monotonic()
                 if has_reported:
                     has_reported = False
                     with suppress(Exception):
                         self._forget()
             elif not has_reported and (seconds := time.monotonic() - since) >= self._timeout:
                 has_reported = True
-                place = self._place(seconds)
+                state = self._rank_state(seconds)
                 try:
-                    self._report_place(place, interval, seen)
+                    self._report_state(state, interval, seen)
                 except Exception as problem:  # the store is in the memory of a process that may have died
-                    write_stderr(f"{_report([place])}\nThe state of the other processes could not be read: {problem}")
+                    write_stderr(f"{_report([state])}\nThe state of the other processes could not be read: {problem}")
 
     # --- this process -----------------------------------------------------------------------------------------
 
-    def _place(self, seconds: float) -> Place:
+    def _rank_state(self, seconds: float) -> RankState:
         frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[self._watched])][::-1]
         summary = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames)
         stack = [line.rstrip() for line in summary.format()]
@@ -139,11 +139,11 @@ class StallWatch:
         with suppress(Exception):  # the main thread may be changing the objects that it reads
             phase = self._describe(frames)
         host, pid = socket.gethostname(), os.getpid()
-        return Place(self._rank, host, pid, seconds, phase, _blocked_in(frames), begun_collectives(), stack)
+        return RankState(self._rank, host, pid, seconds, phase, _blocked_in(frames), begun_collectives(), stack)
 
     # --- all processes ----------------------------------------------------------------------------------------
 
-    def _report_place(self, place: Place, interval: float, seen: Any) -> None:
+    def _report_state(self, state: RankState, interval: float, seen: Any) -> None:
         """Write this process's position to the store, and report those of all, unless another process does that."""
         if self._store is None:
             store = distributed.distributed_c10d._get_default_store()
@@ -151,7 +151,7 @@ class StallWatch:
                 store = store.clone()
             self._store = store
         store, everyone = self._store, range(self._processes)
-        store.set(f"{self._key}/{self._rank}", json.dumps(place))
+        store.set(f"{self._key}/{self._rank}", json.dumps(state))
         if self._rank and self._ends.wait(2 * interval):  # rank 0 reports if it can
             return
         self._collects = store.add(f"{self._key}/collects", 1) == 1
@@ -163,11 +163,11 @@ class StallWatch:
             if missing and (self._ends.wait(interval) or self._counters() != seen):  # the run makes progress again
                 return
         keys = [f"{self._key}/{rank}" for rank in everyone if rank not in missing]
-        places = [_read(text) for text in store.multi_get(keys)]
-        text = _report(places, sorted(missing))
+        states = [_read(text) for text in store.multi_get(keys)]
+        text = _report(states, sorted(missing))
         with suppress(OSError):
             if (folder := self._folder()) is not None:
-                write_text(file := folder / "stall.txt", f"{text}\n\n{_stacks(places)}\n")
+                write_text(file := folder / "stall.txt", f"{text}\n\n{_stacks(states)}\n")
                 text += f"\nThe stacks of all are in {file}."
         store.set(f"{self._key}/report", text)
         write_stderr(text)
@@ -209,18 +209,18 @@ def begun_collectives() -> dict[str, tuple[int, str]]:
     return found
 
 
-def missing_ranks(places: list[Place]) -> list[int]:
+def missing_ranks(states: list[RankState]) -> list[int]:
     """Return the ranks that others wait for and that do not wait themselves; if all wait, those behind others."""
     ahead: dict[str, int] = {}
-    for place in places:
-        for group, (number, _) in place.begun.items():
+    for state in states:
+        for group, (number, _) in state.begun.items():
             ahead[group] = max(number, ahead.get(group, 0))
     late = {
-        group: {p.rank for p in places if group in p.begun and p.begun[group][0] < most}
+        group: {p.rank for p in states if group in p.begun and p.begun[group][0] < most}
         for group, most in ahead.items()
     }
     lag = set[int]().union(*late.values())
-    waiting = {p.rank for p in places for group in p.begun if late[group] and p.rank not in late[group]}
+    waiting = {p.rank for p in states for group in p.begun if late[group] and p.rank not in late[group]}
     return sorted(lag - waiting or lag)
 
 
@@ -236,34 +236,35 @@ def _blocked_in(frames: list[FrameType]) -> str:
     return found
 
 
-def _report(places: list[Place], silent: Sequence[int] = ()) -> str:
-    late, by_rank = missing_ranks(places), {place.rank: place for place in places}
-    lines = [f"The run has not moved for {min(place.seconds for place in places):.0f} s."]
+def _report(states: list[RankState], silent: Sequence[int] = ()) -> str:
+    late, by_rank = missing_ranks(states), {state.rank: state for state in states}
+    lines = [f"The run has not moved for {min(state.seconds for state in states):.0f} s."]
     for rank in late:
-        one = by_rank[rank]
+        late_state = by_rank[rank]
         lines.append(
-            f"Rank {rank} (process {one.pid} on {one.host}) has not reached the collective of the others. {_is(one)}:"
+            f"Rank {rank} (process {late_state.pid} on {late_state.host}) has not reached the collective of the others."
+            f" {_describe(late_state)}:"
         )
-        lines += ([line for line in one.stack if not _LIBRARIES.search(line)] or one.stack)[-_LINES:]
+        lines += ([line for line in late_state.stack if not _LIBRARIES.search(line)] or late_state.stack)[-_LINES:]
     if silent:
         lines.append(
             f"{_ranks(list(silent))} did not respond: dead, stopped, in code that blocks Python, or busy with other"
             " work, such as a validation, while the others wait."
         )
     others: dict[str, list[int]] = {}
-    for place in places:
-        if place.rank not in late:
-            others.setdefault(_is(place), []).append(place.rank)
-    lines += [f"{_ranks(ranks)}: {what[0].lower()}{what[1:]}." for what, ranks in others.items()]
-    if len(places) > 1 and not late and not silent:
+    for state in states:
+        if state.rank not in late:
+            others.setdefault(_describe(state), []).append(state.rank)
+    lines += [f"{_ranks(ranks)}: {description[0].lower()}{description[1:]}." for description, ranks in others.items()]
+    if len(states) > 1 and not late and not silent:
         lines.append("None of them lacks a collective that another has begun.")
     return "\n".join(lines)
 
 
-def _is(place: Place) -> str:
-    last = max(place.begun.values(), default=(0, ""))[1]
-    waits = f", waiting in {place.blocked_in}" if place.blocked_in else ""
-    return f"It is {place.phase or 'in its own code'}{waits}, since {place.seconds:.0f} s" + (
+def _describe(state: RankState) -> str:
+    last = max(state.begun.values(), default=(0, ""))[1]
+    waits = f", waiting in {state.blocked_in}" if state.blocked_in else ""
+    return f"It is {state.phase or 'in its own code'}{waits}, since {state.seconds:.0f} s" + (
         f"; the last collective that it has begun is {last}" if last else ""
     )
 
@@ -279,14 +280,14 @@ def _ranks(ranks: list[int]) -> str:
     return f"Rank{'s' * (len(ranks) > 1)} {', '.join('-'.join(map(str, part)) for part in parts)}"
 
 
-def _stacks(places: list[Place]) -> str:
+def _stacks(states: list[RankState]) -> str:
     """Return each distinct stack once, with the ranks that have it."""
     found: dict[str, list[int]] = {}
-    for place in places:
-        found.setdefault("\n".join(place.stack), []).append(place.rank)
+    for state in states:
+        found.setdefault("\n".join(state.stack), []).append(state.rank)
     return "\n\n".join(f"{_ranks(ranks)}:\n{stack}" for stack, ranks in found.items())
 
 
-def _read(text: bytes) -> Place:
-    place = Place(*json.loads(text))
-    return place._replace(begun={group: (number, what) for group, (number, what) in place.begun.items()})
+def _read(text: bytes) -> RankState:
+    state = RankState(*json.loads(text))
+    return state._replace(begun={group: (number, operation) for group, (number, operation) in state.begun.items()})

@@ -77,16 +77,16 @@ class ZeroModule:
 
         import deepspeed
 
-        theirs: Any = None
+        optimizer: Any = None
         if self.optimizer is not None:
-            theirs = copy.copy(self.optimizer)
-            theirs.param_groups = [dict(group, params=list(group["params"])) for group in theirs.param_groups]
-            theirs.state = copy.copy(self.optimizer.state)
+            optimizer = copy.copy(self.optimizer)
+            optimizer.param_groups = [dict(group, params=list(group["params"])) for group in optimizer.param_groups]
+            optimizer.state = copy.copy(self.optimizer.state)
         engine, *_ = deepspeed.initialize(
             args=argparse.Namespace(**{} if self._device.index is None else {"device_rank": self._device.index}),
             model=self.module,
-            model_parameters=[p for p in self.module.parameters() if p.requires_grad] if theirs is not None else [],
-            optimizer=theirs,
+            model_parameters=[p for p in self.module.parameters() if p.requires_grad] if optimizer is not None else [],
+            optimizer=optimizer,
             config=config,
             dist_init_required=False,
         )
@@ -106,8 +106,8 @@ class ZeroModule:
         """Run DeepSpeed's step with the current settings, such as learning rates, of the module's optimizer."""
         assert self.optimizer is not None
         groups = [group for group in self.optimizer.param_groups if group["params"]]
-        for mine, theirs in zip(groups, self._base.param_groups, strict=True):
-            theirs.update({key: value for key, value in mine.items() if key != "params"})
+        for module_group, base_group in zip(groups, self._base.param_groups, strict=True):
+            base_group.update({key: value for key, value in module_group.items() if key != "params"})
         with self._scale_kept():
             self.engine.step()
 
@@ -168,8 +168,8 @@ class ZeroModule:
                 if found is None:
                     yield parameter, Part(whole, 0, 0, 0)
                 else:
-                    here, there = found.hp_fragment_address, found.lp_fragment_address
-                    yield parameter, Part(whole, here.start, there.start, here.numel)
+                    full_address, half_address = found.hp_fragment_address, found.lp_fragment_address
+                    yield parameter, Part(whole, full_address.start, half_address.start, full_address.numel)
 
     def whole(self, parameter: nn.Parameter, key: str | None = None) -> Tensor:
         """Return a whole parameter in float32, or its optimizer state ``key``. All processes must call it together."""
@@ -194,8 +194,8 @@ class ZeroModule:
         if part is None:
             return
         target = part.flat.detach() if key is None else self._base.state[part.flat][key]
-        mine = value.reshape(-1)[part.offset : part.offset + part.numel]
-        target[part.start : part.start + part.numel] = mine.to(target)
+        shard = value.reshape(-1)[part.offset : part.offset + part.numel]
+        target[part.start : part.start + part.numel] = shard.to(target)
 
     def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
         """Gather parameters in this context. Changes by rank 0 are kept."""
@@ -216,10 +216,10 @@ class ZeroModule:
         for name, value in state.items():
             if isinstance(value, nn.Parameter):
                 if value not in done:
-                    done[value] = _kept(self.whole(value), keep)
+                    done[value] = _copy_or_empty(self.whole(value), keep)
                 state[name] = done[value]
             elif isinstance(value, Tensor):
-                state[name] = _kept(value.detach(), keep)
+                state[name] = _copy_or_empty(value.detach(), keep)
         return state
 
     def load_module_state(self, state: Mapping[str, Any], strict: bool) -> None:
@@ -254,10 +254,12 @@ class ZeroModule:
         states: dict[int, dict[str, Any]] = {}
         for number, parameter in enumerate(parameters_of(self.optimizer)):
             part = self._parts.get(parameter)
-            kept = {} if part is None else self._base.state.get(part.flat, {})
+            flat_states = {} if part is None else self._base.state.get(part.flat, {})
             found = {
-                key: _kept(self.whole(parameter, key), keep) if _is_spread(value, part) else copy.deepcopy(value)
-                for key, value in kept.items()
+                key: _copy_or_empty(self.whole(parameter, key), keep)
+                if _is_spread(value, part)
+                else copy.deepcopy(value)
+                for key, value in flat_states.items()
             }
             if found:
                 states[number] = found
@@ -277,15 +279,15 @@ class ZeroModule:
             part, saved = self._parts.get(parameter), state["state"].get(number, {})
             if part is None:
                 continue
-            kept = self._base.state[part.flat]
+            flat_states = self._base.state[part.flat]
             for key, value in saved.items():
                 if isinstance(value, Tensor) and value.dim():
-                    if key not in kept:
+                    if key not in flat_states:
                         dtype = dtype_to_load(value, saved_dtypes.get(parameter), part.flat.dtype)
-                        kept[key] = torch.zeros_like(part.flat, dtype=dtype)
+                        flat_states[key] = torch.zeros_like(part.flat, dtype=dtype)
                     self.set(parameter, value.to(self._device), key)
                 else:
-                    kept[key] = copy.deepcopy(value)
+                    flat_states[key] = copy.deepcopy(value)
 
     # --- the end ----------------------------------------------------------------------------------------------
 
@@ -310,7 +312,7 @@ class ZeroModule:
         self.module.cpu()  # moves the buffers
 
 
-def _kept(tensor: Tensor, keep: bool) -> Tensor:
+def _copy_or_empty(tensor: Tensor, keep: bool) -> Tensor:
     return tensor.cpu() if keep else tensor.new_empty(0, device="cpu")
 
 
@@ -331,12 +333,15 @@ def _clean(module: nn.Module) -> None:
     own = vars(module)
     if type(own["_parameters"]) is not dict:
         own["_parameters"] = dict(own["_parameters"])
-    every = [hooks for name, hooks in own.items() if "_hooks" in name and isinstance(hooks, dict)]
-    theirs = {
-        key for hooks in every for key, hook in hooks.items() if getattr(hook, "__module__", "").startswith("deepspeed")
+    hook_dicts = [hooks for name, hooks in own.items() if "_hooks" in name and isinstance(hooks, dict)]
+    deepspeed_keys = {
+        key
+        for hooks in hook_dicts
+        for key, hook in hooks.items()
+        if getattr(hook, "__module__", "").startswith("deepspeed")
     }
-    for hooks in every:  # some of these dicts hold options of the hooks in other dicts
-        for key in theirs & hooks.keys():
+    for hooks in hook_dicts:  # some of these dicts hold options of the hooks in other dicts
+        for key in deepspeed_keys & hooks.keys():
             del hooks[key]
     for name in [name for name in own if name.startswith(_LEFT)]:
         del own[name]
@@ -356,20 +361,20 @@ class ZeroScaler(LossScaler):
     """
 
     def __init__(self, device: str, enabled: bool, init_scale: float, window: int, min_scale: float) -> None:
-        self._theirs: Any = None  # DeepSpeed's scaler during a run
-        self._kept: dict[str, Any] = {}  # its state between runs
+        self._get_scaler: Any = None  # DeepSpeed's scaler during a run
+        self._saved_state: dict[str, Any] = {}  # its state between runs
         super().__init__(
             device, init_scale, growth_interval=window, enabled=enabled, min_scale=min(min_scale, init_scale)
         )
 
-    def follow(self, theirs: Callable[[], Any] | None) -> None:
-        """Read the loss scaler that ``theirs`` returns. None ends it at the end of a run."""
-        if theirs is None:
-            self._kept, self._theirs = self.state_dict(), None
+    def follow(self, get_scaler: Callable[[], Any] | None) -> None:
+        """Read the loss scaler that ``get_scaler`` returns. None ends it at the end of a run."""
+        if get_scaler is None:
+            self._saved_state, self._get_scaler = self.state_dict(), None
             return
-        self._theirs = theirs
-        if self._kept:
-            self.load_state_dict(self._kept)
+        self._get_scaler = get_scaler
+        if self._saved_state:
+            self.load_state_dict(self._saved_state)
 
     @property
     def skips_steps(self) -> bool:
@@ -379,8 +384,8 @@ class ZeroScaler(LossScaler):
     @property
     def current_scale(self) -> float:
         """The current scale."""
-        if self._theirs is not None and self.is_enabled():
-            self._host_scale = float(self._theirs().cur_scale)
+        if self._get_scaler is not None and self.is_enabled():
+            self._host_scale = float(self._get_scaler().cur_scale)
         return self._host_scale
 
     def get_scale(self) -> float:
@@ -404,33 +409,33 @@ class ZeroScaler(LossScaler):
         """
         if not self.is_enabled():
             return {}
-        if self._theirs is None and self._kept:
-            return dict(self._kept)
+        if self._get_scaler is None and self._saved_state:
+            return dict(self._saved_state)
         state = {
             "scale": self.current_scale, "growth_factor": 2.0, "backoff_factor": 0.5,
             "growth_interval": self.get_growth_interval(), "_growth_tracker": 0,
             "min_scale": self.min_scale, "max_scale": self.max_scale,
         }  # fmt: skip
-        theirs = None if self._theirs is None else self._theirs()
-        if theirs is not None and theirs.dynamic:
-            good = theirs.cur_iter - theirs.last_overflow_iter - 1  # grows if this is a multiple of the window
-            state["_growth_tracker"] = good and (good - 1) % theirs.scale_window + 1
-            state["hysteresis"] = theirs.cur_hysteresis
+        scaler = None if self._get_scaler is None else self._get_scaler()
+        if scaler is not None and scaler.dynamic:
+            good = scaler.cur_iter - scaler.last_overflow_iter - 1  # grows if this is a multiple of the window
+            state["_growth_tracker"] = good and (good - 1) % scaler.scale_window + 1
+            state["hysteresis"] = scaler.cur_hysteresis
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the scale and the growth tracker of DeepSpeed's scaler, also from a state of torch's scaler."""
         if not self.is_enabled() or not state_dict:
             return
-        if self._theirs is None:
-            self._kept = dict(state_dict)
+        if self._get_scaler is None:
+            self._saved_state = dict(state_dict)
             self._host_scale = float(state_dict["scale"])
             return
-        theirs = self._theirs()
-        theirs.cur_scale = float(state_dict["scale"])
-        if theirs.dynamic:
-            theirs.last_overflow_iter, theirs.cur_iter = -1, int(state_dict["_growth_tracker"])
-            theirs.cur_hysteresis = int(state_dict.get("hysteresis", theirs.delayed_shift))
+        scaler = self._get_scaler()
+        scaler.cur_scale = float(state_dict["scale"])
+        if scaler.dynamic:
+            scaler.last_overflow_iter, scaler.cur_iter = -1, int(state_dict["_growth_tracker"])
+            scaler.cur_hysteresis = int(state_dict.get("hysteresis", scaler.delayed_shift))
 
 
 _LOST = "gradients of DeepSpeed's"

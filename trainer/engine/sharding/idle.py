@@ -223,13 +223,13 @@ def call_with_hooks(module: Any, forward: Callable[[], R]) -> R:
 def _fsdp_hooks_only(module: nn.Module) -> Iterator[None]:
     """Disable the module's forward hooks except FSDP's, because there is no batch. A context manager."""
     names = ("_forward_pre_hooks", "_forward_hooks")
-    kept = {name: getattr(module, name) for name in names}
-    for name, hooks in kept.items():
+    saved_hooks = {name: getattr(module, name) for name in names}
+    for name, hooks in saved_hooks.items():
         setattr(module, name, type(hooks)((key, hook) for key, hook in hooks.items() if _is_fsdp(hook)))
     try:
         yield
     finally:
-        for name, hooks in kept.items():
+        for name, hooks in saved_hooks.items():
             setattr(module, name, hooks)
 
 

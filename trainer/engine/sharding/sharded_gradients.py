@@ -107,12 +107,14 @@ class ShardedGradients(Gradients):
             wide = torch.promote_types(dtype, torch.float32)
             each = torch.stack(torch._foreach_norm(parts, norm_type, dtype=wide)).to(self._device)
             norms.append(torch.linalg.vector_norm(each, norm_type) * copies ** (-1 / norm_type))
-        mine = norms[-1] if len(norms) <= 2 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        local_norm = norms[-1] if len(norms) <= 2 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
         # the same dtype on all processes, even if the parts of one are empty
-        mine = mine.to(reduce(torch.promote_types, {gradient.dtype.to_real() for gradient in gradients}, torch.float32))
-        every = mine.new_empty(processes)
-        distributed.all_gather_into_tensor(every, mine.reshape(1))
-        total: Tensor = torch.linalg.vector_norm(every, norm_type)
+        local_norm = local_norm.to(
+            reduce(torch.promote_types, {gradient.dtype.to_real() for gradient in gradients}, torch.float32)
+        )
+        local_norms = local_norm.new_empty(processes)
+        distributed.all_gather_into_tensor(local_norms, local_norm.reshape(1))
+        total: Tensor = torch.linalg.vector_norm(local_norms, norm_type)
         return total
 
     def norms(self, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
@@ -157,8 +159,8 @@ class ShardedGradients(Gradients):
         for path, block in module.named_modules():
             if isinstance(block, FSDPModule):
                 block.unshard()
-                now = module.get_submodule(path).named_parameters(path)
-                found |= {name: whole for name, whole in now if whole is not parameters.get(name)}
+                gathered = module.get_submodule(path).named_parameters(path)
+                found |= {name: whole for name, whole in gathered if whole is not parameters.get(name)}
                 block.reshard()
         return {name: found.get(name, parameter) for name, parameter in parameters.items()}
 
@@ -188,9 +190,9 @@ class ShardedGradients(Gradients):
         parts = {name: _as(state[name], parameter) for name, parameter in parameters if name in state}
         super().load_state_dict(parameters, parts)
         whole: dict[Any, Tensor] = {p: state[_WHOLE + name] for name, p in parameters if _WHOLE + name in state}
-        some = torch.tensor(float(bool(whole)), device=self._device)
-        self._all_reduce_max(some)  # a process may have none, because its batches had no loss, but takes part
-        if some:
+        has_any = torch.tensor(float(bool(whole)), device=self._device)
+        self._all_reduce_max(has_any)  # a process may have none, because its batches had no loss, but takes part
+        if has_any:
             load_unreduced_gradients(self._sharded().root, whole)
             self.scaler.expect_scaled(self._device)
 
@@ -201,8 +203,8 @@ class ShardedGradients(Gradients):
         if flag.device.type == self._device.type:
             distributed.all_reduce(flag, distributed.ReduceOp.MAX)
         else:  # for gradients that are kept on the CPU
-            distributed.all_reduce(there := flag.to(self._device), distributed.ReduceOp.MAX)
-            flag.copy_(there)
+            distributed.all_reduce(device_flag := flag.to(self._device), distributed.ReduceOp.MAX)
+            flag.copy_(device_flag)
 
 
 def _copies(gradient: Tensor, processes: int) -> int:

@@ -35,8 +35,8 @@ def gathered(value: Any, keep: bool) -> Any:
         if not isinstance(tensor, DTensor):
             return tensor
         mesh = tensor.device_mesh
-        there = tensor.detach() if tensor.device.type == mesh.device_type else tensor.detach().to(mesh.device_type)
-        whole: Tensor = there.full_tensor()  # type: ignore[attr-defined]
+        on_device = tensor.detach() if tensor.device.type == mesh.device_type else tensor.detach().to(mesh.device_type)
+        whole: Tensor = on_device.full_tensor()  # type: ignore[attr-defined]
         return whole.cpu() if keep else whole.new_empty(0, device="cpu")
 
     return mapped(value, gather)
@@ -82,8 +82,8 @@ def _parameter(module: nn.Module, name: str) -> Any:
 
 def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     """Load a state dict, whole or sharded, into a sharded module."""
-    now = module.state_dict()
-    module.load_state_dict({name: spread(value, now.get(name)) for name, value in state.items()}, strict=strict)
+    current = module.state_dict()
+    module.load_state_dict({name: spread(value, current.get(name)) for name, value in state.items()}, strict=strict)
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

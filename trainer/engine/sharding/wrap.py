@@ -162,13 +162,13 @@ class ShardedModule:
 
     def _spread(self, whole: Tensor, sharded: Any) -> None:
         """Broadcast an initialized parameter from rank 0, and copy each process's part into its shard."""
-        there = whole.to(self._device).contiguous()
-        _broadcast([there])
+        on_device = whole.to(self._device).contiguous()
+        _broadcast([on_device])
         if isinstance(sharded, DTensor):
-            part = distribute_tensor(there, sharded.device_mesh, sharded.placements, src_data_rank=None)
+            part = distribute_tensor(on_device, sharded.device_mesh, sharded.placements, src_data_rank=None)
             sharded._local_tensor.data.copy_(part._local_tensor)
         else:
-            sharded.data.copy_(there)
+            sharded.data.copy_(on_device)
 
     def _refuse_ignored(self) -> None:
         if names := [name for name, parameter in self.root.named_parameters() if not hasattr(parameter, "device_mesh")]:
