@@ -65,17 +65,17 @@ class ClosureOptimization:
         if loop.skips_epoch:
             return
         loop.finish_steps()  # steps taken in a hook
-        this = _Pass(batch, batch_idx, loop.window.mark())
+        current = _Pass(batch, batch_idx, loop.window.mark())
         if loop.window.is_first:
             self._earlier.clear()
         if loop.window.is_last and (batch is not None or loop.window.backwards):
-            self._update(this)
+            self._update(current)
         else:
             with loop.engine.gradient_sync(loop.window.is_last):
-                self._evaluate(this)
+                self._evaluate(current)
             if self.evaluates_again:
-                self._earlier.append(this)
-        outputs, this.outputs = this.outputs, None  # a kept pass must not hold a graph
+                self._earlier.append(current)
+        outputs, current.outputs = current.outputs, None  # a kept pass must not hold a graph
         loop.end_batch(outputs, batch, batch_idx)
 
     def close_window(self) -> None:
@@ -129,26 +129,26 @@ class ClosureOptimization:
                     " Trainer(exact_resume=False)."
                 )
             warn(f"{reason} The window continues without them.")
-        kept = tree_map_only(Tensor, lambda tensor: tensor.to(device), state["batches"] or [])
-        for batch, batch_idx, mark, share in kept:
+        batches = tree_map_only(Tensor, lambda tensor: tensor.to(device), state["batches"] or [])
+        for batch, batch_idx, mark, share in batches:
             self._earlier.append(_Pass(batch, batch_idx, mark, share))
 
-    def _evaluate(self, this: _Pass) -> Tensor | None:
+    def _evaluate(self, current: _Pass) -> Tensor | None:
         """Run forward and backward of one batch. Return its share of the window's mean loss."""
         loop = self._loop
-        loop.window.rewind(this.mark)
-        output = loop.run_training_step(this.batch, this.batch_idx)
+        loop.window.rewind(current.mark)
+        output = loop.run_training_step(current.batch, current.batch_idx)
         if loop.window.is_first:
             loop.clear_gradients()
         loss = loop.share_of(output)
         if loss is not None:
             loop.path.add_gradients(loss)
-            this.share = loss.detach()
+            current.share = loss.detach()
         else:
             loop.gradients.backward_without_loss(syncs_gradients=loop.window.is_last)
         if loop.window.is_last:
             loop.window.close(loop.optimizers, loop.engine)
-        this.outputs = outputs_of(loss, output)
+        current.outputs = outputs_of(loss, output)
         return loss
 
     def _close_window(self, last: _Pass) -> Tensor | None:

@@ -101,12 +101,12 @@ class DistributedPass:
             evaluate()
             return
         before = engine.num_collectives()
-        what = f"The `{self._stage}_step`, or a hook of the batch,"
-        with nullcontext() if self.all_have_batch else engine.forbid_collectives(self._error(what, whole)):
+        subject = f"The `{self._stage}_step`, or a hook of the batch,"
+        with nullcontext() if self.all_have_batch else engine.forbid_collectives(self._error(subject, whole)):
             evaluate()
         is_last = index == span.fewest - 1 and span.fewest < span.most
         if (index == 0 or is_last) and engine.num_collectives() - before > self._per_forward:
-            error = self._error(what, whole)
+            error = self._error(subject, whole)
             if is_last:
                 raise error
             if engine.global_rank == 0:
@@ -133,13 +133,14 @@ class DistributedPass:
     def reduce_logged(self, objects: MetricObjects) -> None:
         """Reduce all values that any process has logged for the current dataloader, on all processes."""
         engine, metrics = self._engine, self._metrics
-        mine = metrics.outline(objects.name_of), objects.outline(self._updates)
-        everyone = engine.gather_if_different(mine)
-        objects.complete([outline for _, outline in everyone], engine.device)
-        metrics.complete([outline for outline, _ in everyone], objects.by_name.__getitem__, engine.reduce)
+        local_outlines = metrics.outline(objects.name_of), objects.outline(self._updates)
+        outlines = engine.gather_if_different(local_outlines)
+        objects.complete([outline for _, outline in outlines], engine.device)
+        metrics.complete([outline for outline, _ in outlines], objects.by_name.__getitem__, engine.reduce)
 
-    def _error(self, what: str, span: Span) -> ConfigurationError:
+    def _error(self, subject: str, span: Span) -> ConfigurationError:
         return ConfigurationError(
-            f"{what} runs a collective for each batch, but they have different numbers of batches ({int(span.fewest)}"
-            f" to {int(span.most)}): some processes would wait forever." + _REMEDY.format(stage=self._stage)
+            f"{subject} runs a collective for each batch, but they have different numbers of batches"
+            f" ({int(span.fewest)} to {int(span.most)}): some processes would wait"
+            " forever." + _REMEDY.format(stage=self._stage)
         )

@@ -198,11 +198,13 @@ class EvalLoop:
             for batch, batch_idx, dataloader_idx in batches:
                 if dataloader_idx != current:
                     close_until(dataloader_idx)
-                where = dataloader_idx if several else None
+                passed_idx = dataloader_idx if several else None
                 if self.distributed_pass is None:
-                    self.evaluate_batch(batch, batch_idx, where)
+                    self.evaluate_batch(batch, batch_idx, passed_idx)
                 else:
-                    self.distributed_pass.run(dataloader_idx, partial(self.evaluate_batch, batch, batch_idx, where))
+                    self.distributed_pass.run(
+                        dataloader_idx, partial(self.evaluate_batch, batch, batch_idx, passed_idx)
+                    )
         self.progress.is_last_batch = True
         close_until(current + 1 if self.distributed_pass is None else len(spans))
         self.metrics.dataloader_idx, self.distributed_pass = None, None
@@ -229,20 +231,20 @@ class EvalLoop:
             self.check_signals()
         progress, path = self.progress, self.path
         batch = path.transfer(batch, dataloader_idx or 0)
-        where = (batch_idx,) if dataloader_idx is None else (batch_idx, dataloader_idx)
+        indices = (batch_idx,) if dataloader_idx is None else (batch_idx, dataloader_idx)
         progress.batches += 1
         progress.total_batches += 1
         self.metrics.begin_batch(batch, dataloader_idx)
-        path.on_batch_start(batch, *where)
+        path.on_batch_start(batch, *indices)
         outer = self.hooks.scope.enter(self.step_name)
         with path.forward_context():
-            output = path.step(batch, *where)
+            output = path.step(batch, *indices)
         self.hooks.scope.enter(outer)
         if output is None and self.stage == "predict":
             self.warn_of_nothing()
         if self.keep_predictions:
             self.predictions[dataloader_idx or 0].append(output)
-        path.on_batch_end(output, batch, *where)
+        path.on_batch_end(output, batch, *indices)
         self.metrics.end_batch()
         progress.batches_done += 1
         progress.total_done += 1

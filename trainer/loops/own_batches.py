@@ -79,8 +79,8 @@ def draw_in_evaluation(scope: HookScope, loaders: DrawnLoaders, path: BatchPath)
             scope.enter(None)
             raise EndOfPass from end
 
-    def on_batch_end(output: Any, batch: Any, *where: int) -> None:
-        batch, *drawn_where = loaders.last
-        path.on_batch_end(output, batch, *drawn_where[: len(where)])
+    def on_batch_end(output: Any, batch: Any, *indices: int) -> None:
+        batch, *drawn_indices = loaders.last
+        path.on_batch_end(output, batch, *drawn_indices[: len(indices)])
 
     return replace(path, transfer=identity, step=step, on_batch_end=on_batch_end, draws=True)
