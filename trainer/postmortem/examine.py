@@ -100,8 +100,8 @@ def examine(
     batch_idx = -1 if batch is None else batch.batch_idx
     finding = Finding(batch_idx, position, len(batches), engine.global_rank, scale)
     try:
-        with undisturbed(trainer) as now:
-            _look_into(trainer, now, batch, finding, variant)
+        with undisturbed(trainer) as state:
+            _look_into(trainer, state, batch, finding, variant)
     except Exception as error:  # a report must not end the run, and the other ranks wait below
         finding.error = f"{type(error).__name__}: {error}".splitlines()[0]
     if engine.world_size == 1:
@@ -145,13 +145,13 @@ def _first_failing(trainer: Trainer, batches: Sequence[RecordedBatch], scale: fl
 
 
 def _look_into(
-    trainer: Trainer, now: ObjectState, recorded: RecordedBatch | None, finding: Finding, variant: Variant
+    trainer: Trainer, state: ObjectState, recorded: RecordedBatch | None, finding: Finding, variant: Variant
 ) -> None:
     module, parameters = trainer.lightning_module, optimized(trainer)
     part = trainer.engine.gradients.part
     if recorded is None:
         parameters = {}
-    rewind(trainer, now, recorded)
+    rewind(trainer, state, recorded)
     finding.broken_weights = [
         name
         for name, parameter in module.named_parameters()

@@ -89,9 +89,9 @@ def underflow(trainer: Trainer, batches: Sequence[RecordedBatch], scale: float) 
 
     Of the elements that matter in float32, those that float16 has as zeros or subnormal numbers.
     """
-    kept, all_of = _counts(trainer, batches, scale, None), _counts(trainer, batches, 1.0, torch.float32)
-    kept[""], all_of[""] = sum(kept.values()), sum(all_of.values())
-    return {name: max(0.0, 1.0 - kept.get(name, 0) / number) for name, number in all_of.items() if number}
+    preserved, all_of = _counts(trainer, batches, scale, None), _counts(trainer, batches, 1.0, torch.float32)
+    preserved[""], all_of[""] = sum(preserved.values()), sum(all_of.values())
+    return {name: max(0.0, 1.0 - preserved.get(name, 0) / number) for name, number in all_of.items() if number}
 
 
 def _counts(

@@ -151,9 +151,9 @@ def in_step(trainer: Trainer, batches: Sequence[RecordedBatch]) -> list[Recorded
     return [*batches, *[None] * lacking]
 
 
-def rewind(trainer: Trainer, now: ObjectState, recorded: RecordedBatch | None) -> None:
-    """Restore the state before the ``training_step`` of a batch; state that was not recorded is restored to ``now``."""
-    now.restore()  # an earlier replay may have changed it
+def rewind(trainer: Trainer, state: ObjectState, recorded: RecordedBatch | None) -> None:
+    """Restore the state before the ``training_step`` of a batch; unrecorded state is restored to ``state``."""
+    state.restore()  # an earlier replay may have changed it
     if recorded is not None:
         if recorded.buffers is not None:
             recorded.buffers.restore()
@@ -233,12 +233,12 @@ def replay(
         on_loss: called with each loss and the parameters for :func:`backward`.
         variant: the change with which the batches run. Default: none.
     """
-    with undisturbed(trainer) as now:
+    with undisturbed(trainer) as state:
         parameters = optimized(trainer)
         for recorded in in_step(trainer, batches):
             found: list[T] = []
             watched = {} if recorded is None else parameters
-            rewind(trainer, now, recorded)
+            rewind(trainer, state, recorded)
             run(trainer, recorded, lambda loss: found.append(on_loss(loss, watched)), variant)  # noqa: B023
             yield found
 

@@ -200,8 +200,8 @@ class _Guard(ast.NodeTransformer):
             node.args[-1] = self._divisor(node.args[-1])
         elif called in _ARGUMENTS:
             name, value = _ARGUMENTS[called]
-            kept = [one for one in node.keywords if one.arg not in (name, "unbiased")]
-            node.keywords = [*kept, ast.keyword(name, ast.Constant(value))]
+            keywords = [one for one in node.keywords if one.arg not in (name, "unbiased")]
+            node.keywords = [*keywords, ast.keyword(name, ast.Constant(value))]
         elif called == "mean" and not node.args and not given and owner is not None:
             return _expression("{0}.sum() / max({0}.numel(), 1)".format(ast.unparse(owner)))
         elif called in _MEAN_LOSSES and len(node.args) > 1 and "reduction" not in given:

@@ -45,12 +45,12 @@ class ObjectState:
 
     def restore(self) -> None:
         """Restore the same objects with the same contents."""
-        for now, then in self._attributes:
-            for name in now.keys() - then.keys():
-                del now[name]
-            for name, value in then.items():
-                if name not in now or now[name] is not value:
-                    now[name] = value
+        for current, saved in self._attributes:
+            for name in current.keys() - saved.keys():
+                del current[name]
+            for name, value in saved.items():
+                if name not in current or current[name] is not value:
+                    current[name] = value
         for parameter, is_trained in self._trained:
             parameter.requires_grad_(is_trained)
         for value, content in self._contents.values():

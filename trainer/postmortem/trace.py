@@ -228,8 +228,11 @@ class Trace(TorchFunctionMode):
         def hook(inputs: Any, outputs: Any) -> None:  # gradients with respect to the operation's inputs and outputs
             if self.backward is not None or not self.is_on:
                 return
-            was, now = measure(map(self._part, tensors_in(outputs))), measure(map(self._part, tensors_in(inputs)))
-            if not any(one is not None and one.not_finite for one in (was, now)):
+            grad_output, grad_input = (
+                measure(map(self._part, tensors_in(outputs))),
+                measure(map(self._part, tensors_in(inputs))),
+            )
+            if not any(one is not None and one.not_finite for one in (grad_output, grad_input)):
                 return
             module, place = node.metadata[_MODULE], ("", 0)
             for match in _FRAME.finditer("".join(node.metadata.get("traceback_", []))):
@@ -238,7 +241,7 @@ class Trace(TorchFunctionMode):
             sources = _modules_behind(one for one, _ in node.next_functions)
             self.backward = Birth(
                 node.name().replace("torch::autograd::", ""), "backward", module, self._kinds[module],
-                sources, *place, was, now,
+                sources, *place, grad_output, grad_input,
             )  # fmt: skip
 
         return hook
