@@ -67,13 +67,13 @@ class AutoPrecision(Precision):
 
     def choose(self, device: torch.device) -> tuple[Precision, str]:
         """Return the precision for ``device``, and the reason as text."""
-        where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"this {device.type.upper()}"
+        device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"this {device.type.upper()}"
         if native_bfloat16(device):
-            return self._bfloat16, f"{where} computes in bfloat16 natively"
+            return self._bfloat16, f"{device_name} computes in bfloat16 natively"
         if tensor_cores(device):
-            return self._float16, f"{where} has Tensor Cores, but no bfloat16 units"
+            return self._float16, f"{device_name} has Tensor Cores, but no bfloat16 units"
         if device.type == "cuda":
-            return FullPrecision(), f"{where} has neither bfloat16 units nor Tensor Cores"
+            return FullPrecision(), f"{device_name} has neither bfloat16 units nor Tensor Cores"
         if device.type == "cpu":
             return FullPrecision(), "this CPU has no bfloat16 instructions that torch uses"
-        return FullPrecision(), f"torch does not report whether {where} device computes in bfloat16 natively"
+        return FullPrecision(), f"torch does not report whether {device_name} device computes in bfloat16 natively"

@@ -143,28 +143,28 @@ def _overload(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def _recorded(name: str, own: Kernel, ours: Kernel) -> Kernel:
+def _recorded(name: str, original: Kernel, replacement: Kernel) -> Kernel:
     short = name.partition(".")[0]
 
     def kernel(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         global _record, _runs_own_kernel
         if _runs_own_kernel:
-            return own(keys, *args, **kwargs)
+            return original(keys, *args, **kwargs)
         if _record is None:
-            return ours(keys, *args, **kwargs)
+            return replacement(keys, *args, **kwargs)
         record, _record = _record, None  # operations that this one calls are not recorded
-        here = there = "an error"
+        original_dtype = dtype = "an error"
         try:
             _runs_own_kernel = True
-            here = _dtype_of(own(keys, *args, **kwargs))
+            original_dtype = _dtype_of(original(keys, *args, **kwargs))
             _runs_own_kernel = False
-            result = ours(keys, *args, **kwargs)
-            there = _dtype_of(result)
+            result = replacement(keys, *args, **kwargs)
+            dtype = _dtype_of(result)
             return result
         finally:
             _runs_own_kernel = False
-            if there != here:
-                record[short] = here, there
+            if dtype != original_dtype:
+                record[short] = original_dtype, dtype
             _record = record
 
     return kernel

@@ -135,10 +135,10 @@ class Float8Precision(MixedPrecision):
         """
         chosen, others = self.layers(module)
         if not chosen:
-            why = "; ".join(f"{name} {reason}" for name, reason in list(others.items())[:6]) or "it has none"
+            reasons = "; ".join(f"{name} {reason}" for name, reason in list(others.items())[:6]) or "it has none"
             raise PrecisionError(
                 f"Got precision='fp8-mixed' and no Linear layer of {type(module).__name__} that can compute in float8:"
-                f" {why}. Use precision='bf16-mixed', or make their sizes multiples of {MULTIPLE}."
+                f" {reasons}. Use precision='bf16-mixed', or make their sizes multiples of {MULTIPLE}."
             )
         with super().session(module, device), in_float8(chosen.values(), self._settings(device)):
             yield

@@ -96,16 +96,16 @@ class HalfPrecision(Precision):
         Raises:
             PrecisionError: if a pattern of ``fp32_modules`` matches no module.
         """
-        kept = all_modules(*find_modules(module, self.fp32_modules))
+        float32_modules = all_modules(*find_modules(module, self.fp32_modules))
         parameters = [
             (parameter, parameter.data)
             for _, owner, _, parameter in owned_parameters(module)
-            if owner in kept or not parameter.is_floating_point()
+            if owner in float32_modules or not parameter.is_floating_point()
         ]
         buffers = [
             (owner, name, buffer)
             for _, owner, name, buffer in owned_buffers(module)
-            if owner in kept or isinstance(owner, Metric) or not buffer.is_floating_point()
+            if owner in float32_modules or isinstance(owner, Metric) or not buffer.is_floating_point()
         ]
         # `type`, not `to`: it updates a LightningModule's `dtype`, and torchmetrics ignores it for its states. It also
         # converts integers, complex numbers, and weights that must keep their bits; these are restored.

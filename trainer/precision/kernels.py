@@ -24,12 +24,12 @@ class Replaced(NamedTuple):
     """The kernels of one operation.
 
     Attributes:
-        own: torch's own kernel.
-        ours: the kernel while the replacement is in use.
+        original: torch's own kernel.
+        replacement: the kernel while the replacement is in use.
     """
 
-    own: Kernel
-    ours: Kernel
+    original: Kernel
+    replacement: Kernel
 
 
 class Replacement:
@@ -73,9 +73,9 @@ class Replacement:
                 library.impl(name, self._switch(*replaced), self._key, with_keyset=True)  # type: ignore[no-untyped-call]
         return library
 
-    def _switch(self, own: Kernel, ours: Kernel) -> Kernel:
+    def _switch(self, original: Kernel, replacement: Kernel) -> Kernel:
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            return (ours if self.users else own)(*args, **kwargs)
+            return (replacement if self.users else original)(*args, **kwargs)
 
         def kernel_below_autograd(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_anomaly_enabled():
