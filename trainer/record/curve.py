@@ -89,13 +89,13 @@ def thin(curve: Curve, most: int) -> Curve:
     values = np.asarray(curve.values, dtype=float)
     finite = np.isfinite(values)
     low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
-    kept = {0, count - 1}
+    indices = {0, count - 1}
     edges = np.linspace(0, count, max(1, (most - 2) // 2) + 1).astype(int)
     for start, end in pairwise(edges.tolist()):
-        kept |= {int(start + low[start:end].argmin()), int(start + high[start:end].argmax())}
+        indices |= {int(start + low[start:end].argmin()), int(start + high[start:end].argmax())}
         if not finite[start:end].all():
-            kept.add(int(start + finite[start:end].argmin()))
-    chosen = sorted(kept)
+            indices.add(int(start + finite[start:end].argmin()))
+    chosen = sorted(indices)
     return Curve([curve.steps[i] for i in chosen], [curve.values[i] for i in chosen])
 
 
