@@ -92,8 +92,8 @@ class Attributes:
         if isinstance(saved, list):
             one.load_state_dict(_value_of(saved, None))
         elif isinstance(saved, dict):
-            now = self._changes(one, self._values[place], first)
-            back = {name: first[name] for name in now if name in first} if isinstance(now, dict) else {}
+            changes = self._changes(one, self._values[place], first)
+            back = {name: first[name] for name in changes if name in first} if isinstance(changes, dict) else {}
             for name, value in {**back, **saved}.items():
                 vars(one)[name] = _value_of(value, vars(one).get(name))
 
@@ -105,23 +105,23 @@ class Attributes:
             if is_same and isinstance(value, _NUMBERS):
                 continue
             before = first.get(name)
-            now = _plain(value)
-            if now == before and name in first:
+            plain = _plain(value)
+            if plain == before and name in first:
                 continue
-            if isinstance(now, tuple):
+            if isinstance(plain, tuple):
                 return _own_state(one) or f"{type(one).__name__}.{name}"
-            changed[name] = ["new", now] if isinstance(now, list) and not is_same else now
+            changed[name] = ["new", plain] if isinstance(plain, list) and not is_same else plain
         return changed
 
 
-def is_watched(thing: Any) -> bool:
+def is_watched(value: Any) -> bool:
     """Return whether the attributes of an object are part of the state of the data.
 
     This is true for datasets, samplers and objects of the user's classes, but not for modules and parts of a framework.
     """
-    if isinstance(thing, (nn.Module, type)) or not isinstance(getattr(thing, "__dict__", None), dict):
+    if isinstance(value, (nn.Module, type)) or not isinstance(getattr(value, "__dict__", None), dict):
         return False
-    return all(_is_users(base) for base in type(thing).__mro__)
+    return all(_is_users(base) for base in type(value).__mro__)
 
 
 @cache
@@ -136,9 +136,9 @@ def _is_users(base: type) -> bool:
     return "site-packages" not in str(getattr(sys.modules.get(root), "__file__", ""))
 
 
-def _class_name(thing: Any) -> str:
+def _class_name(value: Any) -> str:
     """Return a name that stays the same if the class moves to another of the user's modules."""
-    kind = type(thing)
+    kind = type(value)
     return f"torch.{kind.__qualname__}" if kind.__module__.startswith("torch.") else kind.__qualname__
 
 
@@ -150,11 +150,11 @@ def _by_class(entries: Iterable[Any]) -> dict[str, list[Any]]:
     return found
 
 
-def _own_state(thing: Any) -> list[Any] | None:
+def _own_state(value: Any) -> list[Any] | None:
     """Return the state of an object that has ``state_dict`` and ``load_state_dict``, if it is plain."""
-    if not all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict")):
+    if not all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")):
         return None
-    state = _plain(thing.state_dict())
+    state = _plain(value.state_dict())
     return state if isinstance(state, list) else None
 
 

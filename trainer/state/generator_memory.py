@@ -103,10 +103,10 @@ def _find_in_numpy() -> int | None:
     return _find(probe, _GAUSS.pack(state["has_gauss"], state["gauss"])) if is_known else None
 
 
-def _find(thing: Any, memory: bytes) -> int | None:
+def _find(value: Any, memory: bytes) -> int | None:
     if sys.implementation.name != "cpython":
         return None  # an id is not an address
-    at = _memory(id(thing), type(thing).__basicsize__).raw.find(memory)
+    at = _memory(id(value), type(value).__basicsize__).raw.find(memory)
     return at if at >= 0 else None
 
 

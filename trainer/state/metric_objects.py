@@ -131,23 +131,23 @@ class MetricObjects:
         lost: set[str] = set()
         for name in dict.fromkeys(name for state in states for name in state):
             gathered = [state.get(name) for state in states]
-            some = [one for one in gathered if one is not None]
-            if "tracked" in some[0]:
-                shared[name] = some[0]
+            present = [one for one in gathered if one is not None]
+            if "tracked" in present[0]:
+                shared[name] = present[0]
                 continue
             metric = self.by_name.get(name)
             reductions = {} if metric is None else metric._reductions
             own: dict[str, Any] = {}
-            for attribute in some[0]["states"]:
-                values = [one["states"][attribute] for one in some]
+            for attribute in present[0]["states"]:
+                values = [one["states"][attribute] for one in present]
                 reduce = reductions.get(attribute)
                 if reduce in _SHARED:
                     own[attribute] = _SHARED[reduce](values, rank, processes)
-                elif rank < len(gathered) and (mine := gathered[rank]) is not None:
-                    own[attribute] = mine["states"][attribute]
+                elif rank < len(gathered) and (own_state := gathered[rank]) is not None:
+                    own[attribute] = own_state["states"][attribute]
                 if reduce not in _SHARED and len(gathered) > processes:
                     lost.add(name)
-            counts = {key: max(one["counts"][key] for one in some) for key in some[0]["counts"]}
+            counts = {key: max(one["counts"][key] for one in present) for key in present[0]["counts"]}
             shared[name] = {"states": own, "counts": counts}
         return shared, lost
 

@@ -363,9 +363,9 @@ class MetricStore:
             for key, entry in self.entries.items()
             if entry.has_value and entry.metric is None and not (entry.shares_epochs or entry.options.rank_zero_only)
         }
-        mine = to_scalars({key: value for key, entry in own.items() if (value := entry.epoch_value()) is not None})
-        for key, value in broadcast(mine).items():
-            if key in mine:
+        values = to_scalars({key: value for key, entry in own.items() if (value := entry.epoch_value()) is not None})
+        for key, value in broadcast(values).items():
+            if key in values:
                 own[key].replace(value)
 
     def end_batch(self) -> None:

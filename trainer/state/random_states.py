@@ -198,34 +198,34 @@ def find(*roots: Any, except_in: Any = None, unwatched: Callable[[Any], bool] = 
     seen = {id(except_in), *map(id, _GLOBAL.values())}
     queue = [(root, True) for root in roots]
     while queue and len(seen) < _MAX_OBJECTS:
-        thing, is_data = queue.pop(0)
-        if id(thing) in seen or thing is None or isinstance(thing, _HOLD_NONE):
+        value, is_data = queue.pop(0)
+        if id(value) in seen or value is None or isinstance(value, _HOLD_NONE):
             continue
-        seen.add(id(thing))
+        seen.add(id(value))
         children: list[Any] = []
-        if isinstance(thing, Generator):
-            found.append(thing)
-        elif isinstance(thing, (list, tuple)):
-            children = list(thing) if len(thing) <= _MAX_ITEMS else []
-        elif isinstance(thing, dict):
-            children = list(thing.values()) if len(thing) <= _MAX_ITEMS else []
-        elif isinstance(thing, MethodType):
-            children = [thing.__self__]
-        elif isinstance(thing, partial):
-            children = [thing.func, thing.args, thing.keywords]
+        if isinstance(value, Generator):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            children = list(value) if len(value) <= _MAX_ITEMS else []
+        elif isinstance(value, dict):
+            children = list(value.values()) if len(value) <= _MAX_ITEMS else []
+        elif isinstance(value, MethodType):
+            children = [value.__self__]
+        elif isinstance(value, partial):
+            children = [value.func, value.args, value.keywords]
         else:
-            children = _attributes_of(thing)
-            if is_data and is_watched(thing) and not unwatched(thing):
-                watched.append(thing)
+            children = _attributes_of(value)
+            if is_data and is_watched(value) and not unwatched(value):
+                watched.append(value)
             else:  # the objects of a module or a framework are not part of the data
-                is_data = is_data and isinstance(thing, DataLoader)
+                is_data = is_data and isinstance(value, DataLoader)
         queue += [(child, is_data) for child in children]
     return [*found, Attributes(watched)] if watched else found
 
 
-def _attributes_of(thing: Any) -> list[Any]:
+def _attributes_of(value: Any) -> list[Any]:
     try:
-        attributes = object.__getattribute__(thing, "__dict__")  # bypasses a proxy's attribute access
+        attributes = object.__getattribute__(value, "__dict__")  # bypasses a proxy's attribute access
     except AttributeError:
         return []
     return list(attributes.values()) if isinstance(attributes, dict) else []
