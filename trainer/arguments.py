@@ -516,11 +516,11 @@ def check_barebones(given: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: for the first argument that requests such a feature.
     """
-    for name, why in BAREBONES.items():
+    for name, reason in BAREBONES.items():
         if given[name] not in (None, 0):
             raise ConfigurationError(
-                f"`Trainer(barebones=True, {name}={given[name]!r})` was passed. {why}, so it is disabled in barebones"
-                f" mode. Remove {name}."
+                f"`Trainer(barebones=True, {name}={given[name]!r})` was passed. {reason}, so it is disabled in"
+                f" barebones mode. Remove {name}."
             )
 
 

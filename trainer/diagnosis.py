@@ -57,7 +57,7 @@ def explain(
     """
     text = str(error)
     if isinstance(error, Exception) and _RAISED.search(text):
-        add_note(error, f"It was raised while {_where(trainer)} was loaded.")
+        add_note(error, f"It was raised while {_position(trainer)} was loaded.")
     elif isinstance(error, RuntimeError) and (found := DEAD_WORKER.search(text)):
         return _about_worker(trainer, [int(pid) for pid in found["pids"].split(",")], found["how"])
     elif isinstance(error, RuntimeError) and (found := _HUNG.search(text)):
@@ -72,7 +72,7 @@ def explain(
     elif isinstance(error, _ABOUT_BATCHES) and _SHAPES.search(text):
         batch = _batch_of(trainer)
         if batch is not None:  # there was one: an optimizer may have refused its parameters, for example
-            add_note(error, f"It was raised by {_where(trainer)}: {describe_batch(batch)}.")
+            add_note(error, f"It was raised by {_position(trainer)}: {describe_batch(batch)}.")
     return None
 
 
@@ -82,7 +82,7 @@ def _explain_waiting(error: RuntimeError, trainer: Trainer) -> None:
     if loop is not None and loop.distributed_pass is not None and loop.distributed_pass.is_uneven:
         add_note(
             error,
-            f"It was waited at {_where(trainer)}. Processes may have different numbers of batches there. If"
+            f"It was waited at {_position(trainer)}. Processes may have different numbers of batches there. If"
             f" {loop.stage}_step or a hook of the batch exchanges something with the others (torch.distributed), have"
             " all evaluate equally many: Trainer(pad_evaluation=True).",
         )
@@ -91,9 +91,9 @@ def _explain_waiting(error: RuntimeError, trainer: Trainer) -> None:
 # --- workers of dataloaders -----------------------------------------------------------------------------------
 
 
-def _about_worker(trainer: Trainer, pids: list[int], how: str) -> DataLoaderError:
-    who = f"A worker process of a DataLoader (pid {', '.join(map(str, pids))}) "
-    lines = [f"{who if pids else 'The worker processes of a DataLoader '}{how}: at {_where(trainer)}."]
+def _about_worker(trainer: Trainer, pids: list[int], event: str) -> DataLoaderError:
+    subject = f"A worker process of a DataLoader (pid {', '.join(map(str, pids))}) "
+    lines = [f"{subject if pids else 'The worker processes of a DataLoader '}{event}: at {_position(trainer)}."]
     if not pids:
         lines += [
             "Either they hang (a lock that was held when the process was forked, a file system or network that does"
@@ -101,9 +101,9 @@ def _about_worker(trainer: Trainer, pids: list[int], how: str) -> DataLoaderErro
             " its traceback; DataLoader(multiprocessing_context='spawn'); or allow more time, by"
             " Trainer(dataloader_timeout=seconds), 0 for no limit."
         ]
-    elif "Bus error" in how:
+    elif "Bus error" in event:
         lines += [f"The shared memory is probably full{_shared_memory_left()}.", *_ABOUT_SHARED_MEMORY]
-    elif "Killed" in how:
+    elif "Killed" in event:
         lines += [
             f"The system kills processes when memory runs out{_shared_memory_left()}. Try fewer workers"
             " (num_workers), a smaller prefetch_factor, a smaller batch, or a dataset that holds less: each worker"
@@ -170,10 +170,10 @@ def _explain_memory(error: BaseException, trainer: Trainer, folder: Folder | Non
         usage = _usage(trainer, batch)
         error.__dict__["memory"] = usage
     phase = _phase(frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    where = "before the first batch" if phase == _SET_UP else f"at {_where(trainer)}"
+    moment = "before the first batch" if phase == _SET_UP else f"at {_position(trainer)}"
     samples = "" if size is None else f", which has {size} sample{'s' * (size != 1)}"
     during = f", in {phase}" if phase else ""
-    lines = [f"Memory ran out {where}{samples}, on {device}{_peak(usage)}{during}."]
+    lines = [f"Memory ran out {moment}{samples}, on {device}{_peak(usage)}{during}."]
     if usage is not None:
         lines.append(_alive(usage, device.type == "cpu"))
     if batch is not None:
@@ -236,8 +236,8 @@ def _alive(usage: Usage, is_cpu: bool) -> str:
         parts.append(f"{rest} {readable(usage.rest)}")
     text = f"Alive were: {', '.join(parts) or 'no tensors'}."
     others = [
-        f"{what} {readable(size)}"
-        for what, size in (
+        f"{label} {readable(size)}"
+        for label, size in (
             ("reserved by torch, but unused", usage.unused),
             ("taken outside of torch (CUDA itself, other processes)", usage.elsewhere),
         )
@@ -251,8 +251,8 @@ def _peak(usage: Usage | None) -> str:
         return ""
     if usage.peak is None:
         return f" (of {readable(usage.total)})"
-    what = "the process" if usage.unused is None else "tensors"
-    return f" (at its peak {what} took {readable(usage.peak)}, of {readable(usage.total)})"
+    subject = "the process" if usage.unused is None else "tensors"
+    return f" (at its peak {subject} took {readable(usage.peak)}, of {readable(usage.total)})"
 
 
 def _leave_snapshot(trainer: Trainer, folder: Folder) -> list[str]:
@@ -312,10 +312,10 @@ def whereabouts(frames: list[FrameType], trainer: Trainer) -> str:
     ]
     parts = [f"in {phase}"] if (phase := _phase(frames)) else []
     parts += [f"in {names[id(own)]} ({type(own).__name__})" for own in inside[-1:]]
-    return ", ".join([*parts, f"at step {trainer.global_step}, {_where(trainer, with_rank=False)}"])
+    return ", ".join([*parts, f"at step {trainer.global_step}, {_position(trainer, with_rank=False)}"])
 
 
-def _where(trainer: Trainer, *, with_rank: bool = True) -> str:
+def _position(trainer: Trainer, *, with_rank: bool = True) -> str:
     """Return the position as text: ``batch_idx 17 of epoch 2 (train_dataloader)``."""
     epoch = f" of epoch {trainer.current_epoch}" if trainer.state.fn == "fit" else ""
     check = ", in the sanity check" if trainer.sanity_checking else ""

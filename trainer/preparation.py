@@ -243,13 +243,13 @@ class Preparation:
         if loaders is None or self._trainer.engine.world_size == 1:
             return
         span = loaders.spans[0] if loaders.spans else Span(0, 0)
-        how = self._needs_equal_counts(loaders)
-        loaders.on_batch = partial(_share_batch, self._trainer.loop, how, self._trainer.data.may_be_empty)
-        if span.fewest < span.most and how is not None:
+        reason = self._needs_equal_counts(loaders)
+        loaders.on_batch = partial(_share_batch, self._trainer.loop, reason, self._trainer.data.may_be_empty)
+        if span.fewest < span.most and reason is not None:
             raise ConfigurationError(
-                f"Got {span.fewest:.0f} to {span.most:.0f} training batches in a process. {how} needs as many in each:"
-                f" some would wait for ever. Set Trainer(limit_train_batches={span.fewest:.0f}), or divide the data"
-                " evenly."
+                f"Got {span.fewest:.0f} to {span.most:.0f} training batches in a process. {reason} needs as many in"
+                f" each: some would wait for ever. Set Trainer(limit_train_batches={span.fewest:.0f}), or divide the"
+                " data evenly."
             )
 
     def _needs_equal_counts(self, loaders: Loaders) -> str | None:

@@ -112,8 +112,8 @@ class Table(NamedTuple):
             title=Text(self.title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
             show_header=has_header, pad_edge=has_header,
         )  # fmt: skip
-        kept = [place for place, name in enumerate(header) if name not in dropped]
-        for place in kept:
+        shown = [place for place, name in enumerate(header) if name not in dropped]
+        for place in shown:
             is_number = self.left is not None and header[place] not in self.left
             is_label = not has_header and place == 0
             # if columns were dropped and the table is still too wide, fold texts, but not numbers
@@ -124,7 +124,7 @@ class Table(NamedTuple):
             )  # fmt: skip
         for cells in self.rows:
             if cells:
-                table.add_row(*(Text(cells[place]) for place in kept), style=_style(cells))
+                table.add_row(*(Text(cells[place]) for place in shown), style=_style(cells))
             else:
                 table.add_section()
         return table
