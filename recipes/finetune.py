@@ -310,10 +310,10 @@ def check_folder(folder: str) -> Path:
     return place
 
 
-def _need(package: str, what: str) -> None:
+def _need(package: str, purpose: str) -> None:
     from importlib.util import find_spec
 
     if find_spec(package) is None:
         raise ModuleNotFoundError(
-            f"{package} is needed {what}, and is not installed: pip install {package}.", name=package
+            f"{package} is needed {purpose}, and is not installed: pip install {package}.", name=package
         )

@@ -145,7 +145,7 @@ def load_weights(architecture: str, weights: str) -> Weights:
     return _read(file)
 
 
-def _torchvisions(weights: Any, what: str) -> Weights:
+def _torchvisions(weights: Any, name: str) -> Weights:
     """Weights of torchvision, from its cache or its server."""
     file = Path(torch.hub.get_dir()) / "checkpoints" / weights.url.rpartition("/")[2]
     if file.is_file():
@@ -154,7 +154,7 @@ def _torchvisions(weights: Any, what: str) -> Weights:
         return weights.get_state_dict(check_hash=True, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError) as error:  # no network, a proxy's page for a file, no permission
         raise FileNotFoundError(
-            f"The weights {what} are not in {file} and could not be downloaded from {weights.url}"
+            f"The weights {name} are not in {file} and could not be downloaded from {weights.url}"
             f" ({type(error).__name__}: {error}). Without a network, download that file on another machine, and save it"
             " there or set model.weights to its path. model.weights=null starts from random weights, which is enough"
             " if a checkpoint replaces them."
@@ -189,7 +189,7 @@ def _last_linear(net: nn.Module, architecture: str) -> str:
     return names[-1]
 
 
-def _load_all_but(head: str, net: nn.Module, weights: Weights, what: str) -> None:
+def _load_all_but(head: str, net: nn.Module, weights: Weights, weights_name: str) -> None:
     """Load everything outside of ``head``, which may have any number of classes in ``weights``."""
     rest = {name: value for name, value in weights.items() if not name.startswith(f"{head}.")}
     expected = {name: value.shape for name, value in net.state_dict().items() if not name.startswith(f"{head}.")}
@@ -197,7 +197,8 @@ def _load_all_but(head: str, net: nn.Module, weights: Weights, what: str) -> Non
     missing = [name for name in expected if name not in rest]
     if wrong or missing:
         raise ValueError(
-            f"The weights {what} do not fit: {len(missing)} are missing ({', '.join(missing[:3])}) and {len(wrong)} are"
-            f" unknown or of another shape ({', '.join(wrong[:3])}). Check that they belong to model.architecture."
+            f"The weights {weights_name} do not fit: {len(missing)} are missing ({', '.join(missing[:3])}) and"
+            f" {len(wrong)} are unknown or of another shape ({', '.join(wrong[:3])}). Check that they belong to"
+            " model.architecture."
         )
     net.load_state_dict(rest, strict=False)

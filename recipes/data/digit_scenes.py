@@ -172,10 +172,10 @@ class Painter:
 
     def _add_digit(self, image: np.ndarray, mask: np.ndarray) -> None:
         """Paint a digit into ``image`` and ``mask``, lighter or darker than the background."""
-        which = self.draw.integers(len(self.scans))
+        index = self.draw.integers(len(self.scans))
         size = len(mask)
         side = int(self.draw.integers(size // 4, size // 2 + 1))
-        scan = Image.fromarray(self.scans[which].astype(np.float32))
+        scan = Image.fromarray(self.scans[index].astype(np.float32))
         ink = np.asarray(scan.resize((side, side), Image.Resampling.BILINEAR))
         top, left = (int(start) for start in self.draw.integers(0, size - side + 1, 2))
         place = slice(top, top + side), slice(left, left + side)
@@ -183,4 +183,4 @@ class Painter:
         sign = 1.0 if behind < 0.5 else -1.0
         colour = behind + sign * self.draw.uniform(0.2, 0.5) + self.draw.uniform(-0.2, 0.2, 3)
         image[place] += ink[..., None] * (colour - image[place])
-        mask[place][ink > INK] = 1 + self.digits[which]
+        mask[place][ink > INK] = 1 + self.digits[index]

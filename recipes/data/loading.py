@@ -153,7 +153,7 @@ def make_loader(
     )
 
 
-def check_num_classes(given: int, found: int, where: str) -> None:
+def check_num_classes(given: int, found: int, source: str) -> None:
     """Raise a ValueError when the configured number of classes is not the one the data has."""
     if given != found:
-        raise ValueError(f"num_classes is {given}, but {where} has {found} classes. Set data.num_classes={found}.")
+        raise ValueError(f"num_classes is {given}, but {source} has {found} classes. Set data.num_classes={found}.")

@@ -144,11 +144,11 @@ class PackedText(TextData):
         if folder.is_dir():
             return
         sizes = [_size(document) for document in read()]
-        kept = [place for place, size in enumerate(sizes) if size]
+        used = [place for place, size in enumerate(sizes) if size]
         split_of = {
-            kept[place]: name
+            used[place]: name
             for name, places in split_documents(
-                [sizes[place] for place in kept], self.held_out, self.split_seed
+                [sizes[place] for place in used], self.held_out, self.split_seed
             ).items()
             for place in places
         }
@@ -159,8 +159,8 @@ class PackedText(TextData):
         for file in files.values():
             file.write(end.tobytes())
         documents = ((place, text) for place, text in enumerate(read()) if place in split_of)
-        while some := list(islice(documents, _AT_ONCE)):
-            for (place, _), tokens in zip(some, self.tokenizer.encode([text for _, text in some]), strict=True):
+        while batch := list(islice(documents, _AT_ONCE)):
+            for (place, _), tokens in zip(batch, self.tokenizer.encode([text for _, text in batch]), strict=True):
                 files[split_of[place]].write(np.append(np.asarray(tokens, self._dtype), end).tobytes())
         for file in files.values():
             file.close()
