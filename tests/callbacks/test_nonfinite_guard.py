@@ -132,7 +132,7 @@ def test_batch_of_a_window_is_named(tmp_path: Path) -> None:
 
 def test_unguarded_steps_read_no_gradients(tmp_path: Path) -> None:
     module = Regression()
-    trainer, trace = fit_and_watch(tmp_path, module, with_a_bad_one(), callbacks=[NonFiniteGuard("go_on")])
+    trainer, trace = fit_and_watch(tmp_path, module, with_a_bad_one(), callbacks=[NonFiniteGuard("continue")])
     assert trace.skipped == [False] * 6
     assert not trainer.scaler.skips_steps
     assert all(p.isnan().any() for p in module.net.parameters())
@@ -265,6 +265,12 @@ def test_only_checkpoints_are_checked_by_default(tmp_path: Path) -> None:
         if isinstance(one, NonFiniteGuard)
     )
     assert (mine.policy, mine.every_step) == ("skip", True)
+
+
+def test_go_on_is_a_deprecated_name_of_continue() -> None:
+    with pytest.warns(FutureWarning, match=r"NonFiniteGuard\('continue'\)"):
+        guard = NonFiniteGuard("go_on")
+    assert (guard.policy, guard.every_step) == ("continue", False)
 
 
 @pytest.mark.parametrize("arguments", [{"policy": "ignore"}, {"max_in_a_row": 0}])

@@ -166,6 +166,7 @@ def test_custom_keys_in_a_file(project, text):
         ["trainer.devices=[0,1]", "trainer.deterministic=warn", "trainer.max_epochs=null", "ckpt_path=last"],
         ["callbacks.model_checkpoint=null", "optimizer={lr: 1}", "++anything.at.all=1", "+data.more={a: [1]}"],
         ["callbacks=none", "+optimizer.maximize=true", "~optimizer.nesterov", "model.start=${optimizer.lr}"],
+        ["callbacks=nonfinite_guard", "callbacks.nonfinite_guard.policy=go_on"],  # a deprecated value
         ["hydra.job.name=a", "hydra.verbose=[a,b]", "hydra.run.dir='my runs/${now:%Y}'", "model.fail_at=3"],
         ["trainer.strategy={_target_: lightning.pytorch.strategies.DDPStrategy}", "trainer._target_=lightning.Trainer"],
     ],

@@ -30,11 +30,11 @@ class NonFiniteGuard(RunCallback):
     float16: weights, optimizer states, schedules and averages do not change, and ``trainer.skipped_steps`` counts it.
     Nonfinite elements of buffers (BatchNorm's running mean) are restored. Then the policy applies:
 
-    ``"stop"``   ends the run with a :class:`~trainer.errors.NonFiniteError`. A replay of the window's batches finds the
-                 batch and the first nonfinite value: in the batch, in the output of a layer, or in a gradient. The
-                 weights, and all checkpoints, are those of the last good step.
-    ``"skip"``   continues with the next batch, until ``max_in_a_row`` steps in a row were skipped.
-    ``"go_on"``  checks nothing, as torch.
+    ``"stop"``      ends the run with a :class:`~trainer.errors.NonFiniteError`. A replay of the window's batches finds
+                    the batch and the first nonfinite value: in the batch, in the output of a layer, or in a gradient.
+                    The weights, and all checkpoints, are those of the last good step.
+    ``"skip"``      continues with the next batch, until ``max_in_a_row`` steps in a row were skipped.
+    ``"continue"``  checks nothing, as torch.
 
     With loss scaling (``16-mixed``), overflowed gradients are normal while the loss scale adapts, and
     :class:`~trainer.callbacks.OverflowReport` reports problems. Then ``"stop"`` ends the run only if a loss in the
@@ -42,14 +42,15 @@ class NonFiniteGuard(RunCallback):
 
     The default callback is ``NonFiniteGuard(every_step=False)``, which adds nothing to a step: before a fit writes a
     checkpoint, it checks the weights, and stops the run instead of replacing a good checkpoint by nonfinite weights.
-    ``NonFiniteGuard("go_on")`` disables this check, too.
+    ``NonFiniteGuard("continue")`` disables this check, too.
 
     A nonfinite loss with finite gradients is not detected. Values passed to ``self.log`` stay in the mean of the epoch.
     LBFGS, and other optimizers that evaluate the loss, cannot skip steps. On a GPU, a fused optimizer causes no
     host-device synchronization, and its outcome is known one step later; other optimizers synchronize at each step.
 
     Args:
-        policy: ``"stop"``, ``"skip"`` or ``"go_on"``, see above. Default: ``"stop"``.
+        policy: ``"stop"``, ``"skip"`` or ``"continue"``, see above. Default: ``"stop"``. ``"go_on"`` is a
+            deprecated name of ``"continue"``.
         every_step: whether to check each step. If False, only the weights are checked, before a checkpoint is written.
             Default: True.
         max_in_a_row: maximum number of skipped steps in a row with ``"skip"``; then the run ends. None for no maximum.
@@ -66,15 +67,22 @@ class NonFiniteGuard(RunCallback):
 
     def __init__(
         self,
-        policy: Literal["stop", "skip", "go_on"] = "stop",
+        policy: Literal["stop", "skip", "continue", "go_on"] = "stop",
         *,
         every_step: bool = True,
         max_in_a_row: int | None = 50,
     ) -> None:
-        expect(policy in ("stop", "skip", "go_on"), "'stop', 'skip' or 'go_on'", policy=policy)
+        if policy == "go_on":
+            rank_zero_warn(
+                "NonFiniteGuard('go_on') is deprecated and will be removed in version 0.3. Use"
+                " NonFiniteGuard('continue').",
+                FutureWarning,
+            )
+            policy = "continue"
+        expect(policy in ("stop", "skip", "continue"), "'stop', 'skip' or 'continue'", policy=policy)
         expect(max_in_a_row is None or is_count(max_in_a_row), "at least 1 step, or None", max_in_a_row=max_in_a_row)
         self.policy = policy
-        self.every_step = every_step and policy != "go_on"
+        self.every_step = every_step and policy != "continue"
         self.max_in_a_row = max_in_a_row
         if not self.every_step:
             self._omit(NonFiniteGuard.on_after_optimizer_step)
@@ -133,14 +141,15 @@ class NonFiniteGuard(RunCallback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Raise instead of replacing a good checkpoint by nonfinite weights. A host-device synchronization."""
-        if self.policy == "go_on" or trainer.state.fn != "fit" or trainer.state.status != "running":
+        if self.policy == "continue" or trainer.state.fn != "fit" or trainer.state.status != "running":
             return
         if broken := _broken(pl_module, trainer.engine):
             report = last_diagnosis(trainer)
             raise NonFiniteError(
                 f"The weights are not finite at step {trainer.global_step} of epoch {trainer.current_epoch}, so they"
                 f" were not saved, and the checkpoints from before are as they were: {join_first(broken, 6)}."
-                " NonFiniteGuard('go_on') saves such weights.\n" + "\n".join([] if report is None else report.lines()),
+                " NonFiniteGuard('continue') saves such weights.\n"
+                + "\n".join([] if report is None else report.lines()),
                 step=trainer.global_step,
             )
 
