@@ -146,7 +146,7 @@ def read(argv: Sequence[str]) -> Arguments:
         word = words.pop(0)
         if word.startswith("-"):
             _read_flag(word, words, arguments)
-        elif ("=" in word or word.startswith("~")) and not _is_of_files(word, arguments):
+        elif ("=" in word or word.startswith("~")) and not _is_file_name(word, arguments):
             _read_override(word, arguments)
         elif (command := commands.find(arguments.command)) and len(arguments.words) < command.words:
             arguments.words.append(word)
@@ -162,7 +162,7 @@ def read(argv: Sequence[str]) -> Arguments:
     return arguments
 
 
-def _is_of_files(word: str, arguments: Arguments) -> bool:
+def _is_file_name(word: str, arguments: Arguments) -> bool:
     """Return whether a word with an ``=`` is the name of a file."""
     if arguments.command != "export":
         command = commands.find(arguments.command)
@@ -244,15 +244,15 @@ def quoted_options(group: str, value: str) -> str:
         group: the key of an override, which may be another setting.
         value: of the override: an option, or several.
     """
-    if not any(map(_is_no_text, _OPTIONS.findall(value))):
+    if not any(map(_is_not_text, _OPTIONS.findall(value))):
         return value
     names = {file.stem for folder in conf_folders() for file in folder.glob(f"{group}/*.yaml")}
     return _OPTIONS.sub(
-        lambda found: f"'{found[0]}'" if found[0] in names and _is_no_text(found[0]) else found[0], value
+        lambda found: f"'{found[0]}'" if found[0] in names and _is_not_text(found[0]) else found[0], value
     )
 
 
-def _is_no_text(word: str) -> bool:
+def _is_not_text(word: str) -> bool:
     try:
         float(word)
     except ValueError:

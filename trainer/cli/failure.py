@@ -69,7 +69,7 @@ def record(error: Exception, folder: Path, command: str, processes: int = 1, wor
     error.__dict__["processes"] = max(processes, int(os.environ.get("WORLD_SIZE", "1")))
     if isinstance(error, FolderInUseError):
         return  # the folder and its log belong to another run
-    trace = redaction.text("".join(traceback.format_exception(_from_run(error))))
+    trace = redaction.text("".join(traceback.format_exception(_without_hydra_frames(error))))
     handler = log_handler()
     try:
         if handler is not None:
@@ -117,7 +117,7 @@ def print_error(error: Exception) -> None:
     if not _is_first_to_report(error):
         return
     if is_debug():
-        print(printable("".join(traceback.format_exception(_from_run(error)))), file=sys.stderr)
+        print(printable("".join(traceback.format_exception(_without_hydra_frames(error)))), file=sys.stderr)
     text = f"trainer: {error}" if isinstance(error, ConfigurationError) else paragraph(error)
     print(printable(text), file=sys.stderr)
 
@@ -276,7 +276,7 @@ def _advice_missing_module(error: ModuleNotFoundError) -> str:
     )
 
 
-def _from_run(error: BaseException) -> BaseException:
+def _without_hydra_frames(error: BaseException) -> BaseException:
     """Return ``error`` without the frames before `trainer.cli.run`, which are Hydra's, if it was raised in a run."""
     entry: TracebackType | None = error.__traceback__
     while entry is not None and entry.tb_frame.f_globals.get("__name__") != "trainer.cli.run":

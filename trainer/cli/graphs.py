@@ -109,7 +109,7 @@ def export(
                 ) from error
             tried = [inputs, *([_rows(inputs, [0])] if is_dynamic else [])]
             try:
-                gap = max(compare(run(given), _called(module, given)) for given in tried)
+                gap = max(compare(run(given), _outputs_of(module, given)) for given in tried)
             except AssertionError as error:
                 raise ExportError(
                     f"{file} was not written: its outputs differ from those of forward by more than {TOLERANCE:g} of"
@@ -143,7 +143,7 @@ def inputs_of(module: Any, batch: Any) -> Inputs:
     kind = ", ".join(type(one).__name__ for one in tree_leaves(given)) or "nothing"
     problem = "" if _tensors(found) else ", which has no tensor"
     try:
-        _called(module, found)
+        _outputs_of(module, found)
     except Exception as error:
         problem = f": {type(error).__name__}: {' '.join(str(error).split())}"
     if problem:
@@ -178,7 +178,7 @@ def _first_batch(trainer: Trainer, module: LightningModule, data: LightningDataM
     )
 
 
-def _called(module: Any, inputs: Inputs) -> list[Tensor]:
+def _outputs_of(module: Any, inputs: Inputs) -> list[Tensor]:
     return _tensors(module(*inputs[0], **inputs[1]))
 
 
@@ -224,7 +224,7 @@ def _write_graph(graph: Any, part: Path) -> Callable[[Inputs], list[Tensor]]:
     graph.example_inputs = None  # so that the file contains no data
     torch.export.save(graph, part)
     loaded = torch.export.load(part).module()
-    return lambda inputs: _called(loaded, inputs)
+    return lambda inputs: _outputs_of(loaded, inputs)
 
 
 def _write_onnx(graph: Any, part: Path) -> Callable[[Inputs], list[Tensor]]:

@@ -75,7 +75,7 @@ def help_text(command: str | None, config_dir: str | None = None) -> str:
     if command == LISTS_SETTINGS:
         flags = [(f"{', '.join(reversed(one.spellings))} {one.value}", one.about) for one in FLAGS if one.about]
         sections += [_groups(config_dir), *_settings(config_dir, ["", "trainer"])]
-        sections.append(_listed("Flags, at any position:", flags))
+        sections.append(_format_rows("Flags, at any position:", flags))
     text = "\n\n".join(sections).replace(_WRITTEN, program())
     if command != LISTS_SETTINGS and "SETTING" in about.usage:
         text += f"\n\n`{command_line(LISTS_SETTINGS, '--help')}` lists the settings and flags."
@@ -103,16 +103,16 @@ def _settings(config_dir: str | None, nodes: Sequence[str]) -> list[str]:
             if entry.key.rpartition(".")[0] in (node, node or "checkpoint_files") and entry.key not in left_out
         ]
         if node:
-            sections.append(_listed(f"Settings {node}.NAME and their defaults:", rows))
+            sections.append(_format_rows(f"Settings {node}.NAME and their defaults:", rows))
         else:
-            sections.append(_listed("Settings and their defaults (--cfg job prints all):", [*rows, *_ADDED]))
+            sections.append(_format_rows("Settings and their defaults (--cfg job prints all):", [*rows, *_ADDED]))
     return sections
 
 
-def _listed(title: str, rows: Sequence[tuple[str, str]]) -> str:
+def _format_rows(title: str, rows: Sequence[tuple[str, str]]) -> str:
     """Return names and descriptions in two columns under a title."""
     width = min(max(len(name) for name, _ in rows), _NAMES)
-    lines = [_wrapped(f"  {name:<{width}}  ", about) for name, about in rows]
+    lines = [_wrap(f"  {name:<{width}}  ", about) for name, about in rows]
     return "\n".join([title, *lines])
 
 
@@ -123,7 +123,7 @@ def _first_screen(config_dir: str | None) -> str:
     lines = [(trainer.__doc__ or "").partition("\n")[0], "", f"usage: {program()} COMMAND [SETTING=VALUE ...] [FLAGS]"]
     for title in dict.fromkeys([*_GROUPS_OF_COMMANDS, *(command.group for command in found.values())]):
         rows = [(f"{name:<{width}}", command.summary) for name, command in found.items() if command.group == title]
-        lines += ["", _listed(f"{title}:", rows)]
+        lines += ["", _format_rows(f"{title}:", rows)]
     recipes = ", ".join(options("recipe", config_dir)) or "none yet: put one into conf/recipe/"
     steps = [(command_line(*words.split()), about) for words, about in _FIRST_STEPS]
     width = max(len(words) for words, _ in steps)
@@ -133,10 +133,10 @@ def _first_screen(config_dir: str | None) -> str:
         f"`{command_line(LISTS_SETTINGS, '--help')}` lists all settings and flags.",
         "--debug prints full tracebacks, -q prints one line at the end of a run.",
     ]
-    return "\n".join([*lines, "", _wrapped("Recipes: ", recipes), "", *rest])
+    return "\n".join([*lines, "", _wrap("Recipes: ", recipes), "", *rest])
 
 
-def _wrapped(start: str, text: str) -> str:
+def _wrap(start: str, text: str) -> str:
     return textwrap.fill(text, _WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)
 
 
@@ -153,4 +153,6 @@ def _groups(config_dir: str | None) -> str:
         found = ", ".join(options(group, config_dir)) or "none yet"
         name = f"+{group}=" if group in GROUPS_TO_ADD else f"{group}="
         rows.append((name, f"{found}{f'  ({about})' if about else ''}"))
-    return _listed("Config groups: GROUP=OPTION uses conf/GROUP/OPTION.yaml of your project or of this package:", rows)
+    return _format_rows(
+        "Config groups: GROUP=OPTION uses conf/GROUP/OPTION.yaml of your project or of this package:", rows
+    )

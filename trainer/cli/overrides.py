@@ -40,14 +40,14 @@ def with_values(words: Sequence[str], config: DictConfig) -> list[str]:
             continue
         is_set = any(_sets(override, key) for _, override in parsed)
         if _JOB_NUMBER.search(str(raw)) and not is_set and (value := _value_of(raw, config)) != raw:
-            written.append(_written(parser.parse_override(f"{key}=null"), value))
+            written.append(_format_override(parser.parse_override(f"{key}=null"), value))
     return written
 
 
 def _with_value(word: str, override: Override, config: DictConfig) -> str:
     raw: Any = override.value()
     value = _value_of(raw, config)
-    return word if value == raw else _written(override, value)
+    return word if value == raw else _format_override(override, value)
 
 
 def _sets(override: Override, key: str) -> bool:
@@ -77,7 +77,7 @@ def _resolved(text: str, config: DictConfig) -> Any:
     return OmegaConf.to_container(node, resolve=True)["value"]  # type: ignore[index, call-overload]
 
 
-def _written(override: Override, value: Any) -> str:
+def _format_override(override: Override, value: Any) -> str:
     """Return the override with another value."""
     changed = replace(override, _value=_quoted(value))
     return f"{changed.get_key_element()}={changed.get_value_element_as_str()}"

@@ -57,7 +57,7 @@ def apply(arguments: Arguments) -> None:
     arguments.overrides.append(f"ckpt={quoted(str(checkpoint))}")  # so that other processes use the same checkpoint
     arguments.flags["--config-name"] = RESTORED
     if is_first() and not is_quiet() and not arguments.shows:
-        started = _started_in(run)
+        started = _working_dir_of(run)
         elsewhere = f" It was started in {started}." if started not in (None, str(Path.cwd())) else ""
         print(printable(f"{arguments.command} with {checkpoint.name} and the config of {run}.{elsewhere}"), flush=True)
 
@@ -128,20 +128,20 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         saved = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise _damaged(file, "it is not valid YAML") from error
+        raise _damaged_error(file, "it is not valid YAML") from error
     if not isinstance(saved, dict) or not isinstance(saved.get("trainer"), dict) or "model" not in saved:
-        raise _damaged(file, "expected the settings of a run, including trainer and model")
+        raise _damaged_error(file, "expected the settings of a run, including trainer and model")
     return {str(name): value for name, value in saved.items()}
 
 
-def _damaged(file: Path, problem: str) -> UsageError:
+def _damaged_error(file: Path, problem: str) -> UsageError:
     return UsageError(
         f"{file} is damaged: {problem}. To use the checkpoint anyway, choose its config: +recipe=NAME ckpt_path=FILE"
         " instead of ckpt."
     )
 
 
-def _started_in(run: Path) -> str | None:
+def _working_dir_of(run: Path) -> str | None:
     """Return the working directory of the run, or None if it is unknown."""
     try:
         saved = yaml.safe_load((run / ".hydra" / "hydra.yaml").read_text(encoding="utf-8"))

@@ -142,7 +142,7 @@ def run(config: DictConfig) -> float | None:
     if is_first() and not is_quiet() and isinstance(settings["trainer"]["profiler"], str):
         print(f"The profile is in {from_here(folder)}/{config.command}.log.")
     if is_first() and not (config.command == "fit" and _shows_summary(trainer)):
-        print(_last_line(record), flush=True)
+        print(_result_line(record), flush=True)
     return record.result
 
 
@@ -195,7 +195,7 @@ def assemble(settings: dict[str, Any], folder: Path, record: RunRecord | None = 
     arguments["callbacks"] = _make_all(settings["callbacks"], "callbacks", allowlist)
     if logged is not None:
         tracking.open_stores(settings["logger"])
-    arguments["logger"] = _make_all(_available(settings["logger"]), "logger", allowlist) or False
+    arguments["logger"] = _make_all(_available_loggers(settings["logger"]), "logger", allowlist) or False
     unwanted: tuple[type, ...] = ()  # callbacks of the default config or a recipe to remove
     if arguments["barebones"]:
         unwanted = (Checkpoint, Curves, LayerNorms, LearningRateMonitor, RunSummary, ScaleMonitor)
@@ -291,7 +291,7 @@ def _redact_dumps(folder: Path, subfolder: str | None) -> None:
             file.write_text(redacted, encoding="utf-8")
 
 
-def _available(loggers: dict[str, Any]) -> dict[str, Any]:
+def _available_loggers(loggers: dict[str, Any]) -> dict[str, Any]:
     """Remove TensorBoard if its package is missing and it is there only by default."""
     name = "tensorboard"
     is_chosen = HydraConfig.initialized() and any(name in word for word in HydraConfig.get().overrides.task)
@@ -354,7 +354,7 @@ def _require_last_checkpoint(settings: dict[str, Any]) -> Iterator[None]:
         ) from warning
 
 
-def _last_line(run: RunRecord) -> str:
+def _result_line(run: RunRecord) -> str:
     """Return the line that a run without a summary prints at its end."""
     names = worth_showing(run.metrics)[:_MAX_METRICS] if is_quiet() else []
     metrics = ", ".join(f"{name}={run.metrics[name]:.4g}" for name in names)

@@ -234,7 +234,7 @@ class Allowlist:
         is_folder = entry.name in _FOLDERS or entry.target.partition(".")[0] in PACKAGES
         if key.partition(".")[0] not in _WRITERS or not is_folder or any(within(key, (one,)) for one in self._given):
             return
-        if _leads_out(value):
+        if _is_outside_working_dir(value):
             raise UsageError(
                 f"{key} is {value} in a config that comes with a checkpoint, expected a folder in the working"
                 f" directory. To write there, add it to the command: '{key}={value}'"
@@ -268,9 +268,9 @@ def _look_up(target: str, key: str) -> Any:
     found: Any = _import(first)
     path = first
     for name in names:
-        if not _has(found, name, path) and hasattr(found, "__path__"):
+        if not _has_attribute(found, name, path) and hasattr(found, "__path__"):
             _import(f"{path}.{name}")
-        if not _has(found, name, path):
+        if not _has_attribute(found, name, path):
             near = did_you_mean(name, dir(found))
             raise UsageError(f"{key}: there is no {target}: {path} has no {name!r}.{near}")
         found, path = getattr(found, name), f"{path}.{name}"
@@ -290,7 +290,7 @@ def _runs_code(name: str) -> bool:
     return within(name, _REFUSED) or last == "load_from_checkpoint" or (last in _REFUSED_NAMES and not _is_own(name))
 
 
-def _leads_out(text: str) -> bool:
+def _is_outside_working_dir(text: str) -> bool:
     """Return whether ``text``, read as a path or an address to write to, is outside the working directory."""
     if re.match(r"https?://(?!.*::)", text):
         return False
@@ -312,18 +312,18 @@ def _import(module: str) -> ModuleType | None:
     except ModuleNotFoundError as error:
         if error.name is not None and within(module, (error.name,)):
             return None
-        raise _needs(module, error) from error
+        raise _missing_package_error(module, error) from error
 
 
-def _has(found: Any, name: str, path: str) -> bool:
+def _has_attribute(found: Any, name: str, path: str) -> bool:
     """Return whether ``found`` has an attribute ``name``, which a lazy package may import now."""
     try:
         return hasattr(found, name)
     except ModuleNotFoundError as error:
-        raise _needs(f"{path}.{name}", error) from error
+        raise _missing_package_error(f"{path}.{name}", error) from error
 
 
-def _needs(target: str, error: ModuleNotFoundError) -> UsageError:
+def _missing_package_error(target: str, error: ModuleNotFoundError) -> UsageError:
     extra = packages.extra_of(error.name or "")
     advice = packages.pip_install(extra) if extra else "Install it, or correct the import."
     return UsageError(f"{target} needs the package {error.name}, which is not installed. {advice}")

@@ -298,7 +298,7 @@ def _check_new_key(composer: Composer, known: Container[str], override: Override
     key = override.key_or_group
     name = _setting(key)
     if name is not None and name not in SETTINGS:
-        hint = _common(key, known) or did_you_mean(name, SETTINGS).replace("'", "'trainer.", 1)
+        hint = _hint_common_name(key, known) or did_you_mean(name, SETTINGS).replace("'", "'trainer.", 1)
         raise UsageError(f"The Trainer has no argument {key!r}.{hint}")
     if key in known and not override.is_force_add() and not isinstance(override.value(), dict):
         plain = str(override.input_line).lstrip("+")
@@ -325,8 +325,8 @@ def _check_unknown_key(known: dict[str, Any], chosen: dict[str, str], override: 
         return
     groups = [group for group in composer.groups() if not key.startswith(f"{group}.")]
     near = (
-        _common(key, known)
-        or _of_other_option(chosen, key, composer)
+        _hint_common_name(key, known)
+        or _hint_other_options(chosen, key, composer)
         or _nearest(key, known)
         or did_you_mean(key, groups)
     )
@@ -335,7 +335,7 @@ def _check_unknown_key(known: dict[str, Any], chosen: dict[str, str], override: 
     raise UsageError(f"There is no setting {key!r}.{near}{new}")
 
 
-def _of_other_option(options: dict[str, str], key: str, composer: Composer) -> str:
+def _hint_other_options(options: dict[str, str], key: str, composer: Composer) -> str:
     """Return a hint if other options of the group have the setting, for example ``fp32_modules`` of 16-mixed."""
     group, _, name = key.rpartition(".")
     chosen = options.get(group)
@@ -359,7 +359,7 @@ _COMMON = {
 """Settings by their common names in other programs."""
 
 
-def _common(key: str, known: Container[str]) -> str:
+def _hint_common_name(key: str, known: Container[str]) -> str:
     common = _COMMON.get(key.rpartition(".")[2])
     return f" Did you mean {common!r}?" if common in known else ""
 

@@ -81,7 +81,7 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
         )
     step = slurm_step()
     if not (chosen or sweeping) and arguments.command in _EVALUATIONS:
-        config = _below_its_run(arguments, config)
+        config = _place_below_run(arguments, config)
     if not chosen and (resumes or step):
         by_job = step and (arguments.requeued or not resumes)
         config = _named_after(arguments, config, key, f"slurm-{step}" if by_job else "auto")
@@ -147,7 +147,7 @@ def config_flags(hydra: Any) -> dict[str, str]:
     return flags
 
 
-def _below_its_run(arguments: Arguments, config: DictConfig) -> DictConfig:
+def _place_below_run(arguments: Arguments, config: DictConfig) -> DictConfig:
     """Return ``config`` with a folder of this run below the folder of the run that wrote its checkpoint.
 
     Unchanged without such a checkpoint, if the folder cannot be written, and if a name or a config sets the folder.

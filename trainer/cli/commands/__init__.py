@@ -85,7 +85,7 @@ _PACKAGED = tuple(module.name for module in pkgutil.iter_modules(__path__))
 
 def names() -> list[str]:
     """Return the names of all commands, those of other packages last."""
-    return [*_PACKAGED, *sorted({entry.name for entry in _of_other_packages()} - {*_PACKAGED})]
+    return [*_PACKAGED, *sorted({entry.name for entry in _entry_point_commands()} - {*_PACKAGED})]
 
 
 def find(name: str | None) -> Command | None:
@@ -97,7 +97,7 @@ def find(name: str | None) -> Command | None:
     if name in _PACKAGED:
         command: Command = import_module(f"{__name__}.{name}").COMMAND
         return command
-    for entry in _of_other_packages() if name else ():
+    for entry in _entry_point_commands() if name else ():
         if entry.name == name:
             found = entry.load()
             if not isinstance(found, Command):
@@ -109,7 +109,7 @@ def find(name: str | None) -> Command | None:
     return None
 
 
-def _of_other_packages() -> EntryPoints:
+def _entry_point_commands() -> EntryPoints:
     from importlib.metadata import entry_points  # imported here because it takes 0.03 s
 
     return entry_points(group=ENTRY_POINTS)

@@ -148,7 +148,7 @@ class Comparison:
             assess(run, first, self.metric, limits) if run is not first and run.completed and first.completed else None
             for run in runs
         ]
-        self.conditions = [*([remark] if remark else []), *condition_differences(runs), *_circumstances(runs)]
+        self.conditions = [*([remark] if remark else []), *condition_differences(runs), *_reliability_notes(runs)]
         self.title = f"{first.recipe or 'Comparison'}: {', '.join(run.label for run in runs)}"
 
     def markdown(self, command: str) -> str:
@@ -271,7 +271,7 @@ def _first_difference(run: RunRecord, first: RunRecord) -> int | None:
     return None
 
 
-def _circumstances(runs: Sequence[RunRecord]) -> list[str]:
+def _reliability_notes(runs: Sequence[RunRecord]) -> list[str]:
     """Return sentences about the reliability of the numbers."""
     found = []
     batches = [measured for run in runs if (measured := run.throughput.get("measured_batches")) is not None]

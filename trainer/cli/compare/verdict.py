@@ -117,18 +117,20 @@ def assess(run: RunRecord, first: RunRecord, metric: Metric | None, thresholds: 
     rate, its_rate = run.samples_per_second, first.samples_per_second
     speedup = rate / its_rate if rate and its_rate else None
     if speedup is not None:
-        wanted = _wanted(thresholds.min_speedup, MIN_SPEEDUP, run, first)
+        wanted = _threshold(thresholds.min_speedup, MIN_SPEEDUP, run, first)
         clauses.append(_speed(speedup, wanted))
         if wanted is not None and speedup < wanted:
-            advice.append(" ".join([f"Less than {wanted:g}x as fast as {first.label}.", *_why_slow(run, first)]))
+            advice.append(
+                " ".join([f"Less than {wanted:g}x as fast as {first.label}.", *_slowness_reasons(run, first)])
+            )
     memory, its_memory = run.peak_memory, first.peak_memory
     saving = 1 - memory / its_memory if memory and its_memory else None
     if saving is not None:
-        wanted = _wanted(thresholds.min_memory_saving, MIN_MEMORY_SAVING, run, first)
+        wanted = _threshold(thresholds.min_memory_saving, MIN_MEMORY_SAVING, run, first)
         if wanted is not None or run.memory_is_the_gpus:
             clauses.append(_memory(saving, wanted))
         if wanted is not None and saving < wanted:
-            advice.append(" ".join([f"Saves less than {wanted:.0%} of the memory.", *_why_large(run)]))
+            advice.append(" ".join([f"Saves less than {wanted:.0%} of the memory.", *_memory_reasons(run)]))
     text = f"{', '.join(clauses)}." if clauses else "no figure was measured in both runs."
     return Verdict(text, met=not advice, advice=tuple(advice), speedup=speedup, memory_saving=saving)
 
@@ -138,7 +140,7 @@ def _is_half(run: RunRecord) -> bool:
     return str(run.precision).startswith(("16", "bf16", "fp8"))
 
 
-def _wanted(setting: float | str | None, on_gpu: float, run: RunRecord, first: RunRecord) -> float | None:
+def _threshold(setting: float | str | None, on_gpu: float, run: RunRecord, first: RunRecord) -> float | None:
     """Return a threshold, or None. "auto" is the threshold for 16 instead of 32 bits on a GPU, otherwise None."""
     if setting == "auto":
         on_gpus = run.memory_is_the_gpus and first.memory_is_the_gpus
@@ -189,7 +191,7 @@ def _memory(saving: float, wanted: float | None) -> str:
     return f"{abs(saving):.{digits}%} {'less' if saving > 0 else 'more'} memory"
 
 
-def _why_slow(run: RunRecord, first: RunRecord) -> Iterable[str]:
+def _slowness_reasons(run: RunRecord, first: RunRecord) -> Iterable[str]:
     """Iterate over reasons why 16 bits are not faster: recorded ones first, then usual ones."""
     if not run.memory_is_the_gpus:
         yield "A CPU has no Tensor Cores, and few CPUs have 16-bit instructions, so this is expected."
@@ -218,7 +220,7 @@ def _why_slow(run: RunRecord, first: RunRecord) -> Iterable[str]:
     )
 
 
-def _why_large(run: RunRecord) -> Iterable[str]:
+def _memory_reasons(run: RunRecord) -> Iterable[str]:
     """Iterate over reasons why 16 bits do not need less memory."""
     if not run.memory_is_the_gpus:
         yield "The memory is that of the whole process, including Python and its libraries."

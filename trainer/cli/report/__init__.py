@@ -31,7 +31,7 @@ def command(arguments: Arguments) -> int:
 
     if problem := packages.missing("report"):
         raise UsageError(f"report needs {problem}")
-    names, named = _taken_apart(arguments.words)
+    names, named = _split_words(arguments.words)
     about = chosen(names)
     out = Path(named) if named else about.folder / PAGE
     if not names:
@@ -42,7 +42,7 @@ def command(arguments: Arguments) -> int:
     return 0
 
 
-def _taken_apart(words: Sequence[str]) -> tuple[list[str], str | None]:
+def _split_words(words: Sequence[str]) -> tuple[list[str], str | None]:
     """Return the folders and the name of the page among the words."""
     *folders, last = words or [""]
     if not _is_name_of_page(last):

@@ -33,7 +33,7 @@ def is_run(folder: Path) -> bool:
 
 def jobs_of(sweep: Path) -> list[Path]:
     """Return the folders of a sweep's jobs."""
-    return [folder for child in _children(sweep) for folder in _found(child, _DEPTH, is_run)]
+    return [folder for child in _children(sweep) for folder in _find_runs(child, _DEPTH, is_run)]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def chosen(given: Sequence[str]) -> Chosen:
                 f" of a run, or train first: `{command_line('fit', f'+recipe={example_recipe()}')}`."
             )
         fits = [folder for folder in found if is_sweep(folder) or read_json(folder).get("command", "fit") == "fit"]
-        return _chosen([max(fits or found, key=_changed)])
+        return _choose([max(fits or found, key=_changed)])
     folders: list[Path] = []
     problems: list[str] = []
     for name in given:
@@ -82,7 +82,7 @@ def chosen(given: Sequence[str]) -> Chosen:
     folders = list({folder.resolve(): folder for folder in folders}.values())
     if not folders:
         raise UsageError("\n".join(problems))
-    return _chosen(folders, problems, Path(given[0]) if len(given) == 1 else Path())
+    return _choose(folders, problems, Path(given[0]) if len(given) == 1 else Path())
 
 
 def _runs_and_sweeps(given: str) -> list[Path]:
@@ -93,19 +93,19 @@ def _runs_and_sweeps(given: str) -> list[Path]:
     """
     folder = Path(given)
     if not folder.exists():
-        raise UsageError(f"There is no folder {given}.{_near(folder)}")
+        raise UsageError(f"There is no folder {given}.{_nearby_runs(folder)}")
     if not folder.is_dir():
-        raise UsageError(f"{given} is a file, expected the folder of a run.{_near(folder)}")
+        raise UsageError(f"{given} is a file, expected the folder of a run.{_nearby_runs(folder)}")
     found = below(folder)
     if not found:
         raise UsageError(
             f"{given} is not the folder of a run or a sweep: the folder of a run contains {RUN} or metrics.csv. In"
-            f" Python, Trainer(callbacks=[RunRecorder()]) writes {RUN}.{_near(folder)}"
+            f" Python, Trainer(callbacks=[RunRecorder()]) writes {RUN}.{_nearby_runs(folder)}"
         )
     return found
 
 
-def _chosen(folders: Sequence[Path], problems: Sequence[str] = (), holder: Path | None = None) -> Chosen:
+def _choose(folders: Sequence[Path], problems: Sequence[str] = (), holder: Path | None = None) -> Chosen:
     """Return the subject of the report."""
     runs = [run for folder in folders for run in (jobs_of(folder) if is_sweep(folder) else [folder])]
     if len(folders) > 1 or problems:
@@ -116,17 +116,17 @@ def _chosen(folders: Sequence[Path], problems: Sequence[str] = (), holder: Path 
 
 def below(folder: Path) -> list[Path]:
     """Return the runs and sweeps below ``folder``, without the jobs of sweeps."""
-    return _found(folder, _DEPTH, lambda place: is_sweep(place) or is_run(place)) if folder.is_dir() else []
+    return _find_runs(folder, _DEPTH, lambda place: is_sweep(place) or is_run(place)) if folder.is_dir() else []
 
 
 def _changed(folder: Path) -> float:
     return RunRecord({}, folder).changed
 
 
-def _found(folder: Path, depth: int, wanted: Callable[[Path], bool]) -> list[Path]:
+def _find_runs(folder: Path, depth: int, wanted: Callable[[Path], bool]) -> list[Path]:
     if wanted(folder):
         return [folder]
-    return [each for child in _children(folder) for each in _found(child, depth - 1, wanted)] if depth else []
+    return [each for child in _children(folder) for each in _find_runs(child, depth - 1, wanted)] if depth else []
 
 
 def _children(folder: Path) -> Iterator[Path]:
@@ -137,7 +137,7 @@ def _children(folder: Path) -> Iterator[Path]:
     yield from (child for child in children if child.is_dir() and not child.name.startswith("."))
 
 
-def _near(folder: Path) -> str:
+def _nearby_runs(folder: Path) -> str:
     """Return commands for the newest runs next to ``folder``, or in the default folders."""
     beside = [place for place in (folder.parent, *_children(folder.parent)) if is_sweep(place) or is_run(place)]
     found = beside or [place for top in _TOPS for place in below(Path(top))]

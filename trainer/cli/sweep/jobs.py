@@ -173,7 +173,7 @@ class Job:
         command = [sys.executable, "-m", "trainer", *self.words, *self.flags]
         environment = clean_environment(os.environ) | self.environment | {PARENT: str(os.getpid())}
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / CONSOLE).open("ab" if self.resumes else "wb") as console, _no_requeuing_signal():
+        with (self.folder / CONSOLE).open("ab" if self.resumes else "wb") as console, _ignore_requeue_signal():
             return subprocess.Popen(
                 command,
                 cwd=self.cwd,
@@ -198,7 +198,7 @@ class Job:
                 facts["status"] = "interrupted"  # before it could write its record
             if facts["status"] == "failed":  # other statuses need no explanation
                 message = next(iter(self._error()), "").removeprefix("trainer: ")
-                facts["error"] = _ended_by(-status) if status < 0 else message or f"exit status {status}"
+                facts["error"] = _signal_error(-status) if status < 0 else message or f"exit status {status}"
         facts |= {"job": self.number, "overrides": self.overrides, "flags": self.flags}
         facts |= {"exit_status": status, "digest": self.digest}
         run = RunRecord(facts, self.folder)
@@ -206,7 +206,7 @@ class Job:
         self.report(run, run.status, seconds)
 
 
-def _ended_by(number: int) -> str:
+def _signal_error(number: int) -> str:
     """Return the error of a process that a signal ended before it could write its record."""
     names = {each.value: each.name for each in signal.Signals}
     name = names.get(number, f"signal {number}")
@@ -233,7 +233,7 @@ def execute(job: Job, stop: Stop) -> float | None:
         return None
     if job.is_done():
         return job.keep()
-    with job.process() as process, _passed_on(process) as received:
+    with job.process() as process, _forward_signals(process) as received:
         try:
             _wait(process, stop if job.aside else None)
         except KeyboardInterrupt:
@@ -345,7 +345,7 @@ def handled(names: Iterable[str], handler: Callable[[int, Any], None]) -> Iterat
 
 
 @contextmanager
-def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[list[tuple[int, Any]]]:
+def _forward_signals(process: subprocess.Popen[bytes]) -> Iterator[list[tuple[int, Any]]]:
     """Pass on to a job the signals that end a run after it has saved.
 
     Yields:
@@ -369,7 +369,7 @@ def _requeues() -> bool:
 
 
 @contextmanager
-def _no_requeuing_signal() -> Iterator[None]:
+def _ignore_requeue_signal() -> Iterator[None]:
     """Make processes started inside ignore SIGUSR2. Slurm sends it to all processes, and it would kill a job."""
     if not _requeues() or threading.current_thread() is not threading.main_thread():
         yield

@@ -46,7 +46,7 @@ def run_in_child(function: str, log: Path, **arguments: Any) -> Message:
         context.set_forkserver_preload([_PRELOADED])
     start_method = multiprocessing.get_start_method()
     with tempfile.TemporaryDirectory(prefix=".tune-", dir=log.parent, ignore_cleanup_errors=True) as folder:
-        process = context.Process(target=_entry, args=(function, Path(folder), log, start_method, arguments))
+        process = context.Process(target=_child_main, args=(function, Path(folder), log, start_method, arguments))
         process.start()
         try:
             process.join()
@@ -64,7 +64,7 @@ def run_in_child(function: str, log: Path, **arguments: Any) -> Message:
     return {"status": "failed", "error": f"the process ended with {end} and without a message"}
 
 
-def _entry(function: str, folder: Path, log: Path, start_method: str, arguments: dict[str, Any]) -> None:
+def _child_main(function: str, folder: Path, log: Path, start_method: str, arguments: dict[str, Any]) -> None:
     multiprocessing.set_start_method(start_method, force=True)  # of dataloader workers, as in an ordinary run
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
