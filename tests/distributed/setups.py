@@ -33,7 +33,7 @@ from torchmetrics import MeanMetric
 from tests.support import make_trainer, native_fp16
 from trainer import CheckpointFiles, FSDP2Strategy
 from trainer.callbacks import GradientAccumulation, GradientClipping, NonFiniteGuard
-from trainer.compat.engine import _forward_nothing
+from trainer.compat.engine import _run_idle_forward
 
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
@@ -514,7 +514,7 @@ def forward_nothing_on_a_gpu() -> list[float]:
     wrapper = nn.parallel.DistributedDataParallel(net)
     wrapper.device_ids, wrapper.device_type = [0], "cpu"
     net.running_mean.fill_(1.0 + distributed.get_rank())
-    _forward_nothing(wrapper)
+    _run_idle_forward(wrapper)
     return net.running_mean.tolist()
 
 

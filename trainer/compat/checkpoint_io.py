@@ -112,7 +112,7 @@ class CheckpointFiles(TorchCheckpointIO):
         if self.asynchronous:
             with suppress(Exception):  # an object among the hyperparameters may be picklable, but not copyable
                 copied = on_host(checkpoint)
-        self._do(self._save, copied, path)
+        self._submit(self._save, copied, path)
         if copied is checkpoint:
             self.wait()  # the state must not change before it is written
 
@@ -150,15 +150,15 @@ class CheckpointFiles(TorchCheckpointIO):
         tree, tensors, own = shards.split_for_write(checkpoint, 0 if group is None else group.rank())
         rest, copied = (tree, own), None
         if self.asynchronous:
-            tensors = self._staged(tensors)
+            tensors = self._stage(tensors)
             with suppress(Exception):  # see above
                 copied = on_host(rest)
         facts = {**facts_of(checkpoint), **(facts or {})}
-        self._do(self._save_shards, *(copied or rest), tensors, facts, place, group, save)
+        self._submit(self._save_shards, *(copied or rest), tensors, facts, place, group, save)
         if copied is None:
             self.wait()
 
-    def _staged(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _stage(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copy this process's parts to host memory. The memory is kept for the next save."""
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -215,7 +215,7 @@ class CheckpointFiles(TorchCheckpointIO):
         self.wait()
         return {**vars(self), "_writer": None, "_stager": None}
 
-    def _do(self, work: Callable[..., list[str]], *arguments: Any) -> None:
+    def _submit(self, work: Callable[..., list[str]], *arguments: Any) -> None:
         """Call ``work``, which returns warnings, at once or in the background after earlier work."""
         if not self.asynchronous:
             for warning in work(*arguments):
@@ -226,7 +226,7 @@ class CheckpointFiles(TorchCheckpointIO):
         self._pending.append(self._writer.submit(work, *arguments))
 
     def _save(self, checkpoint: dict[str, Any], path: str | Path) -> list[str]:
-        save, facts = _saving(checkpoint), facts_of(checkpoint)
+        save, facts = _save_function(checkpoint), facts_of(checkpoint)
         local = local_path(path)
         try:
             if local is None:
@@ -291,7 +291,7 @@ class CheckpointFiles(TorchCheckpointIO):
         if _is_patched("remove_checkpoint"):
             super().remove_checkpoint(path)
         else:
-            self._do(self._remove, path)
+            self._submit(self._remove, path)
 
     def _remove(self, path: str | Path) -> list[str]:
         with _removing:
@@ -425,7 +425,7 @@ def _identity(path: Path) -> Identity:
     return found[0].st_ino, sum(one.st_size for one in found), max(one.st_mtime_ns for one in found)
 
 
-def _saving(checkpoint: Any) -> Callable[[Any], None]:
+def _save_function(checkpoint: Any) -> Callable[[Any], None]:
     """Return a function that writes ``checkpoint`` into a stream with the current ``torch.save``."""
     if torch.save is torch.serialization.save:
         return partial(torch.save, checkpoint)

@@ -51,7 +51,7 @@ def check_counts(environment: Any, strategy: Any) -> None:
     Raises:
         ClusterError: if the numbers differ.
     """
-    started = _started(environment)
+    started = _launched_processes(environment)
     if started is None or not isinstance(strategy, ParallelStrategy):
         return
     devices, nodes = len(strategy.parallel_devices or ()), int(getattr(strategy, "num_nodes", 1))
@@ -62,8 +62,8 @@ def check_counts(environment: Any, strategy: Any) -> None:
     if started.per_node and started.nodes:
         expected = f"devices={started.per_node} and num_nodes={started.nodes}"
     raise ClusterError(
-        f"Got devices={devices} and num_nodes={nodes}, which is {_number(devices * nodes)}, but {started.description}."
-        f" Expected {expected}, or another number of processes from the launcher."
+        f"Got devices={devices} and num_nodes={nodes}, which is {_count_text(devices * nodes)}, but"
+        f" {started.description}. Expected {expected}, or another number of processes from the launcher."
     )
 
 
@@ -76,7 +76,7 @@ def nodes_started(plugins: Iterable[Any]) -> int:
     given = [plugin for plugin in plugins if isinstance(plugin, ClusterEnvironment)]
     found = (kind() for kind in (TorchElasticEnvironment, SLURMEnvironment) if kind.detect())
     environment = next(iter(given), None) or next(found, None)
-    started = _started(environment)
+    started = _launched_processes(environment)
     return 1 if started is None else started.nodes or 1
 
 
@@ -105,9 +105,9 @@ def check_single_process(environment: Any) -> None:
     Raises:
         ClusterError: if the launcher has started several processes, because each would train the same.
     """
-    started = _started(environment)
+    started = _launched_processes(environment)
     if started is None and type(environment) is not LightningEnvironment and (workers := _workers_of_ray()):
-        started = LaunchedProcesses(f"Ray Train has started {_number(workers)}", workers, None, None)
+        started = LaunchedProcesses(f"Ray Train has started {_count_text(workers)}", workers, None, None)
     if started is not None and started.processes > 1:
         raise ClusterError(
             f"Got a single device and strategy 'auto', but {started.description}: each of them would run the whole"
@@ -153,7 +153,7 @@ def check_addresses(environment: Any, num_nodes: int, processes: int) -> None:
         reason = f"num_nodes is {num_nodes}, and each node starts its processes by itself"
     elif given.get("WORLD_SIZE", str(processes)) != str(processes) and "RANK" in given:
         raise ClusterError(
-            f"Got {_number(processes)} by devices and num_nodes, but RANK={given['RANK']} and"
+            f"Got {_count_text(processes)} by devices and num_nodes, but RANK={given['RANK']} and"
             f" WORLD_SIZE={given['WORLD_SIZE']} are set. Expected the same number, and LOCAL_RANK, MASTER_ADDR and"
             " MASTER_PORT as well, as torchrun sets them; or, for processes that the Trainer starts, none of these."
         )
@@ -257,7 +257,7 @@ _VARIABLES: dict[type[Any], tuple[str, ...]] = {
 """The name of each launcher, and its variables with the numbers of processes, of processes per node, and of nodes."""
 
 
-def _started(environment: Any) -> LaunchedProcesses | None:
+def _launched_processes(environment: Any) -> LaunchedProcesses | None:
     """Return the processes that the launcher of ``environment`` has started, or None if it has not started any."""
     launcher, *names = _VARIABLES.get(type(environment), ("", "", "", ""))
     processes, per_node, nodes = map(_number_in, names)
@@ -265,7 +265,7 @@ def _started(environment: Any) -> LaunchedProcesses | None:
     if processes is None or is_shell:
         return None
     variables = ", ".join(f"{name}={os.environ[name]}" for name in names if _number_in(name))
-    description = f"{launcher} has started {_number(processes)}: {variables}"
+    description = f"{launcher} has started {_count_text(processes)}: {variables}"
     return LaunchedProcesses(description, processes, per_node, nodes)
 
 
@@ -282,5 +282,5 @@ def _number_in(name: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _number(count: int) -> str:
+def _count_text(count: int) -> str:
     return f"{count} process{'' if count == 1 else 'es'}"

@@ -98,7 +98,7 @@ def _trainer_entry(key: str, save: Callable[[Any, Checkpoint], Any], **more: Any
     return Entry(f"loops.{TRAINER_KEY}.{key}", save, **more)
 
 
-def _weights_alone(key: str, save: Callable[[Any, Checkpoint], Any], **more: Any) -> Entry:
+def _weights_entry(key: str, save: Callable[[Any, Checkpoint], Any], **more: Any) -> Entry:
     return Entry(key, save, is_for_resuming=False, **more)
 
 
@@ -169,14 +169,14 @@ def _make_loadable(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
 ENTRIES: tuple[Entry, ...] = (
     Entry("", None, _load_module_hook),  # may change the entries that are loaded after it
-    _weights_alone("epoch", lambda trainer, _: trainer.progress.epoch),
-    _weights_alone("global_step", lambda trainer, _: trainer.progress.optimizer_steps),
-    _weights_alone("state_dict", lambda trainer, _: trainer.engine.module_state(), load=_load_weights),
-    _weights_alone("", _dump_datamodule, load=_load_datamodule),
-    _weights_alone("pytorch-lightning_version", lambda *_: lightning.__version__),
-    _weights_alone("loops", _dump_loops),
-    _weights_alone(f"loops.{TRAINER_KEY}.format", lambda *_: state.FORMAT),
-    _weights_alone(f"loops.{TRAINER_KEY}.progress", _dump_progress, load=_load_progress, moment="training"),
+    _weights_entry("epoch", lambda trainer, _: trainer.progress.epoch),
+    _weights_entry("global_step", lambda trainer, _: trainer.progress.optimizer_steps),
+    _weights_entry("state_dict", lambda trainer, _: trainer.engine.module_state(), load=_load_weights),
+    _weights_entry("", _dump_datamodule, load=_load_datamodule),
+    _weights_entry("pytorch-lightning_version", lambda *_: lightning.__version__),
+    _weights_entry("loops", _dump_loops),
+    _weights_entry(f"loops.{TRAINER_KEY}.format", lambda *_: state.FORMAT),
+    _weights_entry(f"loops.{TRAINER_KEY}.progress", _dump_progress, load=_load_progress, moment="training"),
     _trainer_entry("awaited", state.awaited_metrics),
     _trainer_entry("parameters", _dump_parameters),
     _trainer_entry("processes", _dump_processes),  # restored by ProcessState.load, after every `on_train_start`
@@ -187,11 +187,11 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("optimizer_states", state.optimizer_states, state.restore_optimizers, "training"),
     Entry("lr_schedulers", state.schedule_states, state.restore_schedules, "training"),
     Entry("", None, horizons.refuse_exceeded, "training"),
-    _weights_alone("", lambda trainer, _: hparams.hyper_parameters_of(trainer.lightning_module, trainer.datamodule)),
-    _weights_alone("", _call_save_hooks),
+    _weights_entry("", lambda trainer, _: hparams.hyper_parameters_of(trainer.lightning_module, trainer.datamodule)),
+    _weights_entry("", _call_save_hooks),
     _trainer_entry("order", elastic.order_to_save),
     _trainer_entry("savers", model_checkpoints.states_to_save, load=model_checkpoints.restore_states),
     _trainer_entry("rows", resuming.places_to_save),
-    _weights_alone("", _make_loadable),  # after the hooks, which may change the hyperparameters
+    _weights_entry("", _make_loadable),  # after the hooks, which may change the hyperparameters
 )
 """All entries, in the order in which they are saved and, at each moment, loaded."""

@@ -259,7 +259,7 @@ class DataSource:
             with timed, warnings.catch_warnings():
                 # Lightning 2.6.6 calls torch's pytree in a way that torch 2.15 deprecates
                 warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-                made = self._ready[stage] = self._make(stage)
+                made = self._ready[stage] = self._make_loaders(stage)
             if made is not None:
                 patience = self._trainer.dataloader_timeout
                 self._trainer._session.enter_context(bounded(made.combined.flattened, patience))
@@ -292,7 +292,7 @@ class DataSource:
         owner = selector.get_instance(name)
         return getattr(owner, name) if overrides(owner, name) else None
 
-    def _make(self, stage: RunningStage) -> LoaderSet | None:
+    def _make_loaders(self, stage: RunningStage) -> LoaderSet | None:
         trainer, source = self._trainer, self._sources[stage]
         limit = getattr(trainer, f"limit_{stage.dataloader_prefix}_batches")
         training = stage is RunningStage.TRAINING
@@ -347,7 +347,7 @@ class DataSource:
         if training and not are_exact and type(made) is LoaderSet:
             made.any_rank_on_host = trainer.engine.any_rank_on_host
         if samplers and type(made) is LoaderSet:
-            made.announce = partial(_weigh, trainer.loop.window, samplers[0])
+            made.announce = partial(_set_batch_weight, trainer.loop.window, samplers[0])
         return made
 
     def _lengths(self, combined: CombinedLoader, training: bool) -> list[float]:
@@ -440,7 +440,7 @@ def _share_steps(metrics: MetricStore, fewest: float, batch_idx: int) -> None:
         metrics.share_steps(batch_idx < fewest)
 
 
-def _weigh(window: AccumulationWindow, sampler: ElasticSampler, batch_idx: int) -> None:
+def _set_batch_weight(window: AccumulationWindow, sampler: ElasticSampler, batch_idx: int) -> None:
     window.batch_weight = sampler.weight_of(batch_idx)
 
 

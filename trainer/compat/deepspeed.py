@@ -136,13 +136,13 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
             timeout=timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout,
         )
         self.config: dict[str, Any] = _read(config)
-        self._settle(("zero_optimization", "stage"), stage, 2, "stage")
+        self._set_default(("zero_optimization", "stage"), stage, 2, "stage")
         self._offload("offload_optimizer", offload_optimizer)
         self._offload("offload_param", offload_parameters)
         self.scaling: dict[str, float] = {}
         given = initial_scale_power, loss_scale_window, hysteresis, min_loss_scale, loss_scale
         for name, value in zip(_SCALING, given, strict=True):
-            self.scaling[name] = self._settle(("fp16", name), value, _SCALING[name], name)
+            self.scaling[name] = self._set_default(("fp16", name), value, _SCALING[name], name)
         self._check()
         self.zero: ZeroModule | None = None
         self._failed = False
@@ -165,7 +165,7 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
             **scaling,
         )
 
-    def _settle(self, place: tuple[str, str], given: Any, default: Any, argument: str) -> Any:
+    def _set_default(self, place: tuple[str, str], given: Any, default: Any, argument: str) -> Any:
         """Set a value in the config if it is missing there, and return the value of the config."""
         block = self.config.setdefault(place[0], {})
         found = block.setdefault(place[1], default if given is None else given)
@@ -530,7 +530,7 @@ class DeepSpeedEngine(LightningEngine):
         Raises:
             UnsupportedError: with an alternative.
         """
-        if self._trained != self._trained_now():
+        if self._trained != self._trained_parameters():
             raise UnsupportedError(
                 "The set of trained parameters has changed since the fit began, which strategy='deepspeed' does not"
                 " support. Freeze or unfreeze parameters between two fits."
@@ -609,7 +609,7 @@ class DeepSpeedEngine(LightningEngine):
             super().save_shards(checkpoint, path)
             return
         write = partial(parts.write, self._zero().engine)
-        self._files.save_shards(checkpoint, path, self._group_of_saves(), write, {parts.FACT: self._topology})
+        self._files.save_shards(checkpoint, path, self._get_save_group(), write, {parts.FACT: self._topology})
 
     def reads_parts(self, folder: Path) -> bool:
         """Return whether DeepSpeed can read the folder: it needs the same number of processes, stage and precision."""

@@ -251,7 +251,7 @@ def _accumulation(trainer: Trainer, change: _BatchConversion, before: dict[str, 
             raise ResumeError(
                 f"an update had {size} samples ({order.processes} x {order.batch_size} x {accumulated}: processes x"
                 f" batch size x accumulate_grad_batches), which is no multiple of {sampler.num_replicas} x"
-                f" {sampler.batch_size} = {change.samples}; {_fitting(size, sampler.num_replicas)}"
+                f" {sampler.batch_size} = {change.samples}; {_batch_size_advice(size, sampler.num_replicas)}"
             )
         needed[epoch] = size // change.samples
     given = _given_settings(trainer)["accumulate_grad_batches"]
@@ -273,7 +273,7 @@ def _accumulation(trainer: Trainer, change: _BatchConversion, before: dict[str, 
     return needed
 
 
-def _fitting(size: int, processes: int) -> str:
+def _batch_size_advice(size: int, processes: int) -> str:
     """Return the advice on the batch size."""
     if size % processes:
         return f"{size} samples cannot be divided evenly among {processes} processes"

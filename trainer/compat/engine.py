@@ -140,7 +140,7 @@ class LightningEngine:
         # weak, because torch.distributed keeps the groups until the end
         self._async_max_groups: dict[str, Callable[[], Any]] = {}
         self._host_max: AsyncMax | None = None
-        self._save_group: Callable[[], Any] = _none
+        self._save_group: Callable[[], Any] = _dead_reference
         self._use_own_optimizer_setup()
         self._refuse_overrides()
 
@@ -344,7 +344,7 @@ class LightningEngine:
         self.strategy.setup(self._trainer)
         if fitting:
             self._follow_averages()
-        self._trained = self._trained_now()
+        self._trained = self._trained_parameters()
 
     def _follow_averages(self) -> None:
         """If DDP averages weights instead of gradients, synchronize skipped steps, which averages must ignore."""
@@ -362,13 +362,13 @@ class LightningEngine:
 
         Otherwise, gradients of new parameters would not be averaged.
         """
-        if isinstance(self.model, DistributedDataParallel) and self._trained != (trained := self._trained_now()):
+        if isinstance(self.model, DistributedDataParallel) and self._trained != (trained := self._trained_parameters()):
             assert self._ddp is not None
             self._ddp.model = self._ddp.lightning_module
             self._ddp.configure_ddp()
             self._trained = trained
 
-    def _trained_now(self) -> list[bool]:
+    def _trained_parameters(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self.model.parameters()]
 
     def step_function(self, name: str) -> Callable[..., Any]:
@@ -407,7 +407,7 @@ class LightningEngine:
 
     def idle_forward(self) -> None:
         """Run the collectives of DDP's next forward."""
-        _forward_nothing(self.strategy.model)
+        _run_idle_forward(self.strategy.model)
 
     def num_collectives(self) -> int:
         """Return the number of collectives issued on the default process group, without those of :meth:`reduce`."""
@@ -511,7 +511,7 @@ class LightningEngine:
             return None
         if not distributed.is_initialized() or not distributed.is_gloo_available():
             return None
-        if (before := self._async_max_groups.get(purpose, _none)()) is not None:
+        if (before := self._async_max_groups.get(purpose, _dead_reference)()) is not None:
             with suppress(ValueError):  # if all groups have been destroyed since
                 distributed.destroy_process_group(before)
         group: Any = distributed.new_group(backend="gloo", timeout=self._ddp._timeout)
@@ -569,7 +569,7 @@ class LightningEngine:
 
     def save_shards(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         """Write a checkpoint as a folder; each process writes its part."""
-        self._files.save_shards(checkpoint, path, self._group_of_saves())
+        self._files.save_shards(checkpoint, path, self._get_save_group())
 
     @property
     def saves_shards(self) -> bool:
@@ -583,7 +583,7 @@ class LightningEngine:
         assert files is not None
         return files
 
-    def _group_of_saves(self) -> Any:
+    def _get_save_group(self) -> Any:
         """Return a gloo group of all processes for saves in the background, because other groups are in use meanwhile.
 
         None for a single process. All processes create it together at the first call.
@@ -696,7 +696,7 @@ class _StrategyGradients(Gradients):
     def forward_without_loss(self, has_run: bool) -> None:
         """Run the collectives of DDP's forward if ``training_step`` has not called it."""
         if not has_run:
-            _forward_nothing(self._strategy.model)
+            _run_idle_forward(self._strategy.model)
 
     def backward_without_loss(self, syncs_gradients: bool) -> None:
         """Run a backward pass of zeros if DDP averages gradients.
@@ -713,7 +713,7 @@ class _StrategyGradients(Gradients):
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-def _forward_nothing(model: Any) -> None:
+def _run_idle_forward(model: Any) -> None:
     """Run the collectives of a DDP forward (buckets, the buffers of rank 0), without the module's forward.
 
     There is no wrapper outside a fit.
@@ -736,7 +736,7 @@ def _raise(error: Exception, *_: Any, **__: Any) -> None:
     raise error
 
 
-def _none() -> None:
+def _dead_reference() -> None:
     """Stands for a weak reference to a deleted object."""
 
 

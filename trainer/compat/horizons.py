@@ -52,7 +52,7 @@ def continue_schedules(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         is_alone = sum(owner is owners[number] for owner in owners) == 1
         if not (is_new and is_alone and index < len(optimizers)):
             continue
-        if not (_differs(schedule.state_dict(), saved) or _factors_differ(schedule, saved)):
+        if not (_horizon_differs(schedule.state_dict(), saved) or _factors_differ(schedule, saved)):
             continue
         groups = optimizers[index].get("param_groups", [])
         before = [group.get("lr") for group in groups]
@@ -95,7 +95,7 @@ def refuse_exceeded(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
             )
 
 
-def _differs(current: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+def _horizon_differs(current: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
     """Return whether the horizon of a schedule, or of one that it holds, differs between two of its states."""
     for name in current.keys() & saved.keys():
         value, saved_value = current[name], saved[name]
@@ -104,7 +104,7 @@ def _differs(current: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
                 return True
         elif isinstance(value, list) and isinstance(saved_value, list):
             parts = zip(value, saved_value, strict=False)
-            if any(isinstance(a, Mapping) and isinstance(b, Mapping) and _differs(a, b) for a, b in parts):
+            if any(isinstance(a, Mapping) and isinstance(b, Mapping) and _horizon_differs(a, b) for a, b in parts):
                 return True
     return False
 

@@ -120,7 +120,7 @@ class LoaderSet:
         places, _ = tree_flatten_with_path(self.combined.iterables)
         for at, (path, loader) in enumerate(places):
             if not self.limits[at] if 0 in self.limits else not self.loaders[at].has_begun:
-                return f"`train_dataloader{keystr(path)}`, a {type(loader).__name__}{_contents_of(loader)},"
+                return f"`train_dataloader{keystr(path)}`, a {type(loader).__name__}{_describe_contents(loader)},"
         return ""
 
     def batches(self, limit: float = float("inf")) -> Iterator[tuple[Batch, int, int]]:
@@ -131,8 +131,8 @@ class LoaderSet:
         if self._persists:  # their workers send their states
             combined = self._limited if self.loaders else combined
             combined.limits = limits
-        source = iter(combined.flattened[0] if self._is_plain else _begun(combined))
-        batches = _first(iter(self._watch(LookAhead(source) if count == float("inf") else source)), count)
+        source = iter(combined.flattened[0] if self._is_plain else _begin_combined(combined))
+        batches = _take(iter(self._watch(LookAhead(source) if count == float("inf") else source)), count)
         return ((batch, index, 0) for index, batch in enumerate(batches)) if self._is_plain else batches
 
     @property
@@ -185,14 +185,14 @@ class LoaderSet:
         """Begin a training pass, or the rest of a resumed one with ``done`` completed batches."""
         self._pass, self._ahead = None, {}  # ends its workers
         source, count = iter(self._watch(self._begin(self.loaders))), self._count(self.limits)
-        self._pass = left = _first(source, max(count - done, 0))  # below 0 if a resumed run has a lower limit
+        self._pass = left = _take(source, max(count - done, 0))  # below 0 if a resumed run has a lower limit
         nothing, number = IDLE if self._is_plain else (IDLE,), max(self.num_batches() - done, 0)
         if self.any_rank_on_host is not None:
-            self._pass = left = _first(_synchronized(left, self.any_rank_on_host, nothing), number)
+            self._pass = left = _take(_synchronized(left, self.any_rank_on_host, nothing), number)
         elif self.idle:
             self._pass = left = chain(left, repeat(nothing, int(min(number, self.idle))))
         if self.announce is not None:
-            self._pass = _announced(left, done, self.announce)
+            self._pass = _announce_each(left, done, self.announce)
         if not self.has_length:
             self._pass = self._look_ahead = LookAhead(left, self._mark, eager=count == float("inf"))
         if self.any_rank_on_host is not None:
@@ -414,20 +414,20 @@ class DrawnLoaderSet(LoaderSet):
             yield self.last
 
 
-def _begun(combined: CombinedLoader) -> Iterator[tuple[Batch, int, int]]:
+def _begin_combined(combined: CombinedLoader) -> Iterator[tuple[Batch, int, int]]:
     """Return an iterator over ``combined``, which has begun its pass. Calling ``iter(combined)`` would restart it."""
     iter(combined)
     return iter(combined.__next__, object())
 
 
-def _contents_of(loader: Any) -> str:
+def _describe_contents(loader: Any) -> str:
     """Return the number of samples and the batch size of a dataloader, as far as they are known."""
     if not isinstance(loader, DataLoader) or (samples := length_of(loader.dataset)) is None:
         return ""
     return f" of {samples} samples with batch_size={loader.batch_size} and drop_last={loader.drop_last}"
 
 
-def _first(source: Iterator[Any], count: float) -> Iterator[Any]:
+def _take(source: Iterator[Any], count: float) -> Iterator[Any]:
     """Return at most ``count`` items of ``source``."""
     return islice(source, None if count == float("inf") else int(count))
 
@@ -448,7 +448,7 @@ def _synchronized(
         yield nothing if item is end else item, not any_lacks
 
 
-def _announced(source: Iterator[Any], first: int, announce: Callable[[int], None]) -> Iterator[Any]:
+def _announce_each(source: Iterator[Any], first: int, announce: Callable[[int], None]) -> Iterator[Any]:
     """Yield the items of ``source``, and call ``announce`` with the index of each before it, counted from ``first``."""
     for index, item in enumerate(source, first):
         announce(index)
@@ -482,10 +482,10 @@ def _warn_of_replaying(loader: ResumableLoader, count: int) -> None:
 
 def watch_of(profiler: Profiler, stage: RunningStage) -> Watch | None:
     """Return a function that times the fetching of a stage's batches. None if the profiler records nothing."""
-    return None if not records(profiler) else partial(_watched, profiler, _FETCHING[stage])
+    return None if not records(profiler) else partial(_profile_each, profiler, _FETCHING[stage])
 
 
-def _watched(profiler: Profiler, name: str, source: Iterable[Any]) -> Iterator[Any]:
+def _profile_each(profiler: Profiler, name: str, source: Iterable[Any]) -> Iterator[Any]:
     """Yield the items of ``source``, and record the time to fetch each in the profiler."""
     iterator, end = iter(source), object()
     while True:

@@ -38,7 +38,7 @@ def newest_checkpoint(trainer: Trainer, session: ExitStack, beside: Any = None) 
         FolderInUseError: if another run has locked one of the folders.
         ConfigurationError: if the folders are not in local file systems.
     """
-    path, versions = on_first_rank(trainer, lambda: _choose(trainer, session, beside))
+    path, versions = on_first_rank(trainer, lambda: _choose_checkpoint(trainer, session, beside))
     for index, version in versions.items():
         adapter(trainer.loggers[index]).use_version(version)
     if path is not None:
@@ -51,7 +51,7 @@ def newest_checkpoint(trainer: Trainer, session: ExitStack, beside: Any = None) 
     return path
 
 
-def _choose(trainer: Trainer, session: ExitStack, beside: Any) -> tuple[str | None, dict[int, Any]]:
+def _choose_checkpoint(trainer: Trainer, session: ExitStack, beside: Any) -> tuple[str | None, dict[int, Any]]:
     """Return the checkpoint, and the version of each numbered logger."""
     numbered = {index: one for index, one in enumerate(map(adapter, trainer.loggers)) if one.is_numbered}
     former = None
