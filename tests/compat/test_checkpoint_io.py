@@ -242,7 +242,7 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_full = False
-        monkeypatch.setattr(files.Sealing, "_put", self._put(files.Sealing._put))
+        monkeypatch.setattr(files.Sealing, "_write", self._put(files.Sealing._write))
 
     def _put(self, original: Any) -> Any:
         def put(stream: files.Sealing, data: Any) -> None:

@@ -31,7 +31,7 @@ def buffers_of(module: nn.Module, *, persistent: bool) -> dict[str, Tensor | Non
     """
     found: dict[str, Tensor | None] = {}
     seen: dict[int, Tensor] = {}  # a buffer with several names stays one tensor
-    for path, owner, name in _places(module):
+    for path, owner, name in _named_buffers(module):
         buffer = owner._buffers[name]
         if name not in owner._non_persistent_buffers_set and (buffer is None or not persistent):
             continue
@@ -44,7 +44,7 @@ def buffers_of(module: nn.Module, *, persistent: bool) -> dict[str, Tensor | Non
 
 def dtypes_of(module: nn.Module) -> dict[str, torch.dtype | None]:
     """Return the dtype of each buffer, persistent or not."""
-    return {path: getattr(owner._buffers[name], "dtype", None) for path, owner, name in _places(module)}
+    return {path: getattr(owner._buffers[name], "dtype", None) for path, owner, name in _named_buffers(module)}
 
 
 def changed_dtypes(saved: Buffers, first: Dtypes) -> dict[str, torch.dtype]:
@@ -95,13 +95,13 @@ def restore(module: nn.Module, saved: Buffers, changed: Dtypes, first: Dtypes, d
         else:
             new = value.to(device if current is None or current.is_meta else current.device, dtype)
             _replace(owner, name, replaced.setdefault(id(value), new))
-    for path, owner, name in list(_places(module)):
+    for path, owner, name in list(_named_buffers(module)):
         if name in owner._non_persistent_buffers_set and path not in saved and path not in first:
             delattr(owner, name)
     return missing
 
 
-def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+def _named_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield the full name of each buffer, the module that owns it, and its name there."""
     for path, owner in module.named_modules():
         for name, _ in owner._buffers.items():  # iterating over a ScriptModule's `_buffers` yields numbers

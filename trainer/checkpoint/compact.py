@@ -62,7 +62,8 @@ class _Packer:
         if kind is str:
             return self._names.setdefault(value, value)
         if kind is bytes:
-            return value if 0 < len(value) < _MIN_SIZE else self._moved(value)  # weights_only=True rejects empty bytes
+            # weights_only=True rejects empty bytes
+            return value if 0 < len(value) < _MIN_SIZE else self._pack_bytes(value)
         if kind not in (dict, list, tuple):
             return value
         if id(value) not in self._made:
@@ -74,11 +75,11 @@ class _Packer:
             self._made[id(value)] = made
         return self._made[id(value)]
 
-    def _moved(self, value: bytes) -> tuple[Any, ...]:
+    def _pack_bytes(self, value: bytes) -> tuple[Any, ...]:
         is_torch, first, rest = _split(value)
-        return (_MARK, is_torch, self._place(first), len(first), self._place(rest), len(rest))
+        return (_MARK, is_torch, self._offset_of(first), len(first), self._offset_of(rest), len(rest))
 
-    def _place(self, part: bytes) -> int:
+    def _offset_of(self, part: bytes) -> int:
         if part not in self._places:
             self._places[part] = len(self.bytes)
             self.bytes += part

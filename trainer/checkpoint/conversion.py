@@ -82,7 +82,7 @@ def export(weights: Mapping[str, Tensor], file: Path) -> None:
     taken: set[int] = set()
     plain: dict[str, Tensor] = {}
     for name, value in weights.items():  # safetensors rejects tensors that share memory, such as tied weights
-        if not _has_form(value):
+        if not _is_supported(value):
             kind = f"{value.dtype}, {value.layout}".replace("torch.", "")
             raise CheckpointError(f"safetensors has no form for {name} ({kind}). Leave it out, by a PREFIX.")
         is_shared = value.untyped_storage().data_ptr() in taken
@@ -101,7 +101,7 @@ def export(weights: Mapping[str, Tensor], file: Path) -> None:
         sharded_files.discard(part)
 
 
-def _has_form(value: Tensor) -> bool:
+def _is_supported(value: Tensor) -> bool:
     """Return whether safetensors supports the tensor."""
     is_too_wide = value.is_complex() and value.dtype is not torch.complex64
     return value.layout is torch.strided and not value.is_quantized and not is_too_wide

@@ -66,7 +66,7 @@ class Summed:
         view = memoryview(data).cast("B")
         self.hash.update(view)
         self.size += len(view)
-        self._put(view)
+        self._write(view)
         return len(view)
 
     def flush(self) -> None:
@@ -76,7 +76,7 @@ class Summed:
         """Return the number of bytes written."""
         return self.size
 
-    def _put(self, data: Any) -> None:
+    def _write(self, data: Any) -> None:
         if self.error is None:
             try:
                 self.file.write(data)
@@ -127,7 +127,7 @@ class Sealing(Summed):
         comment = text + f'{sha256}"}}'.encode()
         if self.error is None:
             self.file.seek(-2, os.SEEK_CUR)  # overwrites the last record's comment length, which was 0
-        self._put(struct.pack("<H", len(comment)) + comment)
+        self._write(struct.pack("<H", len(comment)) + comment)
         self.size += len(comment)
         return Manifest(header["saved_at"], header["bytes"], sha256, self._facts)
 

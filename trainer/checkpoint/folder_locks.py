@@ -117,12 +117,12 @@ def _open_locked(path: Path, folder: Path) -> int:
         try:
             if not _try_lock(handle):
                 raise FolderInUseError(
-                    f"The checkpoint folder {folder} is in use by another run{_owner(handle)}. Two runs in one"
+                    f"The checkpoint folder {folder} is in use by another run{_read_owner(handle)}. Two runs in one"
                     " folder would remove each other's checkpoints: wait for it or stop it, or choose another folder."
                 )
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(handle), path.stat()):
-                    _sign(handle)
+                    _write_owner(handle)
                     return handle
             os.close(handle)  # the previous owner has removed the file in the meantime
         except BaseException:
@@ -145,14 +145,14 @@ def _try_lock(handle: int) -> bool:
     return True
 
 
-def _sign(handle: int) -> None:
+def _write_owner(handle: int) -> None:
     owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
     with suppress(OSError):  # the lock holds even if the disk is full
         os.truncate(handle, 0)
         os.write(handle, json.dumps(owner).encode())
 
 
-def _owner(handle: int) -> str:
+def _read_owner(handle: int) -> str:
     try:
         owner = json.loads(os.read(handle, 4096))
         return f" (process {owner['pid']} on {owner['host']}, since {owner['since']})"

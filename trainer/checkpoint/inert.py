@@ -155,9 +155,9 @@ class _Outline:
             (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl") and name.count("/") == 1)
             tree = _Outliner(BytesIO(archive.read(name))).load()
         inside = {key: value for key, value in tree.items() if key in PLACES}
-        calls, self.texts = _found_in(inside)
+        calls, self.texts = _collect(inside)
         if calls:
-            calls -= _found_in({key: value for key, value in tree.items() if key not in PLACES})[0]
+            calls -= _collect({key: value for key, value in tree.items() if key not in PLACES})[0]
         self._calls = calls
 
     def stand_ins(self) -> list[Any]:
@@ -172,7 +172,7 @@ class _Outline:
         return [*made, (StandIn, _NO_NAME)] if made else []
 
 
-def _found_in(tree: Any) -> tuple[set[type[_ObjectCall]], set[str]]:
+def _collect(tree: Any) -> tuple[set[type[_ObjectCall]], set[str]]:
     """Return the names and the strings in a part of an outline."""
     calls, texts, seen, queue = set(), set(), set(), [tree]
     while queue:

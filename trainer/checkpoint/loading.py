@@ -122,7 +122,7 @@ def restore_progress(trainer: Trainer, checkpoint: dict[str, Any], progress_from
     trainer_state, loops = _trainer_state(checkpoint), checkpoint.get("loops", {})
     if trainer_state:
         state = {
-            "completed_steps": _shared_equally(trainer_state["progress"], len(trainer.engine.optimizers)),
+            "completed_steps": _split_completed_steps(trainer_state["progress"], len(trainer.engine.optimizers)),
             **trainer_state["progress"],
         }
         trainer.progress.load_state_dict(state, finish_epoch=trainer.max_steps > state["optimizer_steps"])
@@ -150,7 +150,7 @@ def restore_optimizers(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         _refuse_other_kind(optimizer, state)
         _keep_implementation(optimizer, state)
     names = parameter_names(trainer.lightning_module, engine.optimizers)
-    _put_in_order(checkpoint, trainer_state.get("parameters", []), names)
+    _reorder_states(checkpoint, trainer_state.get("parameters", []), names)
     engine.load_optimizer_states(checkpoint, _saved_dtypes(checkpoint, trainer_state, names, engine.optimizers))
 
 
@@ -275,7 +275,7 @@ def parameter_names(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[
     return [[names[one] for one in ids] if names.keys() >= set(ids) else [] for ids in held]
 
 
-def _shared_equally(progress: dict[str, Any], optimizers: int) -> dict[int, int]:
+def _split_completed_steps(progress: dict[str, Any], optimizers: int) -> dict[int, int]:
     """Return ``completed_steps`` for a checkpoint of an older version, which counted all optimizers together."""
     steps = progress["optimizer_steps"] // max(optimizers, 1) - progress.get("skipped_steps", 0)
     return dict.fromkeys(range(optimizers), max(steps, 0))
@@ -318,7 +318,7 @@ def _saved_dtypes(
     }
 
 
-def _put_in_order(checkpoint: dict[str, Any], saved: list[list[str]], names: list[list[str]]) -> None:
+def _reorder_states(checkpoint: dict[str, Any], saved: list[list[str]], names: list[list[str]]) -> None:
     """Renumber the states of optimizers in place if they have the same parameters in another order."""
     states = list(checkpoint["optimizer_states"])
     for index, (saved_names, current_names) in enumerate(zip(saved, names, strict=False)):

@@ -77,7 +77,7 @@ def plain_numbers(value: Any, place: str, offences: list[tuple[str, Any]]) -> An
         number = value.item()
         if type(number) in _LEAVES:
             return number
-    if not _loads(value):
+    if not _is_loadable(value):
         offences.append((place, value))
     return value
 
@@ -93,14 +93,14 @@ def _plain_dict(value: Any, place: str, offences: list[tuple[str, Any]]) -> Any:
     return type(value)(items) if changed else value
 
 
-def _loads(value: Any) -> bool:
+def _is_loadable(value: Any) -> bool:
     """Return whether torch can read ``value`` after writing it, with the classes that the user has declared safe."""
     if type(value) in declared_safe().values():
-        return _survives(value, save)  # reading it may require its data
-    return _survives(value, write_without_data)
+        return _round_trips(value, save)  # reading it may require its data
+    return _round_trips(value, write_without_data)
 
 
-def _survives(value: Any, write: Callable[[Any, BytesIO], None]) -> bool:
+def _round_trips(value: Any, write: Callable[[Any, BytesIO], None]) -> bool:
     buffer = BytesIO()
     try:
         write(value, buffer)

@@ -93,25 +93,25 @@ def resolved(config: Container) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        with _environment_unread():
+        with _without_environment():
             return OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException:
         return OmegaConf.to_container(config, resolve=False)
 
 
 @contextmanager
-def _environment_unread() -> Iterator[None]:
+def _without_environment() -> Iterator[None]:
     from omegaconf import OmegaConf
 
     reader = redaction.environment_value  # reads at least as much as OmegaConf's own
-    OmegaConf.register_new_resolver("oc.env", _unread, replace=True)
+    OmegaConf.register_new_resolver("oc.env", _redacted_environment_value, replace=True)
     try:
         yield
     finally:
         OmegaConf.register_new_resolver("oc.env", reader, replace=True)
 
 
-def _unread(*arguments: Any) -> Any:
+def _redacted_environment_value(*arguments: Any) -> Any:
     from omegaconf.resolvers import oc
 
     try:

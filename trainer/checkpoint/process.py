@@ -74,7 +74,7 @@ class ProcessState:
         metrics = MetricObjects(trainer.lightning_module)
         is_over = progress.epochs_trained > progress.epoch  # the values logged in the epoch are about to be reset
         loops = [one for _, one in self._eval_loops()] + [loop] * is_over
-        unfinished = {name for one in loops for name in _names_in(one.metrics, metrics)}
+        unfinished = {name for one in loops for name in _logged_names(one.metrics, metrics)}
         random_state, seen_batches = random_states.capture(engine.device), self._seen_batches()
         evaluation = self._evaluation()
         if progress.owes_validation and self._before_validation is not None:
@@ -367,7 +367,7 @@ class ProcessState:
         return ((loop.stage, loop) for loop in set(self._trainer.eval_loops.values()))
 
 
-def _names_in(store: MetricStore, metrics: MetricObjects) -> Iterator[str]:
+def _logged_names(store: MetricStore, metrics: MetricObjects) -> Iterator[str]:
     """Yield the metric objects that have been logged and will be reset together with the other logged values."""
     for entry in store.entries.values():
         name = metrics.name_of(entry.metric)

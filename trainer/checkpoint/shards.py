@@ -126,7 +126,7 @@ def split(checkpoint: Mapping[str, Any], names: list[list[str]], *, is_first: bo
                 return value
             if place[0] == "optimizer_states" and not value.dim():
                 return value  # a step count
-        key = _key(place, tensors)
+        key = _unique_key(place, tensors)
         tensors[key] = value.detach()
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
@@ -134,7 +134,7 @@ def split(checkpoint: Mapping[str, Any], names: list[list[str]], *, is_first: bo
     return made, {key: one for key, one in tensors.items() if is_first or isinstance(one, DTensor)}
 
 
-def _key(place: Place, taken: Mapping[str, Any]) -> str:
+def _unique_key(place: Place, taken: Mapping[str, Any]) -> str:
     key = ".".join(place)
     while key in taken:  # {"a.b": ...} next to {"a": {"b": ...}}
         key += "'"
@@ -144,7 +144,7 @@ def _key(place: Place, taken: Mapping[str, Any]) -> str:
 def by_name(states: list[dict[str, Any]], names: list[list[str]]) -> list[dict[str, Any]]:
     """Return optimizer states with parameter names instead of numbers; unchanged if there are no names."""
     return [
-        _renamed(state, dict(enumerate(known))) if known else state
+        _rename_parameters(state, dict(enumerate(known))) if known else state
         for state, known in zip(states, chain(names, repeat([])), strict=False)
     ]
 
@@ -156,11 +156,11 @@ def by_number(states: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[
         known = [one for group in state.get("param_groups", ()) for one in group["params"]]
         is_named = bool(known) and all(isinstance(one, str) for one in known)
         names.append(known if is_named else [])
-        made.append(_renamed(state, {name: index for index, name in enumerate(known)}) if is_named else state)
+        made.append(_rename_parameters(state, {name: index for index, name in enumerate(known)}) if is_named else state)
     return made, names
 
 
-def _renamed(state: dict[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
+def _rename_parameters(state: dict[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
     if "param_groups" not in state or "state" not in state:
         return state
     groups = [{**group, "params": [new.get(one, one) for one in group["params"]]} for group in state["param_groups"]]
@@ -198,11 +198,11 @@ def write(
         OSError: if writing failed; raised on all processes. An older checkpoint is unchanged.
     """
     rank, is_alone = (0, True) if group is None else (distributed.get_rank(group), False)
-    part: Path = _by_first(group, lambda: _begin(place))
+    part: Path = _call_on_first(group, lambda: _make_temporary_folder(place))
     try:
         files = _Summing()
         if save is not None:
-            _on_all(group, lambda: save(part, files))
+            _call_on_all(group, lambda: save(part, files))
         writer = FileSystemWriter(part)
         writer.fs = files
         tensors = tensors | {_process_key(number): _bytes_of(state) for number, state in own.items()}
@@ -218,14 +218,14 @@ def write(
             sharded_files.seal(part, place.name, sums, facts)
             sharded_files.put(part, place)
 
-        _by_first(group, finish)
+        _call_on_first(group, finish)
     except BaseException:
         if rank == 0:
             sharded_files.discard(part)
         raise
 
 
-def _begin(place: Path) -> Path:
+def _make_temporary_folder(place: Path) -> Path:
     sharded_files.refuse_other(place)
     make_folder(place.parent)
     part = sharded_files.part_of(place)
@@ -243,7 +243,7 @@ def _bytes_of(state: Any) -> Tensor:
     return torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
 
 
-def _by_first(group: distributed.ProcessGroup | None, work: Callable[[], Any]) -> Any:
+def _call_on_first(group: distributed.ProcessGroup | None, work: Callable[[], Any]) -> Any:
     """Return the result of ``work`` in process 0, which alone calls it. If it raises, all processes raise."""
     if group is None:
         return work()
@@ -262,7 +262,7 @@ def _by_first(group: distributed.ProcessGroup | None, work: Callable[[], Any]) -
     return result
 
 
-def _on_all(group: distributed.ProcessGroup | None, work: Callable[[], Any]) -> None:
+def _call_on_all(group: distributed.ProcessGroup | None, work: Callable[[], Any]) -> None:
     """Call ``work`` in all processes. If it raises in one of them, all raise."""
     error: Exception | None = None
     try:
@@ -371,7 +371,7 @@ def read(
     def make(place: Place, value: Tensor) -> Tensor:
         if not value.is_meta or (only and place[0] != only):
             return value
-        key = _key(place, targets)
+        key = _unique_key(place, targets)
         found = metadata.state_dict_metadata.get(key)
         if not isinstance(found, TensorStorageMetadata):
             raise CheckpointError(f"{folder} is damaged: it lacks {key}.")

@@ -24,7 +24,7 @@ def on_host(checkpoint: Any) -> Any:
 
     def copy_tensor(_: Place, tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
-            copies[id(tensor)] = _copied(tensor, storages)
+            copies[id(tensor)] = _copy(tensor, storages)
         return tensor
 
     mapped(checkpoint, copy_tensor)
@@ -43,7 +43,7 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, Parameter) and is_dense
 
 
-def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+def _copy(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
     if tensor.is_meta:
         return tensor
     if not is_plain(tensor):

@@ -191,10 +191,10 @@ def fill(tree: dict[str, Any], folder: Path, manifest: Manifest, only: str = "")
             for rank in range(processes if spread else 1)
         ]
         optimizers = [_load(_optimizer_file(folder, rank))["optimizer_state_dict"] for rank in range(processes)]
-        put_together = _by_partition if spread else _by_mapping
+        tensors_of = _tensors_of_partitions if spread else _tensors_of_slices
         weights: dict[str, Tensor] = {}
         states: dict[str, dict[str, Any]] = {}
-        for name, key, value in put_together(models[0]["param_shapes"], optimizers):
+        for name, key, value in tensors_of(models[0]["param_shapes"], optimizers):
             if key is None:
                 weights[name] = value
             else:
@@ -224,7 +224,7 @@ Found = Iterator[tuple[str, str | None, Any]]
 """Name of a parameter; key of an optimizer state, or None for the weights; the whole value."""
 
 
-def _by_mapping(shapes: list[dict[str, torch.Size]], optimizers: list[dict[str, Any]]) -> Found:
+def _tensors_of_slices(shapes: list[dict[str, torch.Size]], optimizers: list[dict[str, Any]]) -> Found:
     """Yield the tensors of stages 1 and 2: each process has a slice of the concatenated parameters of a group."""
     for group, group_shapes in enumerate(shapes):
         flats = [
@@ -238,10 +238,10 @@ def _by_mapping(shapes: list[dict[str, torch.Size]], optimizers: list[dict[str, 
             slices = [
                 (flat, at[name].start, at[name].numel) for flat, at in zip(flats, places, strict=True) if name in at
             ]
-            yield from _joined(name, shape, slices)
+            yield from _join_slices(name, shape, slices)
 
 
-def _by_partition(shapes: list[dict[str, torch.Size]], optimizers: list[dict[str, Any]]) -> Found:
+def _tensors_of_partitions(shapes: list[dict[str, torch.Size]], optimizers: list[dict[str, Any]]) -> Found:
     """Yield the tensors of stage 3: each parameter is divided among all processes, in several flat tensors."""
     flats = [
         [
@@ -257,11 +257,11 @@ def _by_partition(shapes: list[dict[str, torch.Size]], optimizers: list[dict[str
             size = math.ceil(shape.numel() / len(optimizers))
             if start == flats[0][index].weights.numel():
                 index, start = next(numbers), 0
-            yield from _joined(name, shape, [(rank_flats[index], start, size) for rank_flats in flats])
+            yield from _join_slices(name, shape, [(rank_flats[index], start, size) for rank_flats in flats])
             start += size
 
 
-def _joined(name: str, shape: torch.Size, slices: list[tuple[_FlatPart, int, int]]) -> Found:
+def _join_slices(name: str, shape: torch.Size, slices: list[tuple[_FlatPart, int, int]]) -> Found:
     def join(key: str | None) -> Tensor:
         parts = [
             (flat.weights if key is None else flat.states[key])[start : start + size] for flat, start, size in slices
