@@ -72,7 +72,7 @@ def figure_of(record: RunRecord) -> "Figure | None":
     scores = [name for _, name, _ in _scores(record)]
     accuracies = all("acc" in name.lower() for name in scores)
     panels = [
-        ("Loss", _draw_loss, bool(record.losses or [*_named(record, "val", "loss")])),
+        ("Loss", _draw_loss, bool(record.losses or [*_matching_curves(record, "val", "loss")])),
         ("Accuracy" if accuracies else "Score", _draw_scores, bool(scores)),
         ("Loss scale", _draw_scale, bool(record.scales)),
     ]
@@ -88,7 +88,7 @@ def figure_of(record: RunRecord) -> "Figure | None":
     return figure
 
 
-def _named(record: RunRecord, stage: str, word: str) -> Iterable[tuple[str, Curve]]:
+def _matching_curves(record: RunRecord, stage: str, word: str) -> Iterable[tuple[str, Curve]]:
     return ((name, curve) for name, curve in record.stages.get(stage, {}).items() if curve and word in name.lower())
 
 
@@ -110,7 +110,7 @@ def _draw_loss(record: RunRecord, axes: "Axes") -> None:
         axes.plot(steps, smoothed, color=_TRAIN, linewidth=1.8)
         labels.append((smoothed[-1], "train", _TRAIN))
         shown += smoothed
-    for (name, curve), color in zip(_named(record, "val", "loss"), cycle((_VAL, *_OTHERS)), strict=False):
+    for (name, curve), color in zip(_matching_curves(record, "val", "loss"), cycle((_VAL, *_OTHERS)), strict=False):
         axes.plot(curve.steps, curve.values, color=color, linewidth=1.8, marker="o", markersize=3.5)
         labels.append((curve.values[-1], name, color))
         shown += curve.values

@@ -81,34 +81,34 @@ class FastSettings(RunCallback):
                 self.on.append(_BENCHMARK)
             if self._allocates or expands_segments():
                 self.on.append(_SEGMENTS)
-        self._lay_out(trainer, pl_module)
+        self._convert_weights(trainer, pl_module)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Convert layers that `configure_model` has created, unless DDP has stored the layout of their gradients."""
         if trainer.world_size == 1:
-            self._lay_out(trainer, pl_module)
+            self._convert_weights(trainer, pl_module)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         """Convert the optimizer states to the layout of their weights, because a checkpoint has the usual one."""
-        self._lay_out_states(trainer, _laid_out)
+        self._convert_states(trainer, _to_channels_last)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Convert the checkpoint to the usual layout, which a run without this callback requires."""
         if not self._weights:
             return
         for name, value in checkpoint.get("state_dict", {}).items():
-            checkpoint["state_dict"][name] = _usual(value)
+            checkpoint["state_dict"][name] = _to_contiguous(value)
         for state in checkpoint.get("optimizer_states", ()):
             of_parameters = state.get("state", {})
-            state["state"] = {key: {n: _usual(v) for n, v in one.items()} for key, one in of_parameters.items()}
+            state["state"] = {key: {n: _to_contiguous(v) for n, v in one.items()} for key, one in of_parameters.items()}
 
     def _clean_up(self, trainer: pl.Trainer) -> None:
         """Restore the previous settings and layouts."""
         while self._undo:
             self._undo.pop()()
-        self._lay_out_states(trainer, _usual)  # the optimizer may be saved, or used again
+        self._convert_states(trainer, _to_contiguous)  # the optimizer may be saved, or used again
         for weight in self._weights:
-            weight.data = _usual(weight.data)
+            weight.data = _to_contiguous(weight.data)
         self._weights = []
 
     def teardown(self, trainer: pl.Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -132,7 +132,7 @@ class FastSettings(RunCallback):
             self._undo.append(lambda: torch.set_float32_matmul_precision(before))
         return True
 
-    def _lay_out_states(self, trainer: pl.Trainer, lay_out: Callable[[Tensor], Tensor]) -> None:
+    def _convert_states(self, trainer: pl.Trainer, lay_out: Callable[[Tensor], Tensor]) -> None:
         weight_ids = {id(weight) for weight in self._weights}
         for optimizer in trainer.optimizers if weight_ids else ():
             for parameter, state in optimizer.state.items():
@@ -140,7 +140,7 @@ class FastSettings(RunCallback):
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
                         state[name] = lay_out(value)
 
-    def _lay_out(self, trainer: pl.Trainer, module: LightningModule) -> None:
+    def _convert_weights(self, trainer: pl.Trainer, module: LightningModule) -> None:
         gradients = getattr(getattr(trainer, "engine", None), "gradients", None)
         if _LAYOUT not in self.requested or getattr(gradients, "are_parts", False):
             return
@@ -148,7 +148,7 @@ class FastSettings(RunCallback):
             weight = convolution.weight
             if weight.is_meta or not weight.is_contiguous() or any(weight is one for one in self._weights):
                 continue
-            laid_out = _laid_out(weight.data)
+            laid_out = _to_channels_last(weight.data)
             if laid_out.stride() != weight.stride():
                 weight.data = laid_out
                 self._weights.append(weight)
@@ -182,7 +182,7 @@ def _convolutions(module: nn.Module) -> list[Any]:
     ]
 
 
-def _laid_out(value: Tensor) -> Tensor:
+def _to_channels_last(value: Tensor) -> Tensor:
     """Convert to ``channels_last`` like ``nn.Module.to``, which sets the strides of a 1x1 kernel as well.
 
     ``contiguous`` keeps those: the gradients would have other strides than the kernel, and DDP would warn.
@@ -190,7 +190,7 @@ def _laid_out(value: Tensor) -> Tensor:
     return value.to(memory_format=torch.channels_last)
 
 
-def _usual(value: Any) -> Any:
+def _to_contiguous(value: Any) -> Any:
     """Return a tensor of four dimensions in the usual layout, and any other value unchanged."""
     if not isinstance(value, Tensor) or value.dim() != 4:
         return value

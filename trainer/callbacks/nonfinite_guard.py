@@ -143,7 +143,7 @@ class NonFiniteGuard(RunCallback):
         """Raise instead of replacing a good checkpoint by nonfinite weights. A host-device synchronization."""
         if self.policy == "continue" or trainer.state.fn != "fit" or trainer.state.status != "running":
             return
-        if broken := _broken(pl_module, trainer.engine):
+        if broken := _nonfinite_parameters(pl_module, trainer.engine):
             report = last_diagnosis(trainer)
             raise NonFiniteError(
                 f"The weights are not finite at step {trainer.global_step} of epoch {trainer.current_epoch}, so they"
@@ -195,7 +195,7 @@ def _error(trainer: Trainer, step: int, outcome: StepOutcome, batches: list[Reco
     return NonFiniteError("\n".join(lines), step=step, batch_idx=batch_idx, report=report)
 
 
-def _broken(module: LightningModule, engine: Engine) -> list[str]:
+def _nonfinite_parameters(module: LightningModule, engine: Engine) -> list[str]:
     """Return the names of nonfinite trained parameters. One host-device synchronization if all are finite.
 
     If parameters are sharded, all processes must call it together, and get the same result.

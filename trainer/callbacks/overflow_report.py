@@ -410,7 +410,7 @@ class OverflowReport(RunCallback):
         if trigger:
             self._explain(trainer, fit, trigger, fit.batches_of(step), step, outcome.scale)
         if collapses:
-            self._collapse(trainer, fit, fit.first_skip, step)
+            self._collapse_error(trainer, fit, fit.first_skip, step)
 
     def _clean_up(self, trainer: Trainer) -> None:
         """Drop the recorded batches and weights."""
@@ -442,7 +442,9 @@ class OverflowReport(RunCallback):
             warn(f"The diagnosis could not be written to {path}: {problem}")
         return path
 
-    def _collapse(self, trainer: Trainer, fit: _Fit, first: tuple[int, float, float, BufferState], step: int) -> None:
+    def _collapse_error(
+        self, trainer: Trainer, fit: _Fit, first: tuple[int, float, float, BufferState], step: int
+    ) -> None:
         (first_step, seconds, scale, buffers), module = first, trainer.lightning_module
         lines = [
             f"{fit.skips} optimizer steps in a row were skipped, from step {first_step} to step {step}, because"

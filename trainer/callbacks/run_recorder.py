@@ -163,7 +163,7 @@ class RunRecorder(Callback):
         callbacks: list[Any] = trainer.callbacks
         self._views = [callback for callback in callbacks if isinstance(callback, RecordView)]
         self._max_points = next((view.max_points for view in self._views if view.max_points), self._max_points)
-        for series in self._all():
+        for series in self._all_series():
             series.max_points = self._max_points
         self._is_fitting = True
         self._began = self._ended = self._paused = None
@@ -193,7 +193,7 @@ class RunRecorder(Callback):
             with suppress(LookupError, TypeError):  # no earlier run in this folder, or one without these curves
                 for name in ("seconds", "memory"):
                     getattr(self, name).load_state_dict(self.record.former["curves"][name])
-        for series in self._all():
+        for series in self._all_series():
             series.truncate(trainer.global_step + (series is self.scales))  # the next step's scale is known already
         scales, seconds = self.scales.read(), self.seconds.read()
         self._scale = scales[-1] if scales else None
@@ -441,7 +441,7 @@ class RunRecorder(Callback):
     def _metric(self, stage: str, name: str) -> Series:
         return self.metrics[stage].setdefault(name, Series(self._max_points))
 
-    def _all(self) -> Iterable[Series]:
+    def _all_series(self) -> Iterable[Series]:
         yield from (self.losses, self.scales, self.skipped, self.seconds, self.memory)
         for metrics in self.metrics.values():
             yield from metrics.values()

@@ -290,7 +290,7 @@ class _Functions(TorchFunctionMode):
         of_host = bool(tensors) and all(map(_is_host, tensors))
         watch.marked, marked = {}, watch.marked
         try:
-            copies = "" if watch.is_cuda else _copied(name, args, kwargs, of_host)
+            copies = "" if watch.is_cuda else _no_op_copy(name, args, kwargs, of_host)
             if copies:
                 watch.mark(copies)
             result = func(*args, **kwargs)
@@ -348,12 +348,12 @@ def user_line(frame: FrameType | None) -> tuple[str, int] | None:
     return found if is_in_autograd else None
 
 
-def _copied(name: str, args: Any, kwargs: Any, of_host: bool) -> str:
+def _no_op_copy(name: str, args: Any, kwargs: Any, of_host: bool) -> str:
     """Return the name of the copy that would synchronize on a GPU but is a no-op on a CPU, or ""."""
     if name in _COPIES:
         return "" if of_host else name
     if name in _MAKES:
-        return name if _is_made_on_the_device(name, args, kwargs) else ""
+        return name if _creates_from_host_data(name, args, kwargs) else ""
     if name in _TAKE_INDICES:
         if _is_host(args[0]):
             return ""
@@ -376,7 +376,7 @@ def _copied(name: str, args: Any, kwargs: Any, of_host: bool) -> str:
     return "cpu" if to_host else name
 
 
-def _is_made_on_the_device(name: str, args: Any, kwargs: Any) -> bool:
+def _creates_from_host_data(name: str, args: Any, kwargs: Any) -> bool:
     """Return whether a tensor on the device is created from data on the host."""
     data = args[1:2] if name == "new_tensor" else args[:1]
     is_from_host = not data or not isinstance(data[0], Tensor) or _is_host(data[0])
