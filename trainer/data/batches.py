@@ -265,7 +265,7 @@ class TrainingBatches:
             source = self._watch(source)
         self._epoch, self._batches, self.is_over = self._next_epoch, self._first, False
         count = self.loaders.num_batches() if self.loaders.has_length else None  # callbacks may change `num_batches`
-        return chain(map(partial(self._number, self.loaders, count), source), self._end())
+        return chain(map(partial(self._number_batches, self.loaders, count), source), self._end())
 
     def _end(self) -> Iterator[tuple[Batch, int, bool]]:
         """Record that no batch is left. Yields nothing.
@@ -282,7 +282,7 @@ class TrainingBatches:
             warn(f"{text} The epoch ends without training. {_AN_ITERATOR}")
         yield from ()
 
-    def _number(self, loaders: Loaders, count: float | None, batch: Batch) -> tuple[Batch, int, bool]:
+    def _number_batches(self, loaders: Loaders, count: float | None, batch: Batch) -> tuple[Batch, int, bool]:
         """Count a yielded batch. Keeps no reference to it, because it may be in GPU memory."""
         self._batches += 1
         self.is_over = loaders.is_exhausted if count is None else self._batches == count

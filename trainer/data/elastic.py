@@ -245,14 +245,14 @@ class ElasticSampler(Sampler[int]):
     def _next_row(self) -> Tensor:
         order, samples = self.order, self.samples
         if order.sampler == "RandomSampler":
-            return torch.tensor(self._drawn(samples), dtype=torch.int64)
+            return torch.tensor(self._draw_together(samples), dtype=torch.int64)
         if order.shuffle:
             row = torch.randperm(samples, generator=torch.Generator().manual_seed(order.seed + self.epoch))
         else:
             row = torch.arange(samples)
         return row[torch.arange(self.total) % max(samples, 1)]
 
-    def _drawn(self, samples: int) -> list[int]:
+    def _draw_together(self, samples: int) -> list[int]:
         """Draw the order on the first process, and repeat it on the others with unchanged random states."""
         generators = random_states.find(self._source)
         state = self._share(random_states.capture(own=generators))

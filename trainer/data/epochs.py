@@ -25,11 +25,11 @@ def objects_with_set_epoch(*roots: Any) -> list[Any]:
         seen.add(id(part))
         if callable(getattr(part, "set_epoch", None)):
             found.append(part)
-        queue += _inside(part)
+        queue += _parts_of(part)
     return found
 
 
-def _inside(part: Any) -> list[Any]:
+def _parts_of(part: Any) -> list[Any]:
     if isinstance(part, Subset):
         return [part.dataset]
     if isinstance(part, (ConcatDataset, ChainDataset, StackDataset)):

@@ -171,7 +171,7 @@ class ResumableLoader:
         if running is None or not self._has_worker_states:
             self.begin_pass(with_old_workers=running is not None)
         if not self._has_worker_states:  # for persistent workers: started by other code
-            return self._counted(iter(self.loader))
+            return self._count_batches(iter(self.loader))
         return self._open({}) if running is None else iter(self.loader)
 
     def _open(self, starts: dict[int, State]) -> Iterator[Batch]:
@@ -203,7 +203,7 @@ class ResumableLoader:
             "prefetch_factor": self._prefetch_factor,
         }
 
-    def _counted(self, iterator: Iterator[Any]) -> Iterator[Batch]:
+    def _count_batches(self, iterator: Iterator[Any]) -> Iterator[Batch]:
         for batch in iterator:
             self._batches += 1
             yield batch
@@ -278,7 +278,7 @@ class ReplayedLoader(ResumableLoader):
         finally:
             loader.worker_init_fn, loader.collate_fn = own
         kind: Any = type(iterator)
-        iterator.__class__ = _owned(kind)
+        iterator.__class__ = _with_owner(kind)
         iterator.owner = weakref.ref(self)
         return iterator
 
@@ -663,7 +663,7 @@ class _RecordedSampler:
             self.initial_states = random_states.capture(own=self._generators)
         for indices in self._indices:
             if not self.drawn:
-                self._first = _proof(indices)
+                self._first = _fingerprint(indices)
             self.drawn += 1
             self._recent.append(indices)
             yield indices
@@ -689,7 +689,7 @@ class _RecordedSampler:
         if number == 0:
             return self._first
         back = self.drawn - number
-        return _proof(self._recent[-back]) if number > 0 and 0 < back <= len(self._recent) else None
+        return _fingerprint(self._recent[-back]) if number > 0 and 0 < back <= len(self._recent) else None
 
 
 class _OwnedIterator:
@@ -735,7 +735,7 @@ def _owner_of(iterator: Any) -> Any:
 
 
 @cache
-def _owned(kind: Any) -> type:
+def _with_owner(kind: Any) -> type:
     """Return the subclass of a class of iterators that is an :class:`_OwnedIterator`."""
     return type(kind.__name__, (_OwnedIterator, kind), {})
 
@@ -783,7 +783,7 @@ def _order_differences(loader: DataLoader[Any], former: list[State]) -> list[str
         if not isinstance(sampler, ElasticSampler) or processes != len(former):
             break  # several processes had the same samples
         for ordinal, number in ("first", 0), ("last", state["batches"] - 1):
-            saved, current = state[ordinal], _proof(sampler.batch_of(number, rank, processes, batch_size))
+            saved, current = state[ordinal], _fingerprint(sampler.batch_of(number, rank, processes, batch_size))
             if saved is not None and saved != current:
                 reasons.append(_order_message(ordinal, saved, current))
     return reasons
@@ -842,19 +842,19 @@ def _is_deterministic(loader: DataLoader[Any]) -> bool:
     return loader.collate_fn in (_collate, _convert) and is_fixed(loader.dataset)
 
 
-def _proof(indices: Any) -> State:
+def _fingerprint(indices: Any) -> State:
     """Return a fingerprint of a batch's indices."""
-    plain = _plain(indices)
+    plain = _to_plain(indices)
     flat = plain if isinstance(plain, list) else [plain]
     head = [index if isinstance(index, int) else repr(index)[:40] for index in flat[:4]]
     return {"head": head, "count": len(flat), "digest": hashlib.sha256(repr(plain).encode()).hexdigest()}
 
 
-def _plain(indices: Any) -> Any:
+def _to_plain(indices: Any) -> Any:
     if isinstance(indices, torch.Tensor | np.ndarray | np.generic):
         return indices.tolist()
     if isinstance(indices, list | tuple):
-        return [_plain(index) for index in indices]
+        return [_to_plain(index) for index in indices]
     if isinstance(indices, dict):
-        return [[repr(key), _plain(value)] for key, value in indices.items()]
+        return [[repr(key), _to_plain(value)] for key, value in indices.items()]
     return indices if isinstance(indices, int | float | str | bytes | None) else type(indices).__qualname__

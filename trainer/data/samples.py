@@ -63,12 +63,12 @@ def part_of(batch: Any, start: int, stop: int) -> Any:
 def samples_of(batch: Any, indices: Sequence[int]) -> Any:
     """Return the samples with these indices, as :func:`part_of` does; those of a range are views, without a copy."""
     size = next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 0)
-    return _part(batch, size, slice(indices.start, indices.stop) if isinstance(indices, range) else indices)
+    return _select(batch, size, slice(indices.start, indices.stop) if isinstance(indices, range) else indices)
 
 
-def _part(value: Any, size: int, chosen: Any) -> Any:
+def _select(value: Any, size: int, chosen: Any) -> Any:
     def part(item: Any) -> Any:
-        return _part(item, size, chosen)
+        return _select(item, size, chosen)
 
     if isinstance(value, Tensor):
         return value[chosen] if value.dim() and len(value) == size else value
