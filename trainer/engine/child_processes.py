@@ -54,7 +54,7 @@ class ChildProcesses:
     def watch(self, processes: dict[int, Popen[Any]]) -> None:
         """Watch these processes, given by rank, from now on: if one of them fails, end all of them and this process."""
         self._processes = processes
-        threading.Thread(target=self._end_with_them, daemon=True, name="child processes").start()
+        threading.Thread(target=self._watch_children, daemon=True, name="child processes").start()
         self.exit_first()
 
     def exit_first(self) -> None:
@@ -72,7 +72,7 @@ class ChildProcesses:
         self._any_has_failed()
         self.kill()
         with contextlib.suppress(RuntimeError):  # some versions of Python cannot start threads this late
-            _after(GRACE, _exit, self.exit_status)
+            _start_timer(GRACE, _exit, self.exit_status)
 
     def send(self, number: int) -> None:
         """Send a signal to all running children."""
@@ -88,7 +88,7 @@ class ChildProcesses:
     def _alive(self) -> dict[int, Popen[Any]]:
         return {rank: process for rank, process in self._processes.items() if process.poll() is None}
 
-    def _end_with_them(self) -> None:
+    def _watch_children(self) -> None:
         """Wait until a child has failed, then end the others and this process. Runs in a thread."""
         while not self._any_has_failed():
             time.sleep(_POLL_INTERVAL)
@@ -130,7 +130,7 @@ def deadline_after(error: BaseException, *, waited_for: bool) -> Iterator[None]:
         yield
         return
     children.has_failed, children.exit_status = True, code
-    timer = _after(ERROR_TIMEOUT, _give_up, error, code)
+    timer = _start_timer(ERROR_TIMEOUT, _give_up, error, code)
     try:
         yield
     finally:
@@ -181,7 +181,7 @@ def parent_watched() -> Iterator[None]:
     def look() -> None:
         while not done.wait(_POLL_INTERVAL):
             if os.getppid() != parent:
-                _end_without(parent)
+                _exit_without_parent(parent)
 
     threading.Thread(target=look, daemon=True, name="parent").start()
     try:
@@ -190,7 +190,7 @@ def parent_watched() -> Iterator[None]:
         done.set()
 
 
-def _end_without(parent: int) -> None:
+def _exit_without_parent(parent: int) -> None:
     rank = os.environ.get("LOCAL_RANK", "?")
     write_stderr(
         f"Rank 0 (process {parent}) has died during the run. Rank {rank} cannot continue without it, and exits."
@@ -216,7 +216,7 @@ def write_stderr(text: str) -> None:
         os.write(2, f"\ntrainer: {text}\n".encode())
 
 
-def _after(seconds: float, function: Callable[..., None], *args: Any) -> threading.Timer:
+def _start_timer(seconds: float, function: Callable[..., None], *args: Any) -> threading.Timer:
     timer = threading.Timer(seconds, function, args)
     timer.daemon = True
     timer.start()

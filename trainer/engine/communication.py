@@ -148,7 +148,7 @@ def load(
         values = {**(first[index] if index < len(first) else {}), **state.get("values", {})}
         for name, value in values.items():
             if name not in memory:
-                _put(holder, name, value, device)
+                _set_item(holder, name, value, device)
         for name, value in state.get("generators", {}).items():
             random_states.set_state(_items(holder)[name], value)
     return problems
@@ -212,25 +212,25 @@ def _plain(value: Any, tensors: list[Tensor]) -> Any:
     raise _NotPlainError
 
 
-def _put(holder: Any, name: Any, value: Any, device: torch.device) -> None:
-    value = _as(value, _items(holder).get(name), device)
+def _set_item(holder: Any, name: Any, value: Any, device: torch.device) -> None:
+    value = _convert_like(value, _items(holder).get(name), device)
     if isinstance(holder, (MutableMapping, list)):
         holder[name] = value
     else:
         setattr(holder, name, value)
 
 
-def _as(value: Any, current: Any, device: torch.device) -> Any:
+def _convert_like(value: Any, current: Any, device: torch.device) -> Any:
     """Return a saved value in the container type and on the device of the value that it replaces."""
     if isinstance(value, Tensor):
         return value.to(current.device if isinstance(current, Tensor) else device, copy=True)
     if isinstance(value, dict):
         made = copy(current) if isinstance(current, MutableMapping) else {}
         made.clear()
-        made.update({key: _as(one, None, device) for key, one in value.items()})
+        made.update({key: _convert_like(one, None, device) for key, one in value.items()})
         return made
     if isinstance(value, (list, tuple)):
-        items = [_as(one, None, device) for one in value]
+        items = [_convert_like(one, None, device) for one in value]
         if isinstance(current, deque):
             return deque(items, current.maxlen)
         return type(current)(items) if isinstance(current, (set, frozenset)) else type(value)(items)

@@ -30,8 +30,8 @@ class OwnForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Give copies and pickles of the module its plain forward, bound to them."""
-        return _itself, (self._forward,)
+        return _identity, (self._forward,)
 
 
-def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _identity(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward

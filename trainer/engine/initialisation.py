@@ -43,7 +43,7 @@ def initialise(root: nn.Module, device: torch.device, finish: Callable[[Tensor, 
     empty = [(one.owner, one.name, one.path) for one in owned_tensors(root) if one.tensor.is_meta]
     unfilled: list[str] = []
     if callable(fill := getattr(root, "init_weights", None)):
-        _give_memory(root, device, sharded=finish is not None)
+        _allocate(root, device, sharded=finish is not None)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", ".*DTensor random operators may not have complete support.*")
             try:
@@ -58,7 +58,7 @@ def initialise(root: nn.Module, device: torch.device, finish: Callable[[Tensor, 
         found = [(part, name, outer, getattr(part, name)) for part, name, outer in empty]
         unfilled = [_named(part, name, outer) for part, name, outer, tensor in found if _is_empty(tensor)]
     else:
-        _give_memory(root, device, sharded=finish is not None)
+        _allocate(root, device, sharded=finish is not None)
         unfilled = list(_fill_each(root, empty, device, finish))
     if unfilled:
         raise ConfigurationError(
@@ -78,12 +78,12 @@ def _fill_each(
     by_part: dict[nn.Module, list[tuple[str, str]]] = {}
     for part, name, outer in empty:
         by_part.setdefault(part, []).append((name, outer))
-    around = _around(root)
+    around = _initializers(root)
     for part, members in by_part.items():
         sharded: dict[str, nn.Parameter] = {}
         if finish is not None:
             sharded = {name: one for name, _ in members if (one := part._parameters.get(name)) is not None}
-            part._parameters.update({name: _with_memory(one, device) for name, one in sharded.items()})
+            part._parameters.update({name: _allocated_parameter(one, device) for name, one in sharded.items()})
         fillers = [getattr(part, "reset_parameters", None), getattr(around.get(part), "_init_weights", None)]
         with torch.no_grad():
             if callable(fillers[0]):
@@ -99,7 +99,7 @@ def _fill_each(
                 part._parameters[name] = sharded[name]
 
 
-def _around(root: nn.Module) -> dict[nn.Module, nn.Module]:
+def _initializers(root: nn.Module) -> dict[nn.Module, nn.Module]:
     """Map each module to the innermost enclosing module, or itself, that has ``_init_weights``."""
     found: dict[nn.Module, nn.Module] = {}
     for outer in root.modules():
@@ -108,36 +108,36 @@ def _around(root: nn.Module) -> dict[nn.Module, nn.Module]:
     return found
 
 
-def _give_memory(root: nn.Module, device: torch.device, *, sharded: bool) -> None:
+def _allocate(root: nn.Module, device: torch.device, *, sharded: bool) -> None:
     """Allocate the tensors on the meta device and fill them with NaN, to detect those that stay uninitialized."""
     if sharded:
         apply: Any = root._apply  # as `to_empty` does; FSDP takes its new shards from here
-        apply(lambda tensor: _blank_part(tensor, device) if tensor.is_meta else tensor)
+        apply(lambda tensor: _allocated_shard(tensor, device) if tensor.is_meta else tensor)
         return
     made: dict[int, nn.Parameter] = {}  # by id, so that shared parameters stay shared
     for _, part, name, tensor in owned_tensors(root):
         if tensor.is_meta and isinstance(tensor, nn.Parameter):
             if id(tensor) not in made:
-                made[id(tensor)] = _with_memory(tensor, device)
+                made[id(tensor)] = _allocated_parameter(tensor, device)
             part._parameters[name] = made[id(tensor)]
         elif tensor.is_meta:
-            part._buffers[name] = _blank(tensor, device)
+            part._buffers[name] = _allocated(tensor, device)
 
 
-def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+def _allocated_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     """Return the parameter with memory and with its attributes."""
-    made = nn.Parameter(_blank(parameter, device), requires_grad=parameter.requires_grad)
+    made = nn.Parameter(_allocated(parameter, device), requires_grad=parameter.requires_grad)
     vars(made).update(vars(parameter))
     return made
 
 
-def _blank(tensor: Tensor, device: torch.device) -> Tensor:
+def _allocated(tensor: Tensor, device: torch.device) -> Tensor:
     """Return memory for the whole of ``tensor``, filled with NaN, or with 0 if the dtype has no NaN."""
     value = torch.nan if tensor.is_floating_point() else 0
     return torch.full(tensor.shape, value, dtype=tensor.dtype, device=device)
 
 
-def _blank_part(tensor: Tensor, device: torch.device) -> Tensor:
+def _allocated_shard(tensor: Tensor, device: torch.device) -> Tensor:
     """Return memory for this process's part of ``tensor``, filled with NaN, or with 0 if the dtype has no NaN."""
     blank = torch.empty_like(tensor, device=device)
     with torch.no_grad():

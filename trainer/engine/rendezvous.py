@@ -58,7 +58,7 @@ def meet(served: Store, rank: int, world_size: int, timeout: timedelta) -> Store
         try:
             answer = store.get(f"answer/{name}").decode()
         except DistStoreError as error:
-            raise ClusterError(f"{_waited(timeout)} rank 0 did not come. {_ADVICE}") from error
+            raise ClusterError(f"{_timeout_text(timeout)} rank 0 did not come. {_ADVICE}") from error
         store.set(f"{answer}/joined/{rank}", "")
         store.add(f"{answer}/number", 1)
         return PrefixStore(f"{_ALL}/{answer}", served)
@@ -73,10 +73,10 @@ def meet(served: Store, rank: int, world_size: int, timeout: timedelta) -> Store
             answered |= requests
         if time.monotonic() > end:
             missing = ", ".join(str(other) for other in others if not store.check([f"{name}/joined/{other}"]))
-            raise ClusterError(f"{_waited(timeout)} of {world_size}, rank {missing} did not come. {_ADVICE}")
+            raise ClusterError(f"{_timeout_text(timeout)} of {world_size}, rank {missing} did not come. {_ADVICE}")
         time.sleep(_POLL_INTERVAL)
     return PrefixStore(f"{_ALL}/{name}", served)
 
 
-def _waited(timeout: timedelta) -> str:
+def _timeout_text(timeout: timedelta) -> str:
     return f"Waited {timeout.total_seconds():.0f} s for the other processes of this run:"

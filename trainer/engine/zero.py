@@ -68,7 +68,9 @@ class ZeroModule:
         # DeepSpeed converts them to 16 bits, and no process keeps those that are not trained in float32
         self._frozen = [(p, p.detach().cpu()) for p in module.parameters() if not (p.requires_grad and optimizer)]
         self._dtypes = {parameter: parameter.dtype for parameter in module.parameters()}
-        self.engine: Any = self._begin(config) if optimizer is not None or self.stage == 3 else self._move(config)
+        self.engine: Any = (
+            self._begin(config) if optimizer is not None or self.stage == 3 else self._convert_without_deepspeed(config)
+        )
         self._parts = dict(self._find_parts()) if optimizer is not None else {}
 
     def _begin(self, config: dict[str, Any]) -> Any:
@@ -92,7 +94,7 @@ class ZeroModule:
         )
         return engine
 
-    def _move(self, config: dict[str, Any]) -> nn.Module:
+    def _convert_without_deepspeed(self, config: dict[str, Any]) -> nn.Module:
         """Convert the module to DeepSpeed's dtype, because evaluation with whole weights does not need DeepSpeed."""
         for block, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
             if config.get(block, {}).get("enabled"):
@@ -106,13 +108,13 @@ class ZeroModule:
         """Run DeepSpeed's step with the current settings, such as learning rates, of the module's optimizer."""
         assert self.optimizer is not None
         groups = [group for group in self.optimizer.param_groups if group["params"]]
-        for module_group, base_group in zip(groups, self._base.param_groups, strict=True):
+        for module_group, base_group in zip(groups, self._base_optimizer.param_groups, strict=True):
             base_group.update({key: value for key, value in module_group.items() if key != "params"})
-        with self._scale_kept():
+        with self._delay_scale_update():
             self.engine.step()
 
     @contextmanager
-    def _scale_kept(self) -> Iterator[None]:
+    def _delay_scale_update(self) -> Iterator[None]:
         """Delay changes of the loss scale until after the step. A context manager.
 
         DeepSpeed changes the scale before it divides the gradients by it, so on each step on which the scale doubles
@@ -146,7 +148,7 @@ class ZeroModule:
         self.engine.optimizer.clip_grad = limit
 
     @property
-    def _base(self) -> Any:
+    def _base_optimizer(self) -> Any:
         """The optimizer that DeepSpeed steps."""
         return self.engine.basic_optimizer
 
@@ -162,7 +164,7 @@ class ZeroModule:
                     left = min(size, parameter.ds_numel - rank * size)
                     yield parameter, Part(zero.fp32_partitioned_groups_flat[index], start, rank * size, max(left, 0))
             return
-        for group, flat in zip(zero.bit16_groups, self._base.param_groups, strict=True):
+        for group, flat in zip(zero.bit16_groups, self._base_optimizer.param_groups, strict=True):
             for parameter in group:
                 found, (whole,) = parameter._hp_mapping, flat["params"]
                 if found is None:
@@ -178,7 +180,7 @@ class ZeroModule:
         if part is None or is_here:
             with self.gathered([parameter]):
                 return parameter.detach().clone()
-        source = part.flat.detach() if key is None else self._base.state[part.flat][key]
+        source = part.flat.detach() if key is None else self._base_optimizer.state[part.flat][key]
         shape = getattr(parameter, "ds_shape", parameter.shape)
         whole = torch.zeros(shape.numel(), dtype=source.dtype, device=self._device)
         whole[part.offset : part.offset + part.numel] = source[part.start : part.start + part.numel]
@@ -193,7 +195,7 @@ class ZeroModule:
                 parameter.copy_(value)
         if part is None:
             return
-        target = part.flat.detach() if key is None else self._base.state[part.flat][key]
+        target = part.flat.detach() if key is None else self._base_optimizer.state[part.flat][key]
         shard = value.reshape(-1)[part.offset : part.offset + part.numel]
         target[part.start : part.start + part.numel] = shard.to(target)
 
@@ -254,7 +256,7 @@ class ZeroModule:
         states: dict[int, dict[str, Any]] = {}
         for number, parameter in enumerate(parameters_of(self.optimizer)):
             part = self._parts.get(parameter)
-            flat_states = {} if part is None else self._base.state.get(part.flat, {})
+            flat_states = {} if part is None else self._base_optimizer.state.get(part.flat, {})
             found = {
                 key: _copy_or_empty(self.whole(parameter, key), keep)
                 if _is_spread(value, part)
@@ -279,7 +281,7 @@ class ZeroModule:
             part, saved = self._parts.get(parameter), state["state"].get(number, {})
             if part is None:
                 continue
-            flat_states = self._base.state[part.flat]
+            flat_states = self._base_optimizer.state[part.flat]
             for key, value in saved.items():
                 if isinstance(value, Tensor) and value.dim():
                     if key not in flat_states:
@@ -308,7 +310,7 @@ class ZeroModule:
             vars(parameter).update(attributes)
             parameter.data = values[parameter]
         for module in self.module.modules():
-            _clean(module)
+            _remove_deepspeed_state(module)
         self.module.cpu()  # moves the buffers
 
 
@@ -328,7 +330,7 @@ _LEFT = (
 """Prefixes of the attributes that DeepSpeed adds to modules."""
 
 
-def _clean(module: nn.Module) -> None:
+def _remove_deepspeed_state(module: nn.Module) -> None:
     """Remove the attributes and hooks that DeepSpeed has left in a module."""
     own = vars(module)
     if type(own["_parameters"]) is not dict:

@@ -116,7 +116,8 @@ class IdlePasses:
             A loss of 0, with a backward pass that also runs the collectives of the others.
         """
         done, self._current = self._current, None
-        like = self._known.get(step) or self._known.get(TRAINING) or self._guess()  # an evaluation records no gradients
+        # an evaluation records no gradients
+        like = self._known.get(step) or self._known.get(TRAINING) or self._guess_calls()
         if not torch.is_grad_enabled():
             done = None
         if done is None:
@@ -154,7 +155,7 @@ class IdlePasses:
         for index, group in enumerate(order):
             group._post_forward_indices.append(index)
 
-    def _guess(self) -> Call:
+    def _guess_calls(self) -> Call:
         """Guess the calls before this process has seen any batch: each module once, in the order of definition.
 
         Gradients are assumed to flow from the first trainable parameter on. The root's own parameters may be used

@@ -187,7 +187,7 @@ class ShardedGradients(Gradients):
     def load_state_dict(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
         """Restore the gradients that :meth:`state_dict` returned, on the same number of processes."""
         parameters = list(parameters)
-        parts = {name: _as(state[name], parameter) for name, parameter in parameters if name in state}
+        parts = {name: _as_dtensor(state[name], parameter) for name, parameter in parameters if name in state}
         super().load_state_dict(parameters, parts)
         whole: dict[Any, Tensor] = {p: state[_WHOLE + name] for name, p in parameters if _WHOLE + name in state}
         has_any = torch.tensor(float(bool(whole)), device=self._device)
@@ -220,7 +220,7 @@ def _copies_on(mesh: DeviceMesh, placements: tuple[Placement, ...], processes: i
     return held * (processes // mesh.size())
 
 
-def _as(part: Tensor, parameter: Any) -> Tensor:
+def _as_dtensor(part: Tensor, parameter: Any) -> Tensor:
     """Return the DTensor that has ``part`` as this process's part, sharded as ``parameter`` is."""
     if not isinstance(parameter, DTensor):
         return part

@@ -89,9 +89,9 @@ class ShardedModule:
         self._refuse_complex()
         blocks: set[nn.Module] = set()
         if callable(settings.blocks):
-            self._send(module)
+            self._materialize(module)
             settings.blocks(module, mesh)
-            self._empty()
+            self._free_originals()
         else:
             more = self._keep_float32(in_float32)
             if settings.policy.param_dtype is not None:
@@ -101,8 +101,8 @@ class ShardedModule:
         self._refuse_ignored()
         module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # for batches without a loss
         enter_once(module)
-        initialise(module, torch.device("cpu") if settings.cpu_offload else device, self._spread)
-        self._empty()
+        initialise(module, torch.device("cpu") if settings.cpu_offload else device, self._fill_shard)
+        self._free_originals()
         self.blocks = len(sharded_modules(module)) - 1
         self._buffers = _persistent_buffers(module)
         self.idle = IdlePasses(module, self.before_forward)
@@ -118,7 +118,7 @@ class ShardedModule:
         is_root = module is self.root
         if isinstance(module, FSDPModule) or not (is_root or module in blocks):
             return
-        self._send(module)
+        self._materialize(module)
         settings = self.settings
         pins = self._device.type != "cpu"
         # the root's input is the batch, and its targets keep their dtype
@@ -134,7 +134,7 @@ class ShardedModule:
             mp_policy=policy,
             offload_policy=CPUOffloadPolicy(pin_memory=pins) if settings.cpu_offload else OffloadPolicy(),
         )
-        self._empty()
+        self._free_originals()
 
     def _keep_float32(self, chosen: Iterable[nn.Module]) -> list[nn.Module]:
         """Return the modules that must be blocks to stay in float32: parameters gathered together share a dtype."""
@@ -144,7 +144,7 @@ class ShardedModule:
         self._in_float32 = all_modules(*found)
         return found
 
-    def _send(self, module: nn.Module) -> None:
+    def _materialize(self, module: nn.Module) -> None:
         """Move the unsharded tensors of ``module`` to the device, broadcast them from rank 0, and record them."""
         owned = [one for one in owned_parameters(module) if not isinstance(one.tensor, DTensor)]
         self._owners += [(one.owner, one.name, one.tensor) for one in owned]
@@ -154,13 +154,13 @@ class ShardedModule:
             tensor.data = tensor.data.to(self._device).contiguous()
         _broadcast(whole)
 
-    def _empty(self) -> None:
+    def _free_originals(self) -> None:
         """Free the original tensors that have been copied into shards."""
         for owner, name, parameter in self._owners:
             if isinstance(owner._parameters.get(name), DTensor) and parameter.numel() and not parameter.is_meta:
                 parameter.data = parameter.data.new_empty(0)
 
-    def _spread(self, whole: Tensor, sharded: Any) -> None:
+    def _fill_shard(self, whole: Tensor, sharded: Any) -> None:
         """Broadcast an initialized parameter from rank 0, and copy each process's part into its shard."""
         on_device = whole.to(self._device).contiguous()
         _broadcast([on_device])
@@ -357,16 +357,16 @@ def find_blocks(
         more: additional modules that must be blocks. Default: none.
     """
     if classes is not None:
-        found = _of_classes(module, list(classes))
+        found = _blocks_of_classes(module, list(classes))
     else:
         most = sum(parameter.numel() for parameter in module.parameters()) / 2
-        found = list(_members(module, most))
+        found = list(_list_members(module, most))
     found += [block for block in more if block not in found]
     uses = Counter(one.tensor for one in owned_parameters(module))
     return [block for block in found if _owns_parameters(block, uses)]
 
 
-def _of_classes(module: nn.Module, classes: list[type[nn.Module] | str]) -> list[nn.Module]:
+def _blocks_of_classes(module: nn.Module, classes: list[type[nn.Module] | str]) -> list[nn.Module]:
     found: dict[nn.Module, None] = {}
     for one in classes:
         parts = [part for part in module.modules() if part is not module and _is_a(part, one)]
@@ -387,13 +387,13 @@ def _is_a(module: nn.Module, kind: type[nn.Module] | str) -> bool:
     return isinstance(module, kind)
 
 
-def _members(module: nn.Module, most: float) -> Iterator[nn.Module]:
+def _list_members(module: nn.Module, most: float) -> Iterator[nn.Module]:
     for child in module.children():
         is_member = isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(child, _LISTS)
         if is_member and sum(parameter.numel() for parameter in child.parameters()) <= most:
             yield child
         else:
-            inner = list(_members(child, most))
+            inner = list(_list_members(child, most))
             yield from inner or ([child] if is_member else [])
 
 
