@@ -181,7 +181,7 @@ class AccumulationWindow:
             ConfigurationError: if some batches of a window have a weight and others have none.
         """
         self._count(weight)
-        return self._times_factor(loss)
+        return self._scale_loss(loss)
 
     def joint_share(self, loss: Tensor | None, weight: Weight | None, engine: Engine) -> Tensor | None:
         """Return the same as :meth:`share`, but synchronize the processes, which all call this at the same batch.
@@ -198,9 +198,9 @@ class AccumulationWindow:
             corrects = self.is_first and (bool(self._is_weighted) or engine.device.type != "cpu")
             self._begin_sums(engine, corrects)
             if corrects:
-                self._has_loss = self._sum_up()
+                self._has_loss = self._finish_sums()
                 self.factor, self.correction = self.factor * self.correction, 1.0
-        return None if loss is None else self._times_factor(loss)
+        return None if loss is None else self._scale_loss(loss)
 
     def may_read_late(self, engine: Engine) -> bool:
         """Return whether a weight on a device can be read after the backward pass, by :meth:`close`.
@@ -246,7 +246,7 @@ class AccumulationWindow:
     def _known_unit(self) -> Weight:
         return 1.0 if self._shared_unit is None else self._shared_unit
 
-    def _times_factor(self, loss: Tensor) -> Tensor:
+    def _scale_loss(self, loss: Tensor) -> Tensor:
         """Multiply the loss by the factor; without weights, divide by the size, as in a hand-written loop."""
         if self._is_weighted or isinstance(self.factor, Tensor) or self.factor != 1.0 / self.size:
             return loss * self.factor
@@ -294,7 +294,7 @@ class AccumulationWindow:
         if self._has_loss is None:
             if self._data_parallel_size > 1 and self._sums is None:
                 self._begin_sums(engine, corrects=False)
-            self._has_loss = self._sum_up()
+            self._has_loss = self._finish_sums()
             if isinstance(self.correction, Tensor) or self.correction != 1.0:
                 engine.gradients.multiply_(optimizers, self.correction)
         return self._has_loss
@@ -316,7 +316,7 @@ class AccumulationWindow:
         """Start the all-reduce. ``corrects`` is whether this process corrects its loss instead of its gradients."""
         self._sums = engine.begin_sum(self._total / self._unit, float(self.backwards), float(corrects))
 
-    def _sum_up(self) -> bool:
+    def _finish_sums(self) -> bool:
         """Set the correction and the unit of the next window. Return whether any process had a loss."""
         sums: list[Weight] = [self._total / self._unit, float(self.backwards), 0.0]
         if self._sums is not None:

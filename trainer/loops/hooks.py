@@ -124,7 +124,7 @@ STRATEGY_HOOKS = (
 """The hooks of ``CALLBACK_HOOKS`` that strategies have, too."""
 
 
-def _never(*_: Any) -> bool:
+def _return_false(*_: Any) -> bool:
     return False
 
 
@@ -176,7 +176,7 @@ class Hooks:
         scope: HookScope,
         overrides: Callable[[Any, str], bool],
         monitors: Callable[[Any], bool],
-        saves: Callable[[Any], bool] = _never,
+        saves: Callable[[Any], bool] = _return_false,
         profile: Callable[[Any, str, Call], Call] | None = None,
         strategy: Any = None,
     ) -> None:
@@ -203,7 +203,7 @@ class Hooks:
             Whether a callback was added or removed, or a hook was set on a callback or on the module.
         """
         callbacks = list(callbacks)
-        known = [(id(owner), _set_on(owner)) for owner in (*callbacks, self._module, self._strategy)]
+        known = [(id(owner), _instance_hooks(owner)) for owner in (*callbacks, self._module, self._strategy)]
         if known == self._known:
             return False
         self._callbacks, self._known = callbacks, known  # keeps the callbacks alive, so that their ids are not reused
@@ -214,7 +214,7 @@ class Hooks:
                 saving = [call for c, call in calls if self._saves(c)]
                 calls = [(c, call) for c, call in calls if not self._saves(c)]
                 self.of(_SAVING[name]).set((), None, saving)
-            late = {"on_train_epoch_end": self._monitors, "on_validation_end": self._saves}.get(name, _never)
+            late = {"on_train_epoch_end": self._monitors, "on_validation_end": self._saves}.get(name, _return_false)
             own = self._part_of(self._strategy, name) if self._strategy is not None and name in STRATEGY_HOOKS else None
             self.of(name).set(
                 [call for c, call in calls if not late(c)],
@@ -254,7 +254,7 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-def _set_on(owner: Any) -> dict[str, Any]:
+def _instance_hooks(owner: Any) -> dict[str, Any]:
     """Return the hooks that are set on the instance instead of its class."""
     own = getattr(owner, "__dict__", {})
     return {name: own[name] for name in _NAMES & own.keys()}
@@ -277,5 +277,5 @@ class _NoScope:
         return None
 
 
-NO_HOOKS = Hooks(None, None, (), _NoScope(), _never, _never)
+NO_HOOKS = Hooks(None, None, (), _NoScope(), _return_false, _return_false)
 """The hooks of a loop that has no run yet: all empty."""
