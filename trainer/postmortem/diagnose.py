@@ -90,20 +90,20 @@ def diagnose(trainer: Trainer, case: Case) -> Diagnosis | None:
         return None if trainer.engine.gradients.are_parts else _underflow(trainer, case)
     finding = examine(trainer, case.batches, case.scale)
     if finding is None:
-        return None if case.trigger == "growth" else _lost(trainer, case, None)
+        return None if case.trigger == "growth" else _unknown_cause(trainer, case, None)
     if finding.error and case.error is None and not finding.broken_weights:
         cause = f"The replay of the batch ended with {finding.error}; the run did not."
         return _diagnosis(case, finding, "unknown", cause, "", key=finding.error)
-    diagnosis = _examined(trainer, case, finding)
+    diagnosis = _explain_or_reuse(trainer, case, finding)
     if diagnosis is None and case.trigger == "step":
         cause = f"The largest loss scale that fits is {finding.largest_scale:g}."
         return _diagnosis(case, finding, "none", cause, "")
     return diagnosis
 
 
-def _examined(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
+def _explain_or_reuse(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
     for earlier in case.known:
-        if finding.fails and _place_of(finding) == _place_of(earlier.finding):
+        if finding.fails and _origin_of(finding) == _origin_of(earlier.finding):
             return earlier
     if finding.broken_weights:
         return _weights(trainer, case, finding)
@@ -114,7 +114,7 @@ def _examined(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | Non
     return _explain(trainer, case, finding)
 
 
-def _place_of(finding: Finding) -> tuple[Any, ...]:
+def _origin_of(finding: Finding) -> tuple[Any, ...]:
     """Return the operation, and the tensors that were not finite before it."""
     birth = finding.birth
     place = None if birth is None else (birth.operation, birth.phase, birth.module, birth.file, birth.line)
@@ -298,9 +298,9 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
     broken = [name for name, value in case.before.items() if not value.isfinite().all()]
     names = broken or finding.broken_weights
     if case.before and not broken:
-        return _repeated(trainer, case, finding)
+        return _repeat_steps(trainer, case, finding)
     if case.first >= 0 and not case.before:
-        return _lost(trainer, case, finding)
+        return _unknown_cause(trainer, case, finding)
     remedy = (
         f"load other weights. If there are none: torch.nan_to_num_(model.get_parameter({names[0]!r}).data, 0, 0, 0)"
     )
@@ -316,7 +316,7 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
     )  # fmt: skip
 
 
-def _repeated(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
+def _repeat_steps(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
     """Take the steps since the earlier weights again, and explain the first batch that fails, or the steps."""
     batches = [*case.recent, *case.batches]
     since = [one for one in batches if one.step >= case.weights_step]
@@ -345,7 +345,11 @@ def _repeated(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | Non
             key=finding.broken_weights[0],
         )  # fmt: skip
     verdict = _divergence(trainer, case, finding)
-    return verdict if verdict.tried or weights or not _rates_are_finite(trainer) else _lost(trainer, case, finding)
+    return (
+        verdict
+        if verdict.tried or weights or not _rates_are_finite(trainer)
+        else _unknown_cause(trainer, case, finding)
+    )
 
 
 def _optimizer(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
@@ -433,7 +437,7 @@ def _underflow(trainer: Trainer, case: Case) -> Diagnosis | None:
     )  # fmt: skip
 
 
-def _lost(trainer: Trainer, case: Case, finding: Finding | None) -> Diagnosis:
+def _unknown_cause(trainer: Trainer, case: Case, finding: Finding | None) -> Diagnosis:
     """Admit that the batch, or the weights before it, are gone."""
     finding = finding or Finding(-1, 0, 1, trainer.global_rank, case.scale, fails=True)
     guard = "nonfinite_guard" if remedies.is_command_line() else "[NonFiniteGuard('stop')]"

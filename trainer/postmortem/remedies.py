@@ -64,7 +64,7 @@ def find_cure(trainer: Trainer, batches: Sequence[RecordedBatch], finding: Findi
         birth = latest.birth
         parents = [birth.module.rsplit(".", depth)[0] for depth in range(1, birth.module.count(".") + 1)]
         candidates = [birth.module, *birth.sources, *parents]
-        new = next((n for n in candidates if n and not _covered(n, chosen) and has_forward(named[n])), None)
+        new = next((n for n in candidates if n and not _is_covered(n, chosen) and has_forward(named[n])), None)
         if new is None:
             break
         chosen.append(new)
@@ -74,7 +74,7 @@ def find_cure(trainer: Trainer, batches: Sequence[RecordedBatch], finding: Findi
     else:
         latest = None
     wide = next((c for d in (torch.bfloat16, torch.float32) if (c := tried(Variant(dtype=d)))), None)
-    if not is_cured(latest, Variant()) or (wide is not None and all(_covered(name, chosen) for name in leaves)):
+    if not is_cured(latest, Variant()) or (wide is not None and all(_is_covered(name, chosen) for name in leaves)):
         return wide
     for name in list(chosen):  # those that turned out to be needless
         rest = tuple(one for one in chosen if one != name)
@@ -184,7 +184,7 @@ def _train(
 ) -> float | None:
     """Return the mean loss of the last pass, or None if a loss exceeds the limit."""
     seen: list[float] = []
-    with _optimizing(trainer) as step:
+    with _optimizer_steps(trainer) as step:
         for group in (group for optimizer in trainer.optimizers for group in optimizer.param_groups):
             is_usual = math.isfinite(float(group["lr"])) and math.isfinite(highest)
             group["lr"] = rate * float(group["lr"]) / highest if is_usual else rate
@@ -209,7 +209,7 @@ def repeat(
         a step with finite gradients makes a loss exceed the limit, or weights not finite. None with {} if all is well.
     """
     named = dict(trainer.lightning_module.named_parameters())
-    with weights_of(trainer, weights), _optimizing(trainer) as step:
+    with weights_of(trainer, weights), _optimizer_steps(trainer) as step:
         for recorded in batches:
             before = {name: parameter.detach().clone() for name, parameter in named.items()}
             *found, are_finite = step(recorded, AS_IT_IS)
@@ -229,7 +229,7 @@ def can_step(trainer: Trainer) -> bool:
 
 
 @contextmanager
-def _optimizing(trainer: Trainer) -> Iterator[Callable[[RecordedBatch, Variant], list[float]]]:
+def _optimizer_steps(trainer: Trainer) -> Iterator[Callable[[RecordedBatch, Variant], list[float]]]:
     """A context that gives a function: it takes a step on a batch, and returns its losses and if gradients are finite.
 
     Afterwards, weights and optimizers are as before.
@@ -315,7 +315,7 @@ def _yaml(value: Any) -> str:
     return {None: "null", True: "true", False: "false"}.get(value, f"{value}")
 
 
-def _covered(name: str, chosen: Sequence[str]) -> bool:
+def _is_covered(name: str, chosen: Sequence[str]) -> bool:
     return any(name == one or name.startswith(f"{one}.") for one in chosen)
 
 

@@ -61,7 +61,7 @@ class Variant(NamedTuple):
         if self.cuda:
             stack.enter_context(cuda_autocast_ops())
         if self.dtype is None:
-            stack.enter_context(_another(trainer.loop.precision.autocast()))
+            stack.enter_context(_copy_context(trainer.loop.precision.autocast()))
         else:
             enabled = self.dtype is not torch.float32
             stack.enter_context(torch.autocast(device, self.dtype if enabled else torch.bfloat16, enabled))
@@ -88,10 +88,12 @@ class _Widen(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.half, Tensor.bfloat16):
             return args[0].float()
-        return func(*map(_wide, args), **{name: _wide(value) for name, value in (kwargs or {}).items()})
+        return func(
+            *map(_widened_dtype, args), **{name: _widened_dtype(value) for name, value in (kwargs or {}).items()}
+        )
 
 
-def _wide(value: Any) -> Any:
+def _widened_dtype(value: Any) -> Any:
     return torch.float32 if isinstance(value, torch.dtype) and value in _HALF else value
 
 
@@ -284,7 +286,7 @@ def _evaluate_only(optimizer: Any, closure: Callable[[], Any], **kwargs: Any) ->
     return closure()
 
 
-def _another(context: AbstractContextManager[object]) -> AbstractContextManager[object]:
+def _copy_context(context: AbstractContextManager[object]) -> AbstractContextManager[object]:
     """Return a copy of a context manager that may be in use, because manual steps also read the last outcome."""
     try:
         return deepcopy(context)

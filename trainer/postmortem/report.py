@@ -112,10 +112,10 @@ def _rows_of(birth: Birth) -> list[tuple[str, str]]:
         rows.append(("line", f"{birth.file}:{birth.line}: `{birth.source}`"))
     names = ("input", "output") if birth.phase == "forward" else ("incoming gradient", "outgoing gradient")
     pairs = zip(names, (birth.inputs, birth.outputs), strict=True)
-    return rows + [(name, _measured(magnitude)) for name, magnitude in pairs if magnitude is not None]
+    return rows + [(name, _format_magnitude(magnitude)) for name, magnitude in pairs if magnitude is not None]
 
 
-def _measured(magnitude: Magnitude) -> str:
+def _format_magnitude(magnitude: Magnitude) -> str:
     largest, broken, elements, dtype = magnitude
     finite = f"up to {largest:.3g} in {dtype} (largest: {torch.finfo(getattr(torch, dtype)).max:g})"
     return f"not finite in {broken:,} of {elements:,} elements, the others {finite}" if broken else f"finite, {finite}"

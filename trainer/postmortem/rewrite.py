@@ -75,7 +75,7 @@ class Change(NamedTuple):
         Args:
             owners: classes that may have the function as a method, or inherit it.
         """
-        tree = _tree(self.file)
+        tree = _parse_file(self.file)
         for statement in _statements(tree):
             if statement.lineno == self.line:
                 self.transformer.visit(statement)
@@ -96,7 +96,7 @@ class Change(NamedTuple):
 
 def propose(birth: Birth) -> Iterator[Change]:
     """Yield statements that guard the operation, the most usual first; none if no rule covers it."""
-    for statement in _statements(_tree(birth.file)):
+    for statement in _statements(_parse_file(birth.file)):
         if statement.lineno <= birth.line <= (statement.end_lineno or 0):
             for is_second in (False, True):
                 yield from _changed(birth.file, statement, _Guard(birth.name, is_second))
@@ -104,11 +104,11 @@ def propose(birth: Birth) -> Iterator[Change]:
 
 def widen(birth: Birth) -> Iterator[Change]:
     """Yield statements without a cast to 16 bits: those nearest before the operation first, at most eight."""
-    casts = [change for one in _statements(_tree(birth.file)) for change in _changed(birth.file, one, _Widen())]
+    casts = [change for one in _statements(_parse_file(birth.file)) for change in _changed(birth.file, one, _Widen())]
     yield from sorted(casts, key=lambda one: (one.line > birth.line, -one.line))[:8]
 
 
-def _tree(file: str) -> ast.Module:
+def _parse_file(file: str) -> ast.Module:
     try:
         return ast.parse("".join(linecache.getlines(file)) if file else "")
     except SyntaxError:  # not a file of Python

@@ -160,27 +160,27 @@ class Trace(TorchFunctionMode):
         if not self.is_on:
             return func(*args, **kwargs)
         given = [one for one in tensors_in((args, list(kwargs.values()))) if one.is_floating_point()]
-        before = None if self._nan is not None or not torch.is_grad_enabled() else self._state(given)
+        before = None if self._nan is not None or not torch.is_grad_enabled() else self._nonfinite_kinds(given)
         output = func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         for tensor in tensors_in(output) if isinstance(output, (Tensor, tuple, list)) else ():
-            _tag(tensor, self._open[-1] if self._open else "")
+            _tag_module(tensor, self._open[-1] if self._open else "")
             if before is not None and tensor.is_floating_point() and self._nan is None:
-                self._judge(name, before, tensor, given)
+                self._check_output(name, before, tensor, given)
         return output
 
-    def _judge(self, name: str, before: tuple[bool, bool, bool], output: Tensor, given: list[Tensor]) -> None:
+    def _check_output(self, name: str, before: tuple[bool, bool, bool], output: Tensor, given: list[Tensor]) -> None:
         has_nan, has_plus, has_minus = before
-        now_nan, now_plus, now_minus = self._state([output])
+        now_nan, now_plus, now_minus = self._nonfinite_kinds([output])
         if name in _FILLS:
             return
         if now_nan and not has_nan:
             self._has_infinity = has_plus or (has_minus and "softmax" not in name)  # that of a row of nothing but -inf
-            self._nan = self._born(name, output, given, True)
+            self._nan = self._record_birth(name, output, given, True)
         elif (now_plus or now_minus) and not (has_plus or has_minus or has_nan) and self._inf is None:
-            self._inf = self._born(name, output, given, False)
+            self._inf = self._record_birth(name, output, given, False)
 
-    def _born(self, name: str, output: Tensor, given: list[Tensor], is_nan: bool) -> Birth:
+    def _record_birth(self, name: str, output: Tensor, given: list[Tensor], is_nan: bool) -> Birth:
         frame: FrameType | None = sys._getframe(3)  # noqa: SLF001 - of the code that called the operation
         while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, _OURS)):
             frame = frame.f_back
@@ -199,7 +199,7 @@ class Trace(TorchFunctionMode):
             is_nan,
         )
 
-    def _state(self, tensors: Iterable[Tensor]) -> tuple[bool, bool, bool]:
+    def _nonfinite_kinds(self, tensors: Iterable[Tensor]) -> tuple[bool, bool, bool]:
         """Return whether there is a nan, an inf, a -inf. Synchronizes."""
         has_nan = has_plus = has_minus = False
         for tensor in tensors:
@@ -249,7 +249,7 @@ class Trace(TorchFunctionMode):
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         if (name := self._names.get(id(module))) is not None and self.is_on:
             for tensor in tensors_in(args):  # custom autograd functions do not go through `__torch_function__`
-                _tag(tensor, self._open[-1] if self._open else "")
+                _tag_module(tensor, self._open[-1] if self._open else "")
             self._open.append(name)
             self.raised = ()
         if isinstance(module, Metric):
@@ -264,10 +264,10 @@ class Trace(TorchFunctionMode):
             self.raised = tuple(reversed(self._open))
         self._open.pop()
         for tensor in tensors_in(output):
-            _tag(tensor, name)
+            _tag_module(tensor, name)
 
 
-def _tag(tensor: Tensor, module: str) -> None:
+def _tag_module(tensor: Tensor, module: str) -> None:
     node: Any = tensor.grad_fn
     if node is not None:
         node.metadata.setdefault(_MODULE, module)
