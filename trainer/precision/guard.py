@@ -45,7 +45,7 @@ class StepGuard(LossScaler):
         if state["stage"] is OptState.STEPPED:  # another step before one update; the result stays in _checks
             state["stage"] = OptState.READY
         if state["stage"] is OptState.READY:
-            found = self._look_at(optimizer)
+            found = self._check_gradients(optimizer)
             if self.all_reduce_flag is not None:
                 for flag in found.values():
                     self.all_reduce_flag(flag)
@@ -69,7 +69,7 @@ class StepGuard(LossScaler):
     def _follow(self, overflowed: bool) -> None:
         pass  # the scale stays 1
 
-    def _look_at(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
+    def _check_gradients(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
         """Return for each device with gradients 1 if one of them is not finite, else 0, as float32 on that device."""
         gradients = self.gradients_of(optimizer)
         if not gradients:
