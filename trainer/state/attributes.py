@@ -203,12 +203,12 @@ def _value_of(plain: Any, current: Any) -> Any:
     if kind == "tensor":
         dtype, shape, numbers = getattr(torch, plain[1]), plain[2], bytearray(plain[3])
         value = torch.frombuffer(numbers, dtype=torch.uint8).view(dtype) if numbers else torch.empty(0, dtype=dtype)
-        return _moved(value.view(shape), current, lambda: current.detach().copy_(value.view(shape)))
+        return _copy_into(value.view(shape), current, lambda: current.detach().copy_(value.view(shape)))
     if kind == "array":
         array = np.frombuffer(plain[3], dtype=plain[1]).reshape(plain[2]).copy()
         if not isinstance(current, np.ndarray):
             return array[()]
-        return _moved(array, current, lambda: np.copyto(current, array))
+        return _copy_into(array, current, lambda: np.copyto(current, array))
     items = [_value_of(child, None) for child in plain[1]]
     made: Any = dict(zip(items[::2], items[1::2], strict=True)) if kind == "dict" else _CONTAINERS[kind](items)
     if type(current) is not type(made) or kind == "tuple":
@@ -218,7 +218,7 @@ def _value_of(plain: Any, current: Any) -> Any:
     return current
 
 
-def _moved(value: Any, current: Any, copy: Callable[[], Any]) -> Any:
+def _copy_into(value: Any, current: Any, copy: Callable[[], Any]) -> Any:
     """Copy ``value`` into ``current`` if it has the same type, dtype and shape."""
     if type(value) is not type(current) or (value.dtype, value.shape) != (current.dtype, current.shape):
         return value

@@ -204,12 +204,12 @@ def _kind(tensors: list[Tensor]) -> tuple[int, torch.dtype | None, tuple[int, ..
     return len(tensors), tensors[0].dtype, tuple(tensors[0].shape[1:])
 
 
-def _on_first(values: list[Tensor], rank: int, processes: int) -> Tensor:
+def _place_on_first(values: list[Tensor], rank: int, processes: int) -> Tensor:
     total = torch.stack(values).sum(0).to(values[0].dtype)
     return total if rank == 0 else torch.zeros_like(total)
 
 
-def _divided(values: list[Any], rank: int, processes: int) -> Any:
+def _split_over_ranks(values: list[Any], rank: int, processes: int) -> Any:
     tensors = [one for value in values for one in (value if isinstance(value, list) else [value])]
     part = torch.tensor_split(dim_zero_cat(tensors), processes)[rank] if tensors else None
     if not isinstance(values[0], list):
@@ -218,13 +218,13 @@ def _divided(values: list[Any], rank: int, processes: int) -> Any:
 
 
 _SHARED: dict[Any, Callable[[list[Any], int, int], Any]] = {
-    dim_zero_sum: _on_first,
+    dim_zero_sum: _place_on_first,
     dim_zero_mean: lambda values, *_: (
         torch.stack(values).to(torch.promote_types(values[0].dtype, torch.float32)).mean(0).to(values[0].dtype)
     ),
     dim_zero_max: lambda values, *_: torch.stack(values).amax(0),
     dim_zero_min: lambda values, *_: torch.stack(values).amin(0),
-    dim_zero_cat: _divided,
+    dim_zero_cat: _split_over_ranks,
 }
 """By torchmetrics' reduction: the function that computes one process's part from (states, rank, processes)."""
 
