@@ -171,7 +171,7 @@ AMOUNT = (
 )
 
 
-def _between_validations(kind: Kind) -> Kind:
+def _as_interval(kind: Kind) -> Kind:
     return kind._replace(type=Any, above=0, otherwise=". To do without validation, set limit_val_batches to 0")
 
 
@@ -225,9 +225,9 @@ class Argument:
                 return f"{key or self.name} is {value!r}, expected one of {', '.join(_DEEPSPEED)}"
             return None
         if key is None:
-            wanted = None if self._is_lightning_object(value) else self._wanted(value, registered)
+            wanted = None if self._is_lightning_object(value) else self._expected(value, registered)
             return wanted and f"{self.name} is {value!r}, expected {in_python(wanted)}"
-        wanted = self._wanted(value, registered)
+        wanted = self._expected(value, registered)
         return wanted and f"{key} is {describe(value)}, expected {wanted}"
 
     def _is_lightning_object(self, value: Any) -> bool:
@@ -237,9 +237,9 @@ class Argument:
             return isinstance(value, float) and value > 1 and value.is_integer()
         return self.any_case and isinstance(value, str) and value.lower() in self.accepts
 
-    def _wanted(self, value: Any, registered: Collection[str]) -> str | None:
+    def _expected(self, value: Any, registered: Collection[str]) -> str | None:
         """Return the expected values if ``value`` is not accepted, otherwise None."""
-        if not self.accepts or any(_is(value, one) for one in (*self.accepts, *registered)):
+        if not self.accepts or any(_equals(value, one) for one in (*self.accepts, *registered)):
             return None
         for kind in self.accepts:
             if isinstance(kind, Kind) and kind.includes(value):
@@ -277,9 +277,9 @@ _TABLE = (
         None,
         "batches, a fraction of an epoch, or a time, between two validations",
         (
-            _between_validations(WHOLE._replace(words="a number of batches")),
-            _between_validations(NUMBER._replace(words="a fraction of an epoch", is_share=True)),
-            _between_validations(TIME),
+            _as_interval(WHOLE._replace(words="a number of batches")),
+            _as_interval(NUMBER._replace(words="a fraction of an epoch", is_share=True)),
+            _as_interval(TIME),
             None,
         ),
     ),
@@ -400,7 +400,7 @@ def in_python(text: str) -> str:
     return _IN_CONFIG.sub(lambda found: _IN_PYTHON[found[0]], text)
 
 
-def _is(value: Any, word: Any) -> bool:
+def _equals(value: Any, word: Any) -> bool:
     """Return whether ``value`` equals a single accepted value. 0 and 1 are equal to False and True."""
     if isinstance(word, bool):
         return isinstance(value, Real) and bool(value == word)
@@ -434,7 +434,7 @@ def parse_limits(given: Mapping[str, Any], announce: Callable[[str], object] = s
             f"val_check_interval is {interval}, a fraction of an epoch, and check_val_every_n_epoch=None counts batches"
             " across epochs: expected a number of batches, or a time such as 00:12:00:00."
         )
-    limits = {**given, **{name: _amount(name, given, announce) for name in _AMOUNTS}}
+    limits = {**given, **{name: _parse_limit(name, given, announce) for name in _AMOUNTS}}
     limits["val_check_seconds"] = seconds(interval)
     limits["num_sanity_val_steps"] = 2 if sanity_steps is None else math.inf if sanity_steps == -1 else sanity_steps
     if given["fast_dev_run"]:
@@ -442,7 +442,7 @@ def parse_limits(given: Mapping[str, Any], announce: Callable[[str], object] = s
         limits |= dict.fromkeys(_AMOUNTS, batches) | {"val_check_interval": 1.0, "val_check_seconds": None}
         limits |= {"max_steps": batches, "max_epochs": 1, "num_sanity_val_steps": 0, "check_val_every_n_epoch": 1}
     if given["overfit_batches"]:
-        amount = _amount("overfit_batches", given, announce)
+        amount = _parse_limit("overfit_batches", given, announce)
         limits |= dict.fromkeys(("overfit_batches", "limit_train_batches", "limit_val_batches"), amount)
     return limits
 
@@ -475,17 +475,17 @@ def shown_interval(given: Any, limits: Mapping[str, Any]) -> Any:
     return BatchInterval(interval) if isinstance(interval, int) else interval
 
 
-def _amount(name: str, given: Mapping[str, Any], announce: Callable[[str], object]) -> int | float:
+def _parse_limit(name: str, given: Mapping[str, Any], announce: Callable[[str], object]) -> int | float:
     """Return a number of batches (int) or a fraction of them (float); 1.0 for None and for a time."""
     amount = 0 if given[name] is False else given[name]
     if not _is_number(amount):
         return 1.0
     if amount == 1:
-        announce(f"`Trainer({name}={amount})` was configured so {_all_or_one(name, isinstance(amount, int))}.")
+        announce(f"`Trainer({name}={amount})` was configured so {_describe_one(name, isinstance(amount, int))}.")
     return int(amount) if amount > 1 else amount
 
 
-def _all_or_one(name: str, is_one: bool) -> str:
+def _describe_one(name: str, is_one: bool) -> str:
     """Describe how 1, or 1.0, is understood."""
     if name == "val_check_interval":
         return f"validation will run {'after every batch' if is_one else 'at the end of the training epoch'}"

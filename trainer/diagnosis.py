@@ -57,11 +57,11 @@ def explain(
     """
     text = str(error)
     if isinstance(error, Exception) and _RAISED.search(text):
-        add_note(error, f"It was raised while {_position(trainer)} was loaded.")
+        add_note(error, f"It was raised while {_describe_position(trainer)} was loaded.")
     elif isinstance(error, RuntimeError) and (found := DEAD_WORKER.search(text)):
-        return _about_worker(trainer, [int(pid) for pid in found["pids"].split(",")], found["how"])
+        return _worker_error(trainer, [int(pid) for pid in found["pids"].split(",")], found["how"])
     elif isinstance(error, RuntimeError) and (found := _HUNG.search(text)):
-        return _about_worker(trainer, [], f"have sent nothing for {found['seconds']} seconds")
+        return _worker_error(trainer, [], f"have sent nothing for {found['seconds']} seconds")
     elif isinstance(error, RuntimeError) and _WAITED.search(text):
         _explain_waiting(error, trainer)
         if stall is not None and (report := stall()) is not None:
@@ -72,7 +72,7 @@ def explain(
     elif isinstance(error, _ABOUT_BATCHES) and _SHAPES.search(text):
         batch = _batch_of(trainer)
         if batch is not None:  # there was one: an optimizer may have refused its parameters, for example
-            add_note(error, f"It was raised by {_position(trainer)}: {describe_batch(batch)}.")
+            add_note(error, f"It was raised by {_describe_position(trainer)}: {describe_batch(batch)}.")
     return None
 
 
@@ -82,7 +82,7 @@ def _explain_waiting(error: RuntimeError, trainer: Trainer) -> None:
     if loop is not None and loop.distributed_pass is not None and loop.distributed_pass.is_uneven:
         add_note(
             error,
-            f"It was waited at {_position(trainer)}. Processes may have different numbers of batches there. If"
+            f"It was waited at {_describe_position(trainer)}. Processes may have different numbers of batches there. If"
             f" {loop.stage}_step or a hook of the batch exchanges something with the others (torch.distributed), have"
             " all evaluate equally many: Trainer(pad_evaluation=True).",
         )
@@ -91,9 +91,11 @@ def _explain_waiting(error: RuntimeError, trainer: Trainer) -> None:
 # --- workers of dataloaders -----------------------------------------------------------------------------------
 
 
-def _about_worker(trainer: Trainer, pids: list[int], event: str) -> DataLoaderError:
+def _worker_error(trainer: Trainer, pids: list[int], event: str) -> DataLoaderError:
     subject = f"A worker process of a DataLoader (pid {', '.join(map(str, pids))}) "
-    lines = [f"{subject if pids else 'The worker processes of a DataLoader '}{event}: at {_position(trainer)}."]
+    lines = [
+        f"{subject if pids else 'The worker processes of a DataLoader '}{event}: at {_describe_position(trainer)}."
+    ]
     if not pids:
         lines += [
             "Either they hang (a lock that was held when the process was forked, a file system or network that does"
@@ -170,16 +172,16 @@ def _explain_memory(error: BaseException, trainer: Trainer, folder: Folder | Non
         usage = _usage(trainer, batch)
         error.__dict__["memory"] = usage
     phase = _phase(frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    moment = "before the first batch" if phase == _SET_UP else f"at {_position(trainer)}"
+    moment = "before the first batch" if phase == _SET_UP else f"at {_describe_position(trainer)}"
     samples = "" if size is None else f", which has {size} sample{'s' * (size != 1)}"
     during = f", in {phase}" if phase else ""
-    lines = [f"Memory ran out {moment}{samples}, on {device}{_peak(usage)}{during}."]
+    lines = [f"Memory ran out {moment}{samples}, on {device}{_describe_peak(usage)}{during}."]
     if usage is not None:
-        lines.append(_alive(usage, device.type == "cpu"))
+        lines.append(_describe_live_tensors(usage, device.type == "cpu"))
     if batch is not None:
         lines[-1] += f" The batch is {describe_batch(batch)}."
     if folder is not None:
-        lines += _leave_snapshot(trainer, folder)
+        lines += _write_snapshot(trainer, folder)
     if advice := _advice(trainer, usage, size):
         lines.append(advice)
     add_note(error, "\n".join(lines))
@@ -227,7 +229,7 @@ def _phase(frames: Iterable[FrameType]) -> str:
     return found
 
 
-def _alive(usage: Usage, is_cpu: bool) -> str:
+def _describe_live_tensors(usage: Usage, is_cpu: bool) -> str:
     """Return the live tensors as text: ``Alive were: weights 4.0 GiB, ...``."""
     names = {"optimizer": "the optimizer's states", "batch": "the batch"}
     parts = [f"{names.get(kind, kind)} {readable(size)}" for kind, size in usage.kinds.items() if size]
@@ -246,7 +248,7 @@ def _alive(usage: Usage, is_cpu: bool) -> str:
     return f"{text} Beside them: {', '.join(others)}." if others else text
 
 
-def _peak(usage: Usage | None) -> str:
+def _describe_peak(usage: Usage | None) -> str:
     if usage is None or not usage.total:
         return ""
     if usage.peak is None:
@@ -255,7 +257,7 @@ def _peak(usage: Usage | None) -> str:
     return f" (at its peak {subject} took {readable(usage.peak)}, of {readable(usage.total)})"
 
 
-def _leave_snapshot(trainer: Trainer, folder: Folder) -> list[str]:
+def _write_snapshot(trainer: Trainer, folder: Folder) -> list[str]:
     """Write torch's snapshot of the memory if there is one, and return the line that names the file."""
     rank = f"_rank_{trainer.global_rank}" if trainer.world_size > 1 else ""
     try:
@@ -312,10 +314,10 @@ def whereabouts(frames: list[FrameType], trainer: Trainer) -> str:
     ]
     parts = [f"in {phase}"] if (phase := _phase(frames)) else []
     parts += [f"in {names[id(own)]} ({type(own).__name__})" for own in inside[-1:]]
-    return ", ".join([*parts, f"at step {trainer.global_step}, {_position(trainer, with_rank=False)}"])
+    return ", ".join([*parts, f"at step {trainer.global_step}, {_describe_position(trainer, with_rank=False)}"])
 
 
-def _position(trainer: Trainer, *, with_rank: bool = True) -> str:
+def _describe_position(trainer: Trainer, *, with_rank: bool = True) -> str:
     """Return the position as text: ``batch_idx 17 of epoch 2 (train_dataloader)``."""
     epoch = f" of epoch {trainer.current_epoch}" if trainer.state.fn == "fit" else ""
     check = ", in the sanity check" if trainer.sanity_checking else ""

@@ -110,9 +110,9 @@ def cores(root: Path = Path("/")) -> Cores:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
     quotas = []
     for folder in _control_groups(root, "cpu"):
-        quota, period = [*_words(folder / "cpu.max"), "max", "max"][:2]
+        quota, period = [*_read_words(folder / "cpu.max"), "max", "max"][:2]
         if quota == "max":  # no quota, or version 1
-            quota, period = _one(folder / "cpu.cfs_quota_us"), _one(folder / "cpu.cfs_period_us")
+            quota, period = _read_text(folder / "cpu.cfs_quota_us"), _read_text(folder / "cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit() and int(period):
             quotas.append(int(quota) / int(period))
     return Cores(total, allowed, min(quotas, default=None))
@@ -127,8 +127,8 @@ def memory(root: Path = Path("/")) -> Memory:
     total, available = _system_memory(root)
     narrowest: tuple[int, int] | None = None
     for folder in _control_groups(root, "memory"):
-        limit = _one(folder / "memory.max") or _one(folder / "memory.limit_in_bytes")
-        used = _one(folder / "memory.current") or _one(folder / "memory.usage_in_bytes")
+        limit = _read_text(folder / "memory.max") or _read_text(folder / "memory.limit_in_bytes")
+        used = _read_text(folder / "memory.current") or _read_text(folder / "memory.usage_in_bytes")
         if not (limit.isdigit() and used.isdigit()) or int(limit) >= _NO_LIMIT:
             continue
         left = max(0, int(limit) - int(used) + _cached(folder))
@@ -156,7 +156,7 @@ def disk(folder: Path, mounts: Path = Path("/proc/mounts")) -> Disk:
             os.fsync(file.fileno())
     except OSError as error:
         problem = error.strerror or str(error)
-    return Disk(place, usage.free, usage.total, problem, _network(place, mounts))
+    return Disk(place, usage.free, usage.total, problem, _network_file_system(place, mounts))
 
 
 def has_no_gpu(root: Path = Path("/")) -> bool:
@@ -245,7 +245,7 @@ def readable(size: float | None) -> str:
 def _control_groups(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of the process's control group and its parents, of version 2 and of version 1."""
     top = root / "sys/fs/cgroup"
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in _read_lines(root / "proc/self/cgroup"):
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
         if number != "0" and controller not in controllers.split(","):
             continue
@@ -257,22 +257,22 @@ def _control_groups(root: Path, controller: str) -> Iterator[Path]:
 
 def _cached(folder: Path) -> int:
     """Return the bytes of cached files in a control group, which the system drops if it needs memory."""
-    found = dict(line.split()[:2] for line in _lines(folder / "memory.stat") if len(line.split()) == 2)
+    found = dict(line.split()[:2] for line in _read_lines(folder / "memory.stat") if len(line.split()) == 2)
     return int(found.get("total_inactive_file", found.get("inactive_file", "0")))
 
 
 def _system_memory(root: Path) -> tuple[int | None, int | None]:
     """Return total and available memory in bytes; the latter is unknown on macOS."""
-    found = {line.partition(":")[0]: line.split() for line in _lines(root / "proc/meminfo")}
+    found = {line.partition(":")[0]: line.split() for line in _read_lines(root / "proc/meminfo")}
     sizes = [int(found[name][1]) * 1024 if name in found else None for name in ("MemTotal", "MemAvailable")]
     if sizes[0] is None and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         sizes[0] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return sizes[0], sizes[1]
 
 
-def _network(folder: Path, mounts: Path) -> str | None:
+def _network_file_system(folder: Path, mounts: Path) -> str | None:
     best, kind = -1, ""
-    for line in _lines(mounts):
+    for line in _read_lines(mounts):
         words = line.split()
         if len(words) < 3:
             continue
@@ -283,16 +283,16 @@ def _network(folder: Path, mounts: Path) -> str | None:
     return name if name.startswith(_NETWORK) else None
 
 
-def _lines(file: Path) -> list[str]:
+def _read_lines(file: Path) -> list[str]:
     try:
         return file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
 
 
-def _words(file: Path) -> list[str]:
-    return " ".join(_lines(file)).split()
+def _read_words(file: Path) -> list[str]:
+    return " ".join(_read_lines(file)).split()
 
 
-def _one(file: Path) -> str:
-    return " ".join(_words(file))
+def _read_text(file: Path) -> str:
+    return " ".join(_read_words(file))

@@ -206,8 +206,8 @@ def paired(file_names: Iterable[str], module_names: Iterable[str]) -> tuple[dict
         {plain_name(name): name for name in module_names},
     )
     ways = Counter({("", ""): sum(name in in_file for name in in_module)})  # the first one wins a tie
-    ways.update((start, "") for name in in_file for start, rest in _divisions(name) if rest in in_module)
-    ways.update(("", start) for name in in_module for start, rest in _divisions(name) if rest in in_file)
+    ways.update((start, "") for name in in_file for start, rest in _prefix_splits(name) if rest in in_module)
+    ways.update(("", start) for name in in_module for start, rest in _prefix_splits(name) if rest in in_file)
     parts, own = _parts(in_file), _parts(in_module)
     for before, behind in product(parts, own):
         common = len(parts[before] & own[behind])
@@ -222,7 +222,7 @@ def paired(file_names: Iterable[str], module_names: Iterable[str]) -> tuple[dict
     return pairs, (before, behind)
 
 
-def _divisions(name: str) -> Iterable[tuple[str, str]]:
+def _prefix_splits(name: str) -> Iterable[tuple[str, str]]:
     """Yield the splits of a name into prefix and rest: ``("a.", "b.c")`` and ``("a.b.", "c")`` for ``a.b.c``."""
     parts = name.split(".")
     return ((".".join(parts[:n]) + ".", ".".join(parts[n:])) for n in range(1, len(parts)))
@@ -242,12 +242,12 @@ def _difference(saved: Tensor, target: Any) -> str | None:
     """Return the reason why a tensor of the file cannot be loaded, or None."""
     if not is_lazy(target) and saved.shape != target.shape:
         return f"{tuple(saved.shape)} in the file and {tuple(target.shape)} in the module"
-    if saved.dtype != target.dtype and _sort(saved) != _sort(target):  # such as quantized weights
+    if saved.dtype != target.dtype and _dtype_category(saved) != _dtype_category(target):  # such as quantized weights
         return f"{_kind(saved)} in the file and {_kind(target)} in the module"
     return None
 
 
-def _sort(tensor: Tensor) -> tuple[bool, bool, bool]:
+def _dtype_category(tensor: Tensor) -> tuple[bool, bool, bool]:
     return tensor.is_floating_point(), tensor.is_complex(), tensor.is_quantized
 
 
