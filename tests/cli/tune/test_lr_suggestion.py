@@ -58,7 +58,7 @@ def test_curves_without_a_decrease():
     draw = random.Random(0)
     rising = suggest([(rate, 2.3 + step / 20 + draw.gauss(0, 0.1)) for step, rate in enumerate(RATES)])
     assert rising.lr is None
-    assert "does not decrease clearly" in rising.why
+    assert "does not decrease clearly" in rising.reason
     flat = suggest([(rate, 1.0) for rate in RATES])
     assert (flat.lr, flat.lowest) == (None, RATES[6])  # the first with a whole mean
 
@@ -67,4 +67,4 @@ def test_curves_without_a_decrease():
 def test_too_few(points):
     found = suggest(sigmoid(1e-3)[:points])
     assert found.lr is None
-    assert f"{points} points: use more" in found.why
+    assert f"{points} points: use more" in found.reason
