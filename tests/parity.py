@@ -164,6 +164,17 @@ def recording(base: type, names: list[str], owner: str) -> type:
     return type(f"Recording{base.__name__}", (base,), methods)
 
 
+def looks_in(*hooks: str) -> Callable[[type], type]:
+    """Return a decorator of a callback class: these hooks call ``look`` with their name and the Trainer."""
+
+    def decorate(cls: type) -> type:
+        for hook in hooks:
+            setattr(cls, hook, lambda self, trainer, *_, hook=hook: self.look(hook, trainer))
+        return cls
+
+    return decorate
+
+
 def situation(trainer: Any) -> dict[str, Any]:
     """Return the state of a Trainer."""
     if trainer is None:

@@ -276,27 +276,6 @@ def test_modules_are_restored(tmp_path, fails):
 # --- selection of modules ---------------------------------------------------------------------------------------------
 
 
-class Seeing(Regression):
-    def on_train_batch_start(self, batch, batch_idx):
-        self.seen = [name for name, module in self.named_modules() if "forward" in vars(module)]
-
-
-@pytest.mark.parametrize(
-    ("modules", "chosen"),
-    [
-        ("net.blocks.*", ["net.blocks.0", "net.blocks.1", "net.blocks.2"]),  # without their submodules
-        (nn.ModuleList, ["net.blocks.0", "net.blocks.1", "net.blocks.2"]),
-        (("*.1.inner", nn.BatchNorm1d), ["net.blocks.0.norm", "net.blocks.1.inner", "net.blocks.1.norm",
-                                         "net.blocks.2.norm"]),
-        ("*", ["net"]),
-    ],
-)  # fmt: skip
-def test_choices(tmp_path, modules, chosen):
-    module = Seeing(make(spectral=False))
-    fit(tmp_path, module, ActivationCheckpointing(modules), batches=1)
-    assert module.seen == chosen
-
-
 @pytest.mark.parametrize(
     ("modules", "message"),
     [

@@ -25,7 +25,6 @@ from tests.support import (
     fit_and_watch,
     imports_inductor,
     loader_of,
-    loss_of,
     make_batches,
     make_net,
     make_trainer,
@@ -230,41 +229,6 @@ def test_kept_results_of_a_step_are_not_overwritten(tmp_path, replays, arguments
     assert replays.steps > 20
     torch.compiler.reset()
     assert_alike(found, run_whole(tmp_path, [], **arguments))
-
-
-def test_manual_optimization_of_two_networks(tmp_path, replays):
-    class Two(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-            self.one, self.other = make_net(0), make_net(1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            first, second = self.optimizers()
-            first.zero_grad()
-            second.zero_grad()
-            loss = F.mse_loss(self.one(batch[0]), self.other(batch[0]).detach())
-            self.manual_backward(loss)
-            self.manual_backward(loss_of(self.other, batch))
-            self.manual_backward(loss_of(self.one, batch))  # adds to gradients that there are
-            first.step()
-            if batch_idx % 2:
-                second.step()
-            self.log("loss", loss)
-
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.one, self.other)]
-
-    mine, theirs = Two(), Two()
-    compile_both = Compile(backend=replays.backend)
-    trainer = make_trainer(tmp_path, callbacks=[compile_both])
-    trainer.fit(mine, loader_of(make_batches(5)))
-    assert compile_both.compiled == ["one", "other"]
-    assert replays.calls
-    plain = make_trainer(tmp_path)
-    plain.fit(theirs, loader_of(make_batches(5)))
-    assert_alike(list(mine.parameters()), list(theirs.parameters()))
-    assert trainer.callback_metrics == plain.callback_metrics
 
 
 @pytest.mark.parametrize(

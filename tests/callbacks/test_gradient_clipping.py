@@ -15,7 +15,6 @@ from tests.support import (
     fit_and_watch,
     make_batches,
     make_net,
-    make_trainer,
     native_fp16,
     train_by_hand,
 )
@@ -113,14 +112,6 @@ def test_norm_is_not_logged_if_disabled(tmp_path, clipping):
 def test_impossible_arguments(arguments, message):
     with pytest.raises(ConfigurationError, match=message):
         GradientClipping(**arguments)
-
-
-def test_limit_and_algorithm(tmp_path):
-    assert (GradientClipping(max_norm=2).limit, GradientClipping(max_norm=2).algorithm) == (2.0, "norm")
-    assert (GradientClipping(clip_value=0.5).limit, GradientClipping(clip_value=0.5).algorithm) == (0.5, "value")
-    trainer = make_trainer(tmp_path, gradient_clip_val=0.5, gradient_clip_algorithm="value")
-    (clipping,) = (callback for callback in trainer.callbacks if isinstance(callback, GradientClipping))
-    assert (clipping.clip_value, clipping.max_norm, clipping.norm_type) == (0.5, None, 2.0)
 
 
 def test_module_that_clips_itself_gets_keyword_arguments():

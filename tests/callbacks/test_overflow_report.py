@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import warnings
 from contextlib import nullcontext
 from functools import partial
@@ -13,7 +12,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from torch import nn
 
@@ -243,22 +241,6 @@ def test_folder_that_cannot_be_written(tmp_path):
         report_on(tmp_path, Regression(sequential(Amplifier(), 4)), report={"dirpath": tmp_path / "file"})
 
 
-@pytest.mark.parametrize("logger", [False, "remote", "csv"])
-def test_default_path_of_the_file(tmp_path, logger, monkeypatch):
-    """In the local folder of a logger, or in ``default_root_dir``, never in the working directory."""
-    (tmp_path / "cwd").mkdir()
-    monkeypatch.chdir(tmp_path / "cwd")
-    loggers = {
-        "remote": lambda: CSVLogger("memory://somewhere"),
-        "csv": lambda: CSVLogger(tmp_path / "csv", name="", version=""),
-    }
-    given = loggers[logger]() if logger else False
-    report_on(tmp_path / "root", Regression(sequential(Amplifier(), 4)), logger=given, log_every_n_steps=1)
-    (found,) = tmp_path.rglob("*.md")
-    assert found == tmp_path / ("csv" if logger == "csv" else "root") / "diagnosis_step_2.md"
-    assert os.listdir(tmp_path / "cwd") == []
-
-
 def test_fast_dev_run_writes_nothing(tmp_path):
     callback, _ = report_on(tmp_path, Regression(sequential(Amplifier(), 4)), fast_dev_run=3)
     assert len(callback.reports) == 1
@@ -360,15 +342,6 @@ def test_buffers_that_the_first_skip_has_broken(tmp_path):
 
 
 # --- defaults -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("precision", ["16-mixed", "32-true", "bf16-mixed"])
-def test_on_by_default_in_every_precision(tmp_path, precision):
-    trainer = make_trainer(tmp_path, precision=precision)
-    assert any(isinstance(callback, OverflowReport) for callback in trainer.callbacks)
-    own = OverflowReport(after=5)
-    trainer = make_trainer(tmp_path, precision=precision, callbacks=[own])
-    assert [callback for callback in trainer.callbacks if isinstance(callback, OverflowReport)] == [own]
 
 
 @pytest.mark.parametrize(

@@ -258,14 +258,6 @@ def test_narrow_terminal(clock):
     assert all(len(line) <= 30 for frame in frames(bar) for line in frame.splitlines())
 
 
-def test_skipped_steps_are_shown_before_the_metrics_are_indented(clock):
-    line = "train_loss 0.2500  val_acc 0.9500  scale 32768  skipped 0"
-    for width, indent in ((len(line) + 14, 12), (len(line) + 5, 0)):
-        bar = on_terminal(clock, width=width)
-        Fake(bar, clock).fit()
-        assert any(text.rstrip() == " " * indent + line for frame in frames(bar) for text in frame.splitlines())
-
-
 def test_leave_keeps_a_line_for_each_epoch(clock):
     bar = on_terminal(clock, leave=True)
     Fake(bar, clock, max_epochs=2).fit()

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from tests.support import Regression, fit_and_watch, loader_of, make_batches, make_net, make_trainer, native_fp16
+from tests.support import loader_of, make_batches, make_trainer, native_fp16
 from trainer.callbacks import ScaleMonitor, scale_monitor
 from trainer.errors import ConfigurationError
 from trainer.precision.underflow import Underflow
@@ -63,26 +63,6 @@ def test_several_optimizers_are_one_step():
 def test_monitor_logs_nothing_without_loss_scaling():
     steps = Steps(ScaleMonitor(), enabled=False)(1.0)
     assert steps.logged == []
-
-
-def test_in_a_fit(tmp_path):
-    logged = []
-
-    class Look(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            logged.append({k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("amp/")})
-
-    trainer, trace = fit_and_watch(
-        tmp_path,
-        Regression(make_net()),
-        make_batches(6, gains={1: 1e30, 2: 1e30, 4: 1e30}),
-        precision=native_fp16(init_scale=256.0),
-        callbacks=[ScaleMonitor(window=3), Look()],
-    )
-    assert [row["amp/scale"] for row in logged] == trace.scales == [256.0, 256.0, 128.0, 64.0, 64.0, 32.0]
-    assert [row["amp/skipped_steps"] for row in logged] == [0, 1, 2, 2, 3, 3]
-    assert [row["amp/skip_rate"] for row in logged] == pytest.approx([0, 1 / 2, 2 / 3, 2 / 3, 2 / 3, 1 / 3])
-    assert trainer.skipped_steps == 3
 
 
 # --- underflow ------------------------------------------------------------------------------------------------------

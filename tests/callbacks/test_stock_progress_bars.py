@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProg
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.parity import Classifier, Learner, data, lightning, ours, run_both
+from tests.parity import Classifier, data, lightning, ours, run_both
 from trainer.callbacks import ProgressBar
 
 MOMENTS = [
@@ -127,28 +127,6 @@ def test_screen_is_the_same(kind: type, name: str, tmp_path: Path) -> None:
     theirs, mine = run_both(scenario)
     assert mine == theirs
     assert len(mine) > 20
-
-
-@pytest.mark.parametrize("shown", [True, False])
-def test_print_goes_through_the_bar(shown: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    written = []
-
-    class Bar(TQDMProgressBar):
-        def print(self, *args: Any, **kwargs: Any) -> None:
-            written.append((args, kwargs))
-
-    class Prints(Learner):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.print("a word", end=";")
-            return super().training_step(batch, batch_idx)
-
-    bar = Bar()
-    trainer = ours(max_epochs=1, enable_progress_bar=True, callbacks=bar)
-    if not shown:
-        bar.disable()
-    trainer.fit(Prints(), data(2))
-    assert written == ([(("a word",), {"end": ";"})] if shown else [])
-    assert ("a word;" in capsys.readouterr().out) is not shown
 
 
 def test_custom_bar_replaces_the_default() -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import random
-import zipfile
 from collections import OrderedDict
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.parity import MAKERS, Classifier, data
 from tests.support import assert_identical
 from trainer.checkpoint.compact import packed, unpacked
 from trainer.state import random_states
@@ -87,30 +84,3 @@ def test_equal_bytes_and_names_are_written_once() -> None:
     names = {"weight": "weight"}
     tree = packed({"".join(["wei", "ght"]): 1}, names)["tree"]
     assert next(iter(tree)) is names["weight"]
-
-
-class Accumulating(Classifier):
-    """Draws enough random numbers of torch to replace its whole state, and has a name for each gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a_long_name_of_a_layer = torch.nn.Linear(4, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        torch.rand(1000)
-        return super().training_step(batch, batch_idx) + self.a_long_name_of_a_layer(batch[0]).sum()
-
-
-@pytest.mark.filterwarnings("ignore:.*does not have many workers")
-def test_checkpoint_is_little_larger_than_lightnings(tmp_path: Path) -> None:
-    sizes = []
-    for make in MAKERS:
-        trainer = make(max_epochs=1, limit_train_batches=3, accumulate_grad_batches=2)
-        module, path = Accumulating(), tmp_path / f"{make.__name__}.ckpt"
-        module.on_train_batch_end = lambda *_, trainer=trainer, path=path: trainer.save_checkpoint(path)
-        trainer.fit(module, data(16, shuffle=True, num_workers=1), data(4))
-        sizes.append(path.stat().st_size)
-    assert sizes[1] - sizes[0] < 16_000
-    with zipfile.ZipFile(tmp_path / "ours.ckpt") as archive:
-        tree = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
-    assert tree.count(b"a_long_name_of_a_layer.weight") == 1

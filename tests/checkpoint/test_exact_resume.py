@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Checkpoint
 
-from tests.parity import RecordingLogger
+from tests.parity import RecordingLogger, looks_in
 from tests.support import make_trainer
 from trainer.callbacks import OverflowReport
 
@@ -60,6 +60,7 @@ def setups(draw: Any) -> Setup:
     )
 
 
+@looks_in("on_train_batch_end", "on_validation_end", "on_train_epoch_end")
 class Saver(Checkpoint):
     """Writes a checkpoint after each batch, validation and epoch.
 
@@ -69,20 +70,11 @@ class Saver(Checkpoint):
     def __init__(self, folder: Path, rows: list[Any]) -> None:
         self.folder, self.rows, self.places = folder, rows, dict[str, int]()
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.save(trainer, "batch")
-
-    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+    def look(self, hook: str, trainer: Any) -> None:
         if not trainer.sanity_checking:
-            self.save(trainer, "validation")
-
-    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
-        self.save(trainer, "epoch")
-
-    def save(self, trainer: Any, what: str) -> None:
-        place = f"{what} {trainer.progress.batches}"
-        self.places[place] = len(self.rows)
-        trainer.save_checkpoint(self.folder / f"{place}.ckpt")
+            place = f"{hook} {trainer.progress.batches}"
+            self.places[place] = len(self.rows)
+            trainer.save_checkpoint(self.folder / f"{place}.ckpt")
 
 
 @dataclass
@@ -143,7 +135,7 @@ def _one_thread() -> Any:
 
 @pytest.mark.whole
 @settings(
-    max_examples=EXAMPLES or 25,
+    max_examples=EXAMPLES or 20,
     derandomize=not EXAMPLES,
     deadline=None,
     database=None,

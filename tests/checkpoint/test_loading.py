@@ -9,8 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 
-from tests.parity import Classifier, data, lightning, lightnings_noise_ignored, ours
-from trainer.checkpoint import loading as state
+from tests.parity import Classifier, data, ours
 from trainer.checkpoint.loading import _keep_implementation
 from trainer.errors import CheckpointError
 
@@ -93,34 +92,6 @@ def read(path: Path) -> dict[str, Any]:
 
 
 # --- contents ---------------------------------------------------------------------------------------------------------
-
-
-def keys(value: Any, depth: int = 6) -> Any:
-    """Return the keys of nested dicts."""
-    if not isinstance(value, dict) or depth == 0:
-        return None
-    return {str(key): keys(item, depth - 1) for key, item in value.items()}
-
-
-def test_keys_are_lightnings_and_one_own(tmp_path: Path) -> None:
-    with lightnings_noise_ignored():
-        theirs = read(saved(tmp_path, make=lightning)[0])
-    mine = read(saved(tmp_path)[0])
-    assert mine["loops"].pop(state.TRAINER_KEY).keys() == {
-        "format", "progress", "awaited", "callbacks", "processes", "order", "parameters", "dtypes", "rows",
-    }  # fmt: skip
-    loops = theirs["loops"]
-    # Lightning's dataloader states; we write none, and Lightning does not need them
-    loops["fit_loop"]["state_dict"].clear()
-    for where in (loops["fit_loop"], loops["validate_loop"], loops["test_loop"], loops["predict_loop"]):
-        for name in [name for name in where if name.endswith("state_dict")]:
-            where[name] = {k: v for k, v in where[name].items() if k == "_batches_that_stepped"}
-    assert keys(mine) == keys(theirs)
-    assert mine["pytorch-lightning_version"] == theirs["pytorch-lightning_version"]
-    assert (mine["epoch"], mine["global_step"]) == (theirs["epoch"], theirs["global_step"])
-    assert mine["hyper_parameters"] == theirs["hyper_parameters"]
-    step = "epoch_loop.automatic_optimization.optim_progress"
-    assert mine["loops"]["fit_loop"][step]["optimizer"]["step"] == loops["fit_loop"][step]["optimizer"]["step"]
 
 
 # --- resuming -----------------------------------------------------------------------------------------------------

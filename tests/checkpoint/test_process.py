@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
-from tests.parity import RecordingLogger
+from tests.parity import RecordingLogger, looks_in
 from tests.support import make_trainer, native_fp16, tiered
 from trainer import Trainer
 from trainer.callbacks import GradientAccumulation
@@ -108,6 +108,10 @@ class Remembering(LightningModule):
         self.ended = checkpoint["ended"]
 
 
+SAVES_IN = ("on_train_batch_end", "on_validation_batch_start", "on_validation_end", "on_train_epoch_end")
+
+
+@looks_in(*SAVES_IN)
 class SavesAlways(Checkpoint):
     """Writes a checkpoint after each batch, validation and epoch, and at each batch of a validation."""
 
@@ -115,24 +119,11 @@ class SavesAlways(Checkpoint):
         self.folder = folder
         self.rows: dict[Path, int] = {}
 
-    def save(self, trainer: Any, where: str) -> None:
-        if trainer.sanity_checking:
-            return
-        path = self.folder / f"{len(self.rows):02}_{where}.ckpt"
-        trainer.save_checkpoint(path)
-        self.rows[path] = len(trainer.logger.rows)
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.save(trainer, "batch")
-
-    def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
-        self.save(trainer, "inside_validation")
-
-    def on_validation_end(self, trainer: Any, *_: Any) -> None:
-        self.save(trainer, "validation")
-
-    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
-        self.save(trainer, "epoch")
+    def look(self, hook: str, trainer: Any) -> None:
+        if not trainer.sanity_checking:
+            path = self.folder / f"{len(self.rows):02}_{hook}.ckpt"
+            trainer.save_checkpoint(path)
+            self.rows[path] = len(trainer.logger.rows)
 
 
 def run(folder: Path, how: dict[str, Any], ckpt_path: Path | None = None, saving: Any = ()) -> dict[str, Any]:
@@ -186,11 +177,11 @@ def test_resumed_at_every_chance(name: str, tmp_path: Path) -> None:
     saving = SavesAlways(tmp_path)
     whole = run(tmp_path, how, saving=[saving])
     assert differences(whole, run(tmp_path, how)) == [], "saving changes nothing"
-    assert {path.stem[3:] for path in saving.rows} == {"batch", "inside_validation", "validation", "epoch"}
+    assert {path.stem[3:] for path in saving.rows} == set(SAVES_IN)
     for path in sorted(saving.rows, key=lambda path: path.stem[3:])[::2]:  # half of each kind
         rows = saving.rows[path]
         resumed = run(tmp_path, how, path)
-        if "inside" in path.stem:  # the validation begins again, and with it its rows
+        if "batch_start" in path.stem:  # the validation begins again, and with it its rows
             rows = len(whole["rows"]) - len(resumed["rows"])
         for what in whole:
             expected = whole["rows"][rows:] if what == "rows" else whole[what]

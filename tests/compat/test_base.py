@@ -19,6 +19,7 @@ from tests.parity import (
     data,
     lightning,
     lightnings_noise_ignored,
+    looks_in,
     ours,
     plain,
     run_both,
@@ -55,16 +56,21 @@ INHERITED: dict[str, Any] = {
 }
 
 
+@looks_in(
+    "on_fit_start", "on_train_start", "on_train_batch_start", "on_train_batch_end", "on_validation_batch_end",
+    "on_train_epoch_end", "on_fit_end", "on_test_batch_end", "on_predict_batch_end",
+)  # fmt: skip
 class Reads(Callback):
     """Reads every attribute at several hooks, assigns an inherited one to itself, and calls the inherited methods."""
 
     def __init__(self) -> None:
         self.read: dict[str, dict[str, Any]] = {}
 
-    def look(self, where: str, trainer: Any) -> None:
+    def look(self, hook: str, trainer: Any) -> None:
+        where = f"{hook} {trainer.sanity_checking} {trainer.global_step}"
         values: dict[str, Any] = {}
         for name in ATTRIBUTES:
-            if name == "estimated_stepping_batches" and not where.startswith(("batch", "epoch")):
+            if name == "estimated_stepping_batches" and not hook.startswith(("on_train_batch", "on_train_epoch")):
                 continue  # reading it requests the training data from Lightning, early or without any
             value = getattr(trainer, name)
             values[name] = str(value) if name == "state" else plain(value)
@@ -75,33 +81,6 @@ class Reads(Callback):
         with trainer.init_module():
             assert nn.Linear(2, 2).weight.device == trainer.strategy.root_device
         self.read[where] = values
-
-    def on_fit_start(self, trainer: Any, *args: Any) -> None:
-        self.look("fit start", trainer)
-
-    def on_train_start(self, trainer: Any, *args: Any) -> None:
-        self.look("train start", trainer)
-
-    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        self.look(f"batch start {trainer.global_step}", trainer)
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.look(f"batch end {trainer.global_step}", trainer)
-
-    def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.look(f"validation batch {trainer.sanity_checking} {trainer.global_step}", trainer)
-
-    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
-        self.look(f"epoch end {trainer.current_epoch}", trainer)
-
-    def on_fit_end(self, trainer: Any, *args: Any) -> None:
-        self.look("fit end", trainer)
-
-    def on_test_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.look("test", trainer)
-
-    def on_predict_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.look("predict", trainer)
 
 
 class Logs(Classifier):

@@ -82,28 +82,6 @@ def test_epochs_reach_everything_that_has_set_epoch_once() -> None:
     assert sorted(epochs) == [("Batches", 3), ("Data", 3), ("Data", 3), ("Loader", 3), ("Order", 3), ("Stream", 3)]
 
 
-@pytest.mark.parametrize("resumes", [False, True])
-def test_epochs_reach_datasets_of_training_and_validation(resumes: bool, tmp_path: Path) -> None:
-    class Data(TensorDataset):
-        def __init__(self) -> None:
-            super().__init__(*data(4).dataset.tensors)
-            self.epochs: list[int] = []
-
-        def set_epoch(self, epoch: int) -> None:
-            self.epochs.append(epoch)
-
-    train, validation = Data(), Data()
-    if resumes:
-        trainer = ours(max_epochs=1)
-        trainer.fit(Classifier(), DataLoader(Data()), DataLoader(Data()))
-        trainer.save_checkpoint(tmp_path / "x.ckpt")
-    path = tmp_path / "x.ckpt" if resumes else None
-    trainer = ours(max_epochs=3, reload_dataloaders_every_n_epochs=int(not resumes))
-    trainer.fit(Classifier(), DataLoader(train), DataLoader(validation), ckpt_path=path)
-    assert train.epochs == [0, 1, 2][resumes:]
-    assert validation.epochs[-2:] == [1, 2]
-
-
 class Reloads(Classifier):
     """Records requests for data, and validations."""
 

@@ -1,4 +1,4 @@
-"""Conversion of our counters to Lightning's format and back."""
+"""Our counters in Lightning's format, compared with Lightning's checkpoints."""
 
 from __future__ import annotations
 
@@ -11,40 +11,6 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from tests.loops.test_hooks import Manual, Scheduled
 from tests.parity import Classifier, Learner, data, lightning, lightnings_noise_ignored, run_both
-from trainer.compat.loop_state import fit_loop_of, progress_from
-from trainer.loops.accumulation import AccumulationWindow
-from trainer.state.progress import EpochStart, EvalProgress, FitProgress
-
-BETWEEN_EPOCHS = FitProgress(epoch=2, epochs_trained=2, batches=12, optimizer_steps=6, updates=6, is_last_batch=True)
-IN_AN_EPOCH = FitProgress(
-    epoch=1, epochs_trained=1, batch_idx=2, batches=9, optimizer_steps=4, updates=4, epoch_start=EpochStart(1, 6, 6)
-)
-EPOCH_ENDING = FitProgress(
-    epoch=1, epochs_trained=2, batch_idx=5, batches=12, optimizer_steps=6, updates=6, is_last_batch=True
-)
-FRESH = FitProgress()
-CASES = {"between epochs": BETWEEN_EPOCHS, "in an epoch": IN_AN_EPOCH, "an epoch ends": EPOCH_ENDING, "fresh": FRESH}
-for case in CASES.values():
-    case.batches_started = case.batches
-
-
-def written(progress: FitProgress, automatic: bool = True) -> dict[str, Any]:
-    return fit_loop_of(progress, EvalProgress(), AccumulationWindow(), automatic)
-
-
-@pytest.mark.parametrize("automatic", [True, False])
-@pytest.mark.parametrize("progress", CASES.values(), ids=CASES.keys())
-def test_counters_survive_a_round_trip(progress: FitProgress, automatic: bool) -> None:
-    back = FitProgress()
-    progress_from(written(progress, automatic), back)
-    over = progress is EPOCH_ENDING
-    assert (back.epoch, back.epochs_trained) == (progress.epochs_trained, progress.epochs_trained)
-    assert back.batch_idx == (-1 if over else progress.batch_idx)
-    for counter in ("batches_started", "batches", "optimizer_steps", "updates", "is_last_batch"):
-        assert getattr(back, counter) == getattr(progress, counter), counter
-
-
-# --- comparison with Lightning's checkpoints -------------------------------------------------------------------------
 
 
 class FailedError(Exception):

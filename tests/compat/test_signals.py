@@ -24,7 +24,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from tests.parity import Classifier, Learner, assert_same_weights, data, ours, run_both
+from tests.parity import Classifier, Learner, assert_same_weights, data, ours
 from trainer import CheckpointFiles, Trainer
 from trainer.data.worker_signals import SurviveSignals
 from trainer.errors import RequeueError
@@ -74,36 +74,6 @@ def terminate() -> None:
 
 def interrupt() -> None:
     raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize(
-    ("action", "stage", "fn", "batches"),
-    [
-        (terminate, "train", "fit", 3),
-        (interrupt, "train", "fit", 6),
-        (terminate, "validation", "fit", 6),
-        (interrupt, "test", "test", 6),
-    ],
-)
-def test_run_ends(action: Any, stage: str, fn: str, batches: int, handlers: list[int]) -> None:
-    def scenario(make: Any) -> Any:
-        handlers.clear()
-        does = Does(stage, action)
-        trainer = make(max_epochs=2, callbacks=[does], num_sanity_val_steps=0)
-        assert not trainer.received_sigterm
-        loaders = [data(2 * batches), data(8)] if fn == "fit" else [data(2 * batches)]
-        with pytest.raises(SystemExit) as raised:
-            getattr(trainer, fn)(Classifier(), *loaders)
-        codes.append(raised.value.code)
-        outcome = (type(raised.value), trainer.received_sigterm, trainer.interrupted, list(handlers))
-        return does.seen, does.raised, outcome
-
-    codes: list[Any] = []
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
-    expected = (SIGTERMException, True, True, [15]) if action is terminate else (SystemExit, False, True, [])
-    assert mine[2] == expected
-    assert codes == ([None, 143] if action is terminate else [1, 1])  # Lightning's exits with status 0
 
 
 ENDS: list[tuple[int, type[BaseException], int]] = [

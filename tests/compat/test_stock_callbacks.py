@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -16,13 +15,11 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BasePredictionWriter,
     EarlyStopping,
-    EMAWeightAveraging,
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
     ThroughputMonitor,
-    WeightAveraging,
 )
 from torch import nn
 from torch.optim import lr_scheduler
@@ -158,41 +155,6 @@ def test_extra_epoch_for_batch_norm_changes_no_weight() -> None:
     module = Net()
     ours(max_epochs=3, callbacks=[Swa(), Watch()]).fit(module)
     assert module.backbone[1].num_batches_tracked == 4
-
-
-class OfEpochs(WeightAveraging):
-    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        return epoch_idx in (1, 2)
-
-
-AVERAGES: dict[str, Callable[[], Any]] = {
-    "ema": lambda: EMAWeightAveraging(decay=0.9, update_every_n_steps=3, update_starting_at_step=2),
-    "epochs": lambda: OfEpochs(use_buffers=False),
-}
-
-
-@pytest.mark.parametrize("crashes_at", [None, 2])
-@pytest.mark.parametrize("kind", AVERAGES)
-def test_weight_averaging(tmp_path: Any, kind: str, crashes_at: int | None) -> None:
-    def scenario(make: Any) -> Any:
-        folder = tmp_path / make.__name__
-        arguments = {"max_epochs": 4, "enable_checkpointing": True, "default_root_dir": folder}
-        module, callback = Net(), AVERAGES[kind]()
-        module.crashes_at = crashes_at
-        trainer = make(callbacks=[callback], **arguments)
-        seen = []
-        if crashes_at is not None:
-            with pytest.raises(ValueError, match="crash"):
-                trainer.fit(module)
-            saved = torch.load(last_file(folder), weights_only=True)
-            seen = [sorted(saved), plain(saved["averaging_state"]), len(saved["current_model_state"])]
-            module, callback = Net.load_from_checkpoint(last_file(folder)), AVERAGES[kind]()
-            trainer = make(callbacks=[callback], **arguments)
-        trainer.fit(module, ckpt_path=None if crashes_at is None else last_file(folder))
-        return [*seen, plain(callback._average_model.n_averaged), callback._latest_update_step, state_of(module)]
-
-    theirs, mine = run_both(scenario)
-    assert theirs == mine
 
 
 # --- watching -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import RunningStage
 
-from tests.parity import Classifier, Learner, data, ours, plain, run_both
+from tests.parity import Classifier, Learner, data, looks_in, ours, plain, run_both
 from trainer.errors import ConfigurationError
 
 
@@ -21,6 +21,10 @@ def moments(counts: Any) -> tuple[int, int, int]:
     return counts.ready, counts.processed, counts.completed
 
 
+@looks_in(
+    "on_train_start", "on_train_batch_start", "on_before_zero_grad", "on_train_batch_end", "on_validation_end",
+    "on_train_epoch_end", "on_train_end",
+)  # fmt: skip
 class Looks(Callback):
     """Records the values of the views at several hooks."""
 
@@ -28,6 +32,8 @@ class Looks(Callback):
         self.seen: list[Any] = []
 
     def look(self, where: str, trainer: Any) -> None:
+        if trainer.sanity_checking:
+            return
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self.seen.append({
             "where": where,
@@ -46,28 +52,6 @@ class Looks(Callback):
             "limits": (fit.max_batches, fit.max_epochs, fit.max_steps, epoch.min_steps or 0),
             "val": list(trainer.num_val_batches),
         })  # fmt: skip
-
-    def on_train_start(self, trainer: Any, *args: Any) -> None:
-        self.look("train start", trainer)
-
-    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        self.look("batch start", trainer)
-
-    def on_before_zero_grad(self, trainer: Any, *args: Any) -> None:
-        self.look("before zero_grad", trainer)
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.look("batch end", trainer)
-
-    def on_validation_end(self, trainer: Any, *args: Any) -> None:
-        if not trainer.sanity_checking:
-            self.look("validation end", trainer)
-
-    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
-        self.look("epoch end", trainer)
-
-    def on_train_end(self, trainer: Any, *args: Any) -> None:
-        self.look("train end", trainer)
 
 
 ARGUMENTS: list[dict[str, Any]] = [

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer.data.batches import LookAhead, TrainingBatches, Transfer
-from trainer.errors import ConfigurationError, ResumeError
+from trainer.errors import ResumeError
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -103,15 +103,6 @@ def test_fetching_ahead_reports_the_time(eager):
     assert next(ahead) == "b"
     assert ahead.is_exhausted
     assert list(ahead) == []
-
-
-def test_nothing_to_train_on():
-    assert not TrainingBatches(None)
-    assert not TrainingBatches(Counted(3, limit=0))
-    empty = TrainingBatches(Counted(0, known=False))
-    empty.start_epoch(0, skip=0)
-    with pytest.raises(ConfigurationError, match="`train_dataloader` yielded no batch in epoch 0"):
-        list(empty)
 
 
 # --- the state of a pass ------------------------------------------------------------------------------------------

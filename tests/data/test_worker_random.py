@@ -79,24 +79,6 @@ def test_changed_states_arrive_and_are_restored_in_another_worker(names: list[st
     assert [DRAWS[name]() for name in names] != following or not names
 
 
-@workers_that_write
-def test_states_are_those_that_the_workers_went_on_from_until_they_draw(writers: int) -> None:
-    random.seed(3)
-    python = random_states.capture()["python"]
-    starts = {2: {"python": python}, 5: {"python": python}}
-    states = WorkerStates(starts, writers, ahead=1)
-    worker = started(starts, states.memory)
-    states.take(arrived(worker.collate(0)))
-    assert states.state_dict() == starts
-    saved = states.state_dict()
-    np.random.rand()
-    states.take(arrived(worker.collate(0)))
-    assert saved == starts
-    numpy = random_states.capture()["numpy"]
-    assert states.state_dict() == {2: {"python": python, "numpy": numpy}, 5: {"python": python}}
-    assert starts[2] == {"python": python}
-
-
 def test_random_numbers_of_user_functions_are_included() -> None:
     def init(worker: int) -> None:
         random.seed(worker)

@@ -24,6 +24,15 @@ def no_gc() -> Iterator[None]:
     gc.enable()
 
 
+def test_dataloaders_that_are_not_bounded() -> None:
+    free, alone, own = loader(), loader(num_workers=0), loader(timeout=7)
+    with bounded([free, alone, own, range(3)], 5), bounded([free], 9):
+        assert "_get_iterator" in vars(free)
+        assert not {"_get_iterator"} & (vars(alone).keys() | vars(own).keys())
+    with bounded([free], 0):
+        assert "_get_iterator" not in vars(free)
+
+
 def test_iterator_that_is_bounded_ends_its_workers_with_itself(no_gc: None) -> None:
     data = loader()
     with bounded([data], 5):

@@ -286,26 +286,6 @@ def test_closures_run_once(tmp_path):
     assert not findings[0].error
 
 
-def test_one_that_steps_a_bare_optimizer_steps_nothing(tmp_path):
-    class Bare(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if self.trainer.loop.window.backwards or self.replaying:
-                self.trainer.optimizers[0].step()
-            return super().training_step(batch, batch_idx)
-
-        replaying = False
-
-    module = Bare(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, weight_decay=0.5))
-
-    def look(trainer: Any, recorded: Any) -> None:
-        weights = [p.detach().clone() for p in module.parameters()]
-        type(module).replaying = True
-        examine(trainer, [recorded], 1.0)
-        assert all(torch.equal(p, w) for p, w in zip(module.parameters(), weights, strict=True))
-
-    recorded_fit(tmp_path, module, look)
-
-
 def test_batch_without_a_loss_is_not_a_failure(tmp_path):
     class Moody(Regression):
         asked = 0
@@ -347,19 +327,6 @@ def test_float32_replaces_16_bits_of_the_batch_and_of_the_code(tmp_path):
     make_trainer(tmp_path, precision=native_fp16(), callbacks=[Replays()]).fit(Casts(), loader_of(batches))
     assert dtypes[0] == {torch.float16, torch.bfloat16}
     assert dtypes[1] == {torch.float32}
-
-
-def test_inside_inference_mode(tmp_path):
-    """The outcome is read during a validation."""
-    findings = []
-
-    def look(trainer: Any, recorded: Any) -> None:
-        with torch.inference_mode():
-            findings.append(examine(trainer, [recorded], 2.0**40))
-
-    recorded_fit(tmp_path, Regression(), look)
-    assert findings[0].fails
-    assert not findings[0].error
 
 
 @pytest.mark.whole

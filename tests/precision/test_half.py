@@ -33,7 +33,6 @@ from trainer.errors import PrecisionError
 from trainer.precision import HalfPrecision, cpu_fp16
 from trainer.precision.dtypes import cast
 
-CPU = torch.device("cpu")
 DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 both = pytest.mark.parametrize("precision", DTYPES)
 vanishing = pytest.mark.filterwarnings("ignore:precision='16-true' keeps weights and gradients in float16")
@@ -169,25 +168,6 @@ def test_fp32_modules_equal_a_hand_written_loop(tmp_path, precision, recomputes)
     assert {module.net[i].weight.dtype for i in (1, 4)} == {torch.float32}
     assert module.net[0].weight.dtype is dtype
     assert "forward" not in vars(module.net[1])
-
-
-def test_inside_of_an_fp32_module_nothing_is_rounded():
-    class Looking(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            seen.extend([x.dtype, self.inner(x).dtype, torch.zeros(1).dtype])
-            return self.inner(x)
-
-    seen: list[torch.dtype] = []
-    net, plugin = nn.Sequential(Looking()), HalfPrecision("bfloat16", fp32_modules=["0", "0.inner"])
-    plugin.convert_module(net)
-    with plugin.session(net, CPU), plugin.autocast():
-        assert net(torch.ones(1, 4).bfloat16()).dtype is torch.bfloat16
-        assert torch.zeros(1).dtype is torch.bfloat16
-    assert seen == [torch.float32] * 3
 
 
 # --- warnings and refusals -----------------------------------------------------------------------------------------

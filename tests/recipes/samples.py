@@ -118,12 +118,12 @@ def _shape(number: int, draw: np.random.Generator) -> Image.Image:
 
 
 def _cifar10(folder: Path) -> list[str]:
-    small = ["data.limit=40", "data.val_size=20", "data.resize_size=64", "data.crop_size=56", "data.num_workers=0"]
+    small = ["data.limit=40", "data.val_size=20", "data.resize_size=40", "data.crop_size=32", "data.num_workers=0"]
     return [f"data.root={cifar10(folder).as_posix()}", "data.check_md5=false", *small]
 
 
 def _caltech256(folder: Path) -> list[str]:
-    small = [f"data.num_classes={len(THINGS)}", "data.image_size=64", "data.num_workers=0"]
+    small = [f"data.num_classes={len(THINGS)}", "data.image_size=32", "data.num_workers=0"]
     return [f"data.root={caltech256(folder).as_posix()}", "model.weights=null", *small]
 
 

@@ -102,11 +102,3 @@ def test_runs_a_batch_of_everything(name, tmp_path, monkeypatch):
             assert (tmp_path / command / WRITTEN.get(name, "predictions.pt")).exists()
         elif command != "fit":
             assert result["metrics"]
-
-
-@pytest.mark.whole
-def test_gradients_are_right(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    sample = ["model.sample_length=20", "data.batch_size=4", "callbacks.gradient_check.parameters=[net.norm.*]"]
-    assert main(["fit", "+recipe=language_model", "+debug=gradcheck", *sample, "trainer=cpu"]) == 0
-    assert "The gradients of 2 parameters agree" in capsys.readouterr().out

@@ -1,5 +1,4 @@
 import copy
-import os
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -7,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from lightning import Callback, seed_everything
-from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 from scipy.linalg import sqrtm
@@ -162,35 +160,3 @@ def test_predictions_are_images_and_a_checkpoint_loads(scans, tmp_path):
     assert torch.allclose(first, gan.sample(64), atol=1e-6)
     assert not torch.allclose(first, second)
     assert first.abs().max() <= 1
-
-
-def images_of(data: DigitScans) -> torch.Tensor:
-    return torch.cat([images for images, _ in data.val_dataloader()])
-
-
-class Predictions(BasePredictionWriter):
-    """Writes the predictions of each process to a file."""
-
-    def __init__(self, folder):
-        super().__init__("epoch")
-        self.folder = folder
-
-    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
-        torch.save(predictions, self.folder / f"{trainer.global_rank}.pt")
-
-
-@pytest.mark.filterwarnings("ignore:Using `DistributedSampler`")
-def test_two_processes_know_the_same_distance_and_draw_different_images(tmp_path, monkeypatch):
-    gan, data = GAN(ADAM, width=16), DigitScans()
-    gan.validation_step((torch.ones(5, 1, 8, 8), None), 0)  # as left by an interrupted validation
-    (alone,) = make_trainer(tmp_path).validate(gan, datamodule=data, verbose=False)
-    assert alone["val_frechet"] == pytest.approx(frechet_distance(images_of(data), gan.sample(270)).item())
-    monkeypatch.setattr(os, "environ", os.environ.copy())  # a launch leaves its addresses and ranks behind
-    two = {"devices": 2, "strategy": "ddp_fork"}
-    (metrics,) = make_trainer(tmp_path, **two).validate(gan, datamodule=data, verbose=False)
-    assert metrics["val_frechet"] == pytest.approx(alone["val_frechet"], rel=1e-5)
-
-    writer = Predictions(tmp_path)
-    make_trainer(tmp_path, callbacks=[writer], **two).predict(gan, datamodule=data, return_predictions=False)
-    drawn = torch.cat([image for rank in range(2) for image in torch.load(tmp_path / f"{rank}.pt")])
-    assert len(drawn.unique(dim=0)) == len(drawn) == 270

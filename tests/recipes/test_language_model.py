@@ -1,12 +1,10 @@
 import copy
 import math
-import os
 import re
 from functools import partial
 
 import pytest
 import torch
-from lightning import seed_everything
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,7 +13,6 @@ from recipes.data import ByteText
 from recipes.data.text import NO_TARGET
 from recipes.gpt import GPT, Block, rotate
 from recipes.language_model import LanguageModel, TextSamples, TextWriter, printable
-from recipes.schedules import warmup_cosine
 from tests.support import make_trainer
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
@@ -145,30 +142,6 @@ def test_bits_per_character_are_all_bits_over_all_characters(tmp_path):
     assert set(metrics) == {"val_loss", "val_perplexity"}  # without byte tokens, bits per character are unknown
 
 
-def unigram_entropy(data: ByteText) -> float:
-    """Return bits per byte of a model that knows the byte frequencies of the validation text only."""
-    _, targets = data.splits["val"].tensors
-    shares = targets[targets != NO_TARGET].bincount() / (targets != NO_TARGET).sum()
-    return -(shares * shares.log2().nan_to_num()).sum().item()
-
-
-def test_model_learns_more_than_the_byte_frequencies(tmp_path):
-    seed_everything(0, verbose=False)
-    data = ByteText(context=64, batch_size=16)
-    module = LanguageModel(ADAMW, partial(warmup_cosine, warmup=0.1), context=64, width=64, heads=4, layers=1)
-    trainer = make_trainer(
-        tmp_path,
-        precision="16-mixed",
-        max_steps=100,
-        gradient_clip_val=1.0,
-        val_check_interval=100,
-        limit_val_batches=9,
-    )
-    trainer.fit(module, datamodule=data)
-    assert 4.5 < unigram_entropy(data) < 5.0
-    assert trainer.callback_metrics["val_bpc"] < unigram_entropy(data) - 0.4
-
-
 def test_generated_text_depends_on_its_seed_only():
     module = model(sample_length=30).eval()
     state = torch.get_rng_state()
@@ -209,16 +182,6 @@ def test_predict_writes_a_file(tmp_path, capsys):
     assert written == f"{first}\n\n{'-' * 80}\n{second}\n"
     assert capsys.readouterr().out.startswith(f"{printable(first)}\n")
     assert printable("a\tb\x1b[31m\nö") == "a?b?[31m\nö"  # no control characters for a terminal
-
-
-def test_no_text_of_another_process_is_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "environ", os.environ.copy())  # a launch leaves its addresses and ranks in the environment
-    trainer = make_trainer(tmp_path, callbacks=[TextWriter(str(tmp_path))], devices=2, strategy="ddp_fork")
-    data = ByteText(prompts=["one", "two", "three"])
-    trainer.predict(model(sample_length=0), datamodule=data, return_predictions=False)
-    dashes = f"\n{'-' * 80}\n"
-    assert (tmp_path / "samples_0.txt").read_text(encoding="utf-8") == f"one\n{dashes}three\n"
-    assert (tmp_path / "samples_1.txt").read_text(encoding="utf-8") == "two\n"
 
 
 def test_rotary_positions_depend_on_distance_only():
