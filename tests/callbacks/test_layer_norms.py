@@ -75,38 +75,6 @@ def test_norms_equal_those_of_a_hand_written_loop(tmp_path, precision):
     assert trainer.skipped_steps == scaled
 
 
-def test_manual_optimization_with_several_optimizers_and_direct_parameters(tmp_path):
-    class Two(Regression):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-            self.gain = nn.Parameter(torch.ones(()))
-            self.seen: list[tuple[float, float]] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            first, second = self.optimizers()
-            loss = super().training_step(batch, batch_idx) * self.gain
-            self.manual_backward(loss)
-            self.seen.append(
-                (self.gain.grad.item(), nn.utils.get_total_norm([p.grad for p in self.net[0].parameters()]).item())
-            )
-            for optimizer in (first, second):
-                optimizer.step()
-                optimizer.zero_grad()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.net.parameters(), 0.01), torch.optim.SGD([self.gain], 0.01)
-
-    module = Two()
-    fit_and_watch(tmp_path, module, make_batches(3), callbacks=[LayerNorms(1)], logger=CSVLogger(tmp_path, "", ""))
-    found = logged(tmp_path)
-    gains, firsts = zip(*module.seen, strict=True)
-    assert [curve.values for curve in (found["Two"], found["net.0"])] == [
-        [abs(gain) for gain in gains],
-        list(firsts),
-    ]
-
-
 @pytest.mark.parametrize("steps", [0, 2.5])
 def test_steps_below_one_are_refused(steps):
     with pytest.raises(ConfigurationError, match="expected a whole number of steps of at least 1"):

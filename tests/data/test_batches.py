@@ -213,30 +213,3 @@ def test_batches_are_moved_unless_their_tensors_are_on_the_device():
         transfer = Transfer(device, lambda batch: batch, lambda *args: moved.append(args) or "moved")
         assert transfer(batch) == "moved"
         assert moved.pop() == (batch, device)
-
-
-def test_users_hooks_and_their_order():
-    calls = []
-
-    def note(name, result):
-        def hook(*args):
-            calls.append((name, *args))
-            return result
-
-        return hook
-
-    transfer = Transfer(
-        META,
-        note("convert", "converted"),
-        note("move", "moved"),
-        note("before", "prepared"),
-        note("transfer", "transferred"),
-        note("after", "done"),
-    )
-    assert transfer("batch", 3) == "done"
-    assert calls == [
-        ("convert", "batch"),
-        ("before", "converted", 3),
-        ("transfer", "prepared", META, 3),
-        ("after", "transferred", 3),
-    ]

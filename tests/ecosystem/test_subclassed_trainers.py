@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from tests.parity import QUIET, Classifier, data, run_both
@@ -89,103 +86,6 @@ def test_loop_that_would_not_run_is_refused(place: str) -> None:
 
 
 # --- an Engine that builds the Trainer (anomalib) --------------------------------------------------------------------
-
-
-class SavesInValidation(ModelCheckpoint):
-    """For models without training: saves at the end of a validation without a step."""
-
-    def _should_skip_saving_checkpoint(self, trainer: Any) -> bool:
-        return bool(trainer.fast_dev_run) or trainer.state.fn not in {TrainerFn.FITTING, TrainerFn.VALIDATING}
-
-    def _should_save_on_train_epoch_end(self, trainer: Any) -> bool:
-        return False
-
-
-class CountingIO(TorchCheckpointIO):
-    """Writes and reads checkpoints, with a list of allowed objects."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.saved: list[str] = []
-        self.allowed: list[type] = []
-
-    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        self.saved.append(Path(path).name)
-        super().save_checkpoint(checkpoint, path, storage_options)
-
-
-class Engine:
-    """Keeps the Trainer's arguments until it has the model, which may override them."""
-
-    def __init__(self, make: Any, **kwargs: Any) -> None:
-        self.make, self.arguments, self.trainer = make, {"callbacks": [], **kwargs}, None
-
-    def fit(self, module: Any, folder: Path) -> None:
-        if self.trainer is None:
-            self.io = CountingIO()
-            self.saver = SavesInValidation(folder, filename="model", auto_insert_metric_name=False)
-            arguments = {**self.arguments, **module.trainer_arguments, "enable_checkpointing": True}
-            arguments["callbacks"] = [self.saver, *arguments["callbacks"]]
-            self.trainer = self.make(plugins=[self.io], **arguments)
-        if module.trains:
-            self.trainer.fit(module, data(8), data(4))
-        else:
-            self.trainer.validate(module, data(4), None, False)
-
-
-class MemoryBank(Classifier):
-    """Learns without an optimizer: stores its batches, and computes its state before the validation."""
-
-    trainer_arguments = {"max_epochs": 1, "num_sanity_val_steps": 0}
-    trains = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("bank", torch.zeros(4))
-        self.seen: list[torch.Tensor] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.seen.append(batch[0])
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("distance", (batch[0] - self.bank).norm())
-
-    def on_validation_start(self) -> None:
-        if self.seen:
-            self.bank.copy_(torch.vstack(self.seen).mean(0))
-            self.seen.clear()
-
-    @staticmethod
-    def configure_optimizers() -> None:
-        return None
-
-
-class ZeroShot(MemoryBank):
-    """Is not trained."""
-
-    trains = False
-
-
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-@pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
-@pytest.mark.parametrize("kind", [MemoryBank, ZeroShot])
-def test_engine_with_models_that_take_no_step(kind: type, tmp_path: Path) -> None:
-    def scenario(make: Any) -> Any:
-        folder = tmp_path / type(make()).__module__
-        engine, module = Engine(make), kind()
-        engine.fit(module, folder)
-        engine.fit(module, folder)
-        saved = torch.load(engine.saver.best_model_path, weights_only=True)
-        return (
-            end_of(engine.trainer, module),
-            engine.io.saved,
-            saved["state_dict"]["bank"].tolist(),
-            saved["global_step"],
-        )
-
-    theirs, mine = run_both(scenario)
-    assert mine == theirs
 
 
 # --- models that build their own Trainers (neuralforecast) -----------------------------------------------------------

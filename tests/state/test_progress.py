@@ -74,26 +74,3 @@ def test_batch_that_failed_is_trained_again_after_a_resume(tmp_path):
     module.fails = False
     make_trainer(tmp_path).fit(module, batches, ckpt_path=tmp_path / "failed.ckpt")
     assert trained == [0, 1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_batch_end"])
-def test_counters_of_an_interrupted_fit_continue_in_the_next(tmp_path, hook):
-    epochs = []
-
-    class Interrupts(Callback):
-        def on_train_epoch_start(self, trainer, module):
-            epochs.append(trainer.current_epoch)
-
-    def interrupt(*_):
-        delattr(callback, hook)
-        raise KeyboardInterrupt
-
-    callback = Interrupts()
-    trainer = make_trainer(tmp_path, callbacks=[callback], max_epochs=3)
-    setattr(callback, hook, interrupt)
-    with pytest.raises(SystemExit):
-        trainer.fit(Regression(), loader_of(make_batches(2)))
-    trainer.fit(Regression(), loader_of(make_batches(2)))
-    assert epochs == ([0, 1, 2] if hook == "on_train_epoch_end" else [0, 0, 1, 2])
-    assert trainer.progress.updates == trainer.global_step
-    assert trainer.current_epoch == 3
