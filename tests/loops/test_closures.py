@@ -167,9 +167,12 @@ def test_step_of_the_bare_optimizer_with_scaled_gradients_is_refused(automatic: 
     trainer.optimizers[0].step()  # after the run, nothing is refused
 
 
-def test_step_of_the_bare_optimizer_with_unscaled_gradients_is_allowed() -> None:
+def test_step_of_the_bare_optimizer_with_unscaled_gradients_is_a_warning() -> None:
     module = StepsItself()
     module.automatic_optimization = module.scales = False
     before = weights(module)
-    ours(precision="16-mixed", max_epochs=1).fit(module, data(4))
+    with pytest.warns(UserWarning, match=r"did not scale .*16-mixed.*self\.manual_backward\(loss\)") as caught:
+        ours(precision="16-mixed", max_epochs=1).fit(module, data(4))
+    assert len([one for one in caught if "did not scale" in str(one.message)]) == 1
     assert not all(map(torch.equal, weights(module), before))
+    ours(precision="bf16-mixed", max_epochs=1).fit(module, data(4))  # scales no losses: no warning

@@ -190,19 +190,35 @@ def refuse_scaled_closures(loop: FitLoop) -> None:
 def refuse_bare_steps(loop: FitLoop) -> RemovableHandle:
     """Raise an error if the module steps a torch optimizer itself, instead of its wrapper, while losses are scaled.
 
-    Such a step uses scaled gradients, and is not skipped after an overflow.
+    Such a step uses scaled gradients, and is not skipped after an overflow. If no loss was scaled, the module may scale
+    its losses itself, so the first such step with gradients is a warning.
 
     Returns:
         A handle that ends this.
     """
+    scaler, precision = loop.gradients.scaler, f"precision={loop.precision.name!r}"
+    warned = False
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if any(optimizer is one for one in loop.optimizers) and not loop.gradients.scaler.may_step(optimizer):
+        nonlocal warned
+        if not any(optimizer is one for one in loop.optimizers):
+            return
+        name = type(optimizer).__name__
+        if not scaler.may_step(optimizer):
             raise ConfigurationError(
-                f"Got a step of the torch optimizer {type(optimizer).__name__} with scaled gradients"
-                f" (precision={loop.precision.name!r}), expected a step of its wrapper, which unscales them and skips"
-                " the step after an overflow. In manual optimization, call self.optimizers().step(), without"
-                " use_pl_optimizer=False; in an overridden `optimizer_step`, call optimizer.step(closure)."
+                f"Got a step of the torch optimizer {name} with scaled gradients ({precision}), expected a step of its"
+                " wrapper, which unscales them and skips the step after an overflow. In manual optimization, call"
+                " self.optimizers().step(), without use_pl_optimizer=False; in an overridden `optimizer_step`, call"
+                " optimizer.step(closure)."
+            )
+        if not (warned or scaler.has_scaled) and scaler.gradients_of(optimizer):
+            warned = True
+            warn(
+                f"Got a step of the torch optimizer {name} with gradients of a loss that the Trainer did not scale"
+                f" ({precision}): small gradients underflow to 0 in float16, and no step is skipped after an overflow."
+                " In manual optimization, call self.manual_backward(loss) instead of loss.backward(), and"
+                " self.optimizers().step() without use_pl_optimizer=False. Ignore this warning if the module has its"
+                " own GradScaler."
             )
 
     return register_optimizer_step_pre_hook(check)

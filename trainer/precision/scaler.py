@@ -194,6 +194,11 @@ class LossScaler(torch.amp.GradScaler):
             return None
         return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
 
+    @property
+    def has_scaled(self) -> bool:
+        """Whether a loss has been scaled."""
+        return self._scale is not None
+
     def may_step(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer that steps now does not step with scaled gradients, bypassing :meth:`step`."""
         state = self._per_optimizer_states.get(id(optimizer))
