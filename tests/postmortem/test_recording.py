@@ -1,107 +1,126 @@
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
+from typing import Any
 
+import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
 
-from trainer.loops.accumulation import AccumulationWindow
-from trainer.loops.batch_path import NO_PATH
-from trainer.loops.fit import FitLoop
+from tests.support import Regression, loader_of, loss_of, make_batches, make_trainer, native_fp16, sgd
 from trainer.postmortem.recording import Recorder
 from trainer.state import random_states
 
 
-class Fit:
-    """The parts of a fit that a recorder uses, with outcomes on request."""
+class Skipping(Regression):
+    """Returns no loss for some batches, and a loss with weight 0 for others."""
 
-    def __init__(self, size=1, automatic=True):
-        self.window, self.ran = AccumulationWindow(size), []
-        self.progress = SimpleNamespace(optimizer_steps=0)
-        self.module = nn.BatchNorm1d(2)
-        self.module.automatic_optimization = automatic
-        self.loop = FitLoop.__new__(FitLoop)
-        usual = replace(NO_PATH, step=self.step)
-        vars(self.loop).update(progress=self.progress, window=self.window, wrappers=(), base_path=usual, path=usual)
-        engine = SimpleNamespace(device=torch.device("cpu"))
-        self.trainer = SimpleNamespace(lightning_module=self.module, loop=self.loop, engine=engine)
+    def __init__(self, without: Any = (), unweighted: Any = (), **options: Any) -> None:
+        super().__init__(**options)
+        self.without, self.unweighted = without, unweighted
 
-    def step(self, batch, batch_idx):
-        self.ran.append(batch)
-        self.module(torch.randn(4, 2))
-        return None if batch == "None" else batch
-
-    def batch(self, name, updates=None):
-        """Train one batch; the last one of a window updates the weights by default."""
-        self.window.advance(100, False)
-        self.loop.path.step(name, len(self.ran))
-        if self.window.is_last if updates is None else updates:
-            self.progress.optimizer_steps += 1
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx in self.without:
+            return None
+        return {"loss": loss, "weight": 0.0} if batch_idx in self.unweighted else loss
 
 
-def names(batches):
-    return [recorded.batch for recorded in batches]
+class Alternating(Regression):
+    """Steps two optimizers with each batch, like a GAN."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(loss_of(self.net, batch))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [self.make_optimizer(self.net[0].parameters()), self.make_optimizer(self.net[2:].parameters())]
 
 
-def test_outcomes_after_the_next_forward():
-    fit = Fit()
-    recorder = Recorder(fit.trainer)
-    fit.batch("a")
-    for name, before in ("ba", "cb", "dc"):
-        fit.window.advance(100, False)
-        fit.loop.path.step(name, 0)
-        assert names(recorder.take()) == [before]
-        fit.progress.optimizer_steps += 1
-    assert names(recorder.take()) == ["d"]
+class Records(Callback):
+    """Records batches, and by the step of each update the indices of its batches."""
+
+    def __init__(self, keeps_batches: bool = True) -> None:
+        self.keeps_batches, self.updates = keeps_batches, {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.recorder = Recorder(trainer, keeps_batches=self.keeps_batches)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.recorder.close()
+
+    def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
+        if optimizer is trainer.optimizers[outcome.optimizers[0]]:
+            step = trainer.global_step - len(outcome.optimizers)
+            self.updates[step] = [recorded.batch_idx for recorded in self.recorder.closed]
 
 
-def test_windows():
-    fit = Fit(size=3)
-    recorder = Recorder(fit.trainer)
-    for name in "abcdef":
-        fit.batch(name)
-    assert names(recorder.take()) == ["a", "b", "c"]
-    assert [recorded.window.is_first for recorded in recorder.take()] == [True, False, False]
-    for name in ("g", "None", "h"):  # without a loss
-        fit.batch(name)
-    assert names(recorder.take()) == ["g", "h"]
+@pytest.mark.parametrize(
+    ("module", "window", "expected"),
+    [
+        (Skipping(), 1, {i: [i] for i in range(6)}),
+        (Skipping(), 3, {0: [0, 1, 2], 1: [3, 4, 5]}),
+        (Skipping({1}), 1, {0: [0], 2: [2], 3: [3], 4: [4], 5: [5]}),
+        (Skipping({1, 2, 3}), 2, {0: [0], 2: [4, 5]}),
+        (Skipping(unweighted={2, 3}), 2, {0: [0, 1], 2: [4, 5]}),
+        (Alternating(), 1, {2 * i: [i] for i in range(6)}),
+    ],
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_each_outcome_has_the_batches_of_its_update(
+    tmp_path: Any, late: Any, module: Any, window: int, expected: Any, fused: bool
+) -> None:
+    """With a fused optimizer, the outcome is read after the next forward pass."""
+    records = Records()
+    module.make_optimizer = partial(sgd, fused=fused)
+    trainer = make_trainer(tmp_path, precision=native_fp16(), accumulate_grad_batches=window, callbacks=[records])
+    trainer.fit(module, loader_of(make_batches(6)))
+    assert records.updates == expected
 
 
-def test_manual_optimization_has_no_windows():
-    fit = Fit(automatic=False)
-    recorder = Recorder(fit.trainer)
-    fit.batch("a", updates=False)
-    fit.batch("b")
-    assert names(recorder.take()) == ["a", "b"]
+class Stochastic(Regression):
+    """Has buffers that a batch changes, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 3)))
+        self.means: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.means.append(self.net[0].running_mean.clone())
+        loss = super().training_step(batch, batch_idx)
+        self.random_state = torch.get_rng_state()
+        return loss
 
 
-def test_how_things_stood():
-    fit = Fit()
-    recorder = Recorder(fit.trainer)
-    torch.manual_seed(0)
-    mean = fit.module.running_mean.clone()
-    fit.batch("a")
-    (recorded,) = recorder.take()
-    after = torch.rand(3)
-    recorded.buffers.restore()
-    random_states.restore(recorded.random_state)
-    assert torch.equal(fit.module.running_mean, mean)
-    torch.randn(4, 2)  # the random numbers of the step
-    assert torch.equal(torch.rand(3), after)
-    assert (recorded.batch_idx, recorded.step, recorded.window.is_first) == (0, 0, True)
+class Restores(Records):
+    """Restores the state before each update, and compares it."""
 
-
-def test_buffers_before_each_window():
-    fit = Fit(size=2)
-    recorder = Recorder(fit.trainer, keeps_batches=False)
-    for _ in range(2):
-        mean = fit.module.running_mean.clone()
-        fit.batch("a")
-        fit.batch("b")
-        first, second = recorder.take()
-        assert (first.batch, first.random_state, second.buffers) == (None, {}, None)
-        fit.module.running_mean[0] = torch.nan
-        kept = fit.module.running_mean[1].clone()
+    def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
+        first, second = self.recorder.closed
+        self.updates[first.step] = (first.window.is_first, second.window.is_first, second.buffers)
+        mean = pl_module.net[0].running_mean
+        after = mean.clone()
+        first.buffers.restore()
+        assert torch.equal(mean, pl_module.means[-2])
+        mean.copy_(after)[0] = torch.nan
         first.buffers.restore_nonfinite()
-        assert fit.module.running_mean.tolist() == [mean[0], kept]
+        assert mean.tolist() == [pl_module.means[-2][0], *after[1:].tolist()]
+        if self.keeps_batches:
+            random_states.restore(second.random_state)
+            loss_of(pl_module.net, second.batch)
+            assert torch.equal(torch.get_rng_state(), pl_module.random_state)
+        else:
+            assert (first.batch, first.random_state) == (None, {})
+
+
+@pytest.mark.parametrize("keeps_batches", [True, False])
+def test_state_before_each_window(tmp_path: Any, keeps_batches: bool) -> None:
+    records = Restores(keeps_batches)
+    trainer = make_trainer(tmp_path, accumulate_grad_batches=2, callbacks=[records])
+    trainer.fit(Stochastic(), loader_of(make_batches(4)))
+    assert records.updates == {step: (True, False, None) for step in range(2)}

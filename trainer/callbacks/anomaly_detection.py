@@ -49,13 +49,18 @@ class AnomalyDetection(RunCallback):
         """Start to record batches."""
         self._recorder = Recorder(trainer)
 
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Assign the recorded batches to this step."""
+        if self._recorder is not None:
+            self._recorder.close()
+
     def on_after_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
         """Replay a step that was skipped."""
         if self._recorder is None or optimizer is not trainer.optimizers[outcome.optimizers[0]]:
             return
-        batches = self._recorder.take()
+        batches = self._recorder.closed
         if outcome.skipped:
             with torch.autograd.set_detect_anomaly(True):
                 deque(replay(trainer, batches, _backward), maxlen=0)

@@ -85,6 +85,7 @@ class NonFiniteGuard(RunCallback):
         self.every_step = every_step and policy != "continue"
         self.max_in_a_row = max_in_a_row
         if not self.every_step:
+            self._omit(NonFiniteGuard.on_before_optimizer_step)
             self._omit(NonFiniteGuard.on_after_optimizer_step)
         self._scaler: Any = None  # the Trainer's scaler while it is replaced
         self._recorder: Recorder | None = None
@@ -117,13 +118,18 @@ class NonFiniteGuard(RunCallback):
             )
         self._recorder = Recorder(trainer, keeps_batches=self.policy == "stop")
 
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Assign the recorded batches to this step."""
+        if self._recorder is not None:
+            self._recorder.close()
+
     def on_after_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
         """Apply the policy to a skipped step."""
         if self._recorder is None or optimizer is not trainer.optimizers[outcome.optimizers[0]]:
             return
-        batches = self._recorder.take()
+        batches = self._recorder.closed
         if not outcome.skipped:
             self._in_a_row = 0
             return

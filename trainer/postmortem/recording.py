@@ -45,12 +45,15 @@ class Recorder:
     random states of each batch, and the floating-point buffers before each window, after all
     ``on_train_batch_start`` hooks. Batches without a loss are left out.
 
-    The outcome of an update may be read after the next window has run. Therefore windows are numbered by the updates
-    since the start of the recording, and :meth:`take` is called once for each outcome.
+    The outcome of an update may be read after the next window has run, but before the next update. Therefore the owner
+    calls :meth:`close` in ``on_before_optimizer_step``, and reads ``closed`` in ``on_after_optimizer_step``.
 
     Args:
         trainer: the Trainer.
         keeps_batches: whether to record the batches and random states. Default: True.
+
+    Attributes:
+        closed: the batches of the last update, or of the update that is being made.
     """
 
     def __init__(self, trainer: Trainer, *, keeps_batches: bool = True) -> None:
@@ -59,21 +62,20 @@ class Recorder:
         self._keeps_batches = keeps_batches
         self._buffers = [b for b in self._module.buffers() if b.is_floating_point() and b.numel()]
         self._loop = trainer.loop
-        self._steps = self._loop.progress.optimizer_steps
-        self._update = 0  # the number of the update that the next batch belongs to
-        self._resolved = 0  # the number of the update with the next outcome
-        self._windows: dict[int, list[RecordedBatch]] = {}  # the recorded batches, by update
+        self._open: list[RecordedBatch] = []  # the batches since the last update
+        self._has_run = False  # whether a batch has run since the last update
+        self.closed: list[RecordedBatch] = []
         self._loop.wrap(self)
 
     def stop(self) -> None:
         """Stop recording, and drop all batches."""
-        self._windows.clear()
+        self._open, self.closed = [], []
         self._loop.unwrap(self)
 
-    def take(self) -> list[RecordedBatch]:
-        """Return the batches of the update with the new outcome."""
-        self._resolved += 1
-        return self._windows.pop(self._resolved - 1, [])
+    def close(self) -> None:
+        """Assign the recorded batches to the update that is being made. Its other optimizers change nothing."""
+        if self._has_run:
+            self.closed, self._open, self._has_run = self._open, [], False
 
     def __call__(self, path: TrainingPath) -> TrainingPath:
         """Wrap the path of a batch: record each batch before its step."""
@@ -82,12 +84,11 @@ class Recorder:
     def _run_step(self, step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
         steps, window = self._loop.progress.optimizer_steps, self._loop.window
         is_automatic = self._module.automatic_optimization
-        if steps != self._steps:
-            self._steps = steps
-            self._update += 1
-        recorded = self._windows.setdefault(self._update, [])
+        if not self._loop.unresolved:
+            self.closed = []  # free its memory
         if window.is_first and is_automatic:
-            recorded.clear()  # drop a window without an update, because every training_step returned None
+            self._open.clear()  # drop a window that made no update, for example because its loss weights sum to 0
+        recorded, self._has_run = self._open, True
         buffers = None if recorded else BufferState(self._buffers)
         random_state = random_states.capture(self._trainer.engine.device) if self._keeps_batches else {}
         given = batch if self._keeps_batches else None
