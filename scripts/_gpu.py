@@ -675,7 +675,7 @@ def resnet_by_trainer(net: nn.Module, batch: Any, precision: str, warmup: int, s
 
 
 def unet(part: Part) -> None:
-    """Compare inference of a UNet in float32 and in float16. In the R torch article float16 was 50% faster."""
+    """Compare inference of a UNet in float32 and in float16. In an article of torch for R, float16 was 50% faster."""
     try:
         from recipes.segmentation import UNet
     except ImportError as error:
@@ -728,7 +728,7 @@ class Saves(L.Callback):
 
 
 class Loads(L.Callback):
-    """Keep the weights and the time at the start of a training."""
+    """Keep the weights and the time at the start of a fit."""
 
     def __init__(self) -> None:
         self.at = 0.0

@@ -97,10 +97,10 @@ class Trainer(TrainerBase):
         pad_evaluation: not in Lightning. If True, validation and test are padded so that all processes have equal
             numbers of samples, and some samples are counted twice, as in Lightning. Use it for modules that run
             collectives in each batch. Default: False, each sample is counted once.
-        prefetch_batches: not in Lightning. On CUDA, 1 copies the next batch to the GPU on a separate stream while the
-            current step runs; the order of loading, computing and drawing random numbers does not change. It takes the
-            memory of one more batch. 0 copies each batch after the step before it. Has no effect on other devices or
-            with steps that take a ``dataloader_iter``. Default: 1.
+        prefetch_batches: not in Lightning. With 1, on CUDA, the next batch is copied to the GPU on a separate stream
+            while the current step runs; the order of loading, computing and drawing random numbers does not change.
+            This takes the memory of one more batch. With 0, each batch is copied after the previous step. Has no effect
+            on other devices or with steps that take a ``dataloader_iter``. Default: 1.
 
     Attributes:
         scaler: the loss scaler. The object stays the same for the Trainer's lifetime, and is disabled if the precision

@@ -409,7 +409,7 @@ def kill_ranks(bench: Bench, who: str) -> Outcome:
 
 
 def torchrun_kills(**options: Any) -> Body:
-    """Start a training on two ranks with torchrun, and kill one of them repeatedly; torchrun restarts both.
+    """Start a training run on two ranks with torchrun, and kill one of them repeatedly; torchrun restarts both.
 
     Kills occur at random instants after the start of Python, and during saves. Before one restart, the newest
     checkpoint is damaged.

@@ -123,4 +123,4 @@ def test_state_before_each_window(tmp_path: Any, keeps_batches: bool) -> None:
     records = Restores(keeps_batches)
     trainer = make_trainer(tmp_path, accumulate_grad_batches=2, callbacks=[records])
     trainer.fit(Stochastic(), loader_of(make_batches(4)))
-    assert records.updates == {step: (True, False, None) for step in range(2)}
+    assert records.updates == dict.fromkeys(range(2), (True, False, None))

@@ -1,4 +1,4 @@
-"""Detect in every precision that a training breaks, report the cause, and end a run that skips every step."""
+"""Detect in every precision that a training run breaks, report the cause, and end a run that skips every step."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class _Fit:
 
 
 class OverflowReport(RunCallback):
-    """Diagnose a training that breaks: one verdict and one remedy, tried before it is printed.
+    """Diagnose a training run that breaks: one verdict and one remedy, tried before it is printed.
 
     On by default in every precision. Triggers: a skipped step with a non-finite loss; ``after`` skipped steps in a row;
     a non-finite loss without loss scaling; a loss that grows without bound; gradients that vanish in float16; an index

@@ -52,11 +52,12 @@ def resume_requeued_job(arguments: Arguments) -> None:
 
 
 def claim(arguments: Arguments, config: DictConfig) -> Path:
-    """Create the folder that ``config`` names on rank 0, add it to ``arguments`` on all ranks, and return it.
+    """On rank 0, create the folder that ``config`` names; on all ranks, add it to ``arguments`` and return it.
 
     A number is appended to a folder with the time in its name if another run started in the same second. With
     ``resume=auto``, a hash of the command replaces the time, so that the same command finds the folder again. If srun
-    started the processes, the job and step of Slurm replace it, so that all tasks and a requeued job find the folder.
+    started the processes, the job and step of Slurm replace the time, so that all tasks and a requeued job find the
+    folder.
     ``validate``, ``test`` and ``predict`` get a folder below that of the run that they use.
 
     Raises:
@@ -76,8 +77,8 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
     resumes = OmegaConf.select(config, "trainer.resume") == "auto"
     if resumes and arguments.command not in ("fit", "compare"):
         raise UsageError(
-            f"Got resume=auto with {arguments.command}, expected fit or compare, because it resumes a training. To use"
-            " the weights of a run, use ckpt_path=RUN/checkpoints/last.ckpt."
+            f"Got resume=auto with {arguments.command}, expected fit or compare: only they can be resumed. To use the"
+            " weights of a run, use ckpt_path=RUN/checkpoints/last.ckpt."
         )
     step = slurm_step()
     if not (chosen or sweeping) and arguments.command in _EVALUATIONS:
@@ -121,7 +122,8 @@ def words_of_run(config: DictConfig) -> list[str]:
     """Return the flags and overrides that compose the config of this run again, without the command and the folder.
 
     Args:
-        config: of the run, not resolved, without the node of Hydra, whose config is the current one.
+        config: the run's config, not resolved, without the node ``hydra``; Hydra's settings are those of the current
+            ``HydraConfig``.
     """
     hydra = HydraConfig.get()
     flags = [word for flag in config_flags(hydra).items() for word in flag]
@@ -150,7 +152,7 @@ def config_flags(hydra: Any) -> dict[str, str]:
 def _place_below_run(arguments: Arguments, config: DictConfig) -> DictConfig:
     """Return ``config`` with a folder of this run below the folder of the run that wrote its checkpoint.
 
-    Unchanged without such a checkpoint, if the folder cannot be written, and if a name or a config sets the folder.
+    Unchanged if there is no such checkpoint, if the folder cannot be written, or if a name or a config sets the folder.
     """
     checkpoint = config.get("ckpt_path")
     run = run_of(Path(str(checkpoint))) if checkpoint is not None and Path(str(checkpoint)).exists() else None
@@ -173,8 +175,8 @@ def _with_folder(config: DictConfig, key: str, folder: str) -> DictConfig:
 def _named_after(arguments: Arguments, config: DictConfig, key: str, kind: str) -> DictConfig:
     """Return ``config`` with a folder named after ``kind`` and a hash of the command instead of the time.
 
-    The hash does not depend on the order of the settings and on settings for resuming. For a run, it does not depend on
-    settings of devices either, because a run may resume on other devices.
+    The hash does not depend on the order of the settings, nor on settings for resuming. For a run, it does not depend
+    on settings of devices either, because a run may resume on other devices.
     """
     given = {*arguments.overrides, f"command={arguments.command}", *map("".join, _hydra_flags(arguments.flags))}
     counted = sorted(word for word in given if word.lstrip("+").partition("=")[0] not in _RESUME_SETTINGS)

@@ -1,4 +1,7 @@
-"""Hyperparameters: unchanged in checkpoints, plain containers in loggers, without secrets in both."""
+"""Save and log hyperparameters without secrets.
+
+Checkpoints hold them with the changes that safe loading requires; loggers receive plain containers.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +46,9 @@ def make_loadable(checkpoint: dict[str, Any], *owners: Any) -> None:
 
     NumPy numbers become plain ones, and secrets are replaced by the interpolation that they come from. An object that
     cannot be pickled, that our reader cannot skip (:mod:`trainer.checkpoint.inert`), or that holds a secret is replaced
-    by its plain form: a dict for an OmegaConf config, a dataclass or a Namespace, a text for a path, the value of an
-    enum, a list for a NumPy array, the seconds of a timedelta. An object without a plain form is left out, with a
-    warning.
+    by its plain form: OmegaConf configs, dataclasses and Namespaces become dicts; paths become strings; enums become
+    their values; NumPy arrays become lists; timedeltas become seconds. An object without a plain form is left out, with
+    a warning.
 
     Each message appears once for each module and datamodule.
     """
@@ -55,7 +58,7 @@ def make_loadable(checkpoint: dict[str, Any], *owners: Any) -> None:
             if reason := refusal(given):
                 left_out: list[str] = []
                 made = redaction.containers(plain(resolved(given), "", left_out))
-                # a text makes Lightning load it as a dict with access by attribute
+                # if the type is a string, Lightning loads the hyperparameters as an `AttributeDict`
                 checkpoint[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = name_of(given)
                 _report(owner, {}, {"hparams": reason}, left_out)
             else:

@@ -352,8 +352,8 @@ class FitLoop:
 
         Args:
             output: the return value of ``training_step``.
-            may_read_late: whether ``window.close`` may read a weight that is on the device, which avoids a host-device
-                synchronization here. Default: False.
+            may_read_late: whether ``window.close`` may read the weight of the loss later if it is a tensor on the
+                device. This avoids a host-device synchronization here. Default: False.
         """
         window = self.window
         loss, weight = loss_in(output, reads_weight=False)
@@ -489,7 +489,7 @@ class FitLoop:
             self.resolve_outcome()
 
     def resolve_outcome(self) -> None:
-        """Read the outcome of the last weight update if it was not read yet, and call the hooks that need it.
+        """Read the outcome of the last weight update if it has not been read yet, and call the hooks that need it.
 
         All code that reads or saves the state of a run calls this first. It also finishes optimizer steps that the
         module made in a hook.
@@ -538,7 +538,7 @@ class FitLoop:
     def advance_by_step(self, on_plateau: bool = False) -> None:
         """Step the schedules that follow weight updates. Skipped steps do not advance schedules.
 
-        If the outcome was not read yet, the schedules step tentatively, so that hooks read the new learning rates.
+        If the outcome has not been read yet, the schedules step tentatively, so that hooks read the new learning rates.
         :meth:`resolve_outcome` later reverts the schedules of optimizers that skipped the step.
         """
         unknown = bool(self.unresolved)

@@ -141,8 +141,8 @@ class Hooks:
         callbacks: the callbacks, in the order they are called; see :meth:`follow`.
         scope: stores the name of each hook that runs.
         overrides: returns whether an object overrides a named method.
-        monitors: returns whether a callback's ``on_train_epoch_end`` runs after the module's, because it reads its
-            metrics.
+        monitors: returns whether a callback's ``on_train_epoch_end`` runs after the module's, because it reads the
+            module's metrics.
         saves: returns whether a callback writes checkpoints. Its hook runs last at the end of a batch, a validation or
             an epoch, so that a checkpoint holds the effects of the module and of logging. Default: no callback does.
         profile: wraps a call in a profiler's scope: (owner, name of the hook, call). Default: None, calls are not
@@ -229,7 +229,10 @@ class Hooks:
         return hook
 
     def of_module(self, name: str) -> Hook:
-        """Return a hook that only the module has, such as ``on_validation_model_eval``; also the default version."""
+        """Return a hook that only the module has, such as ``on_validation_model_eval``.
+
+        If the module does not override it, LightningModule's default is called.
+        """
         return Hook(name, self.scope, module=self._bind(self._module, name))
 
     def override_of(self, name: str) -> Hook | None:

@@ -1,4 +1,4 @@
-"""Decides why a training breaks: one verdict and one remedy, from replays of the batch.
+"""Decides why a training run breaks: one verdict and one remedy, from replays of the batch.
 
 Callbacks detect that something is wrong, and describe it in a :class:`Case`. :func:`diagnose` explains it. Each remedy
 was tried on the batch before it is given, forward and backward, unless it says otherwise.

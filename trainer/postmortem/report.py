@@ -25,7 +25,7 @@ TITLES = {
 
 @dataclass
 class Diagnosis:
-    """Why a training breaks, and one remedy.
+    """Why a training run breaks, and one remedy.
 
     Attributes:
         kind: "data", "model", "forward", "backward" (of a 16-bit precision), "underflow", "weights" (or buffers,

@@ -18,7 +18,7 @@ MOLECULES = [f"{begin}C{end}" for begin in BEGIN for end in END]
 
 
 def targets() -> np.ndarray:
-    """One number a molecule: roughly its size, and whether there is oxygen in it."""
+    """Return one number per molecule: a tenth of the length of its SMILES, plus the number of O in it."""
     return np.array([[len(smiles) / 10 + smiles.count("O")] for smiles in MOLECULES], dtype=np.float32)
 
 

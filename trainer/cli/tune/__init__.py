@@ -1,4 +1,4 @@
-"""``trainer tune batch_size`` and ``trainer tune lr``: find these settings before a training. Imports no torch.
+"""``trainer tune batch_size`` and ``trainer tune lr``: find these settings before a training run. Imports no torch.
 
 The config is composed and checked as for ``fit``. The training steps run in child processes
 (`trainer.cli.tune.child`), each with a config made by `plain`.
@@ -49,7 +49,7 @@ _SHORT_TRAINING = {name: ARGUMENTS[name].default for name in _DEFAULTS} | {
     "limit_val_batches": 0,
     "num_sanity_val_steps": 0,
 }
-"""Arguments of the Trainer for a training without validation, checkpoints and logs."""
+"""Arguments of the Trainer for a fit without validation, checkpoints and logs."""
 _LONGEST = {"max_epochs": 1000, "max_steps": 100_000}
 """Lower limits for the length of the run. Longer than any test; some schedulers use the length."""
 
