@@ -612,7 +612,7 @@ def test_estimated_stepping_batches_before_the_data_is_loaded(
     messages = []
     monkeypatch.setattr("trainer.trainer.rank_zero_info", messages.append)
     fitted(ours, Asks())
-    assert messages == ["Loading `train_dataloader` to estimate number of stepping batches."]
+    assert messages == ["Loading `train_dataloader` to estimate the number of stepping batches."]
 
 
 # --- precision -------------------------------------------------------------------------------------------------------

@@ -481,7 +481,7 @@ class Trainer(TrainerBase):
         if loop.limits.max_epochs in (None, -1):
             return float("inf") if loop.limits.max_steps == -1 else loop.limits.max_steps
         if self.data.ready(RunningStage.TRAINING) is None:
-            rank_zero_info("Loading `train_dataloader` to estimate number of stepping batches.")
+            rank_zero_info("Loading `train_dataloader` to estimate the number of stepping batches.")
         loaders = self.data.loaders(RunningStage.TRAINING)
         batches = 0 if loaders is None else loaders.num_batches()
         if batches == float("inf"):
@@ -540,6 +540,6 @@ class Trainer(TrainerBase):
         if self.fast_dev_run:
             rank_zero_info(
                 f"Running in `fast_dev_run` mode: will run the requested loop using {int(self.fast_dev_run)} batch(es)."
-                " Logging and checkpointing is suppressed."
+                " Logging and checkpointing are suppressed."
             )
         log_devices(self)

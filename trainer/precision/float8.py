@@ -34,16 +34,17 @@ _RUN = "_in_float8"
 class Float8Precision(MixedPrecision):
     """bfloat16 autocast with Linear layers that multiply in float8.
 
-    For each product, input, weight and gradient are scaled by their own largest value (dynamic scaling) and rounded to
-    8 bits (Micikevicius et al. 2022, FP8 Formats for Deep Learning). Everything else is as in ``bf16-mixed``: weights,
-    gradients and optimizer states are float32, the loss is not scaled, and checkpoints are the same. Requires torchao
-    (``pip install torchao``). According to torchao, it is faster than ``bf16-mixed`` for large layers in a compiled
-    model (``compile=default``). Without a GPU it is emulated and slow, to test a configuration.
+    The operands of each matrix product (inputs, weights or gradients) are scaled by their own largest value (dynamic
+    scaling) and rounded to 8 bits (Micikevicius et al. 2022, FP8 Formats for Deep Learning). Everything else is as in
+    ``bf16-mixed``: weights, gradients and optimizer states are float32, the loss is not scaled, and checkpoints are the
+    same. Requires torchao (``pip install torchao``). According to torchao, it is faster than ``bf16-mixed`` for large
+    layers in a compiled model (``compile=default``). Without a GPU it is emulated and slow, to test a configuration.
 
     Args:
         recipe: torchao's name for how values share a scale: ``"tensorwise"``, one scale for each tensor, with gradients
             in e5m2 and the rest in e4m3; ``"rowwise"``, one for each row, all in e4m3; ``"rowwise_with_gw_hp"``, the
-            same, except for the gradients of weights, which are computed in bfloat16.
+            same, except that the gradients of weights are computed in bfloat16, and that the gradient of the input uses
+            one scale for the whole weight.
         modules: the ``nn.Linear`` layers to convert, by name or pattern as in ``fp32_modules``. Only layers with sizes
             that are multiples of 16 compute in float8; subclasses of ``nn.Linear`` and the projections of
             ``nn.MultiheadAttention`` do not. See :meth:`layers`.
