@@ -371,7 +371,7 @@ class Run:
         self.process_state = None
         assert state is not None
         trainer.process.load(state, stops=trainer.resume == "auto")
-        if trainer.resume == "auto" and state["should_stop"]:
+        if trainer.resume == "auto" and state["should_stop"] and trainer.loop.limits.may_stop():
             rank_zero_info(
                 "resume='auto': the run had stopped early (should_stop), so it does not continue. To continue, pass its"
                 " checkpoint to a Trainer without resume='auto':"

@@ -221,20 +221,25 @@ def test_states_of_another_number_of_processes_or_version(tmp_path: Path) -> Non
     assert differences({**resumed, "rows": whole["rows"]}, whole) == []
 
 
-@pytest.mark.parametrize(("resume", "epochs"), [("auto", 1), (None, 3)])
-def test_run_that_had_decided_to_stop(tmp_path: Path, resume: Any, epochs: int) -> None:
-    """The same command stops again. With an explicit checkpoint, training continues."""
+@pytest.mark.parametrize(
+    ("resume", "min_epochs", "epochs"), [("auto", None, 1), (None, None, 3), ("auto", 2, 2), (None, 2, 2)]
+)
+def test_run_that_had_decided_to_stop(tmp_path: Path, resume: Any, min_epochs: int | None, epochs: int) -> None:
+    """The same command stops again. With an explicit checkpoint, training continues.
+
+    A stop that waits for ``min_epochs`` takes effect with either of them.
+    """
 
     def trainer_with(more: list[Any]) -> Trainer:
         stop = EarlyStopping("largest", patience=0, stopping_threshold=1e9)
         return make_trainer(
             tmp_path, max_epochs=3, limit_val_batches=0, enable_checkpointing=bool(more), callbacks=[stop, *more],
-            logger=RecordingLogger(), resume=resume,
+            logger=RecordingLogger(), resume=resume, min_epochs=min_epochs,
         )  # fmt: skip
 
     saving = SavesAlways(tmp_path)
     trainer_with([saving]).fit(Remembering(), Drawn())
-    path = list(saving.rows)[-1]
+    path = next(path for path in reversed(saving.rows) if torch.load(path, weights_only=True)["epoch"] == 0)
     trainer = trainer_with([])
     trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, EarlyStopping)]
     with pytest.warns(UserWarning, match="callbacks used to create the checkpoint"):

@@ -155,7 +155,8 @@ class ProcessState:
 
         Args:
             state: the state of this process.
-            stops: whether a run that had decided to stop stays stopped.
+            stops: whether a run that had decided to stop stays stopped, even if ``min_epochs`` and ``min_steps`` are
+                met.
         """
         trainer, loop = self._trainer, self._trainer.loop
         engine: Engine = trainer.engine
@@ -170,7 +171,8 @@ class ProcessState:
             one.load_data_state(state.get("evaluation", {}).get(name))
         outcome = state["outcome"]
         loop.restore_outcome(None if outcome is None else StepOutcome(*outcome), state["has_updated"])
-        loop.limits.should_stop = loop.limits.should_stop or (stops and state["should_stop"])
+        # a stop that waits for `min_epochs` or `min_steps` is still pending
+        loop.limits.should_stop |= state["should_stop"] and (stops or not loop.limits.may_stop())
         window = state["window"]
         if not loop.progress.batches_this_epoch and "size" not in window:
             window = {**window, "batches": loop.window.batches}  # set only in an epoch that has begun
