@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
+from torchmetrics import MeanMetric
 
 from tests.support import Regression, loader_of, make_batches, make_trainer
+from trainer.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "lightning-issues.md").read_text(encoding="utf-8")
@@ -43,6 +45,55 @@ def test_fit_after_an_early_stop_trains(tmp_path: Path) -> None:  # 18727
     stops.stopping_threshold = None
     trainer.fit(module, data, data)
     assert trainer.current_epoch == 5
+
+
+class Shares(Regression):
+    """Logs the values 1, 1, 1 in training and the index of the dataloader in validation, as metric objects."""
+
+    def __init__(self, training: str, validation: str, resets: bool) -> None:
+        super().__init__()
+        self.a, self.b = MeanMetric(), MeanMetric()
+        self.training_metric, self.validation_metric, self.resets = training, validation, resets
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log_metric("train", self.training_metric, 1.0)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if self.resets and batch_idx == 0:
+            self.b.reset()
+        self.log_metric("val", self.validation_metric, dataloader_idx)
+
+    def log_metric(self, name: str, which: str, value: float) -> None:
+        metric = getattr(self, which[0])
+        number = metric(value)
+        self.log(name, number if which != which[0] else metric, on_step=False, on_epoch=True, batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("training", "validation", "loaders", "resets", "refused"),
+    [
+        ("a", "b", 1, False, None),
+        ("a", "a", 1, False, "'val' was"),  # 11601
+        ("a number", "a", 1, False, "'val' was"),
+        ("a", "a number", 1, False, "'train' was"),
+        ("a", "b", 2, False, "'val' for dataloader 1 was"),  # 18282
+        ("a", "b", 2, True, None),
+        ("a", "b number", 2, False, None),
+    ],
+)
+def test_metric_object_of_two_stages_or_dataloaders_is_refused(
+    tmp_path: Path, training: str, validation: str, loaders: int, resets: bool, refused: str | None
+) -> None:
+    module = Shares(training, validation, resets)
+    trainer, data = make_trainer(tmp_path, num_sanity_val_steps=0), loader_of(make_batches(3))
+    if refused is not None:
+        with pytest.raises(ConfigurationError, match=rf"\(MeanMetric\) logged as {refused} also updated .* reset\(\)"):
+            trainer.fit(module, data, [data] * loaders)
+        return
+    trainer.fit(module, data, [data] * loaders)
+    names = ["val"] if loaders == 1 else ["val/dataloader_idx_0", "val/dataloader_idx_1"]
+    assert trainer.callback_metrics == {"train": 1.0, **{name: float(i) for i, name in enumerate(names)}}
 
 
 def test_page_has_at_least_thirty_issues_each_once() -> None:

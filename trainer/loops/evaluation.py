@@ -18,7 +18,7 @@ from trainer.loops.batch_path import NO_PATH, BatchPath
 from trainer.loops.distributed_pass import DistributedPass
 from trainer.loops.hooks import NO_HOOKS, Hooks
 from trainer.precision.base import Precision
-from trainer.state.metric_objects import MetricObjects
+from trainer.state.metric_objects import MetricObjects, metric_objects_in, update_counts
 from trainer.state.metrics import MetricStore, PublishedMetrics, Recorder
 from trainer.state.progress import EvalProgress, FitProgress
 
@@ -98,6 +98,7 @@ class EvalLoop:
         """
         self.hooks = hooks
         self.module = module
+        self.metric_objects = metric_objects_in(module)
         self.path = path
         if loaders is not None and self.loaders is not None and len(loaders.limits) != len(self.loaders.limits):
             self.published.drop(self.metrics.names())  # values of other dataloaders would never be replaced
@@ -106,6 +107,7 @@ class EvalLoop:
         self.inference_mode = inference_mode
         self.data_state: dict[str, Any] | None = None
         self.progress.seen_batches.clear()
+        self.updates_before: dict[int, int] = {}  # of metric objects, before the current dataloader
 
     def run(self, limit: float = float("inf")) -> list[Metrics]:
         """Run one pass. Return the logged metrics, one dict for each dataloader.
@@ -126,8 +128,10 @@ class EvalLoop:
                 if self.loaders is not None and self.loaders is not loaders:  # BatchSizeFinder replaces them in a hook
                     loaders = self.loaders
                     batches = self.begin(loaders, limit)
+                self.updates_before = updates_before = update_counts(self.metric_objects)
                 logged = self.evaluate(batches, loaders, limit)
                 self.hooks.of(f"on_{self.stage}_epoch_end")()
+                self.metrics.refuse_shared_metrics(updates_before)
                 if self.is_shared:
                     self.metrics.take_first(self.engine.broadcast)
                 at_the_end = self.publish()
@@ -266,6 +270,8 @@ class EvalLoop:
         self.metrics.dataloader_idx = dataloader_idx if several else None
         self.published.take(self.metrics.current(on_step=True))  # before the metrics of the epoch replace them
         self.metrics.end_epoch()
+        self.metrics.refuse_shared_metrics(self.updates_before)
+        self.updates_before = update_counts(self.metric_objects)
         if self.distributed_pass is not None:
             self.distributed_pass.finish(dataloader_idx)
             if self.is_shared:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -165,6 +165,16 @@ class MetricObjects:
                 setattr(metric, attribute, moved)
             vars(metric).update(state[name]["counts"])
             metric._computed = None
+
+
+def metric_objects_in(module: nn.Module) -> list[Metric]:
+    """Return the metric objects among a module's submodules."""
+    return [part for part in module.modules() if isinstance(part, Metric)]
+
+
+def update_counts(metrics: Iterable[Metric | None]) -> dict[int, int]:
+    """Return the number of updates since the last reset, by ``id`` of the metric object. None is ignored."""
+    return {id(metric): metric._update_count for metric in metrics if metric is not None}
 
 
 def reduce_over_group(group: Any, module: nn.Module) -> Callable[[], None]:

@@ -7,7 +7,7 @@ logging causes no host-device synchronization.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -367,6 +367,28 @@ class MetricStore:
         for key, value in broadcast(values).items():
             if key in values:
                 own[key].replace(value)
+
+    def refuse_shared_metrics(self, before: Mapping[int, int]) -> None:
+        """Raise an error if the value of a logged metric object includes other data than the data it is logged for.
+
+        Args:
+            before: the updates of metric objects at the point that separates both, by ``id`` (see ``update_counts``):
+                the start of a dataloader, or the start of a validation inside the epoch of training.
+
+        Raises:
+            ConfigurationError: if a metric object has updates from before and after this point, without a reset.
+        """
+        for entry in self.entries.values():
+            metric = entry.metric
+            if metric is None or not entry.has_value or not entry.options.on_epoch:
+                continue
+            if entry.dataloader_idx == self.dataloader_idx and 0 < before.get(id(metric), 0) < metric._update_count:
+                where = "" if self.dataloader_idx is None else f" for dataloader {self.dataloader_idx}"
+                raise ConfigurationError(
+                    f"The metric object ({type(metric).__name__}) logged as {entry.name!r}{where} was also updated with"
+                    " the data of another stage or dataloader, and its value would include both. Use a separate metric"
+                    " object for each stage and each dataloader, or call its reset() in between."
+                )
 
     def end_batch(self) -> None:
         """End a batch: release the references to it and to the values logged in it."""
