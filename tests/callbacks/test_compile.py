@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import shutil
 import warnings
@@ -420,6 +421,14 @@ def test_module_is_restored_and_its_keys_are_unchanged(tmp_path):
         assert not compilation.is_compiled(module.net)
         assert "_compiled_call_impl" not in vars(module.net)
         assert "forward" not in vars(module)
+
+
+def test_memory_of_a_run_is_freed(tmp_path):
+    module = Regression()
+    fit_and_watch(tmp_path, module, make_batches(2), callbacks=[Compile(backend="aot_eager")])
+    handlers = __import__("torch._dynamo.callback", fromlist=["callback_handler"]).callback_handler.end_callbacks
+    gc.collect()
+    assert handlers == []
 
 
 # --- inductor ---------------------------------------------------------------------------------------------------------

@@ -61,6 +61,13 @@ def test_panels():
     assert {round(axes.get_xlim()[1], 2) for axes in figure.axes} == {10.09}
 
 
+def test_panels_without_points_are_left_out():
+    metrics = {"val": {"val_acc": series({1: 0.5})}}
+    assert titles(figure_of(record(metrics=metrics, scales=None))) == ["Loss", "Accuracy"]
+    assert titles(figure_of(record(scale=None, metrics={}, scales=series({1: 1.0})))) == ["Loss"]
+    assert figure_of(record(losses={}, metrics=[], scales=None)) is None
+
+
 @pytest.mark.draws
 def test_picture(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # an import of it raises
