@@ -170,6 +170,12 @@ def test_on_demand(tmp_path):
     assert (tmp_path / "diagnosis_step_1.md").exists()
 
 
+def test_on_demand_while_steps_are_skipped(tmp_path):
+    callback, _ = report_on(tmp_path, Regression(sequential(Amplifier(), 3)), 5, report={"at_step": 1})
+    assert [(report.step, report.in_a_row) for report in callback.reports] == [(1, 2)]
+    assert callback.reports[0].count == 4  # steps 1 to 4
+
+
 def test_more_batches_are_kept_while_steps_are_skipped(tmp_path):
     """The outcome of a step may be known after the forward passes of the next one."""
     room = []
