@@ -122,6 +122,27 @@ def test_fast_dev_run(given, batches):
     assert (parsed.val_check_interval, parsed.check_val_every_n_epoch) == (1.0, 1)
 
 
+@pytest.mark.parametrize(
+    ("more", "train", "val"),
+    [
+        ({}, 2, 2),
+        ({"limit_val_batches": 0.0}, 2, 0),  # 8962
+        ({"limit_train_batches": 0}, 0, 2),
+        ({"limit_train_batches": 1.0, "limit_val_batches": 2}, 2, 2),
+        ({"fast_dev_run": 5}, 2, 2),
+    ],
+)
+def test_overfit_batches_limits_training_and_validation(more, train, val):
+    parsed = limits(overfit_batches=2, **more)
+    assert (parsed.overfit_batches, parsed.train, parsed.val) == (2, train, val)
+
+
+@pytest.mark.parametrize(("name", "value"), [("limit_val_batches", 1), ("limit_train_batches", 0.5)])
+def test_overfit_batches_with_another_limit_is_refused(name, value):
+    with pytest.raises(ConfigurationError, match=f"overfit_batches is 2, and {name} is {value}: .* or {name}=0"):
+        limits(overfit_batches=2, **{name: value})
+
+
 @pytest.mark.parametrize("name", ["limit_test_batches", "overfit_batches", "val_check_interval"])
 @pytest.mark.parametrize("value", [1, 1.0])
 def test_one_and_all_are_distinguished(name, value, caplog):

@@ -422,11 +422,12 @@ def parse_limits(given: Mapping[str, Any], announce: Callable[[str], object] = s
 
     Returns:
         The arguments, with limits converted to numbers of batches (int) or fractions of the batches (float).
-        ``fast_dev_run`` and ``overfit_batches`` override others. ``val_check_seconds`` is added: the seconds between
-        validations, or None to count batches.
+        ``fast_dev_run`` overrides others. ``overfit_batches`` sets the limits of training and validation, except a
+        limit of 0. ``val_check_seconds`` is added: the seconds between validations, or None to count batches.
 
     Raises:
-        ConfigurationError: if a fraction of an epoch is given while batches are counted across epochs.
+        ConfigurationError: if a fraction of an epoch is given while batches are counted across epochs, or if
+            ``overfit_batches`` contradicts another limit.
     """
     interval, sanity_steps = given["val_check_interval"], given["num_sanity_val_steps"]
     if given["check_val_every_n_epoch"] is None and isinstance(interval, float):
@@ -442,8 +443,17 @@ def parse_limits(given: Mapping[str, Any], announce: Callable[[str], object] = s
         limits |= dict.fromkeys(_AMOUNTS, batches) | {"val_check_interval": 1.0, "val_check_seconds": None}
         limits |= {"max_steps": batches, "max_epochs": 1, "num_sanity_val_steps": 0, "check_val_every_n_epoch": 1}
     if given["overfit_batches"]:
-        amount = _parse_limit("overfit_batches", given, announce)
-        limits |= dict.fromkeys(("overfit_batches", "limit_train_batches", "limit_val_batches"), amount)
+        limits["overfit_batches"] = amount = _parse_limit("overfit_batches", given, announce)
+        for name in ("limit_train_batches", "limit_val_batches"):
+            limit = limits[name]
+            if limit == 0:  # no training, or no validation
+                continue
+            is_limited = isinstance(limit, int) or limit < 1.0
+            if is_limited and limit != amount and not given["fast_dev_run"]:
+                raise ConfigurationError(
+                    f"overfit_batches is {amount}, and {name} is {limit}: expected one of them, or {name}=0."
+                )
+            limits[name] = amount
     return limits
 
 
