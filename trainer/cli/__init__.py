@@ -131,8 +131,8 @@ def _hydra(arguments: Arguments) -> int:
             else:
                 num_jobs = sweep.planned(composer, arguments.config_overrides(), config)
                 flags = [word for flag in arguments.flags.items() if flag[0] != "--quiet" for word in flag if word]
-                again = resume_command(arguments.command, [*flags, *given], folder, "hydra.sweep.dir")
-                report = partial(sweep.report, folder, since=started, num_jobs=num_jobs, again=again)
+                resume = resume_command(arguments.command, [*flags, *given], folder, "hydra.sweep.dir")
+                report = partial(sweep.report, folder, since=started, num_jobs=num_jobs, again=resume)
     try:
         status = _call_hydra(arguments, composer, config, waiting)
     finally:

@@ -188,9 +188,9 @@ def _read_flag(word: str, words: list[str], arguments: Arguments) -> None:
     flag = _BY_SPELLING.get(spelling)
     if flag is None:
         known = [flag.spellings[0][2:] for flag in FLAGS]
-        near = did_you_mean(spelling.lstrip("-"), known).replace(" '", " '--")
+        hint = did_you_mean(spelling.lstrip("-"), known).replace(" '", " '--")
         raise UsageError(
-            f"There is no flag {spelling!r}.{near} `{command_line('fit', '--help')}` lists the flags. Settings are"
+            f"There is no flag {spelling!r}.{hint} `{command_line('fit', '--help')}` lists the flags. Settings are"
             " written without dashes: key=value."
         )
     name = flag.spellings[0]

@@ -25,8 +25,8 @@ def command(arguments: Arguments) -> int:
         arguments, f"{folder}, and the file to write" if to_file else f"{file}, and the folder to write"
     )
     if not given.exists():
-        near = did_you_mean(given.name, [one.name for one in given.parent.iterdir()] if given.parent.is_dir() else [])
-        raise UsageError(f"{arguments.command} got {given}: there is no such file or folder.{near}")
+        hint = did_you_mean(given.name, [one.name for one in given.parent.iterdir()] if given.parent.is_dir() else [])
+        raise UsageError(f"{arguments.command} got {given}: there is no such file or folder.{hint}")
     if to_file and not is_checkpoint_folder(given):
         found = f"there is no {MANIFEST} in it" if given.is_dir() else "it is a file"
         raise UsageError(

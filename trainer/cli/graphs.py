@@ -118,8 +118,9 @@ def export(
             size = part.stat().st_size / 2**20
             os.replace(part, file)
     sizes = f"any size (checked with {rows_of(inputs)} and 1)" if is_dynamic else f"{rows_of(inputs)}, no other size"
-    same = f"differ by at most {gap:.1e}" if gap else "are bitwise equal"
-    return f"Wrote {file}: {size:,.3g} MiB, float32, for batches of {sizes}. Its outputs and those of forward {same}."
+    comparison = f"differ by at most {gap:.1e}" if gap else "are bitwise equal"
+    wrote = f"Wrote {file}: {size:,.3g} MiB, float32, for batches of {sizes}."
+    return f"{wrote} Its outputs and those of forward {comparison}."
 
 
 def inputs_of(module: Any, batch: Any) -> Inputs:

@@ -41,14 +41,15 @@ def apply(arguments: Arguments) -> None:
     given = [word for word in arguments.overrides if word.lstrip("+").startswith("ckpt=")]
     if not given:
         return
-    asked = given[-1].partition("=")[2].strip("'\"")
-    _refuse_contradictions(arguments, asked)
-    checkpoint = find(Path(asked).expanduser(), latest=arguments.command == "fit")
+    given_ckpt = given[-1].partition("=")[2].strip("'\"")
+    _refuse_contradictions(arguments, given_ckpt)
+    checkpoint = find(Path(given_ckpt).expanduser(), latest=arguments.command == "fit")
     run = run_of(checkpoint)
     if run is None:
         raise UsageError(
-            f"ckpt is {asked}, expected a checkpoint in the folder of a run: there is no {CONFIG} in the folders above"
-            f" it. Choose its config: `{command_line(arguments.command, '+recipe=NAME', f'ckpt_path={asked}')}`"
+            f"ckpt is {given_ckpt}, expected a checkpoint in the folder of a run: there is no {CONFIG} in the folders"
+            " above it. Choose its config:"
+            f" `{command_line(arguments.command, '+recipe=NAME', f'ckpt_path={given_ckpt}')}`"
         )
     arguments.overrides = [word for word in arguments.overrides if word not in given]
     groups = _chosen(arguments)
@@ -58,8 +59,8 @@ def apply(arguments: Arguments) -> None:
     arguments.flags["--config-name"] = RESTORED
     if is_first() and not is_quiet() and not arguments.shows:
         started = _working_dir_of(run)
-        elsewhere = f" It was started in {started}." if started not in (None, str(Path.cwd())) else ""
-        print(printable(f"{arguments.command} with {checkpoint.name} and the config of {run}.{elsewhere}"), flush=True)
+        remark = f" It was started in {started}." if started not in (None, str(Path.cwd())) else ""
+        print(printable(f"{arguments.command} with {checkpoint.name} and the config of {run}.{remark}"), flush=True)
 
 
 def recipe_of(checkpoint: str | None) -> str | None:
@@ -69,16 +70,16 @@ def recipe_of(checkpoint: str | None) -> str | None:
     return recipe if recipe is not None and re.fullmatch(r"\w[\w./-]*", recipe) else None
 
 
-def _refuse_contradictions(arguments: Arguments, asked: str) -> None:
+def _refuse_contradictions(arguments: Arguments, given_ckpt: str) -> None:
     if arguments.command == "compare":
         raise UsageError("Got ckpt with compare, which trains from the beginning. Remove it.")
-    if "," in asked and arguments.multirun:
-        raise UsageError(f"Got ckpt={asked}, expected one value: each run has its own config.")
+    if "," in given_ckpt and arguments.multirun:
+        raise UsageError(f"Got ckpt={given_ckpt}, expected one value: each run has its own config.")
     keys = {word.lstrip("+~").partition("=")[0] for word in arguments.overrides}
     if "recipe" in keys or arguments.flags.get("--config-name", RESTORED) != RESTORED:
         raise UsageError(
-            f"Got ckpt={asked}, which uses the config of its run, and another config or recipe. Remove the recipe, or"
-            " use ckpt_path=FILE instead of ckpt to load the checkpoint into another config."
+            f"Got ckpt={given_ckpt}, which uses the config of its run, and another config or recipe. Remove the recipe,"
+            " or use ckpt_path=FILE instead of ckpt to load the checkpoint into another config."
         )
     if "ckpt_path" in keys:
         raise UsageError("Got ckpt and ckpt_path, expected one: ckpt uses the config of the run, ckpt_path does not.")

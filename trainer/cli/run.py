@@ -324,10 +324,10 @@ def _execute(settings: dict[str, Any], record: RunRecord, module: Any, data: Any
         return
     if trainer.resume == "auto" and any(Path(record.facts["run_dir"]).glob("checkpoints/*.ckpt")):
         checkpoint = None  # resume the run in this folder, also if it has started from another checkpoint
-    more: dict[str, Any] = {"verbose": False} if command in ("validate", "test") and is_quiet() else {}
+    options: dict[str, Any] = {"verbose": False} if command in ("validate", "test") and is_quiet() else {}
     if command == "fit" and settings["weights"] is not None:
-        more["weights"] = settings["weights"]
-    getattr(trainer, command)(module, datamodule=data, ckpt_path=checkpoint, **more)
+        options["weights"] = settings["weights"]
+    getattr(trainer, command)(module, datamodule=data, ckpt_path=checkpoint, **options)
     if command == "fit" and not record.facts.get("pruned"):
         from trainer.record.measures import reason_without_updates
 

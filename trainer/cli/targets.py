@@ -271,8 +271,8 @@ def _look_up(target: str, key: str) -> Any:
         if not _has_attribute(found, name, path) and hasattr(found, "__path__"):
             _import(f"{path}.{name}")
         if not _has_attribute(found, name, path):
-            near = did_you_mean(name, dir(found))
-            raise UsageError(f"{key}: there is no {target}: {path} has no {name!r}.{near}")
+            hint = did_you_mean(name, dir(found))
+            raise UsageError(f"{key}: there is no {target}: {path} has no {name!r}.{hint}")
         found, path = getattr(found, name), f"{path}.{name}"
     if not callable(found):
         raise UsageError(f"{key}: {target} is a {type(found).__name__}, expected a class or a function.")

@@ -202,8 +202,8 @@ def _check_option(composer: Composer, override: Override) -> None:
             continue
         if option is None:
             known = composer.options(group)
-            none = f"{group}=none" if "none" in known else f"~{group}"
-            removal = "" if group in _NEEDED else f" To use none, write {none}."
+            option_none = f"{group}=none" if "none" in known else f"~{group}"
+            removal = "" if group in _NEEDED else f" To use none, write {option_none}."
             raise UsageError(f"{group} is null, expected one of: {', '.join(known)}.{removal}")
         name = str(option).strip("'\"")
         if not composer.has_option(group, name):
@@ -271,9 +271,9 @@ def _check_replaced_options(composer: Composer, known: dict[str, Any], job: Sequ
             continue
         option = str(override.value()).strip("'\"")
         others = [str(one.input_line) for one in overrides if one is not override]
-        usual = [file.stem for file, of, _ in composer.files(others) if of == group]
+        defaults = [file.stem for file, option_group, _ in composer.files(others) if option_group == group]
         own = {f"{group}.{entry.key}": entry.value for entry in walk(composer.option(group, option), into_lists=False)}
-        if not own or usual[-1:] in ([], [option]):
+        if not own or defaults[-1:] in ([], [option]):
             continue
         left = list[str]()
         for key in known:
@@ -283,7 +283,7 @@ def _check_replaced_options(composer: Composer, known: dict[str, Any], job: Sequ
                 left += [] if any(one in left for one in above) else [key]
         if left:
             raise UsageError(
-                f"{group}={option} replaces {group}={usual[-1]}, but the config keeps settings for the latter, which"
+                f"{group}={option} replaces {group}={defaults[-1]}, but the config keeps settings for the latter, which"
                 f" {option} does not have: {', '.join(left)}. To remove them: {' '.join(f'~{key}' for key in left)}"
             )
 
@@ -303,10 +303,10 @@ def _check_new_key(composer: Composer, known: Container[str], override: Override
     if key in known and not override.is_force_add() and not isinstance(override.value(), dict):
         plain = str(override.input_line).lstrip("+")
         raise UsageError(f"{key} is in the config already. Remove the + before it: {plain}")
-    near = did_you_mean(key, [group for group in composer.groups() if group != key])
-    if "." not in key and near and not override.is_force_add():
+    group_hint = did_you_mean(key, [group for group in composer.groups() if group != key])
+    if "." not in key and group_hint and not override.is_force_add():
         raise UsageError(
-            f"There is no config group {key!r}.{near} To add a setting of that name, write"
+            f"There is no config group {key!r}.{group_hint} To add a setting of that name, write"
             f" ++{str(override.input_line).lstrip('+')}."
         )
 
@@ -324,15 +324,15 @@ def _check_unknown_key(known: dict[str, Any], chosen: dict[str, str], override: 
     if above and (node is None or node == "???" or isinstance(node, list)):
         return
     groups = [group for group in composer.groups() if not key.startswith(f"{group}.")]
-    near = (
+    hint = (
         _hint_common_name(key, known)
         or _hint_other_options(chosen, key, composer)
         or _nearest(key, known)
         or did_you_mean(key, groups)
     )
-    is_new = not near and not override.is_delete() and not key.startswith("trainer.")
+    is_new = not hint and not override.is_delete() and not key.startswith("trainer.")
     new = f" To add a new setting, write +{override.input_line}." if is_new else ""
-    raise UsageError(f"There is no setting {key!r}.{near}{new}")
+    raise UsageError(f"There is no setting {key!r}.{hint}{new}")
 
 
 def _hint_other_options(options: dict[str, str], key: str, composer: Composer) -> str:
@@ -342,8 +342,8 @@ def _hint_other_options(options: dict[str, str], key: str, composer: Composer) -
     others = ("", "callbacks", "data", "logger", "trainer")  # groups of unrelated options
     if group in others or not composer.is_group(group) or chosen is None:
         return ""
-    having = [f"{group}={option}" for option in composer.options(group) if name in composer.option(group, option)]
-    return f" It belongs to {either(having)}, but the config uses {group}={chosen}." if having else ""
+    candidates = [f"{group}={option}" for option in composer.options(group) if name in composer.option(group, option)]
+    return f" It belongs to {either(candidates)}, but the config uses {group}={chosen}." if candidates else ""
 
 
 _COMMON = {
@@ -377,8 +377,8 @@ def _nearest(key: str, known: Iterable[str]) -> str:
         names = [name for name in names if name.startswith(f"{node}.")]
     last = {name.rpartition(".")[2].lower(): name for name in names}
     whole = [] if has_target else difflib.get_close_matches(key, names, n=1)  # with a target, all names share a prefix
-    near = whole or [last[name] for name in difflib.get_close_matches(key.rpartition(".")[2].lower(), last, n=1)]
-    return f" Did you mean {near[0]!r}?" if near else ""
+    matches = whole or [last[name] for name in difflib.get_close_matches(key.rpartition(".")[2].lower(), last, n=1)]
+    return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
 def _check_value(key: str, value: Any, default: Any) -> None:
@@ -439,8 +439,8 @@ def _check_complete(job: DictConfig) -> None:
     """Check that all required nodes exist, because Hydra can delete them."""
     for name in (*_ALWAYS, *_NEEDED):
         if name not in job:
-            none = f" To use none, write {name}=none." if name in ("callbacks", "logger") else ""
-            raise UsageError(f"There is no {name} in the config, expected one: it cannot be removed.{none}")
+            hint = f" To use none, write {name}=none." if name in ("callbacks", "logger") else ""
+            raise UsageError(f"There is no {name} in the config, expected one: it cannot be removed.{hint}")
     for name in ("callbacks", "logger"):
         group = unresolved(job)[name] or {}
         for key, node in group.items() if isinstance(group, dict) else [("", group)]:
@@ -464,16 +464,16 @@ def _check_ignored_keys(composer: Composer, config: DictConfig, overrides: Seque
     for name, value in known.items():
         is_read = name in known_keys or re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", text)
         if not is_read and name not in meant:
-            near = did_you_mean(name, groups) if isinstance(value, dict) else ""
-            near = f" Did you mean 'trainer.{name}'?" if name in SETTINGS else near
-            if near:
-                raise UsageError(f"There is no setting {name!r}.{near}")
+            hint = did_you_mean(name, groups) if isinstance(value, dict) else ""
+            hint = f" Did you mean 'trainer.{name}'?" if name in SETTINGS else hint
+            if hint:
+                raise UsageError(f"There is no setting {name!r}.{hint}")
     for group in ("callbacks", "logger"):
         nodes = {name: node for name, node in (known.get(group) or {}).items() if isinstance(node, dict)}
         names = [*composer.options(group), *(name for name, node in nodes.items() if "_target_" in node)]
         for name in nodes:  # a node of an option that was not chosen is allowed
-            if name not in names and (near := did_you_mean(name, names)):
-                raise UsageError(f"{group}.{name} has no _target_.{near}")
+            if name not in names and (hint := did_you_mean(name, names)):
+                raise UsageError(f"{group}.{name} has no _target_.{hint}")
 
 
 def _check_model(plain: dict[str, Any], arguments: Arguments, recipe: str | None) -> None:
@@ -559,8 +559,8 @@ def _check_checkpoint(path: str | None) -> None:
     if Path(path).exists():
         return
     folder = Path(path).parent
-    near = did_you_mean(Path(path).name, [file.name for file in folder.iterdir()] if folder.is_dir() else [])
-    raise UsageError(f"ckpt_path is {path}: there is no such file.{near}")
+    hint = did_you_mean(Path(path).name, [file.name for file in folder.iterdir()] if folder.is_dir() else [])
+    raise UsageError(f"ckpt_path is {path}: there is no such file.{hint}")
 
 
 def _check_weights(plain: dict[str, Any]) -> None:

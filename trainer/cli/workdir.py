@@ -68,9 +68,10 @@ def claim(arguments: Arguments, config: DictConfig) -> Path:
     by_srun = slurm_step() is not None and int(os.environ.get("SLURM_NTASKS") or 1) > 1
     if sweeping and (under_torchrun() or by_srun):
         flag = [] if arguments.command == "compare" else ["-m"]
-        again = command_line(arguments.command, *flag, *arguments.overrides, "trainer=ddp", "trainer.devices=2")
+        command = command_line(arguments.command, *flag, *arguments.overrides, "trainer=ddp", "trainer.devices=2")
         raise UsageError(
-            f"Got a sweep under torchrun or srun, but a sweep starts its own processes. Run it without them: `{again}`."
+            "Got a sweep under torchrun or srun, but a sweep starts its own processes. Run it without them:"
+            f" `{command}`."
         )
     key = "hydra.sweep.dir" if sweeping else "hydra.run.dir"
     chosen = any(override.startswith(f"{key}=") for override in arguments.overrides)
@@ -128,8 +129,8 @@ def words_of_run(config: DictConfig) -> list[str]:
     hydra = HydraConfig.get()
     flags = [word for flag in config_flags(hydra).items() for word in flag]
     task = [word for word in with_values(hydra.overrides.task, config) if not word.startswith("command=")]
-    of_hydra = [word for word in hydra.overrides.hydra if not word.startswith(("hydra.run.dir=", "hydra.mode="))]
-    return [*flags, *task, *of_hydra]
+    hydra_overrides = [word for word in hydra.overrides.hydra if not word.startswith(("hydra.run.dir=", "hydra.mode="))]
+    return [*flags, *task, *hydra_overrides]
 
 
 def config_flags(hydra: Any) -> dict[str, str]:

@@ -224,8 +224,10 @@ def _describe(device: torch.device) -> dict[str, Any]:
         detail = f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
     elif device.type == "cpu":
         cores = machine.cores()
-        of = f"{cores.usable} of {cores.total} cores usable" if cores.usable < cores.total else f"{cores.total} cores"
-        detail = f"{of}; 16-bit instructions: {', '.join(instructions()) or 'none that torch uses'}"
+        counts = (
+            f"{cores.usable} of {cores.total} cores usable" if cores.usable < cores.total else f"{cores.total} cores"
+        )
+        detail = f"{counts}; 16-bit instructions: {', '.join(instructions()) or 'none that torch uses'}"
     return {"device": str(device), "name": _name(device), "memory": memory, "detail": detail}
 
 

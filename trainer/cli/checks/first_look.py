@@ -103,10 +103,10 @@ def _report_layers(found: Findings, seen: Layers) -> None:
         for layer in shown(seen.layers, _ROWS)
     ]  # fmt: skip
     texts, numbers = ("layer", "class"), ("parameters", "activations", "largest", "gradient", "vanish")
-    of = f"{len(rows)} of {len(seen.layers)} layers" if len(rows) < len(seen.layers) else "The layers"
+    count = f"{len(rows)} of {len(seen.layers)} layers" if len(rows) < len(seen.layers) else "The layers"
     frozen = f", {seen.trained:,} trained" if seen.trained < seen.parameters else ""
     loss = "" if seen.loss is None else f", loss {seen.loss:.4g}"
-    title = f"{of}, in float32: {seen.parameters:,} parameters{frozen}{loss}"
+    title = f"{count}, in float32: {seen.parameters:,} parameters{frozen}{loss}"
     found.tables.append(Table(title, (*texts, *numbers), rows, texts, ("class", "activations", "vanish")))
     if not is_finite:
         found.problem(f"The loss of this batch is {seen.loss} in float32 with the initial weights.")
@@ -126,7 +126,7 @@ def _report_layers(found: Findings, seen: Layers) -> None:
 def _float16(layers: list[Layer]) -> dict[str, Any]:
     """Return predictions about these layers in float16, with sentences."""
     high, steep = max(layers, key=lambda one: one.activation), max(layers, key=lambda one: one.gradient or 0.0)
-    over = sorted((one for one in layers if one.largest > LARGEST), key=lambda one: one.largest, reverse=True)
+    overflowing = sorted((one for one in layers if one.largest > LARGEST), key=lambda one: one.largest, reverse=True)
     scale = largest_scale(layers)
     nonzero = sum(layer.nonzero for layer in layers) or 1
     lost = sum(layer.vanishing for layer in layers) / nonzero
@@ -136,12 +136,12 @@ def _float16(layers: list[Layer]) -> dict[str, Any]:
         f"This batch fits into float16 (largest number {LARGEST:,.0f}): the largest activation is"
         f" {_number(high.activation)} in {_name(high)}{gradient}."
     ]
-    if over:
-        names = ",".join(layer.name for layer in over[:_NAMED] if layer.name)
+    if overflowing:
+        names = ",".join(layer.name for layer in overflowing[:_NAMED] if layer.name)
         sentences = [
-            f"float16 overflows in {join_first(map(_name, over), _NAMED)}: its largest number is {LARGEST:,.0f}, and"
-            f" values reach {_number(over[0].largest)}. Use precision.fp32_modules=[{names}] to run these in float32,"
-            " or bf16-mixed, which has float32's range."
+            f"float16 overflows in {join_first(map(_name, overflowing), _NAMED)}: its largest number is {LARGEST:,.0f},"
+            f" and values reach {_number(overflowing[0].largest)}. Use precision.fp32_modules=[{names}] to run these in"
+            " float32, or bf16-mixed, which has float32's range."
         ]
     if lost:
         worst = max(layers, key=lambda layer: layer.share)
@@ -157,7 +157,7 @@ def _float16(layers: list[Layer]) -> dict[str, Any]:
     return {
         "largest_activation": high.activation,
         "largest_gradient": steep.gradient,
-        "overflowing": [layer.name for layer in over],
+        "overflowing": [layer.name for layer in overflowing],
         "vanishing": lost,
         "vanishing_scaled": lost_scaled,
         "largest_scale": scale,

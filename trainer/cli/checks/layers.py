@@ -117,13 +117,13 @@ class Layers(Callback):
             self.layers.append(layer)
             owners |= {id(parameter): layer for parameter in own if id(parameter) not in owners}
             self._handles.append(part.register_forward_hook(partial(self._take_output, layer)))
-        itself = Layer("", plain_class(pl_module).__name__, 0)
+        root = Layer("", plain_class(pl_module).__name__, 0)
         for name, parameter in pl_module.named_parameters():
             if parameter.requires_grad:
-                layer = owners.get(id(parameter), itself)
+                layer = owners.get(id(parameter), root)
                 self._trained.append(name)
                 self._handles.append(parameter.register_hook(partial(self._take_gradient, layer, name)))
-        self.layers.insert(0, itself)
+        self.layers.insert(0, root)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Store the loss, and end the fit."""

@@ -68,7 +68,7 @@ def load(
     combined = CombinedLoader(loader)
     workers = [getattr(one, "num_workers", None) for one in combined.flattened]
     ahead = [getattr(one, "prefetch_factor", None) or 0 for one in combined.flattened]
-    ready = max((number or 0) * many for number, many in zip(workers, ahead, strict=True))
+    ready = max((number or 0) * factor for number, factor in zip(workers, ahead, strict=True))
     begun = clock()
     batches = (batch for batch, *_ in combined)
     try:

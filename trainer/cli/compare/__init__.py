@@ -239,9 +239,9 @@ def condition_differences(runs: Sequence[RunRecord]) -> list[str]:
     found = []
     for run in others:
         for fact in ("seed", "devices"):
-            own, of_first = run.facts.get(fact), first.facts.get(fact)
-            if own != of_first:
-                found.append(f"{run.label} has {fact} {own}, {first.label} {of_first}.")
+            value, first_value = run.facts.get(fact), first.facts.get(fact)
+            if value != first_value:
+                found.append(f"{run.label} has {fact} {value}, {first.label} {first_value}.")
         if _length(run) != _length(first):
             found.append(f"{run.label} trained for {_length(run)}, {first.label} for {_length(first)}.")
         epoch = _first_difference(run, first)
@@ -254,8 +254,8 @@ def condition_differences(runs: Sequence[RunRecord]) -> list[str]:
     if found:
         return [f"Different between runs: {found[0]}", *found[1:]]
     batches = "the first batch of every epoch" if all(run.throughput.get("batches") for run in done) else ""
-    same = (f"seed {first.facts.get('seed')}", first.devices, _length(first), batches)
-    return [f"Equal in all runs: {', '.join(filter(None, same))}."]
+    conditions = (f"seed {first.facts.get('seed')}", first.devices, _length(first), batches)
+    return [f"Equal in all runs: {', '.join(filter(None, conditions))}."]
 
 
 def _length(run: RunRecord) -> str:
@@ -276,8 +276,8 @@ def _reliability_notes(runs: Sequence[RunRecord]) -> list[str]:
     found = []
     batches = [measured for run in runs if (measured := run.throughput.get("measured_batches")) is not None]
     if batches and min(batches) < _FEW_BATCHES:
-        few = _count(min(batches), "batch", "batches")
-        found.append(f"The rates were measured over only {few}. Train longer for reliable rates.")
+        count = _count(min(batches), "batch", "batches")
+        found.append(f"The rates were measured over only {count}. Train longer for reliable rates.")
     if not any(run.memory_is_the_gpus for run in runs):
         found.append(
             "On a CPU, 16 bits are not expected to be faster: it has no Tensor Cores, and only some CPUs have"
@@ -293,5 +293,9 @@ def _outcome(run: RunRecord) -> str:
     return "" if run.completed else f"{run.status}: {run.error or 'no error was recorded'}"
 
 
-def _count(number: int | None, one: str, many: str | None = None) -> str:
-    return f"{number} {one}" if number == 1 else f"{'?' if number is None else f'{number:,}'} {many or f'{one}s'}"
+def _count(number: int | None, singular: str, plural: str | None = None) -> str:
+    return (
+        f"{number} {singular}"
+        if number == 1
+        else f"{'?' if number is None else f'{number:,}'} {plural or f'{singular}s'}"
+    )

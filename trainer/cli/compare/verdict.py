@@ -114,8 +114,8 @@ def assess(run: RunRecord, first: RunRecord, metric: Metric | None, thresholds: 
         clause, missed = _assess_quality(run, first, metric, thresholds.accuracy_tolerance)
         clauses.append(clause)
         advice += [missed] if missed else []
-    rate, its_rate = run.samples_per_second, first.samples_per_second
-    speedup = rate / its_rate if rate and its_rate else None
+    rate, first_rate = run.samples_per_second, first.samples_per_second
+    speedup = rate / first_rate if rate and first_rate else None
     if speedup is not None:
         wanted = _threshold(thresholds.min_speedup, MIN_SPEEDUP, run, first)
         clauses.append(_speed(speedup, wanted))
@@ -123,8 +123,8 @@ def assess(run: RunRecord, first: RunRecord, metric: Metric | None, thresholds: 
             advice.append(
                 " ".join([f"Less than {wanted:g}x as fast as {first.label}.", *_slowness_reasons(run, first)])
             )
-    memory, its_memory = run.peak_memory, first.peak_memory
-    saving = 1 - memory / its_memory if memory and its_memory else None
+    memory, first_memory = run.peak_memory, first.peak_memory
+    saving = 1 - memory / first_memory if memory and first_memory else None
     if saving is not None:
         wanted = _threshold(thresholds.min_memory_saving, MIN_MEMORY_SAVING, run, first)
         if wanted is not None or run.memory_is_the_gpus:

@@ -48,9 +48,10 @@ def _split_words(words: Sequence[str]) -> tuple[list[str], str | None]:
     if not _is_name_of_page(last):
         folders, last = list(words), ""
     if misplaced := next((word for word in folders if _is_name_of_page(word) and not Path(word).is_dir()), None):
-        behind = words[list(words).index(misplaced) + 1]
+        extra_word = words[list(words).index(misplaced) + 1]
         raise UsageError(
-            f"Got {behind!r} after the name of the page, {misplaced}, expected the name of the page as the last word."
+            f"Got {extra_word!r} after the name of the page, {misplaced}, expected the name of the page as the last"
+            " word."
         )
     if len(folders) > 1 and Path(folders[-1]).suffix and not Path(folders[-1]).exists():
         raise UsageError(

@@ -136,8 +136,8 @@ def _metrics(run: RunRecord, rows: dict[str, Curve]) -> tuple[list[Chart], list[
         is_loss = base == "loss"
         losses = run.losses
         if is_loss and has_losses:
-            of_steps = [rows[name] for name in names if _is_training(name) and not name.endswith("_epoch")]
-            losses = _continued(losses, of_steps[0]) if of_steps else losses
+            step_losses = [rows[name] for name in names if _is_training(name) and not name.endswith("_epoch")]
+            losses = _continued(losses, step_losses[0]) if step_losses else losses
             names = [name for name in names if not _is_training(name)]
         lines = list(_lines(names, rows))
         if is_loss and has_losses:
@@ -290,8 +290,8 @@ def _without_rows(run: RunRecord) -> str:
     """Return a sentence about the missing metrics.csv."""
     if run.command != "fit":
         return f"There are no curves for the command {run.command}."
-    yet = " yet" if run.status == "running" else ""
+    suffix = " yet" if run.status == "running" else ""
     return (
-        f"There is no metrics.csv{yet}. logger=csv and the default logger write it, with a row every"
+        f"There is no metrics.csv{suffix}. logger=csv and the default logger write it, with a row every"
         " trainer.log_every_n_steps steps: learning rate, gradient norm, underflow and all values that the module logs."
     )

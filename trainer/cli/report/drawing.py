@@ -100,8 +100,8 @@ def _axes(chart: Chart) -> Iterator[tuple[Axes, io.StringIO]]:
         FigureCanvasSVG(figure)
         bottom = _HEIGHT - top - height
         yield figure.add_axes((left / _WIDTH, bottom / _HEIGHT, width / _WIDTH, height / _HEIGHT)), written
-        nothing = {"Creator": None, "Date": None, "Format": None, "Type": None}
-        figure.savefig(written, format="svg", transparent=True, metadata=nothing)
+        no_metadata = {"Creator": None, "Date": None, "Format": None, "Type": None}
+        figure.savefig(written, format="svg", transparent=True, metadata=no_metadata)
 
 
 _Ramp = tuple[str, str] | tuple[()]
@@ -150,12 +150,12 @@ def _draw_map(axes: Axes, chart: Chart, last_step: float) -> tuple[dict[str, Any
             ["not finite" if bad else None if math.isnan(v) else float(f"{v:.3g}") for v, bad in row] for row in cells
         ],
     }
-    few = f"Shows the {len(lines)} layers with the largest values of {len(chart.lines)}."
+    note = f"Shows the {len(lines)} layers with the largest values of {len(chart.lines)}."
     largest = sorted(lines, key=lambda line: -(line.curve.finite or [0.0])[-1])[:3]
     return (
         {"map": data},
         largest,
-        few if len(lines) < len(chart.lines) else "",
+        note if len(lines) < len(chart.lines) else "",
         (format_number(low), format_number(high)),
     )
 

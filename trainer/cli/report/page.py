@@ -105,10 +105,9 @@ def tiles_of(run: RunRecord, goal: tuple[str, str] | None) -> list[Tile]:
     total = trainer.get("max_epochs") if isinstance(trainer, dict) else None
     tiles = [*_metric_tiles(run, goal)]
     if run.step is not None and run.command == "fit":
-        of_all = f" of {total}" if isinstance(total, int) and total > 0 else ""
-        epochs = (
-            f"{run.epochs}{of_all} epochs" if run.epochs is not None else f"{total} epochs in total" if of_all else ""
-        )
+        of_total = f" of {total}" if isinstance(total, int) and total > 0 else ""
+        in_total = f"{total} epochs in total" if of_total else ""
+        epochs = f"{run.epochs}{of_total} epochs" if run.epochs is not None else in_total
         tiles.append(Tile("Optimizer steps", f"{run.step:,}", epochs))
         if run.skipped_steps is not None and (run.scale is not None or run.skipped_steps):
             share = f"{run.skipped_steps / run.step:.1%} of all steps" if run.step and run.skipped_steps else ""

@@ -139,8 +139,8 @@ def _children(folder: Path) -> Iterator[Path]:
 
 def _nearby_runs(folder: Path) -> str:
     """Return commands for the newest runs next to ``folder``, or in the default folders."""
-    beside = [place for place in (folder.parent, *_children(folder.parent)) if is_sweep(place) or is_run(place)]
-    found = beside or [place for top in _TOPS for place in below(Path(top))]
+    siblings = [place for place in (folder.parent, *_children(folder.parent)) if is_sweep(place) or is_run(place)]
+    found = siblings or [place for top in _TOPS for place in below(Path(top))]
     newest = sorted(found, key=_changed, reverse=True)[:_MOST_NEAR]
     commands = [f"\n  {command_line('report', place)}" for place in newest]
     return "".join([" For the newest runs:", *commands]) if commands else ""

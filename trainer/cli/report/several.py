@@ -227,12 +227,12 @@ def _differences(runs: Sequence[RunRecord]) -> tuple[list[Difference], list[Diff
 
 
 def _differing(settings: Sequence[Mapping[str, str]], chosen: set[str]) -> list[Difference]:
-    known = [of_run for of_run in settings if of_run]
-    names = dict.fromkeys(name for of_run in known for name in of_run)
+    known = [run_settings for run_settings in settings if run_settings]
+    names = dict.fromkeys(name for run_settings in known for name in run_settings)
     return [
-        Difference(name, [of_run.get(name, "") for of_run in settings], name in chosen)
+        Difference(name, [run_settings.get(name, "") for run_settings in settings], name in chosen)
         for name in names
-        if len({of_run.get(name) for of_run in known}) > 1
+        if len({run_settings.get(name) for run_settings in known}) > 1
     ]
 
 

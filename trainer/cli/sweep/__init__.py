@@ -139,8 +139,8 @@ def _number(value: float | None) -> str:
 def _print(
     header: list[str], rows: list[list[str]], result: str, runs: Sequence[RunRecord], folder: Path, num_jobs: int | None
 ) -> None:
-    of_all = f" of {num_jobs}" if num_jobs and num_jobs > len(rows) else ""
-    jobs = "1 job" if len(rows) == 1 and not of_all else f"{len(rows)}{of_all} jobs"
+    of_total = f" of {num_jobs}" if num_jobs and num_jobs > len(rows) else ""
+    jobs = "1 job" if len(rows) == 1 and not of_total else f"{len(rows)}{of_total} jobs"
     narrow = [[cells[0], cells[1].replace(" ", "\n"), *cells[2:]] for cells in rows]
     Table(f"Sweep of {jobs}", header, narrow, ("overrides", "status", "run dir"), _SPARE).show()
     if result:

@@ -95,7 +95,7 @@ class Job:
             word for word in _unresolved(hydra.overrides.hydra) if not word.lstrip("+~").startswith(_SWEEP_ONLY)
         ]
         resumes = OmegaConf.select(config, "trainer.resume") == "auto"
-        again = not resumes and int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0  # Slurm requeued the job
+        is_requeued = not resumes and int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0  # Slurm requeued the job
         folder = Path(hydra.runtime.output_dir)
         placement = [
             f"hydra.run.dir={quoted(str(folder))}",
@@ -107,11 +107,11 @@ class Job:
             number=int(hydra.job.num),
             folder=folder,
             overrides=overrides,
-            words=[*overrides, *(["resume=auto"] if again else []), *hydra_overrides, *placement],
+            words=[*overrides, *(["resume=auto"] if is_requeued else []), *hydra_overrides, *placement],
             flags=[word for flag in config_flags(hydra).items() for word in flag],
             cwd=hydra.runtime.cwd,
             digest=hashlib.sha256(OmegaConf.to_yaml(config).encode()).hexdigest(),
-            resumes=resumes or again,
+            resumes=resumes or is_requeued,
             aside=not str(hydra.launcher["_target_"]).startswith(_BASIC),
         )
 

@@ -107,7 +107,9 @@ class OptunaSweeper(Sweeper):
         for trial in self._own_trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL):
             if (run := self._jobs().get(trial.user_attrs[_JOB])) is not None:
                 (run.folder / RUN).touch()  # so that the summary at the end includes it
-        self._again = [(trial.user_attrs[_JOB], self._words(trial)) for trial in self._own_trials(TrialState.RUNNING)]
+        self._interrupted = [
+            (trial.user_attrs[_JOB], self._words(trial)) for trial in self._own_trials(TrialState.RUNNING)
+        ]
         returns = []
         while batch := self._next():
             try:
@@ -220,16 +222,19 @@ class OptunaSweeper(Sweeper):
 
     def _next(self) -> list[tuple[int, list[str]]]:
         """Return numbers and overrides of the jobs to run next, with consecutive numbers; empty at the end."""
-        if self._again:  # trials of an interrupted sweep
+        if self._interrupted:  # trials of an interrupted sweep
             end = 1
-            while end < min(self.n_jobs, len(self._again)) and self._again[end][0] == self._again[end - 1][0] + 1:
+            while (
+                end < min(self.n_jobs, len(self._interrupted))
+                and self._interrupted[end][0] == self._interrupted[end - 1][0] + 1
+            ):
                 end += 1
-            batch, self._again = self._again[:end], self._again[end:]
+            batch, self._interrupted = self._interrupted[:end], self._interrupted[end:]
             return batch
-        every = self._study.get_trials(deepcopy=False)
-        left = self.n_trials - sum(trial.state != TrialState.WAITING for trial in every)
+        trials = self._study.get_trials(deepcopy=False)
+        left = self.n_trials - sum(trial.state != TrialState.WAITING for trial in trials)
         first = 1 + max(
-            (t.user_attrs[_JOB] for t in every if t.user_attrs.get(_FOLDER) == str(self._folder)), default=-1
+            (t.user_attrs[_JOB] for t in trials if t.user_attrs.get(_FOLDER) == str(self._folder)), default=-1
         )
         return [self._begin(first + index) for index in range(min(left, self.n_jobs))]
 

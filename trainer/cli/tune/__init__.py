@@ -107,10 +107,10 @@ def command(arguments: Arguments) -> int:
     words = arguments.words
     if not words or words[0] not in _MODULES:
         given = f"Got {words[0]!r}" if words else "Got nothing to tune"
-        near = did_you_mean(words[0], _MODULES) if words else ""
+        hint = did_you_mean(words[0], _MODULES) if words else ""
         raise UsageError(
             f"{given}, expected batch_size, for the largest batch that fits into memory, or lr, for a learning rate."
-            f"{near} `{command_line('tune', 'batch_size', *(arguments.overrides or [f'+recipe={example_recipe()}']))}`"
+            f"{hint} `{command_line('tune', 'batch_size', *(arguments.overrides or [f'+recipe={example_recipe()}']))}`"
         )
     arguments.check_flags()
     if under_torchrun():

@@ -68,8 +68,8 @@ def run(arguments: Arguments) -> int:
     limits = {"steps": settings.steps_per_try, "memory": budget, "only_on_cpu": is_default}
     tune.print_unless_quiet(f"Memory budget on a CPU{'' if is_default else ' or a GPU'}: {readable(budget)}.")
     findings = []
-    for name, (its_config, _) in zip(precisions_in(given), configs, strict=True):
-        attempt = partial(attempt_size, its_config, settings, folder, limits)
+    for name, (own_config, _) in zip(precisions_in(given), configs, strict=True):
+        attempt = partial(attempt_size, own_config, settings, folder, limits)
         findings.append(find(name, attempt, start, settings, are_given=bool(given), folder=folder))
     result = {"tuned": "batch_size", "key": settings.batch_size_key, "budget": budget, "seed": config.seed}
     tune.write(folder, result | {"settings": asdict(settings), "results": [asdict(one) for one in findings]})

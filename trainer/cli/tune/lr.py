@@ -128,8 +128,8 @@ def suggest(points: Sequence[tuple[float, float]]) -> Suggestion:
         return Suggestion(None, reason, points[lowest][0])
 
     def slope(i: int) -> float:
-        near = slice(i - reach, i + reach + 1)
-        return statistics.linear_regression(logs[near], losses[near]).slope
+        window = slice(i - reach, i + reach + 1)
+        return statistics.linear_regression(logs[window], losses[window]).slope
 
     steepest = min(range(reach, lowest + 1), key=slope)
     return Suggestion(points[steepest][0], "at the steepest decrease of the loss", points[lowest][0])
