@@ -46,8 +46,8 @@ class BestCheckpoint(ModelCheckpoint):
         """Lightning's key. With ``monitor="auto"``, it is the same before and after the choice."""
         if not self._chooses:
             return super().state_key
-        every = {"every_n_train_steps": self._every_n_train_steps, "every_n_epochs": self._every_n_epochs}
-        return self._generate_state_key(monitor=AUTO, **every, train_time_interval=self._train_time_interval)
+        intervals = {"every_n_train_steps": self._every_n_train_steps, "every_n_epochs": self._every_n_epochs}
+        return self._generate_state_key(monitor=AUTO, **intervals, train_time_interval=self._train_time_interval)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -90,8 +90,8 @@ class BestCheckpoint(ModelCheckpoint):
 
     def _save_last(self, trainer: Trainer) -> None:
         """Write the last checkpoint, unless Lightning has just written it."""
-        every, is_deferred = self._every_n_epochs, self._defer_save_until_validation
-        is_due = is_deferred or (every >= 1 and (trainer.current_epoch + 1) % every == 0)
+        interval, is_deferred = self._every_n_epochs, self._defer_save_until_validation
+        is_due = is_deferred or (interval >= 1 and (trainer.current_epoch + 1) % interval == 0)
         if self.save_last is True and is_due and not self._should_skip_saving_checkpoint(trainer):
             saved = self._last_global_step_saved
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))

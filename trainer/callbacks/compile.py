@@ -202,11 +202,12 @@ class Compile(RunCallback):
         if self._warned or times <= _USUAL:
             return
         self._warned = True
-        of_it = [one for one in recompiled if one.function == function]
+        compilations = [one for one in recompiled if one.function == function]
         warn(
-            f"{function} was recompiled {times} times, in {sum(one.seconds for one in of_it):.1f} s; the last time"
-            f" because: {of_it[-1].reason}. After 8 times, torch runs it uncompiled. If sizes differ between batches,"
-            " use dynamic=True. Numbers that change between steps are constants of the graph; pass them as tensors.",
+            f"{function} was recompiled {times} times, in {sum(one.seconds for one in compilations):.1f} s; the last"
+            f" time because: {compilations[-1].reason}. After 8 times, torch runs it uncompiled. If sizes differ"
+            " between batches, use dynamic=True. Numbers that change between steps are constants of the graph; pass"
+            " them as tensors.",
             PossibleUserWarning,
         )
 

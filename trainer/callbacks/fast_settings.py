@@ -99,8 +99,10 @@ class FastSettings(RunCallback):
         for name, value in checkpoint.get("state_dict", {}).items():
             checkpoint["state_dict"][name] = _to_contiguous(value)
         for state in checkpoint.get("optimizer_states", ()):
-            of_parameters = state.get("state", {})
-            state["state"] = {key: {n: _to_contiguous(v) for n, v in one.items()} for key, one in of_parameters.items()}
+            parameter_states = state.get("state", {})
+            state["state"] = {
+                key: {n: _to_contiguous(v) for n, v in one.items()} for key, one in parameter_states.items()
+            }
 
     def _clean_up(self, trainer: pl.Trainer) -> None:
         """Restore the previous settings and layouts."""

@@ -101,8 +101,8 @@ class GradientCheck(Callback):
         if self.problems:
             raise GradientCheckError(self._report())
         if trainer.is_global_zero:
-            but = f" The loss does not depend on {join_first(unused, 5)}." if unused else ""
-            print_line(f"The gradients of {len(names)} parameters agree with finite differences of the loss.{but}")
+            remark = f" The loss does not depend on {join_first(unused, 5)}." if unused else ""
+            print_line(f"The gradients of {len(names)} parameters agree with finite differences of the loss.{remark}")
 
     def _choose(self, trainer: Trainer, module: LightningModule) -> list[str]:
         if not module.automatic_optimization:

@@ -129,9 +129,9 @@ def _counters(record: RunRecord) -> dict[str, Any]:
 def _compiled(facts: Mapping[str, Any]) -> str:
     number, recompilations = facts["compilations"], facts["recompilations"]
     mode = f" ({facts['mode']})" if facts.get("mode") not in (None, "default") else ""
-    again = f", {recompilations} of them because something had changed" if recompilations else ""
+    reason = f", {recompilations} of them because something had changed" if recompilations else ""
     graphs = "1 graph" if number == 1 else f"{number} graphs"
-    return f"{', '.join(facts['modules'])}{mode}: {graphs} in {facts['seconds']:.1f} s{again}"
+    return f"{', '.join(facts['modules'])}{mode}: {graphs} in {facts['seconds']:.1f} s{reason}"
 
 
 def _paths(paths: Mapping[str, str | list[str]]) -> list[tuple[str, str]]:

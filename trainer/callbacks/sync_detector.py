@@ -287,14 +287,14 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         watch, kwargs, name = self._watch, kwargs or {}, getattr(func, "__name__", "")
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        of_host = bool(tensors) and all(map(_is_host, tensors))
+        from_host = bool(tensors) and all(map(_is_host, tensors))
         watch.marked, marked = {}, watch.marked
         try:
-            copies = "" if watch.is_cuda else _no_op_copy(name, args, kwargs, of_host)
+            copies = "" if watch.is_cuda else _no_op_copy(name, args, kwargs, from_host)
             if copies:
                 watch.mark(copies)
             result = func(*args, **kwargs)
-            if copies or not (of_host or _synchronizes_only_on_cpu(name, args, kwargs)):
+            if copies or not (from_host or _synchronizes_only_on_cpu(name, args, kwargs)):
                 for line, cause in watch.marked.items():
                     watch.add(line, copies or _cause_of(name, cause))
         finally:
@@ -303,10 +303,10 @@ class _Functions(TorchFunctionMode):
             return result
         if name in ("to", "cuda", "cpu"):
             result = result.view_as(result)  # on a CPU, the result may be the argument itself, which must not be tagged
-            of_host = name == "cpu" or _is_on_cpu(_device_argument(args, kwargs))
+            from_host = name == "cpu" or _is_on_cpu(_device_argument(args, kwargs))
         elif not tensors:
-            of_host = kwargs.get("device") is None
-        return _tag_host(result) if of_host else result
+            from_host = kwargs.get("device") is None
+        return _tag_host(result) if from_host else result
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
