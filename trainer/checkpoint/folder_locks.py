@@ -85,17 +85,19 @@ def owner(folder: str | Path) -> str:
 
 def _lock(folder: Path, locks: ExitStack) -> None:
     """Lock ``folder`` until ``locks`` closes, with a file next to it, or inside it if that is not possible."""
-    inside, beside = folder / LOCK, folder.parent / f".{folder.name}{LOCK}"
+    inner_lock_file, lock_file = folder / LOCK, folder.parent / f".{folder.name}{LOCK}"
     if os.path.ismount(folder):  # the path next to it differs between hosts and containers
-        locks.enter_context(_locked(inside, folder))
+        locks.enter_context(_locked(inner_lock_file, folder))
         return
     try:
-        locks.enter_context(_locked(beside, folder))
+        locks.enter_context(_locked(lock_file, folder))
     except OSError:  # the folder is writable, but its parent is not
-        locks.enter_context(_locked(inside, folder))
+        locks.enter_context(_locked(inner_lock_file, folder))
         return
-    if inside.exists():
-        with _locked(inside, folder):  # left by a killed process, or held by one that cannot write next to the folder
+    if inner_lock_file.exists():
+        with _locked(
+            inner_lock_file, folder
+        ):  # left by a killed process, or held by one that cannot write next to the folder
             pass
 
 

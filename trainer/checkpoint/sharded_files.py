@@ -77,19 +77,19 @@ def put(part: Path, place: Path) -> None:
     Raises:
         OSError: if it cannot be renamed.
     """
-    aside = None
+    former = None
     if os.path.lexists(place):
-        aside = part_of(place)
-        place.rename(aside)
+        former = part_of(place)
+        place.rename(former)
     try:
         part.rename(place)
     except OSError:
-        if aside is not None:
-            aside.rename(place)
+        if former is not None:
+            former.rename(place)
         raise
     sync_folder(place.parent)
-    if aside is not None:
-        discard(aside)
+    if former is not None:
+        discard(former)
 
 
 def refuse_other(place: Path) -> None:
