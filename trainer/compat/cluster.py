@@ -224,13 +224,14 @@ def check_shared(engine: Any, look: Callable[[], Any], subject: str) -> None:
     if not engine.any_rank(found != expected):
         return
     places = engine.gather((socket.gethostname(), found == expected))
-    lacking = [f"rank {rank} on {host}" for rank, (host, same) in enumerate(places) if not same]
+    missing_ranks = [f"rank {rank} on {host}" for rank, (host, is_same) in enumerate(places) if not is_same]
     error = None
     if places:
         error = (
-            f"{subject}, but its files on rank 0 (on {places[0][0]}) do not exist on {', '.join(lacking)}. Expected a"
-            " folder of a file system that all nodes share: choose another with Trainer(default_root_dir=...) or"
-            " ModelCheckpoint(dirpath=...); on the command line, use hydra.run.dir=FOLDER."
+            f"{subject}, but its files on rank 0 (on {places[0][0]}) do not exist on {', '.join(missing_ranks)}."
+            " Expected a folder of a file system that all nodes share: choose another with"
+            " Trainer(default_root_dir=...) or ModelCheckpoint(dirpath=...); on the command line, use"
+            " hydra.run.dir=FOLDER."
         )
     if (error := engine.broadcast(error)) is not None:
         raise ClusterError(error)

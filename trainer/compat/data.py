@@ -233,8 +233,8 @@ class DataSource:
 
     def _is_past(self, made_in: float) -> bool:
         """Return whether dataloaders created in epoch ``made_in`` must be created again by now."""
-        every = self._trainer.reload_dataloaders_every_n_epochs
-        return bool(every) and self._trainer.current_epoch - made_in >= every
+        interval = self._trainer.reload_dataloaders_every_n_epochs
+        return bool(interval) and self._trainer.current_epoch - made_in >= interval
 
     def _note_epoch(self, stage: RunningStage, made_in: float) -> None:
         self._made_in[stage] = made_in
@@ -374,8 +374,8 @@ class DataSource:
         engine = self._trainer.engine
         if engine.world_size == 1:
             return [Span(number, number) for number in batches]
-        both = torch.tensor([*batches, *(-number for number in batches)], dtype=torch.float64)
-        found = engine.reduce(both, "max").tolist()
+        bounds = torch.tensor([*batches, *(-number for number in batches)], dtype=torch.float64)
+        found = engine.reduce(bounds, "max").tolist()
         return [
             Span(0, most) if most == float("inf") else Span(-fewest, most)
             for most, fewest in zip(found[: len(batches)], found[len(batches) :], strict=True)

@@ -41,15 +41,15 @@ def order_to_save(trainer: Trainer, _: dict[str, Any]) -> dict[str, Any] | None:
     saved = {"given": given, "carried": is_resized, "world_size": world_size}
     if isinstance(order, str):
         return {**saved, "problem": order}
-    batch_size, every = loaders.loaders[0].loader.batch_size, limits.val_check_batch
-    if every == float("inf"):
-        every = None
+    batch_size, interval = loaders.loaders[0].loader.batch_size, limits.val_check_batch
+    if interval == float("inf"):
+        interval = None
     return saved | {
         "samples": order.state_dict(),
         "processes": processes,
         "batch_size": batch_size,
-        "validation": None if every is None else int(every),
-        "validates_at_end": limits.validates_at_end or (every is not None and loaders.num_batches() % every == 0),
+        "validation": None if interval is None else int(interval),
+        "validates_at_end": limits.validates_at_end or (interval is not None and loaders.num_batches() % interval == 0),
         "frequencies": [config.frequency for config in trainer.engine.schedules],
     }
 
@@ -209,13 +209,13 @@ def _given_settings(trainer: Trainer) -> dict[str, Any]:
     """Return the settings that are counted in batches, as the user gave them, as plain data."""
     if trainer.data.elastic_state is not None:
         return trainer.data.elastic_state.given
-    every = trainer.val_check_interval
-    if isinstance(every, int):
-        every = int(every)  # a checkpoint holds plain numbers
+    interval = trainer.val_check_interval
+    if isinstance(interval, int):
+        interval = int(interval)  # a checkpoint holds plain numbers
     return {
         "accumulate_grad_batches": [list(pair) for pair in sorted(accumulation_schedule(trainer).items())],
         "limit_train_batches": trainer.limit_train_batches,
-        "val_check_interval": every if isinstance(every, (int, float)) else str(every),
+        "val_check_interval": interval if isinstance(interval, (int, float)) else str(interval),
     }
 
 
@@ -315,18 +315,18 @@ def _frequency(config: Any, saved: int, change: _BatchConversion) -> int:
 
 def _validation(trainer: Trainer, change: _BatchConversion) -> tuple[int, bool] | None:
     """Return ``ElasticState.validation`` for this run."""
-    every, at_end = change.saved["validation"], change.saved["validates_at_end"]
-    if every is None:
+    interval, at_end = change.saved["validation"], change.saved["validates_at_end"]
+    if interval is None:
         return None
     if trainer.check_val_every_n_epoch is None and change.remainder and change.saved_samples != change.samples:
         raise ResumeError(
             "check_val_every_n_epoch=None counts batches over epochs with a short last batch: set another"
             " val_check_interval"
         )
-    if every >= change.saved_batches and trainer.check_val_every_n_epoch is not None:
+    if interval >= change.saved_batches and trainer.check_val_every_n_epoch is not None:
         return change.batches, True
     subject, advice = "between two validations", "set another val_check_interval"
-    return change.convert(every, subject, advice), at_end and trainer.check_val_every_n_epoch is not None
+    return change.convert(interval, subject, advice), at_end and trainer.check_val_every_n_epoch is not None
 
 
 def _position(state: dict[str, Any], progress: FitProgress, change: _BatchConversion) -> int:

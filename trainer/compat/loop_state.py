@@ -44,9 +44,9 @@ def epochs_of(fit: FitProgress) -> _Progress:
 def batches_of(fit: FitProgress) -> _BatchProgress:
     """Return ``fit_loop.epoch_loop.batch_progress``."""
     started, trained, start = fit.batches_started, fit.batches, fit.epoch_start
-    over = trained - (fit.in_batch and fit.is_trained)
-    total = _all_counts(started, trained, over)
-    current = _all_counts(started - start.batches_started, trained - start.batches, over - start.batches)
+    completed = trained - (fit.in_batch and fit.is_trained)
+    total = _all_counts(started, trained, completed)
+    current = _all_counts(started - start.batches_started, trained - start.batches, completed - start.batches)
     return _BatchProgress(
         _EpochCounts(total, {}), _EpochCounts(current, {"ready": fit.jump_to_batch}), fit.is_last_batch
     )

@@ -110,8 +110,8 @@ def _save(saver: ModelCheckpoint, trainer: Trainer) -> None:
 
 
 def _steps_are_due(saver: ModelCheckpoint, trainer: Trainer) -> bool:
-    every = saver._every_n_train_steps
-    return every >= 1 and trainer.global_step % every == 0
+    interval = saver._every_n_train_steps
+    return interval >= 1 and trainer.global_step % interval == 0
 
 
 def _time_is_up(saver: ModelCheckpoint, trainer: Trainer) -> bool:

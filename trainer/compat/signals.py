@@ -191,13 +191,13 @@ class Signals:
         consequence = "and its state is saved" if saves else "and the fit ends"
         if number == self._requeue_signal:
             consequence = "and the job is requeued"
-        again = " Press Ctrl-C again to stop at once." if number == signal.SIGINT else ""
+        hint = " Press Ctrl-C again to stop at once." if number == signal.SIGINT else ""
         action = (
             f"the step is finished, {consequence}"
             if self._trainer.state.fn is TrainerFn.FITTING
             else "the batch is finished"
         )
-        os.write(2, f"\nReceived {signal.Signals(number).name}: {action}.{again}\n".encode())
+        os.write(2, f"\nReceived {signal.Signals(number).name}: {action}.{hint}\n".encode())
 
     def _update_signal_checks(self) -> None:
         """Make the loops check for signals between batches if one has arrived, or may have on another process."""
