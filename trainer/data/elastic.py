@@ -225,19 +225,20 @@ class ElasticSampler(Sampler[int]):
         batch.
         """
         total, size = self.total, self.order.update_size(self.epoch)
-        together = self.num_replicas * self.batch_size
-        if number * together < (start := total - total % size):
+        global_batch_size = self.num_replicas * self.batch_size
+        if number * global_batch_size < (start := total - total % size):
             return None
         shares = self.order.shares(self.samples, self.epoch)
-        own = shares[number * together - start : (number + 1) * together - start][self.rank :: self.num_replicas]
-        return sum(own, 0.0) * self.num_replicas * (self.batches - start // together)  # 1 in the mean over the update
+        batch_shares = shares[number * global_batch_size - start : (number + 1) * global_batch_size - start]
+        batches = self.batches - start // global_batch_size
+        return sum(batch_shares[self.rank :: self.num_replicas], 0.0) * self.num_replicas * batches  # 1 in the mean
 
     def keeps_shares(self, epoch: int) -> bool:
         """Return whether each sample of the epoch's last update has its weight of the original run."""
-        shares, together = self.order.shares(self.samples, epoch), self.num_replicas * self.batch_size
-        for first in range(0, len(shares), together):
+        shares, global_batch_size = self.order.shares(self.samples, epoch), self.num_replicas * self.batch_size
+        for first in range(0, len(shares), global_batch_size):
             for rank in range(self.num_replicas):
-                own = shares[first : first + together][rank :: self.num_replicas]
+                own = shares[first : first + global_batch_size][rank :: self.num_replicas]
                 if own and max(own) > min(own) * (1 + 1e-9):
                     return False
         return True

@@ -688,8 +688,8 @@ class _RecordedSampler:
         """Return the fingerprint of batch ``number``; None if it was not drawn, or is no longer kept."""
         if number == 0:
             return self._first
-        back = self.drawn - number
-        return _fingerprint(self._recent[-back]) if number > 0 and 0 < back <= len(self._recent) else None
+        distance = self.drawn - number
+        return _fingerprint(self._recent[-distance]) if number > 0 and 0 < distance <= len(self._recent) else None
 
 
 class _OwnedIterator:
@@ -765,8 +765,8 @@ _INSIDE_A_BATCH = "it was written inside a batch, which had been prepared alread
 
 def _order_message(ordinal: str, saved: State, current: State | None) -> str:
     def text(proof: State) -> str:
-        more = proof["count"] - len(proof["head"])
-        return f"{proof['head']}" + (f" and {more} more" if more > 0 else "")
+        rest = proof["count"] - len(proof["head"])
+        return f"{proof['head']}" + (f" and {rest} more" if rest > 0 else "")
 
     given = "nothing" if current is None else text(current)
     return (

@@ -93,9 +93,9 @@ class WorkerRandom:
             changes = self._watch.changes()
             self._states.update(changes)
             own = {name: state for name, state in self._states.items() if name not in (BEGAN, PASSES, ENDS_LATE, EPOCH)}
-            late = bool(changes) and self._states.get(PASSES, 0) > 0
+            ends_late = bool(changes) and self._states.get(PASSES, 0) > 0
             self._states |= {BEGAN: random_states.decoded(own), PASSES: self._states.get(PASSES, 0) + 1}
-            self._states[ENDS_LATE] = late or self._states.get(ENDS_LATE, False)
+            self._states[ENDS_LATE] = ends_late or self._states.get(ENDS_LATE, False)
             self._has_news = True
 
     def collate(self, samples: Any) -> Marked:
