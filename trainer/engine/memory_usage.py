@@ -81,8 +81,8 @@ def measure(
         batch: the tensors of the current batch.
     """
     optimizers = list(optimizers)
-    of_module = [] if module is None else list(module.parameters())
-    parameters = [*of_module, *(p for optimizer in optimizers for p in parameters_of(optimizer))]
+    module_parameters = [] if module is None else list(module.parameters())
+    parameters = [*module_parameters, *(p for optimizer in optimizers for p in parameters_of(optimizer))]
     found: dict[str, Iterable[Any]] = {
         "weights": parameters,
         "gradients": [gradient for optimizer in optimizers for gradient in gradients_of(optimizer)],

@@ -62,15 +62,15 @@ def meet(served: Store, rank: int, world_size: int, timeout: timedelta) -> Store
         store.set(f"{answer}/joined/{rank}", "")
         store.add(f"{answer}/number", 1)
         return PrefixStore(f"{_ALL}/{answer}", served)
-    others, answered, end = range(1, world_size), set[bytes](), time.monotonic() + timeout.total_seconds()
+    others, answered_requests, end = range(1, world_size), set[bytes](), time.monotonic() + timeout.total_seconds()
     keys = [f"request/{other}" for other in others]
     while store.add(f"{name}/number", 0) < len(keys):  # one request to the store for any number of processes
         requests = set[bytes]()
         with suppress(DistStoreError):  # some processes have not arrived within the store's timeout
-            requests = set(store.multi_get(keys)) - answered
+            requests = set(store.multi_get(keys)) - answered_requests
         if requests:  # of these processes, or of those of an earlier start, which do not read the answer
             store.multi_set([f"answer/{request.decode()}" for request in requests], [name] * len(requests))
-            answered |= requests
+            answered_requests |= requests
         if time.monotonic() > end:
             missing = ", ".join(str(other) for other in others if not store.check([f"{name}/joined/{other}"]))
             raise ClusterError(f"{_timeout_text(timeout)} of {world_size}, rank {missing} did not come. {_ADVICE}")

@@ -150,19 +150,19 @@ class StallWatch:
             with suppress(Exception):  # a separate connection: the process may be blocked on its own
                 store = store.clone()
             self._store = store
-        store, everyone = self._store, range(self._processes)
+        store, ranks = self._store, range(self._processes)
         store.set(f"{self._key}/{self._rank}", json.dumps(state))
         if self._rank and self._ends.wait(2 * interval):  # rank 0 reports if it can
             return
         self._collects = store.add(f"{self._key}/collects", 1) == 1
         if not self._collects:
             return
-        deadline, missing = time.monotonic() + self._timeout / 2, set(everyone)
+        deadline, missing = time.monotonic() + self._timeout / 2, set(ranks)
         while missing and time.monotonic() < deadline:
             missing = {rank for rank in missing if not store.check([f"{self._key}/{rank}"])}
             if missing and (self._ends.wait(interval) or self._counters() != seen):  # the run makes progress again
                 return
-        keys = [f"{self._key}/{rank}" for rank in everyone if rank not in missing]
+        keys = [f"{self._key}/{rank}" for rank in ranks if rank not in missing]
         states = [_parse_state(text) for text in store.multi_get(keys)]
         text = _report(states, sorted(missing))
         with suppress(OSError):
@@ -237,9 +237,9 @@ def _blocked_in(frames: list[FrameType]) -> str:
 
 
 def _report(states: list[RankState], silent: Sequence[int] = ()) -> str:
-    late, by_rank = missing_ranks(states), {state.rank: state for state in states}
+    late_ranks, by_rank = missing_ranks(states), {state.rank: state for state in states}
     lines = [f"The run has not moved for {min(state.seconds for state in states):.0f} s."]
-    for rank in late:
+    for rank in late_ranks:
         late_state = by_rank[rank]
         lines.append(
             f"Rank {rank} (process {late_state.pid} on {late_state.host}) has not reached the collective of the others."
@@ -253,10 +253,10 @@ def _report(states: list[RankState], silent: Sequence[int] = ()) -> str:
         )
     others: dict[str, list[int]] = {}
     for state in states:
-        if state.rank not in late:
+        if state.rank not in late_ranks:
             others.setdefault(_describe(state), []).append(state.rank)
     lines += [f"{_ranks(ranks)}: {description[0].lower()}{description[1:]}." for description, ranks in others.items()]
-    if len(states) > 1 and not late and not silent:
+    if len(states) > 1 and not late_ranks and not silent:
         lines.append("None of them lacks a collective that another has begun.")
     return "\n".join(lines)
 

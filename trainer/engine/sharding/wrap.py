@@ -93,10 +93,10 @@ class ShardedModule:
             settings.blocks(module, mesh)
             self._free_originals()
         else:
-            more = self._keep_float32(in_float32)
+            float32_blocks = self._keep_float32(in_float32)
             if settings.policy.param_dtype is not None:
-                more += [child for child in module.children() if not isinstance(child, _LISTS)]
-            blocks = set(find_blocks(module, settings.blocks, more))
+                float32_blocks += [child for child in module.children() if not isinstance(child, _LISTS)]
+            blocks = set(find_blocks(module, settings.blocks, float32_blocks))
         self._shard(module, blocks, set())
         self._refuse_ignored()
         module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # for batches without a loss
@@ -148,8 +148,8 @@ class ShardedModule:
         """Move the unsharded tensors of ``module`` to the device, broadcast them from rank 0, and record them."""
         owned = [one for one in owned_parameters(module) if not isinstance(one.tensor, DTensor)]
         self._owners += [(one.owner, one.name, one.tensor) for one in owned]
-        both = dict.fromkeys(one.tensor for one in (*owned, *owned_buffers(module)))
-        whole = [one for one in both if not one.is_meta and not isinstance(one, DTensor)]
+        tensors = dict.fromkeys(one.tensor for one in (*owned, *owned_buffers(module)))
+        whole = [one for one in tensors if not one.is_meta and not isinstance(one, DTensor)]
         for tensor in whole:
             tensor.data = tensor.data.to(self._device).contiguous()
         _broadcast(whole)
