@@ -348,10 +348,10 @@ def _positive(weight: Weight) -> Weight:
 
 def count_windows(batches: int, sizes: Iterable[int], straddle: bool) -> int:
     """Return the number of windows in epochs of ``batches`` batches; those of epoch ``i`` have ``sizes[i]`` batches."""
-    windows, lacking = 0, 0  # lacking: batches of the next epoch that the window open at the end of an epoch needs
+    windows, missing = 0, 0  # lacking: batches of the next epoch that the window open at the end of an epoch needs
     for size in sizes:
-        left = batches - lacking
+        left = batches - missing
         if left >= 0:
             windows += math.ceil(left / size)
-        lacking = -left if left < 0 else -left % size if straddle else 0
+        missing = -left if left < 0 else -left % size if straddle else 0
     return windows
