@@ -163,8 +163,8 @@ def _is_not_finite_at_any_scale(finding: Finding) -> bool:
 
 
 def _data(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[RecordedBatch]) -> Diagnosis | None:
-    without = tuple(sorted({index for rows in finding.broken_batch.values() for index in rows}))
-    cured = examine(trainer, failing or case.batches, min(case.scale, 1.0), Variant(without=without))
+    left_out = tuple(sorted({index for rows in finding.broken_batch.values() for index in rows}))
+    cured = examine(trainer, failing or case.batches, min(case.scale, 1.0), Variant(without=left_out))
     if not finding.is_hopeless or cured is None or cured.is_hopeless:
         return None  # the model expects such values, or something else is wrong
     tensors = "; ".join(
@@ -174,7 +174,7 @@ def _data(trainer: Trainer, case: Case, finding: Finding, failing: Sequence[Reco
     return _diagnosis(
         case, finding, "data",
         f"The batch is not finite: {tensors}.",
-        f"leave out the samples with {name} not finite; here {join_first(map(str, without), 8)}.",
+        f"leave out the samples with {name} not finite; here {join_first(map(str, left_out), 8)}.",
         tried="without them the batch is finite",
         alternative=f"replace the values: {name}.nan_to_num_()",
         key=name,
@@ -319,12 +319,12 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
 def _repeat_steps(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
     """Take the steps since the earlier weights again, and explain the first batch that fails, or the steps."""
     batches = [*case.recent, *case.batches]
-    since = [one for one in batches if one.step >= case.weights_step]
-    is_whole = bool(since) and since[0].step == case.weights_step and remedies.can_step(trainer)
+    repeated = [one for one in batches if one.step >= case.weights_step]
+    is_whole = bool(repeated) and repeated[0].step == case.weights_step and remedies.can_step(trainer)
     with remedies.weights_of(trainer, case.before):
         usual = [abs(loss) for loss in remedies.losses(trainer, batches) if math.isfinite(loss)]
     limit = _WORSE * max(usual, default=1.0)
-    recorded, weights = remedies.repeat(trainer, since if is_whole else batches, case.before, limit)
+    recorded, weights = remedies.repeat(trainer, repeated if is_whole else batches, case.before, limit)
     if recorded is not None:
         with remedies.weights_of(trainer, weights):
             found = examine(trainer, [recorded], case.scale)

@@ -89,9 +89,9 @@ def underflow(trainer: Trainer, batches: Sequence[RecordedBatch], scale: float) 
 
     Of the elements that matter in float32, those that float16 has as zeros or subnormal numbers.
     """
-    preserved, all_of = _counts(trainer, batches, scale, None), _counts(trainer, batches, 1.0, torch.float32)
-    preserved[""], all_of[""] = sum(preserved.values()), sum(all_of.values())
-    return {name: max(0.0, 1.0 - preserved.get(name, 0) / number) for name, number in all_of.items() if number}
+    preserved, totals = _counts(trainer, batches, scale, None), _counts(trainer, batches, 1.0, torch.float32)
+    preserved[""], totals[""] = sum(preserved.values()), sum(totals.values())
+    return {name: max(0.0, 1.0 - preserved.get(name, 0) / number) for name, number in totals.items() if number}
 
 
 def _counts(
@@ -105,10 +105,12 @@ def _counts(
         return int((values >= floor).sum()) * (floor > 0)
 
     passes = replay(trainer, batches, lambda loss, watched: backward(loss, scale, watched, count), Variant(dtype))
-    every = [counts for found in passes for counts in found]
+    counts_by_batch = [counts for found in passes for counts in found]
     if trainer.world_size > 1:
-        every = [counts for one in trainer.engine.broadcast(trainer.engine.gather(every)) for counts in one]
-    return {name: sum(one.get(name, 0) for one in every) for counts in every for name in counts}
+        counts_by_batch = [
+            counts for one in trainer.engine.broadcast(trainer.engine.gather(counts_by_batch)) for counts in one
+        ]
+    return {name: sum(one.get(name, 0) for one in counts_by_batch) for counts in counts_by_batch for name in counts}
 
 
 def largest_update(trainer: Trainer, batches: Sequence[RecordedBatch]) -> float:

@@ -146,11 +146,11 @@ def undisturbed(trainer: Trainer) -> Iterator[ObjectState]:
 def in_step(trainer: Trainer, batches: Sequence[RecordedBatch]) -> list[RecordedBatch | None]:
     """Pad the batches with None, so that all processes have equally many. All processes must call it together."""
     engine: Engine = trainer.engine
-    lacking = 0
+    padding = 0
     if engine.world_size > 1:
         most = engine.reduce(torch.tensor(len(batches), device=engine.device), "max")
-        lacking = int(most) - len(batches)
-    return [*batches, *[None] * lacking]
+        padding = int(most) - len(batches)
+    return [*batches, *[None] * padding]
 
 
 def rewind(trainer: Trainer, state: ObjectState, recorded: RecordedBatch | None) -> None:

@@ -299,10 +299,10 @@ def measure(tensors: Iterable[Tensor]) -> Magnitude | None:
 
     Synchronizes. A complex tensor counts as a real one of shape (..., 2).
     """
-    every = [one.detach() for one in map(real_view, tensors) if one.is_floating_point() and is_readable(one)]
-    if not (every := [one for one in every if one.numel()]):
+    values = [one.detach() for one in map(real_view, tensors) if one.is_floating_point() and is_readable(one)]
+    if not (values := [one for one in values if one.numel()]):
         return None
-    largest = max(one.where(one.isfinite(), 0.0).abs().max().item() for one in every)
-    broken = [int((~one.isfinite()).sum()) for one in every]
-    dtype = next((one.dtype for one, number in zip(every, broken, strict=True) if number), every[0].dtype)
-    return Magnitude(largest, sum(broken), sum(one.numel() for one in every), str(dtype).removeprefix("torch."))
+    largest = max(one.where(one.isfinite(), 0.0).abs().max().item() for one in values)
+    broken = [int((~one.isfinite()).sum()) for one in values]
+    dtype = next((one.dtype for one, number in zip(values, broken, strict=True) if number), values[0].dtype)
+    return Magnitude(largest, sum(broken), sum(one.numel() for one in values), str(dtype).removeprefix("torch."))
