@@ -110,21 +110,21 @@ _runs_own_kernel = False  # while an operation is computed with the CPU's lists,
 
 def _replaced() -> dict[str, Replaced]:
     """Return an entry for each operation that CUDA's autocast runs differently from a CPU's."""
-    of_cpu, of_cuda = _registered("AutocastCPU"), _registered("AutocastCUDA")
-    of_cpu_alone = {name for name in of_cpu - of_cuda if not name.startswith(_FOURIER)} - set(_CPU_ONLY.split())
+    cpu_ops, cuda_ops = _registered("AutocastCPU"), _registered("AutocastCUDA")
+    cpu_only_ops = {name for name in cpu_ops - cuda_ops if not name.startswith(_FOURIER)} - set(_CPU_ONLY.split())
     policies: dict[str, Policy] = {
-        **dict.fromkeys(set(_IN_16_BITS.split()) - of_cpu, _casting(_lowest)),
-        **dict.fromkeys(set(_IN_FLOAT32.split()) - of_cpu, _casting(_float32)),
+        **dict.fromkeys(set(_IN_16_BITS.split()) - cpu_ops, _casting(_lowest)),
+        **dict.fromkeys(set(_IN_FLOAT32.split()) - cpu_ops, _casting(_float32)),
         **dict.fromkeys(_TO_FLOAT32.split(), _passing_float32),
         **dict.fromkeys(_IN_THE_WIDEST.split(), _casting(_widest)),
-        **dict.fromkeys(of_cpu_alone, _passing),
+        **dict.fromkeys(cpu_only_ops, _passing),
         _ROUNDED: _rounding,
         _REFUSED: _refusing,
     }
     replaced = {}
     for name, policy in policies.items():
-        if name in of_cuda | of_cpu:  # an older torch has shorter lists
-            own = own_kernel(name, "AutocastCPU") if name in of_cpu else _passing(name)
+        if name in cuda_ops | cpu_ops:  # an older torch has shorter lists
+            own = own_kernel(name, "AutocastCPU") if name in cpu_ops else _passing(name)
             replaced[name] = Replaced(own, _recorded(name, own, policy(name)))
     return replaced
 

@@ -74,11 +74,11 @@ class Precision:
         hooks = [name for name in vars(Precision) if not name.startswith("_")]
         own = {name for name, value in vars(cls).items() if callable(value) and not name.startswith("_")}
         for name in sorted(own):
-            near = [] if hasattr(super(cls, cls), name) else get_close_matches(name, hooks, n=1, cutoff=0.8)
-            if near:
+            matches = [] if hasattr(super(cls, cls), name) else get_close_matches(name, hooks, n=1, cutoff=0.8)
+            if matches:
                 raise PrecisionError(
                     f"{cls.__qualname__} has a method {name!r}, which is not a hook of Precision. Did you mean"
-                    f" {near[0]!r}? Otherwise, give it another name, such as '_{name}'."
+                    f" {matches[0]!r}? Otherwise, give it another name, such as '_{name}'."
                 )
         for name in vars(cls).get("names", {}):
             known = PLUGINS.setdefault(name, cls)

@@ -137,10 +137,10 @@ def _run(module: nn.Module, own: Callable[..., Any], first: tuple[Any, ...], /, 
     setting: tuple[str, torch.dtype | None] | None = getattr(module, _HOW, None)
     if setting is None:  # the run is over
         return own(*first, *args, **kwargs)
-    device_type, back_to = setting
+    device_type, output_dtype = setting
     with torch.autocast(device_type, enabled=False), DefaultDtype(torch.float32):
         output = own(*first, *map(widen, args), **{name: widen(value) for name, value in kwargs.items()})
-    return output if back_to is None else cast(output, back_to)
+    return output if output_dtype is None else cast(output, output_dtype)
 
 
 def _restore(module: nn.Module, replacement: Any, earlier: Any, earlier_setting: Any) -> None:

@@ -35,11 +35,11 @@ class Readback:
             self._pinned = torch.empty(len(numbers), dtype=torch.float32, pin_memory=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         assert self._event is not None
-        together = numbers[0].reshape(1)
+        stacked = numbers[0].reshape(1)
         if len(numbers) > 1:
-            together = torch.stack([number.to(device, torch.float32).reshape(()) for number in numbers])
+            stacked = torch.stack([number.to(device, torch.float32).reshape(()) for number in numbers])
         pinned = self._pinned[: len(numbers)]
-        pinned.copy_(together, non_blocking=True)
+        pinned.copy_(stacked, non_blocking=True)
         self._numbers = list(pinned)
         self._event.record(torch.cuda.current_stream(device))
 

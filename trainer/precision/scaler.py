@@ -441,12 +441,12 @@ class LossScaler(torch.amp.GradScaler):
         if self._with_momentum.get(optimizer) == number:
             return []
         state = optimizer.state  # a defaultdict: a lookup would create an entry
-        without = [
+        without_momentum = [
             p for group in groups for p in group["params"] if p not in state or "momentum_buffer" not in state[p]
         ]
-        if not without:
+        if not without_momentum:
             self._with_momentum[optimizer] = number
-        return [p for p in without if p.grad is not None]
+        return [p for p in without_momentum if p.grad is not None]
 
     def _expect_no_gradients(self, optimizer: Optimizer) -> None:
         if self.gradients_of(optimizer):
