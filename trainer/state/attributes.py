@@ -93,8 +93,8 @@ class Attributes:
             one.load_state_dict(_value_of(saved, None))
         elif isinstance(saved, dict):
             changes = self._changes(one, self._values[place], first)
-            back = {name: first[name] for name in changes if name in first} if isinstance(changes, dict) else {}
-            for name, value in {**back, **saved}.items():
+            restored = {name: first[name] for name in changes if name in first} if isinstance(changes, dict) else {}
+            for name, value in {**restored, **saved}.items():
                 vars(one)[name] = _value_of(value, vars(one).get(name))
 
     @staticmethod

@@ -93,15 +93,15 @@ class MetricObjects:
                 and their number differs between processes: torchmetrics would gather them one by one and wait forever.
         """
         for name, metric in self.by_name.items():
-            everywhere = [outline[name] for outline in outlines if name in outline]
-            if not any(one["updates"] for one in everywhere):
+            descriptions = [outline[name] for outline in outlines if name in outline]
+            if not any(one["updates"] for one in descriptions):
                 continue
             metric._update_count = max(metric._update_count, 1)
             metric._computed = None  # from before another process's last update
             for state, value in metric.metric_state.items():
                 if not isinstance(value, list):
                     continue
-                kinds = [one["lists"][state] for one in everywhere]
+                kinds = [one["lists"][state] for one in descriptions]
                 counts = [kind[0] for kind in kinds]
                 if metric._reductions[state] is not dim_zero_cat and len(set(counts)) > 1:
                     raise ConfigurationError(
