@@ -102,7 +102,9 @@ def sheet(images: Tensor, captions: Sequence[str] = ()) -> PIL.Image.Image:
     height, width = (max(1, round(length * factor)) for length in pixels.shape[1:3])
     font = ImageFont.load_default()
     lines = [caption.splitlines() for caption in captions]
-    step_x = max([width, *(math.ceil(font.getlength(line)) for several in lines for line in several)]) + _MARGIN
+    step_x = (
+        max([width, *(math.ceil(font.getlength(line)) for caption_lines in lines for line in caption_lines)]) + _MARGIN
+    )
     step_y = height + _MARGIN + _LINE * max(map(len, lines), default=0)
     rows = -(-len(pixels) // _COLUMNS)
     whole = Image.new(
