@@ -245,8 +245,8 @@ class Argument:
             if isinstance(kind, Kind) and kind.includes(value):
                 return kind.expected_range(value)
         units = [str(unit) for unit in value if unit not in UNITS] if isinstance(value, Mapping) else []
-        near = did_you_mean(units[0], UNITS) if units else did_you_mean(describe(value), [*self.choices, *registered])
-        return f"{self.expected}.{near}"
+        hint = did_you_mean(units[0], UNITS) if units else did_you_mean(describe(value), [*self.choices, *registered])
+        return f"{self.expected}.{hint}"
 
 
 _TABLE = (

@@ -235,8 +235,8 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     (" Did you mean '16-mixed'?", " Did you mean 'adamw'?")
     """
     by_lower_case = {name.lower(): name for name in reversed(list(known))}
-    near = difflib.get_close_matches(given.lower(), by_lower_case, n=1, cutoff=0.6)
-    return f" Did you mean {by_lower_case[near[0]]!r}?" if near else ""
+    matches = difflib.get_close_matches(given.lower(), by_lower_case, n=1, cutoff=0.6)
+    return f" Did you mean {by_lower_case[matches[0]]!r}?" if matches else ""
 
 
 def join_first(texts: Iterable[object], most: int, separator: str = ", ") -> str:

@@ -38,14 +38,14 @@ def log_images(trainer: pl.Trainer, name: str, images: Tensor) -> None:
 
 def _pixels(images: Tensor) -> Any:
     """Return a numpy array of uint8 with shape (count, height, width, channels)."""
-    several = images.detach() if images.dim() == 4 else images.detach()[None]
-    if several.dim() != 4 or several.shape[1] not in (1, 3):
+    batch = images.detach() if images.dim() == 4 else images.detach()[None]
+    if batch.dim() != 4 or batch.shape[1] not in (1, 3):
         raise ValueError(
             f"Got images of shape {tuple(images.shape)}, expected (count, channels, height, width), or without count,"
             " of 1 or 3 channels."
         )
-    if several.is_floating_point():
-        several = (several.float().clamp(0, 1) * 255).round().byte()
-    elif str(several.dtype) != "torch.uint8":
-        raise TypeError(f"Got images of {several.dtype}, expected uint8, or floating point in [0, 1].")
-    return several.permute(0, 2, 3, 1).cpu().numpy()  # a host-device synchronization
+    if batch.is_floating_point():
+        batch = (batch.float().clamp(0, 1) * 255).round().byte()
+    elif str(batch.dtype) != "torch.uint8":
+        raise TypeError(f"Got images of {batch.dtype}, expected uint8, or floating point in [0, 1].")
+    return batch.permute(0, 2, 3, 1).cpu().numpy()  # a host-device synchronization

@@ -170,8 +170,8 @@ class Preparation:
         if not self._module.automatic_optimization:
             chosen = current or ManualOptimization(loop)
         elif self._needs_closure:
-            again = any(map(needs_closure, engine.optimizers))
-            if isinstance(current, ClosureOptimization) and current.evaluates_again == again:
+            evaluates_again = any(map(needs_closure, engine.optimizers))
+            if isinstance(current, ClosureOptimization) and current.evaluates_again == evaluates_again:
                 return current
             optimizer_step = with_closure(self.hooks.of_module("optimizer_step"))
             chosen = ClosureOptimization(loop, optimizer_step, lambda: engine.wrapped_optimizers)
@@ -202,8 +202,8 @@ class Preparation:
         if self.hooks.override_of("optimizer_step") or self._trainer.engine.override_of("optimizer_step"):
             return True
         trainer, optimizers = self._trainer, self._trainer.engine.optimizers
-        may = len(optimizers) == 1 and not trainer.scaler.skips_steps
-        return any(takes_closure(o) if may else needs_closure(o) for o in optimizers)
+        allows_closure = len(optimizers) == 1 and not trainer.scaler.skips_steps
+        return any(takes_closure(o) if allows_closure else needs_closure(o) for o in optimizers)
 
     def _schedules(self) -> Schedules:
         revocable = self.hooks.override_of("lr_scheduler_step") is None  # a module's own version may have other effects
@@ -274,12 +274,12 @@ class Preparation:
         )
 
     def _warn_of_missing_rows(self, loaders: Loaders) -> None:
-        num_batches, every = loaders.num_batches(), self._trainer.log_every_n_steps
-        if self._trainer.loggers and 0 < num_batches < every and not self._trainer.fast_dev_run:
+        num_batches, interval = loaders.num_batches(), self._trainer.log_every_n_steps
+        if self._trainer.loggers and 0 < num_batches < interval and not self._trainer.fast_dev_run:
             rank_zero_warn(
                 f"The number of training batches ({num_batches}) is smaller than the logging interval"
-                f" Trainer(log_every_n_steps={every}). Set a lower value for log_every_n_steps if you want to see logs"
-                " for the training epoch.",
+                f" Trainer(log_every_n_steps={interval}). Set a lower value for log_every_n_steps if you want to see"
+                " logs for the training epoch.",
                 category=PossibleUserWarning,
             )
 
@@ -366,8 +366,8 @@ _LOOKED_UP_ONCE = (
 
 
 def _set_once(module: LightningModule) -> dict[str, Any]:
-    set_there = {name: vars(module).get(name) for name in _LOOKED_UP_ONCE}
-    return set_there | {"automatic_optimization": module.automatic_optimization}
+    overrides = {name: vars(module).get(name) for name in _LOOKED_UP_ONCE}
+    return overrides | {"automatic_optimization": module.automatic_optimization}
 
 
 def _refuse_changes(module: LightningModule, before: dict[str, Any]) -> None:

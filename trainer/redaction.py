@@ -84,8 +84,8 @@ def containers(value: Any) -> Any:
         return value if redacted == value else redacted
     if type(value) in (dict, OrderedDict):
         items = {containers(name): containers(child) for name, child in value.items()}
-        same = len(items) == len(value) and all(name in value and value[name] is items[name] for name in items)
-        return value if same else items
+        is_same = len(items) == len(value) and all(name in value and value[name] is items[name] for name in items)
+        return value if is_same else items
     if type(value) in (list, tuple):
         children = [containers(child) for child in value]
         return value if all(a is b for a, b in zip(children, value, strict=True)) else type(value)(children)
