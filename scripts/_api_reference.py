@@ -13,7 +13,7 @@ from pathlib import Path
 
 import griffe
 
-from trainer.arguments import ARGUMENTS, in_python
+from trainer.arguments import ARGUMENTS, to_python
 from trainer.cli import commands
 from trainer.cli.keys import description
 
@@ -113,7 +113,7 @@ def _object(each: griffe.Object) -> str:
         constructor = each.members.get("__init__")
         parameters = constructor if isinstance(constructor, griffe.Function) else None
         meanings = {name: one.meaning for name, one in ARGUMENTS.items()} if each.name == "Trainer" else {}
-        parts.append(_docstring(each, parameters, {name: in_python(text) for name, text in meanings.items()}))
+        parts.append(_docstring(each, parameters, {name: to_python(text) for name, text in meanings.items()}))
         parts += [_method(member) for name, member in each.members.items() if _is_shown(name, member)]
     elif isinstance(each, griffe.Function):
         parts += [f"`{_call(each)}`", _docstring(each, each)]

@@ -490,9 +490,9 @@ def memory(part: Part) -> None:
 def _living() -> Any:
     """Count the bytes of the tensors on the simulated device."""
     from tests.simulated_cuda.device import Simulated
-    from trainer.cli.checks.fake_step import Living
+    from trainer.cli.checks.fake_step import LiveMemory
 
-    class OnDevice(Living):
+    class OnDevice(LiveMemory):
         def storage_of(self, tensor: Tensor) -> torch.UntypedStorage | None:
             return tensor.held.untyped_storage() if isinstance(tensor, Simulated) else None
 

@@ -208,7 +208,7 @@ class Argument:
         """
         words = [one.words if isinstance(one, Kind) else describe(one) for one in self.accepts]
         words = [word for word in words if word]
-        return either(words if len(words) < 10 else [*words[:3], "another of Lightning's"])
+        return join_alternatives(words if len(words) < 10 else [*words[:3], "another of Lightning's"])
 
     def mistake(self, value: Any, key: str | None = None, registered: Collection[str] = ()) -> str | None:
         """Return a sentence about the mistake in ``value``. None if it is accepted.
@@ -226,7 +226,7 @@ class Argument:
             return None
         if key is None:
             wanted = None if self._is_lightning_object(value) else self._expected(value, registered)
-            return wanted and f"{self.name} is {value!r}, expected {in_python(wanted)}"
+            return wanted and f"{self.name} is {value!r}, expected {to_python(wanted)}"
         wanted = self._expected(value, registered)
         return wanted and f"{key} is {describe(value)}, expected {wanted}"
 
@@ -385,7 +385,7 @@ def describe(value: Any) -> str:
     return str(value) or "empty"
 
 
-def either(words: Sequence[str]) -> str:
+def join_alternatives(words: Sequence[str]) -> str:
     """Return ``a, b or c``."""
     words = ", ".join(words).split(", ")
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
@@ -395,7 +395,7 @@ _IN_PYTHON = {"null": "None", "true": "True", "false": "False", "'{hours: 12}'":
 _IN_CONFIG = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in _IN_PYTHON))
 
 
-def in_python(text: str) -> str:
+def to_python(text: str) -> str:
     """Convert a text about a config to Python: None for ``null``, True for ``true``, False for ``false``."""
     return _IN_CONFIG.sub(lambda found: _IN_PYTHON[found[0]], text)
 

@@ -37,7 +37,7 @@ from trainer.errors import ONE_PACKAGE
 _TWINS = (("pytorch_lightning", "lightning.pytorch"), ("lightning_fabric", "lightning.fabric"))
 
 
-class _SecondName(Loader):
+class _AliasLoader(Loader):
     """Binds a module's second name to the module of its first name, which keeps its name and spec."""
 
     def __init__(self, first: str) -> None:
@@ -47,7 +47,7 @@ class _SecondName(Loader):
         sys.modules[module.__name__] = importlib.import_module(self._first)
 
 
-class _SecondNames(MetaPathFinder):
+class _AliasFinder(MetaPathFinder):
     """Finds the modules of packages by second names.
 
     Args:
@@ -65,13 +65,13 @@ class _SecondNames(MetaPathFinder):
                 name = first + fullname[len(second) :]
                 if (found := _locate(name)) is None:
                     return None
-                spec = ModuleSpec(fullname, _SecondName(name), origin=found.origin)
+                spec = ModuleSpec(fullname, _AliasLoader(name), origin=found.origin)
                 spec.submodule_search_locations = found.submodule_search_locations
                 return spec
         return None
 
 
-class _Here:
+class _ImportOnUnpickle:
     """Sent to processes that ``multiprocessing`` starts, before user objects: unpickling it imports this module."""
 
 
@@ -111,10 +111,10 @@ def _second_and_first(old: str, new: str) -> tuple[str, str]:
 
 def _install() -> None:
     names = dict(_second_and_first(*twins) for twins in _TWINS)
-    sys.meta_path.insert(0, _SecondNames(names))
+    sys.meta_path.insert(0, _AliasFinder(names))
     for second, first in names.items():
         logging.root.manager.loggerDict[second] = logging.getLogger(first)  # a level set on one applies to the other
-    multiprocessing.current_process()._config[__name__] = _Here()  # type: ignore[attr-defined]
+    multiprocessing.current_process()._config[__name__] = _ImportOnUnpickle()  # type: ignore[attr-defined]
 
 
 _install()

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tests.support import FakeTrainer, Regression, loader_of, make_batches, make_trainer
 from trainer.callbacks import FastSettings
-from trainer.callbacks.fast_settings import missed
+from trainer.callbacks.fast_settings import missing_settings
 
 LAST = torch.channels_last
 
@@ -252,4 +252,7 @@ def test_on_a_gpu(tmp_path):
     ],
 )
 def test_unused_settings_are_reported(module, fast, precision, expected):
-    assert missed(module(), None if fast is None else FastSettings(**fast), precision=precision).keys() == expected
+    assert (
+        missing_settings(module(), None if fast is None else FastSettings(**fast), precision=precision).keys()
+        == expected
+    )

@@ -17,8 +17,8 @@ from trainer.errors import CheckpointWriteError, FolderInUseError
 HOLDER = """
 import os, sys, time
 sys.path.insert(0, sys.argv[2])
-from trainer.checkpoint.folder_locks import held
-with held(sys.argv[1]):
+from trainer.checkpoint.folder_locks import lock_folder
+with lock_folder(sys.argv[1]):
     child = os.fork()
     if child:
         print(os.getpid(), child, flush=True)
@@ -40,20 +40,20 @@ def lock_of(folder: Path) -> Path:
 
 
 def test_lock_is_next_to_the_folder_and_removed(tmp_path: Path) -> None:
-    with folders.held(tmp_path / "a" / "b"):
+    with folders.lock_folder(tmp_path / "a" / "b"):
         assert os.listdir(tmp_path / "a" / "b") == []
         assert sorted(os.listdir(tmp_path / "a")) == [".b.in-use.lock", "b"]
         assert json.loads((tmp_path / "a" / ".b.in-use.lock").read_text())["pid"] == os.getpid()
     assert os.listdir(tmp_path) == []
-    with folders.held(tmp_path / "a"):
+    with folders.lock_folder(tmp_path / "a"):
         (tmp_path / "a" / "x.ckpt").touch()
     assert os.listdir(tmp_path) == ["a"]
     assert os.listdir(tmp_path / "a") == ["x.ckpt"]
 
 
 def test_same_process_may_hold_it_twice(tmp_path: Path) -> None:
-    with folders.held(tmp_path / "a"):
-        with folders.held(tmp_path / "a" / "." / ""):
+    with folders.lock_folder(tmp_path / "a"):
+        with folders.lock_folder(tmp_path / "a" / "." / ""):
             pass
         assert sorted(os.listdir(tmp_path)) == [".a.in-use.lock", "a"]
     assert os.listdir(tmp_path) == []
@@ -62,7 +62,7 @@ def test_same_process_may_hold_it_twice(tmp_path: Path) -> None:
 def test_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".123-abc.ckpt-part").touch()
     (tmp_path / folders.LOCK).touch()
-    with folders.held(tmp_path):
+    with folders.lock_folder(tmp_path):
         assert os.listdir(tmp_path) == []
 
 
@@ -72,12 +72,12 @@ def test_lock_of_another_process_ends_with_its_kill(tmp_path: Path) -> None:
     process, pid, child = holder(folder)
     try:
         who = rf"in use by another run \(process {pid} on .*, since 20..-..-.. "
-        with pytest.raises(FolderInUseError, match=who), folders.held(tmp_path / "link"):
+        with pytest.raises(FolderInUseError, match=who), folders.lock_folder(tmp_path / "link"):
             pass
         assert os.listdir(folder) == []
         process.kill()
         process.wait(10)
-        with folders.held(folder):  # immediately, although its fork is still running
+        with folders.lock_folder(folder):  # immediately, although its fork is still running
             assert json.loads(lock_of(folder).read_text())["pid"] == os.getpid()
     finally:
         process.kill()
@@ -109,7 +109,7 @@ def test_lock_is_in_the_folder_if_its_parent_is_not_writable(
         nowhere_beside(folder, monkeypatch)
     else:
         monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == folder)
-    with folders.held(folder):
+    with folders.lock_folder(folder):
         assert os.listdir(folder) == [folders.LOCK]
         assert os.listdir(tmp_path) == ["a"]
         monkeypatch.undo()
@@ -132,7 +132,7 @@ def test_lock_removed_meanwhile_does_not_count(tmp_path: Path, monkeypatch: pyte
         return True
 
     monkeypatch.setattr(folders, "_try_lock", lock)
-    with folders.held(tmp_path / "a"):
+    with folders.lock_folder(tmp_path / "a"):
         assert json.loads(lock_of(tmp_path / "a").read_text())["pid"] == os.getpid()
     assert len(locks) == 2
 
@@ -141,7 +141,7 @@ def test_lock_removed_meanwhile_does_not_count(tmp_path: Path, monkeypatch: pyte
 def test_folder_that_cannot_be_written_to(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointWriteError, match=r"cannot be written to: .* Choose another"):
-        folders.held(tmp_path / folder).__enter__()
+        folders.lock_folder(tmp_path / folder).__enter__()
     assert os.listdir(tmp_path) == ["file"]
 
 
@@ -156,5 +156,5 @@ def test_folder_that_takes_no_files_is_known_at_once(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(os, "open", refused)
     with pytest.raises(CheckpointWriteError, match=r"cannot be written to: Permission denied"):
-        folders.held(tmp_path / "a").__enter__()
+        folders.lock_folder(tmp_path / "a").__enter__()
     assert os.listdir(tmp_path) == ["a"]

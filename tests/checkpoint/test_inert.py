@@ -21,7 +21,7 @@ import torch
 import torchmetrics
 from omegaconf import OmegaConf
 
-from trainer.checkpoint.inert import StandIn, inert, refusal, write_without_data
+from trainer.checkpoint.inert import StandIn, allow_stand_ins, refusal, write_without_data
 
 pickles_members_by_value = pytest.mark.skipif(
     sys.version_info < (3, 11, 4), reason="Python before 3.11.4 pickles a member of an enumeration as getattr"
@@ -120,7 +120,7 @@ def file_of(hyper_parameters: Any, **more: Any) -> BytesIO:
 
 
 def read(file: BytesIO) -> Any:
-    with inert(file):
+    with allow_stand_ins(file):
         file.seek(0)
         return torch.load(file, weights_only=True)
 

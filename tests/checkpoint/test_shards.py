@@ -19,7 +19,7 @@ from torch import nn
 from tests.support import Regression, loader_of, make_batches, make_trainer
 from trainer import CheckpointFiles
 from trainer.checkpoint import conversion, files, sharded_files, shards
-from trainer.checkpoint.folder_locks import held
+from trainer.checkpoint.folder_locks import lock_folder
 from trainer.checkpoint.loading import TRAINER_KEY
 from trainer.compat.checkpoint_io import files_of
 from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError
@@ -203,7 +203,7 @@ def test_kill_at_any_rename_keeps_the_old_or_the_new_checkpoint(
         killing.setattr(sharded_files, "discard", lambda part: None)
         with pytest.raises(Killed):
             write(tmp_path / "c" / "a.ckpt", 2.0)
-    with held(tmp_path / "c"):  # as the next run does
+    with lock_folder(tmp_path / "c"):  # as the next run does
         assert names(tmp_path / "c") == ["a.ckpt"]
     files.verify(tmp_path / "c" / "a.ckpt")
     weight = shards.read_whole(tmp_path / "c" / "a.ckpt")["state_dict"]["weight"]
@@ -211,7 +211,7 @@ def test_kill_at_any_rename_keeps_the_old_or_the_new_checkpoint(
     with monkeypatch.context() as killing:
         killing.setattr(sharded_files, "discard", lambda part: None)  # killed right after it was renamed
         sharded_files.remove(tmp_path / "c" / "a.ckpt")
-    with held(tmp_path / "c"):
+    with lock_folder(tmp_path / "c"):
         assert names(tmp_path / "c") == []
 
 

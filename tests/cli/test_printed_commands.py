@@ -23,9 +23,9 @@ from tests.warm_python import WarmPython
 from trainer import terminal
 from trainer.cli import main
 from trainer.cli.arguments import read
-from trainer.cli.checks.findings import Loaded, Recipe
+from trainer.cli.checks.findings import LoadedBatch, Recipe
 from trainer.cli.checks.first_look import bottleneck
-from trainer.cli.checks.steps import Step
+from trainer.cli.checks.steps import StepTime
 from trainer.cli.folders import PACKAGE
 from trainer.cli.validate import validate
 
@@ -241,8 +241,8 @@ def out_of_memory(shell: Shell) -> None:
 
 
 def slow_step(shell: Shell) -> None:
-    recipe = Recipe("line", {}, loaded=Loaded(None, 0.0, 1e-6, 1, 0), words=["+recipe=line", *SHORT])
-    (command,) = commands_in(bottleneck(recipe, recipe.loaded, Step(1.0, 1, "32-true", "cpu"), 0))
+    recipe = Recipe("line", {}, loaded=LoadedBatch(None, 0.0, 1e-6, 1, 0), words=["+recipe=line", *SHORT])
+    (command,) = commands_in(bottleneck(recipe, recipe.loaded, StepTime(1.0, 1, "32-true", "cpu"), 0))
     shell.check(command)
 
 

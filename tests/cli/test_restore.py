@@ -14,7 +14,7 @@ import yaml
 from tests.cli.conftest import write
 from trainer.cli import main, restore
 from trainer.cli.arguments import UsageError, read
-from trainer.cli.report.selection import chosen
+from trainer.cli.report.selection import choose_subject
 from trainer.cli.validate import validate
 from trainer.record.find_checkpoint import find
 from trainer.record.run_record import load_run
@@ -275,8 +275,8 @@ def test_an_evaluation_is_below_the_run_that_it_uses(project, monkeypatch, capsy
     assert not Path("outputs").exists()
     assert find(run) == run / "checkpoints" / load_run(run).best_checkpoint
     assert load_run(run).status == "completed"
-    assert chosen([str(run)]).runs == [run]
-    assert chosen([str(run / "test")]).kind == "runs"
+    assert choose_subject([str(run)]).runs == [run]
+    assert choose_subject([str(run / "test")]).kind == "runs"
 
     assert main(["test", f"ckpt={run}", "hydra.run.dir=there"]) == 0  # a folder that the user chooses
     assert main(["test", f"ckpt={run}", "+name=own"]) == 0

@@ -242,10 +242,10 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_full = False
-        monkeypatch.setattr(files.Sealing, "_write", self._put(files.Sealing._write))
+        monkeypatch.setattr(files.SealingStream, "_write", self._put(files.SealingStream._write))
 
     def _put(self, original: Any) -> Any:
-        def put(stream: files.Sealing, data: Any) -> None:
+        def put(stream: files.SealingStream, data: Any) -> None:
             if self.is_full and stream.size > 1000 and stream.error is None:
                 stream.error = OSError(errno.ENOSPC, "No space left on device")
             original(stream, data)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, Store
 
-from trainer.engine.rendezvous import meet
+from trainer.engine.rendezvous import rendezvous
 from trainer.errors import ClusterError
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.3)
@@ -23,7 +23,7 @@ def together(*functions: Callable[[], Any]) -> list[Any]:
 
 
 def start(served: Store, processes: int = 3) -> list[Store]:
-    return together(*(lambda rank=rank: meet(served, rank, processes, LONG) for rank in range(processes)))
+    return together(*(lambda rank=rank: rendezvous(served, rank, processes, LONG) for rank in range(processes)))
 
 
 def test_each_start_has_its_own_store() -> None:
@@ -40,7 +40,7 @@ def test_each_start_has_its_own_store() -> None:
 def test_entries_of_a_dead_process_are_ignored() -> None:
     served = HashStore()
     served.set("amp_trainer/request/1", "died before it was answered")
-    stores = together(lambda: meet(served, 0, 2, LONG), lambda: meet(served, 1, 2, LONG))
+    stores = together(lambda: rendezvous(served, 0, 2, LONG), lambda: rendezvous(served, 1, 2, LONG))
     stores[0].set("a", "b")
     assert stores[1].get("a") == b"b"
 
@@ -49,6 +49,6 @@ def test_missing_ranks_are_named() -> None:
     served = HashStore()
     served.set_timeout(SHORT)
     with pytest.raises(ClusterError, match="of 3, rank 1, 2 did not come"):
-        meet(served, 0, 3, SHORT)
+        rendezvous(served, 0, 3, SHORT)
     with pytest.raises(ClusterError, match="rank 0 did not come"):
-        meet(served, 1, 3, SHORT)
+        rendezvous(served, 1, 3, SHORT)

@@ -20,7 +20,7 @@ from tests.gpu.test_steps import LIMIT, OPTIMIZERS, PRECISIONS, SCALE, step_by_h
 from tests.simulated_cuda.device import Simulated
 from tests.support import AUTOCAST_DTYPES, loader_of, make_trainer
 from trainer.callbacks import OverflowReport
-from trainer.cli.checks.fake_step import Living
+from trainer.cli.checks.fake_step import LiveMemory
 from trainer.precision import MixedPrecision
 
 BATCHES = 8
@@ -31,7 +31,7 @@ SIZES = {"activations": (256, 16), "weights": (2, 128)}
 """Sizes with mostly activations, and with mostly weights: samples per batch, and width."""
 
 
-class OnDevice(Living):
+class OnDevice(LiveMemory):
     """Counts the bytes on the simulated device."""
 
     def storage_of(self, tensor: Tensor) -> torch.UntypedStorage | None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from trainer.state.attributes import Attributes, is_watched
+from trainer.state.attributes import AttributeChanges, is_watched
 
 
 class Thing(Dataset[int]):
@@ -58,7 +58,7 @@ def through_a_file(state: Any) -> Any:
 )
 def test_plain_values_are_restored(name: str, value: Any) -> None:
     thing, other = Thing(), Thing()
-    watched, restored = Attributes([thing]), Attributes([other])
+    watched, restored = AttributeChanges([thing]), AttributeChanges([other])
     setattr(thing, name, value)
     state = watched.read()
     assert [[kind, list(changes)] for kind, changes in state] == [["Thing", [name]]]
@@ -76,7 +76,7 @@ def test_plain_values_are_restored(name: str, value: Any) -> None:
 
 def test_containers_are_restored_in_place() -> None:
     thing = Thing()
-    watched = Attributes([thing])
+    watched = AttributeChanges([thing])
     before = watched.read()
     assert before == [["Thing", {}]]
     thing.items.append(3)
@@ -94,28 +94,28 @@ def test_containers_are_restored_in_place() -> None:
 @pytest.mark.parametrize("value", [object(), iter([1]), [object()], list(range(1000)), torch.ones(10_000)], ids=type)
 def test_object_with_other_changes_is_not_restored(value: Any) -> None:
     thing, other = Thing(), Thing()
-    watched = Attributes([thing])
+    watched = AttributeChanges([thing])
     thing.handle, thing.number = value, 2
     state = watched.read()
-    assert Attributes.lost(state) == ["Thing.handle"]
-    Attributes([other]).write(through_a_file(state))
+    assert AttributeChanges.lost(state) == ["Thing.handle"]
+    AttributeChanges([other]).write(through_a_file(state))
     assert other.number == 1
 
 
 def test_state_dict_is_used_if_there_is_one() -> None:
     thing, other = Stored(), Stored()
-    watched = Attributes([thing])
+    watched = AttributeChanges([thing])
     thing.handle = object()
     state = through_a_file(watched.read())
-    assert Attributes.lost(state) == []
-    Attributes([other]).write(state)
+    assert AttributeChanges.lost(state) == []
+    AttributeChanges([other]).write(state)
     assert other.loaded["at"] == 7
     assert other.loaded["rest"].tolist() == [1, 1]
 
 
 def test_objects_are_matched_by_class_and_number() -> None:
     thing, stored = Thing(), Stored()
-    watched = Attributes([thing, stored])
+    watched = AttributeChanges([thing, stored])
     state = [["Thing", {"number": 3}], ["Thing", {}], ["Gone", {"at": 1}], ["Stored", {"handle": 4}]]
     watched.write(state)
     assert (thing.number, stored.handle) == (1, 4)

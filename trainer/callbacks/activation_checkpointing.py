@@ -92,10 +92,10 @@ class _CheckpointedForward(OwnForward):
         return self._forward(*args, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-        return nullcontext(), _BuffersAsNow(self._buffers)
+        return nullcontext(), _BufferSnapshot(self._buffers)
 
 
-class _BuffersAsNow:
+class _BufferSnapshot:
     """A reusable context in which buffers have the values from when it was created.
 
     Writes to them inside the context go to copies.

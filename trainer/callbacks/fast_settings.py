@@ -158,7 +158,7 @@ class FastSettings(RunCallback):
             self.on.append(_LAYOUT)
 
 
-def missed(module: nn.Module, settings: FastSettings | None, *, precision: str) -> dict[str, str]:
+def missing_settings(module: nn.Module, settings: FastSettings | None, *, precision: str) -> dict[str, str]:
     """Return the settings that would make a run faster on a GPU and were not requested, each with its effect.
 
     Args:

@@ -95,7 +95,7 @@ class ProgressBar(RunCallback, LightningProgressBar):
         self._console = console
         self._enabled = True
         self._running = False
-        self._live: Live | _Cell | None = None  # None while running: plain lines
+        self._live: Live | _NotebookDisplay | None = None  # None while running: plain lines
         self._redirected: list[tuple[logging.StreamHandler[Any], TextIO]] = []
         self._due = math.inf  # time of the next refresh; infinite while nothing is shown
         self._train = _Row("", math.inf, 0.0)
@@ -263,7 +263,7 @@ class ProgressBar(RunCallback, LightningProgressBar):
         self.reset_dataloader_idx_tracker()
         console = self._console or get_console()
         if console.is_jupyter:
-            self._live = _Cell(self._display)
+            self._live = _NotebookDisplay(self._display)
             self._live.start()
             self._due = time.monotonic()
             return
@@ -431,7 +431,7 @@ class _Display(JupyterMixin):
             yield text[indent:] if is_too_long else text  # keep the end: the last item counts skipped steps
 
 
-class _Cell:
+class _NotebookDisplay:
     """The counterpart of rich's `Live` for the output of a notebook's cell.
 
     In a notebook `Live` requires ipywidgets, and their state is not saved in the file. IPython alone can replace an

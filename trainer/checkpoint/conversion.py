@@ -89,7 +89,7 @@ def export(weights: Mapping[str, Tensor], file: Path) -> None:
         taken.add(value.untyped_storage().data_ptr())
         value = value.detach().resolve_conj().resolve_neg().contiguous()
         plain[name] = value.clone() if is_shared else value
-    part = sharded_files.part_of(file)
+    part = sharded_files.temporary_path(file)
     try:
         files.make_folder(file.parent)
         save_file(plain, part, metadata={"format": "pt"})

@@ -40,7 +40,7 @@ _END_SIZE = 22
 _START = b"PK\x03\x04"  # begins a zip archive
 
 
-class Summed:
+class HashingStream:
     """A stream that counts and hashes the bytes written to it.
 
     If the underlying file raises an error, the error is stored and the remaining bytes are only counted. So writers
@@ -84,7 +84,7 @@ class Summed:
                 self.error = error
 
 
-class Sealing(Summed):
+class SealingStream(HashingStream):
     """A stream to write an archive into, which appends a manifest.
 
     Any data other than a zip archive without a comment is written unchanged.
@@ -147,17 +147,17 @@ def write(
         CheckpointWriteError: if writing failed. An older checkpoint is unchanged.
     """
     path = Path(path)
-    stream: Sealing | None = None
+    stream: SealingStream | None = None
     try:
         make_folder(path.parent)
-        with sharded_files.aside(path), replacing(path, part=PART, durable=True) as file:
-            stream = Sealing(file, facts)
+        with sharded_files.moved_aside(path), replacing(path, part=PART, durable=True) as file:
+            stream = SealingStream(file, facts)
             save(stream)  # type: ignore[arg-type]  # implements the part of BinaryIO that writers use
             return stream.seal()
     except CheckpointError:
         raise
     except OSError as error:
-        raise cannot_write(path, error, 0 if stream is None else stream.size) from error
+        raise write_error(path, error, 0 if stream is None else stream.size) from error
 
 
 def make_folder(folder: Path) -> list[Path]:
@@ -349,7 +349,7 @@ def _saved_at(path: Path) -> float:
     return 0.0
 
 
-def cannot_write(path: Path, error: OSError, needed: int) -> CheckpointWriteError:
+def write_error(path: Path, error: OSError, needed: int) -> CheckpointWriteError:
     """Return the error for a checkpoint of ``needed`` bytes that was not written to ``path``, with advice."""
     message = f"The checkpoint {path} was not written: {error.strerror or error}."
     if error.errno in FULL:

@@ -32,7 +32,7 @@ _holds: dict[tuple[int, Path], int] = {}  # by process, because a forked process
 
 
 @contextmanager
-def held(folder: str | Path) -> Iterator[None]:
+def lock_folder(folder: str | Path) -> Iterator[None]:
     """Lock ``folder`` for this process. Creates it, and removes incomplete checkpoints of killed processes.
 
     On exit, created folders that are empty are removed. The process may lock a folder several times at once, for runs
@@ -71,7 +71,7 @@ def held(folder: str | Path) -> Iterator[None]:
         yield
 
 
-def owner(folder: str | Path) -> str:
+def describe_owner(folder: str | Path) -> str:
     """Return the text in the lock of ``folder`` that describes its owner, or "" if it is not locked.
 
     Two hosts that read the same text share the folder.

@@ -201,7 +201,7 @@ def declared_safe() -> dict[str, Any]:
 
 
 @contextmanager
-def inert(file: IO[bytes]) -> Iterator[None]:
+def allow_stand_ins(file: IO[bytes]) -> Iterator[None]:
     """Let ``torch.load(weights_only=True)`` read objects among a checkpoint's hyperparameters as stand-ins.
 
     Args:
@@ -223,9 +223,9 @@ def inert(file: IO[bytes]) -> Iterator[None]:
 
 
 def load_inert(source: Path | BytesIO, *, weights_only: bool = True, mmap: bool = False) -> Any:
-    """Load a file of ``torch.save`` into host memory; if ``weights_only``, in the context :func:`inert`."""
+    """Load a file of ``torch.save`` into host memory; if ``weights_only``, in the context :func:`allow_stand_ins`."""
     opened = source.open("rb") if isinstance(source, Path) else nullcontext(source)
-    with opened as file, inert(file) if weights_only else nullcontext():
+    with opened as file, allow_stand_ins(file) if weights_only else nullcontext():
         file.seek(0)
         return torch.load(source, map_location="cpu", weights_only=weights_only, mmap=mmap)
 
@@ -238,9 +238,10 @@ def known_classes(classes: list[tuple[Any, str]]) -> Iterator[None]:
 
 
 def refusal(hyper_parameters: Any) -> str:
-    """Return why a checkpoint with these hyperparameters could not be written, or not be read by :func:`inert`, or "".
+    """Return why a checkpoint with these hyperparameters could not be written or read, or "".
 
-    Tries both in memory, without the data of tensors and arrays. An object that contains a secret is also rejected.
+    Reading is in the context :func:`allow_stand_ins`. Tries both in memory, without the data of tensors and arrays. An
+    object that contains a secret is also rejected.
     """
     buffer = BytesIO()
     try:

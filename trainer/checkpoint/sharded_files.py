@@ -38,7 +38,7 @@ _REMOVED = f"-removed{PART}"
 _THREADS = 4  # hashing releases the GIL
 
 
-def part_of(place: Path, end: str = PART) -> Path:
+def temporary_path(place: Path, end: str = PART) -> Path:
     """Return a new temporary path next to ``place``, with a short name."""
     return place.parent / f".{os.getpid()}-{secrets.token_hex(6)}{end}"
 
@@ -71,7 +71,7 @@ def seal(part: Path, name: str, files: Mapping[str, tuple[int, str]], facts: Map
     return _manifest(header, sha256)
 
 
-def put(part: Path, place: Path) -> None:
+def move_into_place(part: Path, place: Path) -> None:
     """Rename the sealed folder ``part`` to ``place``, and replace an older checkpoint there.
 
     Raises:
@@ -79,7 +79,7 @@ def put(part: Path, place: Path) -> None:
     """
     former = None
     if os.path.lexists(place):
-        former = part_of(place)
+        former = temporary_path(place)
         place.rename(former)
     try:
         part.rename(place)
@@ -92,7 +92,7 @@ def put(part: Path, place: Path) -> None:
         discard(former)
 
 
-def refuse_other(place: Path) -> None:
+def check_replaceable(place: Path) -> None:
     """Raise if ``place`` is a folder with files that are not a checkpoint, because it would be removed.
 
     Raises:
@@ -105,7 +105,7 @@ def refuse_other(place: Path) -> None:
 
 
 @contextmanager
-def aside(place: Path) -> Iterator[None]:
+def moved_aside(place: Path) -> Iterator[None]:
     """If ``place`` is a folder, move it aside to make room for a file. It is restored if the ``with`` block raises.
 
     Raises:
@@ -114,8 +114,8 @@ def aside(place: Path) -> Iterator[None]:
     if place.is_symlink() or not place.is_dir():
         yield
         return
-    refuse_other(place)
-    older = part_of(place)
+    check_replaceable(place)
+    older = temporary_path(place)
     place.rename(older)
     try:
         yield
@@ -127,7 +127,7 @@ def aside(place: Path) -> Iterator[None]:
 
 def remove(folder: Path) -> None:
     """Remove a checkpoint folder. Its name disappears immediately."""
-    older = part_of(folder, _REMOVED)
+    older = temporary_path(folder, _REMOVED)
     folder.rename(older)
     discard(older)
 

@@ -45,13 +45,13 @@ from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint import sharded_files
 from trainer.checkpoint import zero_files as zero
-from trainer.checkpoint.files import Summed, make_folder
+from trainer.checkpoint.files import HashingStream, make_folder
 from trainer.checkpoint.inert import load_inert
 from trainer.checkpoint.manifest import TRAINER_KEY, Manifest
 from trainer.checkpoint.sharded_files import MANIFEST, STATE
 from trainer.checkpoint.snapshot import is_plain
 from trainer.errors import CheckpointError
-from trainer.state.containers import Place, mapped
+from trainer.state.containers import KeyPath, mapped
 
 _METADATA = ".metadata"
 _PROCESS = "process "
@@ -59,10 +59,10 @@ _PROCESS = "process "
 _BUFFER = 1 << 20
 
 Tree = Any
-Template = Callable[[Place, torch.Size, torch.dtype], Tensor | None]
+Template = Callable[[KeyPath, torch.Size, torch.dtype], Tensor | None]
 """Returns the tensor to read into, from its place in the checkpoint, shape and dtype; None for a plain tensor."""
 
-Save = Callable[[Path, zero.Sums], None]
+Save = Callable[[Path, zero.FileHasher], None]
 """Writes this process's tensors as files into a folder, through an object that records their hashes."""
 
 
@@ -114,7 +114,7 @@ def split(checkpoint: Mapping[str, Any], names: list[list[str]], *, is_first: bo
         tree["optimizer_states"] = by_name(tree["optimizer_states"], names)
     tensors: dict[str, Tensor] = {}
 
-    def take(place: Place, value: Tensor) -> Tensor:
+    def take(place: KeyPath, value: Tensor) -> Tensor:
         if value.is_meta:
             raise CheckpointError(
                 f"Got {'.'.join(place)} on the meta device in a checkpoint, expected values: a sharded checkpoint uses"
@@ -134,7 +134,7 @@ def split(checkpoint: Mapping[str, Any], names: list[list[str]], *, is_first: bo
     return made, {key: one for key, one in tensors.items() if is_first or isinstance(one, DTensor)}
 
 
-def _unique_key(place: Place, taken: Mapping[str, Any]) -> str:
+def _unique_key(place: KeyPath, taken: Mapping[str, Any]) -> str:
     key = ".".join(place)
     while key in taken:  # {"a.b": ...} next to {"a": {"b": ...}}
         key += "'"
@@ -200,7 +200,7 @@ def write(
     rank, is_alone = (0, True) if group is None else (distributed.get_rank(group), False)
     part: Path = _call_on_first(group, lambda: _make_temporary_folder(place))
     try:
-        files = _Summing()
+        files = _HashingFileSystem()
         if save is not None:
             _call_on_all(group, lambda: save(part, files))
         writer = FileSystemWriter(part)
@@ -216,7 +216,7 @@ def write(
             files.save(tree, part / STATE)
             sums = {name: one for found in [*each, files.sums] for name, one in found.items()}
             sharded_files.seal(part, place.name, sums, facts)
-            sharded_files.put(part, place)
+            sharded_files.move_into_place(part, place)
 
         _call_on_first(group, finish)
     except BaseException:
@@ -226,9 +226,9 @@ def write(
 
 
 def _make_temporary_folder(place: Path) -> Path:
-    sharded_files.refuse_other(place)
+    sharded_files.check_replaceable(place)
     make_folder(place.parent)
-    part = sharded_files.part_of(place)
+    part = sharded_files.temporary_path(place)
     part.mkdir()
     return part
 
@@ -284,7 +284,7 @@ def _run_dcp(work: Callable[[], Any]) -> None:
         raise next(iter(error.failures.values()))[0] from None
 
 
-class _Stream(Summed):
+class _Stream(HashingStream):
     """The stream of a file that can be flushed to disk."""
 
     def fileno(self) -> int:
@@ -298,7 +298,7 @@ class _Stream(Summed):
         """No-op: the function that opened the file closes it."""
 
 
-class _Summing(FileSystem):
+class _HashingFileSystem(FileSystem):
     """DCP's file system, which also records the size and SHA-256 of each file written."""
 
     def __init__(self) -> None:
@@ -368,7 +368,7 @@ def read(
     metadata = _metadata_of(folder, manifest)
     targets: dict[str, Tensor] = {}
 
-    def make(place: Place, value: Tensor) -> Tensor:
+    def make(place: KeyPath, value: Tensor) -> Tensor:
         if not value.is_meta or (only and place[0] != only):
             return value
         key = _unique_key(place, targets)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from trainer.state.containers import Place, mapped
+from trainer.state.containers import KeyPath, mapped
 
 
 def on_host(checkpoint: Any) -> Any:
@@ -22,7 +22,7 @@ def on_host(checkpoint: Any) -> Any:
     copies: dict[int, Any] = {}  # by the id of the original: the memo of `copy.deepcopy`
     storages: dict[int, torch.UntypedStorage] = {}
 
-    def copy_tensor(_: Place, tensor: Tensor) -> Tensor:
+    def copy_tensor(_: KeyPath, tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
             copies[id(tensor)] = _copy(tensor, storages)
         return tensor

@@ -45,7 +45,7 @@ _CLASSES = (
 )
 
 
-class Sums(Protocol):
+class FileHasher(Protocol):
     """Writes files and records their hashes."""
 
     def save(self, value: Any, path: Path) -> None:
@@ -55,21 +55,21 @@ class Sums(Protocol):
         """Record an existing file."""
 
 
-class _Plain:
+class _PlainObject:
     """Replaces an object of DeepSpeed: it has the attributes, but no behavior."""
 
     def __init__(self, *arguments: Any) -> None:
         pass
 
 
-class Parts:
+class ZeroCheckpointEngine:
     """Replaces DeepSpeed's checkpoint engine, which reads and writes its files.
 
     Args:
         sums: writes the files. Default: None, for reading.
     """
 
-    def __init__(self, sums: Sums | None = None) -> None:
+    def __init__(self, sums: FileHasher | None = None) -> None:
         self._sums = sums
         self.error: Exception | None = None
 
@@ -113,13 +113,13 @@ class Parts:
         """No-op: there is nothing to clean up."""
 
 
-def write(engine: Any, folder: Path, sums: Sums) -> None:
+def write(engine: Any, folder: Path, sums: FileHasher) -> None:
     """Write DeepSpeed's files. All processes must call it together.
 
     Raises:
         OSError: if the files of this process cannot be written.
     """
-    before, engine.checkpoint_engine = engine.checkpoint_engine, (parts := Parts(sums))
+    before, engine.checkpoint_engine = engine.checkpoint_engine, (parts := ZeroCheckpointEngine(sums))
     try:
         engine.save_checkpoint(str(folder), tag=TAG)
     finally:
@@ -155,7 +155,7 @@ def check(folder: Path, manifest: Manifest, part: int, parts: int) -> None:
 
 def read(engine: Any, folder: Path, strict: bool) -> None:
     """Read DeepSpeed's files, written by the same number of processes at the same stage. All processes must call it."""
-    before, engine.checkpoint_engine = engine.checkpoint_engine, Parts()
+    before, engine.checkpoint_engine = engine.checkpoint_engine, ZeroCheckpointEngine()
     try:
         engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=strict, load_lr_scheduler_states=False)
     finally:
@@ -276,5 +276,5 @@ def _join_slices(name: str, shape: torch.Size, slices: list[tuple[_FlatPart, int
 
 
 def _load(path: Path, classes: list[tuple[Any, str]] | None = None) -> Any:
-    with known_classes([(_Plain, name) for name in _CLASSES] if classes is None else classes):
+    with known_classes([(_PlainObject, name) for name in _CLASSES] if classes is None else classes):
         return torch.load(path, map_location="cpu", weights_only=True)

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from trainer.checkpoint.files import make_folder
 from trainer.cli.arguments import UsageError
-from trainer.cli.rehearsal import Done, rehearse
+from trainer.cli.rehearsal import RehearsalDone, rehearse
 from trainer.errors import CheckpointWriteError, TrainerError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class _FirstBatch(Callback):
 
     def _keep(self, trainer: Trainer, pl_module: Any, batch: Any, *_: Any) -> None:
         self.batch = batch
-        raise Done
+        raise RehearsalDone
 
     on_train_batch_start: Any = _keep
     on_validation_batch_start: Any = _keep

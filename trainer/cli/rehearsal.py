@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
-class Done(Exception):  # noqa: N818 - not an error
+class RehearsalDone(Exception):  # noqa: N818 - not an error
     """Raised by a callback to end the run."""
 
 
 def rehearse(trainer: Trainer, module: Any, observer: Callback, stage: str = "fit", **arguments: Any) -> None:
-    """Run a stage of the Trainer to its end, or until ``observer`` raises :class:`Done`.
+    """Run a stage of the Trainer to its end, or until ``observer`` raises :class:`RehearsalDone`.
 
     Args:
         trainer: from :func:`trainer.cli.run.assemble`.
@@ -32,7 +32,7 @@ def rehearse(trainer: Trainer, module: Any, observer: Callback, stage: str = "fi
         arguments: keyword arguments of that method.
     """
     trainer.callbacks = [*trainer.callbacks, observer]
-    with suppress(Done):
+    with suppress(RehearsalDone):
         getattr(trainer, stage)(module, **arguments)
 
 

@@ -18,7 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from trainer import machine
-from trainer.arguments import SWITCH, Kind, describe, either
+from trainer.arguments import SWITCH, Kind, describe, join_alternatives
 from trainer.cli import plugins, tracking
 from trainer.cli.arguments import GROUPS_TO_ADD, Arguments, UsageError, canonical_precisions
 from trainer.cli.compose import CONFIG_NAME, RESTORED, Composer, resolve, unresolved
@@ -343,7 +343,9 @@ def _hint_other_options(options: dict[str, str], key: str, composer: Composer) -
     if group in others or not composer.is_group(group) or chosen is None:
         return ""
     candidates = [f"{group}={option}" for option in composer.options(group) if name in composer.option(group, option)]
-    return f" It belongs to {either(candidates)}, but the config uses {group}={chosen}." if candidates else ""
+    return (
+        f" It belongs to {join_alternatives(candidates)}, but the config uses {group}={chosen}." if candidates else ""
+    )
 
 
 _COMMON = {

@@ -23,7 +23,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
 
 from trainer.checkpoint import files, sharded_files
-from trainer.checkpoint.inert import inert
+from trainer.checkpoint.inert import allow_stand_ins
 from trainer.checkpoint.manifest import facts_of
 from trainer.checkpoint.snapshot import on_host
 from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationError, expect, rank_zero_warn
@@ -177,7 +177,7 @@ class CheckpointFiles(TorchCheckpointIO):
             shards.write(place, tree, tensors, own, facts, group, save)
         except OSError as error:
             needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-            return self._note_failure(files.cannot_write(place, error, needed))
+            return self._note_failure(files.write_error(place, error, needed))
         except RuntimeError as error:
             raise CheckpointWriteError(f"The checkpoint {place} was not written: {error}") from error
         return self._note_saved(place, place)
@@ -404,7 +404,7 @@ def without_objects(strategy: Strategy, path: str | Path) -> Iterator[None]:
         if not str(path).startswith("http"):
             with suppress(Exception):  # on any file system; reading the file reports the error
                 file = opened.enter_context(get_filesystem(path).open(str(path), "rb"))
-                opened.enter_context(inert(file))
+                opened.enter_context(allow_stand_ins(file))
         yield
 
 
@@ -441,7 +441,7 @@ def _save_function(checkpoint: Any) -> Callable[[Any], None]:
 def _upload(save: Callable[[Any], None], path: str | Path, facts: dict[str, Any]) -> None:
     """Write to a remote file system, atomically if it supports that."""
     buffer = BytesIO()
-    stream = files.Sealing(buffer, facts)
+    stream = files.SealingStream(buffer, facts)
     save(stream)
     stream.seal()
     file_system, place = url_to_fs(str(path))

@@ -30,16 +30,16 @@ def appending_writer(logger: Any, step: int | None, count: int | None) -> Any:
     return writer
 
 
-class _KeepsFile:
+class _KeepFile:
     def _check_log_dir_exists(self) -> None:
         pass  # Lightning's version deletes the file
 
 
-class _PlainRows(_KeepsFile, _ExperimentWriter):
+class _PlainRows(_KeepFile, _ExperimentWriter):
     pass
 
 
-class _Rows(_KeepsFile, ExperimentWriter):
+class _Rows(_KeepFile, ExperimentWriter):
     pass
 
 

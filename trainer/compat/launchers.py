@@ -43,7 +43,7 @@ class WatchedLauncher(_SubprocessScriptLauncher):
             return function(*args, **kwargs)
 
 
-class PassOn:
+class SignalForwarder:
     """A signal handler of a process that only waits for the processes of the run: passes signals on to them.
 
     Args:
@@ -75,7 +75,7 @@ def signals_passed_on(launcher: _MultiProcessingLauncher) -> Iterator[None]:
     Raises:
         SystemExit, KeyboardInterrupt: if a signal has ended the run there.
     """
-    receive = PassOn(launcher)
+    receive = SignalForwarder(launcher)
     is_main = threading.current_thread() is threading.main_thread()
     taken = [n for n in ENDING_SIGNALS if is_main and signal.getsignal(n) == default_handler(n)]
     for number in taken:

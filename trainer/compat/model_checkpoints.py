@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from trainer.checkpoint.files import EXTENSION
-from trainer.checkpoint.folder_locks import LOCK, held, owner
+from trainer.checkpoint.folder_locks import LOCK, describe_owner, lock_folder
 from trainer.checkpoint.loading import TRAINER_KEY
 from trainer.compat import cluster
 from trainer.compat.checkpoint_io import files_of, local_path
@@ -181,7 +181,7 @@ def claim_folders(trainer: Trainer, session: ExitStack) -> None:
             files.belong(folders, [saver.ckpt_path for saver in savers])
         for folder in folders:
             if (place := local_path(folder)) is not None:
-                session.enter_context(held(place))
+                session.enter_context(lock_folder(place))
 
     if not trainer.fast_dev_run:
         on_first_rank(trainer, claim)
@@ -201,7 +201,7 @@ def _check_shared(trainer: Trainer) -> None:
     reason = "every node writes its shards there" if shards else "resume='auto' resumes from there on any first node"
     for folder in trainer.engine.broadcast([os.path.realpath(place) for one in folders if (place := local_path(one))]):
         cluster.check_shared(
-            trainer.engine, partial(owner, folder), f"Checkpoints are written to {folder}, and {reason}"
+            trainer.engine, partial(describe_owner, folder), f"Checkpoints are written to {folder}, and {reason}"
         )
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from trainer.checkpoint import files
 from trainer.checkpoint import loading as checkpoints
-from trainer.checkpoint.folder_locks import held
+from trainer.checkpoint.folder_locks import lock_folder
 from trainer.checkpoint.inert import load_inert
 from trainer.checkpoint.loading import TRAINER_KEY
 from trainer.checkpoint.sharded_files import STATE
@@ -70,7 +70,7 @@ def _choose_checkpoint(trainer: Trainer, session: ExitStack, beside: Any) -> tup
         own.wait()
     for folder in folders:
         if os.path.isdir(folder):
-            session.enter_context(held(folder))
+            session.enter_context(lock_folder(folder))
     others = [] if beside is None or local_path(beside) is None else [Path(beside)]
     path = files.newest_valid(folders, lambda file: checkpoints.read(trainer.engine.load, file, None), others)
     if path is None:

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from trainer.compat import model_checkpoints
 from trainer.compat.checkpoint_io import wait_for_saves
-from trainer.compat.launchers import ENDING_SIGNALS, PassOn, default_handler, exception_of
+from trainer.compat.launchers import ENDING_SIGNALS, SignalForwarder, default_handler, exception_of
 from trainer.engine.async_max import AsyncMax
 from trainer.engine.child_processes import children, deadline_after
 from trainer.errors import NonFiniteError, RequeueError, rank_zero_warn
@@ -154,7 +154,7 @@ class Signals:
     def _install(self, number: int) -> None:
         """Install our handler of a signal, unless the program has its own. A SIGTERM calls both."""
         before = signal.getsignal(number)
-        if isinstance(before, PassOn):  # inherited from the process that forked this one
+        if isinstance(before, SignalForwarder):  # inherited from the process that forked this one
             before = default_handler(number)
         is_ours = before == default_handler(number) or (number == signal.SIGTERM and before is not None)
         if number not in self._handlers and is_ours and threading.current_thread() is threading.main_thread():

@@ -42,7 +42,7 @@ from trainer.data.epochs import objects_with_set_epoch
 from trainer.data.worker_random import Marked, WorkerRandom, WorkerStates
 from trainer.data.workers import bounded_like
 from trainer.state import random_states
-from trainer.state.attributes import Attributes
+from trainer.state.attributes import AttributeChanges
 from trainer.state.random_states import Generator, State
 
 Batch = Any
@@ -327,7 +327,7 @@ class ReplayedLoader(ResumableLoader):
             is_first = key == "at_start" and state.get("is_first")
             return [] if is_first else ["the position of its persistent_workers is unknown"]
         own = (worker.get("own", [[]])[-1] for worker in state[key].values())
-        lost = sorted({name for states in own for name in Attributes.lost(states)})
+        lost = sorted({name for states in own for name in AttributeChanges.lost(states)})
         if not lost or not isinstance(self.loader.dataset, IterableDataset):
             return []
         return [
@@ -359,7 +359,7 @@ class StatefulLoader(ReplayedLoader):
         # inside a pass, attributes that `load_state_dict` of their object sets for the next iteration are not replaced
         is_torchdatas = is_torchs and type(loader).load_state_dict.__module__.startswith("torchdata.")
         find = partial(random_states.find, unwatched=_has_state if is_torchdatas else lambda _: True)
-        self._attributes = [one for one in self.generators if isinstance(one, Attributes)]
+        self._attributes = [one for one in self.generators if isinstance(one, AttributeChanges)]
         self.generators = find(loader)
         self.replays = False
         self._can_have_worker_states = is_torchs and loader.num_workers > 0
@@ -368,7 +368,7 @@ class StatefulLoader(ReplayedLoader):
         self._lasting: Any = None if self._can_have_worker_states or not _has_state(lasting) else lasting
         samplers, dataset = ((loader.sampler, loader.batch_sampler), loader.dataset) if is_torchs else ((), None)
         found = find(*samplers, except_in=dataset)
-        self._sampler_attributes = [one for one in found if isinstance(one, Attributes)]
+        self._sampler_attributes = [one for one in found if isinstance(one, AttributeChanges)]
 
     def _resume(self, state: State, reasons: list[str]) -> Iterator[Batch]:
         starts = self._load(state, reasons)

@@ -42,10 +42,10 @@ def store_of_this_start(timeout: timedelta = timedelta(minutes=30)) -> Store:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     served = TCPStore(address, port, is_master=False, timeout=timeout)
-    return meet(served, rank, world_size, timeout)
+    return rendezvous(served, rank, world_size, timeout)
 
 
-def meet(served: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
+def rendezvous(served: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     """Return the part of ``served`` that only the ``world_size`` processes of this rendezvous share.
 
     Raises:

@@ -149,7 +149,7 @@ class CastCache:
             self._decide(self._reuses_weights)
 
 
-class _Inspecting(TorchFunctionMode):
+class _InspectingAutocast(TorchFunctionMode):
     """Autocast that inspects every operation. Reusable, but not re-entrant."""
 
     def __init__(self, autocast: AbstractContextManager[object]) -> None:
@@ -168,7 +168,7 @@ class _Inspecting(TorchFunctionMode):
         self._autocast.__exit__(kind, error, trace)
 
 
-class WeightWatch(_Inspecting):
+class WeightWatch(_InspectingAutocast):
     """Autocast that detects weights that are used several times, and weights that change in between.
 
     A weight is a leaf tensor that requires a gradient. It has changed if its version, its memory, or the number of
@@ -308,7 +308,7 @@ def _hides_operations(module: nn.Module) -> bool:
 
 def with_trusted_cache(autocast: AbstractContextManager[object]) -> AbstractContextManager[object]:
     """Return ``autocast`` itself if torch's cache is correct, else a wrapper that clears it; both are reusable."""
-    return _ForgetsCastsWithoutGraph(autocast) if loses_gradients() else autocast
+    return _AutocastClearingStaleCasts(autocast) if loses_gradients() else autocast
 
 
 @cache
@@ -322,7 +322,7 @@ def loses_gradients() -> bool:
             return not torch.mm(weight, weight).requires_grad
 
 
-class _ForgetsCastsWithoutGraph(_Inspecting):
+class _AutocastClearingStaleCasts(_InspectingAutocast):
     """Autocast that clears its cache at the first operation with gradients after operations without."""
 
     def __init__(self, autocast: AbstractContextManager[object]) -> None:

@@ -75,7 +75,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-class Reached(NamedTuple):
+class GoalValue(NamedTuple):
     """The value of a metric that runs are compared by.
 
     Args:
@@ -275,25 +275,25 @@ class RunRecord:
         """The metric that checkpoints or early stopping monitor, and its direction, or None."""
         return self._goal("monitor")
 
-    def reached(self, goal: tuple[str, str] | None) -> Reached:
+    def reached(self, goal: tuple[str, str] | None) -> GoalValue:
         """Return the value of a metric at the best checkpoint, or its last value if no checkpoint was chosen by it.
 
         Args:
             goal: the metric, and its better direction, "min" or "max".
         """
         if goal is None:
-            return Reached(None)
+            return GoalValue(None)
         is_best = goal == self.monitor and self.best_score is not None
         value = self.best_score if is_best else self.latest.get(goal[0])
         if value is None or not math.isfinite(value):
-            return Reached(None)
+            return GoalValue(None)
         curve = self.rows.get(goal[0]) or self.metric_curve(goal[0])
         at = [
             step
             for step, point in zip(curve.steps, curve.values, strict=True)
             if math.isclose(point, value, rel_tol=1e-5)
         ]
-        return Reached(value, (at[0] if is_best else at[-1]) if at else None, is_best)
+        return GoalValue(value, (at[0] if is_best else at[-1]) if at else None, is_best)
 
     def value_of(self, name: str) -> float | None:
         """Return the value of a metric for a table: that of the objective as `reached`, otherwise the last one.

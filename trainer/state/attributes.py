@@ -25,7 +25,7 @@ _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _ABSTRACT = {"builtins.object", "abc.ABC", "typing.Generic", "typing.Protocol"}
 
 
-class Attributes:
+class AttributeChanges:
     """The changes of the attributes of some objects since this was created.
 
     An object is restored only if all changed attributes are plain values: numbers, strings, short containers of them,
@@ -81,7 +81,7 @@ class Attributes:
     @staticmethod
     def lost(state: Any) -> list[str]:
         """Return the attributes that a state from :meth:`read` could not include."""
-        return [entry[1] for entry in state if isinstance(entry[1], str)] if Attributes.has_read(state) else []
+        return [entry[1] for entry in state if isinstance(entry[1], str)] if AttributeChanges.has_read(state) else []
 
     def _places(self) -> dict[str, list[int]]:
         """Return the positions of the objects of each class."""

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-Place = tuple[str, ...]
+KeyPath = tuple[str, ...]
 """The keys and indices that lead to a value in nested containers."""
 
 
-def mapped(value: Any, change: Callable[[Place, Tensor], Any], place: Place = ()) -> Any:
+def mapped(value: Any, change: Callable[[KeyPath, Tensor], Any], place: KeyPath = ()) -> Any:
     """Return ``value`` with each tensor in its containers replaced by the result of ``change``.
 
     A container is copied only if one of its values changes.

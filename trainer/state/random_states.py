@@ -20,9 +20,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer.state import generator_memory
-from trainer.state.attributes import Attributes, is_watched
+from trainer.state.attributes import AttributeChanges, is_watched
 
-Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState | Attributes
+Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState | AttributeChanges
 State = dict[str, Any]
 
 _GLOBAL: dict[str, Generator] = {
@@ -137,7 +137,7 @@ def set_state(generator: Generator, state: Any) -> None:
         generator.setstate((version, tuple(array("I", numbers)), gauss))
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(_with_arrays(state))
-    elif isinstance(generator, Attributes):
+    elif isinstance(generator, AttributeChanges):
         generator.write(state)
     else:
         generator.bit_generator.state = _with_arrays(state)
@@ -160,13 +160,13 @@ def differences(generators: Sequence[Generator], states: Sequence[Any]) -> list[
 
     Args:
         generators: as :func:`find` returns them.
-        states: the result of :func:`states_of`. Older checkpoints have no states of :class:`Attributes`.
+        states: the result of :func:`states_of`. Older checkpoints have no states of :class:`AttributeChanges`.
     """
     attributes = _attributes_in(states)
     saved, current = len(states) - len(attributes), _count(generators)
     if saved != current:
         return [f"the dataloader had {saved} random generators and has {current}"]
-    watched = next((one for one in generators if isinstance(one, Attributes)), Attributes([]))
+    watched = next((one for one in generators if isinstance(one, AttributeChanges)), AttributeChanges([]))
     missing = [name for state in attributes for name in watched.missing(state)]
     if missing:
         return [f"attributes of {', '.join(missing)} had changed, and the data has another number of these objects now"]
@@ -175,23 +175,23 @@ def differences(generators: Sequence[Generator], states: Sequence[Any]) -> list[
 
 def _count(generators: Sequence[Generator]) -> int:
     """Return the number of random generators."""
-    return sum(not isinstance(one, Attributes) for one in generators)
+    return sum(not isinstance(one, AttributeChanges) for one in generators)
 
 
 def _attributes_in(states: Sequence[Any]) -> list[Any]:
-    return [state for state in states if Attributes.has_read(state)]
+    return [state for state in states if AttributeChanges.has_read(state)]
 
 
 def find(*roots: Any, except_in: Any = None, unwatched: Callable[[Any], bool] = lambda _: False) -> list[Generator]:
     """Return the generators that can be reached from ``roots`` through attributes and short containers, each once.
 
-    The last one is the :class:`Attributes` of the inspected objects of the user's classes, if there are any.
+    The last one is the :class:`AttributeChanges` of the inspected objects of the user's classes, if there are any.
 
     Args:
         roots: the objects to begin with; their order, and that of their attributes, determines the order of the result.
         except_in: an object to exclude, with its attributes. Default: None.
-        unwatched: returns whether to exclude an object, and all objects in it, from the :class:`Attributes`. Not called
-            for a DataLoader. Default: no object is excluded.
+        unwatched: returns whether to exclude an object, and all objects in it, from the :class:`AttributeChanges`. Not
+            called for a DataLoader. Default: no object is excluded.
     """
     found: list[Generator] = []
     watched: list[Any] = []
@@ -220,7 +220,7 @@ def find(*roots: Any, except_in: Any = None, unwatched: Callable[[Any], bool] = 
             else:  # the objects of a module or a framework are not part of the data
                 is_data = is_data and isinstance(value, DataLoader)
         queue += [(child, is_data) for child in children]
-    return [*found, Attributes(watched)] if watched else found
+    return [*found, AttributeChanges(watched)] if watched else found
 
 
 def _attributes_of(value: Any) -> list[Any]:
@@ -240,7 +240,7 @@ def _reader_of(generator: Generator) -> Callable[[], Any]:
 
 def _state_of(generator: Generator) -> Any:
     """Return the state of a generator that cannot be read from memory."""
-    if isinstance(generator, Attributes):
+    if isinstance(generator, AttributeChanges):
         return generator.read()
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()

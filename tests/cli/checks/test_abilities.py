@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.cli.checks.abilities import PRECISIONS, ability, instructions
+from trainer.cli.checks.abilities import PRECISIONS, instructions, precision_support
 from trainer.precision import cpu_fp16, devices
 
 CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
@@ -25,7 +25,7 @@ pytest.importorskip("torchao", reason="needs torchao")
 
 
 def words(device: torch.device) -> dict[str, str]:
-    return {precision: ability(precision, device).how for precision in PRECISIONS}
+    return {precision: precision_support(precision, device).how for precision in PRECISIONS}
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ def test_gpus(gpu, name, capability, bfloat16, about_float16):
         "bf16-true": bfloat16,
         "64-true": "native",
     }
-    assert ability("16-mixed", CUDA).why == about_float16
-    assert ability("16-true", CUDA).why == f"{about_float16}; small gradients underflow"
-    assert ("TF32" in ability("32-true", CUDA).why) is (capability >= (8, 0))
+    assert precision_support("16-mixed", CUDA).why == about_float16
+    assert precision_support("16-true", CUDA).why == f"{about_float16}; small gradients underflow"
+    assert ("TF32" in precision_support("32-true", CUDA).why) is (capability >= (8, 0))
 
 
 def test_mps_has_no_loss_scaling_and_no_float64():
@@ -62,8 +62,8 @@ def test_mps_has_no_loss_scaling_and_no_float64():
         "bf16-true": "unknown",
         "64-true": "unsupported",
     }
-    assert ability("64-true", MPS).why == "Got precision='64-true' on an MPS device, which has no float64"
-    assert "GradScaler does not support" in ability("16-mixed", MPS).why
+    assert precision_support("64-true", MPS).why == "Got precision='64-true' on an MPS device, which has no float64"
+    assert "GradScaler does not support" in precision_support("16-mixed", MPS).why
 
 
 @pytest.mark.parametrize("float16", [True, False])

@@ -21,10 +21,10 @@ from tests.support import HAS_FSDP2
 from trainer.cli import main
 from trainer.cli.checks import first_look, steps
 from trainer.cli.checks.batch import classes_of, describe, images_in, labels_out_of_range, save_images, suspicious
-from trainer.cli.checks.findings import Loaded, Recipe
+from trainer.cli.checks.findings import LoadedBatch, Recipe
 from trainer.cli.checks.layers import SCALE, Layer, largest_scale, shown
 from trainer.cli.checks.loading import load
-from trainer.cli.checks.steps import Step, part_for
+from trainer.cli.checks.steps import StepTime, part_for
 
 MODULE = """
 import random
@@ -440,7 +440,7 @@ def test_predicted_effects_of_float16():
 
 
 def recipe(batch: Any, **known: Any) -> Recipe:
-    return Recipe("mine", {"data": {}}, loaded=Loaded(batch, 0.0, None, 0, 0), **known)
+    return Recipe("mine", {"data": {}}, loaded=LoadedBatch(batch, 0.0, None, 0, 0), **known)
 
 
 def test_batch_size_of_the_trial_step():
@@ -476,7 +476,7 @@ class Slow:
 def test_batches_that_were_ready_are_not_timed(number, seconds, timed):
     clock = SimpleNamespace(time=0.0)
     found = load(Slow(clock, number), seconds=10.5, clock=lambda: clock.time)
-    assert found == Loaded(0, 5.0, seconds, timed, 1)
+    assert found == LoadedBatch(0, 5.0, seconds, timed, 1)
 
 
 @pytest.mark.parametrize(
@@ -492,7 +492,7 @@ def test_batches_that_were_ready_are_not_timed(number, seconds, timed):
 )
 def test_bottleneck(workers, loading, step, gpus, expected, monkeypatch):
     monkeypatch.setattr("trainer.machine.cores", lambda: SimpleNamespace(usable=4))
-    loaded = Loaded(None, 1.0, loading, 10, workers)
-    sentence = first_look.bottleneck(recipe(None), loaded, Step(step, 1, "32-true", "cuda"), gpus)
+    loaded = LoadedBatch(None, 1.0, loading, 10, workers)
+    sentence = first_look.bottleneck(recipe(None), loaded, StepTime(step, 1, "32-true", "cuda"), gpus)
     assert sentence.startswith(expected)
     assert bool(sentence) == bool(expected)

@@ -15,7 +15,7 @@ from torch import nn
 from recipes.language_model import LanguageModel
 from tests.support import Regression, make_batches, needs_fsdp2
 from trainer.cli import main
-from trainer.cli.checks.fake_step import Living, look, measure
+from trainer.cli.checks.fake_step import LiveMemory, look, measure
 from trainer.cli.checks.memory import OVERHEAD, Need, Prediction
 from trainer.cli.fused import fused_on_cuda
 from trainer.precision import MixedPrecision, Precision
@@ -101,7 +101,7 @@ def test_recomputed_activations_take_no_memory():
 
 
 def test_counted_tensors():
-    with Living() as living:
+    with LiveMemory() as living:
         first = torch.zeros(1000)
         second = first + 1
         view = second[:10]

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from trainer.cli import main
-from trainer.cli.report.selection import chosen
+from trainer.cli.report.selection import choose_subject
 
 
 def error_of(capsys, *words) -> str:
@@ -26,13 +26,13 @@ def test_newest_fit_or_sweep_by_default(make_run):
     changed_at(1000, old)
     changed_at(3000, test)
     changed_at(2000, jobs[0].parent)
-    sweep = chosen([])
+    sweep = choose_subject([])
     assert (sweep.kind, sweep.folder, list(sweep.runs)) == ("sweep", Path("multirun/b/2"), jobs)
     shutil.rmtree("multirun")
-    assert (chosen([]).kind, chosen([]).folder) == ("run", old)
-    assert chosen(["outputs/a"]).runs == [old, test]
+    assert (choose_subject([]).kind, choose_subject([]).folder) == ("run", old)
+    assert choose_subject(["outputs/a"]).runs == [old, test]
     shutil.rmtree(old)
-    assert chosen([]).folder == chosen(["outputs"]).folder == test
+    assert choose_subject([]).folder == choose_subject(["outputs"]).folder == test
 
 
 def test_newest_run_is_printed(make_run, capsys):

@@ -126,9 +126,9 @@ def check_devices(found: Findings) -> None:
 def check_precisions(found: Findings) -> None:
     """List each precision on each kind of device."""
     for name, device in {_name(device): device for device in found.devices}.items():
-        from trainer.cli.checks.abilities import PRECISIONS, ability
+        from trainer.cli.checks.abilities import PRECISIONS, precision_support
 
-        rows = [ability(precision, device) for precision in PRECISIONS]
+        rows = [precision_support(precision, device) for precision in PRECISIONS]
         found.facts["precisions"][name] = [row._asdict() for row in rows]
         found.tables.append(Table(f"Precisions on {name}", ("precision", "here", "why"), rows))
 

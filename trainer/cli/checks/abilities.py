@@ -19,7 +19,7 @@ PRECISIONS = tuple(sorted(PLUGINS.keys() - {"auto"}))
 _CPU_FLOAT16 = ("avx512_fp16", "amx_fp16", "sve", "fp16")
 
 
-class Ability(NamedTuple):
+class PrecisionSupport(NamedTuple):
     """The support of a precision on a device.
 
     Args:
@@ -34,7 +34,7 @@ class Ability(NamedTuple):
     why: str
 
 
-def ability(precision: str, device: torch.device) -> Ability:
+def precision_support(precision: str, device: torch.device) -> PrecisionSupport:
     """Return the support of ``precision`` on ``device``, from the check of its plugin."""
     try:
         with warnings.catch_warnings():
@@ -42,20 +42,26 @@ def ability(precision: str, device: torch.device) -> Ability:
             plugin = resolve_precision(precision)
             plugin.check(device)
     except PrecisionError as error:
-        return Ability(precision, "unsupported", str(error).partition(". Use")[0].partition(", expected")[0])
+        return PrecisionSupport(precision, "unsupported", str(error).partition(". Use")[0].partition(", expected")[0])
     if plugin.dtype is torch.float64:
         slow = "consumer GPUs are 32 to 64 times slower than in float32" if device.type == "cuda" else ""
-        return Ability(precision, "native", slow or "at most half as fast as float32, for reference results")
+        return PrecisionSupport(precision, "native", slow or "at most half as fast as float32, for reference results")
     if not plugin.is_half:
-        return Ability(precision, "native", _about_float32(device))
+        return PrecisionSupport(precision, "native", _about_float32(device))
     if isinstance(plugin, Float8Precision):
         if device.type == "cpu":
-            return Ability(precision, "emulated", "same values as on a GPU, but slow: to test a model for a GPU")
-        return Ability(precision, "native", "Tensor Cores, for Linear layers; faster for large ones if compiled")
+            return PrecisionSupport(
+                precision, "emulated", "same values as on a GPU, but slow: to test a model for a GPU"
+            )
+        return PrecisionSupport(
+            precision, "native", "Tensor Cores, for Linear layers; faster for large ones if compiled"
+        )
     if plugin.dtype is torch.bfloat16:
-        return Ability(precision, *_bfloat16(device))
+        return PrecisionSupport(precision, *_bfloat16(device))
     support, reason = _float16(device)
-    return Ability(precision, support, reason if plugin.scales_loss else f"{reason}; small gradients underflow")
+    return PrecisionSupport(
+        precision, support, reason if plugin.scales_loss else f"{reason}; small gradients underflow"
+    )
 
 
 def instructions() -> list[str]:

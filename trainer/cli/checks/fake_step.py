@@ -78,13 +78,13 @@ def measure(
 
 
 @contextmanager
-def without_values() -> Iterator[tuple[FakeTensorMode, Living]]:
+def without_values() -> Iterator[tuple[FakeTensorMode, LiveMemory]]:
     """Create fake tensors inside the context, and count their bytes. Attention behaves as on a GPU.
 
     A backward pass inside needs ``torch.autograd.set_multithreading_enabled(False)``: other threads are not counted.
     """
-    living = Living()
-    with FakeTensorMode(allow_non_fake_inputs=True) as fakes, _Ones(), living, _AsOnGPU():  # type: ignore[no-untyped-call]
+    living = LiveMemory()
+    with FakeTensorMode(allow_non_fake_inputs=True) as fakes, _ReadAsOne(), living, _WithoutAttentionDropout():  # type: ignore[no-untyped-call]
         yield fakes, living
 
 
@@ -104,7 +104,7 @@ def look(
     module = _on_meta(build, precision)
     mixed = isinstance(precision, MixedPrecision)
     autocast = torch.autocast("cpu", precision.dtype if mixed else torch.bfloat16, enabled=mixed)
-    with FakeTensorMode(allow_non_fake_inputs=True) as fakes, _Ones():  # type: ignore[no-untyped-call]
+    with FakeTensorMode(allow_non_fake_inputs=True) as fakes, _ReadAsOne():  # type: ignore[no-untyped-call]
         module = precision.convert_module(module.to_empty(device="cpu"))
         _optimizers(module)
         batch = tree_map_only(Tensor, fakes.from_tensor, precision.convert_batch(batch))
@@ -127,7 +127,7 @@ def _on_meta(build: Callable[[], Any], precision: Any) -> Any:
     return module
 
 
-def _train(module: Any, optimizers: Sequence[Optimizer], batch: Any, precision: Any, living: Living) -> None:
+def _train(module: Any, optimizers: Sequence[Optimizer], batch: Any, precision: Any, living: LiveMemory) -> None:
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     for optimizer in optimizers:
@@ -194,7 +194,7 @@ def _fake_mesh(processes: int) -> Iterator[Any]:
         distributed.destroy_process_group()
 
 
-class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Count the bytes of all living tensors that were created inside the mode.
 
     Attributes:
@@ -207,7 +207,7 @@ class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.current = self.peak = 0
         self._sizes: dict[int, int] = {}
 
-    def __enter__(self) -> Living:
+    def __enter__(self) -> LiveMemory:
         """Patch ``UntypedStorage.resize_``, which FSDP uses to free and allocate gathered parameters."""
         self._resize: Any = torch.UntypedStorage.resize_
         living, resize = self, self._resize
@@ -247,7 +247,7 @@ class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = max(self.peak, self.current)
 
 
-class _AsOnGPU(TorchFunctionMode):
+class _WithoutAttentionDropout(TorchFunctionMode):
     """Ignore the dropout of attention, which needs no memory on a GPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -257,7 +257,7 @@ class _AsOnGPU(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-class _Ones(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ReadAsOne(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Return 1 if the value of a fake tensor is read."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

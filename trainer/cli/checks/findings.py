@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Loaded(NamedTuple):
+class LoadedBatch(NamedTuple):
     """The first batch of a dataloader, and its speed.
 
     Args:
@@ -48,7 +48,7 @@ class Recipe:
     name: str
     settings: dict[str, Any]
     data: Any = None
-    loaded: Loaded | None = None
+    loaded: LoadedBatch | None = None
     peak: int | None = None
     operations: int | None = None
     failure: UsageError | None = None

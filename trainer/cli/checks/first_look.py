@@ -12,9 +12,9 @@ import torch
 from trainer import machine
 from trainer.cli import failure
 from trainer.cli.checks import batch, loading, memory, steps
-from trainer.cli.checks.findings import Findings, Loaded, Recipe
+from trainer.cli.checks.findings import Findings, LoadedBatch, Recipe
 from trainer.cli.checks.layers import LARGEST, SCALE, Layer, Layers, largest_scale, shown
-from trainer.cli.checks.steps import Step
+from trainer.cli.checks.steps import StepTime
 from trainer.data.samples import batch_size
 from trainer.errors import ConfigurationError, join_first
 from trainer.machine import readable
@@ -165,7 +165,7 @@ def _float16(layers: list[Layer]) -> dict[str, Any]:
     }
 
 
-def _report_loading(found: Findings, recipe: Recipe, loaded: Loaded, step: Step | None) -> None:
+def _report_loading(found: Findings, recipe: Recipe, loaded: LoadedBatch, step: StepTime | None) -> None:
     gpus = sum(device.type == "cuda" for device in found.devices)
     sentence = bottleneck(recipe, loaded, step, gpus)
     facts = {name: value for name, value in loaded._asdict().items() if name != "batch"}
@@ -183,7 +183,7 @@ def _report_loading(found: Findings, recipe: Recipe, loaded: Loaded, step: Step 
         found.remark(sentence)
 
 
-def bottleneck(recipe: Recipe, loaded: Loaded, step: Step | None, gpus: int) -> str:
+def bottleneck(recipe: Recipe, loaded: LoadedBatch, step: StepTime | None, gpus: int) -> str:
     """Return whether loading or the step limits throughput, with advice; "" if that was not measured."""
     if step is None or loaded.seconds is None:
         return ""

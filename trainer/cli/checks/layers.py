@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from trainer.cli.checks.batch import classes_of, labels_out_of_range
-from trainer.cli.rehearsal import Done
+from trainer.cli.rehearsal import RehearsalDone
 from trainer.data.samples import tensors_in
 from trainer.module_tree import plain_class
 from trainer.postmortem.trace import measure
@@ -103,7 +103,7 @@ class Layers(Callback):
         """Register hooks on the layers."""
         self.labels = labels_out_of_range(self._batch, classes_of(pl_module))
         if self.labels:
-            raise Done
+            raise RehearsalDone
         parameters = list(pl_module.parameters())
         self.parameters = sum(parameter.numel() for parameter in parameters)
         self.trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
@@ -131,7 +131,7 @@ class Layers(Callback):
         self.loss = float(loss) if isinstance(loss, Tensor) and loss.numel() == 1 else None
         self.without_gradient = [name for name in self._trained if name not in self._seen]
         self.layers = [layer for layer in self.layers if layer.outputs or layer.gradient is not None]
-        raise Done
+        raise RehearsalDone
 
     def teardown(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         """Remove the hooks."""

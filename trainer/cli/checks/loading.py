@@ -12,7 +12,7 @@ from trainer.arguments import describe
 from trainer.cli import failure
 from trainer.cli.arguments import UsageError
 from trainer.cli.build import check, make
-from trainer.cli.checks.findings import Loaded, Recipe
+from trainer.cli.checks.findings import LoadedBatch, Recipe
 from trainer.cli.folders import merge_recipes
 from trainer.cli.targets import Allowlist
 
@@ -20,7 +20,7 @@ _SECONDS = 1.0
 _MOST = 200
 
 
-def draw(recipe: Recipe) -> Loaded:
+def draw(recipe: Recipe) -> LoadedBatch:
     """Build the data of a recipe and load batches. Sets ``recipe.data`` and ``recipe.loaded``.
 
     Raises:
@@ -51,7 +51,7 @@ def draw(recipe: Recipe) -> Loaded:
 
 def load(
     loader: Any, seconds: float = _SECONDS, most: int = _MOST, clock: Callable[[], float] = time.perf_counter
-) -> Loaded:
+) -> LoadedBatch:
     """Load batches, and return the first one with the speed of the dataloader.
 
     Batches that workers prefetch before the first one is returned are not timed.
@@ -89,4 +89,4 @@ def load(
     timed = drawn - skipped
     known = [number for number in workers if number is not None]
     each_took = (marks[-1] - marks[skipped]) / timed if timed else None
-    return Loaded(batch, first, each_took, timed, max(known) if known else None)
+    return LoadedBatch(batch, first, each_took, timed, max(known) if known else None)

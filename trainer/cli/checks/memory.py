@@ -226,7 +226,7 @@ def _measure(recipe: Recipe, device: torch.device, number: int, prediction: Pred
         prediction.gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
         found = [n for _, n in nodes if n and str(n.get("_target_", "")).endswith(".FastSettings")]
         chosen = make(found[0], "callbacks", allowlist) if found else None
-        prediction.missed = dict(fast_settings.missed(module, chosen, precision=precision.name))
+        prediction.missed = dict(fast_settings.missing_settings(module, chosen, precision=precision.name))
         if settings["trainer"].get("benchmark") or settings["trainer"].get("deterministic"):
             prediction.missed.pop("cudnn.benchmark", None)
         checkpoint(module)

@@ -24,7 +24,7 @@ from trainer import machine
 from trainer.cli.checks.findings import Recipe
 from trainer.cli.checks.layers import Layers
 from trainer.cli.processes import environment
-from trainer.cli.rehearsal import Clock, Done, first_weights, rehearse
+from trainer.cli.rehearsal import Clock, RehearsalDone, first_weights, rehearse
 from trainer.cli.run import assemble
 from trainer.data.samples import batch_size, part_of
 from trainer.errors import join_first
@@ -41,7 +41,7 @@ _STEPS = 5  # maximum number of steps; the first one warms up
 _SECONDS = 1.5  # time limit of the steps
 
 
-class Step(NamedTuple):
+class StepTime(NamedTuple):
     """The time of a step.
 
     Args:
@@ -105,7 +105,7 @@ def measure_layers(recipe: Recipe, batch: Any) -> Layers:
     return observer
 
 
-def time_step(recipe: Recipe, batch: Any, samples: int) -> Step:
+def time_step(recipe: Recipe, batch: Any, samples: int) -> StepTime:
     """Run a few steps in the precision of the run, and return the time of a step.
 
     Args:
@@ -118,7 +118,7 @@ def time_step(recipe: Recipe, batch: Any, samples: int) -> Step:
     taken = batch_size(batch)
     seconds = statistics.median(observer.seconds[1:] or observer.seconds)
     precision = trainer.engine.precision
-    return Step(
+    return StepTime(
         seconds * (samples / taken if taken else 1.0),
         taken,
         str(trainer.precision),
@@ -141,7 +141,7 @@ class _Clock(Clock):
         """Stop the clock."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if len(self.seconds) >= _STEPS or sum(self.seconds) > _SECONDS:
-            raise Done
+            raise RehearsalDone
 
 
 class _RepeatBatch:

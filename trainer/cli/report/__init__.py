@@ -17,7 +17,7 @@ from trainer.files import write_text
 from trainer.terminal import command_line
 
 if TYPE_CHECKING:
-    from trainer.cli.report.selection import Chosen
+    from trainer.cli.report.selection import ReportSubject
 
 __all__ = ["PAGE", "command", "write_report"]
 
@@ -27,12 +27,12 @@ PAGE = "report.html"
 
 def command(arguments: Arguments) -> int:
     """Run ``trainer report [RUN_DIR ...] [OUT.html]``."""
-    from trainer.cli.report.selection import chosen
+    from trainer.cli.report.selection import choose_subject
 
     if problem := packages.missing("report"):
         raise UsageError(f"report needs {problem}")
     names, named = _split_words(arguments.words)
-    about = chosen(names)
+    about = choose_subject(names)
     out = Path(named) if named else about.folder / PAGE
     if not names:
         print(f"The newest run is {about.folder}")
@@ -64,7 +64,7 @@ def _is_name_of_page(word: str) -> bool:
     return Path(word).suffix.lower() in (".html", ".htm")
 
 
-def write_report(about: Chosen, out: Path) -> list[str]:
+def write_report(about: ReportSubject, out: Path) -> list[str]:
     """Write the page of a run, a sweep, or several runs.
 
     Args:

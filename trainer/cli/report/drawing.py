@@ -39,7 +39,7 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u207
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnChart:
     """A drawn chart.
 
     Args:
@@ -59,7 +59,7 @@ class Drawn:
     ramp: tuple[str, str] | tuple[()] = ()
 
 
-def draw(chart: Chart, last_step: float = 0) -> Drawn:
+def draw(chart: Chart, last_step: float = 0) -> DrawnChart:
     """Draw a chart.
 
     Args:
@@ -83,7 +83,7 @@ def draw(chart: Chart, last_step: float = 0) -> Drawn:
         count = f"{len(broken):,} values are not finite, the first at step {min(broken):,.0f} ({marks})."
         remark = f"{count} {remark}".strip()
     legend = [(line.label, line.color, format_number(line.curve.last)) for line in shown]
-    return Drawn(chart, legend, _in_page(written.getvalue(), chart), data, remark, ramp)
+    return DrawnChart(chart, legend, _in_page(written.getvalue(), chart), data, remark, ramp)
 
 
 @contextmanager

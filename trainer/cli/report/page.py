@@ -18,7 +18,7 @@ from trainer import redaction
 from trainer.cli.help import versions
 from trainer.cli.report.artifacts import diagnoses_of, figures_of, files_of, log_of, warnings_in
 from trainer.cli.report.charts import Section, sections_of
-from trainer.cli.report.drawing import Drawn, draw, format_number
+from trainer.cli.report.drawing import DrawnChart, draw, format_number
 from trainer.cli.walk import walk
 from trainer.machine import readable
 from trainer.record.run_record import RunRecord, load_run
@@ -222,7 +222,7 @@ def environment_of(run: RunRecord) -> list[tuple[str, list[tuple[str, str]]]]:
     return [(group, rows) for group, rows in shown.items() if rows]
 
 
-def draw_sections(sections: Sequence[Section], last_step: float) -> list[tuple[str, list[Drawn], Sequence[str]]]:
+def draw_sections(sections: Sequence[Section], last_step: float) -> list[tuple[str, list[DrawnChart], Sequence[str]]]:
     """Return the sections with their charts as pictures."""
     return [(part.title, [draw(chart, last_step) for chart in part.charts], part.notes) for part in sections]
 

@@ -37,7 +37,7 @@ def jobs_of(sweep: Path) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ReportSubject:
     """The subject of a report.
 
     Args:
@@ -53,7 +53,7 @@ class Chosen:
     left_out: Sequence[str] = ()
 
 
-def chosen(given: Sequence[str]) -> Chosen:
+def choose_subject(given: Sequence[str]) -> ReportSubject:
     """Return the runs or the sweep in the given folders.
 
     Args:
@@ -105,13 +105,13 @@ def _runs_and_sweeps(given: str) -> list[Path]:
     return found
 
 
-def _choose(folders: Sequence[Path], problems: Sequence[str] = (), holder: Path | None = None) -> Chosen:
+def _choose(folders: Sequence[Path], problems: Sequence[str] = (), holder: Path | None = None) -> ReportSubject:
     """Return the subject of the report."""
     runs = [run for folder in folders for run in (jobs_of(folder) if is_sweep(folder) else [folder])]
     if len(folders) > 1 or problems:
         runs = list({run.resolve(): run for run in runs}.values())  # the words may name a sweep and one of its jobs
-        return Chosen("runs", holder or Path(), runs, problems)
-    return Chosen("sweep" if is_sweep(folders[0]) else "run", folders[0], runs)
+        return ReportSubject("runs", holder or Path(), runs, problems)
+    return ReportSubject("sweep" if is_sweep(folders[0]) else "run", folders[0], runs)
 
 
 def below(folder: Path) -> list[Path]:

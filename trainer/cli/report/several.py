@@ -24,7 +24,7 @@ from trainer.cli.report.page import (
     render,
     tiles_of,
 )  # fmt: skip
-from trainer.cli.report.selection import Chosen
+from trainer.cli.report.selection import ReportSubject
 from trainer.machine import readable
 from trainer.record.run_record import ENDED_WELL, RunRecord, direction_of, load_run, read_json
 from trainer.record.sweep import Sweep, best_of, worth_showing
@@ -78,7 +78,7 @@ class Difference:
     chosen: bool = False
 
 
-def several_page(about: Chosen, out: Path) -> tuple[str, list[str]]:
+def several_page(about: ReportSubject, out: Path) -> tuple[str, list[str]]:
     """Return the HTML of the report on several runs.
 
     Args:

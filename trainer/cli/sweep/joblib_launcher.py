@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from trainer.arguments import describe
 from trainer.cli.arguments import UsageError
-from trainer.cli.sweep.jobs import Job, Stop, execute
+from trainer.cli.sweep.jobs import Job, StopFile, execute
 from trainer.record.run_record import load_run
 
 _THREADS = "OMP_NUM_THREADS"
@@ -75,7 +75,7 @@ class JoblibLauncher(Launcher):
         free: SimpleQueue[dict[str, str]] = SimpleQueue()
         for place in self.places:
             free.put(place)
-        stop = Stop(Path(str(self.config.hydra.sweep.dir)))
+        stop = StopFile(Path(str(self.config.hydra.sweep.dir)))
 
         def run(job: Job) -> None:
             job.environment = place = free.get()

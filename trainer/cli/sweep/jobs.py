@@ -224,10 +224,10 @@ def run_job(config: DictConfig) -> float | None:
         The value of its objective; None if it has none, or failed.
     """
     hydra = HydraConfig.get()
-    return execute(Job.composed(config), Stop(Path(hydra.runtime.cwd) / hydra.sweep.dir))
+    return execute(Job.composed(config), StopFile(Path(hydra.runtime.cwd) / hydra.sweep.dir))
 
 
-def execute(job: Job, stop: Stop) -> float | None:
+def execute(job: Job, stop: StopFile) -> float | None:
     """Run a job, unless it is done or its sweep was stopped. Return the same as `run_job`."""
     if stop.signals_received():
         return None
@@ -247,7 +247,7 @@ def execute(job: Job, stop: Stop) -> float | None:
     return load_run(job.folder).result
 
 
-def _wait(process: subprocess.Popen[bytes], stop: Stop | None) -> None:
+def _wait(process: subprocess.Popen[bytes], stop: StopFile | None) -> None:
     """Wait for a job, and pass on the signals in ``stop``."""
     if stop is None:
         process.wait()
@@ -264,7 +264,7 @@ def _wait(process: subprocess.Popen[bytes], stop: Stop | None) -> None:
             return
 
 
-class Stop:
+class StopFile:
     """File in the folder of a sweep with the signals that the sweep received, for parallel and remote jobs.
 
     Args:
@@ -317,7 +317,7 @@ def waiting_for(hydra: Any, folder: Path) -> AbstractContextManager[None]:
         folder: of the sweep.
     """
     target = str(hydra.launcher["_target_"])
-    stop = Stop(folder, target.startswith(ELSEWHERE))
+    stop = StopFile(folder, target.startswith(ELSEWHERE))
     stop.file.unlink(missing_ok=True)  # of an earlier sweep here
     if target.startswith(ELSEWHERE) or not is_quiet():
         place = "run on other machines and " if target.startswith(ELSEWHERE) else ""

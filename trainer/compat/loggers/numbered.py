@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from trainer.loggers import LoggerAdapter
 
 
-class _Numbered(LoggerAdapter):
+class _VersionedLogger(LoggerAdapter):
     """A logger with a folder ``version_<n>`` for each run."""
 
     files: ClassVar[str]  # the pattern of its files
@@ -33,7 +33,7 @@ class _Numbered(LoggerAdapter):
         return max((int(number) for number in numbers if number.isdecimal()), default=None)
 
 
-class TensorBoard(_Numbered):
+class TensorBoard(_VersionedLogger):
     """TensorBoard's event files."""
 
     target: ClassVar[str] = "lightning.pytorch.loggers.TensorBoardLogger"
@@ -50,7 +50,7 @@ class TensorBoard(_Numbered):
         self.logger.experiment.add_images(name, images, step, dataformats="NHWC")
 
 
-class CSV(_Numbered):
+class CSV(_VersionedLogger):
     """Lightning's and Fabric's CSV logger."""
 
     target: ClassVar[str] = "lightning.pytorch.loggers.CSVLogger"

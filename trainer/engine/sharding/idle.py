@@ -29,7 +29,7 @@ R = TypeVar("R")
 TRAINING = "training_step"
 
 
-class Call:
+class ForwardCall:
     """One call of a sharded module's forward.
 
     Attributes:
@@ -44,7 +44,7 @@ class Call:
 
     def __init__(self, module: Any, takes_gradient: bool, gives_gradient: bool = True) -> None:
         self.module = module
-        self.inside: list[Call] = []
+        self.inside: list[ForwardCall] = []
         self.takes_gradient = takes_gradient
         self.gives_gradient = gives_gradient
 
@@ -60,9 +60,9 @@ class IdlePasses:
     def __init__(self, root: nn.Module, before_forward: Callable[[], None]) -> None:
         self._root = root
         self._before_forward = before_forward
-        self._known: dict[str, Call] = {}
-        self._current: Call | None = None  # of this process's current batch
-        self._open: list[Call] = []  # the calls that have not returned yet
+        self._known: dict[str, ForwardCall] = {}
+        self._current: ForwardCall | None = None  # of this process's current batch
+        self._open: list[ForwardCall] = []  # the calls that have not returned yet
         self._handles: list[Any] = []
         untraced: Any = torch.compiler.disable
         enter, leave = untraced(self._enter), untraced(self._leave)
@@ -86,7 +86,7 @@ class IdlePasses:
                 return
         elif not self._open:
             return  # recomputed in a backward pass, or called outside of the root
-        call = Call(module, torch.is_grad_enabled() and bool(collect_grad_tensors((args, kwargs))))
+        call = ForwardCall(module, torch.is_grad_enabled() and bool(collect_grad_tensors((args, kwargs))))
         if self._open:
             self._open[-1].inside.append(call)
         else:
@@ -131,7 +131,7 @@ class IdlePasses:
         loss: Tensor = _Backward.apply(start, like)
         return loss
 
-    def _run(self, call: Call) -> None:
+    def _run(self, call: ForwardCall) -> None:
         def forward() -> None:
             for inner in call.inside:
                 self._run(inner)
@@ -155,19 +155,19 @@ class IdlePasses:
         for index, group in enumerate(order):
             group._post_forward_indices.append(index)
 
-    def _guess_calls(self) -> Call:
+    def _guess_calls(self) -> ForwardCall:
         """Guess the calls before this process has seen any batch: each module once, in the order of definition.
 
         Gradients are assumed to flow from the first trainable parameter on. The root's own parameters may be used
         anywhere.
         """
-        root, flows = Call(self._root, takes_gradient=False), False
-        calls: dict[str, Call] = {}
+        root, flows = ForwardCall(self._root, takes_gradient=False), False
+        calls: dict[str, ForwardCall] = {}
         for name, module in self._root.named_modules():
             if name and isinstance(module, FSDPModule):
                 outer = next((calls[one] for one in reversed(calls) if name.startswith(f"{one}.")), root)
                 trains = any(parameter.requires_grad for parameter in module.parameters())  # type: ignore[attr-defined]
-                calls[name] = Call(module, takes_gradient=flows, gives_gradient=flows or trains)
+                calls[name] = ForwardCall(module, takes_gradient=flows, gives_gradient=flows or trains)
                 outer.inside.append(calls[name])
             if name:
                 flows = flows or any(parameter.requires_grad for parameter in module.parameters(recurse=False))
@@ -183,7 +183,7 @@ class _Backward(torch.autograd.Function):
     """Run the collectives of a backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, start: Tensor, root: Call) -> Tensor:
+    def forward(ctx: Any, start: Tensor, root: ForwardCall) -> Tensor:
         ctx.root = root
         return start.clone()
 
@@ -193,7 +193,7 @@ class _Backward(torch.autograd.Function):
         return gradient, None
 
 
-def _backward(calls: list[Call], gradient: Tensor) -> None:
+def _backward(calls: list[ForwardCall], gradient: Tensor) -> None:
     for call in reversed(calls):
         if not call.gives_gradient:
             continue

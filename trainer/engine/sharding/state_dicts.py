@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from trainer.module_tree import parameters_of
-from trainer.state.containers import Place, mapped
+from trainer.state.containers import KeyPath, mapped
 
 
 def gathered(value: Any, keep: bool) -> Any:
@@ -31,7 +31,7 @@ def gathered(value: Any, keep: bool) -> Any:
         keep: whether this process needs the whole tensors. Otherwise it gets empty ones.
     """
 
-    def gather(_: Place, tensor: Any) -> Any:
+    def gather(_: KeyPath, tensor: Any) -> Any:
         if not isinstance(tensor, DTensor):
             return tensor
         mesh = tensor.device_mesh
@@ -53,7 +53,7 @@ def spread(value: Any, like: Any) -> Any:
     return part if part.device == like.device else part.to(like.device)
 
 
-def template(module: nn.Module, place: Place, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+def template(module: nn.Module, place: KeyPath, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
     """Return an empty tensor to read a tensor of a checkpoint into, sharded as its parameter; None if none matches.
 
     Args:
