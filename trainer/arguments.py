@@ -197,7 +197,9 @@ class Argument:
     @property
     def choices(self) -> list[str]:
         """The words that the argument accepts."""
-        return [describe(one) for one in self.accepts if not isinstance(one, Kind) and one is not None]
+        return [
+            describe(accepted) for accepted in self.accepts if not isinstance(accepted, Kind) and accepted is not None
+        ]
 
     @property
     def expected(self) -> str:
@@ -206,7 +208,7 @@ class Argument:
         >>> ARGUMENTS["benchmark"].expected
         'true, false or null'
         """
-        words = [one.words if isinstance(one, Kind) else describe(one) for one in self.accepts]
+        words = [accepted.words if isinstance(accepted, Kind) else describe(accepted) for accepted in self.accepts]
         words = [word for word in words if word]
         return join_alternatives(words if len(words) < 10 else [*words[:3], "another of Lightning's"])
 
@@ -233,7 +235,7 @@ class Argument:
     def _is_lightning_object(self, value: Any) -> bool:
         if value is None:
             return self.accepts == SWITCH
-        if any(isinstance(one, Kind) and one.is_share for one in self.accepts):
+        if any(isinstance(accepted, Kind) and accepted.is_share for accepted in self.accepts):
             return isinstance(value, float) and value > 1 and value.is_integer()
         return self.any_case and isinstance(value, str) and value.lower() in self.accepts
 

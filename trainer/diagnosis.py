@@ -294,7 +294,7 @@ def _advice(trainer: Trainer, usage: Usage | None, size: int | None) -> str:
         tries.append(
             "callbacks=[ActivationCheckpointing('net.layer*')], which recomputes activations instead of storing them."
         )
-    return " ".join(f"Try {one}" for one in tries)
+    return " ".join(f"Try {attempt}" for attempt in tries)
 
 
 # --- where a run is -------------------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ def adapter(logger: Any) -> LoggerAdapter:
     """Return the adapter of a logger: that of its class, or else of the closest base class that has one."""
     _load()
     classes = type.mro(logger.__class__)
-    found = (_ADAPTERS.get(_key(f"{one.__module__}.{one.__qualname__}")) for one in classes)
+    found = (_ADAPTERS.get(_key(f"{kind.__module__}.{kind.__qualname__}")) for kind in classes)
     return next((each for each in found if each is not None), LoggerAdapter)(logger)
 
 

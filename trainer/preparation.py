@@ -216,7 +216,9 @@ class Preparation:
         if not self._module.automatic_optimization:
             return None  # the module clips itself
         gradients, callbacks = self._trainer.engine.gradients, self._trainer.callbacks
-        clippers: list[Clip] = [partial(one.clip, gradients) for one in callbacks if isinstance(one, GradientClipping)]
+        clippers: list[Clip] = [
+            partial(callback.clip, gradients) for callback in callbacks if isinstance(callback, GradientClipping)
+        ]
         if (own := self.hooks.override_of("configure_gradient_clipping")) is not None:
             clippers = [partial(_clip_by_module, own, self._trainer)]
         if not clippers:

@@ -183,7 +183,7 @@ class Compile(RunCallback):
     def run_facts(self) -> dict[str, Any]:
         """Return the entries for the record of the run."""
         self._watch.read()
-        recompiled = [one for one in self.compilations if one.reason]
+        recompiled = [record for record in self.compilations if record.reason]
         return {
             "compile": {
                 "modules": self.compiled,
@@ -197,7 +197,7 @@ class Compile(RunCallback):
         }
 
     def _warn_of_recompiling(self) -> None:
-        recompiled = [one for one in self.compilations if one.reason]
+        recompiled = [record for record in self.compilations if record.reason]
         function, times = Counter(one.function for one in recompiled).most_common(1)[0] if recompiled else ("", 0)
         if self._warned or times <= _USUAL:
             return

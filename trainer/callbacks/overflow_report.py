@@ -117,7 +117,7 @@ class _Fit:
     def batches_of(self, step: int) -> list[RecordedBatch]:
         """Return the recent batches of this step. A batch with several steps is recorded with its first step."""
         first = max((one.step for one in self.recent if one.step <= step), default=step)
-        return [one for one in self.recent if one.step == first]
+        return [recorded for recorded in self.recent if recorded.step == first]
 
 
 class OverflowReport(RunCallback):
@@ -312,8 +312,8 @@ class OverflowReport(RunCallback):
             if latest is not None:
                 latest.count += 1
             return
-        first = min((one.step for one in batches), default=step)
-        recent = [one for one in fit.recent if one.step < first]
+        first = min((batch.step for batch in batches), default=step)
+        recent = [recorded for recorded in fit.recent if recorded.step < first]
         try:
             norm = fit.first_norm  # a host-device synchronization
             since = fit.known if norm is None or not trainer.engine.any_rank(not norm.isfinite()) else -1
@@ -325,7 +325,7 @@ class OverflowReport(RunCallback):
             return
         if found is None:
             return
-        known = next((one for one in self.reports if (one.kind, one.key) == (found.kind, found.key)), None)
+        known = next((report for report in self.reports if (report.kind, report.key) == (found.kind, found.key)), None)
         fit.latest[trigger] = known or found
         if known is None:
             self._report(trainer, found)

@@ -91,7 +91,7 @@ class RollBackOnLossSpike(RunCallback):
                 "Got RollBackOnLossSpike with manual optimization, expected automatic optimization: with manual"
                 " optimization, the loss of an optimizer step is unknown. Remove the callback."
             )
-        if not any(isinstance(one, ModelCheckpoint) for one in trainer.checkpoint_callbacks):
+        if not any(isinstance(callback, ModelCheckpoint) for callback in trainer.checkpoint_callbacks):
             raise ConfigurationError(
                 "Got RollBackOnLossSpike without a ModelCheckpoint, so there is no checkpoint to roll back to. Add one,"
                 " such as ModelCheckpoint(every_n_train_steps=500, save_top_k=-1)."

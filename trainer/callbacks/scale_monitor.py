@@ -171,7 +171,7 @@ class ScaleMonitor(RunCallback):
         total, *layers = found
         trainer.log_metric("amp/underflow", total.subnormal)
         trainer.log_metric("amp/zeros", total.zeros)
-        rows = {f"amp/underflow/{one.name}": one.subnormal for one in layers[: self.worst_layers]}
+        rows = {f"amp/underflow/{layer.name}": layer.subnormal for layer in layers[: self.worst_layers]}
         rows |= {f"amp/zeros/{one.name}": one.zeros for one in layers[: self.worst_layers]}
         for logger in trainer.loggers:  # not self.log, which would repeat a layer's value when others are worse
             logger.log_metrics(rows, step=self._probed_at)

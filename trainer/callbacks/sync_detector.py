@@ -183,7 +183,7 @@ class SyncDetector(RunCallback):
 
     def run_facts(self) -> dict[str, Any]:
         """Return the entries for the record of the run."""
-        return {"synchronizations": [vars(one) for one in self.synchronizations]} if self.synchronizations else {}
+        return {"synchronizations": [vars(sync) for sync in self.synchronizations]} if self.synchronizations else {}
 
     def _clean_up(self, trainer: pl.Trainer) -> None:
         """Stop watching."""
@@ -204,9 +204,9 @@ class SyncDetector(RunCallback):
 def format_synchronizations(synchronizations: Iterable[Synchronization]) -> list[str]:
     """Return one line of text for each: file and line, code, count, advice."""
     return [
-        f"{Path(one.file).name}:{one.line}: {one.code} ({'once' if one.count == 1 else f'{one.count} times'});"
-        f" {one.instead}"
-        for one in synchronizations
+        f"{Path(sync.file).name}:{sync.line}: {sync.code} ({'once' if sync.count == 1 else f'{sync.count} times'});"
+        f" {sync.instead}"
+        for sync in synchronizations
     ]
 
 
@@ -286,7 +286,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         watch, kwargs, name = self._watch, kwargs or {}, getattr(func, "__name__", "")
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         from_host = bool(tensors) and all(map(_is_host, tensors))
         watch.marked, marked = {}, watch.marked
         try:
@@ -362,7 +362,7 @@ def _no_op_copy(name: str, args: Any, kwargs: Any, of_host: bool) -> str:
         return _HOST_INDEX if _is_on_host(args[1]) else ""
     if name not in ("to", "cuda", "type_as", "copy_") or kwargs.get("non_blocking"):
         return ""
-    if any(one is True for one in args[2:4]):
+    if any(arg is True for arg in args[2:4]):
         return ""
     if name == "copy_":
         from_host, to_host = _is_host(args[1]), _is_host(args[0])
@@ -386,12 +386,12 @@ def _creates_from_host_data(name: str, args: Any, kwargs: Any) -> bool:
 
 def _is_on_host(index: Any) -> bool:
     """Return whether a part of the index must be copied to the device: a host tensor, an array or a list of numbers."""
-    for one in index if type(index) is tuple else (index,):
-        if isinstance(one, Tensor):
-            if _is_host(one) and one.dim() > 0:
+    for part in index if type(index) is tuple else (index,):
+        if isinstance(part, Tensor):
+            if _is_host(part) and part.dim() > 0:
                 return True
-        elif isinstance(one, (list, tuple, range)) or getattr(one, "ndim", 0) > 0:
-            return not any(isinstance(leaf, Tensor) and not _is_host(leaf) for leaf in tree_leaves(one))
+        elif isinstance(part, (list, tuple, range)) or getattr(part, "ndim", 0) > 0:
+            return not any(isinstance(leaf, Tensor) and not _is_host(leaf) for leaf in tree_leaves(part))
     return False
 
 
@@ -413,7 +413,7 @@ def _synchronizes_only_on_cpu(name: str, args: Any, kwargs: Any) -> bool:
     if name != "__setitem__" or not isinstance(args[2], (int, float, complex)):
         return False
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    tensors = [one for one in index if isinstance(one, Tensor)]
+    tensors = [part for part in index if isinstance(part, Tensor)]
     return len(tensors) == 1 and _is_mask(tensors[0])
 
 

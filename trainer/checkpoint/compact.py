@@ -71,7 +71,7 @@ class _Packer:
             if kind is dict:
                 made = {self.pack(key): self.pack(one) for key, one in value.items()}
             else:
-                made = kind([self.pack(one) for one in value])
+                made = kind([self.pack(item) for item in value])
             self._made[id(value)] = made
         return self._made[id(value)]
 
@@ -108,4 +108,4 @@ def _unpack(value: Any, memory: bytes) -> Any:
         return rest[:_HEADER] + words.tobytes() + rest[_HEADER:]
     if kind is dict:
         return {key: _unpack(one, memory) for key, one in value.items()}
-    return kind([_unpack(one, memory) for one in value]) if kind in (list, tuple) else value
+    return kind([_unpack(item, memory) for item in value]) if kind in (list, tuple) else value

@@ -136,5 +136,5 @@ def _plain(value: Any, place: str, left_out: list[str]) -> Any:
         return type(value)((name, one) for name, one in made.items() if one is not _GONE)
     if type(value) in (list, tuple):
         items = [_plain(one, f"{place}[{i}]", left_out) for i, one in enumerate(value)]
-        return type(value)(one for one in items if one is not _GONE)
+        return type(value)(item for item in items if item is not _GONE)
     return value

@@ -257,7 +257,7 @@ def process_states_in(checkpoint: dict[str, Any], *, exact: bool) -> list[dict[s
     trainer_state = _trainer_state(checkpoint)
     processes: list[dict[str, Any]] = trainer_state.get("processes", [])
     if not processes or trainer_state["format"] in _SUPPORTED:
-        return [unpacked(one) for one in processes]
+        return [unpacked(process) for process in processes]
     problem = (
         f"The checkpoint was written by another version of this package (format {trainer_state['format']}, expected"
         f" {FORMAT}): its random states and its place in the data cannot be read."
@@ -283,7 +283,7 @@ def _split_completed_steps(progress: dict[str, Any], optimizers: int) -> dict[in
 
 def parameter_dtypes(trainer: Trainer, _: dict[str, Any]) -> list[list[torch.dtype]]:
     """Return the dtypes of each optimizer's parameters."""
-    return [[one.dtype for one in parameters_of(optimizer)] for optimizer in trainer.engine.optimizers]
+    return [[parameter.dtype for parameter in parameters_of(optimizer)] for optimizer in trainer.engine.optimizers]
 
 
 def _trainer_state(checkpoint: dict[str, Any]) -> dict[str, Any]:

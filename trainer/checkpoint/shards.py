@@ -412,7 +412,7 @@ def _metadata_of(folder: Path, manifest: Manifest) -> Metadata:
         isinstance(metadata, Metadata)
         and isinstance(metadata.state_dict_metadata, dict)
         and isinstance(metadata.storage_data, dict)
-        and all(isinstance(one, TensorStorageMetadata) for one in metadata.state_dict_metadata.values())
+        and all(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values())
         and all(
             isinstance(index, MetadataIndex)
             and isinstance(one, _StorageInfo)

@@ -229,9 +229,10 @@ def _tensors_of_slices(shapes: list[dict[str, torch.Size]], optimizers: list[dic
     for group, group_shapes in enumerate(shapes):
         flats = [
             _FlatPart(
-                one["single_partition_of_fp32_groups"][group], one["base_optimizer_state"]["state"].get(group, {})
+                optimizer["single_partition_of_fp32_groups"][group],
+                optimizer["base_optimizer_state"]["state"].get(group, {}),
             )
-            for one in optimizers
+            for optimizer in optimizers
         ]
         places = [one["param_slice_mappings"][group] for one in optimizers]
         for name, shape in group_shapes.items():
@@ -245,10 +246,10 @@ def _tensors_of_partitions(shapes: list[dict[str, torch.Size]], optimizers: list
     """Yield the tensors of stage 3: each parameter is divided among all processes, in several flat tensors."""
     flats = [
         [
-            _FlatPart(weights, one["optimizer_state_dict"]["state"].get(index, {}))
-            for index, weights in enumerate(one["fp32_flat_groups"])
+            _FlatPart(weights, optimizer["optimizer_state_dict"]["state"].get(index, {}))
+            for index, weights in enumerate(optimizer["fp32_flat_groups"])
         ]
-        for one in optimizers
+        for optimizer in optimizers
     ]
     numbers, start = count(1), 0
     index = 0

@@ -97,6 +97,6 @@ def run_conversion(convert: Callable[[], str], made: Path) -> int:
     except CheckpointError as error:
         raise UsageError(failure.one_line(error)) from error
     files = [made] if made.is_file() else [one for one in made.iterdir() if one.is_file()]
-    size = sum(one.stat().st_size for one in files) / 2**20
+    size = sum(file.stat().st_size for file in files) / 2**20
     print(f"Wrote {made}: {size:,.1f} MiB in {time.monotonic() - started:.1f} s.{remark}")
     return 0

@@ -133,7 +133,9 @@ def inputs_of(module: Any, batch: Any) -> Inputs:
     given, place = (batch, "a batch") if example is None else (example, "example_input_array")
     kinds = inspect.Parameter
     parameters = inspect.signature(module.forward).parameters.values()
-    names = [one.name for one in parameters if one.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)]
+    names = [
+        parameter.name for parameter in parameters if parameter.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
+    ]
     needed = [one.name for one in parameters if one.name in names and one.default is kinds.empty]
     found: Inputs = ((given,), {})
     if isinstance(given, Mapping) and needed and set(needed) <= given.keys():
@@ -141,7 +143,7 @@ def inputs_of(module: Any, batch: Any) -> Inputs:
     elif isinstance(given, (list, tuple)):
         found = (tuple(given[: len(needed)] if example is None else given), {})
     found = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), found)
-    kind = ", ".join(type(one).__name__ for one in tree_leaves(given)) or "nothing"
+    kind = ", ".join(type(leaf).__name__ for leaf in tree_leaves(given)) or "nothing"
     problem = "" if _tensors(found) else ", which has no tensor"
     try:
         _outputs_of(module, found)
@@ -251,7 +253,9 @@ def compare(found: list[Tensor], expected: list[Tensor]) -> float:
     Raises:
         AssertionError: if the difference is above :data:`TOLERANCE`, or shapes or dtypes differ.
     """
-    largest = max((float(one.double().nan_to_num(0, 0, 0).abs().max()) for one in expected if one.numel()), default=0.0)
+    largest = max(
+        (float(tensor.double().nan_to_num(0, 0, 0).abs().max()) for tensor in expected if tensor.numel()), default=0.0
+    )
     torch.testing.assert_close(found, expected, rtol=0.0, atol=TOLERANCE * max(1.0, largest), equal_nan=True)
     pairs = [(one.double(), other.double()) for one, other in zip(found, expected, strict=True) if one.numel()]
     return max((float((one - other).nan_to_num(0, 0, 0).abs().max()) for one, other in pairs), default=0.0)

@@ -46,8 +46,10 @@ def _type(argument: Argument) -> Any:
     Return Any if some of the accepted values are words.
     """
     kinds: list[Any] = []
-    for one in argument.accepts or (object,):
-        kinds.append(one.type if isinstance(one, Kind) else type(one) if isinstance(one, (bool, NoneType)) else Any)
+    for value in argument.accepts or (object,):
+        kinds.append(
+            value.type if isinstance(value, Kind) else type(value) if isinstance(value, (bool, NoneType)) else Any
+        )
     return Any if Any in kinds else reduce(or_, kinds)
 
 
@@ -90,7 +92,7 @@ def mistake(key: str, value: Any, accepts: tuple[Any, ...]) -> str | None:
         value: resolved value.
         accepts: accepted values as in `trainer.arguments.Argument`; () for any value.
     """
-    is_switch = any(isinstance(one, Kind) and one.words.startswith("true or false") for one in accepts)
+    is_switch = any(isinstance(accepted, Kind) and accepted.words.startswith("true or false") for accepted in accepts)
     problem = Argument(key, None, "", accepts).mistake(value, key, ("true", "false") if is_switch else ())
     takes_numbers = any(isinstance(one, Kind) and "number" in one.words for one in accepts)
     return f"{problem}{as_number(value)}" if problem and takes_numbers else problem

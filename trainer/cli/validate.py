@@ -278,7 +278,7 @@ def _check_replaced_options(composer: Composer, known: dict[str, Any], job: Sequ
         left = list[str]()
         for key in known:
             above = [key[:place] for place, letter in enumerate(key) if letter == "."]
-            is_filled = any(one in own and not isinstance(own[one], dict) for one in above)
+            is_filled = any(parent in own and not isinstance(own[parent], dict) for parent in above)
             if key.startswith(f"{group}.") and not (key in own or is_filled or keys.intersection((key, *above[1:]))):
                 left += [] if any(one in left for one in above) else [key]
         if left:
@@ -509,7 +509,7 @@ def _check_used(config: Any, overrides: Sequence[Override]) -> None:
     """Refuse an optimizer or scheduler on the command line if no node of the config uses it."""
     for name in ("optimizer", "scheduler"):
         rest = {key: node for key, node in config.items() if key != name}
-        given = [one.input_line for one in overrides if one.key_or_group.partition(".")[0] == name]
+        given = [override.input_line for override in overrides if override.key_or_group.partition(".")[0] == name]
         if given and config.get(name) is not None and f"${{{name}" not in str(rest):
             raise UsageError(
                 f"{given[-1]} has no effect: no node of this recipe uses the {name} of the config. Remove it, or pass"

@@ -194,7 +194,7 @@ def _is_about_devices(word: str) -> bool:
     name, _, value = word.lstrip("+").partition("=")
     if name == "trainer":
         return (packaged_conf() / "trainer" / f"{value}.yaml").is_file()
-    return any(name == one or name.startswith(f"{one}.") for one in _DEVICE_SETTINGS)
+    return any(name == setting or name.startswith(f"{setting}.") for setting in _DEVICE_SETTINGS)
 
 
 def _hydra_flags(flags: dict[str, str]) -> list[tuple[str, str]]:

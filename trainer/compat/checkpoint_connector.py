@@ -231,7 +231,7 @@ class CheckpointConnector(_CheckpointConnector):
         checkpoint = checkpoints.read(trainer.engine.load, to.path, None)
         states = checkpoints.process_states_in(checkpoint, exact=True)
         apart = (Checkpoint, Timer)  # they count written files and time
-        callbacks = [one for one in trainer.callbacks if not isinstance(one, apart)]
+        callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, apart)]
         state = states[trainer.global_rank]
         checkpoints.roll_back(trainer, checkpoint, state, callbacks, partial(contents.load, moment="training"))
         return to

@@ -367,7 +367,7 @@ class DataSource:
     def may_be_empty(self) -> bool:
         """Whether the module or the datamodule allows that a process has no training batch at all."""
         owners = self._trainer.lightning_module, self.datamodule
-        return any(getattr(one, "allow_zero_length_dataloader_with_multiple_devices", False) for one in owners)
+        return any(getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False) for owner in owners)
 
     def _spans_over_ranks(self, batches: list[float]) -> list[Span]:
         """Return the smallest and largest of these numbers over the processes. Takes one collective."""

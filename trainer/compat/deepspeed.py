@@ -335,7 +335,7 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
 def _without_auto(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _without_auto(one) for name, one in value.items() if one != "auto"}
-    return [_without_auto(one) for one in value] if isinstance(value, (list, tuple)) else value
+    return [_without_auto(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _check_equal(config: dict[str, Any], key: str, expected: Any, given: str) -> None:
@@ -555,7 +555,9 @@ class DeepSpeedEngine(LightningEngine):
     def _refuse_batch_sizes(self) -> None:
         trainer, config = self._trainer, self.strategy.config
         loaders = trainer.data.loaders(RunningStage.TRAINING)
-        sizes = [] if loaders is None else [getattr(one, "batch_size", None) for one in loaders.combined.flattened]
+        sizes = (
+            [] if loaders is None else [getattr(loader, "batch_size", None) for loader in loaders.combined.flattened]
+        )
         if len(sizes) != 1 or (size := sizes[0]) is None:
             return
         total = size * self.world_size * _window_of(trainer)[-1]

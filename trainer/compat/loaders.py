@@ -138,12 +138,12 @@ class LoaderSet:
     @property
     def _persists(self) -> bool:
         """Whether a dataloader has workers that persist from pass to pass."""
-        return any(getattr(one, "persistent_workers", False) for one in self.combined.flattened)
+        return any(getattr(loader, "persistent_workers", False) for loader in self.combined.flattened)
 
     def _note_generators(self) -> list[list[random_states.Generator]]:
         """Return the random generators and attributes of each dataloader, as they were found in the first pass."""
         if self._generators is None:
-            self._generators = [generators_of(one) for one in self.combined.flattened]
+            self._generators = [generators_of(loader) for loader in self.combined.flattened]
         return self._generators
 
     def evaluation_state(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class LoaderSet:
     def loaders(self) -> list[ResumableLoader]:
         """The dataloaders in resumable form."""
         if not self._loaders:
-            self._loaders = [resumable(one, self._epoch) for one in self.combined.flattened]
+            self._loaders = [resumable(loader, self._epoch) for loader in self.combined.flattened]
             self._limited = copy(self.combined)
             self._limited.limits, self._limited.flattened = self.limits, list(self._loaders)
         return self._loaders

@@ -49,8 +49,11 @@ def are_written(trainer: Trainer) -> bool:
     """Return whether callbacks write checkpoints during a fit of ``trainer``."""
     callbacks = [] if trainer.fast_dev_run else trainer.checkpoint_callbacks
     return any(
-        not isinstance(one, ModelCheckpoint) or one.save_top_k != 0 or one.save_last or one.save_on_exception
-        for one in callbacks
+        not isinstance(callback, ModelCheckpoint)
+        or callback.save_top_k != 0
+        or callback.save_last
+        or callback.save_on_exception
+        for callback in callbacks
     )
 
 
@@ -152,14 +155,14 @@ def folders_of(trainer: Trainer) -> list[str]:
     Loggers that number their folders choose the number here, if they have not yet.
     """
     resolve = "_ModelCheckpoint__resolve_ckpt_dir"
-    return list(dict.fromkeys(str(getattr(one, resolve)(trainer)) for one in model_checkpoints_of(trainer)))
+    return list(dict.fromkeys(str(getattr(callback, resolve)(trainer)) for callback in model_checkpoints_of(trainer)))
 
 
 def first_folder(trainer: Trainer) -> str | None:
     """Return the folder of the first ModelCheckpoint of a run. None if no checkpoints are written."""
     if trainer.fast_dev_run:
         return None
-    folders = (one.dirpath for one in model_checkpoints_of(trainer) if one.dirpath is not None)
+    folders = (callback.dirpath for callback in model_checkpoints_of(trainer) if callback.dirpath is not None)
     return next((os.fspath(folder).rstrip("/") for folder in folders), None)
 
 

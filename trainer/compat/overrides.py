@@ -61,7 +61,7 @@ def overrides(owner: Any, name: str) -> bool:
     definitions = [vars(cls)[name] for cls in type(owner).__mro__ if name in vars(cls)]
     if not definitions:
         return getattr(owner, name, None) is not None
-    return definitions[0] is not None and any(id(one) not in _DEFAULTS for one in definitions)
+    return definitions[0] is not None and any(id(definition) not in _DEFAULTS for definition in definitions)
 
 
 def overridden(owner: Any, base: type) -> list[str]:

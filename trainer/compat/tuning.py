@@ -142,8 +142,8 @@ def nested_schedules(schedule: Any) -> Iterator[LRScheduler]:
     if isinstance(schedule, LRScheduler):
         yield schedule
         for value in vars(schedule).values():
-            for one in value if isinstance(value, (list, tuple)) else (value,):
-                yield from nested_schedules(one)
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                yield from nested_schedules(item)
 
 
 @contextmanager

@@ -261,7 +261,7 @@ class PredictLoopView(_EvaluationView, _PredictionLoop):
     def is_written_at_the_end(self) -> bool:
         """Whether a callback writes all predictions at the end of the epoch, so that they must be kept."""
         callbacks = self.trainer.callbacks
-        return any(isinstance(one, BasePredictionWriter) and one.interval.on_epoch for one in callbacks)
+        return any(isinstance(callback, BasePredictionWriter) and callback.interval.on_epoch for callback in callbacks)
 
 
 class AutomaticOptimizationView(_AutomaticOptimization):

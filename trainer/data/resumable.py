@@ -359,7 +359,7 @@ class StatefulLoader(ReplayedLoader):
         # inside a pass, attributes that `load_state_dict` of their object sets for the next iteration are not replaced
         is_torchdatas = is_torchs and type(loader).load_state_dict.__module__.startswith("torchdata.")
         find = partial(random_states.find, unwatched=_has_state if is_torchdatas else lambda _: True)
-        self._attributes = [one for one in self.generators if isinstance(one, AttributeChanges)]
+        self._attributes = [generator for generator in self.generators if isinstance(generator, AttributeChanges)]
         self.generators = find(loader)
         self.replays = False
         self._can_have_worker_states = is_torchs and loader.num_workers > 0
@@ -446,7 +446,7 @@ def _replayed_by_workers(state: State) -> tuple[int, bool]:
     """Return how many batches the workers of a StatefulDataLoader load again, and whether from the beginning."""
     snapshot = state.get("_snapshot", {})
     workers = snapshot.get("_worker_snapshots", {}).values()
-    fetchers = [one.get("fetcher_state") for one in workers if one.get("dataset_state") is None]
+    fetchers = [worker.get("fetcher_state") for worker in workers if worker.get("dataset_state") is None]
     is_from_start = any(fetcher is not None and fetcher.get("dataset_iter_state") is None for fetcher in fetchers)
     return state.get("_steps_since_snapshot", 0), is_from_start
 

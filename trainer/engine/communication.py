@@ -99,7 +99,9 @@ def digest(values: Iterable[Any]) -> str:
 
 def numbers_of(holders: Iterable[Any]) -> list[State]:
     """Return the numbers and strings of each holder at the beginning of a run."""
-    return [{name: value for name, value in _items(one).items() if isinstance(value, _SCALARS)} for one in holders]
+    return [
+        {name: value for name, value in _items(holder).items() if isinstance(value, _SCALARS)} for holder in holders
+    ]
 
 
 def state_of(holders: Sequence[Any], first: Sequence[State]) -> list[State]:
@@ -189,7 +191,7 @@ def _items(holder: Any) -> dict[Any, Any]:
     if isinstance(holder, list):
         return dict(enumerate(holder))
     slots = [getattr(kind, "__slots__", ()) for kind in type(holder).__mro__]
-    names = [name for one in slots for name in ((one,) if isinstance(one, str) else one)]
+    names = [name for slot in slots for name in ((slot,) if isinstance(slot, str) else slot)]
     found = {name: getattr(holder, name) for name in names if hasattr(holder, name)}
     found.update(getattr(holder, "__dict__", {}))
     return {name: value for name, value in found.items() if name not in ("__dict__", "__weakref__")}
@@ -207,7 +209,7 @@ def _plain(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Mapping) and all(isinstance(key, _SCALARS) for key in value):
         return {key: _plain(one, tensors) for key, one in value.items()}
     if isinstance(value, (list, tuple, set, frozenset, deque)):
-        items = [_plain(one, tensors) for one in value]
+        items = [_plain(item, tensors) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
     raise _NotPlainError
 
@@ -230,7 +232,7 @@ def _convert_like(value: Any, current: Any, device: torch.device) -> Any:
         made.update({key: _convert_like(one, None, device) for key, one in value.items()})
         return made
     if isinstance(value, (list, tuple)):
-        items = [_convert_like(one, None, device) for one in value]
+        items = [_convert_like(item, None, device) for item in value]
         if isinstance(current, deque):
             return deque(items, current.maxlen)
         return type(current)(items) if isinstance(current, (set, frozenset)) else type(value)(items)

@@ -159,7 +159,7 @@ class Compilations:
     def start(self) -> None:
         """Start recording."""
         self.done, self._has_news = [], False
-        self._until = max((one.start_time for one in _records()), default=0.0)
+        self._until = max((record.start_time for record in _records()), default=0.0)
         self._breaks_before = _graph_breaks()
         try:
             from torch._dynamo.callback import callback_handler
@@ -184,7 +184,7 @@ class Compilations:
         if not self._has_news:
             return False
         self._has_news = False
-        news = [one for one in _records() if one.start_time > self._until]  # torch keeps the last 64
+        news = [record for record in _records() if record.start_time > self._until]  # torch keeps the last 64
         self.done += [_compilation_of(one) for one in news]
         self._until = max((one.start_time for one in news), default=self._until)
         self.graph_breaks = _graph_breaks() - self._breaks_before
@@ -208,7 +208,11 @@ def _records() -> list[Any]:
         from torch._dynamo.utils import get_compilation_metrics
     except ImportError:
         return []
-    return [one for one in get_compilation_metrics() if one.co_filename is not None and one.start_time is not None]
+    return [
+        metric
+        for metric in get_compilation_metrics()
+        if metric.co_filename is not None and metric.start_time is not None
+    ]
 
 
 def _graph_breaks() -> int:

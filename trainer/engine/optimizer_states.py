@@ -67,7 +67,7 @@ def _with_inner(optimizers: Iterable[Any], depth: int = 2) -> Iterator[Optimizer
         yield optimizer
         if depth:
             attributes = list(vars(optimizer).values())
-            listed = (one for value in attributes if isinstance(value, (list, tuple)) for one in value)
+            listed = (item for value in attributes if isinstance(value, (list, tuple)) for item in value)
             yield from _with_inner([*attributes, *listed], depth - 1)
 
 

@@ -108,7 +108,11 @@ class ClosureOptimization:
         """
         if not all(_is_plain(one.batch) for one in self._earlier):
             return {"batches": None}
-        return {"batches": [[one.batch, one.batch_idx, one.mark, one.share] for one in self._earlier]}
+        return {
+            "batches": [
+                [previous.batch, previous.batch_idx, previous.mark, previous.share] for previous in self._earlier
+            ]
+        }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device, *, exact: bool) -> None:
         """Keep the batches that :meth:`state_dict` returned.
@@ -165,7 +169,7 @@ class ClosureOptimization:
         loss = self._evaluate(last)
         corrected = self._loop.window.corrected
         loss = None if loss is None else corrected(loss)
-        shares = [corrected(one.share) for one in self._earlier if one.share is not None]
+        shares = [corrected(previous.share) for previous in self._earlier if previous.share is not None]
         if not shares and not (loss is None and self.evaluates_again):
             return loss
         zero = torch.zeros((), device=self._loop.engine.device)  # optimizers that evaluate the loss need a number

@@ -511,7 +511,7 @@ class FitLoop:
         self.skipped, scale, next_scale, nonfinite_loss = update
         skipping: tuple[int, ...] = ()
         if self.skipped:
-            skipping = tuple(i for i in stepped if any(self.optimizers[i] is one for one in self.skipped))
+            skipping = tuple(i for i in stepped if any(self.optimizers[i] is optimizer for optimizer in self.skipped))
             nonfinite_loss = self.engine.any_rank(nonfinite_loss)
             self.progress.skipped_steps += 1
             self.progress.nonfinite_losses += nonfinite_loss

@@ -252,7 +252,7 @@ def _cures(trainer: Trainer, case: Case, change: rewrite.Change) -> bool:
     """
     others = case.recent[-_COMPARED:] if trainer.world_size == 1 else []
     before = remedies.losses(trainer, others)
-    with change.applied({type(one) for one in trainer.lightning_module.modules()}) as is_applied:
+    with change.applied({type(module) for module in trainer.lightning_module.modules()}) as is_applied:
         if not is_applied:
             return False
         for variant in (FLOAT32, Variant()):
@@ -319,7 +319,7 @@ def _weights(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
 def _repeat_steps(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None:
     """Take the steps since the earlier weights again, and explain the first batch that fails, or the steps."""
     batches = [*case.recent, *case.batches]
-    repeated = [one for one in batches if one.step >= case.weights_step]
+    repeated = [batch for batch in batches if batch.step >= case.weights_step]
     is_whole = bool(repeated) and repeated[0].step == case.weights_step and remedies.can_step(trainer)
     with remedies.weights_of(trainer, case.before):
         usual = [abs(loss) for loss in remedies.losses(trainer, batches) if math.isfinite(loss)]
@@ -381,7 +381,7 @@ def _buffers(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
     ]
     if not names:
         return None
-    batches = [one._replace(buffers=None) for one in case.batches]
+    batches = [batch._replace(buffers=None) for batch in case.batches]
     with remedies.weights_of(trainer, {name: current[name].nan_to_num(0, 0, 0) for name in names}):
         cured = examine(trainer, batches, 1.0)
     if cured is None or cured.fails:

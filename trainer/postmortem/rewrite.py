@@ -104,7 +104,11 @@ def propose(birth: Birth) -> Iterator[Change]:
 
 def widen(birth: Birth) -> Iterator[Change]:
     """Yield statements without a cast to 16 bits: those nearest before the operation first, at most eight."""
-    casts = [change for one in _statements(_parse_file(birth.file)) for change in _changed(birth.file, one, _Widen())]
+    casts = [
+        change
+        for statement in _statements(_parse_file(birth.file))
+        for change in _changed(birth.file, statement, _Widen())
+    ]
     yield from sorted(casts, key=lambda one: (one.line > birth.line, -one.line))[:8]
 
 
@@ -240,7 +244,7 @@ def _functions_of(file: str, owners: Iterable[type]) -> list[FunctionType]:
     spaces: list[Mapping[str, Any]] = [vars(cls) for owner in owners for cls in owner.__mro__]
     spaces += [vars(module) for module in list(sys.modules.values()) if getattr(module, "__file__", None) == file]
     values = [getattr(one, "__func__", one) for space in spaces for one in list(space.values())]  # of static methods
-    found = [one for one in values if isinstance(one, FunctionType)]
+    found = [value for value in values if isinstance(value, FunctionType)]
     return [one for one in {id(one): one for one in found}.values() if one.__code__.co_filename == file]
 
 

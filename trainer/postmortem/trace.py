@@ -303,6 +303,6 @@ def measure(tensors: Iterable[Tensor]) -> Magnitude | None:
     if not (values := [one for one in values if one.numel()]):
         return None
     largest = max(one.where(one.isfinite(), 0.0).abs().max().item() for one in values)
-    broken = [int((~one.isfinite()).sum()) for one in values]
+    broken = [int((~value.isfinite()).sum()) for value in values]
     dtype = next((one.dtype for one, number in zip(values, broken, strict=True) if number), values[0].dtype)
     return Magnitude(largest, sum(broken), sum(one.numel() for one in values), str(dtype).removeprefix("torch."))

@@ -171,7 +171,7 @@ def _recorded(name: str, original: Kernel, replacement: Kernel) -> Kernel:
 
 
 def _dtype_of(result: Any) -> str:
-    first = next((one for one in tree_leaves(result) if isinstance(one, Tensor)), None)
+    first = next((leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)), None)
     return "" if first is None else str(first.dtype).removeprefix("torch.")
 
 
@@ -244,7 +244,7 @@ def _is_eligible(value: Any) -> bool:
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Return an argument, or a list of them, with eligible tensors cast to ``dtype``."""
     if isinstance(value, list):
-        return [_cast(one, dtype) for one in value]
+        return [_cast(item, dtype) for item in value]
     return value.to(dtype) if _is_eligible(value) else value
 
 
@@ -257,5 +257,5 @@ def _float32(args: tuple[Any, ...]) -> torch.dtype:
 
 
 def _widest(args: tuple[Any, ...]) -> torch.dtype:
-    any_float32 = any(isinstance(one, Tensor) and one.dtype is torch.float32 for one in args)
+    any_float32 = any(isinstance(arg, Tensor) and arg.dtype is torch.float32 for arg in args)
     return torch.float32 if any_float32 else _lowest(args)

@@ -265,9 +265,9 @@ def _leaf_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]
     """Return the tensors without a graph among the arguments and in lists of them."""
     found = []
     for value in (*args, *kwargs.values()):
-        for one in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(one, Tensor) and one.is_leaf and not one.is_inference():
-                found.append(one)
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, Tensor) and item.is_leaf and not item.is_inference():
+                found.append(item)
     return found
 
 

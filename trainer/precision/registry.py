@@ -12,7 +12,9 @@ from trainer.precision.base import Precision
 from trainer.precision.full import FullPrecision
 from trainer.precision.names import canonical
 
-MODULES = [importlib.import_module(one.name) for one in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
+MODULES = [
+    importlib.import_module(module.name) for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+]
 """Modules of this package. Importing one registers the names of the plugins that it defines."""
 
 

@@ -101,7 +101,7 @@ class MetricObjects:
             for state, value in metric.metric_state.items():
                 if not isinstance(value, list):
                     continue
-                kinds = [one["lists"][state] for one in descriptions]
+                kinds = [description["lists"][state] for description in descriptions]
                 counts = [kind[0] for kind in kinds]
                 if metric._reductions[state] is not dim_zero_cat and len(set(counts)) > 1:
                     raise ConfigurationError(
@@ -161,7 +161,7 @@ class MetricObjects:
         for name in state.keys() & self.by_name.keys():
             metric = self.by_name[name]
             for attribute, value in state[name]["states"].items():
-                moved = [one.to(device) for one in value] if isinstance(value, list) else value.to(device)
+                moved = [item.to(device) for item in value] if isinstance(value, list) else value.to(device)
                 setattr(metric, attribute, moved)
             vars(metric).update(state[name]["counts"])
             metric._computed = None
@@ -220,7 +220,7 @@ def _place_on_first(values: list[Tensor], rank: int, processes: int) -> Tensor:
 
 
 def _split_over_ranks(values: list[Any], rank: int, processes: int) -> Any:
-    tensors = [one for value in values for one in (value if isinstance(value, list) else [value])]
+    tensors = [item for value in values for item in (value if isinstance(value, list) else [value])]
     part = torch.tensor_split(dim_zero_cat(tensors), processes)[rank] if tensors else None
     if not isinstance(values[0], list):
         return part

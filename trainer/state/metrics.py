@@ -126,7 +126,8 @@ class LoggedValue:
         return {
             "hook": self.hook,
             "name": self.name,
-            "options": [one if isinstance(one, (bool, str)) else None for one in self.options],  # None replaces a group
+            # None replaces a group
+            "options": [option if isinstance(option, (bool, str)) else None for option in self.options],
             "dataloader_idx": self.dataloader_idx,
             "has_value": self.has_value,
             "step_value": self.step_value if isinstance(self.step_value, Tensor) else None,

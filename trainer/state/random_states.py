@@ -166,7 +166,9 @@ def differences(generators: Sequence[Generator], states: Sequence[Any]) -> list[
     saved, current = len(states) - len(attributes), _count(generators)
     if saved != current:
         return [f"the dataloader had {saved} random generators and has {current}"]
-    watched = next((one for one in generators if isinstance(one, AttributeChanges)), AttributeChanges([]))
+    watched = next(
+        (generator for generator in generators if isinstance(generator, AttributeChanges)), AttributeChanges([])
+    )
     missing = [name for state in attributes for name in watched.missing(state)]
     if missing:
         return [f"attributes of {', '.join(missing)} had changed, and the data has another number of these objects now"]
@@ -175,7 +177,7 @@ def differences(generators: Sequence[Generator], states: Sequence[Any]) -> list[
 
 def _count(generators: Sequence[Generator]) -> int:
     """Return the number of random generators."""
-    return sum(not isinstance(one, AttributeChanges) for one in generators)
+    return sum(not isinstance(generator, AttributeChanges) for generator in generators)
 
 
 def _attributes_in(states: Sequence[Any]) -> list[Any]:

@@ -216,7 +216,9 @@ def _differences(runs: Sequence[RunRecord]) -> tuple[list[Difference], list[Diff
     ]
     chosen = {word.lstrip("+~").partition("=")[0] for run in runs for word in run.chosen}
     differing = _differing(settings, chosen)
-    parts = tuple(one.name.removesuffix("_target_") for one in differing if one.name.endswith("._target_"))
+    parts = tuple(
+        difference.name.removesuffix("_target_") for difference in differing if difference.name.endswith("._target_")
+    )
 
     def rank(one: Difference) -> int:
         if one.chosen or one.name in ("recipe", "precision"):

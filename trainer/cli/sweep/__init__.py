@@ -37,7 +37,7 @@ def planned(composer: Any, words: Sequence[str], config: Any) -> int | None:
     for name, values in (sweeper.get("params") or {}).items():
         for one in composer.parse([f"{name}={values}"]):
             overrides.setdefault(one.get_key_element(), one)
-    swept = [one for one in overrides.values() if one.is_sweep_override()]
+    swept = [override for override in overrides.values() if override.is_sweep_override()]
     return math.prod(len(list(one.sweep_string_iterator())) for one in swept)
 
 

@@ -189,7 +189,7 @@ def next_size(fits: int, too_large: int | None, most: int | None, multiple_of: i
 def _report(findings: list[Finding], settings: Settings, folder: Path) -> None:
     rows, lines = [], []
     for finding in findings:
-        fits = [one for one in finding.tried if one["status"] == "ok" and one["batch"] == finding.largest]
+        fits = [trial for trial in finding.tried if trial["status"] == "ok" and trial["batch"] == finding.largest]
         rate, memory = (fits[-1].get(name) if fits else None for name in ("samples_per_second", "memory"))
         numbers = [four_digits(rate) if rate else "-", readable(memory) if memory else "-"]
         rows.append([finding.precision, str(finding.largest or "none"), *numbers])

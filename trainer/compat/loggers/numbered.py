@@ -29,7 +29,9 @@ class _VersionedLogger(LoggerAdapter):
 
         root = local_path(self.logger.root_dir)
         folders: Iterable[Path] = () if root is None else root.glob("version_*")
-        numbers = [one.name.removeprefix("version_") for one in folders if any(one.glob(pattern or self.files))]
+        numbers = [
+            folder.name.removeprefix("version_") for folder in folders if any(folder.glob(pattern or self.files))
+        ]
         return max((int(number) for number in numbers if number.isdecimal()), default=None)
 
 

@@ -165,7 +165,7 @@ class IdlePasses:
         calls: dict[str, ForwardCall] = {}
         for name, module in self._root.named_modules():
             if name and isinstance(module, FSDPModule):
-                outer = next((calls[one] for one in reversed(calls) if name.startswith(f"{one}.")), root)
+                outer = next((calls[path] for path in reversed(calls) if name.startswith(f"{path}.")), root)
                 trains = any(parameter.requires_grad for parameter in module.parameters())  # type: ignore[attr-defined]
                 calls[name] = ForwardCall(module, takes_gradient=flows, gives_gradient=flows or trains)
                 outer.inside.append(calls[name])

@@ -39,7 +39,7 @@ def check_sharding(
     elif isinstance(blocks, Iterable):
         blocks = tuple(blocks)
     is_list = isinstance(blocks, tuple) and all(
-        isinstance(one, str) or (isinstance(one, type) and issubclass(one, nn.Module)) for one in blocks
+        isinstance(block, str) or (isinstance(block, type) and issubclass(block, nn.Module)) for block in blocks
     )
     expected = "classes of modules or their names, a function of (module, mesh), or None for the members of lists"
     expect(is_list or blocks is None or callable(blocks), expected, blocks=blocks)

@@ -175,7 +175,7 @@ class ShardedGradients(Gradients):
         """Return this process's parts of the gradients that no step has used, and whole gradients of an open window."""
         parameters, optimizers = list(parameters), list(optimizers)
         found = {name: local(gradient) for name, gradient in super().state_dict(parameters, optimizers).items()}
-        held = {id(one) for optimizer in optimizers for one in parameters_of(optimizer)}
+        held = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
         whole = {id(one): gradient for one, gradient in unreduced_gradients(self._sharded().root).items()}
         return found | {_WHOLE + name: whole[id(p)] for name, p in parameters if id(p) in held & whole.keys()}
 

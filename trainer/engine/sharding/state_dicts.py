@@ -104,12 +104,12 @@ def unreduced_gradients(root: nn.Module) -> dict[nn.Parameter, Tensor]:
     They exist inside a window if gradients are reduced only at its end.
     """
     found = {}
-    for one in _fsdp_parameters(root):
-        gradient = one.unsharded_accumulated_grad
-        if gradient is None and hasattr(one, "_unsharded_param"):
-            gradient = one.unsharded_param.grad
+    for parameter in _fsdp_parameters(root):
+        gradient = parameter.unsharded_accumulated_grad
+        if gradient is None and hasattr(parameter, "_unsharded_param"):
+            gradient = parameter.unsharded_param.grad
         if gradient is not None:
-            found[one.sharded_param] = gradient.detach()
+            found[parameter.sharded_param] = gradient.detach()
     return found
 
 
@@ -121,9 +121,9 @@ def load_unreduced_gradients(root: nn.Module, gradients: Mapping[nn.Parameter, T
         if isinstance(module, FSDPModule):  # creates the whole parameters, which own these gradients
             module.unshard()
             module.reshard()
-    for one in _fsdp_parameters(root):
-        if (gradient := gradients.get(one.sharded_param)) is not None:
-            one.unsharded_param.grad = gradient.to(one.device)
+    for parameter in _fsdp_parameters(root):
+        if (gradient := gradients.get(parameter.sharded_param)) is not None:
+            parameter.unsharded_param.grad = gradient.to(parameter.device)
 
 
 def _fsdp_parameters(root: nn.Module) -> Iterator[Any]:

@@ -146,7 +146,7 @@ class ShardedModule:
 
     def _materialize(self, module: nn.Module) -> None:
         """Move the unsharded tensors of ``module`` to the device, broadcast them from rank 0, and record them."""
-        owned = [one for one in owned_parameters(module) if not isinstance(one.tensor, DTensor)]
+        owned = [parameter for parameter in owned_parameters(module) if not isinstance(parameter.tensor, DTensor)]
         self._owners += [(one.owner, one.name, one.tensor) for one in owned]
         tensors = dict.fromkeys(one.tensor for one in (*owned, *owned_buffers(module)))
         whole = [one for one in tensors if not one.is_meta and not isinstance(one, DTensor)]
@@ -368,11 +368,11 @@ def find_blocks(
 
 def _blocks_of_classes(module: nn.Module, classes: list[type[nn.Module] | str]) -> list[nn.Module]:
     found: dict[nn.Module, None] = {}
-    for one in classes:
-        parts = [part for part in module.modules() if part is not module and _is_a(part, one)]
+    for kind in classes:
+        parts = [part for part in module.modules() if part is not module and _is_a(part, kind)]
         if not parts:
             named = sorted({type(part).__name__ for part in module.modules() if part is not module})
-            name = one if isinstance(one, str) else one.__name__
+            name = kind if isinstance(kind, str) else kind.__name__
             raise ConfigurationError(
                 f"Got FSDP2Strategy(blocks=[{name}]), which {type(module).__name__} does not contain, expected classes"
                 f" of its modules.{did_you_mean(name, named)} They are: {', '.join(named[:12])}."
@@ -383,7 +383,7 @@ def _blocks_of_classes(module: nn.Module, classes: list[type[nn.Module] | str]) 
 
 def _is_a(module: nn.Module, kind: type[nn.Module] | str) -> bool:
     if isinstance(kind, str):
-        return any(one.__name__ == kind for one in type(module).__mro__)
+        return any(base.__name__ == kind for base in type(module).__mro__)
     return isinstance(module, kind)
 
 
