@@ -30,10 +30,10 @@ Folder = Callable[[], Path | None]
 
 _HUNG = re.compile(r"DataLoader timed out after (?P<seconds>[\d.]+) seconds")
 _RAISED = re.compile(r"Caught \w+ in (DataLoader worker process \d+|pin memory thread)")
-_WAITED = re.compile(
+_COLLECTIVE_TIMEOUT = re.compile(
     r"Timed out waiting \d+ms|[Tt]imeout.*(collective|operation)|(collective|operation).*timed? ?out|timeout caused"
 )
-_ABOUT_BATCHES = (IndexError, RuntimeError, TypeError, ValueError)
+_BATCH_ERRORS = (IndexError, RuntimeError, TypeError, ValueError)
 _SHAPES = re.compile(
     r"shape|sizes? (of|mismatch)|channels|dimension|out of bounds|scalar type|dtype|\d+D", re.IGNORECASE
 )
@@ -62,14 +62,14 @@ def explain(
         return _worker_error(trainer, [int(pid) for pid in found["pids"].split(",")], found["how"])
     elif isinstance(error, RuntimeError) and (found := _HUNG.search(text)):
         return _worker_error(trainer, [], f"have sent nothing for {found['seconds']} seconds")
-    elif isinstance(error, RuntimeError) and _WAITED.search(text):
+    elif isinstance(error, RuntimeError) and _COLLECTIVE_TIMEOUT.search(text):
         _explain_waiting(error, trainer)
         if stall is not None and (report := stall()) is not None:
             add_note(error, report)
     elif is_out_of_memory(error):
         _explain_memory(error, trainer, folder)
         release_tensors(error)
-    elif isinstance(error, _ABOUT_BATCHES) and _SHAPES.search(text):
+    elif isinstance(error, _BATCH_ERRORS) and _SHAPES.search(text):
         batch = _batch_of(trainer)
         if batch is not None:  # there was one: an optimizer may have refused its parameters, for example
             add_note(error, f"It was raised by {_describe_position(trainer)}: {describe_batch(batch)}.")
@@ -104,13 +104,13 @@ def _worker_error(trainer: Trainer, pids: list[int], event: str) -> DataLoaderEr
             " Trainer(dataloader_timeout=seconds), 0 for no limit."
         ]
     elif "Bus error" in event:
-        lines += [f"The shared memory is probably full{_shared_memory_left()}.", *_ABOUT_SHARED_MEMORY]
+        lines += [f"The shared memory is probably full{_shared_memory_left()}.", *_SHARED_MEMORY_ADVICE]
     elif "Killed" in event:
         lines += [
             f"The system kills processes when memory runs out{_shared_memory_left()}. Try fewer workers"
             " (num_workers), a smaller prefetch_factor, a smaller batch, or a dataset that holds less: each worker"
             " has its own copy.",
-            *_ABOUT_SHARED_MEMORY,
+            *_SHARED_MEMORY_ADVICE,
         ]
     else:
         lines += [
@@ -120,7 +120,7 @@ def _worker_error(trainer: Trainer, pids: list[int], event: str) -> DataLoaderEr
     return DataLoaderError(" ".join(lines), _prefix(trainer), _batch_idx(trainer), pids)
 
 
-_ABOUT_SHARED_MEMORY = (
+_SHARED_MEMORY_ADVICE = (
     "Workers send batches through shared memory. If it is small (64 MB by default in containers; start them with"
     " --shm-size=8g or --ipc=host), torch.multiprocessing.set_sharing_strategy('file_system') may help, and"
     " num_workers=0 does.",
@@ -211,7 +211,7 @@ _PHASES = {
 }
 """Phases of a run, by the name of a function on the stack."""
 
-_ONLY_IN: dict[str, str | tuple[str, ...]] = {
+_PHASE_MODULES: dict[str, str | tuple[str, ...]] = {
     "_set_up": "trainer.run",
     "update_weights": "trainer.loops",
     "step": ("torch.optim", "trainer.engine"),
@@ -224,7 +224,7 @@ def _phase(frames: Iterable[FrameType]) -> str:
     found = ""
     for frame in frames:
         name, module = frame.f_code.co_name, str(frame.f_globals.get("__name__"))
-        if module.startswith(_ONLY_IN.get(name, "")):
+        if module.startswith(_PHASE_MODULES.get(name, "")):
             found = _PHASES.get(name, found)
     return found
 

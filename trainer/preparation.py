@@ -360,7 +360,7 @@ class Preparation:
         )
 
 
-_LOOKED_UP_ONCE = (
+_LOOKED_UP_METHODS = (
     "training_step", "validation_step", "backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step",
     "configure_gradient_clipping", "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer",
 )  # fmt: skip
@@ -368,7 +368,7 @@ _LOOKED_UP_ONCE = (
 
 
 def _set_once(module: LightningModule) -> dict[str, Any]:
-    overrides = {name: vars(module).get(name) for name in _LOOKED_UP_ONCE}
+    overrides = {name: vars(module).get(name) for name in _LOOKED_UP_METHODS}
     return overrides | {"automatic_optimization": module.automatic_optimization}
 
 

@@ -20,7 +20,7 @@ from trainer.record.find_checkpoint import find_weights
 if TYPE_CHECKING:
     from trainer.checkpoint.shards import Template
 
-_SHOWN = 4  # names of each kind
+_MAX_NAMES = 4  # names of each kind
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,13 @@ class LoadedWeights:
             lines.append(f"Converted: {', '.join(f'{count} from {kind}' for kind, count in self.converted.items())}.")
         if self.differing:
             shown = [f"{name} is {kind}" for name, kind in self.differing.items()]
-            lines.append(f"Left as they were, because they differ: {join_first(shown, _SHOWN, '; ')}.")
+            lines.append(f"Left as they were, because they differ: {join_first(shown, _MAX_NAMES, '; ')}.")
         if self.missing:
-            lines.append(f"Left as they were, because the file does not have them: {join_first(self.missing, _SHOWN)}.")
+            lines.append(
+                f"Left as they were, because the file does not have them: {join_first(self.missing, _MAX_NAMES)}."
+            )
         if self.unused:
-            lines.append(f"Not used, because the module does not have them: {join_first(self.unused, _SHOWN)}.")
+            lines.append(f"Not used, because the module does not have them: {join_first(self.unused, _MAX_NAMES)}.")
         return "\n  ".join(lines)
 
 
@@ -266,10 +268,10 @@ def _no_match_error(
     if differing:
         shown = [f"{name} is {difference}" for name, difference in differing.items()]
         return (
-            f"No weight of {file} fits into the {type(module).__name__}: {join_first(shown, _SHOWN, '; ')}. Build the"
-            " module with the sizes of the file, or remove weights."
+            f"No weight of {file} fits into the {type(module).__name__}: {join_first(shown, _MAX_NAMES, '; ')}. Build"
+            " the module with the sizes of the file, or remove weights."
         )
     return (
-        f"No weight in {file} has a name of the {type(module).__name__}. Got {join_first(weights, _SHOWN)}; expected"
-        f" {join_first(targets, _SHOWN)}. Rename the weights in the file, or choose another file."
+        f"No weight in {file} has a name of the {type(module).__name__}. Got {join_first(weights, _MAX_NAMES)};"
+        f" expected {join_first(targets, _MAX_NAMES)}. Rename the weights in the file, or choose another file."
     )

@@ -258,7 +258,7 @@ def test_batch_of_any_kind_is_sent_if_it_has_a_large_tensor(cuda, kind):
 
 
 def test_tensors_of_other_kinds_take_the_usual_way(cuda, monkeypatch):
-    monkeypatch.setattr(prefetching, "WORTHWHILE", 0)
+    monkeypatch.setattr(prefetching, "MIN_BYTES", 0)
     move = prefetching.Prefetching(torch.device("cuda", 0)).around(move_data_to_device)
     with cuda.watch() as seen:
         move([torch.ones(3).requires_grad_(), nn.Parameter(torch.ones(3)), torch.ones(3)], torch.device("cuda", 0))

@@ -12,7 +12,7 @@ from tests.postmortem.layers import Amplifier, Huge, sequential
 from tests.support import Regression, loader_of, make_batches, make_trainer, native_fp16
 from trainer.postmortem.examine import examine, largest_power
 from trainer.postmortem.recording import Recorder
-from trainer.postmortem.replay import AS_IT_IS, Variant
+from trainer.postmortem.replay import UNCHANGED, Variant
 
 
 class _Recording(Callback):
@@ -20,7 +20,7 @@ class _Recording(Callback):
         self.recorder = Recorder(trainer)
 
 
-def examined(folder, module, batches, scale=2.0**16, window=1, variant=AS_IT_IS, **arguments):
+def examined(folder, module, batches, scale=2.0**16, window=1, variant=UNCHANGED, **arguments):
     """The finding on the first window of a fit, looked into right after its update."""
     findings = []
 

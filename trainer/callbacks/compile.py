@@ -18,7 +18,7 @@ from trainer.engine import compilation
 from trainer.errors import ConfigurationError, expect, warn
 from trainer.module_tree import has_forward, plain_class
 
-_USUAL = 4
+_USUAL_RECOMPILATIONS = 4
 """Usual number of recompilations of a function: with and without gradients, and when a size first varies."""
 _REASONS = 5  # the largest number in the record
 
@@ -199,7 +199,7 @@ class Compile(RunCallback):
     def _warn_of_recompiling(self) -> None:
         recompiled = [record for record in self.compilations if record.reason]
         function, times = Counter(one.function for one in recompiled).most_common(1)[0] if recompiled else ("", 0)
-        if self._warned or times <= _USUAL:
+        if self._warned or times <= _USUAL_RECOMPILATIONS:
             return
         self._warned = True
         compilations = [one for one in recompiled if one.function == function]

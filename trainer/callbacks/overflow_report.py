@@ -31,7 +31,7 @@ from trainer.callbacks.run_callback import RunCallback
 from trainer.data.samples import tensors_in
 from trainer.errors import LossScaleCollapse, expect, is_out_of_memory, warn
 from trainer.files import from_here, write_text
-from trainer.postmortem.diagnose import MUCH, Case, are_finite, diagnose
+from trainer.postmortem.diagnose import MAX_UNDERFLOW, Case, are_finite, diagnose
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.report import Diagnosis
 from trainer.postmortem.state import BufferState
@@ -50,7 +50,7 @@ _BYTES = 2**26
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _KEEP_EVERY = 50
 """Minimum number of optimizer steps between two copies of the weights."""
-_GROWN = 10.0
+_GROWTH_FACTOR = 10.0
 """A loss is examined if it exceeds the lowest one by this many times the lowest one."""
 _EXAMINED = 4
 """Maximum number of examinations per trigger in a run."""
@@ -252,7 +252,7 @@ class OverflowReport(RunCallback):
             self._check_losses(trainer)
             fit.checks += 1
             found = self._probe.finish() if self._probe is not None else []
-            if found and not outcome.skipped and (found[0].subnormal > MUCH or found[0].zeros == 1.0):
+            if found and not outcome.skipped and (found[0].subnormal > MAX_UNDERFLOW or found[0].zeros == 1.0):
                 step = trainer.global_step - len(outcome.optimizers)
                 self._explain(trainer, fit, "underflow", fit.batches_of(step), step, outcome.scale)
 
@@ -485,7 +485,7 @@ def _has_grown(fit: _Fit, losses: list[float]) -> bool:
     lowest = fit.lowest if math.isfinite(fit.lowest) else min(losses[:3])
     last = statistics.median(losses[-max(3, len(losses) // 3) :])
     fit.lowest = min(lowest, last)
-    return last - lowest > _GROWN * abs(lowest)
+    return last - lowest > _GROWTH_FACTOR * abs(lowest)
 
 
 def _examines_single(trainer: Trainer, fit: _Fit, step: int) -> bool:

@@ -32,7 +32,7 @@ log = logging.getLogger("lightning.pytorch.advice")
 _NUMBER = "keep the tensor: self.log accepts tensors, and reads them only when it writes a row"
 _COPY = "collect tensors and copy them once, at the end of the epoch; or .to('cpu', non_blocking=True)"
 _TEXT = "print it every n-th step, or log it"
-_IF = "no `if` on a tensor: torch.where(condition, a, b), or multiply by the condition"
+_IF_ADVICE = "no `if` on a tensor: torch.where(condition, a, b), or multiply by the condition"
 _SIZE = "the size of the result depends on values: torch.where, or a product with the mask, keeps the shape"
 _EQUAL = "compare on the device: (a == b).all() is a tensor"
 _CLASSES = "pass the number of classes: F.one_hot(labels, num_classes)"
@@ -46,12 +46,12 @@ _SENT = (
     "create it on the device (torch.zeros(..., device=self.device)), register it as a buffer, or copy it from pinned"
     " memory: .pin_memory().to(device, non_blocking=True)"
 )
-_ANY = "it synchronizes host and GPU: move it out of the step"
-_INSTEAD = {
+_DEFAULT_ADVICE = "it synchronizes host and GPU: move it out of the step"
+_ADVICE_BY_FUNCTION = {
     **dict.fromkeys(("item", "__float__", "__int__", "__index__", "_local_scalar_dense"), _NUMBER),
     **dict.fromkeys(("tolist", "cpu", "numpy", "__array__"), _COPY),
     **dict.fromkeys(("__repr__", "__str__", "__format__"), _TEXT),
-    **dict.fromkeys(("__bool__", "__contains__", "is_nonzero"), _IF),
+    **dict.fromkeys(("__bool__", "__contains__", "is_nonzero"), _IF_ADVICE),
     **dict.fromkeys(("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"), _SIZE),
     **dict.fromkeys(("__getitem__", "__setitem__", "index", "index_put", "index_put_", "repeat_interleave"), _SIZE),
     **dict.fromkeys(("equal", "allclose"), _EQUAL),
@@ -71,7 +71,7 @@ _BY_MASK = frozenset(("index", "index_put", "index_put_", "_index_put_impl_"))
 _FILLS = frozenset(("masked_fill", "masked_fill_"))
 _COPIES = frozenset(("tolist", "cpu", "numpy", "__array__", "__repr__", "__format__"))
 """Functions that copy from the device to the host. On a CPU they are no-ops, or no mode intercepts them."""
-_MAKES = frozenset(("tensor", "as_tensor", "asarray", "new_tensor"))
+_TENSOR_FACTORIES = frozenset(("tensor", "as_tensor", "asarray", "new_tensor"))
 """Functions that create tensors from Python values."""
 _TAKE_INDICES = frozenset(("__getitem__", "__setitem__", "index_put", "index_put_"))
 
@@ -111,7 +111,7 @@ class Synchronization:
     @property
     def instead(self) -> str:
         """Advice on how to avoid the synchronization."""
-        return _INSTEAD.get(self.cause, _ANY)
+        return _ADVICE_BY_FUNCTION.get(self.cause, _DEFAULT_ADVICE)
 
 
 class SyncDetector(RunCallback):
@@ -352,7 +352,7 @@ def _no_op_copy(name: str, args: Any, kwargs: Any, of_host: bool) -> str:
     """Return the name of the copy that would synchronize on a GPU but is a no-op on a CPU, or ""."""
     if name in _COPIES:
         return "" if of_host else name
-    if name in _MAKES:
+    if name in _TENSOR_FACTORIES:
         return name if _creates_from_host_data(name, args, kwargs) else ""
     if name in _TAKE_INDICES:
         if _is_host(args[0]):
@@ -399,7 +399,7 @@ def _cause_of(name: str, operation: str) -> str:
     """Return the cause of a synchronization: the function if there is advice for it, otherwise the operation in it."""
     if name in ("__getitem__", "__setitem__") and operation == "_local_scalar_dense":
         return _NUMBER_INDEX
-    return name if name in _INSTEAD else operation
+    return name if name in _ADVICE_BY_FUNCTION else operation
 
 
 def _synchronizes_only_on_cpu(name: str, args: Any, kwargs: Any) -> bool:

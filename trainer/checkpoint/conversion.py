@@ -121,20 +121,20 @@ def _read(checkpoint: Path) -> dict[str, Any]:
 def _without_objects(checkpoint: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
     """Return the checkpoint without stand-ins among the hyperparameters, because the original objects are not known."""
     converted = {name: _plain(checkpoint[name], name, left_out) for name in PLACES & checkpoint.keys()}
-    return {name: value for name, value in {**checkpoint, **converted}.items() if value is not _GONE}
+    return {name: value for name, value in {**checkpoint, **converted}.items() if value is not _REMOVED}
 
 
-_GONE = object()
+_REMOVED = object()
 
 
 def _plain(value: Any, place: str, left_out: list[str]) -> Any:
     if isinstance(value, StandIn) or (isinstance(value, type) and issubclass(value, StandIn)):
         left_out.append(place)
-        return _GONE
+        return _REMOVED
     if isinstance(value, dict):
         made = {name: _plain(one, f"{place}.{name}", left_out) for name, one in value.items()}
-        return type(value)((name, one) for name, one in made.items() if one is not _GONE)
+        return type(value)((name, one) for name, one in made.items() if one is not _REMOVED)
     if type(value) in (list, tuple):
         items = [_plain(one, f"{place}[{i}]", left_out) for i, one in enumerate(value)]
-        return type(value)(item for item in items if item is not _GONE)
+        return type(value)(item for item in items if item is not _REMOVED)
     return value

@@ -36,7 +36,7 @@ PLACES = frozenset({"hyper_parameters", "hparams_type", "datamodule_hyper_parame
 
 _OPERATIONS = {ord(code.code) for code in pickletools.opcodes if code.proto <= 2 and not code.name.startswith("EXT")}
 """Pickle opcodes that ``torch.save`` may use, without those that refer to objects of this process by number."""
-_FEW = 64  # elements of an array
+_MAX_ELEMENTS = 64  # elements of an array
 
 _NO_NAME = "\n"  # no pickle that torch reads can contain this name
 
@@ -280,6 +280,6 @@ class _WithoutData(pickle.Pickler):
         if kind in (torch.Tensor, torch.nn.Parameter) and not value.__dict__:
             return torch.empty(0, dtype=value.dtype).__reduce_ex__(2)  # type: ignore[no-untyped-call]
         numpy = sys.modules.get("numpy")
-        if numpy is not None and kind is numpy.ndarray and value.size > _FEW and not value.dtype.hasobject:
+        if numpy is not None and kind is numpy.ndarray and value.size > _MAX_ELEMENTS and not value.dtype.hasobject:
             return numpy.empty(0, value.dtype).__reduce__()
         return NotImplemented

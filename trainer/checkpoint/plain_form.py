@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from omegaconf import Container
 
 _LEAVES = (bool, int, float, complex, str, bytes)
-_KEPT = (torch.Tensor, torch.Size, torch.dtype, torch.device)
+_PLAIN_TYPES = (torch.Tensor, torch.Size, torch.dtype, torch.device)
 
 
 def plain(value: Any, place: str, left_out: list[str]) -> Any:
@@ -33,7 +33,7 @@ def plain(value: Any, place: str, left_out: list[str]) -> Any:
         left_out: list that the place and type of each value without a plain form are added to. Such values are removed
             from their containers; if ``value`` itself has no plain form, None is returned.
     """
-    if value is None or type(value) in _LEAVES or isinstance(value, _KEPT):
+    if value is None or type(value) in _LEAVES or isinstance(value, _PLAIN_TYPES):
         return value
     if isinstance(value, enum.Enum):
         is_simple = value.value is None or isinstance(value.value, _LEAVES)

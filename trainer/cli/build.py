@@ -23,7 +23,7 @@ from trainer.cli.targets import PACKAGES, Allowlist
 from trainer.cli.walk import walk
 from trainer.errors import did_you_mean
 
-_SPECIAL = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
+_HYDRA_KEYS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 
 _SAFE_LOADS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
 """Environment variables that make every ``torch.load`` use ``weights_only=True``, such as torchvision's."""
@@ -68,7 +68,7 @@ def _check_arguments(found: Any, node: dict[str, Any], key: str) -> None:
         return
     parameters, target = signature.parameters, node["_target_"]
     positional = node.get("_args_", [])
-    given = {name: value for name, value in node.items() if name not in _SPECIAL}
+    given = {name: value for name, value in node.items() if name not in _HYDRA_KEYS}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = [name for name in given if not isinstance(name, str) or (name not in known and not takes_any)]
@@ -128,7 +128,7 @@ def make(node: Any, key: str, allowlist: Allowlist, finish: Callable[[partial[An
         return node
     if "_target_" not in node:
         return {name: make(child, f"{key}.{name}", allowlist, finish) for name, child in node.items()}
-    positional, named = node.get("_args_", []), {k: child for k, child in node.items() if k not in _SPECIAL}
+    positional, named = node.get("_args_", []), {k: child for k, child in node.items() if k not in _HYDRA_KEYS}
     if node.get("_recursive_", True):
         positional = make(positional, f"{key}._args_", allowlist, finish)
         named = make(named, key, allowlist, finish)

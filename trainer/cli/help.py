@@ -26,7 +26,7 @@ _FIRST_STEPS = (
 
 _WIDTH = 118
 _NAMES = 36  # largest width of the column of names
-_WRITTEN = "python -m trainer"
+_PROGRAM_PLACEHOLDER = "python -m trainer"
 """The program in the help of commands, which `help_text` replaces by the program that the user started."""
 
 LISTS_SETTINGS = "fit"
@@ -68,7 +68,7 @@ def help_text(command: str | None, config_dir: str | None = None) -> str:
     about = commands.find(command)
     if command is None or about is None:
         return _first_screen(config_dir)
-    sections = [f"usage: {_WRITTEN} {command} {about.usage}", about.about]
+    sections = [f"usage: {_PROGRAM_PLACEHOLDER} {command} {about.usage}", about.about]
     if about.examples:
         sections.append(f"Examples:\n{about.examples.format(command=command)}")
     sections += _settings(config_dir, about.settings)
@@ -76,7 +76,7 @@ def help_text(command: str | None, config_dir: str | None = None) -> str:
         flags = [(f"{', '.join(reversed(one.spellings))} {one.value}", one.about) for one in FLAGS if one.about]
         sections += [_groups(config_dir), *_settings(config_dir, ["", "trainer"])]
         sections.append(_format_rows("Flags, at any position:", flags))
-    text = "\n\n".join(sections).replace(_WRITTEN, program())
+    text = "\n\n".join(sections).replace(_PROGRAM_PLACEHOLDER, program())
     if command != LISTS_SETTINGS and "SETTING" in about.usage:
         text += f"\n\n`{command_line(LISTS_SETTINGS, '--help')}` lists the settings and flags."
     return text

@@ -17,7 +17,7 @@ from trainer.cli.walk import walk
 
 _RUN_SPECIFIC = re.compile(r"\$\{(?:hydra:job\.|now:)[^${}]*\}")
 _JOB_NUMBER = re.compile(r"\$\{hydra:job\.(?:num|id)\}")
-_KEPT = re.compile(r"\$\{hydra:(?!job\.)")  # such as the folder of the run
+_KEPT_INTERPOLATION = re.compile(r"\$\{hydra:(?!job\.)")  # such as the folder of the run
 _PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)$)[a-z_][a-z0-9_./-]*", re.IGNORECASE)
 
 
@@ -64,7 +64,7 @@ def _value_of(raw: Any, config: DictConfig) -> Any:
     if not isinstance(raw, str) or "${" not in raw:
         return raw
     try:
-        if _KEPT.search(raw):
+        if _KEPT_INTERPOLATION.search(raw):
             return _RUN_SPECIFIC.sub(lambda found: str(_resolved(found[0], config)), raw)
         value = redaction.containers(_resolved(raw, config))
     except OmegaConfBaseException:  # the run reports this error

@@ -13,13 +13,13 @@ from trainer import packages
 from trainer.cli.arguments import UsageError
 from trainer.cli.folders import packaged_conf
 
-ELSEWHERE = "hydra_plugins.hydra_submitit_launcher."
+SUBMITIT_PREFIX = "hydra_plugins.hydra_submitit_launcher."
 """Prefix of the targets of launchers that run jobs on other machines."""
 
 _NEEDS = {
     "hydra_plugins.amp_trainer.JoblibLauncher": ("joblib", "trainer.cli.sweep.joblib_launcher"),
     "hydra_plugins.amp_trainer.OptunaSweeper": ("optuna", "trainer.cli.sweep.optuna_sweeper"),
-    ELSEWHERE: ("slurm", None),
+    SUBMITIT_PREFIX: ("slurm", None),
 }
 """By prefix of a target: the extra that it needs, and the module of the class if it is in this package.
 
@@ -51,7 +51,7 @@ def prepare(hydra: Any) -> None:
                 raise UsageError(f"hydra/{kind}={hydra.runtime.choices.get(f'hydra/{kind}')} needs {problem}")
             if target == start and module:
                 _register(target, module)
-        if target == f"{ELSEWHERE}submitit_launcher.SlurmLauncher" and shutil.which("srun") is None:
+        if target == f"{SUBMITIT_PREFIX}submitit_launcher.SlurmLauncher" and shutil.which("srun") is None:
             raise UsageError(
                 "hydra/launcher=submitit_slurm needs the program srun, which is not installed here. Run the command on"
                 " a machine of the cluster, or use hydra/launcher=joblib to run several jobs at a time on this one."

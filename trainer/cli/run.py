@@ -33,7 +33,7 @@ from trainer.files import from_here
 from trainer.loggers import LoggedRun
 from trainer.record.find_checkpoint import run_of
 from trainer.record.provenance import environment
-from trainer.record.run_record import ENDED_WELL, RunRecord, read_json
+from trainer.record.run_record import SUCCESSFUL, RunRecord, read_json
 from trainer.record.sweep import worth_showing
 from trainer.terminal import command_line, is_quiet
 
@@ -137,7 +137,7 @@ def run(config: DictConfig) -> float | None:
             record.facts = record.former  # which has more facts, such as the time of the training
         if is_first() and is_ours:
             record.write()
-        tracking.end(ok=record.facts["status"] in ENDED_WELL)
+        tracking.end(ok=record.facts["status"] in SUCCESSFUL)
     _warn_of_missing_objective(settings, record)
     if is_first() and not is_quiet() and isinstance(settings["trainer"]["profiler"], str):
         print(f"The profile is in {from_here(folder)}/{config.command}.log.")

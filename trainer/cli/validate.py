@@ -45,12 +45,12 @@ from trainer.terminal import command_line
 
 _MOST_JOBS = 50
 """Largest number of jobs of a sweep that are composed and checked before the first one starts, at 0.1 s per job."""
-_ALWAYS = (
+_REQUIRED_NODES = (
     "allowed_packages", "callbacks", "checkpoint_files", "checks", "compare", "logger", "objective", "seed", "tune",
 )  # fmt: skip
 _REPLACEABLE = ("data", "model", "optimizer", "scheduler")
 """Config groups with options that each configure one class."""
-_NEEDED = ("precision", "trainer")
+_REQUIRED_GROUPS = ("precision", "trainer")
 """Config groups that cannot be removed."""
 _NAMED_CHECKPOINTS = ("last", "best", "hpc")
 _OPTIMIZER_NUMBERS = ("optimizer.lr", "optimizer.weight_decay", "optimizer.eps", "optimizer.momentum")
@@ -203,7 +203,7 @@ def _check_option(composer: Composer, override: Override) -> None:
         if option is None:
             known = composer.options(group)
             option_none = f"{group}=none" if "none" in known else f"~{group}"
-            removal = "" if group in _NEEDED else f" To use none, write {option_none}."
+            removal = "" if group in _REQUIRED_GROUPS else f" To use none, write {option_none}."
             raise UsageError(f"{group} is null, expected one of: {', '.join(known)}.{removal}")
         name = str(option).strip("'\"")
         if not composer.has_option(group, name):
@@ -414,7 +414,7 @@ def _check_whole(composer: Composer, config: DictConfig, overrides: Sequence[Ove
         tracking.check(plain)
         _check_model(plain, arguments, config.hydra.runtime.choices.get("recipe"))
         _check_values(plain)
-        if not str(config.hydra.launcher["_target_"]).startswith(plugins.ELSEWHERE):
+        if not str(config.hydra.launcher["_target_"]).startswith(plugins.SUBMITIT_PREFIX):
             _check_devices(plain["trainer"])
         _check_checkpoint(plain["ckpt_path"])
         _check_weights(plain)
@@ -439,7 +439,7 @@ def _check_hydra(config: DictConfig) -> None:
 
 def _check_complete(job: DictConfig) -> None:
     """Check that all required nodes exist, because Hydra can delete them."""
-    for name in (*_ALWAYS, *_NEEDED):
+    for name in (*_REQUIRED_NODES, *_REQUIRED_GROUPS):
         if name not in job:
             hint = f" To use none, write {name}=none." if name in ("callbacks", "logger") else ""
             raise UsageError(f"There is no {name} in the config, expected one: it cannot be removed.{hint}")

@@ -30,7 +30,7 @@ from trainer.errors import CheckpointError, CheckpointWriteError, ConfigurationE
 
 _LAUNCHER_FILE = ".temp.ckpt"  # file that Lightning's launchers use to return weights to the main process
 
-_LIGHTNINGS = {
+_LIGHTNING_METHODS = {
     name: getattr(TorchCheckpointIO, name) for name in ("save_checkpoint", "load_checkpoint", "remove_checkpoint")
 }
 _LAST = "there is no other good one."
@@ -358,7 +358,7 @@ class CheckpointFiles(TorchCheckpointIO):
 
 def _is_patched(name: str) -> bool:
     """Return whether a program has replaced a method of the class that is Lightning's default."""
-    return getattr(TorchCheckpointIO, name) is not _LIGHTNINGS[name]
+    return getattr(TorchCheckpointIO, name) is not _LIGHTNING_METHODS[name]
 
 
 def adopt(strategy: Strategy) -> None:

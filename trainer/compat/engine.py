@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _CALLED_WITH = {"backward": ("pre_backward", "post_backward"), "training_step": ("post_training_step",)}
 """Methods of a strategy that run together with another one, which is called if one of them is overridden."""
-_NOTHING: AbstractContextManager[None] = nullcontext()
+_NULL_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 class LightningEngine:
@@ -437,7 +437,7 @@ class LightningEngine:
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[object]:
         """Return DDP's ``no_sync`` inside a window; a no-op on a single device."""
-        return _NOTHING if enabled or self._ddp is None else self._ddp.block_backward_sync()
+        return _NULL_CONTEXT if enabled or self._ddp is None else self._ddp.block_backward_sync()
 
     def gather(self, value: T) -> list[T]:
         """Gather each process's ``value`` on rank 0; [] on the others, and if the process group is not initialized."""

@@ -31,7 +31,7 @@ from trainer.state.metrics import LoggedValue, LogOptions, MetricStore, Publishe
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-_KEPT = (torch.float32, torch.float64)
+_LOSSLESS_DTYPES = (torch.float32, torch.float64)
 """Values of other dtypes are converted to float32, because the sum over an epoch would lose digits in them."""
 _LOG = LightningModule.log
 
@@ -136,7 +136,7 @@ class ModuleLog:
         assert store is not None
         if isinstance(value, Tensor):
             value = value.detach()
-            if value.dtype not in _KEPT:
+            if value.dtype not in _LOSSLESS_DTYPES:
                 value = value.to(accumulation_dtype())
             elif self._copies:
                 copy = value.clone()

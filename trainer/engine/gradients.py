@@ -38,7 +38,7 @@ from trainer.module_tree import parameters_of
 from trainer.precision.dtypes import real_view
 from trainer.precision.scaler import LossScaler, UpdateOutcome, gradients_of
 
-_IS_KEPT = "_is_kept"
+_KEPT_MARK = "_is_kept"
 """Marks a gradient made by :meth:`Gradients.keep`. Autograd accumulates into it, so it stays the same tensor."""
 _USED_AT = "_used_at"
 """Attribute of a gradient: its version when a step used it."""
@@ -112,13 +112,13 @@ class Gradients:
 
         Autograd uses the first gradient as ``.grad`` without a copy. Later gradients are added to our copy in place.
         """
-        loose = [p for p in parameters_of(optimizer) if p.grad is not None and not hasattr(p.grad, _IS_KEPT)]
+        loose = [p for p in parameters_of(optimizer) if p.grad is not None and not hasattr(p.grad, _KEPT_MARK)]
         dense = [parameter for parameter in loose if not parameter.grad.is_sparse]
         copies = [torch.empty_like(parameter.grad) for parameter in dense]
         if dense:
             torch._foreach_copy_(copies, [parameter.grad for parameter in dense])
         for parameter, copy in zip(dense, copies, strict=True):
-            setattr(copy, _IS_KEPT, True)
+            setattr(copy, _KEPT_MARK, True)
             parameter.grad = copy
 
     def multiply_(self, optimizers: Iterable[Optimizer], factor: float | Tensor) -> None:

@@ -21,7 +21,7 @@ from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # ty
 from trainer.errors import ClusterError
 
 _POLL_INTERVAL = 0.01
-_ALL = "amp_trainer"
+_PREFIX = "amp_trainer"
 _ADVICE = "Check their output, and whether each node runs torchrun with the same --nnodes and --nproc-per-node."
 
 
@@ -51,7 +51,7 @@ def rendezvous(served: Store, rank: int, world_size: int, timeout: timedelta) ->
     Raises:
         ClusterError: if some of them have not arrived within ``timeout``.
     """
-    store: Any = PrefixStore(_ALL, served)
+    store: Any = PrefixStore(_PREFIX, served)
     name = uuid.uuid4().hex
     if rank:
         store.set(f"request/{rank}", name)
@@ -61,7 +61,7 @@ def rendezvous(served: Store, rank: int, world_size: int, timeout: timedelta) ->
             raise ClusterError(f"{_timeout_text(timeout)} rank 0 did not come. {_ADVICE}") from error
         store.set(f"{answer}/joined/{rank}", "")
         store.add(f"{answer}/number", 1)
-        return PrefixStore(f"{_ALL}/{answer}", served)
+        return PrefixStore(f"{_PREFIX}/{answer}", served)
     others, answered_requests, end = range(1, world_size), set[bytes](), time.monotonic() + timeout.total_seconds()
     keys = [f"request/{other}" for other in others]
     while store.add(f"{name}/number", 0) < len(keys):  # one request to the store for any number of processes
@@ -75,7 +75,7 @@ def rendezvous(served: Store, rank: int, world_size: int, timeout: timedelta) ->
             missing = ", ".join(str(other) for other in others if not store.check([f"{name}/joined/{other}"]))
             raise ClusterError(f"{_timeout_text(timeout)} of {world_size}, rank {missing} did not come. {_ADVICE}")
         time.sleep(_POLL_INTERVAL)
-    return PrefixStore(f"{_ALL}/{name}", served)
+    return PrefixStore(f"{_PREFIX}/{name}", served)
 
 
 def _timeout_text(timeout: timedelta) -> str:

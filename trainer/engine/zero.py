@@ -323,7 +323,7 @@ def _is_spread(value: Any, part: Part | None) -> bool:
     return part is not None and isinstance(value, Tensor) and value.shape == part.flat.shape
 
 
-_LEFT = (
+_DEEPSPEED_PREFIXES = (
     "ds_", "_ds_", "_external_params", "_original_parameters", "all_parameters", "applied_pre_backward_ref_cnt",
     "pre_bwd_fn", "post_bwd_fn",
 )  # fmt: skip
@@ -345,7 +345,7 @@ def _remove_deepspeed_state(module: nn.Module) -> None:
     for hooks in hook_dicts:  # some of these dicts hold options of the hooks in other dicts
         for key in deepspeed_keys & hooks.keys():
             del hooks[key]
-    for name in [name for name in own if name.startswith(_LEFT)]:
+    for name in [name for name in own if name.startswith(_DEEPSPEED_PREFIXES)]:
         del own[name]
 
 
@@ -440,7 +440,7 @@ class ZeroScaler(LossScaler):
             scaler.cur_hysteresis = int(state_dict.get("hysteresis", scaler.delayed_shift))
 
 
-_LOST = "gradients of DeepSpeed's"
+_GRADIENTS_KEY = "gradients of DeepSpeed's"
 """Key that replaces the gradients in a checkpoint."""
 
 
@@ -566,7 +566,7 @@ class ZeroGradients(Gradients):
         self, parameters: Iterable[tuple[str, Tensor]], optimizers: Iterable[Optimizer]
     ) -> dict[str, Tensor]:
         """Return a marker if a window is open, because DeepSpeed does not expose its gradients; otherwise {}."""
-        return {_LOST: torch.zeros(())} if list(optimizers) else {}
+        return {_GRADIENTS_KEY: torch.zeros(())} if list(optimizers) else {}
 
     def can_load(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> bool:
         """Return True: :meth:`load_state_dict` discards gradients with a warning."""

@@ -22,16 +22,16 @@ from trainer.errors import join_first
 from trainer.postmortem import remedies, rewrite
 from trainer.postmortem.examine import Finding, examine
 from trainer.postmortem.recording import RecordedBatch
-from trainer.postmortem.remedies import LOW, Weights
+from trainer.postmortem.remedies import LOW_SCALE, Weights
 from trainer.postmortem.replay import FLOAT32, Variant, has_half_weights
 from trainer.postmortem.report import Diagnosis
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-MUCH = 0.3
+MAX_UNDERFLOW = 0.3
 """Share of the gradient elements that may be lost in float16."""
-_WORSE = 10.0
+_DIVERGENCE_FACTOR = 10.0
 """Times a loss has to be larger than with earlier weights, to count as grown."""
 _TINY = 2.0**-24
 """Relative change of a weight that float32 rounds to none."""
@@ -131,14 +131,14 @@ def _explain(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis | None
         return _divergence(trainer, case, finding) if grown else None
     full = _in_float32(trainer, case, finding)
     fits = finding.largest_scale
-    if (finding.is_hopeless or fits < LOW) and _has_diverged(trainer, case, failing):
+    if (finding.is_hopeless or fits < LOW_SCALE) and _has_diverged(trainer, case, failing):
         return _divergence(trainer, case, finding)
     if full.fails if full is not None else _is_not_finite_at_any_scale(finding):
         return _buffers(trainer, case, finding) or _model(trainer, case, full or finding, is_float32=full is not None)
     if finding.is_hopeless and (not math.isfinite(finding.loss) or finding.error):
         return _precision(trainer, case, finding, "forward")
     is_settling = fits >= trainer.scaler.min_scale and (
-        fits >= LOW or remedies.underflow(trainer, case.batches, fits).get("", 0.0) <= MUCH
+        fits >= LOW_SCALE or remedies.underflow(trainer, case.batches, fits).get("", 0.0) <= MAX_UNDERFLOW
     )
     return None if is_settling else _precision(trainer, case, finding, "backward")
 
@@ -323,7 +323,7 @@ def _repeat_steps(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis |
     is_whole = bool(repeated) and repeated[0].step == case.weights_step and remedies.can_step(trainer)
     with remedies.weights_of(trainer, case.before):
         usual = [abs(loss) for loss in remedies.losses(trainer, batches) if math.isfinite(loss)]
-    limit = _WORSE * max(usual, default=1.0)
+    limit = _DIVERGENCE_FACTOR * max(usual, default=1.0)
     recorded, weights = remedies.repeat(trainer, repeated if is_whole else batches, case.before, limit)
     if recorded is not None:
         with remedies.weights_of(trainer, weights):
@@ -415,7 +415,7 @@ def _divergence(trainer: Trainer, case: Case, finding: Finding) -> Diagnosis:
 
 def _underflow(trainer: Trainer, case: Case) -> Diagnosis | None:
     lost = remedies.underflow(trainer, case.batches, case.scale)
-    if lost.get("", 0.0) <= MUCH or remedies.largest_update(trainer, case.batches) < _TINY:
+    if lost.get("", 0.0) <= MAX_UNDERFLOW or remedies.largest_update(trainer, case.batches) < _TINY:
         return None  # the gradients are as tiny in float32
     finding = examine(trainer, case.batches, case.scale)
     if finding is None or finding.fails:
@@ -423,7 +423,7 @@ def _underflow(trainer: Trainer, case: Case) -> Diagnosis | None:
     worst = max((name for name in lost if name), key=lambda name: lost[name])
     remedy, tried, cap = "", "", trainer.scaler.max_scale
     scale = finding.largest_scale / 16 if math.isfinite(finding.largest_scale) else 2.0**40
-    if scale > case.scale and remedies.underflow(trainer, case.batches, scale).get("", 1.0) < MUCH / 3:
+    if scale > case.scale and remedies.underflow(trainer, case.batches, scale).get("", 1.0) < MAX_UNDERFLOW / 3:
         tried = "the batch is finite at this scale, and little is lost"
         settings = {"init_scale": scale} | ({"max_scale": None} if cap < scale else {})
         remedy = remedies.precision(trainer, **settings)
@@ -502,7 +502,7 @@ def _has_diverged(trainer: Trainer, case: Case, failing: Sequence[RecordedBatch]
     if not pairs:
         return False
     usual = statistics.median(abs(b) for _, b in pairs)
-    worse = [not math.isfinite(a) or a - b > _WORSE * max(abs(b), usual) for a, b in pairs]
+    worse = [not math.isfinite(a) or a - b > _DIVERGENCE_FACTOR * max(abs(b), usual) for a, b in pairs]
     return sum(worse) > len(worse) / 2
 
 

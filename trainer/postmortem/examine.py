@@ -14,7 +14,7 @@ from trainer.data.samples import batch_size, named_tensors_in
 from trainer.engine.protocol import Engine
 from trainer.postmortem.recording import RecordedBatch
 from trainer.postmortem.replay import (
-    AS_IT_IS,
+    UNCHANGED,
     Variant,
     backward,
     in_step,
@@ -79,7 +79,7 @@ class Finding:
 
 
 def examine(
-    trainer: Trainer, recorded: Sequence[RecordedBatch], scale: float, variant: Variant = AS_IT_IS
+    trainer: Trainer, recorded: Sequence[RecordedBatch], scale: float, variant: Variant = UNCHANGED
 ) -> Finding | None:
     """Replay the batches of one weight update, find the first that fails, and find out where.
 

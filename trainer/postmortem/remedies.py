@@ -18,18 +18,18 @@ from trainer.engine.optimizer_calls import needs_closure
 from trainer.module_tree import has_forward, plain_name
 from trainer.postmortem.examine import Finding, examine
 from trainer.postmortem.recording import RecordedBatch
-from trainer.postmortem.replay import AS_IT_IS, FLOAT32, Variant, backward, replay, run, undisturbed
+from trainer.postmortem.replay import FLOAT32, UNCHANGED, Variant, backward, replay, run, undisturbed
 from trainer.precision.underflow import SMALLEST_NORMAL
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-LOW = 128.0
+LOW_SCALE = 128.0
 """A loss scale from which on small gradients are safe."""
 _CHAIN = 8
 """Modules to try in float32 together."""
 _PASSES, _RATES = 8, 8
-_MATTERS = 1e-4
+_RELEVANT_RATIO = 1e-4
 """Of a parameter's largest gradient: smaller elements may vanish."""
 
 Weights = Mapping[str, Tensor]
@@ -39,7 +39,7 @@ def is_cured(finding: Finding | None, variant: Variant) -> bool:
     """Return whether a batch is finite, forward and backward, at a scale at which gradients do not vanish."""
     if finding is None or finding.error or not math.isfinite(finding.loss):
         return False
-    return not finding.fails if variant.dtype is not None else finding.largest_scale >= LOW
+    return not finding.fails if variant.dtype is not None else finding.largest_scale >= LOW_SCALE
 
 
 def find_cure(trainer: Trainer, batches: Sequence[RecordedBatch], finding: Finding) -> tuple[Variant, Finding] | None:
@@ -101,7 +101,7 @@ def _counts(
 
     def count(gradient: Tensor) -> int:
         values = part(gradient).abs().float()
-        floor = max(values.max().item() * _MATTERS, smallest) if values.numel() else 1.0
+        floor = max(values.max().item() * _RELEVANT_RATIO, smallest) if values.numel() else 1.0
         return int((values >= floor).sum()) * (floor > 0)
 
     passes = replay(trainer, batches, lambda loss, watched: backward(loss, scale, watched, count), Variant(dtype))
@@ -214,7 +214,7 @@ def repeat(
     with weights_of(trainer, weights), _optimizer_steps(trainer) as step:
         for recorded in batches:
             before = {name: parameter.detach().clone() for name, parameter in named.items()}
-            *found, are_finite = step(recorded, AS_IT_IS)
+            *found, are_finite = step(recorded, UNCHANGED)
             if not all(bool(value.isfinite().all()) for value in before.values()):
                 return None, before
             if not are_finite:

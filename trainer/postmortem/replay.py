@@ -102,7 +102,7 @@ def has_half_weights(module: nn.Module) -> bool:
     return any(parameter.dtype in _HALF for parameter in module.parameters())
 
 
-AS_IT_IS = Variant()
+UNCHANGED = Variant()
 FLOAT32 = Variant(dtype=torch.float32, is_wide=True)
 
 
@@ -176,7 +176,7 @@ def run(
     trainer: Trainer,
     recorded: RecordedBatch | None,
     on_loss: Callable[[Tensor], object],
-    variant: Variant = AS_IT_IS,
+    variant: Variant = UNCHANGED,
 ) -> None:
     """Run ``training_step`` on the unwrapped module, and call ``on_loss`` instead of each backward pass.
 
@@ -225,7 +225,7 @@ def replay(
     trainer: Trainer,
     batches: Sequence[RecordedBatch],
     on_loss: Callable[[Tensor, Mapping[str, Tensor]], T],
-    variant: Variant = AS_IT_IS,
+    variant: Variant = UNCHANGED,
 ) -> Iterator[list[T]]:
     """Replay batches, and yield for each the results of ``on_loss``. All processes must call it together.
 

@@ -28,10 +28,10 @@ _LIBRARIES = (
     sysconfig.get_paths()["stdlib"],
     str(Path(torch.__file__).parent.parent),
 )
-_OURS = str(Path(__file__).parent.parent)
+_PACKAGE = str(Path(__file__).parent.parent)
 _FILLS = ("masked_fill", "masked_fill_", "fill_", "full", "full_like", "where", "__setitem__", "tensor", "__get__")
 """Operations that write an infinity on purpose."""
-_SAME = {
+_EQUIVALENT_NAMES = {
     "truediv": "div", "rtruediv": "div", "true_divide": "div", "divide": "div", "rdiv": "div", "div_": "div",
     "rpow": "pow", "pow_": "pow", "float_power": "pow", "nll_loss": "cross_entropy", "nll_loss_nd": "cross_entropy",
     "log_softmax_int": "log_softmax",
@@ -86,7 +86,7 @@ class Birth(NamedTuple):
     def name(self) -> str:
         """The plain name of the operation: "div" of ``DivBackward0``, ``__truediv__`` or ``true_divide``."""
         words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", re.sub(r"Backward\d*$", "", self.operation)).lower().strip("_")
-        return _SAME.get(words, words)
+        return _EQUIVALENT_NAMES.get(words, words)
 
     @property
     def place(self) -> str:
@@ -182,7 +182,7 @@ class Trace(TorchFunctionMode):
 
     def _record_birth(self, name: str, output: Tensor, given: list[Tensor], is_nan: bool) -> Birth:
         frame: FrameType | None = sys._getframe(3)  # noqa: SLF001 - of the code that called the operation
-        while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, _OURS)):
+        while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, _PACKAGE)):
             frame = frame.f_back
         module = self._open[-1] if self._open else ""
         sources = _modules_behind(one.grad_fn for one in given)
@@ -236,7 +236,7 @@ class Trace(TorchFunctionMode):
                 return
             module, place = node.metadata[_MODULE], ("", 0)
             for match in _FRAME.finditer("".join(node.metadata.get("traceback_", []))):
-                if not match[1].startswith((*_LIBRARIES, _OURS)):
+                if not match[1].startswith((*_LIBRARIES, _PACKAGE)):
                     place = (match[1], int(match[2]))
             sources = _modules_behind(one for one, _ in node.next_functions)
             self.backward = Birth(

@@ -63,7 +63,7 @@ _ROUNDED = "avg_pool3d"
 """In 16 bits on CUDA. A CPU has no 16-bit kernel for it."""
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)
+_BELOW_AUTOCAST = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)
 _WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 
 Policy = Callable[[str], Kernel]
@@ -183,7 +183,7 @@ def _passing(name: str) -> Kernel:
     op = _overload(name)
 
     def kernel(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        return op.redispatch(keys & _BELOW, *args, **kwargs)
+        return op.redispatch(keys & _BELOW_AUTOCAST, *args, **kwargs)
 
     return kernel
 

@@ -20,7 +20,9 @@ CPU_BFLOAT16 = ("avx512_bf16", "amx_bf16", "sve_bf16", "bf16")
 # Chips of compute capability 7.5 without Tensor Cores, TU116 and TU117, by their product names: GeForce GTX 1630 to
 # 1660, GeForce MX450 and MX550, (Quadro) T400 to T2000, CMP 30HX. NVIDIA's Turing cards with Tensor Cores are called
 # RTX, T4, T10, T40, or CMP 40HX and 50HX.
-_TURING_WITHOUT = re.compile(r"\bGTX 16\d\d|\bMX[45]50\b|\bT([4-6][05]0|1000|1200|2000)\b|\bCMP 30HX", re.IGNORECASE)
+_TURING_WITHOUT_TENSOR_CORES = re.compile(
+    r"\bGTX 16\d\d|\bMX[45]50\b|\bT([4-6][05]0|1000|1200|2000)\b|\bCMP 30HX", re.IGNORECASE
+)
 
 
 def synchronized_time(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -62,7 +64,7 @@ def tensor_cores(device: torch.device) -> bool:
         return False
     capability = torch.cuda.get_device_capability(device)
     if capability == (7, 5):
-        return _TURING_WITHOUT.search(torch.cuda.get_device_name(device)) is None
+        return _TURING_WITHOUT_TENSOR_CORES.search(torch.cuda.get_device_name(device)) is None
     return capability >= (7, 0)
 
 

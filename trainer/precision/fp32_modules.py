@@ -35,8 +35,8 @@ from trainer.errors import PrecisionError, did_you_mean, join_first
 from trainer.module_tree import all_modules, has_forward, modules_by_name
 from trainer.precision.dtypes import DefaultDtype, cast, widen
 
-_SHOWN = 12  # names in an error message
-_HOW = "_in_float32"
+_MAX_NAMES = 12  # names in an error message
+_SETTING = "_in_float32"
 """Attribute of a chosen module during a run: the device type to disable autocast for, and the dtype of the outputs."""
 
 
@@ -115,9 +115,9 @@ def in_float32(modules: Iterable[nn.Module], device_type: str, back_to: torch.dt
             torch.backends.mha.set_fastpath_enabled(False)
         for module in modules:
             earlier: Any = vars(module).get("forward")  # its own forward, as compiled LightningModules have
-            earlier_how = vars(module).get(_HOW)
+            earlier_how = vars(module).get(_SETTING)
             plain = earlier is None or getattr(earlier, "__func__", None) is forward
-            setattr(module, _HOW, (device_type, None if module in inner else back_to))
+            setattr(module, _SETTING, (device_type, None if module in inner else back_to))
             module.forward = MethodType(forward, module) if plain else partial(_run, module, earlier, ())
             stack.callback(_restore, module, module.forward, earlier, earlier_how)
         yield
@@ -125,7 +125,7 @@ def in_float32(modules: Iterable[nn.Module], device_type: str, back_to: torch.dt
 
 def running_in_float32(root: nn.Module) -> set[nn.Module]:
     """Return the modules of ``root`` that run in float32 because of ``fp32_modules``, including their submodules."""
-    return all_modules(*(module for module in root.modules() if _HOW in vars(module)))
+    return all_modules(*(module for module in root.modules() if _SETTING in vars(module)))
 
 
 def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +134,7 @@ def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run(module: nn.Module, own: Callable[..., Any], first: tuple[Any, ...], /, *args: Any, **kwargs: Any) -> Any:
-    setting: tuple[str, torch.dtype | None] | None = getattr(module, _HOW, None)
+    setting: tuple[str, torch.dtype | None] | None = getattr(module, _SETTING, None)
     if setting is None:  # the run is over
         return own(*first, *args, **kwargs)
     device_type, output_dtype = setting
@@ -144,7 +144,7 @@ def _run(module: nn.Module, own: Callable[..., Any], first: tuple[Any, ...], /, 
 
 
 def _restore(module: nn.Module, replacement: Any, earlier: Any, earlier_setting: Any) -> None:
-    _restore_attribute(module, _HOW, earlier_setting)
+    _restore_attribute(module, _SETTING, earlier_setting)
     if vars(module).get("forward") is replacement:  # it was not wrapped in the meantime
         _restore_attribute(module, "forward", earlier)
 
@@ -178,5 +178,5 @@ def _no_match(pattern: str, root: nn.Module, named: dict[str, nn.Module]) -> str
     names = list(named)
     return (
         f"fp32_modules: {pattern!r} matches no module of {type(root).__name__}."
-        f"{did_you_mean(pattern, [*names, *sorted(deeper)])} Its modules: {join_first(names, _SHOWN) or 'none'}."
+        f"{did_you_mean(pattern, [*names, *sorted(deeper)])} Its modules: {join_first(names, _MAX_NAMES) or 'none'}."
     )

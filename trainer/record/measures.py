@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from trainer.trainer import Trainer
 
-_TOO_MANY = 3
+_MIN_SKIPPED = 3
 """Minimum number of skipped steps for a message, if no other steps were taken. Fewer are normal at the start."""
 
 
@@ -63,7 +63,7 @@ def reason_without_updates(trainer: Trainer) -> str | None:
     Returns None for a ``fast_dev_run``, and for fewer than three skipped steps, which are normal at the start.
     """
     progress = getattr(trainer, "progress", None)  # `lightning.Trainer` has none
-    if progress is None or progress.has_learned or progress.skipped_steps < _TOO_MANY or trainer.fast_dev_run:
+    if progress is None or progress.has_learned or progress.skipped_steps < _MIN_SKIPPED or trainer.fast_dev_run:
         return None
     steps, scale = trainer.global_step, loss_scale(trainer)
     reason = f"No weight was updated: all {steps} optimizer steps were skipped, because gradients were not finite."

@@ -27,7 +27,7 @@ Value = TypeVar("Value")
 RUN = "run.json"
 """The file that a run keeps in its folder, from its beginning to its end."""
 
-ENDED_WELL = ("completed", "pruned")
+SUCCESSFUL = ("completed", "pruned")
 """The status of a run without an error. A sweeper stops ("prunes") a job that is not promising."""
 
 PRUNING = "++callbacks.pruning={_target_:trainer.callbacks.OptunaPruning,"

@@ -36,7 +36,7 @@ _MAX_OBJECTS = 1000
 """Largest number of objects that :func:`find` inspects."""
 _MAX_ITEMS = 64
 """Containers with more items than this are data, and :func:`find` does not inspect them."""
-_HOLD_NONE = (str, bytes, int, float, type, ModuleType, FunctionType, torch.Tensor, np.ndarray)
+_TYPES_WITHOUT_GENERATORS = (str, bytes, int, float, type, ModuleType, FunctionType, torch.Tensor, np.ndarray)
 
 
 def capture(device: torch.device | None = None, own: Sequence[Generator] = ()) -> State:
@@ -201,7 +201,7 @@ def find(*roots: Any, except_in: Any = None, unwatched: Callable[[Any], bool] = 
     queue = [(root, True) for root in roots]
     while queue and len(seen) < _MAX_OBJECTS:
         value, is_data = queue.pop(0)
-        if id(value) in seen or value is None or isinstance(value, _HOLD_NONE):
+        if id(value) in seen or value is None or isinstance(value, _TYPES_WITHOUT_GENERATORS):
             continue
         seen.add(id(value))
         children: list[Any] = []

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _PACKAGES = ("lightning", "torchmetrics", "hydra-core", "omegaconf")
 _OPTIONAL = ("torchvision", "scikit-learn", "optuna")
 _RUNS = "outputs"  # the default folder of runs (conf/amp_trainer.yaml)
-_LITTLE = 2**30  # bytes, of a disk and of shared memory
+_LOW_SPACE = 2**30  # bytes, of a disk and of shared memory
 _DTYPE_OF = {"16": "float16", "bf16": "bfloat16", "32": "float32"}
 _OPERATIONS = {"matmul": "matrix products", "convolution": "convolutions"}
 
@@ -273,7 +273,7 @@ def _memory(found: Findings) -> list[list[str]]:
     memory = machine.memory()
     shared = known[1] if (known := machine.shared_memory()) else None
     found.facts["memory"] = {**vars(memory), "usable": memory.usable, "shared": shared}
-    if shared is not None and shared < _LITTLE:
+    if shared is not None and shared < _LOW_SPACE:
         found.remark(
             f"{machine.SHARED_MEMORY} has {readable(shared)}, and batches of dataloader workers travel through it:"
             " start the container with --shm-size=8g or --ipc=host."
@@ -300,7 +300,7 @@ def _disks(found: Findings) -> list[list[str]]:
                 f"{disk.folder} cannot be written: {disk.problem} ({space}). Runs and checkpoints go there: work in"
                 " another folder, or choose one with hydra.run.dir=FOLDER."
             )
-        elif disk.free < _LITTLE:
+        elif disk.free < _LOW_SPACE:
             found.remark(f"{disk.folder} has {readable(disk.free)} left: checkpoints may not fit.")
         network = f", on a network ({disk.network})" if disk.network else ""
         state = "writable" if disk.problem is None else f"not writable: {disk.problem}"

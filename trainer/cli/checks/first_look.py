@@ -22,8 +22,8 @@ from trainer.terminal import Table, command_line
 
 _PICTURES = Path("outputs", "checks")
 _ROWS = 8  # largest number of rows in the table of layers
-_NAMED = 3  # largest number of layers in a sentence
-_LITTLE = 0.05  # share of the time spent waiting for data that is negligible
+_MAX_LAYERS = 3  # largest number of layers in a sentence
+_NEGLIGIBLE_SHARE = 0.05  # share of the time spent waiting for data that is negligible
 
 
 def check_batch(found: Findings, recipe: Recipe) -> None:
@@ -112,11 +112,11 @@ def _report_layers(found: Findings, seen: Layers) -> None:
         found.problem(f"The loss of this batch is {seen.loss} in float32 with the initial weights.")
     broken = [layer for layer in seen.layers if layer.not_finite]
     if broken:
-        found.problem(f"In float32, values are not finite in {join_first(map(_name, broken), _NAMED)}.")
+        found.problem(f"In float32, values are not finite in {join_first(map(_name, broken), _MAX_LAYERS)}.")
     if seen.without_gradient:
         found.remark(
             f"{len(seen.without_gradient)} parameters that require gradients get none:"
-            f" {join_first(seen.without_gradient, _NAMED)}."
+            f" {join_first(seen.without_gradient, _MAX_LAYERS)}."
         )
     if seen.layers and not broken:
         found.facts["float16"] = facts = _float16(seen.layers)
@@ -137,11 +137,11 @@ def _float16(layers: list[Layer]) -> dict[str, Any]:
         f" {_number(high.activation)} in {_name(high)}{gradient}."
     ]
     if overflowing:
-        names = ",".join(layer.name for layer in overflowing[:_NAMED] if layer.name)
+        names = ",".join(layer.name for layer in overflowing[:_MAX_LAYERS] if layer.name)
         sentences = [
-            f"float16 overflows in {join_first(map(_name, overflowing), _NAMED)}: its largest number is {LARGEST:,.0f},"
-            f" and values reach {_number(overflowing[0].largest)}. Use precision.fp32_modules=[{names}] to run these in"
-            " float32, or bf16-mixed, which has float32's range."
+            f"float16 overflows in {join_first(map(_name, overflowing), _MAX_LAYERS)}: its largest number is"
+            f" {LARGEST:,.0f}, and values reach {_number(overflowing[0].largest)}. Use precision.fp32_modules=[{names}]"
+            " to run these in float32, or bf16-mixed, which has float32's range."
         ]
     if lost:
         worst = max(layers, key=lambda layer: layer.share)
@@ -190,7 +190,7 @@ def bottleneck(recipe: Recipe, loaded: LoadedBatch, step: StepTime | None, gpus:
     overlaps = bool(loaded.workers)  # workers load during a step
     waited = max(0.0, loaded.seconds - step.seconds) if overlaps else loaded.seconds
     share = waited / max(waited + step.seconds, 1e-9)
-    if share < _LITTLE:
+    if share < _NEGLIGIBLE_SHARE:
         return (
             f"The training step is the bottleneck: training waits for data {_percent(share)} of the time, so more"
             f" workers do not help. `{command_line('tune', 'batch_size', *recipe.words)}` finds the largest batch."

@@ -17,7 +17,7 @@ from trainer.cli.folders import merge_recipes
 from trainer.cli.targets import Allowlist
 
 _SECONDS = 1.0
-_MOST = 200
+_MAX_BATCHES = 200
 
 
 def draw(recipe: Recipe) -> LoadedBatch:
@@ -50,7 +50,7 @@ def draw(recipe: Recipe) -> LoadedBatch:
 
 
 def load(
-    loader: Any, seconds: float = _SECONDS, most: int = _MOST, clock: Callable[[], float] = time.perf_counter
+    loader: Any, seconds: float = _SECONDS, most: int = _MAX_BATCHES, clock: Callable[[], float] = time.perf_counter
 ) -> LoadedBatch:
     """Load batches, and return the first one with the speed of the dataloader.
 

@@ -39,7 +39,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 )
 """The columns of the table: key of the figure, header ("" for the name of the metric), and format."""
 
-_SPARE = ("memory", "training", "final loss", "skipped", "peak memory")
+_DROPPABLE_COLUMNS = ("memory", "training", "final loss", "skipped", "peak memory")
 """Columns to drop on a narrow terminal, in this order."""
 
 _COLUMNS = """\
@@ -170,7 +170,7 @@ class Comparison:
 
     def print(self, folder: Path) -> None:
         """Print the report, with ``--quiet`` one line per run. ``folder`` is the folder of ``compare.md``."""
-        Table(self.title, *self._table(), ("run", "verdict"), _SPARE).show()
+        Table(self.title, *self._table(), ("run", "verdict"), _DROPPABLE_COLUMNS).show()
         for label, text, advice in self._findings():
             for line in (f"{label}: {text}", *(() if is_quiet() else (f"  - {line}" for line in advice))):
                 print_line(line)

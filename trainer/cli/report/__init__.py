@@ -78,7 +78,7 @@ def write_report(about: ReportSubject, out: Path) -> list[str]:
         UsageError: if the page cannot be written, or no run can be read.
     """
     from trainer.cli.report.page import run_page
-    from trainer.cli.report.several import NOT_A_RUNS, several_page, unreadable
+    from trainer.cli.report.several import INVALID_RECORD_ERRORS, several_page, unreadable
 
     if not _is_name_of_page(str(out)) or out.is_dir():
         raise UsageError(
@@ -88,7 +88,7 @@ def write_report(about: ReportSubject, out: Path) -> list[str]:
     if about.kind == "run":
         try:
             text = run_page(about.folder, out)
-        except NOT_A_RUNS as error:
+        except INVALID_RECORD_ERRORS as error:
             raise UsageError(unreadable(about.folder, error)) from error
     else:
         text, left_out = several_page(about, out)

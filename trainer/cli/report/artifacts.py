@@ -22,7 +22,7 @@ _PICTURES = {
     ".jpg": (b"\xff\xd8\xff", "jpeg"),
     ".jpeg": (b"\xff\xd8\xff", "jpeg"),
 }
-_MOST = 12
+_MAX_FIGURES = 12
 _LARGEST = 2**21  # bytes of a file, because files are embedded in the page
 _MOST_CLASSES = 24  # largest number of classes in a table; those with the most mistakes are shown
 _MOST_MISTAKES = 12
@@ -158,8 +158,8 @@ def figures_of(run: RunRecord) -> tuple[list[Matrix], list[Picture], list[str]]:
         inside, kind, size = run.inside(file), file.suffix.lower(), 0
         if kind not in (*_PICTURES, ".json"):
             continue
-        if len(matrices) + len(pictures) == _MOST:
-            notes.append(f"The page shows the first {_MOST} figures. The others are in {file.parent}.")
+        if len(matrices) + len(pictures) == _MAX_FIGURES:
+            notes.append(f"The page shows the first {_MAX_FIGURES} figures. The others are in {file.parent}.")
             break
         try:
             size = inside.stat().st_size

@@ -33,7 +33,7 @@ _INK, _GRID, _BAD, _PALE = "#010101", "#020202", "#030303", "#040404"
 _NAMES = {_INK: "axis", _GRID: "grid", _BAD: "bad", _PALE: "pale"}
 _POINTS = 400  # largest number of points of a line; more cannot be distinguished at this width
 _ALL_POINTS = 3600  # largest number of points of all lines of a chart
-_FEWEST = 48
+_MIN_CURVE_POINTS = 48
 _DECADES = 100.0
 _SUPERSCRIPT = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
 
@@ -173,7 +173,7 @@ def format_number(value: float | None) -> str:
 def _draw(axes: Axes, chart: Chart, last_step: float) -> tuple[dict[str, Any], Sequence[Line], str, _Ramp]:
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-    most = max(_FEWEST, min(_POINTS, _ALL_POINTS // max(1, len(chart.lines))))
+    most = max(_MIN_CURVE_POINTS, min(_POINTS, _ALL_POINTS // max(1, len(chart.lines))))
     lines = [(line, thin(line.curve, most)) for line in chart.lines]
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_GRID)

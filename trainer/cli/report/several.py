@@ -26,11 +26,11 @@ from trainer.cli.report.page import (
 )  # fmt: skip
 from trainer.cli.report.selection import ReportSubject
 from trainer.machine import readable
-from trainer.record.run_record import ENDED_WELL, RunRecord, direction_of, load_run, read_json
+from trainer.record.run_record import SUCCESSFUL, RunRecord, direction_of, load_run, read_json
 from trainer.record.sweep import Sweep, best_of, worth_showing
 from trainer.terminal import four_digits
 
-NOT_A_RUNS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+INVALID_RECORD_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Exceptions when reading files with contents that no run writes."""
 
 _DIFFERENCES = 16
@@ -39,7 +39,7 @@ _ALWAYS_DIFFERENT = ("command", "directory", "SLURM_JOB_ID")
 
 
 def unreadable(folder: Path, error: Exception) -> str:
-    """Return the message for a folder that raised one of `NOT_A_RUNS` when it was read."""
+    """Return the message for a folder that raised one of `INVALID_RECORD_ERRORS` when it was read."""
     return (
         f"The files in {folder} have contents that no run writes ({type(error).__name__}: {error}). They were changed,"
         " or are from another version."
@@ -142,7 +142,7 @@ def _readable(folders: Sequence[Path]) -> tuple[list[RunRecord], list[str]]:
         try:
             run = load_run(folder)
             sections_of(run), tiles_of(run, run.objective), environment_of(run), _order(run)
-        except NOT_A_RUNS as error:
+        except INVALID_RECORD_ERRORS as error:
             left_out.append(unreadable(folder, error))
         else:
             runs.append(run)
@@ -256,7 +256,7 @@ def _tiles(runs: Sequence[RunRecord], winner: RunRecord | None, goal: tuple[str,
         way, last = "Lowest" if goal[1] == "min" else "Highest", "" if reached.is_best else " at the end"
         at = "" if reached.step is None or not reached.is_best else f"at step {reached.step:,.0f}, "
         tiles.append(Tile(f"{way} {goal[0]}{last}", format_number(reached.value), f"{at}{winner.label}", strong=True))
-    done = sum(run.status in ENDED_WELL for run in runs)
+    done = sum(run.status in SUCCESSFUL for run in runs)
     pruned = sum(run.status == "pruned" for run in runs)
     tiles.append(Tile(noun, f"{len(runs)}", f"{done} completed{' or pruned' if pruned else ''}"))
     if times := [run.duration for run in runs if run.duration is not None]:

@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from trainer.record.run_record import ENDED_WELL, RunRecord
+from trainer.record.run_record import SUCCESSFUL, RunRecord
 from trainer.record.sweep import Sweep, load_sweep
 from trainer.terminal import Table, command_line, format_mebibytes, markdown_table, print_line
 
-_SPARE = ("run dir", "scale", "epochs", "memory", "skipped")
+_DROPPABLE_COLUMNS = ("run dir", "scale", "epochs", "memory", "skipped")
 """Columns to drop on a narrow terminal, in this order. ``summary.md`` has all columns."""
 
 _REPEATS = re.compile(r"[+~]*(\w+\.)*(seed|fold)=")
@@ -69,7 +69,7 @@ def report(folder: Path, since: float = 0.0, num_jobs: int | None = None, again:
     _print(header, rows, result, sweep.runs, folder, num_jobs)
     if again and (len(sweep.runs) < (num_jobs or 0) or any(run.status == "interrupted" for run in sweep.runs)):
         print(f"To resume: {again}", flush=True)
-    return sum(run.status not in ENDED_WELL for run in sweep.runs)
+    return sum(run.status not in SUCCESSFUL for run in sweep.runs)
 
 
 def _rows(sweep: Sweep, folder: Path) -> tuple[list[str], list[list[str]]]:
@@ -142,7 +142,7 @@ def _print(
     of_total = f" of {num_jobs}" if num_jobs and num_jobs > len(rows) else ""
     jobs = "1 job" if len(rows) == 1 and not of_total else f"{len(rows)}{of_total} jobs"
     narrow = [[cells[0], cells[1].replace(" ", "\n"), *cells[2:]] for cells in rows]
-    Table(f"Sweep of {jobs}", header, narrow, ("overrides", "status", "run dir"), _SPARE).show()
+    Table(f"Sweep of {jobs}", header, narrow, ("overrides", "status", "run dir"), _DROPPABLE_COLUMNS).show()
     if result:
         print_line(result, "bold green" if "Best: job" in result else "yellow")
     for run in runs:

@@ -25,10 +25,10 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.cli.overrides import with_values
-from trainer.cli.plugins import ELSEWHERE
+from trainer.cli.plugins import SUBMITIT_PREFIX
 from trainer.cli.processes import PARENT, clean_environment, is_first
 from trainer.cli.workdir import config_flags, quoted
-from trainer.record.run_record import ENDED_WELL, RUN, RunRecord, load_run, read_json, shown
+from trainer.record.run_record import RUN, SUCCESSFUL, RunRecord, load_run, read_json, shown
 from trainer.terminal import is_quiet
 
 CONSOLE = "console.log"
@@ -146,7 +146,7 @@ class Job:
     def is_done(self) -> bool:
         """Return whether the job resumes an equal job of an earlier sweep that completed or was pruned."""
         former = read_json(self.folder)
-        return self.resumes and former.get("status") in ENDED_WELL and former.get("digest") == self.digest
+        return self.resumes and former.get("status") in SUCCESSFUL and former.get("digest") == self.digest
 
     def keep(self) -> float | None:
         """Use the record of an earlier sweep for the summary of this one, and return the value of its objective."""
@@ -190,7 +190,7 @@ class Job:
             return
         facts = {"metrics": {}, "run_dir": str(self.folder), **read_json(self.folder)}
         recorded = facts.get("status")
-        if recorded in (None, "running") or (status != 0 and recorded in ENDED_WELL):
+        if recorded in (None, "running") or (status != 0 and recorded in SUCCESSFUL):
             facts["status"] = "failed"
         if status is not None and status != 0 and not facts.get("error"):
             number = -status if status < 0 else status - 128
@@ -317,10 +317,10 @@ def waiting_for(hydra: Any, folder: Path) -> AbstractContextManager[None]:
         folder: of the sweep.
     """
     target = str(hydra.launcher["_target_"])
-    stop = StopFile(folder, target.startswith(ELSEWHERE))
+    stop = StopFile(folder, target.startswith(SUBMITIT_PREFIX))
     stop.file.unlink(missing_ok=True)  # of an earlier sweep here
-    if target.startswith(ELSEWHERE) or not is_quiet():
-        place = "run on other machines and " if target.startswith(ELSEWHERE) else ""
+    if target.startswith(SUBMITIT_PREFIX) or not is_quiet():
+        place = "run on other machines and " if target.startswith(SUBMITIT_PREFIX) else ""
         print(f"The jobs {place}write their output to {CONSOLE} in their folders in {folder}. Ctrl-C stops them.")
         sys.stdout.flush()
     return nullcontext() if target.startswith(_BASIC) else stop.signals()

@@ -23,7 +23,7 @@ from trainer.module_tree import parameters_of
 from trainer.precision.dtypes import real_view
 from trainer.precision.scaler import LossScaler, gradients_of
 
-_WHOLE = "whole: "  # prefix of keys in a checkpoint
+_WHOLE_PREFIX = "whole: "  # prefix of keys in a checkpoint
 
 
 class ShardedGradients(Gradients):
@@ -177,11 +177,11 @@ class ShardedGradients(Gradients):
         found = {name: local(gradient) for name, gradient in super().state_dict(parameters, optimizers).items()}
         held = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
         whole = {id(one): gradient for one, gradient in unreduced_gradients(self._sharded().root).items()}
-        return found | {_WHOLE + name: whole[id(p)] for name, p in parameters if id(p) in held & whole.keys()}
+        return found | {_WHOLE_PREFIX + name: whole[id(p)] for name, p in parameters if id(p) in held & whole.keys()}
 
     def can_load(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> bool:
         """Return whether all gradients are parts of this process, or whole gradients of an open window."""
-        parts = {name: gradient for name, gradient in state.items() if not name.startswith(_WHOLE)}
+        parts = {name: gradient for name, gradient in state.items() if not name.startswith(_WHOLE_PREFIX)}
         return super().can_load(parameters, parts)
 
     def load_state_dict(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
@@ -189,7 +189,9 @@ class ShardedGradients(Gradients):
         parameters = list(parameters)
         parts = {name: _as_dtensor(state[name], parameter) for name, parameter in parameters if name in state}
         super().load_state_dict(parameters, parts)
-        whole: dict[Any, Tensor] = {p: state[_WHOLE + name] for name, p in parameters if _WHOLE + name in state}
+        whole: dict[Any, Tensor] = {
+            p: state[_WHOLE_PREFIX + name] for name, p in parameters if _WHOLE_PREFIX + name in state
+        }
         has_any = torch.tensor(float(bool(whole)), device=self._device)
         self._all_reduce_max(has_any)  # a process may have none, because its batches had no loss, but takes part
         if has_any:
