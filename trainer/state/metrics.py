@@ -384,11 +384,11 @@ class MetricStore:
             if metric is None or not entry.has_value or not entry.options.on_epoch:
                 continue
             if entry.dataloader_idx == self.dataloader_idx and 0 < before.get(id(metric), 0) < metric._update_count:
-                where = "" if self.dataloader_idx is None else f" for dataloader {self.dataloader_idx}"
+                suffix = "" if self.dataloader_idx is None else f" for dataloader {self.dataloader_idx}"
                 raise ConfigurationError(
-                    f"The metric object ({type(metric).__name__}) logged as {entry.name!r}{where} was also updated with"
-                    " the data of another stage or dataloader, and its value would include both. Use a separate metric"
-                    " object for each stage and each dataloader, or call its reset() in between."
+                    f"The metric object ({type(metric).__name__}) logged as {entry.name!r}{suffix} was also updated"
+                    " with the data of another stage or dataloader, and its value would include both. Use a separate"
+                    " metric object for each stage and each dataloader, or call its reset() in between."
                 )
 
     def end_batch(self) -> None:
