@@ -11,6 +11,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -88,6 +89,7 @@ class Preparation:
                 raise ConfigurationError(f"{name} has no batch.{NO_BATCHES}")
             self.schedule_validation(loaders)
             self._warn_of_missing_rows(loaders)
+            self._report_short_windows(loaders)
         if trainer.enable_validation and loop.limits.epoch_validates():
             self.validation()
         epochs = trainer.progress.epochs_trained
@@ -283,6 +285,15 @@ class Preparation:
                 f" Trainer(log_every_n_steps={interval}). Set a lower value for log_every_n_steps if you want to see"
                 " logs for the training epoch.",
                 category=PossibleUserWarning,
+            )
+
+    def _report_short_windows(self, loaders: Loaders) -> None:
+        num_batches, window = loaders.num_batches(), self._trainer.loop.window
+        if 0 < num_batches < window.batches and not window.straddles_epochs and not self._trainer.fast_dev_run:
+            rank_zero_info(
+                f"accumulate_grad_batches is {window.batches}, but an epoch ends after {num_batches} batches: no"
+                f" optimizer step uses more. Use GradientAccumulation({window.batches}, straddles_epochs=True) to"
+                " continue accumulation windows in the next epoch."
             )
 
     # --- evaluation -------------------------------------------------------------------------------------------

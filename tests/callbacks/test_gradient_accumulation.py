@@ -9,6 +9,7 @@ from tests.support import (
     Regression,
     assert_same,
     fit_and_watch,
+    loader_of,
     loss_of,
     make_batches,
     make_net,
@@ -81,6 +82,25 @@ def test_windows_that_straddle_epochs(tmp_path, arguments, end, trained, windows
     expected = straddle_by_hand([batches[i] for i in trained], windows)
     for a, b in zip(ours.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)  # the window left early is corrected afterwards
+
+
+@pytest.mark.parametrize(
+    ("arguments", "batches", "reported"),
+    [
+        ({"accumulate_grad_batches": 8}, 2, True),  # 21808
+        ({"callbacks": [GradientAccumulation(8)]}, 2, True),
+        ({"accumulate_grad_batches": 2}, 2, False),
+        ({"callbacks": [GradientAccumulation(8, straddles_epochs=True)]}, 2, False),
+        ({"accumulate_grad_batches": 8, "fast_dev_run": True}, 2, False),
+    ],
+    ids=str,
+)
+def test_windows_longer_than_an_epoch_are_reported(tmp_path, caplog, arguments, batches, reported):
+    trainer = make_trainer(tmp_path, **arguments)
+    with caplog.at_level("INFO"):
+        trainer.fit(Regression(), loader_of(make_batches(batches)))
+    expected = "accumulate_grad_batches is 8, but an epoch ends after 2 batches: no optimizer step uses more."
+    assert (expected in caplog.text) is reported
 
 
 def test_first_window_is_known_from_the_start(tmp_path):
