@@ -38,21 +38,23 @@ def ours(name: str) -> Any:
 
 
 @contextmanager
-def session(name: str) -> Iterator[tuple[Callable[[], Any], torch.amp.GradScaler]]:
+def session(name: str, device: str = "cpu") -> Iterator[tuple[Callable[[], Any], torch.amp.GradScaler]]:
     """Return the factory of an autocast context, and a scaler, for the hand-written loop."""
     dtype, scaled = DTYPES[name], name.startswith("16")
-    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=scaled)
+    scaler = torch.amp.GradScaler(device, init_scale=SCALE, enabled=scaled)
     with fast_fp16_kernels() if name.endswith("fast") else nullcontext():
-        yield lambda: torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None), scaler
+        yield lambda: torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None), scaler
 
 
-def by_hand(net: nn.Module, loss_of: Callable[..., Tensor], batches: Any, name: str, window: int = 1) -> None:
+def by_hand(
+    net: nn.Module, loss_of: Callable[..., Tensor], batches: Any, name: str, window: int = 1, device: str = "cpu"
+) -> None:
     """Train ``net`` on ``loss_of(net, batch)``."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with session(name) as (autocast, scaler):
+    optimizer = torch.optim.SGD(net.to(device).parameters(), lr=0.1)
+    with session(name, device) as (autocast, scaler):
         for index, batch in enumerate(loader_of(batches)):
             with autocast():
-                loss = loss_of(net, batch)
+                loss = loss_of(net, [tensor.to(device) for tensor in batch])
             scaler.scale(loss / window if window > 1 else loss).backward()
             if (index + 1) % window == 0:
                 scaler.step(optimizer)
@@ -342,16 +344,7 @@ def test_forward_without_gradients_before_one_with_them_on_a_gpu(tmp_path, preci
     batches, off = make_batches(4), torch.no_grad
     module = Stepping(mine, lambda net, batch: pattern(net, batch, as_it_comes, off))
     fit(tmp_path, module, batches, precision, accelerator="gpu", devices=1)
-    theirs.cuda()
-    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cuda", init_scale=SCALE, enabled=precision == "16-mixed")
-    for batch in batches:
-        with torch.autocast("cuda", DTYPES[precision]):
-            loss = pattern(theirs, [tensor.cuda() for tensor in batch], casts_of_its_own, off)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+    by_hand(theirs, lambda net, batch: pattern(net, batch, casts_of_its_own, off), batches, precision, device="cuda")
     assert_equal(mine.cpu(), theirs.cpu())
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.support import AUTOCAST_DTYPES, Regression, loader_of, make_batches, make_trainer
-from tests.test_autocast import SCALE, Casts, assert_equal, by_hand, ours, session
+from tests.support import Regression, loader_of, make_batches, make_trainer
+from tests.test_autocast import Casts, assert_equal, by_hand, ours, session
 from trainer.errors import PrecisionError
 from trainer.precision import MixedPrecision
 from trainer.precision.cast_cache import WATCHED_STEPS
@@ -189,10 +189,10 @@ def fit(folder: Any, module: Regression, batches: Any, precision: Any, **argumen
     return trainer
 
 
-def expected_of(step: Callable[..., Tensor], batches: Any, precision: str) -> Pair:
+def expected_of(step: Callable[..., Tensor], batches: Any, precision: str, **options: Any) -> Pair:
     pair = Pair()
     torch.manual_seed(5)
-    by_hand(pair, lambda net, batch: step(net, batch, torch.clear_autocast_cache), batches, precision)
+    by_hand(pair, lambda net, batch: step(net, batch, torch.clear_autocast_cache), batches, precision, **options)
     return pair
 
 
@@ -439,19 +439,8 @@ def test_resumed_run_decides_as_the_uninterrupted_one(tmp_path, step, at):
 @pytest.mark.parametrize(("name", "precision"), [("swap_state_dicts", "bf16-mixed"), ("negate_data", "16-mixed")])
 def test_on_a_gpu(tmp_path, cuda, precision, name):
     batches, module = make_batches(LATE), Stepping(STEPS[name])
-    plugin = MixedPrecision(AUTOCAST_DTYPES[precision], init_scale=SCALE)
-    fit(tmp_path, module, batches, plugin, accelerator="gpu", devices=1)
-    pair = Pair().cuda()
-    optimizer = torch.optim.SGD(pair.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cuda", init_scale=SCALE, enabled=precision == "16-mixed")
-    for batch in batches:
-        with torch.autocast("cuda", AUTOCAST_DTYPES[precision]):
-            loss = STEPS[name](pair, [tensor.cuda() for tensor in batch], torch.clear_autocast_cache)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    assert_equal(module.net.cpu(), pair.cpu())
+    fit(tmp_path, module, batches, precision, accelerator="gpu", devices=1)
+    assert_equal(module.net.cpu(), expected_of(STEPS[name], batches, precision, device="cuda").cpu())
 
 
 @pytest.mark.parametrize(("name", "backend"), [("swap_memory", "eager"), ("negate_data", "aot_eager")])

@@ -117,7 +117,7 @@ def test_job_requeued_by_submitit_is_resumed(once: Path, python: WarmPython) -> 
 def test_jobs_end_with_a_sweep_that_is_killed(once: Path, python: WarmPython) -> None:
     kill = [f"model.number={int(signal.SIGKILL)}", "model.to_parent=true"]
     words = ["fit", "-m", *LINE, *kill, "hydra.sweep.dir=jobs", "trainer.max_epochs=100000"]
-    done = sweep(python, *words, children=True)
+    done = sweep(python, *words)
     assert done.returncode == -9
     deadline = time.monotonic() + 120
     while json.loads(Path("jobs/0/run.json").read_text())["status"] == "running" and time.monotonic() < deadline:
