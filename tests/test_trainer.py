@@ -30,7 +30,6 @@ from tests.parity import (
     run_both,
 )
 from trainer import Trainer
-from trainer.callbacks import GradientAccumulation
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
@@ -225,28 +224,6 @@ def test_should_stop_ends_after_the_batch_with_a_validation() -> None:
     seen = count(callbacks=[Stop()], max_epochs=5)
     assert (seen.train, seen.val, seen.epochs) == (3, 6, 1)
     assert count(callbacks=[Stop()], max_epochs=5, min_epochs=2).train > 8
-
-
-def test_estimated_stepping_batches() -> None:
-    class Asks(Learner):
-        def configure_optimizers(self) -> Any:
-            self.estimate = self.trainer.estimated_stepping_batches
-            return super().configure_optimizers()
-
-    def estimate(**arguments: Any) -> Any:
-        module = Asks()
-        trainer = ours(**{"max_epochs": 3, **arguments})
-        trainer.fit(module, data(20))  # 10 batches
-        if module.estimate != float("inf"):
-            assert trainer.global_step == module.estimate
-        return module.estimate
-
-    assert estimate() == 30
-    assert estimate(accumulate_grad_batches=4) == 9  # 4, 4 and 2 batches in each epoch
-    assert estimate(limit_train_batches=5, accumulate_grad_batches=2) == 9
-    assert estimate(max_steps=7) == 7
-    assert estimate(max_epochs=-1, max_steps=11) == 11
-    assert estimate(callbacks=[GradientAccumulation(schedule={0: 5, 1: 3, 2: 1})]) == 2 + 4 + 10
 
 
 # --- one run after another ----------------------------------------------------------------------------------------
