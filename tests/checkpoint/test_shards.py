@@ -336,7 +336,7 @@ def test_folder_that_is_not_a_checkpoint_is_kept(tmp_path: Path, sharded: bool) 
     (tmp_path / "runs" / "of mine").mkdir(parents=True)
     trainer = make_trainer(tmp_path, plugins=CheckpointFiles(sharded=sharded))
     trainer.fit(Regression(), loader_of(make_batches(2)))
-    with pytest.raises(CheckpointWriteError, match="it is a folder, and no checkpoint"):
+    with pytest.raises(CheckpointWriteError, match="it is a folder, but not a checkpoint"):
         trainer.save_checkpoint(tmp_path / "runs")
     assert [one.name for one in (tmp_path / "runs").iterdir()] == ["of mine"]
 

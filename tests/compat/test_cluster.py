@@ -150,7 +150,7 @@ def test_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "80")
     assert "The port 80 of this machine" in str(cluster.explained(error))
     monkeypatch.setenv("SLURM_JOB_ID", "1")
-    assert "15000 and the last four digits" in str(cluster.explained(error))
+    assert "15000 plus the last four digits" in str(cluster.explained(error))
     other = torch.distributed.DistNetworkError("timed out")
     assert cluster.explained(other) is other
 
@@ -206,7 +206,7 @@ def test_files_may_appear_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("num_nodes", "resume", "files", "expected"), [
-    (2, "auto", None, ["resume='auto' resumes from there"]), (2, None, None, []), (1, "auto", None, []),
+    (2, "auto", None, ["resume='auto' must find them"]), (2, None, None, []), (1, "auto", None, []),
 ])  # fmt: skip
 def test_folders_must_be_shared_if_a_later_run_needs_them(
     num_nodes: int, resume: Any, files: Any, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -218,5 +218,5 @@ def test_folders_must_be_shared_if_a_later_run_needs_them(
     trainer = Trainer(**QUIET | {"accelerator": "cpu", "resume": resume, "callbacks": [saver], "max_steps": 1}
                       | {"enable_checkpointing": True, "devices": 1})  # fmt: skip
     trainer.fit(BoringModel())
-    assert [what.partition(", and ")[2] for _, what in checked] == [f"{one} on any first node" for one in expected]
+    assert [what.partition(", and ")[2] for _, what in checked] == [f"{one} on any node" for one in expected]
     assert all(f"{os.getpid()}" in owner for owner, _ in checked)

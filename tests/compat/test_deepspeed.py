@@ -111,12 +111,12 @@ def test_lightnings_strategy_is_accepted_with_its_settings() -> None:
         (
             {"offload_optimizer": False, "config": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}},
             {},
-            r"\(offload_optimizer=False\) and 'offload_optimizer' to 'cpu'",
+            r"\(offload_optimizer=False\) and 'offload_optimizer' with device 'cpu'",
         ),
         (
             {"config": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}},
             {},
-            "Got 'offload_optimizer' to 'nvme' for DeepSpeed, expected 'cpu' or 'none'",
+            "Got 'offload_optimizer' with device 'nvme' for DeepSpeed, expected 'cpu' or 'none'",
         ),
         (
             {"config": {"optimizer": {"type": "Adam"}}},

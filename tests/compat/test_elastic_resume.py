@@ -137,13 +137,13 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "validations that do not divide": (
         {"batch_size": 2, "val_check_interval": 1, "accumulate_grad_batches": 2},
         {"val_check_interval": 1, "accumulate_grad_batches": 2},
-        "between two validations were 1 batches of 2 samples over all processes, which is not a multiple of 4 samples:"
-        " set another val_check_interval",
+        "between two validations, there were 1 batches of 2 samples over all processes, which is not a multiple of 4"
+        " samples: set another val_check_interval",
     ),
     "a schedule by batches": (
         {"module": lambda: Net(3, "batch"), "batch_size": 2, "accumulate_grad_batches": 2, "limit_train_batches": 12},
         {"module": lambda: Net(3, "batch"), "limit_train_batches": 12},
-        "between two steps of the schedule StepLR were 3 batches",
+        "between two steps of the schedule StepLR, there were 3 batches",
     ),
     "a sampler of the user's own now": (
         {}, {"data": lambda: loader(sampler=SubsetRandomSampler(range(20)))}, "its sampler is a SubsetRandomSampler",

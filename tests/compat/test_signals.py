@@ -112,7 +112,7 @@ def test_signal_finishes_the_step_saves_and_ends_the_fit(
     assert raised.value.code == code  # type: ignore[attr-defined]
     steps = {"train": 3, "validation": 4}[stage]
     assert does.trainer.global_step == steps
-    assert "the step is finished, and its state is saved" in capfd.readouterr().err
+    assert "the fit finishes the step, and its state is saved" in capfd.readouterr().err
     path = tmp_path / "checkpoints" / "interrupted.ckpt"
     assert f"{signal.Signals(number).name} has ended the fit after step {steps}" in caplog.text
     assert f"ckpt_path={str(path)!r}" in caplog.text
@@ -146,8 +146,8 @@ def test_ctrl_c_in_a_notebook_returns_from_fit(
     trainer, _ = fit(tmp_path, does, **({} if saves else {"enable_checkpointing": False, "callbacks": [does]}))
     assert trainer.interrupted
     assert trainer.global_step == 3
-    announced, then = capfd.readouterr().err, "its state is saved" if saves else "the fit ends"
-    assert f"the step is finished, and {then}." in announced
+    announced, then = capfd.readouterr().err, "its state is saved" if saves else "ends"
+    assert f"the fit finishes the step, and {then}." in announced
     assert "graceful shutdown" not in announced
     assert ("Its state is in" if saves else "Nothing is saved") in caplog.text
     with pytest.raises(KeyboardInterrupt):

@@ -101,7 +101,7 @@ def check_replaceable(place: Path) -> None:
     if place.is_dir() and not place.is_symlink():
         names = {one.name for one in place.iterdir()}
         if names and not names & {MANIFEST, STATE, ".metadata"}:
-            raise IsADirectoryError(errno.EISDIR, "it is a folder, and no checkpoint", str(place))
+            raise IsADirectoryError(errno.EISDIR, "it is a folder, but not a checkpoint", str(place))
 
 
 @contextmanager

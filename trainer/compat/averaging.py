@@ -5,12 +5,12 @@ including skipped ones. Here the same method runs when the outcome of an update 
 The weights are still those of that update, even if the outcome arrives late.
 
 If a subclass overrides ``on_train_batch_end``, that method is called after each batch, as usual. Its ``should_update``
-is only called for steps that were not skipped, which waits for a late outcome.
+is only called for steps that were not skipped, so the loop waits for an outcome that arrives late.
 
 Until the first update, ``AveragedModel.n_averaged`` is 0 and the average is a copy of the initial weights. Before it is
 read (by a validation, at the end of the fit, for a checkpoint), :func:`follow` copies the current weights into it. A
 subclass that updates its average without ``AveragedModel.update_parameters`` must increment ``n_averaged`` itself.
-``StochasticWeightAveraging`` reads its average only at the end: before its first update, it transfers nothing.
+``StochasticWeightAveraging`` reads its average only at the end. If it was never updated, the module is unchanged.
 
 If each process holds a shard of the weights, each one also holds the same shard of the average, for both callbacks. The
 module of the average is a copy without weights, made before the module is sharded; it receives copies of the sharded
@@ -223,7 +223,7 @@ def _fill(average: nn.Module, module: nn.Module) -> None:
 
 
 class _Parts(nn.Module):
-    """This process's shards of a module's parameters, and its buffers: plain tensors that share their memory.
+    """This process's shards of a module's parameters, and the module's buffers, as plain tensors in the same memory.
 
     An average is computed elementwise, so each process averages its own shards.
     """

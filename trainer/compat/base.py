@@ -46,8 +46,8 @@ adopt()
 def with_lightning_signature(method: Method) -> Method:
     """Show Lightning's signature of a method to LightningCLI, which creates an option for each parameter that it sees.
 
-    The options of one command are also those of the others: with a parameter that only ``fit`` has, ``validate`` would
-    refuse the config that ``fit`` has saved.
+    All commands need the same options: if only ``fit`` had a parameter, ``validate`` would refuse the config that
+    ``fit`` has saved.
     """
     signature = inspect.signature(getattr(LightningTrainer, method.__name__))
     method.__signature__ = signature  # type: ignore[attr-defined]
@@ -77,7 +77,7 @@ class TrainerBase(LightningTrainer):
     inference_mode: bool
     detect_anomaly: bool
     log_metric: Callable[..., None]
-    """Logs a value like the module's ``self.log``, with the same arguments, but ignores overrides; for callbacks."""
+    """Logs a value like the module's ``self.log``, with the same arguments, but bypasses overrides; for callbacks."""
 
     # the parts of Lightning's Trainer that inherited methods read
     fit_loop = LoopAttribute[FitLoopView]()

@@ -36,7 +36,10 @@ def sort_callbacks(callbacks: Sequence[Any]) -> list[Any]:
 
 
 def attach_model_callbacks(trainer: Trainer) -> None:
-    """Add the callbacks of ``LightningModule.configure_callbacks``, which replace those of their types and bases."""
+    """Add the callbacks of ``LightningModule.configure_callbacks``.
+
+    Each of them replaces the callbacks of the same type or of one of its base classes.
+    """
     before = trainer.callbacks
     trainer._callback_connector._attach_model_callbacks()
     try:
@@ -52,9 +55,9 @@ def find_callback(callbacks: Sequence[Any], kind: type) -> Any:
 
 
 def accumulation_schedule(trainer: Trainer) -> dict[int, int]:
-    """Return the batches of an accumulation window, by the first epoch that uses them.
+    """Return the number of batches in an accumulation window, by the first epoch with this number.
 
-    It is that of a callback, or the current ``accumulate_grad_batches`` if no callback sets it.
+    The schedule is that of a callback, or the current ``accumulate_grad_batches`` if no callback sets it.
     """
     if (callback := find_callback(trainer.callbacks, GradientAccumulation)) is not None:
         return dict(callback.schedule)

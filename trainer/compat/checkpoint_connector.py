@@ -69,7 +69,7 @@ class CheckpointConnector(_CheckpointConnector):
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
-        self._has_order = True  # False after the order was given up
+        self._has_order = True  # False if the sample order cannot be restored
         self._is_chosen = False  # by the user
         self._foreign: dict[str, str] = {}  # by `best_model_path`: the checkpoint that contains it
         self._weights: Path | None = None  # of another run, to start with
@@ -86,8 +86,8 @@ class CheckpointConnector(_CheckpointConnector):
             weights: the weights of another run that a fit starts with. Default: None.
 
         Raises:
-            ConfigurationError: if there is no such file, if only another checkpoint names it, or if both a checkpoint
-                and weights are given.
+            ConfigurationError: if there is no such file, if the best checkpoint is outside the folders of the run and
+                only a restored checkpoint names it, or if both a checkpoint and weights are given.
         """
         trainer, is_assigned = self.trainer, self._user_managed and not given
         if weights is not None and (given or is_assigned):
@@ -167,7 +167,7 @@ class CheckpointConnector(_CheckpointConnector):
         if trainer.max_epochs not in (None, -1) and trainer.current_epoch > trainer.max_epochs:
             raise ConfigurationError(
                 f"You restored a checkpoint with current_epoch={trainer.current_epoch}, but you have set"
-                f" Trainer(max_epochs={trainer.max_epochs}). Set max_epochs to the number of epochs in all."
+                f" Trainer(max_epochs={trainer.max_epochs}). Set max_epochs to the total number of epochs."
             )
         state = self._process_state(checkpoint)
         position = loop_state.data_position_in(checkpoint, trainer.progress, trainer.max_steps != -1)
@@ -201,7 +201,7 @@ class CheckpointConnector(_CheckpointConnector):
         states = checkpoints.process_states_in(checkpoint, exact=trainer.exact_resume)
         if not states or not elastic.is_elastic(trainer, self._trainer_state):
             return states[trainer.global_rank] if states else None
-        if self._has_order and trainer.data.elastic_state is None:  # such a file cannot be read in parts
+        if self._has_order and trainer.data.elastic_state is None:  # `prepare_order` could not read the file in parts
             self._has_order = bool(self._translated(elastic.prepare, self._trainer_state))
         return self._translated(elastic.resume, self._trainer_state, states) if self._has_order else None
 
@@ -213,7 +213,7 @@ class CheckpointConnector(_CheckpointConnector):
         except ResumeError as error:
             problem = (
                 f"The checkpoint was written by a run of {elastic.written_by(trainer_state)} processes, this one has"
-                f" {trainer.world_size}: each update would get other samples, for {error}."
+                f" {trainer.world_size}: each update would get other samples. Reason: {error}."
             )
             if trainer.exact_resume:
                 raise ResumeError(

@@ -127,8 +127,8 @@ class CheckpointFiles(TorchCheckpointIO):
         """Write a checkpoint as a folder; each process writes its part. All processes call this together.
 
         Args:
-            checkpoint: the checkpoint of this process; its ``DTensor`` are shards of the same tensors as those of the
-                others.
+            checkpoint: the checkpoint of this process. Its ``DTensor`` objects and those of the other processes are
+                shards of the same tensors.
             path: a folder in a file system that all processes share.
             group: the gloo group of the processes, for this use only. None for this process alone.
             save: writes the tensors synchronously, instead of DCP; see :func:`trainer.checkpoint.shards.write`.
@@ -151,7 +151,7 @@ class CheckpointFiles(TorchCheckpointIO):
         rest, copied = (tree, own), None
         if self.asynchronous:
             tensors = self._stage(tensors)
-            with suppress(Exception):  # see above
+            with suppress(Exception):  # see `save_checkpoint`
                 copied = on_host(rest)
         facts = {**facts_of(checkpoint), **(facts or {})}
         self._submit(self._save_shards, *(copied or rest), tensors, facts, place, group, save)
@@ -325,7 +325,7 @@ class CheckpointFiles(TorchCheckpointIO):
         if local is None or local.is_symlink():
             return ""
         if local.is_dir() and not (local / sharded_files.MANIFEST).is_file():
-            return "it is a folder, and no checkpoint."
+            return "it is a folder, but not a checkpoint."
         if not inside or local.name.startswith("."):
             return ""
         if self._disk_full:
@@ -396,7 +396,7 @@ def wait_for_saves(strategy: Strategy) -> None:
 def without_objects(strategy: Strategy, path: str | Path) -> Iterator[None]:
     """Replace the objects among the hyperparameters by stand-ins when ``strategy`` reads the checkpoint ``path``.
 
-    A checkpoint on the web (``http://...``) is read without stand-ins, because it would be downloaded twice.
+    A checkpoint on the web (``http://...``) is read without stand-ins, because otherwise it would be downloaded twice.
     """
     if (own := files_of(strategy)) is not None:
         own.wait()
@@ -447,7 +447,7 @@ def _upload(save: Callable[[Any], None], path: str | Path, facts: dict[str, Any]
     file_system, place = url_to_fs(str(path))
     file_system.makedirs(os.path.dirname(place), exist_ok=True)
     with file_system.transaction:  # a temporary file and a move, on file systems with transactions
-        if _is_object_storage(file_system) and "abfs" not in file_system.protocol:  # slower this way on abfs
+        if _is_object_storage(file_system) and "abfs" not in file_system.protocol:  # `pipe` is slower on abfs
             file_system.pipe(place, buffer.getvalue())
         else:
             with file_system.open(place, "wb") as file:

@@ -136,8 +136,8 @@ def check_addresses(environment: Any, num_nodes: int, processes: int) -> None:
     """Check the environment variables that processes need to find each other.
 
     Raises:
-        ClusterError: if some are missing or contradict the Trainer, because the processes would wait for each other in
-            different places.
+        ClusterError: if some are missing or contradict the Trainer, because the processes would wait for each other at
+            different addresses.
     """
     if type(environment) is not LightningEnvironment or processes == 1:
         return
@@ -174,7 +174,7 @@ def reserved_port(environment: ClusterEnvironment) -> Iterator[None]:
 
     A spawned process takes seconds until it listens there. A socket that is bound to the port and does not listen
     prevents the system from choosing that port for other programs. A process that requests this very port can still
-    listen there, as torch's store does, because both set ``SO_REUSEADDR``.
+    listen there, as torch's store does, because its socket and this one set ``SO_REUSEADDR``.
     """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -228,8 +228,8 @@ def check_shared(engine: Any, look: Callable[[], Any], subject: str) -> None:
     error = None
     if places:
         error = (
-            f"{subject}, but its files on rank 0 (on {places[0][0]}) do not exist on {', '.join(missing_ranks)}."
-            " Expected a folder of a file system that all nodes share: choose another with"
+            f"{subject}, but the files that rank 0 (on {places[0][0]}) finds there do not exist on"
+            f" {', '.join(missing_ranks)}. Expected a folder of a file system that all nodes share: choose another with"
             " Trainer(default_root_dir=...) or ModelCheckpoint(dirpath=...); on the command line, use"
             " hydra.run.dir=FOLDER."
         )
@@ -244,7 +244,7 @@ def explained(error: torch.distributed.DistNetworkError) -> BaseException:
         return error
     hint = "left out, a free one is chosen"
     if "SLURM_JOB_ID" in os.environ:
-        hint = "without one, it is 15000 and the last four digits of the job's number, the same for all steps of a job"
+        hint = "without one, it is 15000 plus the last four digits of the job's number, the same for all steps of a job"
     return ClusterError(
         f"The port {port} of this machine, at which the processes of this run were to find each other, is in use,"
         f" perhaps by another run. Expected a free one: set another MASTER_PORT on all of them ({hint})."

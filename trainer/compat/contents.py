@@ -14,7 +14,7 @@ The keys are Lightning's; ``loops.amp_trainer`` holds the entries that Lightning
 ``parameters``, ``dtypes``   Names and dtypes of each optimizer's parameters.
 ``processes``                The state of each process (``trainer.checkpoint.process``).
 ``callbacks``                States of callbacks of this package.
-``order``                    The order of the training samples, for another number of processes.
+``order``                    The order of the training samples, to resume on another number of processes.
 ``savers``                   When each ModelCheckpoint last saved.
 ``rows``                     The position of each logger in its files.
 ``callbacks``                States of other callbacks: Lightning reads every callback's state here.

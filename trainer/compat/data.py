@@ -71,7 +71,7 @@ class _Connector(_DataConnector):
         predict_dataloaders: Any = None,
         datamodule: LightningDataModule | None = None,
     ) -> None:
-        """Attach the data of a later run, so that its length can be read before it."""
+        """Attach the data of a later run, so that the number of batches can be read before the run."""
         given = train_dataloaders, val_dataloaders, test_dataloaders, predict_dataloaders
         model.trainer = self.trainer
         self._source.attach(model, dict(zip(_STAGES, given, strict=True)), datamodule)
@@ -101,7 +101,7 @@ class _Connector(_DataConnector):
             return super()._prepare_dataloader(dataloader, shuffle, mode)
         padded = mode is not RunningStage.TRAINING and not predicts and trainer.pad_evaluation
         share = BatchShare(batches, **(trainer.distributed_sampler_kwargs or {}) if divides else {}, padded=padded)
-        view = copy(dataloader)  # as if created with it, because the attributes of a dataloader cannot be set
+        view = copy(dataloader)  # changed through `vars`, because a dataloader refuses another batch sampler
         vars(view).update(batch_sampler=_IndexBatchSamplerWrapper(share) if predicts else share, _iterator=None)
         return view
 
@@ -126,7 +126,7 @@ class _Connector(_DataConnector):
 def _with_batch_size(dataloader: DataLoader[Any], batches: BatchSampler) -> DataLoader[Any]:
     """Return a view of a ``DataLoader(batch_sampler=BatchSampler(...))`` with the sampler and the size of its batches.
 
-    Lightning divides ``dataloader.sampler`` and keeps ``dataloader.batch_size``, which are not those of the batches.
+    Lightning divides ``dataloader.sampler`` and keeps ``dataloader.batch_size``, which the batch sampler does not use.
     """
     view, own = copy(dataloader), {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
     vars(view).update(own, sampler=batches.sampler)
@@ -143,7 +143,7 @@ class ElasticState:
     Attributes:
         order: the order of the training samples.
         given: the settings that are counted in batches, as they were given to this run.
-        keeps_limit: whether ``limit_train_batches`` is unchanged: the order includes it already.
+        keeps_limit: whether ``limit_train_batches`` is unchanged. If so, the order already includes it.
         validation: the number of batches of this run between two validations, and whether the end of an epoch always
             has one. Default: None, ``val_check_interval`` applies.
     """
@@ -184,7 +184,7 @@ class DataSource:
 
         Args:
             module: the module; its ``*_dataloader`` methods are used if nothing else is given.
-            given: dataloaders by stage. None for a stage without.
+            given: dataloaders by stage. None for a stage without dataloaders.
             datamodule: a datamodule with methods that are used instead. None to use the module's.
         """
         self.datamodule = datamodule
@@ -264,14 +264,14 @@ class DataSource:
                 patience = self._trainer.dataloader_timeout
                 self._trainer._session.enter_context(bounded(made.combined.flattened, patience))
             self._outdated.discard(stage)
-            # a sanity check also creates those for the validation of its epoch, but not every epoch has one
+            # the validation of this epoch uses those of the sanity check; without a validation, they are created again
             is_extra = self._trainer.sanity_checking and not self._trainer.loop.limits.epoch_validates()
             self._note_epoch(stage, float("-inf") if is_extra else self._trainer.current_epoch)
             if old is not None:
                 old.close()
             if made is not None and stage is RunningStage.TRAINING and resumed is None:
                 made.start_epoch(self._trainer.progress.epochs_trained)
-                made.open()  # this early, because Lightning does: it draws random numbers
+                made.open()  # as early as Lightning does, because it draws random numbers
         if resumed and not self._is_past(made_in := resumed.get("made_in", self._made_in[stage])):
             self._note_epoch(stage, made_in)  # recreate them when those of the checkpoint would be recreated
         return self._ready[stage]
@@ -317,7 +317,7 @@ class DataSource:
         unprepared, combined.flattened = combined.flattened, [self._prepare(one, stage) for one in combined.flattened]
         samplers = self._put_in_order(combined, unprepared) if training and self.elastic_state is not None else []
         with warnings.catch_warnings():
-            if training and combined._mode != "max_size":  # otherwise an error, unless there is no dataloader at all
+            if training and combined._mode != "max_size":  # an empty dataloader raises an error later, except `[]`
                 warnings.filterwarnings("ignore", message="Total length of `(?!list`)")
             lengths = self._lengths(combined, training)
         is_exact = not training or all(map(has_exact_length, combined.flattened))
@@ -391,7 +391,7 @@ class DataSource:
             unprepared: the dataloaders as the user created them.
 
         Raises:
-            ResumeError: if there are several dataloaders, or the samples of the one cannot be divided among processes.
+            ResumeError: if there is not exactly one dataloader, or its samples cannot be divided among the processes.
         """
         assert self.elastic_state is not None
         if len(combined.flattened) != 1:
@@ -404,7 +404,7 @@ class DataSource:
             raise ResumeError(f"its sampler was a {kind} and is a {own}")
         replicas = self._trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         if replicas["num_replicas"] > 1 and type(loader.batch_sampler.sampler) is not DistributedSampler:
-            raise ResumeError("use_distributed_sampler=False has each process read all samples")
+            raise ResumeError("use_distributed_sampler=False makes each process read all samples")
         engine = self._trainer.engine
         sampler = ElasticSampler(
             self.elastic_state.order,
@@ -416,7 +416,7 @@ class DataSource:
             # not the bound method: the search for generators in the attributes of samplers would enter the engine
             lambda value: engine.broadcast(value),
         )
-        ordered = copy(loader)  # as if created with it, because the attributes of a dataloader cannot be set
+        ordered = copy(loader)  # changed through `vars`, because a dataloader refuses another sampler
         batches = BatchSampler(sampler, loader.batch_size, drop_last=False)
         vars(ordered).update(sampler=sampler, batch_sampler=batches, drop_last=False, _iterator=None)
         combined.flattened = [ordered]

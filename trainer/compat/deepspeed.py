@@ -181,11 +181,11 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         device = (block.get(name) or {}).get("device", "none")
         argument = "offload_parameters" if name == "offload_param" else name
         if device not in ("none", "cpu"):
-            raise UnsupportedError(f"Got {name!r} to {device!r} for DeepSpeed, expected 'cpu' or 'none'.")
+            raise UnsupportedError(f"Got {name!r} with device {device!r} for DeepSpeed, expected 'cpu' or 'none'.")
         if wanted is not None and wanted != (device == "cpu") and name in block:
             raise ConfigurationError(
-                f"Got DeepSpeedStrategy({argument}={wanted}) and {name!r} to {device!r} in its config, expected one of"
-                " them."
+                f"Got DeepSpeedStrategy({argument}={wanted}) and {name!r} with device {device!r} in its config,"
+                " expected one of them."
             )
         if wanted:
             block.setdefault(name, {"device": "cpu"})
@@ -234,7 +234,7 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         config.setdefault("train_micro_batch_size_per_gpu", 1)  # for DeepSpeed's own statistics
         config.pop("train_batch_size", None)
         config.setdefault("zero_allow_untested_optimizer", True)
-        config.setdefault("zero_force_ds_cpu_optimizer", False)  # torch's optimizer steps on a CPU, too
+        config.setdefault("zero_force_ds_cpu_optimizer", False)  # torch's optimizers also run on the CPU
         config.setdefault("steps_per_print", sys.maxsize)
         return config
 
@@ -341,8 +341,8 @@ def _without_auto(value: Any) -> Any:
 def _check_equal(config: dict[str, Any], key: str, expected: Any, given: str) -> None:
     if key in config and config[key] != expected:
         raise ConfigurationError(
-            f"Got {given} and {key!r}: {config[key]!r} in the DeepSpeed config, expected one number. Change one of"
-            " them, or leave it out of the config."
+            f"Got {given} and {key!r}: {config[key]!r} in the DeepSpeed config, expected equal values. Change one"
+            " of them, or leave it out of the config."
         )
 
 
@@ -497,7 +497,7 @@ class DeepSpeedEngine(LightningEngine):
             _check_equal(config, key, expected, f"Trainer({name}={expected!r})")
 
     def setup_environment(self) -> None:
-        """Restore a module that an earlier run has left with DeepSpeed, after the usual setup."""
+        """Run the usual setup, then restore a module that an earlier run has left with DeepSpeed."""
         super().setup_environment()
         if (zero := self.strategy.zero) is not None:
             self.strategy.zero = None

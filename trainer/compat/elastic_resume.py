@@ -85,13 +85,13 @@ def prepare(trainer: Trainer, trainer_state: dict[str, Any]) -> bool:
     Raises:
         ResumeError: if the updates cannot get the same samples.
     """
-    saved = trainer_state.get(_KEY, {"problem": "a version wrote it that did not note their order"})
+    saved = trainer_state.get(_KEY, {"problem": "the version that wrote it did not record the sample order"})
     if "problem" in saved:
         raise ResumeError(saved["problem"])
     given, order = _given_settings(trainer), SampleOrder.from_state(saved["samples"])
     keeps_limit = saved["given"]["limit_train_batches"] == given["limit_train_batches"]
     elastic = trainer.data.elastic_state = ElasticState(order, given, keeps_limit)
-    trainer.data.resumed = {}  # prevents that a pass is opened
+    trainer.data.resumed = {}  # prevents `loaders` from opening a pass
     loaders = trainer.data.loaders(RunningStage.TRAINING, recreate=True)
     if loaders is None:
         raise ResumeError("limit_train_batches is 0")
@@ -111,8 +111,8 @@ def resume(trainer: Trainer, trainer_state: dict[str, Any], states: list[Any]) -
     Args:
         trainer: the Trainer, with the counters of the checkpoint.
         trainer_state: our entries in the checkpoint.
-        states: the states of its processes. None for others than this one if the number of processes is the same,
-            because they need not be read.
+        states: the states of its processes. If the number of processes is the same, the states of the others may be
+            None, because they need not be read.
 
     Returns:
         The state of this process, for ``ProcessState.load``.
@@ -162,7 +162,7 @@ class _BatchConversion:
     Attributes:
         saved_samples, samples: the number of samples in a batch over all processes, in the saved run and in this run.
         saved_batches, batches: the number of batches in an epoch, in the saved run and in this run.
-        remainder: the number of samples in the last batch of an epoch over all processes; 0 if it is full in both runs.
+        remainder: 0 if the last batch of an epoch over all processes is full in both runs, otherwise a positive number.
     """
 
     def __init__(self, saved: dict[str, Any], order: SampleOrder, loaders: LoaderSet) -> None:
@@ -185,8 +185,8 @@ class _BatchConversion:
         """
         if count * self.saved_samples % self.samples:
             raise ResumeError(
-                f"{subject} were {count} batches of {self.saved_samples} samples over all processes, which is not a"
-                f" multiple of {self.samples} samples: {advice}"
+                f"{subject}, there were {count} batches of {self.saved_samples} samples over all processes, which is"
+                f" not a multiple of {self.samples} samples: {advice}"
             )
         return count * self.saved_samples // self.samples
 
@@ -269,7 +269,7 @@ def _accumulation(trainer: Trainer, change: _BatchConversion, before: dict[str, 
             f" {change.saved_samples} samples and has {change.samples}"
         )
     if trainer.loop.window.straddles_epochs and change.remainder:
-        raise ResumeError("straddles_epochs=True counts an epoch's last batch, which is short, as one")
+        raise ResumeError("straddles_epochs=True counts the short last batch of an epoch like a full one")
     return needed
 
 
@@ -347,8 +347,8 @@ def _position(state: dict[str, Any], progress: FitProgress, change: _BatchConver
     size = change.order.update_size(progress.epochs_trained)
     if done * change.saved_samples % size or not is_its_epoch or data["batches"] != done:
         raise ResumeError(
-            f"it is from inside of an update: after {done} batches of {change.saved_samples} samples, updates having"
-            f" {size}"
+            f"it is from the middle of an update: after {done} batches of {change.saved_samples} samples, but an update"
+            f" has {size} samples"
         )
     return done * change.saved_samples // change.samples
 
@@ -358,10 +358,10 @@ def _summary(trainer: Trainer, change: _BatchConversion, lost: set[str]) -> str:
     order, sampler, saved, epoch = change.order, change.sampler, change.saved, trainer.progress.epochs_trained
     size = order.update_size(epoch)
     text = (
-        f"Going on with {sampler.num_replicas} x {sampler.batch_size} x {change.accumulated(epoch)} after"
+        f"Resuming with {sampler.num_replicas} x {sampler.batch_size} x {change.accumulated(epoch)} after"
         f" {saved['processes']} x {saved['batch_size']} x {size // change.saved_samples} (processes x batch size x"
-        f" accumulate_grad_batches): each update gets the {size} samples that it would have got. Not the same are"
-        " random numbers (dropout, augmentation"
+        f" accumulate_grad_batches): each update gets the {size} samples that it would have got. The following"
+        " differ: random numbers (dropout, augmentation"
     )
     if order.sampler == "RandomSampler":
         text += "; the order of later epochs, too, if the training draws from torch's generator of the CPU"
@@ -370,5 +370,5 @@ def _summary(trainer: Trainer, change: _BatchConversion, lost: set[str]) -> str:
     if not sampler.keeps_shares(epoch) or (by_hand and change.remainder):
         text += ", the weights of the samples in an epoch's last, short update"
     if lost:
-        text += f", the metrics {', '.join(sorted(lost))}, of which a part is lost"
-    return f"{text}; nor the order of sums."
+        text += f", the metrics {', '.join(sorted(lost))} (a part of them is lost)"
+    return f"{text}, the order of sums."

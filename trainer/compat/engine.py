@@ -1,8 +1,8 @@
 """The engine on top of ``lightning.pytorch.strategies``, built by Lightning's own accelerator connector.
 
-These strategies are used instead of Fabric's because stock callbacks read attributes of ``trainer.strategy`` that only
-they have, because users create ``DDPStrategy(...)`` objects of this kind, and because manual optimization under DDP
-works with them.
+These strategies are used instead of Fabric's because stock callbacks read attributes of ``trainer.strategy`` that
+Fabric's lack, because users create these ``DDPStrategy(...)`` objects, and because manual optimization under DDP works
+with them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _CALLED_WITH = {"backward": ("pre_backward", "post_backward"), "training_step": ("post_training_step",)}
-"""Methods of a strategy that run together with another one, which is called if one of them is overridden."""
+"""By method of a strategy: the methods that run together with it. It is called if it or one of them is overridden."""
 _NULL_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
@@ -136,7 +136,7 @@ class LightningEngine:
             )
         self._reductions = 0  # collectives of `reduce`
         self._communication: Communication | None = None
-        self._trained: list[bool] = []  # of the parameters that DDP has registered
+        self._trained: list[bool] = []  # `requires_grad` of each parameter when DDP registered them
         # weak, because torch.distributed keeps the groups until the end
         self._async_max_groups: dict[str, Callable[[], Any]] = {}
         self._host_max: AsyncMax | None = None
@@ -247,7 +247,8 @@ class LightningEngine:
         """Refuse windows of several batches if DDP's graph is static.
 
         DDP records the graph in the first backward pass that averages gradients. It fails with an internal assertion if
-        a backward pass without averaging comes first (pytorch #143580). A resumed run may begin with any window.
+        a backward pass without averaging comes first (pytorch #143580). It does not help if the first windows
+        have one batch, because a resumed run may begin with any window.
         """
         if batches > 1 and self._has_static_graph:
             given = f"{type(self.strategy).__name__}(static_graph=True)"
@@ -294,7 +295,7 @@ class LightningEngine:
     def override_of(self, name: str) -> Callable[..., Any] | None:
         """Return the strategy's method ``name``, as Lightning's loops call it, or None if it is not overridden.
 
-        An override of a method that only ``name`` calls counts, too: ``pre_backward`` and ``post_backward`` for
+        An override of a method that runs together with ``name`` counts, too: ``pre_backward`` and ``post_backward`` for
         ``backward``, ``post_training_step`` for ``training_step``. So does DDP's ``optimizer_step`` if it averages the
         weights (post-local SGD).
         """
@@ -358,9 +359,7 @@ class LightningEngine:
     def follow_trained_parameters(self) -> None:
         """Wrap the module in DDP again if the trained parameters have changed.
 
-        DDP registers the trained parameters when it is created.
-
-        Otherwise, gradients of new parameters would not be averaged.
+        DDP registers the trained parameters when it is created, and would not average the gradients of others.
         """
         if isinstance(self.model, DistributedDataParallel) and self._trained != (trained := self._trained_parameters()):
             assert self._ddp is not None
@@ -402,7 +401,7 @@ class LightningEngine:
 
     @property
     def forward_runs_collectives(self) -> bool:
-        """False: DDP's forward only broadcasts buffers the first time."""
+        """False: in an evaluation, only the first forward of DDP broadcasts buffers."""
         return False
 
     def idle_forward(self) -> None:
@@ -505,7 +504,7 @@ class LightningEngine:
         return [number > 0 for number in self._host_max.reduce_now(flags)]
 
     def async_max(self, count: int, purpose: str) -> AsyncMax | None:
-        """Create a gloo group for it, because NCCL would queue it behind the work of the GPUs."""
+        """Create an ``AsyncMax`` with a gloo group, because NCCL would queue its work behind that of the GPUs."""
         distributed = torch.distributed
         if self._ddp is None or self.world_size == 1:
             return None
@@ -701,9 +700,9 @@ class _StrategyGradients(Gradients):
     def backward_without_loss(self, syncs_gradients: bool) -> None:
         """Run a backward pass of zeros if DDP averages gradients.
 
-        DDP expects a backward pass that belongs to its last forward. Without a loss, the last forward was another one,
-        or did not average gradients, or did not exist. If DDP looks for unused parameters, it has found all of them
-        unused in such a forward.
+        A forward prepares DDP for the backward pass of its output. Without a loss, DDP is prepared here for the zeros,
+        because it is prepared for another output, or not at all: there may have been no forward, or one that does not
+        average gradients. With ``find_unused_parameters``, it may even have found all parameters unused.
         """
         model = self._strategy.model
         if not syncs_gradients or not isinstance(model, DistributedDataParallel):

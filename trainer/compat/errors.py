@@ -1,6 +1,7 @@
 """Make our configuration errors Lightning's, too, so that ``except MisconfigurationException`` catches them.
 
-``trainer.errors`` must not import Lightning, which takes seconds, because the command line uses it for typing errors.
+``trainer.errors`` must not import Lightning, which takes seconds, because the command line imports it to report
+mistyped arguments.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class FSDP2Strategy(DDPStrategy):
     not sharded, and has its original class.
 
     Args:
-        blocks: the parts that are gathered and freed at a time: classes of modules, or their names; or a function of
+        blocks: the parts that are gathered and freed one by one: classes of modules, or their names; or a function of
             (module, mesh) that calls ``fully_shard`` on parts of the module. The rest belongs to the root module, and
             is gathered for the whole step. Default: None, for the outermost members of each ``ModuleList`` and
             ``Sequential``.

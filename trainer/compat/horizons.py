@@ -64,7 +64,7 @@ def continue_schedules(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         if before and trainer.is_global_zero:
             log.info(
                 f"{type(schedule).__name__} was built for another length of the run, and continues at step"
-                f" {_position(saved)} of it: learning rate {float(before[0]):.4g} before,"
+                f" {_position(saved)} of the schedule: learning rate {float(before[0]):.4g} before,"
                 f" {float(groups[0]['lr']):.4g} now."
             )
 

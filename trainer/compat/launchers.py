@@ -73,7 +73,7 @@ def signals_passed_on(launcher: _MultiProcessingLauncher) -> Iterator[None]:
     """Return a context for launching the processes of a run: signals to this process are passed on to them.
 
     Raises:
-        SystemExit, KeyboardInterrupt: if a signal has ended the run there.
+        SystemExit, KeyboardInterrupt: if a signal has ended the run in these processes.
     """
     receive = SignalForwarder(launcher)
     is_main = threading.current_thread() is threading.main_thread()

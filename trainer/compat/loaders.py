@@ -34,7 +34,7 @@ _FETCHING = {
     RunningStage.TESTING: "[_EvaluationLoop].test_next",
     RunningStage.PREDICTING: "[_PredictionLoop].predict_next",
 }
-"""The names of fetching a batch in Lightning's profilers."""
+"""The names of the action "fetch a batch" in Lightning's profilers."""
 
 
 class LoaderSet:
@@ -128,7 +128,7 @@ class LoaderSet:
         self.combined.limits = limits = [min(own, limit) for own in self.limits]
         self._note_generators()
         count, combined = self._count(limits), self.combined
-        if self._persists:  # their workers send their states
+        if self._persists:  # in resumable form, because workers that persist send their states
             combined = self._limited if self.loaders else combined
             combined.limits = limits
         source = iter(combined.flattened[0] if self._is_plain else _begin_combined(combined))
@@ -359,7 +359,7 @@ class DrawnLoaderSet(LoaderSet):
         profiler: Profiler,
         stage: RunningStage,
     ) -> None:
-        super().__init__(combined, limits, has_length=True)  # a step that draws cannot be looked ahead of
+        super().__init__(combined, limits, has_length=True)  # no look-ahead, because the step draws the batches itself
         self.fetcher = fetcher
         fetcher._start_profiler = partial(profiler.start, _FETCHING[stage])
         fetcher._stop_profiler = partial(profiler.stop, _FETCHING[stage])
@@ -463,7 +463,8 @@ def _is_repeatable(loader: ResumableLoader) -> bool:
 def _warn_of_skipping() -> None:
     rank_zero_warn(
         "You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not"
-        " resumable. The batches that were trained are left out; in another order they are others."
+        " resumable. As many batches are skipped as were trained; these are other batches if the order has"
+        " changed."
         " Consider using an end-of-epoch checkpoint or make your dataloader"
         " resumable by implementing the `state_dict` / `load_state_dict` interface.",
         category=PossibleUserWarning,
@@ -473,7 +474,7 @@ def _warn_of_skipping() -> None:
 def _warn_of_replaying(loader: ResumableLoader, count: int) -> None:
     rank_zero_warn(
         f"Resuming inside an epoch: a {type(loader.loader).__name__} cannot skip batches, so the first {count} are"
-        " loaded and dropped. What follows is exact if it gives the same batches in the same order again. It would cost"
+        " loaded and dropped. The resume is exact if it yields the same batches in the same order again. Skipping costs"
         " nothing with a map-style dataset, or with a dataloader that has `state_dict` and `load_state_dict`"
         " (torchdata's StatefulDataLoader).",
         category=PossibleUserWarning,

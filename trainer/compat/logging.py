@@ -50,7 +50,7 @@ def _keep_out_of_graphs(function: Any) -> None:
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
         frames.set_code_exec_strategy(function.__code__, skip)
     function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = "self.log is no part of a graph"
+    function._torchdynamo_disable_msg = "self.log is not part of a graph"
 
 
 class ModuleScope:
@@ -330,7 +330,7 @@ class ResultsView(Mapping[str, ResultView]):
         return self._store.batch
 
     def metrics(self, on_step: bool) -> dict[str, dict[str, Any]]:
-        """Return the values of the step or of the epoch, by their readers."""
+        """Return the values of the step or of the epoch for callbacks, loggers and the progress bar."""
         metrics = self._store.current(on_step)
         return {"callback": metrics.callback, "log": metrics.logger, "pbar": to_scalars(metrics.progress_bar)}
 

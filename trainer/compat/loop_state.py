@@ -61,7 +61,7 @@ def schedules_of(fit: FitProgress) -> _SchedulerProgress:
 def optimization_of(fit: FitProgress, window: AccumulationWindow, automatic: bool) -> _OptimizationProgress:
     """Return ``fit_loop.epoch_loop.automatic_optimization.optim_progress``.
 
-    The last batch of a window is ready for its step while it is in progress.
+    The last batch of a window counts as ready for its step while the batch is in progress.
     """
     if not automatic:
         return _OptimizationProgress()
@@ -87,7 +87,7 @@ def manual_steps_of(fit: FitProgress, by_hand: bool) -> _Progress:
 
 
 def evaluation_of(progress: EvalProgress, epoch: int | None = None) -> _BatchProgress:
-    """Return ``batch_progress`` of an evaluation loop, or that of the validation in ``epoch`` of a fit."""
+    """Return ``batch_progress`` of an evaluation loop, or of the validation in the epoch ``epoch`` of a fit."""
     counts = epoch is None or epoch == progress.epoch
     total = _all_counts(progress.total_batches * counts, progress.total_done * counts)
     return _BatchProgress(total, _all_counts(progress.batches, progress.batches_done), progress.is_last_batch)

@@ -201,7 +201,7 @@ def _check_shared(trainer: Trainer) -> None:
     if trainer.num_nodes == 1 or trainer.state.fn is not TrainerFn.FITTING or not (trainer.resume == "auto" or shards):
         return
     folders = folders_of(trainer) if trainer.is_global_zero else []
-    reason = "every node writes its shards there" if shards else "resume='auto' resumes from there on any first node"
+    reason = "every node writes its shards there" if shards else "resume='auto' must find them on any node"
     for folder in trainer.engine.broadcast([os.path.realpath(place) for one in folders if (place := local_path(one))]):
         cluster.check_shared(
             trainer.engine, partial(describe_owner, folder), f"Checkpoints are written to {folder}, and {reason}"
@@ -251,8 +251,9 @@ def states_to_save(trainer: Trainer, _: dict[str, Any]) -> dict[str, Any] | None
     """Return the state of each ModelCheckpoint for the checkpoint that is about to be written, or None without any.
 
     The state is the step at which it last saved, so that it does not save twice, and whether it waits for the metrics
-    of a validation. For the one that writes this checkpoint, it is its state after writing it. If another one writes it
-    first at the end of a batch, a save that is going to wait is already counted as waiting.
+    of a validation. The ModelCheckpoint that writes this checkpoint gets its state after the save. At the end of a
+    batch, another one may not have been called yet: if its save is due and must wait for a validation, it counts as
+    waiting.
     """
     states, path = {}, trainer._checkpoint_connector.destination
     ends_batch = trainer.progress.in_batch and trainer.progress.is_trained

@@ -73,7 +73,8 @@ def set_up_optimizers(strategy: Strategy, trainer: Trainer) -> None:
 def with_closure(optimizer_step: Callable[..., Any]) -> Callable[[int, int, Any, Callable[[], Tensor | None]], None]:
     """Wrap ``LightningModule.optimizer_step`` so that its closure is Lightning's ``Closure``.
 
-    This returns the loss without its graph, and raises a MisconfigurationException if it has not been called.
+    ``Closure`` returns the loss without its graph. If ``optimizer_step`` does not call it, a MisconfigurationException
+    is raised.
     """
 
     def step(epoch: int, batch_idx: int, optimizer: Any, evaluate: Callable[[], Tensor | None]) -> None:
@@ -105,7 +106,7 @@ def _configure_schedules(schedules: list[Any], monitor: str | None) -> list[Any]
 
 
 def _check_several(module: LightningModule, optimizers: list[Optimizer], owns_step: bool) -> None:
-    """Refuse what several optimizers of one loss cannot share: parameters, and an ``optimizer_step`` with a closure."""
+    """Refuse several optimizers of one loss if they share parameters, or if a step evaluates the loss itself."""
     if owns_step or any(needs_closure(optimizer) for optimizer in optimizers):
         raise MultipleOptimizersError(
             "Training with multiple optimizers is only supported with manual optimization if a step evaluates the"

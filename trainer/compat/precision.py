@@ -84,7 +84,7 @@ class PrecisionAdapter(LightningPrecision):
         if self.scaler is not None:
             raise ConfigurationError(
                 "`optimizer.step()` was called outside of manual optimization, while the loss is scaled: the gradients"
-                " may be scaled ones. Set `self.automatic_optimization = False` to take the steps yourself."
+                " may still be scaled. Set `self.automatic_optimization = False` to take the steps yourself."
             )
         return super().optimizer_step(optimizer, model, closure, **kwargs)
 

@@ -28,8 +28,10 @@ _ROWS = "rows"
 _CHECKPOINTS = "checkpoints/*.ckpt"  # below the folder of a logger: the default of ModelCheckpoint
 
 
-def newest_checkpoint(trainer: Trainer, session: ExitStack, beside: Any = None) -> str | None:
-    """Return the newest good checkpoint in the folders of this run, or ``beside`` them, or None. The same on all ranks.
+def newest_checkpoint(trainer: Trainer, session: ExitStack, extra: Any = None) -> str | None:
+    """Return the newest good checkpoint in the folders of this run or at the path ``extra``, or None.
+
+    The result is the same on all ranks.
 
     The folders are locked first, until ``session`` closes. Loggers that number their folders get the number of the run
     that wrote the checkpoint. Known loggers continue its files, or its run in W&B or MLflow.
@@ -38,7 +40,7 @@ def newest_checkpoint(trainer: Trainer, session: ExitStack, beside: Any = None) 
         FolderInUseError: if another run has locked one of the folders.
         ConfigurationError: if the folders are not in local file systems.
     """
-    path, versions = on_first_rank(trainer, lambda: _choose_checkpoint(trainer, session, beside))
+    path, versions = on_first_rank(trainer, lambda: _choose_checkpoint(trainer, session, extra))
     for index, version in versions.items():
         adapter(trainer.loggers[index]).use_version(version)
     if path is not None:
@@ -51,7 +53,7 @@ def newest_checkpoint(trainer: Trainer, session: ExitStack, beside: Any = None) 
     return path
 
 
-def _choose_checkpoint(trainer: Trainer, session: ExitStack, beside: Any) -> tuple[str | None, dict[int, Any]]:
+def _choose_checkpoint(trainer: Trainer, session: ExitStack, extra: Any) -> tuple[str | None, dict[int, Any]]:
     """Return the checkpoint, and the version of each numbered logger."""
     numbered = {index: one for index, one in enumerate(map(adapter, trainer.loggers)) if one.is_numbered}
     former = None
@@ -71,7 +73,7 @@ def _choose_checkpoint(trainer: Trainer, session: ExitStack, beside: Any) -> tup
     for folder in folders:
         if os.path.isdir(folder):
             session.enter_context(lock_folder(folder))
-    others = [] if beside is None or local_path(beside) is None else [Path(beside)]
+    others = [] if extra is None or local_path(extra) is None else [Path(extra)]
     path = files.newest_valid(folders, lambda file: checkpoints.read(trainer.engine.load, file, None), others)
     if path is None:
         if folders:
@@ -85,7 +87,8 @@ def places_to_save(trainer: Trainer, _: dict[str, Any]) -> list[Any] | None:
     """Return the position of each logger in its files, for a resumed run to continue at; None on other ranks than 0."""
     if trainer._checkpoint_connector.destination is None:
         return None
-    for logger in trainer.loggers if trainer.resume else ():  # without `resume`, the files are complete, too
+    # `position` saves only the files of CSV loggers; those of the others are flushed for a run that resumes itself
+    for logger in trainer.loggers if trainer.resume else ():
         logger.save()
     return [adapter(logger).position() for logger in trainer.loggers] if trainer.is_global_zero else None
 

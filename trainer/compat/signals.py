@@ -142,7 +142,7 @@ class Signals:
     def end_after_run(self) -> None:
         """End the program after a run that has ended normally although a signal had arrived.
 
-        Except for a SIGTERM if the program has its own handler, which was called already.
+        Do not end it after a SIGTERM if the program has its own handler, which was called already.
         """
         number, handled = self.received, callable(signal.getsignal(signal.SIGTERM))
         self._noted = 0
@@ -188,14 +188,14 @@ class Signals:
         if not self._trainer.is_global_zero:
             return
         saves = model_checkpoints.first_folder(self._trainer) is not None
-        consequence = "and its state is saved" if saves else "and the fit ends"
+        consequence = "and its state is saved" if saves else "and ends"
         if number == self._requeue_signal:
             consequence = "and the job is requeued"
         hint = " Press Ctrl-C again to stop at once." if number == signal.SIGINT else ""
         action = (
-            f"the step is finished, {consequence}"
+            f"the fit finishes the step, {consequence}"
             if self._trainer.state.fn is TrainerFn.FITTING
-            else "the batch is finished"
+            else "the run finishes the batch"
         )
         os.write(2, f"\nReceived {signal.Signals(number).name}: {action}.{hint}\n".encode())
 
@@ -238,7 +238,7 @@ class Signals:
                 self._update_signal_checks()
         self._global_signal = noted = max(noted, self._global_signal)
         if not noted or (self._trainer.engine.may_change_world_size and self._trainer.loop.window.is_open):
-            return  # wait for the update, because other numbers of processes cannot resume inside of a window
+            return  # wait for the update, because a run on other processes cannot resume inside a window
         self._noted, self._ends = noted, True
         self.received_sigterm |= self.received == signal.SIGTERM
         self.interruption = exception_of(self.received)

@@ -63,7 +63,7 @@ def set_up_training_data(trainer: Trainer) -> None:
         return
     preparation = trainer._runner.preparation
     assert preparation is not None
-    preparation.schedule_validation(loaders)  # called in the middle of a run
+    preparation.schedule_validation(loaders)  # again, because the dataloaders may be new
     loop.batches = TrainingBatches(loaders, preparation.renewed_loaders)
     loop.batches.start_epoch(loop.progress.epochs_trained, skip=loop.progress.batches_this_epoch)
     set_up_evaluation_data(trainer, RunningStage.VALIDATING)

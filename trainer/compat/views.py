@@ -69,8 +69,8 @@ def is_automatic(trainer: Trainer) -> bool:
 class LoopAttribute(Generic[View]):
     """The attribute of a Trainer or of a loop that holds one of its loops: a view.
 
-    A program may assign one of Lightning's loops to it. Its table of results is used; other overrides are refused,
-    because they would not run.
+    A program may assign one of Lightning's loops to it. An override of ``_print_results`` is used; other overrides are
+    refused, because they would not run.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -336,9 +336,9 @@ class EpochLoopView(_TrainingEpochLoop):
 
 
 class MonitoredMetrics(Mapping[str, Any]):
-    """The metrics that schedules may monitor:
+    """The metrics that schedules may monitor.
 
-    ``trainer.callback_metrics``, read through the method that Lightning calls.
+    These are ``trainer.callback_metrics``, read through the method that Lightning calls.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -425,7 +425,7 @@ class FitLoopView(_DataView, _FitLoop):
         self.epoch_loop.reset()
 
     def state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
-        """Return all of these counters for a checkpoint."""
+        """Return the counters of this loop and of the loops in it, for a checkpoint."""
         loop, validation = self._loop, self.trainer.eval_loops[RunningStage.VALIDATING]
         return loop_state.fit_loop_of(loop.progress, validation.progress, loop.window, is_automatic(self.trainer))
 

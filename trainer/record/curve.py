@@ -77,9 +77,9 @@ def read_rows(file: Path) -> dict[str, Curve]:
 
 
 def thin(curve: Curve, most: int) -> Curve:
-    """Reduce a curve to about ``most`` points: the smallest and largest of each of equal intervals, and the ends.
+    """Reduce a curve to about ``most`` points: the extremes of each of equal intervals, and both ends.
 
-    So a spike of one step among a hundred thousand is kept. So is one NaN or infinite value of each interval.
+    A spike of one step among a hundred thousand is kept, and so is one NaN or infinite value of each interval.
     """
     count = len(curve)
     if count <= most:

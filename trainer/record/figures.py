@@ -78,7 +78,7 @@ def write_pictures(trainer: Trainer, name: str, images: Tensor, captions: Sequen
         name: such as ``"test_samples"``.
         images: shape (count, channels, height, width) with 1 or 3 channels. uint8, or floating point: then each image
             is rescaled from its minimum and maximum.
-        captions: a text for each image, of one or several short lines. Default: no captions.
+        captions: a string for each image, with one or several short lines. Default: no captions.
 
     Raises:
         ValueError: if ``images`` has another shape.

@@ -83,7 +83,7 @@ def _best(run: Path, files: list[Path]) -> Path | None:
 
 
 def _runs_in(folder: Path, key: str) -> str:
-    """Return a hint if ``folder`` contains runs, as the folder of a sweep does, otherwise an empty text."""
+    """Return a hint if ``folder`` contains runs, as the folder of a sweep does, otherwise an empty string."""
     runs = sorted(one.parent.parent for one in folder.glob(f"*/{CONFIG}"))
     if not runs:
         return ""

@@ -99,8 +99,8 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         total: number of operations; a multiplication and an addition count as two.
         convolutions: number of operations in convolutions.
-        is_whole: whether all operations so far could be counted. False after one without a formula for it and its parts
-            (``flex_attention``).
+        is_whole: whether all operations so far could be counted. False after an operation that has no formula, and no
+            parts with formulas (``flex_attention``).
     """
 
     supports_higher_order_operators = True
@@ -138,9 +138,8 @@ def _recomputes() -> bool:
         if code.co_filename == checkpoint.__file__:
             if code.co_name == "unpack_hook":
                 return True
-            if (
-                code.co_name == "backward"
-            ):  # with use_reentrant=True, the backward pass itself runs in it, without gradients
+            if code.co_name == "backward":
+                # with use_reentrant=True, this function also runs the backward pass, but with gradients disabled
                 return torch.is_grad_enabled()
         frame = frame.f_back
     return False

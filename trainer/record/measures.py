@@ -103,7 +103,7 @@ def loss_scale(trainer: pl.Trainer) -> float | None:
 
 
 def monitor_of(trainer: pl.Trainer) -> dict[str, str] | None:
-    """Return the metric that the checkpoints, otherwise early stopping, monitor, and its mode, or None."""
+    """Return the metric that the checkpoints (otherwise early stopping) monitor, and its mode, or None."""
     callbacks: tuple[Any, ...] = trainer.checkpoint_callback, trainer.early_stopping_callback
     for callback in callbacks:
         if getattr(callback, "monitor", None):
@@ -123,7 +123,8 @@ def best_score_of(trainer: pl.Trainer) -> float | None:
 def paths_of(trainer: pl.Trainer) -> dict[str, str | list[str]]:
     """Return the absolute paths of the existing checkpoints and of the loggers' folders.
 
-    ``best_model_path`` of a ModelCheckpoint without a monitored metric is its newest file. Here it is the last one.
+    ``best_model_path`` of a ModelCheckpoint without a monitored metric is its newest file. Here that file is the last
+    checkpoint.
     """
     checkpoints = trainer.checkpoint_callback
     best, last = (getattr(checkpoints, f"{name}_model_path", None) for name in ("best", "last"))

@@ -341,7 +341,8 @@ class RunRecord:
     def changed(self) -> float:
         """The time (of `time.time`) at which the run last wrote a file."""
         files = [*self.folder.glob("*"), *self.folder.glob("*/*")]
-        own = (file for file in files if file.is_file() and not file.name.startswith("report"))  # not of later tests
+        # a later report does not count, and neither does a folder, in which a later test may have created another one
+        own = (file for file in files if file.is_file() and not file.name.startswith("report"))
         return max(map(changed, own), default=0.0)
 
     @property
@@ -413,7 +414,7 @@ class RunRecord:
         }
 
     def metric_curve(self, name: str) -> Curve:
-        """Return the curve of a metric, of the validation or, if it has none, of the training."""
+        """Return the curve of a metric from the validation, or from the training if the validation does not log it."""
         return next(
             (self.stages[stage][name] for stage in ("val", "train") if name in self.stages.get(stage, ())), Curve()
         )

@@ -62,7 +62,7 @@ class Sweep:
         return [word for word in first if all(word in words for words in others)]
 
     def own(self) -> list[list[str]]:
-        """Return for each run the overrides that not all of several runs have."""
+        """Return for each run its overrides that not all runs have; all of them if there is only one run."""
         common = set(self.common) if len(self.runs) > 1 else set()
         return [[word for word in run.chosen if word not in common] for run in self.runs]
 
@@ -127,7 +127,7 @@ def best_of(runs: Iterable[RunRecord], goal: tuple[str, str] | None) -> RunRecor
 
 
 def load_sweep(path: str | os.PathLike[str], since: float = 0.0) -> Sweep:
-    """Return the jobs below the folder ``path``, by their numbers.
+    """Return the jobs below the folder ``path``, sorted by their numbers.
 
     Args:
         path: the folder of a sweep or a comparison.
@@ -139,7 +139,7 @@ def load_sweep(path: str | os.PathLike[str], since: float = 0.0) -> Sweep:
 
 
 def worth_showing(names: Iterable[str], objectives: Iterable[str] = ()) -> list[str]:
-    """Return the objectives, then the metrics of validation and test, or the others without any of these."""
+    """Return the objectives, then the metrics of validation and test, or all others if these are missing."""
     wanted, whole = set(objectives), sorted(names)
     metrics = [name for name in without_step_epoch_variants(whole) if not name.startswith(_NO_METRICS)]
     evaluated = [name for name in metrics if name.startswith(("val", "test"))]

@@ -13,7 +13,7 @@ from trainer.errors import warn
 from trainer.loggers import LoggedRun, TrackerAdapter, fill
 
 _STORE = Path("outputs", "mlflow.db")
-"""The database of all runs in a working directory, if the user names none: MLflow's pages show one at a time."""
+"""The default database, for all runs in a working directory: MLflow's pages show one database at a time."""
 _ARTIFACTS = Path("outputs", "mlflow")
 _DATABASE = re.compile(r"(?:sqlite|postgresql|mysql)\b")
 

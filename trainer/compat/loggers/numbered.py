@@ -56,7 +56,7 @@ class CSV(_VersionedLogger):
     """Lightning's and Fabric's CSV logger."""
 
     target: ClassVar[str] = "lightning.pytorch.loggers.CSVLogger"
-    opening_order: ClassVar[int] = 1  # it expects an empty folder, which it may share
+    opening_order: ClassVar[int] = 1  # it expects an empty folder, and may share it with other loggers
     files: ClassVar[str] = "metrics.csv"
 
     @property
