@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from lightning.pytorch import Callback
 
 from tests.support import Regression, fit_and_watch, loader_of, make_batches, make_trainer, native_fp16
+from trainer.state.progress import FitProgress
 
 
 def test_every_counter_of_a_fit(tmp_path):
@@ -50,6 +53,41 @@ def test_every_counter_of_a_fit(tmp_path):
     progress = trainer.progress
     assert (progress.epoch, progress.epochs_trained, progress.batch_idx, progress.updates) == (2, 2, -1, 4)
     assert (trainer.current_epoch, trainer.global_step, trainer.skipped_steps) == (2, 4, 2)
+
+
+def test_state_inside_an_epoch():
+    progress = FitProgress(
+        epoch=3, epochs_trained=3, batch_idx=6, batches=37, optimizer_steps=18, own_steps=3, skipped_steps=2,
+        nonfinite_losses=1, completed_steps=Counter({0: 16}), updates=17, in_batch=True, closing=True,
+        is_last_batch=True,
+    )  # fmt: skip
+    state = progress.state_dict()
+    assert state == {
+        "epoch": 3, "batch_idx": 6, "batches": 37, "optimizer_steps": 18, "own_steps": 3, "skipped_steps": 2,
+        "nonfinite_losses": 1, "has_learned": False, "completed_steps": {0: 16},
+        "windows": 18, "closing": False, "zero_grads": 0, "schedule_steps": 0, "epoch_start": [0] * 6,
+        "is_last_batch": True, "cut_short": 0, "is_followed_up": True, "owes_validation": False, "has_validated": False,
+    }  # fmt: skip
+    restored = FitProgress(in_batch=True, closing=True, is_last_batch=True)
+    restored.load_state_dict(state)
+    assert restored == FitProgress(
+        epoch=3,
+        epochs_trained=3,
+        batch_idx=6,
+        batches=37,
+        batches_started=37,
+        optimizer_steps=18,
+        own_steps=3,
+        skipped_steps=2,
+        nonfinite_losses=1,
+        completed_steps=Counter({0: 16}),
+        updates=18,
+        is_last_batch=True,
+    )
+    del state["nonfinite_losses"]  # of an older version
+    restored.load_state_dict(state)
+    assert restored.nonfinite_losses == 0
+    assert restored.batches_this_epoch == 7
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
