@@ -91,9 +91,6 @@ def read(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-# --- contents ---------------------------------------------------------------------------------------------------------
-
-
 # --- resuming -----------------------------------------------------------------------------------------------------
 
 
@@ -101,12 +98,6 @@ def test_callback_that_is_missing_is_named(tmp_path: Path) -> None:
     path, _ = saved(tmp_path)
     with pytest.warns(UserWarning, match=r"add the following callbacks: \['Counting'\]"):
         ours(max_epochs=2).fit(Fitted(), datamodule=Shuffles(), ckpt_path=path)
-
-
-# --- both directions --------------------------------------------------------------------------------------------------
-
-
-# --- stock callbacks and loggers ----------------------------------------------------------------------------------
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -187,9 +187,6 @@ def test_throughput_monitor(function: str, arguments: dict[str, Any]) -> None:
     assert theirs == mine
 
 
-# --- stopping -------------------------------------------------------------------------------------------------------
-
-
 # --- changing the module --------------------------------------------------------------------------------------------
 
 
@@ -306,10 +303,6 @@ def test_on_exception_is_not_called_without_a_module(what: str, tmp_path: Any) -
 
     theirs, mine = run_both(scenario)
     assert theirs == mine
-
-
-# --- other uses of the Trainer
-# -------------------------------------------------------------------------------------------
 
 
 # --- evaluation after a validation -----------------------------------------------------------------------------------

@@ -1,11 +1,10 @@
-"""Library Trainers: subclasses, Engines that build one, and custom loops."""
+"""A Trainer's subclass with its own loop, as in torch-uncertainty."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -13,22 +12,6 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from tests.parity import QUIET, Classifier, data, run_both
 from trainer import Trainer
 from trainer.errors import ConfigurationError
-
-
-def end_of(trainer: Any, module: Any) -> dict[str, Any]:
-    """Return the result of a run in a comparable form."""
-    return {
-        "weights": {name: value.tolist() for name, value in module.state_dict().items()},
-        "metrics": {name: value.tolist() for name, value in trainer.callback_metrics.items()},
-        "counts": (trainer.global_step, trainer.current_epoch),
-        "random": torch.get_rng_state().sum().item(),
-    }
-
-
-# --- a subclass with module, data and additional methods (PINA) -------------------------------------------------------
-
-
-# --- a subclass with its own loop (torch-uncertainty) -----------------------------------------------------------------
 
 
 class TableLoop(_EvaluationLoop):
@@ -80,12 +63,3 @@ def test_loop_that_would_not_run_is_refused(place: str) -> None:
     loop: Any = OwnFitLoop(trainer) if place == "fit_loop" else PoliteLoop(trainer, *stage)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=rf"for `{place}`, expected .* not (advance|on_run_end): the loops"):
         setattr(trainer, place, loop)
-
-
-# --- checkpoint callbacks of libraries -------------------------------------------------------------------------------
-
-
-# --- an Engine that builds the Trainer (anomalib) --------------------------------------------------------------------
-
-
-# --- models that build their own Trainers (neuralforecast) -----------------------------------------------------------

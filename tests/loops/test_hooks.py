@@ -130,20 +130,6 @@ def test_evaluations_call_the_same_hooks_as_lightnings(function: str) -> None:
     assert len(mine) > 30
 
 
-class Manual(Scheduled):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        self.clip_gradients(optimizer, 0.5, "norm")
-        optimizer.step()
-        self.lr_schedulers().step()
-
-
 # --- additional hooks -------------------------------------------------------------------------------------------------
 
 
@@ -281,6 +267,3 @@ def test_changes_between_epochs_are_used_as_in_lightning(when: str, change: str,
         assert "first.on_train_end" not in names
     else:
         assert ("set" if change.startswith("set") else "later.on_train_batch_end") in names
-
-
-# --- methods watched by mocks -----------------------------------------------------------------------------------------

@@ -7,8 +7,6 @@ from torch import nn
 from trainer.errors import PrecisionError
 from trainer.precision import DoublePrecision
 
-CPU = torch.device("cpu")
-
 
 def test_double_converts_parameters_buffers_and_batches():
     plugin = DoublePrecision()

@@ -235,9 +235,6 @@ def test_recorder_adds_the_epoch_and_uses_a_logged_step() -> None:
     assert published.logged["a"] == 3.0
 
 
-# --- invalid calls of self.log ----------------------------------------------------------------------------------------
-
-
 # --- valid calls of self.log ------------------------------------------------------------------------------------------
 
 
