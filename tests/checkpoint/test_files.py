@@ -168,7 +168,7 @@ def test_file_without_a_checksum_is_read_before_it_is_selected(tmp_path: Path) -
 
 def test_unreadable_file_raises_a_checkpoint_error(tmp_path: Path) -> None:
     assert "cannot be read: No such file" in complaint(tmp_path / "x.ckpt")
-    assert "is no checkpoint, or was not written to its end: a folder without manifest.json" in complaint(tmp_path)
+    assert "is not a checkpoint, or is incomplete: it has no manifest.json" in complaint(tmp_path)
 
 
 # --- interrupted saves ------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_newest_that_is_good(tmp_path: Path, recwarn: pytest.WarningsRecorder) -
     assert files.newest_valid([tmp_path / "not there"]) is None
     assert not recwarn
     (b / "folder.ckpt").mkdir()  # possibly of an interrupted sharded save, which is reported
-    with pytest.warns(UserWarning, match="folder.ckpt is no checkpoint.*It is passed over"):
+    with pytest.warns(UserWarning, match="folder.ckpt is not a checkpoint.*It is passed over"):
         assert files.newest_valid([a, b]) == newest.resolve()
 
 

@@ -126,7 +126,7 @@ def test_file_that_is_not_a_checkpoint(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "w.ckpt", weights_only=True)
     with pytest.raises(CheckpointError, match="contains only the model"):
         resume(tmp_path / "w.ckpt")
-    with pytest.raises(CheckpointError, match="is no checkpoint, or was not written to its end: a folder without"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint, or is incomplete: it has no manifest"):
         resume(tmp_path)
 
 

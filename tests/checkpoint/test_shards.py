@@ -150,13 +150,13 @@ def test_damage_is_found(tmp_path: Path, file: str) -> None:
         damaged.append(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
     for content in damaged:
         path.unlink() if content is None else path.write_bytes(content)
-        with pytest.raises(CheckpointError, match=r"a\.ckpt is (damaged|no checkpoint)"):
+        with pytest.raises(CheckpointError, match=r"a\.ckpt is (damaged|not a checkpoint)"):
             files.verify(tmp_path / "a.ckpt")
     if file != "manifest.json":
         path.unlink()
         (tmp_path / "elsewhere").write_bytes(data)
         path.symlink_to(tmp_path / "elsewhere")
-        with pytest.raises(CheckpointError, match=r"a\.ckpt is damaged: .* is no file"):
+        with pytest.raises(CheckpointError, match=r"a\.ckpt is damaged: .* is not a file"):
             files.verify(tmp_path / "a.ckpt")
 
 
@@ -169,7 +169,7 @@ def test_damaged_folder_is_named_and_skipped(tmp_path: Path) -> None:
         assert files.newest_valid([tmp_path]) == tmp_path / "a.ckpt"
     warned = " ".join(str(warning.message) for warning in caught)
     assert "b.ckpt is damaged: __0_0.distcp has 0 bytes, and was written with" in warned
-    assert "c.ckpt is no checkpoint, or was not written to its end: a folder without manifest.json" in warned
+    assert "c.ckpt is not a checkpoint, or is incomplete: it has no manifest.json" in warned
 
 
 class Full(shards._Stream):
@@ -285,7 +285,7 @@ def test_entries_that_are_not_tensors_are_refused(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="single process|existing checkpoint"):
         dcp.save({"state_dict.weight": Evil(mark)}, checkpoint_id=folder, no_dist=True)
     sealed_again(folder)
-    with pytest.raises(pickle.UnpicklingError, match=r"asks for .*BytesStorageMetadata, which has no place there"):
+    with pytest.raises(pickle.UnpicklingError, match=r"refers to .*BytesStorageMetadata, which is not allowed there"):
         shards.read(folder)
     assert not mark.exists()
 

@@ -212,7 +212,7 @@ REFUSED = [
     ("consolidate torn.ckpt new", "consolidate got torn.ckpt, expected .* there is no manifest.json in it."),
     ("consolidate missing.ckpt new", "missing.ckpt is damaged: state.ckpt is missing."),
     ("consolidate evil.ckpt new", r"evil.ckpt contains more than tensors .* torch.load\(..., weights_only=False\)"),
-    ("consolidate pickle.ckpt new", "pickle.ckpt contains more .*: its .metadata asks for posix.mkdir, which has"),
+    ("consolidate pickle.ckpt new", "pickle.ckpt contains more .*: its .metadata refers to posix.mkdir, which is"),
     ("consolidate good.ckpt file.ckpt", "file.ckpt exists already. Choose another name, or remove it first."),
     ("consolidate good.ckpt dangling.ckpt", "dangling.ckpt exists already."),
     ("consolidate good.ckpt text.ckpt/new", "text.ckpt/new cannot be written: text.ckpt is a file, expected a folder."),
@@ -230,7 +230,7 @@ REFUSED = [
     ("export flipped.ckpt new.safetensors", "flipped.ckpt is damaged: the bytes of __0_0.distcp"),
     ("export bit.ckpt new.safetensors", r"bit.ckpt is damaged: its bytes are not those that were written \(SHA-256\)."),
     ("export stranger.ckpt new.safetensors", "stranger.ckpt contains more than tensors and plain containers"),
-    ("export wide.ckpt new.safetensors", r"safetensors has no form for wide \(complex128, strided\). Leave it out"),
+    ("export wide.ckpt new.safetensors", r"safetensors does not support wide \(complex128, strided\). Leave it out"),
     ("export good.ckpt new.safetensors net.", "good.ckpt has no weights .* start with 'net.'; it has weight"),
 ]  # fmt: skip
 

@@ -265,8 +265,8 @@ def test_config_with_a_secret_is_saved_as_plain_containers(tmp_path, token, capl
     with caplog.at_level(logging.INFO):
         file = saved(tmp_path, ByConfig(config))
     assert lines_of(caplog) == [
-        "The hyperparameter hparams of ByConfig is saved in its plain form: it holds a value of the environment, or a"
-        " password."
+        "The hyperparameter hparams of ByConfig is saved in its plain form: it contains the value of an environment"
+        " variable, or a password."
     ]
     saved_as = torch.load(file, weights_only=True)["hyper_parameters"]
     assert saved_as == {"width": 8, "more": {"size": 8}, "token": "${oc.env:A_TOKEN}"}

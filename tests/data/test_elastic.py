@@ -250,7 +250,7 @@ def test_other_samples_are_noticed() -> None:
 @pytest.mark.parametrize(
     ("loader", "reason"),
     [
-        ([1, 2], "a list, no DataLoader"),
+        ([1, 2], "a list, not a DataLoader"),
         (DataLoader(range(4), batch_size=None), "makes no batches"),  # type: ignore[arg-type]
         (DataLoader(range(4), sampler=[3, 1]), "its sampler is a list"),  # type: ignore[arg-type]
         (

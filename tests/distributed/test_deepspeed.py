@@ -460,7 +460,7 @@ def test_bfloat16_weights_equal_those_of_ddp(ranks: Ranks) -> None:
 def test_evaluation_counts_each_sample_once(ranks: Ranks) -> None:
     ours, ddp, third = (ranks.call(evaluate, one) for one in ({"stage": 2}, "ddp", {"stage": 3}))
     assert ours[0] == pytest.approx(ddp[0])
-    assert "Got 1 to 3 batches of validation in a process. At stage 3 of DeepSpeed's ZeRO" in third[0]
+    assert "Got processes with 1 to 3 validation batches, expected the same number in each" in third[0]
 
 
 def test_signal_ends_both_at_the_same_batch_and_saves(ranks: Ranks, tmp_path: Path) -> None:

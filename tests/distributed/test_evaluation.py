@@ -430,7 +430,7 @@ def test_collectives_in_each_batch_are_refused_with_uneven_inputs(ranks: Ranks, 
     """By ``self.all_gather``, ``torch.distributed``, and a metric object, on both ranks."""
     for rank in ranks.call(failure, name, engine):
         assert rank["raised"].startswith("ConfigurationError: The ")
-        assert "for each batch, but they have different numbers of batches (2 to 3)" in rank["raised"]
+        assert "for each batch, but the processes have different numbers of batches (2 to 3)" in rank["raised"]
         assert "Trainer(pad_evaluation=True)" in rank["raised"]
         assert ("'eager', with dist_sync_on_step=True" in rank["raised"]) is (name == "on step")
 

@@ -108,12 +108,11 @@ def test_missing_rank_is_named_with_its_layer(ranks: Ranks, tmp_path: Path, engi
     first, late, *stack, other, file = text.splitlines()
     assert re.fullmatch(r"The run has not moved for \d+ s\.", first)
     assert late.startswith("Rank 1 (process ")
-    assert (
-        "has not reached the collective of the others. It is in the forward pass, in net.1 (Stuck), at step 2, " in late
-    )
-    assert re.search(r"batch_idx 2 of epoch 0 \(train_dataloader\), since \d+ s; the last collective", late)
+    assert "has not reached the collective of the others. It has been in the forward pass, in net.1 (Stuck), " in late
+    assert "at step 2, " in late
+    assert re.search(r"batch_idx 2 of epoch 0 \(train_dataloader\), for \d+ s; the last collective", late)
     assert stack[-1] == "    time.sleep(0.1)"
-    assert other.startswith("Rank 0: it is in ")
+    assert other.startswith("Rank 0: it has been in ")
     assert ", waiting in " in other or "the backward pass" in other
     assert file == f"The stacks of all are in {tmp_path / 'stall.txt'}."
     stacks = (tmp_path / "stall.txt").read_text()

@@ -84,7 +84,7 @@ def export(weights: Mapping[str, Tensor], file: Path) -> None:
     for name, value in weights.items():  # safetensors rejects tensors that share memory, such as tied weights
         if not _is_supported(value):
             kind = f"{value.dtype}, {value.layout}".replace("torch.", "")
-            raise CheckpointError(f"safetensors has no form for {name} ({kind}). Leave it out, by a PREFIX.")
+            raise CheckpointError(f"safetensors does not support {name} ({kind}). Leave it out with a PREFIX.")
         is_shared = value.untyped_storage().data_ptr() in taken
         taken.add(value.untyped_storage().data_ptr())
         value = value.detach().resolve_conj().resolve_neg().contiguous()

@@ -258,7 +258,7 @@ def verify(path: str | Path) -> bool:
 def newest_valid(
     folders: Iterable[str | Path], read: Callable[[Path], object] | None = None, additional: Iterable[Path] = ()
 ) -> Path | None:
-    """Return the newest checkpoint, in ``folders`` or given, that training can be resumed from, or None.
+    """Return the newest checkpoint in ``folders`` and ``additional`` that training can be resumed from, or None.
 
     Sorted by the time in the manifest, or by the file's time if it has no manifest. A damaged checkpoint is skipped
     with a warning.
@@ -361,5 +361,5 @@ def write_error(path: Path, error: OSError, needed: int) -> CheckpointWriteError
             " Trainer(plugins=CheckpointFiles(when_full='continue'))."
         )
     else:
-        message += " Expected a place that can be written to: choose another folder, or see to its permissions."
+        message += " Expected a writable path: choose another one, or change its permissions."
     return CheckpointWriteError(message, error.errno)

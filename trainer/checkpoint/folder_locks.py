@@ -1,9 +1,9 @@
 """Lock a checkpoint folder for one run at a time.
 
-The lock is on a file next to the folder that names the owner. The system releases it when the process ends, for any
-reason. It belongs to the process (``lockf``) and not to the open file (``flock``), so forked processes, such as
-dataloader workers, do not keep it. A file is locked instead of the folder, because over NFS other hosts see only locks
-of files.
+The lock is on a file next to the folder. The file names the owner. The system releases the lock when the process ends,
+for any reason. The lock belongs to the process (``lockf``) and not to the open file (``flock``), so forked processes,
+such as dataloader workers, do not keep it. A file is locked instead of the folder, because over NFS other hosts see
+only locks of files.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
 
 
 def describe_owner(folder: str | Path) -> str:
-    """Return the text in the lock of ``folder`` that describes its owner, or "" if it is not locked.
+    """Return the text that describes the owner of the lock on ``folder``, or "" if it is not locked.
 
     Two hosts that read the same text share the folder.
     """
@@ -142,7 +142,8 @@ def _try_lock(handle: int) -> bool:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return False
         warn(
-            f"This file system has no locks ({error.strerror}): nothing keeps two runs out of one checkpoint folder.",
+            f"This file system has no locks ({error.strerror}): nothing prevents two runs from using one checkpoint"
+            " folder.",
         )
     return True
 

@@ -4,7 +4,7 @@
 hyperparameters refer to are registered as safe globals, but as classes that do nothing (:class:`StandIn`). So no name
 in the file is looked up, imported or called, whatever it contains, and objects elsewhere in it are rejected as usual.
 
-These names are collected from an outline of the file, in which every name is a class that records its arguments. An
+These names are collected from an outline of the file. There, every name is a class that records its arguments. An
 error in the outline is harmless: torch then rejects a name, or a stand-in appears in another place.
 """
 
@@ -46,7 +46,7 @@ _lock = Lock()  # safe globals are global to the process
 class StandIn:
     """Replaces an object among the hyperparameters of a checkpoint, or its class. The object was not created."""
 
-    stands_for: ClassVar[str] = "object of a class that is inside of another"
+    stands_for: ClassVar[str] = "nested class or its object"
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
         """Ignore the arguments of the object's constructor."""
@@ -114,7 +114,7 @@ class _ObjectCall:
 
 
 class _GetattrCall(_ObjectCall):
-    """In an outline: the call with which pickles refer to attributes of a class."""
+    """In an outline: the ``getattr`` call that pickles contain for an attribute of a class."""
 
     kind = getattr
 
@@ -195,7 +195,7 @@ def _collect(tree: Any) -> tuple[set[type[_ObjectCall]], set[str]]:
 
 
 def declared_safe() -> dict[str, Any]:
-    """Return the entries of ``torch.serialization.add_safe_globals`` by the user, by their names in files."""
+    """Return the user's entries of ``torch.serialization.add_safe_globals``, keyed by their names in files."""
     entries = [entry if isinstance(entry, tuple) else (entry, "") for entry in get_safe_globals()]
     return {name or f"{entry.__module__}.{entry.__qualname__}": entry for entry, name in entries}
 
@@ -252,7 +252,7 @@ def refusal(hyper_parameters: Any) -> str:
     if texts is None:
         return "it could not be read again without running code"
     if any(redaction.text(text) != text for text in texts):
-        return "it holds a value of the environment, or a password"
+        return "it contains the value of an environment variable, or a password"
     return ""
 
 

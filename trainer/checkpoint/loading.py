@@ -233,7 +233,7 @@ def roll_back(
     loop.metrics.clear()
     for metric in MetricObjects(module).by_name.values():
         metric.reset()
-    process = {**process, "seen_batches": {}, "has_updated": process["has_updated"] and closing}  # they count batches
+    process = {**process, "seen_batches": {}, "has_updated": process["has_updated"] and closing}  # keep batch counts
     if not is_same_epoch:  # drop the values logged in an epoch that has ended
         logged = {one["metric"] for one in process["metrics"]["entries"]}
         objects = {name: state for name, state in process["metric_objects"].items() if name not in logged}
@@ -297,7 +297,7 @@ def _saved_dtypes(
 ) -> dict[Tensor, torch.dtype]:
     """Return the dtype of each optimizer parameter when the checkpoint was saved.
 
-    Checkpoints of Lightning, and of older versions, do not record it: their weights have this dtype.
+    Checkpoints of Lightning, and of older versions, do not record it. There, it is the dtype of the saved weight.
 
     Args:
         checkpoint: the checkpoint.

@@ -1,4 +1,4 @@
-"""Changes of a module by a run other than weights: frozen parameters, and submodules in eval mode."""
+"""Changes that a run makes to a module in addition to its weights: frozen parameters, submodules in eval mode."""
 
 from __future__ import annotations
 

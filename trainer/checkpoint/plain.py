@@ -1,4 +1,4 @@
-"""Check while a checkpoint is saved that ``torch.load(weights_only=True)`` can read it."""
+"""Check, while a checkpoint is saved, that ``torch.load(weights_only=True)`` can read it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def require_loadable(checkpoint: dict[str, Any], *, strict: bool, warn: bool) ->
         listed = join_first((f"{place} is a {name_of(value)}" for place, value in offences), 5)
         message = (
             f"This checkpoint can only be read with weights_only=False, which can run any code: {listed}. Put plain"
-            " containers, numbers, texts and tensors there, or name the class to"
+            " containers, numbers, strings and tensors there, or name the class to"
             " torch.serialization.add_safe_globals."
         )
         if strict:
@@ -59,7 +59,7 @@ def plain_numbers(value: Any, place: str, offences: list[tuple[str, Any]]) -> An
     Args:
         value: any value.
         place: its place in the checkpoint, for ``offences``.
-        offences: list that the place and value of objects are added to that ``torch.load(weights_only=True)`` rejects.
+        offences: list that collects the objects that ``torch.load(weights_only=True)`` rejects, each as (place, value).
     """
     kind = type(value)
     if kind in _LEAVES or is_sharded(value):

@@ -30,8 +30,8 @@ def plain(value: Any, place: str, left_out: list[str]) -> Any:
     Args:
         value: any value.
         place: its place, for ``left_out``.
-        left_out: list that the place and type of each value without a plain form are added to. Such values are removed
-            from their containers; if ``value`` itself has no plain form, None is returned.
+        left_out: list that collects the place and type of each value without a plain form. Such values are removed from
+            their containers; if ``value`` itself has no plain form, None is returned.
     """
     if value is None or type(value) in _LEAVES or isinstance(value, _PLAIN_TYPES):
         return value
@@ -88,7 +88,7 @@ def is_config(value: object) -> TypeGuard[Container]:
 
 
 def resolved(config: Container) -> Any:
-    """Convert ``config`` to plain containers. A value from the environment stays the text that refers to it."""
+    """Convert ``config`` to plain containers. A value from the environment stays a reference, ``${oc.env:NAME}``."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

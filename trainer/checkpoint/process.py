@@ -1,9 +1,9 @@
 """Per-process state that a resumed run needs to continue bit-exactly as if it had not been interrupted.
 
 It consists of the random states, the position in the data, the gradients of an open accumulation window, the values
-logged in an unfinished epoch, and metric objects, which Lightning's format does not contain. A checkpoint stores it
-under ``loops["amp_trainer"]["processes"]``, one entry for each process, in plain containers and tensors, in the compact
-form of :mod:`trainer.checkpoint.compact`.
+logged in an unfinished epoch, and metric objects. Lightning's format does not contain any of this state. A checkpoint
+stores it under ``loops["amp_trainer"]["processes"]``, one entry for each process, in plain containers and tensors, in
+the compact form of :mod:`trainer.checkpoint.compact`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class ProcessState:
         """Convert the states of a run with another number of processes to the state of this process.
 
         Values that are equal on all processes are taken from the first. Accumulated values are divided among the
-        processes. Random generators continue from the saved states; processes beyond their number get derived states.
+        processes. Random generators continue from the saved states; additional processes get derived states.
         The position in the data is not converted here.
 
         Args:
@@ -151,7 +151,7 @@ class ProcessState:
     def load(self, state: dict[str, Any], *, stops: bool) -> None:
         """Restore the state that :meth:`dump` returned, after setup and after all ``on_train_start`` hooks.
 
-        It does not include the position in the data, which the training batches have from the beginning of the run.
+        The position in the data is not restored here: the training batches got it when the run began.
 
         Args:
             state: the state of this process.
@@ -175,7 +175,7 @@ class ProcessState:
         loop.limits.should_stop |= state["should_stop"] and (stops or not loop.limits.may_stop())
         window = state["window"]
         if not loop.progress.batches_this_epoch and "size" not in window:
-            window = {**window, "batches": loop.window.batches}  # set only in an epoch that has begun
+            window = {**window, "batches": loop.window.batches}  # the saved number is valid only inside an epoch
         loop.window.load_state_dict(window, device)
         engine.check_accumulation(loop.window.batches)
         engine.precision.load_state_dict(state.get("precision", {}))
@@ -302,8 +302,8 @@ class ProcessState:
             raise ResumeError(
                 f"{problem} DDP rebuilds its buckets after the first backward pass: train with"
                 " DDPStrategy(find_unused_parameters=True) from the beginning, which keeps them, give the state a"
-                " state_dict() and a load_state_dict(), or resume with Trainer(exact_resume=False), which starts with"
-                " new memory."
+                " state_dict() and a load_state_dict(), or resume with Trainer(exact_resume=False), which starts"
+                " without these values."
             )
         warn(problem)
 

@@ -1,9 +1,10 @@
 """Write sharded checkpoints, which are folders, to disk, and verify that they are complete. Does not import torch.
 
-The files are written into a temporary folder next to the final place. The last file is ``manifest.json``: one object
-with the time, the name, the size and SHA-256 of each other file, and a SHA-256 of itself. Then the folder is renamed. A
-folder cannot replace another in one step, so the old one is moved aside before, and removed afterwards. If the process
-is killed in between, both are left next to the place, complete; :func:`recover` then moves the newer one there.
+The files are written into a temporary folder next to the final place. The last file is ``manifest.json``: an object
+with the time, the folder's name, the size and SHA-256 of every other file, and a SHA-256 of the manifest itself. Then
+the folder is renamed. A folder cannot replace another in one step, so the old one is moved aside before, and removed
+afterwards. If the process is killed in between, both complete folders are left next to the final place; :func:`recover`
+then renames the newer one.
 """
 
 from __future__ import annotations
@@ -145,8 +146,8 @@ def discard(part: Path) -> None:
 def recover(folder: Path) -> list[Path]:
     """Rename complete folders in ``folder`` that a killed process has not renamed. Returns their new paths.
 
-    If there are several for one place, the newest is used, and none that was being removed. No process may be writing
-    into ``folder``.
+    If there are several for one place, the newest is used. Folders that were being removed are ignored. No process may
+    be writing into ``folder``.
     """
     found = []
     for part in folder.glob(f".*{PART}"):
@@ -175,7 +176,7 @@ def read_manifest(folder: Path) -> Manifest:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} is no checkpoint, or was not written to its end: a folder without {MANIFEST}. Expected one that"
+            f"{folder} is not a checkpoint, or is incomplete: it has no {MANIFEST}. Expected a folder that"
             " CheckpointFiles(sharded=True) has written."
         ) from None
     except UnicodeDecodeError:
@@ -228,7 +229,7 @@ def _problem(path: Path, size: int, sha256: str) -> str:
     except FileNotFoundError:
         return f"{path.name} is missing."
     if not stat.S_ISREG(found.st_mode):
-        return f"{path.name} is no file."
+        return f"{path.name} is not a file."
     if found.st_size != size:
         return f"{path.name} has {found.st_size:,} bytes, and was written with {size:,}."
     with path.open("rb", buffering=0) as file:

@@ -55,7 +55,7 @@ from trainer.state.containers import KeyPath, mapped
 
 _METADATA = ".metadata"
 _PROCESS = "process "
-"""Prefix of DCP's names for per-process state, which no place in a checkpoint has."""
+"""Prefix of DCP's names for per-process state. No place in a checkpoint begins with it."""
 _BUFFER = 1 << 20
 
 Tree = Any
@@ -360,7 +360,7 @@ def read(
 
     Raises:
         CheckpointError: if the folder is damaged or does not exist.
-        pickle.UnpicklingError: it contains unexpected objects.
+        pickle.UnpicklingError: if it contains unexpected objects.
     """
     manifest = sharded_files.read_manifest(folder)
     tree = load_inert(folder / STATE, weights_only=weights_only)
@@ -403,7 +403,7 @@ def _metadata_of(folder: Path, manifest: Manifest) -> Metadata:
 
     Raises:
         CheckpointError: if it does not.
-        pickle.UnpicklingError: it contains other objects.
+        pickle.UnpicklingError: if it contains other objects.
     """
     with (folder / _METADATA).open("rb") as file:
         metadata = _MetadataReader(file).load()
@@ -475,7 +475,7 @@ class _MetadataReader(pickle._Unpickler):  # in Python: operations of the C clas
         if (module, name) == ("builtins", "getattr"):
             return _member
         if (module, name) not in self._CLASSES:
-            raise pickle.UnpicklingError(f"its {_METADATA} asks for {module}.{name}, which has no place there")
+            raise pickle.UnpicklingError(f"its {_METADATA} refers to {module}.{name}, which is not allowed there")
         return super().find_class(module.replace("pathlib._local", "pathlib"), name)
 
 

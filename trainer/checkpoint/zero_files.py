@@ -144,7 +144,7 @@ def check(folder: Path, manifest: Manifest, part: int, parts: int) -> None:
         parts: number of parts.
 
     Raises:
-        pickle.UnpicklingError: a file contains an unexpected object.
+        pickle.UnpicklingError: if a file contains an unexpected object.
     """
     for name in sorted(manifest.files)[part::parts]:
         if name.endswith(".pt"):

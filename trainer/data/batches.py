@@ -39,7 +39,7 @@ class Loaders(Protocol):
     """The smallest and largest number of batches on any rank, for each dataloader. A single entry if the dataloaders
     are combined, as in training; empty in training if a length is unknown."""
     on_batch: Callable[[bool], Any]
-    """Called before each training batch with whether all ranks have one, if their lengths are not exact. It may
+    """Called before each training batch if the lengths are not exact, with whether all ranks have a batch. It may
     raise."""
 
     def first_empty(self) -> str:
@@ -295,7 +295,7 @@ class LookAhead:
     Args:
         source: the items.
         before: called before an item is fetched. Default: None.
-        now: whether to fetch the first item immediately. Default: True.
+        eager: whether to fetch the first item immediately. Default: True.
 
     Attributes:
         is_exhausted: whether no item is left.
@@ -347,7 +347,7 @@ class Transfer:
         move: moves any collection of tensors: (batch, device).
         before, transfer, after: the user's ``on_before_batch_transfer(batch, dataloader_idx)``,
             ``transfer_batch_to_device(batch, device, dataloader_idx)`` and ``on_after_batch_transfer``; each None
-            where it is not overridden.
+            if it is not overridden.
     """
 
     device: torch.device

@@ -37,8 +37,8 @@ class SampleOrder:
         limit: ``limit_train_batches``: batches of one process (int), or a fraction of the epoch (float).
         accumulate: pairs of an epoch and ``accumulate_grad_batches`` from that epoch on.
         has_workers: whether the dataloader has worker processes.
-        shuffle, seed, cuts: settings of a DistributedSampler, which shuffles by seed and epoch; ``cuts``: it drops the
-            samples that do not divide evenly instead of repeating some.
+        shuffle, seed, cuts: settings of a DistributedSampler, which shuffles by seed and epoch. ``cuts``: whether it
+            drops the samples that do not divide evenly, instead of repeating some.
     """
 
     sampler: str
@@ -132,7 +132,7 @@ class SampleOrder:
 def not_ordered(loader: Any) -> str | None:
     """Return the reason why the batches of a dataloader cannot be divided differently; None if they can."""
     if not isinstance(loader, DataLoader):
-        return f"the training data is a {type(loader).__name__}, no DataLoader"
+        return f"the training data is a {type(loader).__name__}, not a DataLoader"
     if isinstance(loader.dataset, IterableDataset):
         return "the DataLoader has an iterable dataset"
     batches: Any = loader.batch_sampler
@@ -221,8 +221,8 @@ class ElasticSampler(Sampler[int]):
     def weight_of(self, number: int) -> float | None:
         """Return the weight of batch ``number`` of this process in its update; None for 1.
 
-        In a short last update, each sample has its weight of the original run, if that is the same for all samples of a
-        batch.
+        In a short last update, each sample has the weight that it had in the original run, if all samples of a batch
+        had the same weight there.
         """
         total, size = self.total, self.order.update_size(self.epoch)
         global_batch_size = self.num_replicas * self.batch_size
@@ -234,7 +234,7 @@ class ElasticSampler(Sampler[int]):
         return sum(batch_shares[self.rank :: self.num_replicas], 0.0) * self.num_replicas * batches  # 1 in the mean
 
     def keeps_shares(self, epoch: int) -> bool:
-        """Return whether each sample of the epoch's last update has its weight of the original run."""
+        """Return whether each sample of the epoch's last update has the weight that it had in the original run."""
         shares, global_batch_size = self.order.shares(self.samples, epoch), self.num_replicas * self.batch_size
         for first in range(0, len(shares), global_batch_size):
             for rank in range(self.num_replicas):

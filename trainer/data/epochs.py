@@ -14,7 +14,7 @@ def objects_with_set_epoch(*roots: Any) -> list[Any]:
 
     They are the loader itself, its sampler, its batch sampler with the samplers in it, and its dataset. Datasets inside
     of torch's ``Subset``, ``ConcatDataset``, ``ChainDataset`` and ``StackDataset`` count, too. Any other dataset that
-    wraps a dataset is responsible for it.
+    wraps a dataset must pass the epoch on itself.
     """
     found: list[Any] = []
     queue, seen = list(roots), set[int]()

@@ -12,8 +12,8 @@ _TRUSTED = ("torch", "torchdata", "lightning", "pytorch_lightning", "trainer")
 def has_exact_length(loader: Any) -> bool:
     """Return whether ``len(loader)`` is certain to be the number of batches of a pass.
 
-    It is for a ``DataLoader`` over a map-style dataset with samplers of torch. An ``IterableDataset``,
-    a custom sampler, batch sampler or loader may yield another number.
+    This holds for a ``DataLoader`` over a map-style dataset with samplers of torch. An ``IterableDataset``, a custom
+    sampler, batch sampler or loader may yield another number.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False

@@ -56,9 +56,9 @@ class Prefetching(TorchFunctionMode):
         self.release_batch()
 
     def around(self, call: Call) -> Call:
-        """Return a function that runs ``call(batch, ...)`` in this context if that has a use.
+        """Return a function that runs ``call(batch, ...)`` in this context if that saves time.
 
-        It has none if the batch is small, or if the device is idle.
+        It does not if the batch is small, or if the device is idle.
         """
         return partial(self._run, call)
 

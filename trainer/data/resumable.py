@@ -13,9 +13,9 @@ iteration is the following pass. There are three kinds:
 ``ReplayedLoader``
     Anything else: the trained batches are loaded again, and dropped.
 
-A state belongs to one process: the number of its trained batches, and in ``set_up`` the batch size and the number of
-processes that shared the samples. Together they determine how many samples of the epoch were used. A different number
-of processes converts the states (:meth:`MapStyleLoader.convert_states`), if the samples come from an
+A state belongs to one process. It contains the number of trained batches and, in ``set_up``, the batch size and the
+number of processes that shared the samples. Together they determine how many samples of the epoch were used. A run with
+a different number of processes converts the states (:meth:`MapStyleLoader.convert_states`), if the samples come from an
 :class:`~trainer.data.elastic.ElasticSampler`.
 """
 
@@ -118,9 +118,9 @@ class ResumableLoader:
         """Restore a position: the next iteration yields the rest of its pass. Changes this process's random states.
 
         Args:
-            state: the return value of :meth:`state_dict`, with two optional keys: ``is_over``, the pass was over;
-                ``inside``, the state was saved later than ``batches``. A state of another kind, with ``batches`` only,
-                skips this number of batches.
+            state: the return value of :meth:`state_dict`, with two optional keys: ``is_over``, whether the pass was
+                over; ``inside``, whether the state was saved after more than ``batches`` batches. If the state is of
+                another kind, only this number of batches is skipped.
 
         Returns:
             The reasons why the following batches may differ from those of an uninterrupted run; empty if they do not.
@@ -223,7 +223,7 @@ def resumable(loader: Any, epoch: int = 0) -> ResumableLoader:
 
 
 def generators_of(loader: Any) -> list[Generator]:
-    """Return the random generators and attributes that a dataloader has in this process, from pass to pass."""
+    """Return the random generators and attributes that a dataloader keeps in this process from pass to pass."""
     if not isinstance(loader, DataLoader):
         return random_states.find(loader)
     samplers = loader.generator, loader.sampler, loader.batch_sampler
@@ -318,8 +318,9 @@ class ReplayedLoader(ResumableLoader):
         """Return why the states of persistent workers cannot be restored; empty if they can be.
 
         Args:
-            state: of the loader.
-            key: the states of the workers that are needed: "workers", those of now, or "at_start".
+            state: the state of the loader.
+            key: the states of the workers that are needed: ``"workers"``, the current ones, or ``"at_start"``, those at
+                the start of the pass.
         """
         if not self._persists or _is_deterministic(self.loader):
             return []
@@ -356,7 +357,7 @@ class StatefulLoader(ReplayedLoader):
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
         is_torchs = isinstance(loader, DataLoader)
-        # inside a pass, attributes that `load_state_dict` of their object sets for the next iteration are not replaced
+        # inside a pass, do not replace attributes that their object's own `load_state_dict` sets for the next iteration
         is_torchdatas = is_torchs and type(loader).load_state_dict.__module__.startswith("torchdata.")
         find = partial(random_states.find, unwatched=_has_state if is_torchdatas else lambda _: True)
         self._attributes = [generator for generator in self.generators if isinstance(generator, AttributeChanges)]
@@ -380,7 +381,7 @@ class StatefulLoader(ReplayedLoader):
             iterator = self._begin()
         self._continue_from(state)
         if "sampler" in state and random_states.states_of(self._sampler_attributes) != state["sampler"]:
-            reasons.append("its sampler changes whenever it is iterated, and to resume it is iterated more often")
+            reasons.append("its sampler changes whenever it is iterated, and resuming iterates it more often")
         return iter(iterator)
 
     def _load(self, state: State, reasons: list[str]) -> dict[int, State]:
@@ -390,7 +391,7 @@ class StatefulLoader(ReplayedLoader):
         replayed, is_from_start = _replayed_by_workers(state["state"])
         reasons += self._unknown_worker_states(state, "at_start" if is_from_start else "workers")
         if self._can_have_worker_states and replayed and not is_from_start and not _is_deterministic(self.loader):
-            reasons.append(f"its snapshot_every_n_steps has workers prepare {replayed} batches again; 1 would not")
+            reasons.append(f"its snapshot_every_n_steps makes workers prepare {replayed} batches again; set it to 1")
         self.loader.load_state_dict(state["state"])
         starts: dict[int, State] = state.get("at_start" if is_from_start else "workers") or {}
         return starts
@@ -426,8 +427,9 @@ class StatefulLoader(ReplayedLoader):
 def _attributes_of_later_pass(state: State) -> Callable[[Callable[[Any], Any], Any], Any]:
     """Return a function that makes an iterator of a loader as in the pass of ``state``.
 
-    An iterator that starts workers draws their seed. A later pass of persistent workers does not: here, the seed, which
-    is restored afterwards, is then drawn from a generator that is not used otherwise.
+    An iterator that starts workers draws their seed, and a later pass of persistent workers draws none. For such a
+    pass, a temporary seed is drawn from a separate generator, so that the usual one does not advance. Then the saved
+    seed replaces it.
     """
 
     def make(begin: Callable[[Any], Any], loader: Any) -> Any:
@@ -577,7 +579,7 @@ class MapStyleLoader(ResumableLoader):
         random_states.restore(state["asked"], own=self.generators)
         late, batches = state.get("late", []), state["batches"]
         if self._advance(iterator, batches, state["drawn"] if late else batches, late, state.get("exhausted", False)):
-            reasons.append("the sampler draws from the global random state during the epoch, as others do")
+            reasons.append("the sampler draws from the global random state during the epoch, and so does other code")
         for ordinal, number in {"first": 0, "last": batches - 1}.items() if batches else ():
             saved, current = state[ordinal], self._sampler.proof_of(number)
             if saved is not None and saved != current and not (ordinal == "last" and state.get("inside")):
@@ -625,7 +627,7 @@ class _RecordedSampler:
 
     Args:
         sampler: yields the indices of one batch after the other.
-        kept: number of the last batches to keep.
+        max_recent: number of the last batches to keep.
         generators: the generators that it may draw from.
 
     Attributes:

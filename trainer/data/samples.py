@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor
 
 PLAIN = (str, bytes, int, float, bool, type(None))
-"""Texts and numbers."""
+"""Types of strings, numbers and None."""
 
 
 def leaves_in(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of nested tuples, lists, mappings and dataclasses, each with its path, such as ``[0]['image']``.
 
-    A list of texts or numbers is one leaf.
+    A list of strings or numbers is one leaf.
     """
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -43,7 +43,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def batch_size(batch: Any) -> int:
-    """Return the length of the first tensor in a batch that has one; 1 if all are 0-dim, 0 without any tensor."""
+    """Return the length of the first tensor in a batch that is neither 0-dim nor empty.
+
+    Return 1 if there is no such tensor but a 0-dim one, and 0 otherwise.
+    """
     scalars = 0
     for tensor in tensors_in(batch):
         if tensor.dim() and len(tensor):
@@ -53,7 +56,7 @@ def batch_size(batch: Any) -> int:
 
 
 def part_of(batch: Any, start: int, stop: int) -> Any:
-    """Return the samples from ``start`` to ``stop`` of a batch, sliced from each tensor of the first one's length.
+    """Return the samples from ``start`` to ``stop`` of a batch: slices of all tensors with the first tensor's length.
 
     Lists of the same length (file names, for example) are sliced, too. Everything else stays unchanged.
     """

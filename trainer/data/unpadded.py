@@ -32,7 +32,7 @@ class UnpaddedSampler(DistributedSampler[int]):
         sampler: the sampler for a single process; it has a length. If it draws random numbers, these depend on ``seed``
             and the epoch alone, so that all processes divide the same order.
         num_replicas: the number of processes.
-        rank: of this process.
+        rank: the rank of this process.
         seed: the same on all processes.
 
     Raises:
@@ -76,7 +76,7 @@ class BatchShare:
         batches: lists of indices, as a ``DataLoader`` takes them for ``batch_sampler``. Several processes need a
             sequence, so that all of them divide the same batches.
         num_replicas: the number of processes. Default: 1.
-        rank: of this process. Default: 0.
+        rank: the rank of this process. Default: 0.
         padded: whether to repeat the first batches until all processes have the same number. Default: False.
     """
 

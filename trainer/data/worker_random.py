@@ -168,8 +168,9 @@ class WorkerStates:
     Args:
         starts: their initial states, by worker.
         workers: number of workers that write into shared memory. Default: 0, they send their states.
-        ahead: largest number of batches that a worker has sent or prepared. It has a place for each of them, one for
-            the last batch taken, and one for a batch that has arrived and is lost by an error or an interrupt.
+        ahead: largest number of batches that a worker is ahead of the training. The worker has a place for each of
+            them, one for the last batch taken, and one for a batch that has arrived and is lost by an error or an
+            interrupt.
 
     Attributes:
         memory: the shared memory for :class:`WorkerRandom`; None if the workers send their states.

@@ -32,15 +32,16 @@ class AsyncMax:
         self._count = count
         self._options = distributed.AllreduceOptions()
         self._options.reduceOp = distributed.ReduceOp.MAX
-        self._sent = torch.zeros(count + 1, dtype=torch.int64)  # the values, and minus the batches to skip
+        self._sent = torch.zeros(count + 1, dtype=torch.int64)  # the values, and minus the number of batches to skip
         self._work: distributed.Work | None = None
-        self._batches = self._batches_to_skip = 0  # batches since the last all-reduce; its minimum for the next one
+        self._batches = 0  # number of batches since the last all-reduce
+        self._batches_to_skip = 0  # number of batches without an all-reduce before the next one
         self._sent_at = time.monotonic()
 
     def reduce(self, numbers: Sequence[int]) -> list[int]:
-        """Return the maxima of the last all-reduce at the end of a batch, or zeros if none was pending.
+        """Return the maxima of the pending all-reduce, or zeros if none is pending.
 
-        All processes must call it equally often.
+        All processes must call it at the end of each batch.
         """
         answer = self._read() if self._work is not None else [0] * self._count
         self._batches += 1

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 GRACE = 10.0
-"""Seconds that a process gets to end by itself after another has failed, and to exit once it is exiting."""
+"""Seconds that a process gets to end by itself after another has failed, and to complete an exit that has begun."""
 ERROR_TIMEOUT = 30.0
 """Seconds that callbacks and loggers get after an error (``on_exception``) if other processes may be waiting."""
 _POLL_INTERVAL = 0.2
@@ -139,7 +139,7 @@ def deadline_after(error: BaseException, *, waited_for: bool) -> Iterator[None]:
 
 def _give_up(error: BaseException, code: int) -> None:
     write_stderr(
-        f"This process has not come to its end within {ERROR_TIMEOUT:.0f} s of its error: it may wait for others."
+        f"This process has not ended within {ERROR_TIMEOUT:.0f} s of its error: it may be waiting for other processes."
         f" The error was:\n{''.join(traceback.format_exception(error))}"
     )
     children.kill()

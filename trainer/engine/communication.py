@@ -1,8 +1,8 @@
-"""State of DDP's communication hooks and of model averagers that changes from step to step, in each process.
+"""Save and restore the state of DDP's communication hooks and model averagers, which differs between processes.
 
-A hook's state is any object. If it has a ``state_dict``, that is saved. Otherwise its random generators, its tensors in
-nested containers, and those of its numbers and strings that have changed since the beginning of the run are saved.
-Numbers that have not changed are settings, and keep this run's values.
+A hook's state is any object. If it has a ``state_dict``, that is saved. Otherwise these are saved: its random
+generators, its tensors, also in nested containers, and the numbers and strings in it that have changed since the run
+began. Numbers that have not changed are settings, and keep this run's values.
 
 Tensors may belong to gradient buckets, such as PowerSGD's error feedback. DDP rebuilds its buckets after the first
 backward pass, so a resumed run has different buckets in its first step. Such tensors are restored exactly only if the

@@ -2,8 +2,8 @@
 
 ``nn.Module.compile`` compiles a module's call and leaves the module unchanged: its class, its names, the keys of its
 ``state_dict``, its copies. A replaced ``forward`` and added hooks are compiled too, whether they are set before or
-after. There is no public way to undo it, and torch 2.10 compiles nothing of a module with a ``forward`` from torch
-(``nn.Sequential``). Therefore torch's private attribute is set here, and nowhere else.
+after compiling. There is no public way to undo it, and torch 2.10 compiles nothing of a module with a ``forward`` from
+torch (``nn.Sequential``). Therefore torch's private attribute is set here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def compile_in_place(module: nn.Module, settings: Mapping[str, Any], *, reuses_m
 
 
 class CompiledForward(OwnForward):
-    """A compiled ``forward``, for modules with a call that does more: under DDP a LightningModule's call is its step.
+    """A compiled ``forward``, for modules with a ``__call__`` that runs more than ``forward``.
+
+    Under DDP, calling a LightningModule runs its ``training_step``.
 
     Args:
         module: the module to compile.

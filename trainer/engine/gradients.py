@@ -7,7 +7,7 @@ In a training step, in this order::
     forward_without_loss(has_run)      before the processes all-reduce whether each of them has a loss, and
     backward_without_loss(...)         instead of the backward pass
     keep(optimizer)                    only if a compiled backward pass (CUDA graphs) would overwrite them
-    multiply_(optimizers, factor)      at a window's end, if the mean needs other weights than those of the losses
+    multiply_(optimizers, factor)      at a window's end, if the losses were not multiplied by their exact weights
     unscale_(optimizer)                for each optimizer: gradients are unscaled from here on
     norm(optimizer), clip_(optimizer, ...), local(optimizer)       hooks, callbacks
     step(optimizer)                    leaves the weights unchanged if a gradient is not finite
@@ -16,8 +16,8 @@ In a training step, in this order::
 
 ``Gradients`` is for engines with whole gradients in each process: a single device, and DDP. An engine with sharded
 gradients has a subclass. It overrides ``local`` and the methods that need the other parts (``norm``, ``clip_``,
-``backward_without_loss``), and gives the scaler (:meth:`Gradients.use_scaler`) a function that all-reduces the flag of
-a gradient that is not finite. Only flags are reduced, never values, because a maximum may drop a NaN (gloo's does).
+``backward_without_loss``), and gives the scaler (:meth:`Gradients.use_scaler`) a function that all-reduces a flag:
+whether a gradient is not finite. Values are never reduced, because a maximum may drop a NaN (gloo's does).
 
 The loss scaler has the interface of torch's ``GradScaler``: its methods take an optimizer and read the gradients of its
 parameters. Our scaler finds them with ``LossScaler.gradients_of``, which also works without an engine.
@@ -263,8 +263,8 @@ class Gradients:
         """Run the collectives of the other processes' forward pass in a replay, if this process has no batch.
 
         Returns:
-            A loss of 0 with the backward pass of the other processes, or None if a replay needs no collectives because
-            this process has whole parameters.
+            A loss of 0 with a backward pass that runs the collectives of the other processes' backward pass, or None if
+            a replay needs no collectives because this process has whole parameters.
         """
         return None
 
@@ -282,7 +282,7 @@ class Gradients:
         return {name: p.grad.detach() for name, p in parameters if p.grad is not None and id(p) in unused}
 
     def can_load(self, parameters: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> bool:
-        """Return whether :meth:`load_state_dict` can restore all gradients: they are the parts of this process."""
+        """Return whether :meth:`load_state_dict` can restore all gradients: they have the shapes of the parts here."""
         parts = {name: self.part(parameter) for name, parameter in parameters}
         return all(name in parts and gradient.shape == parts[name].shape for name, gradient in state.items())
 

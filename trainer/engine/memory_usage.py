@@ -35,7 +35,7 @@ class Usage:
         elsewhere: memory that torch's allocator does not manage: other processes, the driver's context, workspaces of
             libraries.
         peak: maximum of ``allocated``; on CUDA since the fit began, on a CPU since the process began.
-        total: memory of the device; on a CPU of the machine, or the limit of its control group.
+        total: memory of the device; on a CPU, that of the machine, or the limit of its control group.
     """
 
     kinds: dict[str, int]
@@ -76,8 +76,8 @@ def measure(
     Args:
         device: the device of this process.
         module: the module with the parameters, gradients and buffers, or None.
-        optimizers: optimizers with states and parameters. An engine that shards may temporarily have other parameters
-            in the module.
+        optimizers: optimizers with states and parameters. While an engine shards, the module may temporarily have
+            parameters that are not those of the optimizers.
         batch: the tensors of the current batch.
     """
     optimizers = list(optimizers)

@@ -151,7 +151,7 @@ class Engine(Protocol):
         """Select the device and join the process group."""
 
     def convert_module(self) -> None:
-        """Convert the module to the dtype of the precision. Called before weights are loaded, which it would round."""
+        """Convert the module to the dtype of the precision, before weights are loaded, so that they get this dtype."""
 
     def setup(self, *, fitting: bool) -> None:
         """Move the module to the device; for fitting, also wrap it and create the optimizers."""

@@ -4,7 +4,7 @@ Processes that wait in a collective for a missing process wait until the collect
 error then names no rank. Here a thread of each process periodically checks whether the run makes progress. If it has
 made none for a third of the timeout, each process writes its position to the store of the rendezvous: its batch, its
 line, and the collectives that it has begun, from torch's flight recorder. One process combines them in a report. While
-a run makes progress, nothing is exchanged, and a step costs nothing more.
+a run makes progress, nothing is exchanged, and steps take no additional time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RankState(NamedTuple):
         seconds: time without progress.
         phase: such as ``in the forward pass, in net.blocks.7 (Block), at step 120, batch_idx 20 of epoch 1``.
         blocked_in: the function in which it waits for others; "" if it does not wait.
-        begun: for each process group by name, number and description of the last collective that it has begun.
+        begun: number and description of the last collective that it has begun, by the name of the process group.
         stack: stack lines, the innermost last.
     """
 
@@ -136,7 +136,7 @@ class StallWatch:
         summary = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames)
         stack = [line.rstrip() for line in summary.format()]
         phase = ""
-        with suppress(Exception):  # the main thread may be changing the objects that it reads
+        with suppress(Exception):  # the main thread may be changing the objects that are read
             phase = self._describe(frames)
         host, pid = socket.gethostname(), os.getpid()
         return RankState(self._rank, host, pid, seconds, phase, _blocked_in(frames), begun_collectives(), stack)
@@ -147,7 +147,7 @@ class StallWatch:
         """Write this process's position to the store, and report those of all, unless another process does that."""
         if self._store is None:
             store = distributed.distributed_c10d._get_default_store()
-            with suppress(Exception):  # a separate connection: the process may be blocked on its own
+            with suppress(Exception):  # a separate connection, because the process may be blocked on the existing one
                 store = store.clone()
             self._store = store
         store, ranks = self._store, range(self._processes)
@@ -264,7 +264,7 @@ def _report(states: list[RankState], silent: Sequence[int] = ()) -> str:
 def _describe(state: RankState) -> str:
     last = max(state.begun.values(), default=(0, ""))[1]
     waits = f", waiting in {state.blocked_in}" if state.blocked_in else ""
-    return f"It is {state.phase or 'in its own code'}{waits}, since {state.seconds:.0f} s" + (
+    return f"It has been {state.phase or 'in its own code'}{waits}, for {state.seconds:.0f} s" + (
         f"; the last collective that it has begun is {last}" if last else ""
     )
 

@@ -65,7 +65,7 @@ class ZeroModule:
         self.stage: int = config["zero_optimization"]["stage"]
         self._device = device
         self._attributes = [(parameter, dict(vars(parameter))) for parameter in module.parameters()]
-        # DeepSpeed converts them to 16 bits, and no process keeps those that are not trained in float32
+        # DeepSpeed converts all parameters to 16 bits, and keeps a float32 copy only of the trained ones
         self._frozen = [(p, p.detach().cpu()) for p in module.parameters() if not (p.requires_grad and optimizer)]
         self._dtypes = {parameter: parameter.dtype for parameter in module.parameters()}
         self.engine: Any = (
@@ -117,8 +117,8 @@ class ZeroModule:
     def _delay_scale_update(self) -> Iterator[None]:
         """Delay changes of the loss scale until after the step. A context manager.
 
-        DeepSpeed changes the scale before it divides the gradients by it, so on each step on which the scale doubles
-        they would be half of their value (0.19.8).
+        DeepSpeed (0.19.8) changes the scale before it divides the gradients by it, so the gradients would have half of
+        their value in each step that doubles the scale.
         """
         scaler = self.loss_scaler
         if scaler is None:

@@ -34,17 +34,18 @@ class AccumulationWindow:
     the one that ``training_step`` returned; default: 1. A batch does not count if its ``training_step`` returned None.
 
     ``sum(w)`` is unknown until the window's last forward pass. Therefore :meth:`share` multiplies each loss by its
-    expected share: its weight divided by a typical weight, the unit, and by the window's size. The loss keeps its usual
-    magnitude while it is scaled for float16, whatever the unit of the weights. After the last backward pass,
+    expected share: its weight divided by a typical weight, the unit, and by the window's size. Thus the loss keeps its
+    usual magnitude while it is scaled for float16, however large the weights are. After the last backward pass,
     :meth:`close` multiplies the gradients by a correction, which is 1 for most windows.
 
     Several processes all-reduce their sums during the last backward pass. If a window has a single batch and its
     correction is probably not 1, or not known to the host, the sums are waited for before that backward pass:
     multiplying the loss is cheaper than multiplying all gradients (:meth:`joint_share`).
 
-    The unit is the first weight of the window. Several processes need the same unit, because gradients that were
-    averaged over them cannot be corrected for different ones: it is the mean weight of the last window. In the first
-    window of a run it is the mean weight of the first batches, which takes one more collective.
+    With one process, the unit is the first weight of the window. Several processes need the same unit, because
+    gradients that were averaged over the processes cannot be corrected for different units. It is the mean weight of
+    the last window; in the first window of a run, it is the mean weight of the first batches, which takes one more
+    collective.
 
     Args:
         batches: ``accumulate_grad_batches``, the number of batches in a full window. Default: 1.
@@ -147,7 +148,7 @@ class AccumulationWindow:
     def state_dict(self, *, before_batch: bool) -> dict[str, Any]:
         """Return the state for a checkpoint: all of an open window, or the part that the next one needs.
 
-        No gradients.
+        Gradients are not included.
 
         Args:
             before_batch: whether to return the state before the current batch, because a resumed run repeats it.
@@ -347,8 +348,8 @@ def _positive(weight: Weight) -> Weight:
 
 
 def count_windows(batches: int, sizes: Iterable[int], straddle: bool) -> int:
-    """Return the number of windows in epochs of ``batches`` batches; those of epoch ``i`` have ``sizes[i]`` batches."""
-    windows, missing = 0, 0  # lacking: batches of the next epoch that the window open at the end of an epoch needs
+    """Return the number of windows in epochs of ``batches`` batches; a window of epoch ``i`` has ``sizes[i]``."""
+    windows, missing = 0, 0  # missing: number of batches that a window left open by an epoch takes from the next
     for size in sizes:
         left = batches - missing
         if left >= 0:

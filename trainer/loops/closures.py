@@ -118,8 +118,8 @@ class ClosureOptimization:
         """Keep the batches that :meth:`state_dict` returned.
 
         Raises:
-            ResumeError: if it returned none and ``exact`` is True. Otherwise the window continues without them, with a
-                warning.
+            ResumeError: if the batches could not be saved and ``exact`` is True. If ``exact`` is False, the window
+                continues without them, with a warning.
         """
         if state["batches"] is None:
             reason = (
@@ -129,8 +129,8 @@ class ClosureOptimization:
             )
             if exact:
                 raise ResumeError(
-                    f"{reason} Resume from one that was written between two windows, or resume without these batches:"
-                    " Trainer(exact_resume=False)."
+                    f"{reason} Resume from a checkpoint that was written between two windows, or resume without these"
+                    " batches: Trainer(exact_resume=False)."
                 )
             warn(f"{reason} The window continues without them.")
         batches = tree_map_only(Tensor, lambda tensor: tensor.to(device), state["batches"] or [])
@@ -156,7 +156,7 @@ class ClosureOptimization:
         return loss
 
     def _close_window(self, last: _Pass) -> Tensor | None:
-        """Evaluate the last batch, from the second call on after the earlier ones, because the weights have moved.
+        """Evaluate the last batch. From the second call on, first evaluate the earlier batches at the changed weights.
 
         Returns:
             The mean loss of the window, or of the part that was evaluated.
@@ -185,9 +185,9 @@ def refuse_scaled_closures(loop: FitLoop) -> None:
     refused = [type(o).__name__ for o in loop.optimizers if needs_closure(o)]
     if refused and loop.gradients.scaler.is_enabled():
         raise ConfigurationError(
-            f"Got the optimizer {refused[0]} with precision={loop.precision.name!r}, expected one that takes a"
-            " single gradient: it evaluates the loss itself, several times a step, which loss scaling cannot"
-            " follow. Use precision='bf16-mixed' or '32-true'."
+            f"Got the optimizer {refused[0]} with precision={loop.precision.name!r}, expected one that"
+            " evaluates the loss once per step: an overflow in one of several evaluations could not be undone. Use"
+            " precision='bf16-mixed' or '32-true'."
         )
 
 
@@ -195,10 +195,10 @@ def refuse_bare_steps(loop: FitLoop) -> RemovableHandle:
     """Raise an error if the module steps a torch optimizer itself, instead of its wrapper, while losses are scaled.
 
     Such a step uses scaled gradients, and is not skipped after an overflow. If no loss was scaled, the module may scale
-    its losses itself, so the first such step with gradients is a warning.
+    its losses itself, so the first such step with gradients only causes a warning.
 
     Returns:
-        A handle that ends this.
+        A handle that removes the check.
     """
     scaler, precision = loop.gradients.scaler, f"precision={loop.precision.name!r}"
     warned = False

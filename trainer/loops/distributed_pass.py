@@ -16,7 +16,7 @@ from trainer.state.metric_objects import MetricObjects
 from trainer.state.metrics import MetricStore
 
 _REMEDY = (
-    " Exchange after the last batch instead: by self.log(..., sync_dist=True), a torchmetrics object, or in"
+    " Communicate after the last batch instead: with self.log(..., sync_dist=True), a torchmetrics object, or in"
     " on_{stage}_epoch_end. Or have all processes evaluate equally many batches, as Lightning does, which counts some"
     " samples twice: Trainer(pad_evaluation=True)."
 )
@@ -66,8 +66,8 @@ class DistributedPass:
         uneven = [span for span in whole if span.fewest < span.most < float("inf")]
         if uneven and not engine.supports_uneven_evaluation:
             raise ConfigurationError(
-                f"Got {uneven[0].fewest:.0f} to {uneven[0].most:.0f} batches of {stage} in a process. At stage 3 of"
-                " DeepSpeed's ZeRO each forward pass exchanges weights, so that all processes need as many. Divide"
+                f"Got processes with {uneven[0].fewest:.0f} to {uneven[0].most:.0f} {stage} batches, expected the same"
+                " number in each, because each forward pass exchanges weights at stage 3 of DeepSpeed's ZeRO. Divide"
                 " the data evenly."
             )
         if watches and uneven:
@@ -140,7 +140,7 @@ class DistributedPass:
 
     def _error(self, subject: str, span: Span) -> ConfigurationError:
         return ConfigurationError(
-            f"{subject} runs a collective for each batch, but they have different numbers of batches"
-            f" ({int(span.fewest)} to {int(span.most)}): some processes would wait"
+            f"{subject} runs a collective for each batch, but the processes have different numbers of batches"
+            f" ({int(span.fewest)} to {int(span.most)}): some of them would wait"
             " forever." + _REMEDY.format(stage=self._stage)
         )

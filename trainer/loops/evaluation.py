@@ -262,7 +262,7 @@ class EvalLoop:
     def warn_of_nothing(self) -> None:
         """Warn once that a ``predict_step`` returned None."""
         if not self.has_warned and self.engine.global_rank == 0:
-            warn("predict returned None if it was on purpose, ignore this warning...")
+            warn("predict returned None. If this was on purpose, ignore this warning.")
         self.has_warned = True
 
     def close_dataloader(self, dataloader_idx: int, several: bool) -> Metrics:

@@ -19,7 +19,7 @@ class Schedules:
     """Learning-rate schedules, and when each one steps.
 
     Args:
-        configs: the schedules; a live list (stock callbacks exchange its items).
+        configs: the schedules; a live list (Lightning's callbacks may replace its items).
         step: steps one schedule: ``LightningModule.lr_scheduler_step(scheduler, metric)``.
         metrics: returns the metrics that plateau schedules monitor.
         revocable: whether a step of a schedule changes only the schedule and the optimizer's parameter groups, so that
@@ -113,7 +113,7 @@ class Schedules:
         if config.interval == "batch":
             return self._progress.batches
         if config.interval == "epoch":
-            return self._progress.epoch + 1  # counted after its hooks
+            return self._progress.epoch + 1  # an epoch is counted after its hooks
         own = getattr(config.scheduler, "optimizer", None)
         index = next((i for i, optimizer in enumerate(self._optimizers) if optimizer is own), 0)
         return self._progress.completed_steps[index]

@@ -19,8 +19,8 @@ NOTHING: Mapping[str, Any] = {"loss": torch.zeros(()), "weight": 0.0}
 def loss_in(output: Any, *, reads_weight: bool = True) -> tuple[Tensor | None, Weight | None]:
     """Return the loss that ``training_step`` returned, and its weight.
 
-    The loss is None if the batch contributes nothing: if ``training_step`` returned None, which is warned about, or a
-    weight of 0, which is not. The loss is not multiplied by 0, because its gradients may be 0 * inf = NaN.
+    The loss is None if the batch contributes nothing: if ``training_step`` returned None (with a warning) or a weight
+    of 0 (without a warning). The loss is not multiplied by 0, because its gradients may be 0 * inf = NaN.
 
     Args:
         output: a tensor, a dict with a ``"loss"``, or None.
@@ -107,5 +107,5 @@ def check_weight(weight: Any) -> float:
         return float(weight)
     raise ConfigurationError(
         f"Got 'weight': {weight!r} in the dict that `training_step` returned, expected one number, at least 0: how much"
-        " the batch counts in an accumulation window (samples, tokens). Call it otherwise if you mean something else."
+        " the batch counts in an accumulation window (samples, tokens). Use another key for any other value."
     )

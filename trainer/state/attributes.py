@@ -26,7 +26,7 @@ _ABSTRACT = {"builtins.object", "abc.ABC", "typing.Generic", "typing.Protocol"}
 
 
 class AttributeChanges:
-    """The changes of the attributes of some objects since this was created.
+    """The changes of the attributes of some objects since this instance was created.
 
     An object is restored only if all changed attributes are plain values: numbers, strings, short containers of them,
     small tensors and arrays. Otherwise, its ``state_dict`` and ``load_state_dict`` are used, if it has both.
@@ -44,8 +44,8 @@ class AttributeChanges:
     def read(self) -> list[Any]:
         """Return the changes of each object, as data that :meth:`write` accepts.
 
-        An entry is the name of the object's class with a dictionary of values by attribute; a list with the object's
-        own state; or, if the object cannot be restored, a string that names the attribute.
+        An entry is a list of the name of the object's class and one of the following: a dict of values by attribute; a
+        list with the object's own state; or, if the object cannot be restored, a string that names the attribute.
         """
         watched = zip(self._names, self._objects, self._values, self._first, strict=True)
         return [[name, self._changes(one, values, first)] for name, one, values, first in watched]
@@ -53,7 +53,7 @@ class AttributeChanges:
     def write(self, state: list[Any]) -> None:
         """Restore the values that :meth:`read` returned. Attributes that had not changed get their first value.
 
-        Objects of a class stay unchanged if their number is different.
+        Objects of a class stay unchanged if the saved run had another number of them.
         """
         saved_of = _by_class(state)
         for name, places in self._places().items():

@@ -21,7 +21,7 @@ class MetricObjects:
         module: the module.
 
     Attributes:
-        by_name: the metric objects. Those of a MetricTracker are included once it has as many as when it was saved.
+        by_name: the metric objects. :meth:`load_state_dict` adds those that a MetricTracker created in the saved run.
     """
 
     by_name: dict[str, Any]
@@ -62,7 +62,7 @@ class MetricObjects:
         return state
 
     def outline(self, since: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-        """Return a description of the metrics that processes exchange before they reduce the states.
+        """Return a description of the metrics, which processes exchange before they reduce the states.
 
         For each metric that is reduced: the number of updates and, for each state that is a list, the number of its
         tensors and their dtype and shape without the first dimension.
@@ -80,7 +80,7 @@ class MetricObjects:
         return found
 
     def complete(self, outlines: Sequence[dict[str, dict[str, Any]]], device: torch.device) -> None:
-        """Prepare metrics that were updated only on other processes to be reduced, with empty states.
+        """Give empty states to metrics that were updated only on other processes, so that they can be reduced.
 
         torchmetrics requires tensors of the same dtype and number of dimensions on all processes.
 

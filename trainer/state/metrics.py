@@ -229,7 +229,7 @@ def _sum_in_order(start: Tensor, values: Tensor) -> Tensor:
 
 
 def _without_graph(value: Any) -> Any:
-    """Detach the value of a metric object, which may keep the batch's graph alive (as of a mean squared error)."""
+    """Detach the value of a metric object, which may keep the batch's graph alive (as MeanSquaredError does)."""
     return value.detach() if isinstance(value, Tensor) else value
 
 
@@ -353,8 +353,8 @@ class MetricStore:
     def take_first(self, broadcast: Callable[[Any], Any]) -> None:
         """Replace values that were not reduced over the processes by those of rank 0, at the end of the epoch.
 
-        So callbacks make the same decisions on all processes, based on the values in the loggers. Not for
-        ``rank_zero_only``.
+        Thus callbacks make the same decisions on all processes, based on the values in the loggers. Values that are
+        logged with ``rank_zero_only`` are not replaced.
 
         Args:
             broadcast: returns the argument of rank 0.
@@ -405,7 +405,7 @@ class MetricStore:
         """Return the step's values during a batch, otherwise the epoch's reductions (of the current dataloader).
 
         Args:
-            on_step: True for the step's values, False for the epoch's. Default: None, by whether a batch is running.
+            on_step: True for the step's values, False for the epoch's. Default: None, True if a batch is running.
 
         Raises:
             ConfigurationError: if the value of a metric object is not a tensor.
@@ -502,8 +502,8 @@ class MetricStore:
 def shared_among(processes: int, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Convert the states of a run with another number of processes to the state that each process gets.
 
-    Each process gets an equal part of all sums and counts, so that means include all logged values, whether or not a
-    value is reduced over the processes. It gets the whole of a maximum or minimum.
+    Each process gets an equal part of all sums and counts, so that a mean includes all logged values, whether or not
+    they are reduced over the processes. Each process gets the whole maximum or minimum.
 
     Args:
         processes: the current number of processes.
@@ -585,7 +585,7 @@ class PublishedMetrics:
 def to_scalars(metrics: dict[T, Any]) -> dict[T, Any]:
     """Convert tensors to Python numbers, with at most one host-device synchronization for all.
 
-    On MPS there are at most two, with one for integers.
+    On MPS there are at most two, one of them for integers.
 
     Raises:
         ConfigurationError: if a tensor has more than one element.

@@ -31,7 +31,7 @@ _STEP_COUNTERS = (
     "optimizer_steps", "own_steps", "skipped_steps", "nonfinite_losses", "completed_steps", "has_learned", "updates",
     "zero_grads", "schedule_steps",
 )  # fmt: skip
-"""Counters of the weights. All others count the data."""
+"""Counters that belong to the weights. All others belong to the position in the data."""
 
 
 @dataclass
@@ -50,12 +50,12 @@ class FitProgress:
         optimizer_steps: optimizer steps attempted, including skipped ones, summed over optimizers; windows without a
             loss also count, and a custom ``optimizer_step`` of the module counts once per call;
             ``trainer.global_step``. Set by the fit loop at each step of an optimizer.
-        own_steps: the steps among them that the module has counted itself, because it steps optimizers without their
+        own_steps: the ``optimizer_steps`` that the module has counted itself, because it steps optimizers without their
             wrappers. Set when Lightning's count is written (``compat/loop_state.py``).
         skipped_steps: optimizer steps skipped because a gradient was not finite. Set by the fit loop when the outcome
             is known.
-        nonfinite_losses: the skipped steps among them with a loss that was not finite on some process: no loss scale
-            avoids these. Set at the same time.
+        nonfinite_losses: the ``skipped_steps`` with a loss that was not finite on some process, so that no loss scale
+            can avoid the skip. Set at the same time.
         completed_steps: steps of each optimizer (by its index) that were not skipped, since the fit began; for a
             resumed fit, since its first run began. A step counts as completed until its outcome is known. Set by the
             fit loop after an optimizer step, and when the outcome is known.
@@ -63,20 +63,22 @@ class FitProgress:
             known.
         updates: accumulation windows closed, which is the step axis of the loggers. Set by the fit loop at the end of a
             window's last batch (after that batch is logged).
-        zero_grads: windows with their old gradients cleared, which happens after their first forward. Set by the fit
-            loop.
+        zero_grads: windows that have cleared the gradients of the previous window. Set by the fit loop after a window's
+            first forward.
         schedule_steps: steps of learning-rate schedules, summed over schedules. Set by the schedules.
-        epoch_start: the counters when the current epoch started, or between epochs the last one. Set by the fit loop.
+        epoch_start: the counters when the current epoch started or, between epochs, when the last one started. Set by
+            the fit loop.
         is_last_batch: whether the batch of ``batch_idx`` is its epoch's last. Set by the fit loop when a batch starts.
         is_trained: whether the batch of ``batch_idx`` is trained: False from its start until its optimizer step is
             over. Set by the fit loop.
         in_batch: whether a batch is being trained, including ``on_train_batch_end``. Set by the fit loop.
         closing: whether a window has closed that ``updates`` does not include yet. Set by the fit loop.
-        resumed_epoch: the epoch that a checkpoint resumed in the middle; -1 without one. Set by the resume.
+        resumed_epoch: the epoch that was resumed in its middle from a checkpoint; -1 if none was. Set by the resume.
         is_followed_up: whether the events after the batch of ``batch_idx``, such as a validation, are over. Set by the
             fit loop.
-        owes_validation: whether a validation has begun that must be completed: from its beginning if a checkpoint was
-            written meanwhile. Set by the fit loop, and by the evaluation loop before ``on_validation_end``.
+        owes_validation: whether a validation has begun and is not over. A run that resumes from a checkpoint written
+            meanwhile repeats it from its beginning. Set by the fit loop, and by the evaluation loop before
+            ``on_validation_end``.
         has_validated: whether a validation has followed the batch, and is over. Set by the evaluation loop, and by the
             fit loop when the next batch starts.
     """
@@ -179,8 +181,8 @@ class FitProgress:
     def state_dict(self) -> dict[str, Any]:
         """Return the counters for a checkpoint, as they are after the current batch, or after the epoch if it is over.
 
-        The events after a batch may still follow: ``is_followed_up``. ``cut_short`` is the number of batches of an
-        epoch that ends before its last batch, for example because of ``max_steps``.
+        ``is_followed_up`` is False if the events after the batch still follow. ``cut_short`` is the number of batches
+        of an epoch that ends before its last batch, for example because of ``max_steps``.
         """
         over = self.epochs_trained > self.epoch
         follows = self.is_trained and not self.is_followed_up and not over

@@ -1,8 +1,9 @@
 """Run the collectives of a batch, in their order, in a process that has no batch or no loss.
 
 Each sharded block gathers its parameters when its forward begins, gathers them again in the backward pass, and reduces
-their gradients at its end. If a process omits one of these collectives, the others wait forever. Therefore it runs them
-without any computation, through FSDP's own hooks. The order of the blocks is recorded in this process's own batches.
+their gradients at its end. If a process omits one of these collectives, the others wait forever. Therefore a process
+without a batch or loss runs them without any computation, through FSDP's own hooks. The order of the blocks is recorded
+in this process's own batches.
 """
 
 from __future__ import annotations
@@ -113,10 +114,10 @@ class IdlePasses:
         """Run the collectives of a forward pass, or only those that this batch's own forward did not run.
 
         Returns:
-            A loss of 0, with a backward pass that also runs the collectives of the others.
+            A loss of 0, with a backward pass that runs the collectives of the others' backward pass.
         """
         done, self._current = self._current, None
-        # an evaluation records no gradients
+        # a training pass never follows the calls of an evaluation, because these were recorded without gradients
         like = self._known.get(step) or self._known.get(TRAINING) or self._guess_calls()
         if not torch.is_grad_enabled():
             done = None
@@ -206,7 +207,7 @@ def _backward(calls: list[ForwardCall], gradient: Tensor) -> None:
 
 
 def call_with_hooks(module: Any, forward: Callable[[], R]) -> R:
-    """Call ``forward()`` instead of the module's, between FSDP's hooks only. Its result must need no arguments."""
+    """Call ``forward()``, without arguments, instead of the module's forward, and run only FSDP's hooks around it."""
     before = vars(module).get("forward")
     with _fsdp_hooks_only(module):
         module.forward = forward

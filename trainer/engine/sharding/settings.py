@@ -41,7 +41,10 @@ def check_sharding(
     is_list = isinstance(blocks, tuple) and all(
         isinstance(block, str) or (isinstance(block, type) and issubclass(block, nn.Module)) for block in blocks
     )
-    expected = "classes of modules or their names, a function of (module, mesh), or None for the members of lists"
+    expected = (
+        "classes of modules or their names, a function of (module, mesh), or None for the members of ModuleList and"
+        " Sequential"
+    )
     expect(is_list or blocks is None or callable(blocks), expected, blocks=blocks)
     is_size = isinstance(reshard_after_forward, int) and reshard_after_forward >= 0
     expected = "True, False, None, or a number of processes"

@@ -66,7 +66,7 @@ class ShardedGradients(Gradients):
         self._sharded().idle.remember()
 
     def backward_by(self, run: Callable[[Tensor], None], loss: Tensor) -> None:
-        """Run a backward pass that ``training_step`` requested, which is then not a forward of the root."""
+        """Run a backward pass that ``training_step`` requested. The step is then not a forward of the root."""
         with self._sharded().backward_inside(loss) as watched:
             run(watched)
 
@@ -193,7 +193,8 @@ class ShardedGradients(Gradients):
             p: state[_WHOLE_PREFIX + name] for name, p in parameters if _WHOLE_PREFIX + name in state
         }
         has_any = torch.tensor(float(bool(whole)), device=self._device)
-        self._all_reduce_max(has_any)  # a process may have none, because its batches had no loss, but takes part
+        # called even by a process without gradients, because its batches had no loss
+        self._all_reduce_max(has_any)
         if has_any:
             load_unreduced_gradients(self._sharded().root, whole)
             self.scaler.expect_scaled(self._device)

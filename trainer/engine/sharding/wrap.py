@@ -51,9 +51,9 @@ class Sharding:
 class ShardedModule:
     """A module that is sharded until :meth:`restore_module`.
 
-    All processes must create it together, with modules of the same parameters: rank 0's values are broadcast first, so
-    that every process starts from the same weights as with DDP. Parameters on the meta device are sharded there, and
-    initialized afterwards.
+    All processes must create it together, with modules that have the same parameters. Rank 0's values are broadcast
+    first, so that every process starts from the same weights, as with DDP. Parameters on the meta device are sharded
+    there, and initialized afterwards.
 
     Args:
         module: a whole module, or one partly sharded by its own ``configure_model``; it stays the same object.
@@ -398,7 +398,7 @@ def _list_members(module: nn.Module, most: float) -> Iterator[nn.Module]:
 
 
 def _owns_parameters(block: nn.Module, uses: Mapping[Tensor, int]) -> bool:
-    """Return whether a block has parameters, and shares none with outer modules, which torch rejects."""
+    """Return whether a block has parameters, and shares none with outer modules, which torch does not support."""
     inside = Counter(one.tensor for one in owned_parameters(block))
     return bool(inside) and all(uses[parameter] == number for parameter, number in inside.items())
 
