@@ -19,6 +19,9 @@ class _Recording(Callback):
     def on_train_start(self, trainer, pl_module):
         self.recorder = Recorder(trainer)
 
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.recorder.close()
+
 
 def examined(folder, module, batches, scale=2.0**16, window=1, variant=UNCHANGED, **arguments):
     """The finding on the first window of a fit, looked into right after its update."""
@@ -26,7 +29,7 @@ def examined(folder, module, batches, scale=2.0**16, window=1, variant=UNCHANGED
 
     def look(self, trainer, pl_module, optimizer, outcome):
         if not findings:
-            findings.append(examine(trainer, self.recorder.take(), scale, variant))
+            findings.append(examine(trainer, self.recorder.closed, scale, variant))
 
     callback = type("Examine", (_Recording,), {"on_after_optimizer_step": look})()
     arguments = {"precision": native_fp16(init_scale=scale), "accumulate_grad_batches": window} | arguments

@@ -98,11 +98,15 @@ class Replays(Callback):
         if self.replays:
             self.recorder = Recorder(trainer)
 
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if self.replays:
+            self.recorder.close()
+
     def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
         if self.replays and optimizer is trainer.optimizers[0]:
             gradients = [p.grad for p in pl_module.parameters()]
             values = [None if g is None else g.clone() for g in gradients]
-            self.findings.append(examine(trainer, self.recorder.take(), outcome.scale))
+            self.findings.append(examine(trainer, self.recorder.closed, outcome.scale))
             for p, gradient, value in zip(pl_module.parameters(), gradients, values, strict=True):
                 assert p.grad is gradient
                 assert gradient is None or torch.equal(gradient.nan_to_num(), value.nan_to_num())
@@ -171,7 +175,8 @@ def recorded_fit(folder: Any, module: LightningModule, look: Any, batches: Any =
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             if optimizer is trainer.optimizers[0]:
-                look(trainer, self.recorder.take()[0])
+                self.recorder.close()
+                look(trainer, self.recorder.closed[0])
 
     given = {"precision": native_fp16(init_scale=256.0)} | arguments
     trainer = make_trainer(folder, limit_train_batches=1, callbacks=[Look()], **given)
